@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from lab.tracing import Trace, open_forks, tracer
 
 from trainspec_cli.corpus import bpe
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.rundir.event_types.event import PARTS
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -29,6 +30,10 @@ from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would spin while those of other processes compute
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of hundreds of processes compiles the package for itself
+sys.dont_write_bytecode = False
 
 settings.register_profile(
     "trainspec",
@@ -69,11 +74,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort by folder, stably: the order of tests within a file stays. Of the files with slow tests CI runs a third,
+    """Sort by folder, stably: the order of tests within a file stays. Of the files with slow tests CI runs a seventh,
     others with each commit, and all of those that need Slurm."""
     slow = [item for item in items if item.get_closest_marker("slow") and _folder(item) != "slurm"]
     files = sorted({item.path for item in slow})
-    drawn = set(drawn_in_ci(files, -(-len(files) // 3)))
+    drawn = set(drawn_in_ci(files, -(-len(files) // 7)))
     if left_out := [item for item in slow if item.path not in drawn]:
         config.hook.pytest_deselected(items=left_out)
         unwanted = set(left_out)

@@ -25,6 +25,7 @@ DOORS = {
     "huggingface": {"spec"},
     "planner": {"spec", "policy"},
     "scheduler": {"spec", "policy", "planner", "rundir"},
+    "diagnosis": {"spec", "policy", "rundir"},
     "wire": set(),
     "launch": {"spec", "policy", "rundir", "corpus", "huggingface", "wire"},
     "engine": {"spec", "policy", "rundir", "corpus", "huggingface", "wire"},
@@ -40,15 +41,28 @@ DOORS = {
         "huggingface",
         "planner",
         "scheduler",
+        "diagnosis",
         "launch",
         "report",
         "doctor",
     },
-    "cli": {"session", "compose", "spec", "rundir", "corpus", "planner", "launch", "report", "certify", "doctor"},
+    "cli": {
+        "session",
+        "compose",
+        "spec",
+        "rundir",
+        "corpus",
+        "planner",
+        "diagnosis",
+        "launch",
+        "report",
+        "certify",
+        "doctor",
+    },
 }
 """Room -> the rooms it may import. `FREE` modules are free to all."""
 
-FREE = {"environment_names", "errors", "node", "printable", "reading", "trust", "units", "__version__"}
+FREE = {"environment_names", "errors", "json_value", "node", "printable", "reading", "trust", "units", "__version__"}
 TORCH = {"torch", "torchao", "triton", "liger_kernel", "fla"}
 ASSEMBLERS = {"build", "run", "tools", "__main__"}
 """Folders of the engine that join the others; the others import neither them nor one another, but for `comm`."""
@@ -97,6 +111,7 @@ def test_what_is_free_to_all_imports_no_room() -> None:
     for module in (
         "environment_names.py",
         "errors.py",
+        "json_value.py",
         "node.py",
         "printable.py",
         "trust.py",
@@ -121,6 +136,24 @@ def test_a_name_of_a_class_means_one_thing() -> None:
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+UNTYPED = {
+    "engine/kernels/adamw.py": "torch's parameter groups",
+    "engine/optim/optimizer.py": "torch's parameter groups",
+    "engine/parallel/recompute.py": "keyword arguments of torch's checkpoint()",
+}
+"""Files that may hold values without types by name, and what these are. Records are dataclasses; a plain value on its
+way to or from a file is a `JsonObject`."""
+
+
+def test_values_by_name_have_types() -> None:
+    files = {
+        file.relative_to(PACKAGE).as_posix()
+        for file in PACKAGE.rglob("*.py")
+        if re.search(r"\bdict\[str, Any\]", file.read_text(encoding="utf-8"))
+    }
+    assert sorted(files - UNTYPED.keys()) == []
 
 
 def test_torch_is_imported_in_the_engine_alone() -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
+import pty
 import sys
 import unicodedata
+from collections.abc import Iterator
+from typing import TextIO
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainspec_cli.printable import (
+    LastingStream,
     PrintableStream,
     is_printable,
     on_one_line,
@@ -20,6 +26,7 @@ from trainspec_cli.printable import (
     without_colours,
 )
 from trainspec_cli.report.style import Style
+from trainspec_cli.session.console import PrintableConsole
 
 JOINERS = "\u200c\u200d"
 SIGNS = [
@@ -121,3 +128,36 @@ def test_json_is_ascii_and_stays_as_it_is_on_a_stream(text: str) -> None:
 
 def test_every_undecodable_byte_is_shown_as_that_byte() -> None:
     assert printable("\udc80\udcff") == "\\x80\\xff"
+
+
+@pytest.fixture
+def closed_terminal() -> Iterator[TextIO]:
+    """A terminal that is closed after a first line was written to it."""
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w", buffering=1) as terminal:
+        terminal.write("seen\n")
+        os.close(master)
+        yield terminal
+
+
+def test_what_is_written_to_a_terminal_that_was_closed_is_dropped(closed_terminal: TextIO) -> None:
+    stream = PrintableStream(LastingStream(closed_terminal))
+    print("a line", file=stream)
+    PrintableConsole(file=stream.rich_proxied_file).print("a table")  # type: ignore[arg-type]
+    stream.flush()
+
+
+def test_other_errors_of_a_stream_are_raised() -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(OSError, match="No space left"):
+        LastingStream(Full()).write("a line")
+
+
+def test_safe_printing_outlives_its_terminal(closed_terminal: TextIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", closed_terminal)
+    with printing_safely():
+        print("a line", flush=True)
+        print("another", flush=True)

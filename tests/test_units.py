@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.errors import Problem, closest, did_you_mean
-from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
+from trainspec_cli.units import format_bytes, format_count, format_duration, format_seconds, format_si
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,13 @@ from trainspec_cli.units import format_bytes, format_count, format_duration, for
 )  # fmt: skip
 def test_durations(seconds: float, shown: str) -> None:
     assert format_duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.0545, "54.5 ms"), (0.9, "900 ms"), (12.345, "12.3 s"), (1234.5, "1,234 s")]
+)
+def test_seconds_in_three_digits(seconds: float, shown: str) -> None:
+    assert format_seconds(seconds) == shown
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,13 @@ def test_a_wheel_works_from_anywhere(tmp_path: Path) -> None:
     subprocess.run(command, cwd=HOUSE, check=True, capture_output=True)
     (wheel,) = built.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
-    shipped = {path.relative_to(site / "trainspec_cli" / "_data") for path in site.rglob("*.yaml")}
+    data = site / "trainspec_cli" / "_data"
+    shipped = {path.relative_to(data) for kind in ("yaml", "json") for path in data.rglob(f"*.{kind}")}
     assert shipped == {
-        path.relative_to(HOUSE) for folder in ("conf", "recipes") for path in (HOUSE / folder).rglob("*.yaml")
+        path.relative_to(HOUSE)
+        for folder in ("conf", "recipes")
+        for kind in ("yaml", "json")
+        for path in (HOUSE / folder).rglob(f"*.{kind}")
     }
 
     elsewhere.mkdir()

@@ -1,8 +1,13 @@
-"""How the processes of trainspec know one another: environment variables, and a worker's title. And the one variable
-that a user sets."""
+"""Environment variables: those by which trainspec's processes know one another, and a user's. And a worker's title."""
 
 CACHE = "TRAINSPEC_CACHE"
 """A user's choice of the folder for prepared data and measured figures."""
+
+HUB_MIRROR = "TRAINSPEC_HUB_MIRROR"
+"""A user's folder of checkpoints of the Hugging Face Hub, as ORG/NAME below it."""
+
+RUN, STATUS, MESSAGE = "TRAINSPEC_RUN", "TRAINSPEC_STATUS", "TRAINSPEC_MESSAGE"
+"""Variables for the command of `--notify`: the run's folder, its end (done, stopped or failed), and a line of text."""
 
 LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
 """The start that a process belongs to: every process of a job is found by it."""
@@ -16,7 +21,7 @@ START = "TRAINSPEC_START"
 SECRET_FILE = "TRAINSPEC_SECRET_FILE"
 """The file that holds the secret of the job's processes; the secret itself stands in no environment."""
 RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"
-"""Where the job's rendezvous server listens, as HOST:PORT."""
+"""The address at which the job's rendezvous server listens, as HOST:PORT."""
 STORE_FILE = "TRAINSPEC_STORE_FILE"
 """The file in which the processes of one node meet."""
 

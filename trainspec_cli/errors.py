@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+
+from trainspec_cli.json_value import JsonObject
 
 EXIT_DONE = 0
 
@@ -31,7 +32,7 @@ class Problem:
     path: str = ""
     """The dotted key that it concerns, such as `optim.lr`."""
     hint: str = ""
-    """What to type next."""
+    """The command or key to type next."""
     file: str | None = None
     """The YAML file, or `command line`."""
     line: int | None = None
@@ -42,7 +43,7 @@ class Problem:
     environment: bool = False
     """True if the recipe is valid and the machine lacks something."""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         fields = asdict(self)
         del fields["excerpt"], fields["environment"]
         return fields
@@ -92,6 +93,8 @@ class Interrupted(TrainspecError):  # noqa: N818 - likewise
     exit_code = 130
 
 
+ERRORS_OF_RUNS = {kind.exit_code: kind for kind in (RecipeError, PlanError, MachineError, WorkerError)}
+"""The errors that end a run, by the exit code of its process."""
 EXIT_CODES = {
     EXIT_DONE: "done",
     RecipeError.exit_code: "the recipe or the command line is wrong",

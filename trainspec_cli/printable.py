@@ -2,15 +2,16 @@
 
 Recipes, run folders, data and file names may be untrusted, and a terminal obeys their control characters: it changes
 its title, moves the cursor, hides or recolours text. So `printing_safely` replaces stdout and stderr by a
-`PrintableStream`, through which everything is printed.
+`PrintableStream`, through which everything is printed; below it a `LastingStream` outlives its terminal.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -64,7 +65,7 @@ class PrintableStream:
     it. Rich finds the wrapped stream in `rich_proxied_file`; its consoles escape by themselves (session/console.py).
     """
 
-    def __init__(self, stream: TextIO):
+    def __init__(self, stream: TextIO | LastingStream):
         self.rich_proxied_file = stream
         self.escape = f"\x1b{os.urandom(8).hex()}"
 
@@ -82,11 +83,43 @@ class PrintableStream:
         return getattr(self.rich_proxied_file, name)
 
 
+class LastingStream:
+    """A text stream that drops what is written after its terminal was closed, where a write fails with EIO: that is no
+    reason to end a command. A terminal that is closed says so by SIGHUP. `ends_at` are the errors of a stream's end."""
+
+    def __init__(self, stream: TextIO, ends_at: Sequence[int] = (errno.EIO,)):
+        self._stream, self._ends_at = stream, ends_at
+
+    def write(self, text: str) -> int:
+        with self._dropping_where_gone():
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropping_where_gone():
+            self._stream.flush()
+
+    @contextmanager
+    def _dropping_where_gone(self) -> Iterator[None]:
+        """Lead the stream to /dev/null from the first write that fails on; what it still holds goes there too."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in self._ends_at or error.filename is not None:
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 @contextmanager
 def printing_safely() -> Iterator[None]:
-    """Pass everything that is printed in the block through a `PrintableStream`."""
+    """Pass everything that is printed in the block through a `PrintableStream`, above a `LastingStream`."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = map(PrintableStream, streams)
+    sys.stdout, sys.stderr = (PrintableStream(LastingStream(stream)) for stream in streams)
     try:
         yield
     finally:

@@ -31,6 +31,11 @@ def format_bytes(value: float) -> str:
     return f"{value:.0f} B"
 
 
+def format_seconds(seconds: float) -> str:
+    """Format in three digits: `0.0545` -> `54.5 ms`, `12.345` -> `12.3 s`."""
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:,.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
 def format_duration(seconds: float) -> str:
     """Format in at most two units: `93.2` -> `1 min 33 s`."""
     if seconds < 1:

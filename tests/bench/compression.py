@@ -39,7 +39,7 @@ from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.optim.optimizer import clear_gradients, set_learning_rate
 from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.engine.run.step import compute_gradients, train_step
-from trainspec_cli.policy.schedule import learning_rate
+from trainspec_cli.policy.batch.learning_rate import learning_rate
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.comm import WireFormats
 from trainspec_cli.spec.recipe.layout import Layout
@@ -48,7 +48,15 @@ from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
 from trainspec_cli.spec.results.plan import Plan
 
 SEQ_LEN, HELD_OUT, RANKS = 64, 1024, 2
-FORMATS = ("full", "bf16", "int8", "int4")
+FORMATS = tuple(WireFormats(gradients=name) for name in ("full", "bf16", "int8", "int4"))
+TIMED = {
+    "replicas": (Layout(dp_replicate=RANKS), FORMATS),
+    "shards": (
+        Layout(dp_shard=RANKS),
+        (*FORMATS, WireFormats(parameters="int8"), *(WireFormats(name, "int8") for name in ("int8", "int4"))),
+    ),
+}
+"""Layouts and formats whose steps are timed."""
 TINY = DecoderModel(
     num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=160, vocab_size=256
 )
@@ -139,6 +147,12 @@ class TwoHalves:
         assert torch.equal(own[0], own[1])
         return own[0]
 
+    def begin_passes(self, state: TrainState, micro_batches: int) -> None:
+        pass
+
+    def abandon_passes(self, state: TrainState) -> None:
+        pass
+
     def commit(self) -> bool:
         return True
 
@@ -196,16 +210,13 @@ def time_steps(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo", init_method=f"file://{options.file}", rank=options.rank, world_size=RANKS)
     tokens = torch.randint(0, LARGER.vocab_size, (options.batch // RANKS, SEQ_LEN + 1))
     samples = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())]
-    layouts = {"replicas": Layout(dp_replicate=RANKS), "shards": Layout(dp_shard=RANKS)}
     states = {
-        (kind, name): build_train_state(
-            plan_of(LARGER, options, 0, layout, WireFormats(gradients=name)),  # type: ignore[arg-type]
-            torch.device("cpu"),
-        )
-        for kind, layout in layouts.items()
-        for name in FORMATS
+        (kind, comm): build_train_state(plan_of(LARGER, options, 0, layout, comm), torch.device("cpu"))
+        for kind, (layout, formats) in TIMED.items()
+        for comm in formats
+        if kind in options.layouts.split(",")
     }
-    times: dict[tuple[str, str], list[float]] = {key: [] for key in states}
+    times: dict[tuple[str, WireFormats], list[float]] = {key: [] for key in states}
     for turn in range(options.turns + 1):
         for key, state in states.items():
             dist.barrier()
@@ -214,14 +225,15 @@ def time_steps(options: argparse.Namespace) -> None:
             if turn:
                 times[key].append(time.perf_counter() - started)
     if options.rank == 0:
-        params = sum(share.local.numel() for share in states["replicas", "full"].shares)
+        params = sum(part.numel() for model in next(iter(states.values())).parts for part in model.parameters())
         print(f"{params / 1e6:.1f}M parameters, {options.batch} samples of {SEQ_LEN} tokens, {options.turns} turns")
-        for kind in layouts:
-            full_s = statistics.median(times[kind, "full"])
-            for name in FORMATS:
-                seconds, moved = statistics.median(times[kind, name]), states[kind, name].wire.counted["gradients"]
-                each = moved / (options.turns + 1) / 1e6
-                print(f"{kind} {name}: {seconds:.3f} s a step, {full_s / seconds:.2f} times full, {each:.2f} MB a rank")
+        for (kind, comm), state in states.items():
+            seconds, full_s = (statistics.median(times[kind, one]) for one in (comm, WireFormats()))
+            moved = [state.wire.counted[purpose] / (options.turns + 1) / 1e6 for purpose in ("gradients", "parameters")]
+            print(
+                f"{kind}, gradients {comm.gradients}, parameters {comm.parameters}: {seconds:.3f} s a step, "
+                f"{full_s / seconds:.2f} times full, {moved[0]:.2f} + {moved[1]:.2f} MB a rank"
+            )
     dist.barrier()
     leave_processes()
 
@@ -234,6 +246,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="samples of 64 tokens")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--formats", default="full,nudged,bf16,int8,int4", help="for the loss")
+    parser.add_argument("--layouts", default="replicas,shards", help="for the time")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--file", help="where the two processes meet; there must be none yet")

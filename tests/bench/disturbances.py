@@ -13,9 +13,9 @@ from pathlib import Path
 
 from trainspec_cli.compose.folders import find_folders
 from trainspec_cli.planner.search.variants import plan_on_what_divides
-from trainspec_cli.policy.balance import best_division, solve_counts
-from trainspec_cli.policy.division import Division
-from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.policy.batch.division import Division
+from trainspec_cli.policy.scheduling.balance import best_division, solve_counts
+from trainspec_cli.policy.scheduling.speeds import Speed
 from trainspec_cli.session.disturbance import load_disturbance, simulate_disturbed
 from trainspec_cli.session.load import load_for_planning
 

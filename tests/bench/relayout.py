@@ -3,8 +3,8 @@
     python tests/bench/relayout.py [key=value ...]
 
 Runs a model of some 30 million parameters through a cycle of layouts, and prints for each change the pause beside the
-steps around it, what went from rank to rank, and the most of the state that a process held meanwhile. The target is a
-pause of at most two steps' time and two seconds.
+steps around it, how long the first step after it takes, what went from rank to rank, and the most of the state that a
+process held meanwhile. The target is a pause of at most two steps' time and two seconds.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from trainspec_cli.report.text import describe_directive
-from trainspec_cli.rundir.event_types import DirectiveEvent
+from trainspec_cli.report.changes import describe_directive
+from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.rundir.events import read_events, read_log
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan
 from trainspec_cli.units import format_bytes, format_duration
 
-EVERY_STEPS = 4
+EVERY_STEPS = 6
 LAYOUTS = (
     "pp: 2, dp_shard: 1",
     "pp: 2, dp_shard: 1, stage_layers: [5, 3]",
@@ -62,13 +62,15 @@ def main() -> None:
         print(f"the whole state is {format_bytes(state_bytes)}")
         for event in read_log(run.directives):
             assert isinstance(event, DirectiveEvent)
-            print(describe_directive(event))
+            print(describe_directive(event).line)
             usual_s = median(took_s[event.step + near] for near in range(1 - EVERY_STEPS, EVERY_STEPS + 1))
+            after_s = median(took_s[event.step + near] for near in range(2, EVERY_STEPS + 1))
             limit_s = 2 * usual_s + 2
             pause_s, peak_bytes = event.pause_s or 0.0, event.peak_bytes or 0
             print(
                 f"  {format_duration(pause_s)} beside {format_duration(usual_s)} a step: "
                 f"{'within' if pause_s <= limit_s else 'OVER'} {format_duration(limit_s)}; "
+                f"the first step takes {took_s[event.step + 1] / after_s:.2f} times as long as those after it; "
                 f"peak {peak_bytes / state_bytes:.0%} of the whole state"
             )
 

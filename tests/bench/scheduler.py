@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainspec_cli.policy.balance import best_division, solve_counts
-from trainspec_cli.policy.division import Division
-from trainspec_cli.policy.speeds import CONFIRMING_STEPS, Speed
+from trainspec_cli.policy.batch.division import Division
+from trainspec_cli.policy.scheduling.balance import best_division, solve_counts
+from trainspec_cli.policy.scheduling.speeds import CONFIRMING_STEPS, Speed
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 

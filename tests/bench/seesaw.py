@@ -26,11 +26,11 @@ from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.optim.optimizer import clear_gradients, set_learning_rate, squared_norm
 from trainspec_cli.engine.run.coordinator import TrainProgress
-from trainspec_cli.engine.run.pace import StepPace
 from trainspec_cli.engine.run.pipeline_run import forward_only
+from trainspec_cli.engine.run.scheduling.pace import StepPace
 from trainspec_cli.engine.run.step import compute_gradients, train_step
-from trainspec_cli.policy.batch import BatchSchedule, schedule_batches
-from trainspec_cli.policy.noise import NoiseAverage, NoiseMeasurement, PartSquares, measure_noise
+from trainspec_cli.policy.batch.batch_schedule import BatchSchedule, schedule_batches
+from trainspec_cli.policy.batch.noise import NoiseAverage, NoiseMeasurement, PartSquares, measure_noise
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec

@@ -12,12 +12,14 @@ from dataclasses import replace
 from pytest import MonkeyPatch
 
 from trainspec_cli.engine.checkpoint import reshard, store
-from trainspec_cli.engine.comm import exchange
+from trainspec_cli.engine.checkpoint.parts import Held
+from trainspec_cli.engine.comm.compressed import CompressedSum, Feedback
 from trainspec_cli.engine.optim.optimizer import squared_norm
-from trainspec_cli.engine.parallel import context, data_parallel
-from trainspec_cli.engine.run import pipeline_run, relayout, step
+from trainspec_cli.engine.parallel import context, data_parallel, gradient_sums
+from trainspec_cli.engine.run import pipeline_run, step
 from trainspec_cli.engine.run.checkpoints import Checkpoints
-from trainspec_cli.engine.run.directives import Directives
+from trainspec_cli.engine.run.scheduling import relayout
+from trainspec_cli.engine.run.scheduling.directives import Directives
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.engine.tools import certify_worker
 from trainspec_cli.engine.tools.__main__ import main
@@ -36,7 +38,7 @@ def wrong_gradient_scale(patch: MonkeyPatch) -> None:
 
 def skipped_all_reduce(patch: MonkeyPatch) -> None:
     """Let replicas keep their own gradients."""
-    patch.setattr(exchange.Peers, "sum_", lambda self, x: x)
+    patch.setattr(gradient_sums, "_sum_over_replicas_", lambda *of_module: None)
 
 
 def stale_embedding_gradient(patch: MonkeyPatch) -> None:
@@ -101,7 +103,7 @@ def no_shard_reduce(patch: MonkeyPatch) -> None:
     def own_part(output, gradients, group, **options):
         output.copy_(gradients.view(group.size(), -1)[group.rank()].view_as(output))
 
-    patch.setattr(data_parallel, "reduce_scatter", own_part)
+    patch.setattr(gradient_sums, "reduce_scatter", own_part)
 
 
 def mean_of_ranks(patch: MonkeyPatch) -> None:
@@ -135,6 +137,31 @@ def steps_of_one_size(patch: MonkeyPatch) -> None:
         return right(wanted, state, start - start % samples, samples)
 
     patch.setattr(certify_worker, "own_samples", misplaced)
+
+
+def own_row_left_out(patch: MonkeyPatch) -> None:
+    """Sum what the other ranks have sent, and nothing of one's own."""
+    right = CompressedSum._sum_received
+
+    def without_own(self, own, sent, wire):
+        return right(self, own.zero_(), sent, wire)
+
+    patch.setattr(CompressedSum, "_sum_received", without_own)
+
+
+def lost_is_lost(patch: MonkeyPatch) -> None:
+    """Give nothing back of what the encoding of gradients loses."""
+    patch.setattr(Feedback, "keep", lambda self, lost: None)
+
+
+def sums_give_nothing_back(patch: MonkeyPatch) -> None:
+    """Give nothing back of what the encoding of sums loses, on their way to all replicas."""
+    patch.setattr(Feedback, "add", lambda self, start, lost: None)
+
+
+def feedback_not_saved(patch: MonkeyPatch) -> None:
+    """Save no feedback."""
+    patch.setattr(Held, "feedback_parts", lambda self: [])
 
 
 def moments_left_behind(patch: MonkeyPatch) -> None:
@@ -216,6 +243,10 @@ FAULTS = {
         mean_of_ranks,
         first_batch_size,
         steps_of_one_size,
+        own_row_left_out,
+        lost_is_lost,
+        sums_give_nothing_back,
+        feedback_not_saved,
         moments_left_behind,
         state_on_disk,
         forgotten_layouts,

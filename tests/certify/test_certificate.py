@@ -11,13 +11,14 @@ from trainspec_cli.certify import runs
 from trainspec_cli.certify.cases import Case, cases, refused
 from trainspec_cli.certify.certificate import digest, read_clauses, spec_version, verdict, verify, write_certificate
 from trainspec_cli.certify.families import FAMILIES
-from trainspec_cli.certify.judge import Finding, checks, judge_refusals
+from trainspec_cli.certify.judge import checks, judge_refusals
 from trainspec_cli.certify.runs import gradient_errors, loss_error
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.results.certificate import Finding
 from trainspec_cli.spec.results.tools import CertifyRunResult, TrainedSteps
 
 MACHINE = Machine("box", 2, 2**34)
@@ -27,7 +28,7 @@ BAD = Finding("NUM-1", "dense-fp32-pp2", False, {"worst_gradient_error": math.in
 
 def test_the_document_is_where_clauses_are_defined():
     clauses = read_clauses()
-    assert spec_version() == "0.4"
+    assert spec_version() == "0.5"
     assert list(clauses)[:2] == ["NUM-1", "NUM-2"]
     assert clauses["NUM-1"].level == "MUST"
     assert clauses["LEGAL-1"].level == "SHOULD"
@@ -71,9 +72,10 @@ def test_a_broken_must_breaks_the_verdict():
 )
 def test_an_altered_certificate_is_refused(tmp_path, change, words):
     file = tmp_path / "certificate.json"
-    body = write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=True)
+    read = write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=True)
+    body = to_plain(read)
     file.write_text(json.dumps(body))
-    assert verify(file) == json.loads(file.read_text())
+    assert verify(file) == read and to_plain(read) == json.loads(file.read_text())
     change(body)
     file.write_text(json.dumps(body))
     with pytest.raises(RecipeError, match=words):
@@ -81,7 +83,7 @@ def test_an_altered_certificate_is_refused(tmp_path, change, words):
 
 
 def test_a_certificate_tells_what_was_measured():
-    body = write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=True)
+    body = to_plain(write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=True))
     (first, *_) = body["clauses"]
     assert (first["cases"], first["failed"], first["worst"], first["worst_case"]) == (2, 1, "inf", "dense-fp32-pp2")
     assert body["versions"]["torch"]
@@ -127,7 +129,7 @@ def test_a_loss_that_was_not_finite_is_null_in_the_result(tmp_path):
 
 def test_a_clause_is_summed_up_by_its_worst_case():
     refused = Finding("LEGAL-1", "moe-fp32-tp2", False, {"reason": "why"})
-    body = write_certificate([BAD, GOOD, refused], MACHINE, date="2026-01-01", whole=False)
+    body = to_plain(write_certificate([BAD, GOOD, refused], MACHINE, date="2026-01-01", whole=False))
     by_id = {clause["id"]: clause for clause in body["clauses"]}
     assert list(by_id) == list(read_clauses())
     about = {"id": "NUM-1", "level": "MUST", "title": read_clauses()["NUM-1"].title}
@@ -141,7 +143,7 @@ def test_a_clause_is_summed_up_by_its_worst_case():
         False,
         "2026-01-01",
         "broken",
-        "0.4",
+        "0.5",
     )
     assert body["findings"][0]["figures"]["worst_gradient_error"] == "inf"
     assert body["machine"] == to_plain(MACHINE) and len(body["spec_sha256"]) == len(body["digest"]) == 64
@@ -174,7 +176,7 @@ def test_a_file_of_another_kind_is_no_certificate(tmp_path):
     ],
 )
 def test_what_cannot_be_printed_is_refused_whoever_signed_it(tmp_path, change):
-    body = write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=True)
+    body = to_plain(write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=True))
     change(body)
     body["digest"] = digest(body)
     file = tmp_path / "certificate.json"

@@ -11,11 +11,12 @@ import pytest
 
 from trainspec_cli.certify import judge as judge_module
 from trainspec_cli.certify.cases import CLIP_NORM, Case, build_plan, name_layout
-from trainspec_cli.certify.judge import ClauseCheck, Finding, checks, judge
+from trainspec_cli.certify.judge import ClauseCheck, checks, judge
 from trainspec_cli.certify.runs import Measured, Run, _batches, whole_error
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.results.certificate import Finding
 from trainspec_cli.spec.results.tools import CertifyRunResult, TrainedSteps
 
 
@@ -113,6 +114,24 @@ def test_a_parameter_that_the_format_costs_more_than_the_median_one_may_err_twic
     assert (finding.passed, finding.figures["parameter"]) == (passed, "c")
     figures = [finding.figures[name] for name in ("worst_ratio", "error", "error_of_the_format")]
     assert figures == pytest.approx([ratio, 0.1 * ratio, 0.1])
+
+
+@pytest.mark.parametrize(("gradients", "bound"), [("bf16", 4e-3), ("int8", 2e-2), ("int4", 2e-1)])
+@pytest.mark.parametrize(("part", "passed"), [(0.9, True), (1.1, False), (math.nan, False)])
+@pytest.mark.parametrize(("clause", "exchanges"), [("COMM-1", 1), ("COMM-2", 64)])
+def test_fewer_bits_may_cost_what_is_stated(
+    gradients: Any, bound: float, part: float, passed: bool, clause: str, exchanges: int
+) -> None:
+    """Of 64 exchanges, 8 may lose that much."""
+    run = Run(Case("dense", Layout(dp_shard=2), gradients=gradients), losses=False, exchanges=exchanges)
+    check = ClauseCheck(clause, run)
+    assert check.runs == (run, REFERENCE)
+    error = part * bound * (1 if exchanges == 1 else 8 / 64)
+    results: Any = {run: told(a=[3.0, 4.0 + 5 * error], b=[0.0]), REFERENCE: told(a=[3.0, 4.0], b=[0.0])}
+    finding = judge(check, results)
+    assert (finding.passed, finding.bound) == (passed, 1.0)
+    if passed:
+        assert [finding.measured, finding.figures["gradient_error"]] == pytest.approx([part, error])
 
 
 UNEQUAL = Run(Case("dense", Layout(dp_shard=2), unequal_shares=True))

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from trainspec_cli.certify.cases import Case, build_plan, cases
-from trainspec_cli.certify.judge import ClauseCheck, Finding, judge
+from trainspec_cli.certify.judge import ClauseCheck, judge
 from trainspec_cli.certify.judge_live import planned_layouts
 from trainspec_cli.certify.runs import Run
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.results.certificate import Finding
 from trainspec_cli.spec.results.tools import CertifyRunResult, LiveSteps, TrainedSteps
 
 STEPS = 14

@@ -13,6 +13,8 @@ import pytest
 from trainspec_cli.certify import cases as cases_module
 from trainspec_cli.certify.cases import (
     COMBINED,
+    COMM_CLAUSES,
+    COMPRESSED,
     Case,
     build_plan,
     build_spec,
@@ -25,10 +27,12 @@ from trainspec_cli.certify.cases import (
 )
 from trainspec_cli.certify.certificate import digest, read_clauses, spec_version, verdict, write_certificate
 from trainspec_cli.certify.families import FAMILIES, SAMPLES, SEQ_LEN
-from trainspec_cli.certify.judge import KEPT, MOVES, ClauseCheck, Finding, checks, judge_refusals
+from trainspec_cli.certify.judge import KEPT, MOVES, ClauseCheck, checks, judge_refusals
 from trainspec_cli.certify.runs import Measured, Run
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
+from trainspec_cli.spec.results.certificate import Finding
 
 TWO = 2
 
@@ -167,6 +171,26 @@ def test_names_of_layouts_tell_what_differs_from_the_usual() -> None:
     assert Case("dense", compile=True).name == "dense-fp32-one-compiled"
 
 
+def test_each_format_is_measured_in_each_layout_that_has_its_exchanges() -> None:
+    found = {clause: [check for check in matrix(4) if check.clause == clause] for clause in COMM_CLAUSES}
+    runs = {clause: [check.run for check in found[clause]] for clause in COMM_CLAUSES}
+    for clause, formats in (("COMM-1", ["bf16", "int8", "int4"]), ("COMM-2", ["int8", "int4"]), ("COMM-3", ["int4"])):
+        formats_of: dict[tuple[str, Layout], list[str]] = {}
+        for run in runs[clause]:
+            formats_of.setdefault((run.case.family, run.case.layout), []).append(run.case.gradients)
+        layouts_of_dense = {layout for family, layout in formats_of if family == "dense"}
+        assert layouts_of_dense == {layout for layout in COMPRESSED if layout.ep == 1}
+        assert {layout for family, layout in formats_of if family == "moe"} == set(COMPRESSED)
+        assert all(sorted(each) == sorted(formats) for each in formats_of.values())
+    assert {(run.exchanges, run.losses, run.resume) for run in runs["COMM-1"]} == {(1, False, False)}
+    assert {(run.exchanges, run.losses, run.resume) for run in runs["COMM-2"]} == {(64, False, False)}
+    resumed = {(run.case.optimizer, run.losses, run.resume) for run in runs["COMM-3"]}
+    assert resumed == {("adamw", True, True)}
+    plan = build_plan(runs["COMM-1"][0].case, "cpu")
+    assert plan.comm.gradients == plan.comm.across_nodes == plan.spec.comm.gradients == "bf16"
+    assert len({run.name for of_clause in runs.values() for run in of_clause}) == sum(map(len, runs.values()))
+
+
 # What a case trains
 
 
@@ -228,7 +252,7 @@ def test_what_should_hold_does_not_break_the_verdict() -> None:
 
 
 def test_a_clause_is_summed_up_by_its_worst_case() -> None:
-    body = write_certificate([WORSE, BETTER, SHOULD], MACHINE, date="2026-01-01", whole=False)
+    body = to_plain(write_certificate([WORSE, BETTER, SHOULD], MACHINE, date="2026-01-01", whole=False))
     by_id = {clause["id"]: clause for clause in body["clauses"]}
     assert list(by_id) == list(read_clauses())
     found = by_id["NUM-4"]
@@ -243,7 +267,7 @@ def test_a_clause_is_summed_up_by_its_worst_case() -> None:
 
 
 def test_a_certificate_says_what_when_and_where() -> None:
-    body = write_certificate([WORSE], MACHINE, date="2026-01-01", whole=False)
+    body = to_plain(write_certificate([WORSE], MACHINE, date="2026-01-01", whole=False))
     assert (body["schema"], body["date"], body["whole"], body["verdict"]) == (
         "trainspec.certificate/1", "2026-01-01", False, "kept",
     )  # fmt: skip

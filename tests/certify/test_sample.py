@@ -17,7 +17,7 @@ import pytest
 from lab.drawing import commit
 
 from trainspec_cli.certify import runs
-from trainspec_cli.certify.cases import LIVE_CLAUSES, Case, name_layout
+from trainspec_cli.certify.cases import COMM_CLAUSES, LIVE_CLAUSES, Case, name_layout
 from trainspec_cli.certify.certificate import read_clauses
 from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusals
 from trainspec_cli.certify.runs import Run
@@ -25,7 +25,7 @@ from trainspec_cli.launch.job.machine import detect
 from trainspec_cli.spec.recipe.layout import Layout
 
 PROCESSES = 4
-ALONE = ("NUM-3", "NUM-4", "NUM-5", "NUM-6", "NUM-8", "CKPT-1", "CKPT-2", *LIVE_CLAUSES)
+ALONE = ("NUM-3", "NUM-4", "NUM-5", "NUM-6", "NUM-8", *COMM_CLAUSES, "CKPT-1", "CKPT-2", *LIVE_CLAUSES)
 """Clauses with runs of their own; one case of each is drawn."""
 ALWAYS = [
     Case("tied", Layout(pp=2, pipeline_schedule="zero_bubble")),

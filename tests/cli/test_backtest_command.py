@@ -65,11 +65,22 @@ def test_a_missing_table_ends_with_exit_2(tmp_path: Path, capsys: pytest.Capture
     assert "there is no file" in capsys.readouterr().err
 
 
-def test_no_profile_ends_with_exit_2(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("efficiency:\n  warp: 9\n", "warp"),
+        ("efficiency:\n  matmul: -1\n", "an efficiency is a number above 0"),
+        ("efficiency:\n  matmul: null\n", "an efficiency is a number above 0"),
+        ("matmul: 0.9\n", "it has no section `efficiency`"),
+    ],
+)
+def test_no_profile_ends_with_exit_2(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str, says: str
+) -> None:
     profile = tmp_path / "odd.yaml"
-    profile.write_text("efficiency:\n  warp: 9\n", encoding="utf-8")
+    profile.write_text(content, encoding="utf-8")
     assert run(["backtest", str(table), "--profile", str(profile)]) == 2
-    assert "warp" in capsys.readouterr().err
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["", "a,b\n1,2\n", "gpu,n_gpus\n", "gpu,model\nH100,x\n"])

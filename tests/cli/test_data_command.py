@@ -136,6 +136,14 @@ def test_conversations_become_tokens_of_which_the_replies_are_learnt(tmp_path):
     assert "conversations are not judged so" in printed
 
 
+def test_the_format_of_conversations_is_shown(tmp_path):
+    file, output = tmp_path / "talks.json", tmp_path / "out"
+    file.write_text(json.dumps([{"instruction": f"say {number}", "output": f"{number} " * 9} for number in range(20)]))
+    run("prepare", "--source", "chat", "--path", file, "--output", output, "--chat-template", "chatml")
+    assert run("info", output).startswith("format           Alpaca\ntrain ")
+    assert json.loads(run("info", output, "--json"))["source"]["format"] == "Alpaca"
+
+
 def test_a_recipes_data_is_prepared_where_its_launch_looks(tables, texts, tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
     rows = f"{{source: parquet, path: {tables / 'texts.parquet'}, text_field: body, weight: 3.0}}"

@@ -30,7 +30,7 @@ def exported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Export]:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(export, "find_own_run", lambda run: RunDir(tmp_path / run))
-    monkeypatch.setattr(export, "find_checkpoint", lambda run_dir, step: step or 7)
+    monkeypatch.setattr(export, "find_checkpoint", lambda run_dir, step, best: step or 7)
     monkeypatch.setattr(export, "write_folder", write)
     return asked
 
@@ -57,7 +57,11 @@ def test_the_report_counts_adapters_too(
     monkeypatch.setattr(export, "write_adapters", write)
     assert __main__.run(["export", "one", "--output", "out", "--format", "peft"]) == 0
     assert exported == []
-    assert capsys.readouterr().out.splitlines()[0] == "out: adapters of step 7, 1.00 MiB in 1 file"
+    told = capsys.readouterr().out.splitlines()
+    assert told == [
+        "out: adapters of step 7, 1.00 MiB in 1 file",
+        "load it with peft: AutoPeftModelForCausalLM.from_pretrained('out')",
+    ]
 
 
 def test_the_report_as_json(exported: list[Export], capsys: pytest.CaptureFixture[str]) -> None:

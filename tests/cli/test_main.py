@@ -13,9 +13,9 @@ import pytest
 
 from trainspec_cli import __main__, __version__
 from trainspec_cli.cli import main
-from trainspec_cli.cli.options import read_sweep
 from trainspec_cli.errors import EXIT_CODES, Interrupted, MachineError, RecipeError, Stopped
 from trainspec_cli.report.style import Style
+from trainspec_cli.session.sweep import read_sweep
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
@@ -229,3 +229,11 @@ def test_a_stop_is_no_error(capsys, monkeypatch, raised: Exception, label: str) 
     monkeypatch.setattr(__main__, "dispatch", fail)
     assert __main__.run(["launch"]) == raised.exit_code  # type: ignore[attr-defined]
     assert capsys.readouterr().err == label
+
+
+@pytest.mark.parametrize("arguments", [["launch"], ["data"], ["data", "prepare"]])
+def test_help_in_a_pipe_has_no_boxes_and_no_padding(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert __main__.run([*arguments, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Usage: ") and "─" not in said
+    assert all(line == line.rstrip() for line in said.splitlines())

@@ -38,14 +38,14 @@ def test_the_same_for_people_and_on_a_page(capsys: pytest.CaptureFixture[str], t
 
 
 def test_where_shares_cannot_help_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", *GPUS, "disturb=narrow_link"]) == 0
+    assert run(["plan", *GPUS, "disturb=narrow_link", "scheduler.may_change=[shares]"]) == 0
     assert "0 of 0" in capsys.readouterr().out
 
 
 def test_nodes_leave_runs_that_go_on_without_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *GPUS, "disturb=node_leaves"]) == 2
     printed = capsys.readouterr().err
-    assert "resilience=elastic" in printed and "conf/disturb/node_leaves.yaml:3:1" in printed
+    assert "resilience=elastic" in printed and "conf/disturb/node_leaves.yaml:4:1" in printed
     elastic = ["resilience=elastic", "resilience.replica_groups=2", "disturb=node_leaves", "--json"]
     assert run(["plan", *GPUS, *elastic]) == 0
     by_step = json.loads(capsys.readouterr().out)["simulation"]["on"]["by_step"]

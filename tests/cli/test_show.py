@@ -18,9 +18,10 @@ def test_every_value_with_the_place_it_comes_from(capsys, write) -> None:
     lines = {line.split("#")[0].strip(): line.partition("# ")[2] for line in text.splitlines()}
     assert lines["seed: 7"] == "recipes/mine.yaml:3"
     assert lines["lr: 0.5"] == "command line:2"
-    assert lines["num_layers: 2"].endswith("conf/model/llama_tiny.yaml:4")
+    assert lines["num_layers: 2"].endswith("conf/model/llama_tiny.yaml:5")
     assert yaml.safe_load(text)["train"] == {
-        "max_steps": 20, "seed": 7, "max_skipped_steps": 10, "eval_interval_steps": None, "sample_interval_steps": None,
+        "max_steps": 20, "tokens": None, "epochs": None, "seed": 7,
+        "max_skipped_steps": 10, "eval_interval_steps": None, "early_stop_evals": None, "sample_interval_steps": None,
         "log_interval_steps": 10,
     }  # fmt: skip
 

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 
 from trainspec_cli.printable import is_printable
-from trainspec_cli.rundir.event_types import EVENT_TYPES, PARTS, SetFigures
+from trainspec_cli.rundir.event_types.event import PARTS
+from trainspec_cli.rundir.event_types.parse import EVENT_TYPES
+from trainspec_cli.rundir.event_types.training import SetFigures
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir

@@ -143,3 +143,24 @@ def test_a_noise_that_the_layout_hides_is_named_with_its_line(capsys, write) -> 
     assert "noise, which is measured between data-parallel ranks, and there is 1" in found["message"]
     assert found["hint"].startswith("type cluster.devices_per_node=2 or more with room for data parallelism")
     assert errors(capsys, "recipe=mine", "layout.tp=1", "layout.dp_shard=2") == (0, [])
+
+
+def test_data_that_cannot_be_read_is_no_valid_recipe(capsys, write, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jsonl").write_text('{"text": "a"}\n{"messages": 7}\n')
+    data = ("data=chat", "data.path=chat.jsonl", "data.chat_template=chatml")
+    code, found = errors(capsys, "recipe=tiny", *data)
+    assert (code, [(error["file"], error["line"]) for error in found]) == (2, [("chat.jsonl", 1), ("chat.jsonl", 2)])
+    (tmp_path / "tokens").mkdir()
+    code, found = errors(capsys, "recipe=tiny", "data=tokens", "data.path=tokens")
+    assert (code, [error["path"] for error in found]) == (2, ["data.path"])
+    (tmp_path / "some.txt").write_text("some text " * 1000)
+    assert errors(capsys, "recipe=tiny", "data=text", "data.path=some.txt") == (0, [])
+
+
+def test_the_format_of_conversations_is_told(capsys, write, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.jsonl").write_text('{"instruction": "a", "output": "b"}\n')
+    (tmp_path / "more.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    assert run(["validate", "recipe=tiny", "data=chat", "data.path='*.jsonl'", "data.chat_template=chatml"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("; format of conversations: completions and Alpaca")

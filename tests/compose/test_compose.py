@@ -9,7 +9,7 @@ from trainspec_cli.compose.compose import Completion, Composed, compose, compose
 HOUSE = Path(__file__).parents[2]
 RECIPES = ", ".join(sorted(path.stem for path in HOUSE.joinpath("recipes").glob("*.yaml")))
 MODELS = ", ".join(sorted(path.stem for path in HOUSE.joinpath("conf", "model").glob("*.yaml")))
-FOLDERS = {path.name for path in HOUSE.joinpath("conf").iterdir() if path.is_dir()}
+FOLDERS = {path.name for path in HOUSE.joinpath("conf").iterdir() if any(path.glob("*.yaml"))}
 GROUPS = ", ".join(sorted(FOLDERS - {"disturb"}))
 
 RECIPE = "batching: {global_batch_size: 8}\ntrain:\n  max_steps: 5\n"
@@ -184,6 +184,26 @@ def test_every_wrong_line_of_a_defaults_list(tmp_path: Path, write) -> None:
     assert (composed.data["layout"]["dp_shard"], composed.data["train"]["max_steps"]) == (1, 5)
 
 
+def test_an_option_that_a_defaults_list_chooses_twice(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", "defaults:\n  - tiny\n  - override /cluster: h100\n  - override /cluster: h200\n")
+    write(
+        "conf/cluster/both.yaml",
+        "defaults:\n  - /accelerator@accelerator: h100_sxm\n  - /accelerator@accelerator: h200_sxm\nname: both\n",
+    )
+    assert told(compose("mine", [], tmp_path)) == [
+        ("bad_defaults", "recipes/mine.yaml:4:5", "`cluster` is chosen twice: h100 in line 3, and h200 here",
+         "keep one of the two lines"),
+    ]  # fmt: skip
+    assert told(compose("tiny", ["cluster=both"], tmp_path)) == [
+        ("bad_defaults", "conf/cluster/both.yaml:3:5",
+         "`accelerator@accelerator` is chosen twice: h100_sxm in line 2, and h200_sxm here",
+         "keep one of the two lines"),
+    ]  # fmt: skip
+    write("recipes/child.yaml", "defaults: [base, override /cluster: h200]\n")
+    write("recipes/base.yaml", "defaults: [tiny, override /cluster: h100]\n")
+    assert told(compose("child", [], tmp_path)) == []
+
+
 def test_a_broken_recipe_does_not_hide_faults_of_the_command_line(tmp_path: Path, write) -> None:
     write("recipes/mine.yaml", "train: [1\n")
     composed = compose("mine", ["optim.lr:3", "data=jsnl"], tmp_path)
@@ -274,7 +294,7 @@ def test_values_of_another_programs_file_are_plain_text(tmp_path: Path) -> None:
     def complete(data: dict, unchosen: frozenset) -> Completion:
         return Completion(given, "/a/config.json")
 
-    composed = compose_arguments(["recipe=tiny"], tmp_path, complete)
+    composed = compose_arguments(["recipe=tiny"], tmp_path, [complete])
     assert composed.problems == ()
     assert {key: composed.data["model"][key] for key in given["model"]} == given["model"]
     assert str(composed.origins["model.num_layers"]) == "/a/config.json:1"
@@ -284,3 +304,26 @@ def test_what_failed_is_known_by_its_group(tmp_path: Path) -> None:
     assert compose("tiny", [], tmp_path).failed == frozenset()
     assert "recipe" in compose_arguments(["recipe=nothing"], tmp_path).failed
     assert compose("tiny", ["optim=nothing"], tmp_path).failed == {"optim"}
+
+
+def test_an_accelerator_is_chosen_by_its_name_whole(tmp_path: Path, write) -> None:
+    """Nothing of the cluster's own accelerator is left, and what is set beside the name counts, in any order."""
+    write("conf/accelerator/mine.yaml", "name: My chip\nvendor: me\nbf16_tflops: 100\n")
+    named = ["cluster.accelerator.tdp_w=400", "cluster.accelerator=mine"]
+    composed = compose("llama3_8b", ["cluster=h100", *named], tmp_path)
+    assert composed.data["cluster"]["accelerator"] == {
+        "name": "My chip", "vendor": "me", "bf16_tflops": 100, "tdp_w": 400
+    }  # fmt: skip
+    assert composed.data["cluster"]["nic_gbit_per_s"] == 400
+    assert str(composed.origins["cluster.accelerator.bf16_tflops"]) == "conf/accelerator/mine.yaml:3"
+    assert composed.origins["cluster.accelerator.tdp_w"].file == "command line"
+    (problem,) = compose("llama3_8b", ["cluster.accelerator=min"], tmp_path).problems
+    assert (problem.code, problem.where()) == ("unknown_option", "command line:2")
+    assert "did you mean cluster.accelerator=mine? Options: " in problem.hint
+    assert compose("llama3_8b", ["cluster.accelerator=null"], tmp_path).data["cluster"]["accelerator"] is None
+
+
+def test_a_broken_file_of_a_named_section_is_told(tmp_path: Path, write) -> None:
+    write("conf/accelerator/mine.yaml", "name: [1\n")
+    (problem,) = compose("llama3_8b", ["cluster.accelerator=mine"], tmp_path).problems
+    assert (problem.code, problem.where()) == ("bad_yaml", "conf/accelerator/mine.yaml:1:7")

@@ -7,7 +7,8 @@ import yaml
 
 from trainspec_cli.compose.compose import Composed, compose
 from trainspec_cli.compose.origins import Origin
-from trainspec_cli.compose.render import WIDEST_ALIGNED, flatten, render_value, render_yaml
+from trainspec_cli.compose.render import WIDEST_ALIGNED, render_value, render_yaml
+from trainspec_cli.json_value import flatten
 
 
 def make(data: dict, origins: dict[str, Origin]) -> Composed:

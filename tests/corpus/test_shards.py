@@ -105,10 +105,23 @@ def test_what_is_no_token_folder_is_the_recipes_fault(tmp_path, make):
     assert "trainspec data prepare" in error.value.problems[0].hint
 
 
+def test_a_file_is_no_token_folder(tmp_path):
+    (tmp_path / "text.jsonl").touch()
+    with pytest.raises(RecipeError, match=r"text\.jsonl is a file: not a token folder"):
+        TokenFolder.open(tmp_path / "text.jsonl")
+
+
 def test_a_manifest_of_another_schema_is_refused(stdlib_folder):
     file = stdlib_folder.path / MANIFEST_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"schema": 99}))
     with pytest.raises(MachineError, match="has schema 99, this version reads 1"):
+        TokenFolder.open(stdlib_folder.path)
+
+
+def test_ids_of_another_type_are_refused(stdlib_folder):
+    file = stdlib_folder.path / MANIFEST_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"dtype": "int8"}))
+    with pytest.raises(MachineError, match=r"is damaged .*its ids are of type int8"):
         TokenFolder.open(stdlib_folder.path)
 
 

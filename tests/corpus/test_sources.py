@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from trainspec_cli.compose.origins import locate
 from trainspec_cli.corpus.source_files import find_files
 from trainspec_cli.corpus.sources import documents
 from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.report.problems import render_problems
+from trainspec_cli.report.style import Style
 from trainspec_cli.spec.recipe.data import DataSpec
 
 
@@ -164,3 +168,46 @@ def test_no_python_source_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
     with pytest.raises(MachineError, match="holds no Python source"):
         find_files(DataSpec(seq_len=8, source="python_stdlib"))
+
+
+CHAT_LINES = ["{", '{"prompt": "a", "completion": "b"}', '{"text": "a"}', "[1]", '{"prompt": "c", "completion": 7}']
+
+
+def test_every_line_that_is_wrong_is_reported_with_the_format_of_its_source(tmp_path):
+    (tmp_path / "x.jsonl").write_bytes(
+        b'{"text": "a"}\nno\n{"txt": "a"}\n{"text": "\xff"}\n{"text": "b"}\n{"text": 7}\n'
+    )
+    with pytest.raises(RecipeError) as error:
+        read(source="jsonl", path=str(tmp_path))
+    assert [problem.line for problem in error.value.problems] == [2, 3, 4, 6]
+    assert error.value.problems[0].hint == 'each line must be one JSON object, such as {"text": "..."}'
+    (tmp_path / "x.jsonl").write_text("\n".join(CHAT_LINES))
+    with pytest.raises(RecipeError) as error:
+        read(source="chat", path=str(tmp_path))
+    assert [problem.line for problem in error.value.problems] == [1, 3, 4, 5]
+    assert all('{"prompt": ..., "completion": ...}' in one.hint for one in error.value.problems)
+
+
+def test_reading_stops_at_the_twentieth_mistake_and_says_so(tmp_path):
+    (tmp_path / "x.jsonl").write_text("no\n" * 1000)
+    with pytest.raises(RecipeError) as error:
+        read(source="jsonl", path=str(tmp_path))
+    assert [problem.line for problem in error.value.problems] == list(range(1, 21))
+    assert error.value.problems[-1].hint.endswith("reading stopped at the 20th mistake")
+
+
+def test_mistakes_before_the_cut_are_reported_and_those_behind_it_are_not_read(tmp_path):
+    (tmp_path / "x.jsonl").write_text('no\n{"text": "abc"}\nno\n')
+    with pytest.raises(RecipeError) as error:
+        read(source="jsonl", path=str(tmp_path), max_bytes=3)
+    assert [problem.line for problem in error.value.problems] == [1]
+
+
+def test_a_line_of_many_megabytes_makes_a_short_error(tmp_path):
+    fields = ", ".join(f'"field{number}": 0' for number in range(200_000))
+    for line in (f"{{{fields}}}", f"{{{fields}", f"[{'0,' * 100_000}0]"):
+        (tmp_path / "x.jsonl").write_text(line)
+        with pytest.raises(RecipeError) as error:
+            read(source="jsonl", path=str(tmp_path))
+        located = locate(error.value.problems, {}, [], tmp_path)
+        assert len(render_problems(located, Style.of(io.StringIO()))) < 2000

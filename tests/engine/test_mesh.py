@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from trainspec_cli.engine.mesh import build_mesh
+from trainspec_cli.engine.mesh import build_mesh, split_by_tier
 from trainspec_cli.engine.tools.trace import fake_world
 from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
 
@@ -40,6 +40,24 @@ def test_groups_are_those_of_the_axes(rank: int) -> None:
         assert ranks_of(mesh.stage.get_group()) == peers_of(rank, REPLICATE, SHARD, CP, TP)
         assert ranks_of(mesh.upstream) == ranks_of(mesh.ends) == peers_of(rank, PP)
         assert mesh.upstream is not mesh.group("pp")
+
+
+def test_every_rank_knows_the_links_of_all() -> None:
+    with fake_world(0, WORLD):
+        links = build_mesh(Layout(**SIZES), "cpu").links()
+    axes = {"dp_replicate": (REPLICATE,), "dp_shard": (SHARD, CP), "cp": (CP,), "tp": (TP,)}
+    assert set(links) == set(axes)
+    for axis, along in axes.items():
+        assert sorted(rank for ranks in links[axis] for rank in ranks) == list(range(WORLD))
+        assert all(list(ranks) == peers_of(ranks[0], *along) for ranks in links[axis])
+
+
+def test_experts_have_links_of_their_own() -> None:
+    with fake_world(0, 8):
+        links = build_mesh(Layout(dp_shard=4, tp=2, ep=4), "cpu").links()
+    assert links["ep"] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert links["expert_shard"] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert "cp" not in links, "an axis of one rank has none"
 
 
 def test_data_ranks_count_over_both_data_axes_and_no_other() -> None:
@@ -80,3 +98,44 @@ def test_experts_are_spread_over_neighbours_and_sharded_over_the_rest(rank: int)
 def test_without_spread_experts_there_is_no_mesh_of_theirs() -> None:
     with fake_world(0, 2):
         assert build_mesh(Layout(dp_shard=2), "cpu").experts is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "levels"),
+    [
+        ([(0, 1, 2, 3)], (2, 4), [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]),
+        (
+            [(0, 2, 4, 6), (1, 3, 5, 7)],
+            (4,),
+            [[[0, 2], [4, 6], [1, 3], [5, 7]], [[0, 4], [2, 6], [1, 5], [3, 7]]],
+        ),
+        ([(0, 1, 2, 3, 4, 5)], (3, 6), [[[0, 1, 2], [3, 4, 5]], [[0, 3], [1, 4], [2, 5]]]),
+        ([(0, 2, 4, 6)], (2, 4, 8), [[[0, 2], [4, 6]], [[0, 4], [2, 6]]]),
+        (
+            [tuple(range(8))],
+            (2, 4, 8),
+            [
+                [[0, 1], [2, 3], [4, 5], [6, 7]],
+                [[0, 2], [4, 6], [1, 3], [5, 7]],
+                [[0, 4], [2, 6], [1, 5], [3, 7]],
+            ],
+        ),
+    ],
+    ids=["two nodes", "two rows", "three a node", "one a node, two a leaf", "three tiers"],
+)
+def test_groups_are_split_by_tier(rows: Any, sizes: Any, levels: Any) -> None:
+    assert split_by_tier(rows, lambda rank: rank, sizes) == levels
+
+
+def test_groups_are_split_by_where_their_nodes_lie() -> None:
+    """Nodes of one rank, of which the first and the third share a switch."""
+    places = (0, 2, 1, 3)
+    assert split_by_tier([(0, 1, 2, 3)], places.__getitem__, (1, 2)) == [[[0, 2], [1, 3]], [[0, 1], [2, 3]]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [([(0, 1)], (2,)), ([(0, 2, 4)], (2,)), ([(0, 1, 2)], (2,)), ([(0, 1), (2, 5)], (3,)), ([(0, 1)], ())],
+)
+def test_groups_in_one_element_or_uneven_in_several_are_not_split(rows: Any, sizes: Any) -> None:
+    assert split_by_tier(rows, lambda rank: rank, sizes) is None

@@ -13,14 +13,12 @@ import pytest
 from fuzz.conftest import STRANGE, damaged_bytes, strange_variants, tell
 
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.rundir.event_types import (
-    PARTS,
+from trainspec_cli.rundir.event_types.event import PARTS
+from trainspec_cli.rundir.event_types.failures import EndedMark, LaunchMark, RecoveryEvent
+from trainspec_cli.rundir.event_types.training import (
     CheckpointEvent,
-    EndedMark,
     EndEvent,
     EvalEvent,
-    LaunchMark,
-    RecoveryEvent,
     SampleEvent,
     SetFigures,
     StartEvent,
@@ -60,6 +58,7 @@ def make_run(root: Path, created_at: float = 1000.0) -> RunDir:
     write_json(run.plan_json, to_plain(plan(SPEC, Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True))))
     result = {"status": "done", "exit_code": 0, "peak_memory_bytes": 10**6, "weights_sha256": "ab"}
     write_json(run.result_json, result)
+    run.composed_yaml.write_text("train:\n  max_steps: 4\n")
     writer = EventWriter(run.events(0), 0)
     writer.write(StartEvent(step=0, flops_per_token=1e6, unit="tokens", **BEGIN))
     for step in range(1, 5):
@@ -90,11 +89,12 @@ COMMANDS = {
     "runs": ("runs",),
     "report": ("report", "runs/tiny/one"),
     "report as JSON": ("report", "runs/tiny/one", "--json"),
+    "report as a page": ("report", "runs/tiny/one", "--html", "page.html"),
     "resume, of which nothing is left": ("resume", "runs/tiny/one"),
     "export of a step that is not there": ("export", "runs/tiny/one", "--output", "out", "--step", "3"),
 }
 """Those that read a run and start nothing."""
-REPORT = [COMMANDS["report"], COMMANDS["report as JSON"]]
+REPORT = [command for name, command in COMMANDS.items() if name.startswith("report")]
 
 
 def ask_all() -> None:
@@ -153,7 +153,10 @@ def test_events_with_damaged_bytes(project: Path, count: int) -> None:
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["run.json", "plan.json", "result.json", "pid.json", "slurm.json", "kernels.json"])
+NAMES = ["run.json", "plan.json", "result.json", "pid.json", "slurm.json", "kernels.json", "composed.yaml"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop"])
 def test_something_else_in_the_place_of_a_file(project: Path, name: str, kind: str) -> None:
     run = make_run(project / "runs/tiny/one")

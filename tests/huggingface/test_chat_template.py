@@ -107,3 +107,8 @@ def test_the_reply_is_asked_for_only_where_it_is_wanted():
     assert template.render([]) == "False <s> "
     assert template.render([], asks=True, tools=[1]) == "True <s> [1]"
     assert template.replies([], tools=[1]) == ("False <s> [1]", [])
+
+
+def test_a_template_that_refuses_without_a_word_has_refused() -> None:
+    with pytest.raises(ValueError, match=r"the chat template failed: $"):
+        ChatTemplate("{{ raise_exception('') }}", {}).render(TALK)

@@ -3,7 +3,8 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.huggingface.config import differences, model_type, read_model, write_config
+from trainspec_cli.huggingface.config import differences, model_type, write_config
+from trainspec_cli.huggingface.config_reading import read_model
 from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
 from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpec, RopeScaling
 from trainspec_cli.spec.structure import build
@@ -54,6 +55,26 @@ def test_a_key_that_is_missing_is_named():
     del config["intermediate_size"]
     with pytest.raises(RecipeError, match="x has no 'intermediate_size'"):
         read_model(config, "x")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [("mixtral", "num_experts"), ("qwen3_moe", "num_experts_per_tok"), ("qwen3_moe", "moe_intermediate_size")],
+)
+def test_a_key_that_only_this_type_needs_is_named(kind, key):
+    config = {name: value for name, value in write_config(MODELS[kind], 1024, "bfloat16").items() if name != key}
+    with pytest.raises(RecipeError, match=f"x has no '{key}'"):
+        read_model(config | {"num_local_experts": None}, "x")
+
+
+@pytest.mark.parametrize(
+    ("rope", "key"),
+    [({"type": "yarn"}, "factor"), ({"type": "yarn", "factor": 2.0}, "max_position_embeddings"),
+     ({"type": "llama3", "factor": 2.0}, "original_max_position_embeddings")],
+)  # fmt: skip
+def test_a_key_that_only_this_scaling_needs_is_named(rope, key):
+    with pytest.raises(RecipeError, match=f"x has no '{key}'"):
+        read_model(LEAST | {"rope_scaling": rope}, "x")
 
 
 def test_models_that_have_no_place_there_name_every_key():

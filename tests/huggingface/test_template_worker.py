@@ -25,8 +25,7 @@ PLAIN = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{{ end 
 
 
 def ask(source: str, messages: list[dict[str, str]] = TALK, *, replies: bool = True, **values: object) -> dict:
-    asked = {"messages": messages, "values": values, "replies": replies}
-    return worker.answer(worker.compile_template(source), asked)
+    return worker.answer(worker.compile_template(source), messages, values, replies)
 
 
 @given(st.text("ab", max_size=4), st.text("ab", max_size=4), st.text("xy", max_size=4), st.text("z", max_size=4))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from integration.conftest import slow_from
 
-from trainspec_cli.policy.batch import count_steps, schedule_batches
+from trainspec_cli.policy.batch.batch_schedule import count_steps, schedule_batches
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan

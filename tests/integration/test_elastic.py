@@ -90,7 +90,7 @@ def test_a_shrunken_batch_takes_the_learning_rate_along(start_trainspec, tmp_pat
 @pytest.mark.slow
 def test_too_few_groups_end_the_run_with_a_checkpoint(trainspec, tmp_path):
     ended = trainspec(
-        *("launch", *ELASTIC, ENDLESS, "run.dir=run", "fault=kill(group=1,step=5)"),
+        *("launch", *ELASTIC, ENDLESS, "checkpoint.interval_steps=null", "run.dir=run", "fault=kill(group=1,step=5)"),
         *("resilience.min_groups=2", "resilience.max_restarts_per_hour=0"),
     )
     assert ended.returncode == 5, ended.stdout + ended.stderr

@@ -15,7 +15,12 @@ from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
 STEPS = 60
-RECIPE = ("recipe=tiny", f"train.max_steps={STEPS}", "fault=slow(step=5,seconds=0.1,steps=20)")
+RECIPE = (
+    "recipe=tiny",
+    "checkpoint.interval_steps=null",
+    f"train.max_steps={STEPS}",
+    "fault=slow(step=5,seconds=0.1,steps=20)",
+)
 """Slow where a test looks for it, so that it still goes on if the test is held up for seconds."""
 LAUNCH = (sys.executable, "-m", "trainspec_cli", "launch")
 
@@ -75,7 +80,14 @@ def read_until(process: subprocess.Popen[str], beginning: str) -> None:
 
 
 def test_a_reader_that_goes_away_stops_the_run_with_a_checkpoint(environment, tmp_path, read_result):
-    command = [*LAUNCH, "recipe=tiny", "train.max_steps=1000000", "train.log_interval_steps=1", "run.dir=run"]
+    command = [
+        *LAUNCH,
+        "recipe=tiny",
+        "checkpoint.interval_steps=null",
+        "train.max_steps=1000000",
+        "train.log_interval_steps=1",
+        "run.dir=run",
+    ]
     command = ["nohup", *command]  # which ignores SIGHUP, and keeps pipes as they are
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdin=-3, stdout=-1, stderr=-1, text=True)
     try:
@@ -104,7 +116,13 @@ def test_a_reader_that_goes_away_before_there_is_a_run_ends_the_command(environm
 @pytest.mark.slow
 def test_a_run_that_is_over_leaves_no_copies_in_memory(trainspec, tmp_path):
     """The first start is killed and leaves some; the second keeps none, and so has no worker that would clear them."""
-    first = ("recipe=tiny", "train.max_steps=8", "checkpoint.memory_interval_steps=2", "run.dir=run")
+    first = (
+        "recipe=tiny",
+        "checkpoint.interval_steps=null",
+        "train.max_steps=8",
+        "checkpoint.memory_interval_steps=2",
+        "run.dir=run",
+    )
     killed = trainspec("launch", *first, "fault=kill(step=6)", "resilience=none")
     assert killed.returncode == 5, killed.stdout + killed.stderr
     (listed,) = of_run(trainspec("runs", "--memory", "--json"), tmp_path / "run")

@@ -7,7 +7,7 @@ from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.memory import memory_folder
 from trainspec_cli.rundir.paths import RunDir
 
-RECIPE = (*WHOLE, "checkpoint.memory_interval_steps=3", slow_from(10))
+RECIPE = (*WHOLE, "checkpoint.interval_steps=null", "checkpoint.memory_interval_steps=3", slow_from(10))
 
 
 @pytest.mark.slow

@@ -15,7 +15,13 @@ from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
 STEPS, SAMPLES, FAILS_AT = 8, 8, 3
-ANY_SIZE = ("recipe=tiny", "precision=fp32", f"batching.global_batch_size={SAMPLES}", f"train.max_steps={STEPS}")
+ANY_SIZE = (
+    "recipe=tiny",
+    "checkpoint.interval_steps=null",
+    "precision=fp32",
+    f"batching.global_batch_size={SAMPLES}",
+    f"train.max_steps={STEPS}",
+)
 RECIPE = (*ANY_SIZE, "cluster.devices_per_node=2", "batching.micro_batch_size=4")
 LAYOUTS = {
     "zero1": ("layout=fsdp", "layout.zero_stage=1"),

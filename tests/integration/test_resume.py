@@ -54,17 +54,12 @@ def test_kill_9_of_one_worker_then_resume(
     assert starts[1] >= 10, "from a checkpoint"
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(signal.SIGTERM, id="SIGTERM"),
-        pytest.param(signal.SIGINT, id="Ctrl-C", marks=pytest.mark.slow),  # tests/cli has one
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
 def test_a_stopped_run_goes_on_at_the_next_sample(
     wait_for_step, start_trainspec, trainspec, tmp_path, read_result, undisturbed, number
 ):
-    process = start_trainspec("launch", *WHOLE, "run.dir=stopped", slow_from(5))
+    process = start_trainspec("launch", *WHOLE, "checkpoint.interval_steps=null", "run.dir=stopped", slow_from(5))
     wait_for_step(RunDir(tmp_path / "stopped"), 5, process)
     process.send_signal(number)
     said = process.communicate(timeout=120)[0]
@@ -94,6 +89,7 @@ def test_an_altered_checkpoint_is_refused_by_name(trainspec, tmp_path, whole):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_what_a_killed_save_left_is_passed_over(trainspec, tmp_path, read_result, whole):
     run_dir = RunDir(shutil.copytree(whole.root, tmp_path / "half"))
     shutil.copytree(run_dir.checkpoint(STEPS), run_dir.checkpoints / f".step_000000{STEPS + 2}.killed.partial")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ SAMPLES = 24
 SAMPLE_S = 0.03
 """Of every rank; the slow one takes twice as long."""
 SLOW_STEP_S = SAMPLES / RANKS * 2 * SAMPLE_S
-SLOWED = 14
+SLOWED, RECOVERED = 14, 64
 RECIPE = (
     *("recipe=tiny", f"cluster.devices_per_node={RANKS}", f"batching.global_batch_size={SAMPLES}", "precision=fp32"),
     *("layout=fsdp", "train.log_interval_steps=1", "checkpoint.interval_steps=10"),
@@ -47,29 +48,54 @@ def losses(run: RunDir) -> list[float]:
     return [event["loss"] for event in read_events(run.events(0)) if event["type"] == "step"]
 
 
+def samples_in(run: RunDir, step: int) -> int:
+    """Samples of the slow rank in a step."""
+    earlier = [given["counts"][SLOW_RANK] for given in directives(run) if given["step"] < step]
+    return earlier[-1] if earlier else SAMPLES // RANKS
+
+
+def changes_of_slow_rank(run: RunDir) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The directive that takes samples from the rank while it is slow, and the one that gives them back."""
+    given, fair = (directives(run) if run.directives.exists() else []), SAMPLES // RANKS
+    during = (one for one in given if SLOWED < one["step"] < RECOVERED and one["counts"][SLOW_RANK] <= fair - 2)
+    after = (one for one in given if one["step"] >= RECOVERED and one["counts"][SLOW_RANK] >= fair - 1)
+    return next(during, None), next(after, None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 3])
-def test_shares_follow_a_rank_that_slows_down_and_recovers(trainspec, tmp_path: Path, zero_stage: int) -> None:
-    recipe = (*RECIPE, f"layout.zero_stage={zero_stage}", "train.max_steps=60")
-    ended = trainspec("launch", *recipe, slow_for(22), "scheduler=auto", "run.dir=run")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+def test_shares_follow_a_rank_that_slows_down_and_recovers(
+    start_trainspec, trainspec, tmp_path: Path, zero_stage: int
+) -> None:
+    """The run has no end of its own: other work of the machine makes ranks slow too, so that shares change more often
+    there, and later."""
+    recipe = (*RECIPE, f"layout.zero_stage={zero_stage}", "optim.schedule.kind=constant")
     run = RunDir(tmp_path / "run")
-    slowed, recovered = directives(run)
-    assert SLOWED + 3 <= slowed["step"] < SLOWED + 22 < recovered["step"]
-    assert slowed["counts"][SLOW_RANK] <= 4
-    assert recovered["counts"] == [6] * RANKS
+    given = (slow_for(RECOVERED - SLOWED), "scheduler=auto", "train.max_steps=100000", "run.dir=run")
+    process = start_trainspec("launch", *recipe, *given)
+    while None in (changes := changes_of_slow_rank(run)):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate()[0]
+    assert process.returncode == 6, output
+    slowed, recovered = changes
+    assert slowed and recovered and slowed["step"] >= SLOWED + 3
     took_s = compute_s(run)
-    assert all(took_s[step] >= SLOW_STEP_S for step in range(SLOWED + 1, slowed["step"] + 1))
-    eased = sorted(took_s[step] for step in range(slowed["step"] + 1, SLOWED + 22))
+    for step in range(SLOWED + 1, RECOVERED + 1):
+        assert took_s[step] >= samples_in(run, step) * 2 * SAMPLE_S
+    eased = sorted(took_s[step] for step in range(slowed["step"] + 1, RECOVERED))
     assert eased[len(eased) // 2] < SLOW_STEP_S
-    assert f"step {slowed['step']}: shares are now " in ended.stdout
-    assert "recovered" not in ended.stdout
+    assert f"step {slowed['step']}: shares are now " in output
+    assert "recovered" not in output
     said = trainspec("report", "run").stdout
-    assert f"step {recovered['step']}: shares are now 6 each: " in said
+    assert f"step {recovered['step']}: shares are now " in said
     assert " achieved" in said
-    assert json.loads(trainspec("report", "run", "--json").stdout)["directives"][0]["counts"] == slowed["counts"]
+    reported = json.loads(trainspec("report", "run", "--json").stdout)["directives"]
+    assert [one["counts"] for one in reported] == [one["counts"] for one in directives(run)]
 
-    ended = trainspec("launch", *recipe, "scheduler=off", "run.dir=even")
+    last = f"train.max_steps={len(losses(run))}"
+    ended = trainspec("launch", *recipe, last, "scheduler=off", "run.dir=even")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     even = RunDir(tmp_path / "even")
     assert losses(run) == pytest.approx(losses(even), rel=1e-6)
@@ -79,10 +105,10 @@ def test_shares_follow_a_rank_that_slows_down_and_recovers(trainspec, tmp_path: 
 @pytest.mark.slow
 def test_advice_leaves_the_bits_alone(trainspec, tmp_path: Path, read_result) -> None:
     for mode, fault in (("advise", slow_for(100)), ("off", "fault=''")):
-        ended = trainspec("launch", *RECIPE, "train.max_steps=26", fault, f"scheduler={mode}", f"run.dir={mode}")
+        ended = trainspec("launch", *RECIPE, "train.max_steps=50", fault, f"scheduler={mode}", f"run.dir={mode}")
         assert ended.returncode == 0, ended.stdout + ended.stderr
-    (advice,) = directives(RunDir(tmp_path / "advise"))
-    assert not advice["applied"]
+    advice = directives(RunDir(tmp_path / "advise"))
+    assert advice and not any(one["applied"] for one in advice)
     assert read_result("advise")["weights_sha256"] == read_result("off")["weights_sha256"]
 
 

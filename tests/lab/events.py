@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainspec_cli.rundir.event_types import (
+from trainspec_cli.rundir.event_types.decisions import (
     AchievedEvent,
     DirectiveEvent,
-    Event,
     MemoryEvent,
     NodesAchievedEvent,
     NodesEvent,
-    RetryEvent,
-    StartEvent,
-    StepEvent,
 )
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.failures import RetryEvent
+from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.memory import MemorySetting

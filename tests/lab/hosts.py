@@ -6,11 +6,13 @@ network is not touched.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 PREFIX, NET = f"tspec{os.getpid()}", "10.77.1"
@@ -45,6 +47,7 @@ class Hosts:
 
     def __init__(self, count: int):
         self.count = count
+        self._relays: list[subprocess.Popen[bytes]] = []
         HOSTS_FILES.mkdir(parents=True, exist_ok=True)
         names = "".join(f"{NET}.{i} node{i}\n" for i in self.numbers)
         self._hosts_file = HOSTS_FILES / "hosts"
@@ -113,6 +116,28 @@ class Hosts:
         share = ("numgen", "random", "mod", 10000, "<", int(percent * 100), "counter", "drop")
         run(*inside, "add", "rule", "inet", "trainspec", "in", "iifname", "eth0", *share)
 
+    def delay(self, number: int, milliseconds: float) -> None:
+        """Each frame arrives so much later, both ways: the cable is plugged into a relay before the switch.
+
+        Once for each host; the relay ends with `remove`.
+        """
+        ends = (f"ta{number}", f"tb{number}")
+        relay = [sys.executable, str(Path(__file__).parent / "relay.py"), *ends, str(milliseconds)]
+        started = subprocess.Popen([*self.beside_switch(), *relay], stdout=subprocess.PIPE)
+        self._relays.append(started)
+        assert started.stdout is not None and started.stdout.readline() == b"ready\n", "the relay did not start"
+        run("ip", "netns", "exec", _name(number), "ip", "link", "set", "eth0", "gso_max_segs", 1)
+        run("ip", "-n", SWITCH, "link", "add", f"d{number}", "type", "bridge", "stp_state", 0, "forward_delay", 0)
+        run("ip", "-n", SWITCH, "link", "set", f"d{number}", "up")
+        run("ip", "-n", SWITCH, "link", "set", ends[0], "master", f"d{number}", "up")
+        run("ip", "-n", SWITCH, "link", "set", ends[1], "master", "br0", "up")
+        run("ip", "-n", SWITCH, "link", "set", f"p{number}", "master", f"d{number}")
+
+    def passed_bytes(self, number: int) -> int:
+        """Of the two directions of a host's cable, what the busier one has carried."""
+        (shown,) = json.loads(run("ip", "-n", SWITCH, "-s", "-j", "link", "show", f"p{number}"))
+        return int(max(shown["stats64"][way]["bytes"] for way in ("rx", "tx")))
+
     def lost_packets(self, number: int) -> int:
         """Of those that came in since `lose` was called first."""
         shown = run("ip", "netns", "exec", _name(number), "nft", "list", "ruleset")
@@ -120,6 +145,9 @@ class Hosts:
 
     def remove(self) -> list[int]:
         """-> processes that still ran there; they are killed."""
+        for relay in self._relays:
+            relay.kill()
+            relay.wait()
         left = _remove_all()
         shutil.rmtree(HOSTS_FILES, ignore_errors=True)
         return left

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.engine.elastic import membership
-from trainspec_cli.engine.elastic.membership import Quorum
+from trainspec_cli.wire.rendezvous import FormedQuorum
 
 TIMEOUT_S = 60.0
 
@@ -31,7 +31,7 @@ class Network:
         self.changed = threading.Condition()
         self._living: dict[str, str] = {}
         self._asking: dict[str, tuple[int, int]] = {}
-        self._answers: dict[str, Quorum] = {}
+        self._answers: dict[str, FormedQuorum] = {}
         self._number = 0
         self._members: tuple[str, ...] = ()
         self.boxes: dict[tuple[Any, ...], Any] = {}
@@ -63,7 +63,7 @@ class Network:
         for name in [name for name, of in self._living.items() if of == thread]:
             self.lose(name)
 
-    def join(self, name: str, step: int, failures: int) -> Quorum:
+    def join(self, name: str, step: int, failures: int) -> FormedQuorum:
         with self.changed:
             self._asking[name] = (step, failures)
             self._answer()
@@ -78,7 +78,7 @@ class Network:
         if names != self._members or any(failures for _, failures in self._asking.values()):
             self._number, self._members = self._number + 1, names
         steps = tuple(self._asking[name][0] for name in names)
-        self._answers.update(dict.fromkeys(names, Quorum(str(self._number), names, steps)))
+        self._answers.update(dict.fromkeys(names, FormedQuorum(str(self._number), names, steps, 0)))
         self._asking.clear()
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -95,7 +95,7 @@ class FakeClient:
         self._network, self._name = network, name
         network.enter(name)
 
-    def join(self, step: int, failures: int) -> Quorum:
+    def join(self, step: int, failures: int) -> FormedQuorum:
         return self._network.join(self._name, step, failures)
 
     def close(self) -> None:

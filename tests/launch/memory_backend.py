@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from trainspec_cli.launch.job.job import Job
-from trainspec_cli.policy.run_state import Event, GroupEnded, PresenceChanged
+from trainspec_cli.policy.recovery.run_state import Event, GroupEnded, PresenceChanged
 from trainspec_cli.spec.results.plan import Plan
 
 

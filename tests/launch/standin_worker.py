@@ -26,7 +26,7 @@ RANK = int(os.environ["RANK"])
 if MODE == "import_error":
     import no_such_module_anywhere  # noqa: F401
 
-from trainspec_cli.rundir.event_types import StartEvent, StepEvent  # noqa: E402
+from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent  # noqa: E402
 from trainspec_cli.rundir.events import EventWriter, read_events  # noqa: E402
 from trainspec_cli.rundir.files import write_json  # noqa: E402
 from trainspec_cli.rundir.paths import RunDir  # noqa: E402

@@ -16,6 +16,8 @@ from trainspec_cli.errors import RecipeError
 from trainspec_cli.launch import exporting
 from trainspec_cli.launch.exporting import Export, find_checkpoint, write_adapters, write_folder
 from trainspec_cli.launch.tools import EXPORT
+from trainspec_cli.rundir.event_types.training import EvalEvent
+from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
@@ -68,6 +70,20 @@ def test_the_newest_checkpoint_is_exported_unless_another_is_asked_for(make: Mak
         find_checkpoint(RunDir(run.root / "nothing"), None)
 
 
+def test_the_best_checkpoint_is_that_of_the_lowest_heldout_loss(make: Make) -> None:
+    run = make()
+    with pytest.raises(RecipeError, match="no checkpoint was evaluated") as caught:
+        find_checkpoint(run, None, best=True)
+    assert caught.value.problems[0].path == "--best"
+    journal = EventWriter(run.events(0), 0)
+    for step, loss in ((4, 1.5), (8, 1.0), (12, 1.2), (4, 1.1)):
+        journal.write(EvalEvent(step=step, heldout_loss=loss, heldout_bits_per_byte=None))
+    journal.close()
+    assert find_checkpoint(run, None, best=True) == 4, "step 8 has no checkpoint, and step 4 was made again"
+    with pytest.raises(RecipeError, match="--best and --step each name a checkpoint"):
+        find_checkpoint(run, 4, best=True)
+
+
 @pytest.mark.parametrize(("dtype", "tensors", "config"), [("bf16", "BF16", "bfloat16"), ("fp32", "F32", "float32")])
 def test_the_engine_is_asked_for_the_checkpoint_in_its_precision(
     make: Make, requests: list[ExportRequest], tmp_path: Path, dtype: Any, tensors: str, config: str
@@ -78,7 +94,7 @@ def test_the_engine_is_asked_for_the_checkpoint_in_its_precision(
     assert kind == written["model_type"]
     assert config in (written.get("torch_dtype"), written.get("dtype"))
     (request,) = requests
-    assert (request.dtype, request.max_file_bytes, request.adapters_alone) == (tensors, 1000, False)
+    assert (request.dtype, request.max_file_bytes, request.what) == (tensors, 1000, "merged")
     assert request.checkpoint == str(run.checkpoint(4).absolute())
     assert request.plan_json == str(run.plan_json.absolute())
     assert read_json(tmp_path / "out" / "generation_config.json") == {
@@ -126,6 +142,72 @@ def test_adapters_go_alone_and_whole_weights_have_none(
     run = make(lora=LoraSpec(rank=4), init=InitSpec(f"hf:{tmp_path / 'base'}"))
     assert write_adapters(Export(run, 4), tmp_path / "out") == "LoRA adapters"
     (request,) = requests
-    assert request.adapters_alone
+    assert request.what == "adapters"
     written = read_json(tmp_path / "out" / "adapter_config.json")
     assert (written["r"], written["base_model_name_or_path"]) == (4, str(tmp_path / "base"))
+
+
+@pytest.mark.parametrize(("revision", "named"), [("", True), ("@v2", False)])
+def test_adapters_of_a_checkpoint_of_the_hub_name_it(
+    make: Make,
+    requests: list[ExportRequest],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    revision: str,
+    named: bool,
+) -> None:
+    """PEFT knows no revision by a name: then it is the folder on this machine."""
+    cached = tmp_path / "hub/models--some-org--tiny"
+    for ref, commit in (("main", "a" * 40), ("v2", "b" * 40)):
+        (cached / "snapshots" / commit).mkdir(parents=True)
+        (cached / "refs").mkdir(exist_ok=True)
+        (cached / "refs" / ref).write_text(commit)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    run = make(lora=LoraSpec(rank=4), init=InitSpec(f"hf:some-org/tiny{revision}"))
+    write_adapters(Export(run, 4), tmp_path / "out")
+    base = read_json(tmp_path / "out" / "adapter_config.json")["base_model_name_or_path"]
+    assert base == ("some-org/tiny" if named else str(cached / "snapshots" / ("b" * 40)))
+
+
+def test_adapters_of_a_run_without_a_folder_have_their_base_beside_them(
+    make: Make, requests: list[ExportRequest], tmp_path: Path
+) -> None:
+    write_adapters(Export(make(lora=LoraSpec(rank=4), init=InitSpec("another/run")), 4), tmp_path / "out")
+    assert sorted(request.what for request in requests) == ["adapters", "base"]
+    base = tmp_path / "out" / "base"
+    assert read_json(tmp_path / "out" / "adapter_config.json")["base_model_name_or_path"] == str(base)
+    assert read_json(base / "config.json")["hidden_size"] == 64
+    assert not (tmp_path / "out" / "config.json").exists(), "transformers would take the folder for a whole model"
+
+
+CHAT = DataSpec(8, "chat", "chat.jsonl", chat_template="chatml", tokenizer=TokenizerSpec(vocab_size=300))
+
+
+def test_a_chat_model_has_its_template_and_ends_with_a_message(
+    make: Make, requests: list[ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
+    said = {"messages": [{"role": role, "content": "some words " * 9} for role in ("user", "assistant")]}
+    (tmp_path / "chat.jsonl").write_text(f"{json.dumps(said)}\n" * 10)
+    spec = replace(CHAT, path=str(tmp_path / "chat.jsonl"))
+    data = prepare(spec)
+    write_folder(Export(make(data, data=spec), 12), tmp_path / "out")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    question = [{"role": "user", "content": "hot?"}]
+    shown = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    assert shown == "<|im_start|>user\nhot?<|im_end|>\n<|im_start|>assistant\n"
+    end = Collection.open(data).main.manifest.end_of_document_id
+    message_end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert (tokenizer.eos_token, message_end == end) == ("<|im_end|>", False)
+    assert read_json(tmp_path / "out" / "generation_config.json")["eos_token_id"] == [message_end, end]
+
+
+def test_the_template_that_the_run_kept_is_exported(make: Make, requests: list[ExportRequest], tmp_path: Path) -> None:
+    run = make(data=replace(CHAT, chat_template="gone.jinja"))
+    run.huggingface.mkdir()
+    (run.huggingface / "chat_template.jinja").write_text("{{ messages }}")
+    write_folder(Export(run, 4), tmp_path / "out")
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    write_folder(Export(make(data=replace(CHAT, source="text")), 4), tmp_path / "plain")

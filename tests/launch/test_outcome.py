@@ -15,15 +15,9 @@ from trainspec_cli.launch.outcome import conclude
 from trainspec_cli.launch.supervise import Ending
 from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.accounting import Recovery, WallTime
-from trainspec_cli.rundir.event_types import (
-    EndedMark,
-    EvalEvent,
-    Event,
-    LaunchMark,
-    RecoveryEvent,
-    StartEvent,
-    StepEvent,
-)
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.failures import EndedMark, LaunchMark, RecoveryEvent
+from trainspec_cli.rundir.event_types.training import EvalEvent, StartEvent, StepEvent
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.record import NodeErrorRecord, RunResult, read_result, write_error, write_result
 from trainspec_cli.spec.canonical import to_plain

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
 from trainspec_cli.launch.signals import PatientRequests, StopRequests, interrupt, on_stop_signal
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_counts_while_the_block_runs_and_the_former_handler_comes_back(number: signal.Signals) -> None:
     heard: list[int] = []
     before = signal.signal(number, lambda *_: heard.append(1))
@@ -24,6 +25,36 @@ def test_a_signal_counts_while_the_block_runs_and_the_former_handler_comes_back(
         assert (requests.count, heard) == (2, [1])
     finally:
         signal.signal(number, before)
+
+
+@pytest.fixture
+def hangups() -> Iterator[list[int]]:
+    """Counts those that no block hears."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGHUP, lambda *_: heard.append(1))
+    yield heard
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_terminal_that_closes_asks_once_however_many_signals_come(hangups: list[int]) -> None:
+    outer, inner = StopRequests(), StopRequests()
+    with on_stop_signal(outer.add):
+        with on_stop_signal(inner.add):
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert inner.count == 1
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert inner.count == 2
+        os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert (outer.count, hangups) == (0, [])
+
+
+def test_without_a_hangup_its_handler_comes_back(hangups: list[int]) -> None:
+    with on_stop_signal(interrupt):
+        pass
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert hangups == [1]
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:

@@ -15,9 +15,9 @@ from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.launch import slow_nodes as module
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.slow_nodes import MEASURED_STEPS, SlowNodes
-from trainspec_cli.policy.run_state import NodeSlow
-from trainspec_cli.policy.speeds import SKIPPED_STEPS
-from trainspec_cli.rundir.event_types import NodesAchievedEvent, NodesEvent
+from trainspec_cli.policy.recovery.run_state import NodeSlow
+from trainspec_cli.policy.scheduling.speeds import SKIPPED_STEPS
+from trainspec_cli.rundir.event_types.decisions import NodesAchievedEvent, NodesEvent
 from trainspec_cli.rundir.events import read_log
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.record import read_plan, read_plan_of_all_nodes

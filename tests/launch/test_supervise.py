@@ -29,8 +29,8 @@ from trainspec_cli.launch import supervise as module
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.launch.supervise import Ending, Supervisor, supervise
-from trainspec_cli.policy.recovery import RESTART_WINDOW_S
-from trainspec_cli.policy.run_state import (
+from trainspec_cli.policy.recovery.recovery import RESTART_WINDOW_S
+from trainspec_cli.policy.recovery.run_state import (
     Begun,
     Event,
     NodeBack,
@@ -46,7 +46,7 @@ from trainspec_cli.policy.run_state import (
     WorkerFailed,
 )
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.event_types import MemoryEvent
+from trainspec_cli.rundir.event_types.decisions import MemoryEvent
 from trainspec_cli.rundir.events import read_events, read_log
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import note_stop

@@ -11,10 +11,8 @@ from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.capacity import (
     accelerator_of,
     assumptions,
-    changes,
     describe_fabric,
     efficiency_of,
-    open_layout,
     plan_capacity,
     software_of,
     template_of,
@@ -63,9 +61,20 @@ def test_a_described_cluster_is_taken_as_it_is() -> None:
     assert (fabric.nic_kind, fabric.host_link_gb_per_s) == ("roce", 9)
 
 
+def test_links_of_no_known_speed_are_asked_for_where_devices_share_them() -> None:
+    bare = replace(CLUSTER, accelerator=replace(CHIP, link_gb_per_s=0.0))
+    with pytest.raises(RecipeError, match="4 devices exchange data over these links") as raised:
+        describe_fabric(bare, None)
+    [problem] = raised.value.problems
+    assert (problem.path, problem.code) == ("cluster.accelerator.link_gb_per_s", "missing_value")
+    assert problem.hint.startswith("type cluster.accelerator.link_gb_per_s=<GB/s of a device, one direction>")
+    for stated in ({"link_gb_per_s": 7.0}, {"devices_per_node": 1}, {"scaleup_devices": 1}):
+        assert describe_fabric(replace(bare, **stated), None).link_gb_per_s == stated.get("link_gb_per_s", 0.0)
+
+
 @pytest.mark.parametrize(("tflops", "gbit"), [(501.0, 400), (500.0, 200), (201.0, 200), (200.0, 100)])
 def test_a_network_that_is_not_named_is_that_of_the_chips_class(tflops: float, gbit: float) -> None:
-    unnamed = replace(CLUSTER, nic_gbit_per_s=0.0, accelerator=replace(CHIP, bf16_tflops=tflops))
+    unnamed = replace(CLUSTER, nic_gbit_per_s=None, accelerator=replace(CHIP, bf16_tflops=tflops))
     assert describe_fabric(unnamed, None).nic_gbit_per_s == gbit
     card = replace(CHIP, bf16_tflops=tflops, link_kind="pcie")
     assert describe_fabric(replace(unnamed, accelerator=card), None).nic_gbit_per_s == 50
@@ -176,34 +185,6 @@ def test_figures_of_a_candidate(recompute: Any, lora: int, again: float) -> None
     assert (plan.considered, len(plan.candidates)) == (1, 1)
 
 
-def test_single_changes_that_may_help() -> None:
-    wide = replace(SPEC, layout=open_layout(SPEC), recompute=AUTO, batching=BatchingSpec(32))
-    assert [words for words, _ in changes(SPEC)] == [
-        "recompute=full",
-        "batching.micro_batch_size=1",
-        "layout=auto recompute=auto",
-        "offload=optimizer",
-        "layout=auto recompute=auto offload=optimizer",
-    ]
-    tried = dict(changes(SPEC))
-    assert tried["recompute=full"] == replace(SPEC, recompute="full")
-    assert tried["batching.micro_batch_size=1"].batching.micro_batch_size == 1
-    assert tried["layout=auto recompute=auto"] == replace(SPEC, layout=open_layout(SPEC), recompute=AUTO)
-    assert tried["offload=optimizer"] == replace(SPEC, offload="optimizer")
-    both = tried["layout=auto recompute=auto offload=optimizer"]
-    assert (both.layout, both.recompute, both.offload) == (open_layout(SPEC), AUTO, "optimizer")
-    assert list(changes(replace(wide, offload="optimizer"))) == []
-    assert list(changes(replace(wide, recompute="full", offload=AUTO, batching=BatchingSpec(32, 1))))[1:] == []
-
-
-def test_open_axes_keep_what_is_no_axis() -> None:
-    layout = LayoutSpec(2, 4, 1, 1, 1, 1, 3, etp=2, sequence_parallel=False, stage_layers=(1, 3))
-    opened = open_layout(replace(SPEC, layout=layout))
-    axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "zero_stage", "pipeline_schedule", "virtual_stages")
-    assert [getattr(opened, axis) for axis in axes] == [AUTO] * 9
-    assert (opened.etp, opened.sequence_parallel, opened.stage_layers) == (2, False, (1, 3))
-
-
 @pytest.mark.parametrize(
     ("cluster", "compiled", "said"),
     [
@@ -217,8 +198,8 @@ def test_open_axes_keep_what_is_no_axis() -> None:
     ids=["all known", "eager", "no network", "one node", "no measured rate", "CPU"],
 )
 def test_what_was_assumed_is_said(cluster: ClusterSpec, compiled: bool, said: list[str]) -> None:
-    mfu, *others = assumptions(replace(SPEC, cluster=cluster, compile=compiled), describe_fabric(cluster, None))
-    assert mfu.startswith("MFU counts")
+    mfu, ranked, *others = assumptions(replace(SPEC, cluster=cluster, compile=compiled), describe_fabric(cluster, None))
+    assert mfu.startswith("MFU counts") and ranked.startswith("ranked by the step to expect")
     assert len(others) == len(said)
     assert all(part in line for part, line in zip(said, others, strict=True))
 

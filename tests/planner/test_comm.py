@@ -106,6 +106,9 @@ def test_each_format_is_its_bytes_and_its_encoding() -> None:
         assert scatter_s(across, large, compressed, eff) == pytest.approx(expected, rel=1e-3)
         expected = 2 * full_s * part + 1.5 * encoding * 1e9 / memory
         assert sum_s(across, large, compressed, eff) == pytest.approx(expected, rel=1e-3)
+    of_gloo = replace(across, speaks_gloo=True)
+    rows_s = large * (across.size - 1) / across.size / across.nic_bytes_per_s
+    assert scatter_s(of_gloo, large, setup, eff) == pytest.approx(rows_s, rel=1e-3), "each rank sends its own rows"
     parameters = gather_s(across, 2e9, with_wire("full", "int8", "full"), eff)
     assert parameters == pytest.approx(full_s / 4 + 85 * 1e9 / memory, rel=2e-3)
 

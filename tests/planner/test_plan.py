@@ -9,8 +9,8 @@ import pytest
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.plan import choose_micro_batch, plan, resolve_layout
-from trainspec_cli.policy.batch import count_steps, schedule_batches
-from trainspec_cli.policy.division import even_division, take_portion
+from trainspec_cli.policy.batch.batch_schedule import count_steps, schedule_batches
+from trainspec_cli.policy.batch.division import even_division, take_portion
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -48,7 +48,9 @@ def test_gpus_are_all_taken_and_their_peak_is_the_data_sheets():
     assert got.peak_source == "dense bf16 peak of H200-SXM-141GB by its data sheet"
 
 
-@pytest.mark.parametrize(("compute", "gpu"), [("fp32", "NVIDIA H200"), ("bf16", "Unheard-of 9000")])
+@pytest.mark.parametrize(
+    ("compute", "gpu"), [("fp32", "NVIDIA H200"), ("bf16", "Unheard-of 9000"), ("bf16", "Tesla V100-SXM2-16GB")]
+)
 def test_a_peak_that_no_sheet_gives_is_left_to_be_measured(compute, gpu):
     machine = replace(H200S, gpu_names=(gpu,))
     assert plan(replace(SPEC, precision=PrecisionSpec(compute=compute)), machine).peak_flops is None

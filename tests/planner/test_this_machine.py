@@ -10,7 +10,7 @@ from trainspec_cli.planner.memory.local import SPEED_TEST_BYTES, copy_bytes, par
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.this_machine import is_predictable, predict_local
 from trainspec_cli.planner.time.local import block_matrices, curve_parts_s, micro_tokens, unit_params
-from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.rundir.event_types.event import PARTS
 from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
@@ -21,8 +21,9 @@ from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.run import CheckpointSpec, PrecisionSpec, RunSpec, TrainSection
 from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.prediction import LocalPrediction
+from trainspec_cli.spec.results.prediction import LocalPrediction, PlannedLink
 from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
+from trainspec_cli.spec.structure import build
 
 MODEL = DecoderModel(4, 64, 2, 2, 32, 128, 512, tied_embeddings=True)
 SPEC = RunSpec(
@@ -127,10 +128,19 @@ def test_gradients_are_reduced_once_a_step_and_shards_are_gathered_for_every_mic
     assert sharded == pytest.approx(2 + gathered + reduced, rel=1e-3)
 
 
-def test_zero_1_reduces_once_a_step_and_frees_no_parameters_in_between() -> None:
+def test_links_are_as_fast_as_the_largest_exchange_of_their_axis_was_probed() -> None:
+    two_s, four_s = (Curve((1.0, 2.0**30), (seconds, seconds)) for seconds in (2.0, 4.0))
+    probe, largest = replace(RAW, all_reduce=two_s, all_gather=four_s), max(BLOCK, OUTSIDE)
+    assert predicted(made(), probe).links == (PlannedLink("dp_replicate", 2 * (4 * largest / 2) / 2),)
+    sharded = predicted(made(layout=LayoutSpec(dp_shard=2)), probe)
+    assert sharded.links == (PlannedLink("dp_shard", 2 * largest / 2 / 4),)
+    assert build(LocalPrediction, to_plain(sharded)) == (sharded, []), "a plan is read as it was written"
+
+
+def test_zero_1_gathers_and_reduces_once_a_step() -> None:
     probe = replace(RAW, all_gather=linear(1e-6), reduce_scatter=linear(1e-6))
     seconds = predicted(made(layout=LayoutSpec(dp_shard=2, zero_stage=1)), probe).time_s["exposed_comm"]
-    gathered, reduced = 2 * 2e-6 * (4 * BLOCK + OUTSIDE), 4e-6 * (4 * BLOCK + OUTSIDE)
+    gathered, reduced = 2e-6 * (4 * BLOCK + OUTSIDE), 4e-6 * (4 * BLOCK + OUTSIDE)
     assert seconds == pytest.approx(2 + gathered + reduced, rel=1e-3)
 
 

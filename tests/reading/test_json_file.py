@@ -4,7 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.reading.files import Kind, UnreadableFileError, describe_kind, is_kind, parse_json, read_object
+from trainspec_cli.reading.files import (
+    Kind,
+    UnreadableFileError,
+    describe_kind,
+    is_kind,
+    parse_json,
+    read_field,
+    read_object,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +57,9 @@ def test_digits_of_whole_numbers_are_bounded() -> None:
         ("[1]", "holds a list; a JSON object is needed"),
         ("null", "holds null; a JSON object is needed"),
         ('"' + "x" * 50 + '"', r"holds 'x{36}\.\.\.; a JSON object is needed"),
-        ("{}", "has no `steps`; a whole number or null is needed"),
-        ('{"steps": "7"}', "has '7' as `steps`; a whole number or null is needed"),
-        ('{"steps": {}}', "has an object as `steps`; a whole number or null is needed"),
+        ("{}", "has no `steps`; a whole number is needed"),
+        ('{"steps": "7"}', "has '7' as `steps`; a whole number is needed"),
+        ('{"steps": {}}', "has an object as `steps`; a whole number is needed"),
         ('{"steps": ' + "9" * 31 + "}", "cannot be read: it holds a whole number of 31 digits"),
     ],
 )
@@ -59,7 +67,7 @@ def test_an_object_that_is_not_as_it_should_be(tmp_path: Path, content: str, say
     file = tmp_path / "file.json"
     file.write_text(content)
     with pytest.raises(UnreadableFileError, match=says) as error:
-        read_object(file, {"steps": int | None})
+        read_field(file, read_object(file), "steps", int)
     assert error.value.problems[0].line == (2 if "not JSON" in says else None)
 
 
@@ -67,15 +75,16 @@ def test_what_is_no_json_is_shown_by_its_line_and_column(tmp_path: Path) -> None
     file = tmp_path / "file.json"
     file.write_text('{"steps": 1,\n  "more" 2}')
     with pytest.raises(UnreadableFileError) as error:
-        read_object(file, {})
+        read_object(file)
     (problem,) = error.value.problems
     assert (problem.line, problem.column) == (2, 10)
 
 
-def test_an_object_may_have_more_fields(tmp_path: Path) -> None:
+def test_a_field_is_returned_whatever_else_the_object_has(tmp_path: Path) -> None:
     file = tmp_path / "file.json"
-    file.write_text('{"steps": null, "more": 1}')
-    assert read_object(file, {"steps": int | None}) == {"steps": None, "more": 1}
+    file.write_text('{"about": {"steps": 7}, "more": 1}')
+    about = read_field(file, read_object(file), "about", dict)
+    assert about == {"steps": 7} and read_field(file, about, "steps", int) == 7
 
 
 def test_kinds_in_words() -> None:

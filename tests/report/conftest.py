@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.report.plan.json import plan_as_json, sweep_as_json
-from trainspec_cli.rundir.event_types import EVENT_TYPES, PARTS
+from trainspec_cli.report.plan.report import PlanReport, SweepPoint, SweepReport
+from trainspec_cli.rundir.event_types.event import PARTS
+from trainspec_cli.rundir.event_types.parse import EVENT_TYPES
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -47,6 +48,8 @@ CANDIDATE = Candidate(
     hfu=0.55,
     peak_memory_bytes=40 * GIB,
     memory_limit_bytes=74 * GIB,
+    fit_probability=1.0,
+    expected_step_s=4.0,
     memory=(FIRST_STAGE, LAST_STAGE),
     time=StepTime(matmul_s=2.0, attention_s=1.0, dp_comm_s=0.75, bubble_s=0.25),
 )
@@ -62,6 +65,8 @@ SECOND = replace(
     mfu=0.4,
     hfu=0.4,
     peak_memory_bytes=72 * GIB,
+    fit_probability=0.93,
+    expected_step_s=5.1,
     memory=(MemoryBreakdown(parameters_bytes=60 * GIB, optimizer_bytes=12 * GIB),),
     time=StepTime(matmul_s=2.0, attention_s=1.0, tp_comm_s=2.0),
 )
@@ -120,26 +125,35 @@ def forecast() -> tuple[RunSpec, RunForecast]:
 
 
 @pytest.fixture
-def plan() -> dict[str, Any]:
-    return plan_as_json(SPEC, CAPACITY, RUN)
+def plan() -> PlanReport:
+    return PlanReport(SPEC, CAPACITY, RUN)
 
 
 @pytest.fixture
-def infeasible() -> dict[str, Any]:
+def uneven(plan: PlanReport) -> PlanReport:
+    """The plan with stages of 17 and 15 layers."""
+    first, *others = plan.capacity.candidates
+    cut = replace(first, layout=replace(first.layout, stage_layers=(17, 15)))
+    return replace(plan, capacity=replace(plan.capacity, candidates=(cut, *others)))
+
+
+@pytest.fixture
+def infeasible() -> PlanReport:
     too_big = replace(CANDIDATE, peak_memory_bytes=90 * GIB)
     nothing = replace(CAPACITY, candidates=(too_big,), advice=("recompute=full", "4 nodes"))
-    return plan_as_json(SPEC, nothing, None)
+    return PlanReport(SPEC, nothing)
 
 
 @pytest.fixture
-def sweep(plan: dict[str, Any], infeasible: dict[str, Any]) -> dict[str, Any]:
+def sweep(plan: PlanReport, infeasible: PlanReport) -> SweepReport:
     """1 node does not fit; of 2 and 4 the larger keeps 90% of the throughput a device."""
     priced = replace(RUN, cost_usd=Interval(1.2e4, 1e4, 1.5e4), cost_parts_usd={"devices": 9e3, "power": 3e3})
     four = replace(CANDIDATE, tokens_per_s=262_144 * 1.8, tokens_per_s_per_gpu=16_384 * 0.9, step_time_s=4 / 1.8)
     four = replace(four, time=StepTime(matmul_s=2.0 / 1.8, attention_s=2.0 / 1.8))
     spec = replace(SPEC, cluster=replace(SPEC.cluster, num_nodes=4))
-    larger = plan_as_json(spec, replace(CAPACITY, world_size=32, candidates=(four,)), priced)
-    return sweep_as_json(["cluster.num_nodes"], [(("1",), infeasible), (("2",), plan), (("4",), larger)])
+    larger = PlanReport(spec, replace(CAPACITY, world_size=32, candidates=(four,)), priced)
+    plans = {"1": infeasible, "2": plan, "4": larger}
+    return SweepReport(tuple(SweepPoint({"cluster.num_nodes": nodes}, one) for nodes, one in plans.items()))
 
 
 BEGIN = {
@@ -170,10 +184,10 @@ class FakeRun:
         seconds: float = 1.0,
         loss: float = 2.0,
         skipped: bool = False,
-        **parts_s: float,
+        **seconds_of: float,
     ) -> None:
-        """`parts_s`: those that last otherwise than the others."""
-        parts = {name: seconds / len(PARTS) for name in PARTS} | parts_s
+        """`seconds_of`: parts that last otherwise than the others, and other fields of the event."""
+        parts = {name: seconds_of.pop(name, seconds / len(PARTS)) for name in PARTS}
         self.write(
             "step",
             rank,
@@ -186,6 +200,7 @@ class FakeRun:
             step_time_s=seconds,
             time_s=parts,
             skipped=skipped,
+            **seconds_of,
         )
 
     def write(self, kind: str, rank: int = 0, **fields: Any) -> None:

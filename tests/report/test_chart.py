@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from trainspec_cli.report.chart import render_chart
+from trainspec_cli.report.chart import render_chart, render_overlay
 
 
 def test_a_falling_line_runs_from_corner_to_corner() -> None:
@@ -70,3 +70,16 @@ def test_a_flat_curve_at_zero() -> None:
         " 0 ",
         "-1 ",
     ]
+
+
+def test_curves_on_the_same_axes_are_told_apart_by_their_letters() -> None:
+    curves = {"A": [(0.0, 4.0), (4.0, 0.0)], "B": [(0.0, 0.0), (4.0, 0.0)], "C": []}
+    assert render_overlay(curves, width=5, height=3, title="loss").splitlines() == [
+        "loss",
+        "4 ┤A",
+        "2 ┤",
+        "0 ┤B   *",
+        "  └─────",
+        "   0   4",
+    ]
+    assert render_overlay({"A": [(1.0, math.nan)]}) == ""

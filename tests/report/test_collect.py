@@ -9,7 +9,8 @@ import pytest
 from lab.events import ACHIEVED, DIRECTIVE, LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY, write_event
 
 from trainspec_cli.report.collect import _ranks, collect
-from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.rundir.event_types.decisions import BucketsEvent
+from trainspec_cli.rundir.event_types.event import PARTS
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.recipe.kernels import KernelFigure, KernelTable
@@ -130,6 +131,7 @@ def test_directives_are_those_of_the_runs_own_file(fake_run: Any) -> None:
     write_event(fake_run.dir.directives, replace(DIRECTIVE, group=1))
     write_event(fake_run.dir.directives, ACHIEVED)
     write_event(fake_run.dir.directives, MEMORY)
+    write_event(fake_run.dir.directives, BucketsEvent(step=4, layout="dp_shard=2", bucket_bytes=8, tries=()))
     write_event(fake_run.dir.directives, LEFT_OUT)
     write_event(fake_run.dir.directives, LEFT_OUT_ACHIEVED)
     write_event(fake_run.dir.events(0), DIRECTIVE)
@@ -141,13 +143,14 @@ def test_directives_are_those_of_the_runs_own_file(fake_run: Any) -> None:
     assert plain["directives"][0]["counts"] == [9, 5]
     assert plain["achieved"][0]["number"] == 1
     assert [one["taken"]["micro_batch_size"] for one in plain["memory"]] == [4]
+    assert [one["bucket_bytes"] for one in plain["buckets"]] == [8]
     assert [one["node"] for one in plain["left_out"]] == [3]
     assert [one["achieved_s"] for one in plain["left_out_achieved"]] == [1.4]
     json.dumps(plain, allow_nan=False)
 
 
 @pytest.mark.parametrize(
-    ("result", "running", "status"), [(None, True, "running"), (None, False, "killed"), ("stopped", False, "stopped")]
+    ("result", "running", "status"), [(None, True, "running"), (None, False, "made"), ("stopped", False, "stopped")]
 )
 def test_the_status_of_a_run(fake_run: Any, result: str | None, running: bool, status: str) -> None:
     fake_run.about()

@@ -106,7 +106,7 @@ def test_a_stop_before_there_is_anything_to_save_says_so(fake_run: Any, make_vie
 
 def test_the_last_step_is_shown_whatever_the_interval(fake_run: Any, make_view: MakeView) -> None:
     view, output = make_view()
-    view._screen = PlainScreen(Console(file=output, width=110), interval_steps=7)
+    view._screens = [PlainScreen(Console(file=output, width=110), interval_steps=7)]
     fake_run.start()
     for step in (*range(1, 9), 20):
         fake_run.step(step)

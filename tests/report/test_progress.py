@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.report.progress import Progress
-from trainspec_cli.rundir.event_types import RetryEvent
+from trainspec_cli.rundir.event_types.failures import RetryEvent
 from trainspec_cli.rundir.events import EventTail, read_log
 
 

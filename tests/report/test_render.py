@@ -9,11 +9,13 @@ from typing import Any
 from lab.events import ACHIEVED, DIRECTIVE, LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY, write_event
 from rich.console import Console, RenderableType
 
+from trainspec_cli.report.changes import describe_left_out
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.render import render_report, render_summary
-from trainspec_cli.report.text import describe_event, describe_left_out
+from trainspec_cli.report.text import describe_event
+from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.accounting import WallTime
-from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.rundir.event_types.event import PARTS
 from trainspec_cli.spec.results.prediction import LocalPrediction
 
 EXPECTED = Path(__file__).parent / "expected"
@@ -70,6 +72,18 @@ def test_steps_that_differ_are_told_of(fake_run: Any) -> None:
     assert "steps took 1.0 s to 3.0 s (eight in ten): something else was at work on this machine" in shown
 
 
+def test_the_exposed_part_of_exchanges_is_told_where_some_went_on_beside_the_computation(fake_run: Any) -> None:
+    """Means over the steps of both ranks that show it."""
+    fake_run.about()
+    for rank in (0, 1):
+        fake_run.start(rank=rank)
+        fake_run.step(1, rank)
+        for step in (2, 3):
+            fake_run.step(step, rank, exchange_s=0.5 - 0.2 * rank, exposed_s=0.1 * rank)
+    shown = text_of(render_report(collect(fake_run.dir.root)))
+    assert "ranks exchanged for 400 ms a step, 12% of it while nothing was computed" in shown
+
+
 def test_long_waits_for_data_are_told_of(fake_run: Any) -> None:
     fake_run.about()
     fake_run.start()
@@ -92,12 +106,47 @@ def test_what_the_scheduler_did_has_a_section(fake_run: Any) -> None:
     write_event(fake_run.dir.directives, LEFT_OUT_ACHIEVED)
     lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
     at = lines.index("scheduler")
-    left_out = describe_left_out(LEFT_OUT, LEFT_OUT_ACHIEVED).split()
+    left_out = describe_left_out(LEFT_OUT, LEFT_OUT_ACHIEVED).line.split()
     assert " ".join(lines[at + 4 : at + 6]).split() == left_out
     assert lines[at + 1 : at + 4] == [
         f"  {describe_event(MEMORY)}",
         "  step 4: shares are now 9, 5 of 14: rank 1 is slow; 25% less computing is expected",
         "  step 4: group 1: shares are now 9, 5 of 14: rank 1 is slow; 25% less computing is expected, 20% achieved",
+    ]
+
+
+def test_recoveries_have_a_section(fake_run: Any) -> None:
+    trained(fake_run)
+    assert "recoveries" not in text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    fake_run.write("recovery", step=5, change="left", group=1, stall_s=1.26, lost_steps=1)
+    lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    assert lines[lines.index("recoveries") + 1] == "  step 5: group 1 left: 1.26 s, 1 step lost"
+
+
+def test_links_have_a_table_of_the_slowest_and_a_line_for_each_change(fake_run: Any) -> None:
+    trained(fake_run)
+    assert "links" not in text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    slow = {"links": 4, "noise": 0.08, "sent_bytes": 2.0**20, "waited_s": 0.25, "last_rank": 3, "samples": 9}
+    before = [{"axis": "tp", "ranks": [0, 1], "bytes_per_s": 9e9, **slow}]
+    fake_run.write("links", step=4, links=before)
+    pair = {"axis": "tp", "ranks": [2, 3], "bytes_per_s": 1.2e9, **slow}
+    alone = {"axis": "dp_shard", "ranks": [0, 4, 8], "bytes_per_s": 5e9, **slow, "links": 1, "planned_bytes_per_s": 6e9}
+    fake_run.write("links", step=9, links=[pair, alone])
+    change = {"axis": "tp", "ranks": [2, 3], "before_bytes_per_s": 9.6e9, "now_bytes_per_s": 1.2e9, "since_step": 5}
+    fake_run.write("link", step=9, **change)
+    fake_run.write("link", step=10, **{**change, "now_bytes_per_s": 2.4e10}, changed_links=3, group=1)
+    lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    at = lines.index("links")
+    assert [re.split("  +", line.strip()) for line in lines[at + 1 : at + 4]] == [
+        ["axis", "slowest ranks", "speed", "noise", "planned", "at once", "wait for"],
+        ["tp", "2, 3 (of 4)", "1.2 GB/s", "8%", "1.00 MiB", "250 ms, rank 3"],
+        ["dp_shard", "0, 4, 8", "5 GB/s", "8%", "6 GB/s", "1.00 MiB", "250 ms, rank 3"],
+    ], "as they were written down last"
+    at = lines.index("link changes")
+    assert lines[at + 1 : at + 3] == [
+        "  step 9: tp link of ranks 2, 3: 1.2 GB/s, 0.12 times the 9.6 GB/s before step 5",
+        "  step 10: group 1: tp link of ranks 2, 3, and 2 more of its links: 24 GB/s, "
+        "2.5 times the 9.6 GB/s before step 5",
     ]
 
 
@@ -113,6 +162,7 @@ def test_long_lists_show_their_end(fake_run: Any) -> None:
 
 def test_what_is_amiss_is_told(fake_run: Any) -> None:
     fake_run.about()
+    generations.begin(fake_run.dir)
     fake_run.start()
     fake_run.step(1, skipped=True)
     for rank in (0, 2):
@@ -125,7 +175,7 @@ def test_what_is_amiss_is_told(fake_run: Any) -> None:
 
 def test_a_run_without_events_has_a_report(fake_run: Any) -> None:
     fake_run.about()
-    assert "killed, 0 of 20 steps" in text_of(render_report(collect(fake_run.dir.root)))
+    assert "made, 0 of 20 steps" in text_of(render_report(collect(fake_run.dir.root)))
 
 
 def test_where_the_wall_time_went_is_a_small_picture(fake_run: Any) -> None:

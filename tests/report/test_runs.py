@@ -21,7 +21,7 @@ def test_runs_are_listed_newest_first_with_how_they_stand(tmp_path: Path) -> Non
     assert [(Path(line.path).name, line.recipe, line.status) for line in lines] == [
         ("alive", "tiny", "running"),
         ("new", "quick", "stopped"),
-        ("old", "tiny", "killed"),
+        ("old", "tiny", "made"),
     ]
 
 
@@ -44,22 +44,18 @@ def test_the_last_step_is_found_at_the_end_of_a_long_file(fake_run: Any) -> None
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """Written down for Slurm."""
-    (tmp_path / "job.sbatch").touch()
     return RunDir(tmp_path)
 
 
-def test_a_job_that_was_never_started_is_made(run: RunDir) -> None:
+@pytest.mark.parametrize("is_for_slurm", [True, False], ids=["for Slurm", "of a sweep"])
+def test_a_run_that_was_never_started_is_made_and_one_that_began_and_left_no_result_was_killed(
+    run: RunDir, is_for_slurm: bool
+) -> None:
+    if is_for_slurm:
+        run.job_sbatch.touch()
     assert status_of(run, running=False, queued=False) == "made"
-
-
-def test_a_job_that_began_and_left_no_result_was_killed(run: RunDir) -> None:
     generations.begin(run)
     assert status_of(run, running=False, queued=False) == "killed"
-
-
-def test_a_launch_that_left_no_result_was_killed(tmp_path: Path) -> None:
-    assert status_of(RunDir(tmp_path), running=False, queued=False) == "killed"
 
 
 def test_a_stopped_job_that_waits_to_go_on_is_queued(run: RunDir) -> None:
@@ -75,6 +71,7 @@ def test_a_job_lost_with_its_host_is_queued_though_its_lock_is_left(run: RunDir)
 
 def test_a_line_tells_how_far_a_run_came(fake_run: Any) -> None:
     fake_run.about()
+    generations.begin(fake_run.dir)
     fake_run.start()
     for step in (1, 2):
         fake_run.step(step, loss=float(step))
@@ -96,5 +93,5 @@ def test_a_damaged_run_hides_no_other_and_what_lies_in_a_run_is_not_listed(tmp_p
     bad.parent.mkdir()
     bad.write_text("{")
     lines = {Path(line.path).name: line for line in list_runs(tmp_path, lambda run: False, lambda run: False)}
-    assert {name: line.status for name, line in lines.items()} == {"good": "killed", "bad": "damaged"}
+    assert {name: line.status for name, line in lines.items()} == {"good": "made", "bad": "damaged"}
     assert "is not JSON" in lines["bad"].damage and lines["bad"].created_at > 1.0

@@ -4,7 +4,17 @@ import re
 
 import pytest
 
-from trainspec_cli.report.svg import LineSeries, Segment, nice_ticks, render_bar, render_legend, render_lines
+from trainspec_cli.report.svg import (
+    LineSeries,
+    Segment,
+    even_ticks,
+    nice_ticks,
+    render_bar,
+    render_curves,
+    render_legend,
+    render_lines,
+    thin,
+)
 
 PARTS = [Segment("c-a", "first", 3.0, "3 s"), Segment("c-b", "second", 1.0, "1 s")]
 
@@ -74,3 +84,51 @@ def test_a_legend_without_values() -> None:
 def test_large_numbers_are_short(value: float, shown: str) -> None:
     chart = render_lines([LineSeries("c-a", "rate", [(1, value), (2, value)])], "devices", "rate", [])
     assert f"<title>rate: {shown} at 1</title>" in chart
+
+
+def test_even_axes_keep_distances_and_signs() -> None:
+    """y from -2 to 2 has a margin of 0.2, within 34 to 276: 55 a unit; x from 0 to 4, within 64 to 736."""
+    chart = render_curves([LineSeries("c-a", "loss", [(0, -2), (1, 0), (4, 2)])], "step", "loss")
+    places = re.findall(r'class="dot c-a" cx="([\d.]+)" cy="([\d.]+)"', chart)
+    assert places == [("64.0", "265.0"), ("232.0", "155.0"), ("736.0", "45.0")]
+    assert re.findall(r'text-anchor="end">([-\w.]+)', chart) == ["-2", "-1", "0", "1", "2"]
+    assert re.findall(r'y="294" text-anchor="middle">(\w+)', chart) == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (1, 200_000, [50_000, 100_000, 150_000, 200_000]),
+        (2.001, 2.004, [2.001, 2.002, 2.003, 2.004]),
+        (7, 7, [7]),
+        (1e30, 1e30 * (1 + 1e-15), [1e30]),
+        (-1e30, 1e30, [-1e30, -5e29, 0, 5e29, 1e30]),
+    ],
+)
+def test_even_ticks_are_round_and_few(low: float, high: float, ticks: list[float]) -> None:
+    assert even_ticks(low, high) == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "shown"),
+    [
+        (2.001, 2.004, ["2.001", "2.002", "2.003", "2.004"]),
+        (10.0, 10.4, ["10.0", "10.1", "10.2", "10.3", "10.4"]),
+        (0.0, 60_000.0, ["0", "20,000", "40,000", "60,000"]),
+        (0.0, 3e9, ["0", "1G", "2G", "3G"]),
+        (0.0, 3e-9, ["0", "1e-09", "2e-09", "3e-09"]),
+    ],
+)
+def test_even_ticks_have_as_many_digits_as_tell_them_apart(low: float, high: float, shown: list[str]) -> None:
+    chart = render_curves([LineSeries("c-a", "loss", [(0, low), (1, high)])], "step", "loss")
+    assert re.findall(r'text-anchor="end">([^<]+)', chart) == shown
+
+
+def test_a_thinned_line_keeps_its_ends_and_the_extremes_of_each_stretch() -> None:
+    line = [(float(x), {0: 0.1, 17: 9.0, 42: -9.0, 99: 0.8}.get(x, x / 100)) for x in range(100)]
+    assert thin(line, 50) == line
+    thinned = thin(line, 4)
+    assert len(thinned) <= 4 * 2 + 2
+    assert {(0.0, 0.1), (17.0, 9.0), (42.0, -9.0), (99.0, 0.8)} <= set(thinned)
+    assert thinned == sorted(thinned)
+    assert thin([], 4) == []

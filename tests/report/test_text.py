@@ -8,41 +8,32 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from lab.events import LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY
 from rich.console import Console, RenderableType
 
 from trainspec_cli.report.backtest import render_backtest
 from trainspec_cli.report.findings import render_certificate, render_diagnosis
 from trainspec_cli.report.progress import Progress
-from trainspec_cli.report.text import (
-    describe_directive,
-    describe_event,
-    describe_left_out,
-    describe_plan,
-    describe_progress,
-    describe_saving,
-    summarise_counts,
-)
-from trainspec_cli.rundir.event_types import (
-    AchievedEvent,
+from trainspec_cli.report.text import describe_event, describe_plan, describe_progress, describe_saving
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.failures import RecoveryEvent
+from trainspec_cli.rundir.event_types.training import (
     CadenceEvent,
     CheckpointEvent,
-    DirectiveEvent,
     EvalEvent,
-    Event,
-    RecoveryEvent,
     SetFigures,
     StartEvent,
     StepEvent,
 )
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.recipe.batching import BatchScheduleSpec
+from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.backtest import BacktestReport, BacktestSummary, ErrorSummary, PredictedRow, Ranking
+from trainspec_cli.spec.results.certificate import Certificate, ClauseSummary, Finding
 from trainspec_cli.spec.results.doctor import Check, Diagnosis, NodeReport
 from trainspec_cli.spec.results.forecast import RunForecast
-from trainspec_cli.spec.results.memory import MemorySetting
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -147,22 +138,26 @@ def test_a_plan_tells_its_batch_and_steps(forecast: tuple[RunSpec, RunForecast])
     assert "steps     640, 1.05B tokens in all" in shown
 
 
-def backtest(**changes: Any) -> dict[str, Any]:
-    group = {"rows": 3, "mape": 0.125, "median_ape": 0.1, "bias": -0.05}
-    sweep = {"model": "llama", "gpu": "H100", "layouts": 7}
-    summary = {
-        "rows": 1200, "predicted": 1000, "refused": 2,
-        "step_time_mape": 0.125, "step_time_median_ape": 0.1, "bias": 0.05, "judged": 900,
-        "memory_mape": 0.0625, "memory_worst_under": -0.2,
-        "by_source": {"a paper": group, "x" * 50: group}, "by_model": {}, "by_gpu": {"H100": group},
-        "sweeps": [{**sweep, "loss": 0.05}, {**sweep, "loss": 0.5, "gpu": "A100"}, {**sweep, "loss": 0.051}],
-        "refused_by_reason": {"no such model": 2},
-    }  # fmt: skip
-    return {"summary": summary | changes, "rows": [{"assumed": ["bf16"]}, {"assumed": ["zero 1", "bf16"]}]}
+def row(*assumed: str) -> PredictedRow:
+    return PredictedRow(None, 1.0, None, None, None, None, None, assumed, None)
+
+
+def backtest(*rows: PredictedRow, **changes: Any) -> BacktestReport:
+    group = ErrorSummary(rows=3, mape=0.125, median_ape=0.1, bias=-0.05)
+    sweep = Ranking("a paper", "llama", "H100", 7, loss=0.05)
+    summary = BacktestSummary(
+        rows=1200, predicted=1000, refused=2,
+        step_time_mape=0.125, step_time_median_ape=0.1, bias=0.05, judged=900,
+        memory_mape=0.0625, memory_worst_under=-0.2,
+        by_source={"a paper": group, "x" * 50: group}, by_model={}, by_gpu={"H100": group},
+        sweeps=(sweep, replace(sweep, loss=0.5, gpu="A100"), replace(sweep, loss=0.051)),
+        refused_by_reason={"no such model": 2},
+    )  # fmt: skip
+    return BacktestReport(replace(summary, **changes), rows)
 
 
 def test_a_backtest() -> None:
-    assert render_backtest(backtest()).split("\n") == [
+    assert render_backtest(backtest(row("bf16"), row("zero 1", "bf16"))).split("\n") == [
         "1200 rows, 1000 predicted, 2 refused",
         "step time: mean error 12.5%, median 10.0%, bias +5.0%, over 900 measured rows",
         "memory: mean error 6.2%, furthest under -20.0%",
@@ -189,28 +184,27 @@ def test_a_backtest() -> None:
 
 
 def test_a_backtest_without_measurements() -> None:
-    nothing = dict.fromkeys(("step_time_mape", "memory_mape")) | {"sweeps": [], "by_source": {}, "by_gpu": {}}
-    told = backtest(refused=0, **nothing) | {"rows": [{"assumed": []}]}
+    told = backtest(row(), refused=0, step_time_mape=None, memory_mape=None, sweeps=(), by_source={}, by_gpu={})
     assert render_backtest(told) == "1200 rows, 1000 predicted, 0 refused"
 
 
-def clause(name: str, cases: int, failed: int, worst: float | None, bound: float | None) -> dict[str, Any]:
-    about = {"id": name, "level": "MUST", "title": "losses agree"}
-    return {**about, "cases": cases, "failed": failed, "worst": worst, "bound": bound}
+def clause(name: str, cases: int, failed: int, worst: float | None, bound: float | None) -> ClauseSummary:
+    return ClauseSummary(name, "MUST", "losses agree", cases, failed, worst, bound)
 
 
-def certificate(*gpus: str, **changes: Any) -> dict[str, Any]:
-    passed = {"clause": "NUM-1", "case": "dense", "passed": True, "figures": {}}
-    finding = {"clause": "NUM-2", "case": "moe", "passed": False, "figures": {"error": 0.5, "parameter": "norm"}}
-    return {
-        "clauses": [
+def certificate(*gpus: str, **changes: Any) -> Certificate:
+    passed = Finding("NUM-1", "dense", passed=True)
+    finding = Finding("NUM-2", "moe", passed=False, figures={"error": 0.5, "parameter": "norm"})
+    found = Certificate(
+        schema="", spec_version="0.2", verdict="broken", digest="0123456789abcdef0", whole=True,
+        machine=Machine("box", cpu_cores=8, memory_bytes=1, gpu_names=gpus),
+        clauses=(
             clause("NUM-1", 3, 0, 2.5e-7, 1e-5), clause("NUM-2", 2, 1, 0.5, 0.25), clause("CKPT-1", 1, 1, None, None),
             clause("CKPT-2", 1, 0, None, None), clause("LEFT-OUT", 0, 0, None, None),
-        ],
-        "findings": [passed, finding],
-        "whole": True, "spec_version": "0.2", "verdict": "broken", "digest": "0123456789abcdef0",
-        "machine": {"gpu_names": list(gpus), "cpu_cores": 8},
-    } | changes  # fmt: skip
+        ),
+        findings=(passed, finding),
+    )  # fmt: skip
+    return replace(found, **changes)
 
 
 def test_a_certificate() -> None:
@@ -228,7 +222,7 @@ def test_a_certificate() -> None:
 
 
 def test_a_certificate_of_a_few_clauses_that_were_kept() -> None:
-    kept = certificate("H200", "H200", whole=False, verdict="kept", findings=[])
+    kept = certificate("H200", "H200", whole=False, verdict="kept", findings=())
     assert text_of(render_certificate(kept))[-2:] == [
         "",
         "4 clauses of the spec: kept, 7 cases on 2 x H200; digest 0123456789abcdef",
@@ -269,105 +263,6 @@ def test_a_diagnosis_of_one_node() -> None:
         "                        make room",
         "1 node: 1 ok, 1 to look at, 0 failed",
     ]
-
-
-DIRECTIVE = DirectiveEvent(
-    step=30,
-    number=1,
-    applied=True,
-    counts=(9, 9, 5, 9),
-    micro_batch_size=16,
-    micro_batches=1,
-    reason="data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms",
-    before_s=0.5,
-    expected_s=0.31,
-)
-REASON = "data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms"
-
-
-def test_a_directive() -> None:
-    shown = f"step 30: shares are now 9, 9, 5, 9 of 32: {REASON}; 38% less computing is expected"
-    assert describe_event(DIRECTIVE) == shown
-    achieved = AchievedEvent(step=37, number=1, before_s=0.4, expected_s=0.31, achieved_s=0.3)
-    assert describe_directive(DIRECTIVE, achieved) == f"{shown}, 25% achieved"
-    assert describe_event(achieved) == ""
-    advice = replace(DIRECTIVE, applied=False, group=1)
-    assert describe_event(advice).startswith(
-        "step 30: group 1: advice: scheduler=auto would make shares 9, 9, 5, 9 of 32: data-parallel"
-    )
-
-
-def test_a_shortage_of_memory() -> None:
-    shown = "micro-batches of 4 samples from here on"
-    assert describe_event(MEMORY) == f"step 3: {shown} (after a new start, no step lost): {MEMORY.reason}"
-    killed = replace(MEMORY, lost_steps=2, was_killed=True, group=1, taken=MemorySetting(8, "full", "none"))
-    assert describe_event(killed).startswith("step 3: group 1: recompute=full from here on (after a new start, 2 steps")
-    assert "(in place, no step lost)" in describe_event(replace(MEMORY, restarts=False))
-
-
-def test_a_node_that_is_left_out() -> None:
-    pace = "its ranks compute 4.1 times as long; a step took 2.1 s and is expected to take 1.3 s"
-    assert describe_left_out(LEFT_OUT) == describe_event(LEFT_OUT) == f"step 120: node 3 is left out: {pace}"
-    spare, restart = replace(LEFT_OUT, spare=4), "takes 1.4 s (the new start took 31.0 s)"
-    shown = f"step 120: node 3 is left out, node 4 takes its place: {pace}, {restart}"
-    assert describe_left_out(spare, LEFT_OUT_ACHIEVED) == shown
-    advice = describe_left_out(replace(LEFT_OUT, applied=False))
-    assert advice == f"step 120: advice: scheduler=auto would leave node 3 out: {pace}"
-
-
-def test_a_directive_whose_times_are_damaged() -> None:
-    assert describe_event(replace(DIRECTIVE, before_s=0.0)).endswith("; ? less computing is expected")
-
-
-@pytest.mark.parametrize(
-    ("counts", "shown"),
-    [
-        ((8, 8, 8, 8), "8 each"),
-        ((5, 9), "5, 9 of 14"),
-        ((9,) * 8 + (4,), "4 to 9 of 76"),
-        ((1500,) * 9 + (400,), "400 to 1,500 of 13,900"),
-    ],
-)
-def test_shares(counts: tuple[int, ...], shown: str) -> None:
-    assert summarise_counts(counts) == shown
-
-
-RELAYOUT = replace(
-    DIRECTIVE,
-    kind="layout",
-    reason="the recipe plans it",
-    before_s=0.0,
-    expected_s=0.0,
-    before=Layout(dp_shard=4),
-    layout=Layout(pp=2, dp_shard=2, zero_stage=1),
-    pause_s=0.31,
-    moved_bytes=2**20,
-    peak_bytes=3 * 2**20,
-)
-
-
-def test_a_change_of_layout_says_what_it_was_and_took() -> None:
-    took = "1.00 MiB moved in 310 ms, at most 3.00 MiB of the state in a process meanwhile"
-    layouts = "pp=2 dp_shard=2 zero_stage=1, and was dp_shard=4 zero_stage=3"
-    assert describe_event(RELAYOUT) == f"step 30: the layout is now {layouts}: the recipe plans it; {took}"
-    gained = replace(RELAYOUT, before_s=1.0, expected_s=0.8)
-    assert describe_event(gained).endswith(f"{took}; 20% shorter steps are expected")
-    achieved = AchievedEvent(step=60, number=1, before_s=1.0, expected_s=0.8, achieved_s=0.9)
-    assert describe_directive(gained, achieved).endswith("20% shorter steps are expected, 10% achieved")
-    advice = replace(gained, applied=False, pause_s=ABSENT, reason="advice: rank 3 is slow")
-    assert describe_event(advice) == (
-        "step 30: the layout is dp_shard=4 zero_stage=3; advice: scheduler=auto would make pp=2 dp_shard=2 "
-        "zero_stage=1 of it: rank 3 is slow; 20% shorter steps are expected"
-    )
-    failed = replace(RELAYOUT, applied=False, pause_s=ABSENT, reason="the layout stays as it was: no memory")
-    shown = "the layout is dp_shard=4 zero_stage=3 and could not become pp=2 dp_shard=2 zero_stage=1"
-    assert describe_event(failed) == f"step 30: {shown}: the layout stays as it was: no memory"
-
-
-def test_moved_layers_say_how_they_were_cut() -> None:
-    before, after = (Layout(pp=2, stage_layers=layers) for layers in (None, (3, 1)))
-    moved = replace(RELAYOUT, kind="layers", before=before, layout=after)
-    assert describe_event(moved).startswith("step 30: the stages' layers are now 3, 1, and were even: ")
 
 
 def test_a_plan_tells_its_model_devices_and_layout(forecast: tuple[RunSpec, RunForecast]) -> None:

@@ -11,15 +11,9 @@ from trainspec_cli.rundir.accounting import (
     measure_throughput,
     read_recoveries,
 )
-from trainspec_cli.rundir.event_types import (
-    EVENT_TYPES,
-    CheckpointEvent,
-    EndEvent,
-    EvalEvent,
-    RecoveryEvent,
-    StartEvent,
-    StepEvent,
-)
+from trainspec_cli.rundir.event_types.failures import RecoveryEvent
+from trainspec_cli.rundir.event_types.parse import EVENT_TYPES
+from trainspec_cli.rundir.event_types.training import CheckpointEvent, EndEvent, EvalEvent, StartEvent, StepEvent
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import ABSENT, to_plain
 

@@ -9,33 +9,36 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from lab.events import LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY
 
-from trainspec_cli.rundir.event_types import (
-    EVENT_TYPES,
-    AchievedEvent,
+from trainspec_cli.rundir.event_types.decisions import AchievedEvent, BucketsEvent, BucketTry, DirectiveEvent
+from trainspec_cli.rundir.event_types.event import Event, UnknownEvent
+from trainspec_cli.rundir.event_types.failures import EndedMark, FailureMark, LaunchMark, RecoveryEvent, RetryEvent
+from trainspec_cli.rundir.event_types.observed import (
+    ConnectionCounts,
+    CountersEvent,
+    HangEvent,
+    LinkEvent,
+    LinkRate,
+    LinksEvent,
+    StallEvent,
+    VerdictEvent,
+)
+from trainspec_cli.rundir.event_types.parse import EVENT_TYPES, parse_event
+from trainspec_cli.rundir.event_types.training import (
     CadenceEvent,
     CheckpointEvent,
-    DirectiveEvent,
-    EndedMark,
     EndEvent,
     EvalEvent,
-    Event,
-    FailureMark,
-    HangEvent,
-    LaunchMark,
-    RecoveryEvent,
-    RetryEvent,
     SampleEvent,
     SetFigures,
     StartEvent,
     StepEvent,
-    UnknownEvent,
     WarningEvent,
-    parse_event,
 )
 from trainspec_cli.rundir.events import EventWriter, read_log
-from trainspec_cli.rundir.fields import FieldError
 from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.records import FieldError
+from trainspec_cli.spec.results.verdict import RunVerdict
 
 START = StartEvent(
     step=3,
@@ -59,6 +62,9 @@ STEP = StepEvent(
     samples=2,
     step_time_s=0.5,
     time_s={"forward": 0.25, "backward": 0.25},
+    exchange_s=0.125,
+    exposed_s=0.0625,
+    queued_s=0.03125,
     noise_scale=12.75,
     skipped=True,
     h2d_copies=1,
@@ -91,6 +97,63 @@ HANG = HangEvent(
     collectives={"world": 7},
     stack="here",
 )
+STALL = StallEvent(
+    step=4,
+    waited_s=2.5,
+    usual_s=0.5,
+    host="h",
+    waiting=True,
+    waits_in="gloo:all_reduce",
+    collectives={"world": 7},
+    stack="here",
+)
+CONNECTION = ConnectionCounts(
+    local="10.0.0.1:7",
+    peer="10.0.0.2:8",
+    sent_bytes=4096,
+    segments=40,
+    resent=2,
+    timeouts=1,
+    busy_s=0.1,
+    rtt_s=0.001,
+)
+COUNTERS = CountersEvent(
+    step=4,
+    steps=2,
+    wall_s=1.0,
+    own_s=0.75,
+    cpu_s=0.5,
+    queued_s=0.125,
+    throttled_s=0.25,
+    steal_s=0.5,
+    memory_stall_s=0.5,
+    major_faults=3,
+    gc_s=0.0625,
+    gc_runs=2,
+    compiles=1,
+    allocator_retries=5,
+    rss_bytes=9,
+    swap_bytes=8,
+    available_bytes=7,
+    tokens=64,
+    attended=512,
+    agreed_s=0.001,
+    left_at=1.75e9,
+    connections=(CONNECTION,),
+)
+VERDICT = RunVerdict(
+    cause="slow_device",
+    rank=1,
+    node=0,
+    link=(0, 1),
+    since_step=3,
+    until_step=9,
+    cost_s=0.5,
+    confidence=0.9,
+    evidence=("it is slow",),
+    advice="trainspec doctor",
+    full_step=7,
+)
 RECOVERY = RecoveryEvent(step=4, change="left", group=1, stall_s=1.5, lost_steps=1)
 DIRECTIVE = DirectiveEvent(
     step=4,
@@ -116,6 +179,28 @@ RELAYOUT = replace(
     largest_stage_layers=None,
 )
 ACHIEVED = AchievedEvent(step=9, number=1, before_s=2.0, expected_s=1.5, achieved_s=1.6, group=1)
+LINK = LinkRate(
+    axis="dp_shard",
+    ranks=(0, 1),
+    links=2,
+    bytes_per_s=1e9,
+    noise=0.02,
+    sent_bytes=4096.0,
+    waited_s=0.01,
+    last_rank=1,
+    samples=9,
+    planned_bytes_per_s=2e9,
+)
+LINK_CHANGE = LinkEvent(
+    step=9,
+    since_step=7,
+    axis="dp_shard",
+    ranks=(0, 1),
+    before_bytes_per_s=1e9,
+    now_bytes_per_s=5e8,
+    changed_links=2,
+    group=1,
+)
 EVENTS: list[Event] = [
     START,
     STEP,
@@ -126,13 +211,19 @@ EVENTS: list[Event] = [
     CHECKPOINT,
     CADENCE,
     HANG,
+    STALL,
+    COUNTERS,
+    VerdictEvent(step=9, is_over=False, verdict=VERDICT),
     RECOVERY,
     DIRECTIVE,
     RELAYOUT,
     ACHIEVED,
+    BucketsEvent(step=9, layout="dp_shard=2", bucket_bytes=8, tries=(BucketTry(0, 0.5), BucketTry(8, 0.25)), group=1),
     replace(MEMORY, was_killed=True, lost_steps=2, used_bytes=9, limit_bytes=8, group=1),
     replace(LEFT_OUT, spare=4),
     LEFT_OUT_ACHIEVED,
+    LinksEvent(step=9, links=(LINK, replace(LINK, planned_bytes_per_s=ABSENT)), group=1),
+    LINK_CHANGE,
     SampleEvent(step=4, prompt="once", text=" upon"),
     WarningEvent(step=4, message="hot"),
     RetryEvent(step=4),
@@ -151,6 +242,7 @@ OPTIONAL = {
     "directive.kind": "shares",
     "memory.kind": "memory",
     "nodes.kind": "nodes",
+    "link.changed_links": 1,
     "memory.was_killed": False,
     "memory.lost_steps": 0,
     "ended.exit_code": None,

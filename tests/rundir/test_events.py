@@ -9,7 +9,9 @@ import pytest
 
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir import events
-from trainspec_cli.rundir.event_types import EvalEvent, RetryEvent, SetFigures, StepEvent, UnknownEvent, WarningEvent
+from trainspec_cli.rundir.event_types.event import UnknownEvent
+from trainspec_cli.rundir.event_types.failures import RetryEvent
+from trainspec_cli.rundir.event_types.training import EvalEvent, SetFigures, StepEvent, WarningEvent
 from trainspec_cli.rundir.events import (
     EventTail,
     EventWriter,
@@ -44,7 +46,7 @@ def test_a_killed_writer_loses_no_whole_line(tmp_path):
     path = tmp_path / "rank00000.jsonl"
     script = f"""
 import os, pathlib
-from trainspec_cli.rundir.event_types import RetryEvent
+from trainspec_cli.rundir.event_types.failures import RetryEvent
 from trainspec_cli.rundir.events import EventWriter
 writer = EventWriter(pathlib.Path({str(path)!r}), 0)
 for step in range(100):

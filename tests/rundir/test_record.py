@@ -13,21 +13,21 @@ from conftest import MACHINE, SPEC
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.accounting import Recovery, WallTime
-from trainspec_cli.rundir.event_types import SetFigures
+from trainspec_cli.rundir.event_types.training import SetFigures
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import (
     NodeErrorRecord,
+    PlanOutline,
     Resume,
     RunRecord,
     RunResult,
     WorkerErrorRecord,
-    planned_steps,
     read_data_dir,
     read_error,
     read_max_steps,
-    read_plain_plan,
     read_plan,
+    read_plan_outline,
     read_result,
     read_run_record,
     read_section,
@@ -181,12 +181,12 @@ def test_a_plan_of_another_version_is_refused_with_what_is_wrong(run: RunDir) ->
 def test_a_damaged_plan_is_reported_whatever_its_version(run: RunDir, content: dict[str, Any], reason: str) -> None:
     write_json(run.plan_json, content)
     with pytest.raises(UnreadableFileError, match=reason):
-        read_plain_plan(run)
+        read_plan_outline(run)
 
 
 @pytest.mark.parametrize(("spec", "steps"), [({}, None), ({"train": {}}, None), ({"train": {"max_steps": 3}}, 3)])
 def test_the_steps_of_a_run_of_any_version(run: RunDir, spec: dict[str, Any], steps: int | None) -> None:
-    assert (read_plain_plan(run), read_max_steps(run)) == ({}, None)
+    assert (read_plan_outline(run), read_max_steps(run)) == (PlanOutline(), None)
     write_json(run.plan_json, {"spec": spec})
     assert read_max_steps(run) == steps
 
@@ -194,7 +194,7 @@ def test_the_steps_of_a_run_of_any_version(run: RunDir, spec: dict[str, Any], st
 @pytest.mark.parametrize(("planned", "steps"), [(None, 3), (2, 2)])
 def test_a_plan_whose_batch_changes_says_how_many_steps_that_makes(run: RunDir, planned, steps: int) -> None:
     write_json(run.plan_json, {"spec": {"train": {"max_steps": 3}}, "steps": planned})
-    assert read_max_steps(run) == planned_steps(read_plain_plan(run)) == steps
+    assert read_max_steps(run) == steps
 
 
 def test_a_section_that_is_no_object_is_reported(run: RunDir) -> None:

@@ -11,6 +11,7 @@ from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.speeds import SpeedsReport, SpeedsWatch, read_speeds, write_speeds
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.results.links import MeasuredLink
 
 REPORT = SpeedsReport(
     step=12,
@@ -20,7 +21,9 @@ REPORT = SpeedsReport(
     samples=(8, 8),
     fixed_s=(0.25, 0.5),
     per_sample_s=(0.5, 0.75),
+    links=(MeasuredLink(axis="pp", ranks=(0, 1), bytes_per_s=1.5e9, noise=0.05, sent_bytes=4096.0),),
 )
+LINK = {"axis": "pp", "ranks": [0, 1], "bytes_per_s": 1.5e9, "noise": 0.05, "sent_bytes": 4096.0}
 
 
 def test_it_reads_what_was_written(tmp_path: Path) -> None:
@@ -51,6 +54,9 @@ def test_a_watch_finds_each_report_once_and_none_of_an_earlier_start(tmp_path: P
     [
         ({"version": 2}, "is of version 2; this trainspec reads version 1"),
         ({"samples": [8]}, "has other numbers of figures than the layout's ranks, 2"),
+        ({"links": [{**LINK, "ranks": [0, 2]}]}, "has a link without a speed, or of ranks beyond the layout's, 2"),
+        ({"links": [{**LINK, "ranks": []}]}, "has a link without a speed, or of ranks beyond the layout's, 2"),
+        ({"links": [{**LINK, "bytes_per_s": 0}]}, "has a link without a speed, or of ranks beyond the layout's, 2"),
         ({"step": "many"}, "is no report of speeds: `step` is "),
         ({"layout": {"pp": "two"}}, "is no report of speeds: `layout` does not fit: "),
     ],

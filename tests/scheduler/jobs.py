@@ -3,8 +3,8 @@
 from math import inf
 
 from trainspec_cli.planner.time.samples import StageTime, StepParts
-from trainspec_cli.policy.division import even_division
-from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.policy.batch.division import even_division
+from trainspec_cli.policy.scheduling.speeds import Speed
 from trainspec_cli.scheduler.cluster import Cluster
 from trainspec_cli.scheduler.ideal import RankRows
 from trainspec_cli.scheduler.job import DisturbedJob

@@ -13,7 +13,8 @@ import pytest
 from lab.events import ACHIEVED, DIRECTIVE, started, stepped, write_event
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.rundir.event_types import Event
+from trainspec_cli.policy.scheduling.link_paces import LinkPaces
+from trainspec_cli.rundir.event_types.event import Event
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.proposals import ProposalRecord, read_proposal
@@ -30,6 +31,7 @@ from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
+from trainspec_cli.spec.results.links import MeasuredLink
 from trainspec_cli.spec.results.plan import LayoutProposal, Plan, PlannedLayout
 
 PIPELINE, DATA = Layout(pp=2), Layout(dp_replicate=2)
@@ -37,8 +39,8 @@ USUAL, SLOW = (1.0, 1.0), (1.0, 2.0)
 STEP_S, SLOW_S = 10.0, 18.0
 TO_DATA = LayoutProposal(DATA, 4, 1, 7, None, 2.0, 1.5, "rank 1 is slow")
 """A quarter is saved."""
-COST_STEPS = 9
-"""So many steps of 18 s lose what a change is taken to cost: 2 s and two steps."""
+COST_STEPS = 3
+"""So many steps of 18 s lose what a change is taken to cost: 2 s and half a step."""
 
 
 def a_plan(layout: Layout = PIPELINE, mode: str = "auto", steps: int = 1000, **changes: Any) -> Plan:
@@ -81,9 +83,9 @@ class Known:
         other._in_force = layout, micro_batch_size
         return other
 
-    def propose(self, paces: Sequence[float]) -> LayoutProposal | None:
+    def propose(self, paces: Sequence[float], links: LinkPaces) -> LayoutProposal | None:
         self._asked.append((*self._in_force, tuple(paces)))
-        return self._found.get((self._in_force[0], len(set(paces)) == 1))
+        return self._found.get((self._in_force[0], len(set(paces)) == 1 and links.is_usual))
 
 
 class World:
@@ -103,7 +105,8 @@ class World:
         for event in events:
             write_event(self.run.events(0), event)
 
-    def speeds(self, times_s: Sequence[float], layout: Layout = PIPELINE) -> None:
+    def speeds(self, times_s: Sequence[float], layout: Layout = PIPELINE, link_pace: float = 1.0) -> None:
+        axis = "pp" if layout.pp == 2 else "dp_replicate"
         samples = (8, 8) if layout.pp == 2 else (4, 4)
         micro_batches = 4 if layout.pp == 2 else 1
         report = SpeedsReport(
@@ -114,6 +117,7 @@ class World:
             samples=samples,
             fixed_s=(0.0, 0.0),
             per_sample_s=tuple(times_s),
+            links=(MeasuredLink(axis=axis, ranks=(0, 1), bytes_per_s=1e9 / link_pace, noise=0.02, sent_bytes=1e6),),
         )
         write_speeds(self.run, report)
         self.look()
@@ -168,6 +172,21 @@ def test_a_slow_rank_leads_to_one_proposal_once_waiting_has_cost_enough(slowed: 
     assert (found.before_s, found.expected_s) == pytest.approx((SLOW_S, SLOW_S * 0.75))
     assert slowed.asked == [(PIPELINE, 2, (1.0, 2.0))]
     assert slowed.homes == [PIPELINE]
+
+
+def test_a_narrow_link_leads_to_a_proposal_and_back_when_it_is_wide_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.speeds(USUAL)
+    assert world.steps(20) + world.steps(3, SLOW_S) == []
+    world.speeds(USUAL, link_pace=4.0)
+    (there,) = world.steps(COST_STEPS, SLOW_S)
+    assert (there.layout, world.asked) == (DATA, [(PIPELINE, 2, USUAL)])
+    world.apply(DATA, pause_s=0.5)
+    world.speeds(USUAL, DATA)
+    assert world.steps(30, 13.0) == [], "its way is taken to be as narrow as before"
+    world.speeds(USUAL, DATA, link_pace=0.25)
+    (back,) = world.steps(30, 11.0)
+    assert back.layout == PIPELINE
 
 
 def test_where_a_node_was_left_out_the_plan_of_the_others_is_followed(tmp_path: Path) -> None:

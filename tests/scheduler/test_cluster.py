@@ -5,7 +5,7 @@ import pytest
 from scheduler.jobs import NONE, job_of, parts_of
 
 from trainspec_cli.planner.time.samples import StageTime
-from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.policy.scheduling.speeds import Speed
 from trainspec_cli.scheduler.cluster import Cluster
 from trainspec_cli.scheduler.disturbance import Event, NarrowLink, SlowDevice, SlowNode
 from trainspec_cli.spec.recipe.layout import Layout
@@ -141,8 +141,8 @@ def test_one_pipeline_of_several_waits_for_its_own_narrow_link() -> None:
     cluster = Cluster(parts, Layout(dp_replicate=2, dp_shard=2, pp=2), 2, 4, 2)
     links = [NarrowLink(node=1, factor=3), NarrowLink(node=1, factor=2)]
     condition = cluster.condition(links)
-    assert condition.sends.tolist() == [1, 1, 3, 3], "the narrowest of several"
-    assert condition.network.tolist() == [[1, 1, 6, 6]] * 2, "what layers exchange over them is slowed by each"
+    assert condition.sends.tolist() == [1, 1, 6, 6], "what is narrow twice is narrower yet"
+    assert condition.network.tolist() == [[1, 1, 6, 6]] * 2
     assert condition.gradients == 1.0
     assert cluster.condition([NarrowLink(factor=2)]).sends.tolist() == [2, 2, 2, 2], "every node"
     assert cluster.condition([NarrowLink(tier="scaleup", factor=5), *links]).gradients == 5

@@ -7,7 +7,7 @@ import pytest
 from scheduler.jobs import NONE, job_of, parts_of
 
 from trainspec_cli.planner.time.samples import StageTime
-from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.policy.scheduling.speeds import Speed
 from trainspec_cli.scheduler.disturbance import Event, SlowDevice
 from trainspec_cli.scheduler.ideal import Ideal, best_step
 from trainspec_cli.scheduler.job import DisturbedJob

@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 from scheduler.test_simulation_figures import CHIP, SPEC
 
-from trainspec_cli.planner.capacity import open_layout, plan_capacity
+from trainspec_cli.planner.capacity import efficiency_of, plan_capacity
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.search.auto import pin_layout
-from trainspec_cli.planner.search.space import Space
+from trainspec_cli.planner.search.space import Space, open_layout
+from trainspec_cli.planner.time.samples import step_parts
+from trainspec_cli.policy.scheduling.link_paces import LinkPaces
 from trainspec_cli.scheduler.layout_memory import LayoutMemory
 from trainspec_cli.scheduler.other_layout import WORTHWHILE, Found, OtherLayouts, axes_of, equalise_paces
 from trainspec_cli.scheduler.paced_step import Paces
@@ -97,11 +99,54 @@ def test_a_slow_rank_of_a_tensor_parallel_group_is_given_samples_of_its_own() ->
     assert (planned.step, planned.layout) == (7, proposal.layout)
 
 
+def narrow(scaleup: float = 1.0, network: float = 1.0, *, rank: int = 5) -> LinkPaces:
+    """The links of one rank of eight take so many times as long."""
+    one = [tuple(pace if place == rank else 1.0 for place in range(8)) for pace in (scaleup, network)]
+    return LinkPaces(*one)
+
+
+def test_a_narrow_link_of_a_tensor_parallel_group_leads_to_a_layout_that_exchanges_less_over_it() -> None:
+    others = others_of(spec_of(TENSOR))
+    proposal = others.propose([1.0] * 8, narrow(20.0))
+    assert proposal is not None and proposal.layout.tp < 8
+    assert proposal.reason.startswith(
+        "the exchanges of rank 5 inside its scale-up domain take 20 times as long as usual"
+    )
+    assert proposal.expected_s < proposal.before_s * (1 - WORTHWHILE)
+    assert others.propose([1.0] * 8, narrow(1.0)) is None, "as fast as usual"
+    assert others.propose([1.0] * 8, narrow(network=20.0)) is None, "nothing leaves the domain"
+
+
+def test_narrow_links_and_slow_ranks_are_both_told_of() -> None:
+    proposal = others_of(spec_of(TENSOR)).propose(slow(r5=2.1), narrow(3.0, rank=6))
+    assert proposal is not None
+    assert proposal.reason.startswith(
+        "rank 5 computes 2.1 times as long as usual and "
+        "the exchanges of rank 6 inside its scale-up domain take 3 times as long as usual; as "
+    )
+
+
+def test_narrow_links_lengthen_the_exchanges_that_use_them_and_no_others() -> None:
+    spec, usual = spec_of(PIPELINE), Paces([1.0] * 8)
+    others = others_of(spec)
+    parts = step_parts(others.present, efficiency_of(spec.cluster))
+    layout = others.present.layout  # pp=4 dp_shard=2
+    found = Paces([1.0] * 8, narrow(3.0, 7.0)).condition(layout, parts)
+    assert (found.compute == 1).all()
+    assert found.scaleup.tolist() == [[1, 1], [1, 1], [1, 3], [1, 1]]
+    assert found.network.tolist() == [[1, 1], [1, 1], [1, 7], [1, 1]]
+    assert (found.sends.tolist(), found.gradients) == ([1, 3], 3)
+    at_usual = usual.condition(layout, parts)
+    assert (at_usual.scaleup == 1).all() and (at_usual.sends == 1).all() and at_usual.gradients == 1
+    wide, slow_links = (others.in_present(paces).step.step_s for paces in (usual, Paces([1.0] * 8, narrow(50.0))))
+    assert wide < slow_links
+
+
 def test_no_layout_takes_less_than_the_bound_by_which_it_is_left_out() -> None:
     chance = random.Random(3)
     others = others_of(spec_of(PIPELINE))
     for _ in range(2):
-        paces = Paces([chance.choice([1.0, 1.0, 1.3, 2.0, 4.0]) for _ in range(8)])
+        paces = Paces([chance.choice([1.0, 1.0, 1.3, 2.0, 4.0]) for _ in range(8)], narrow(chance.choice([1.0, 9.0])))
         for setup in chance.sample(others.others, 30):
             found = others.in_layout(setup, paces)
             most = others.memory.most_samples(setup)

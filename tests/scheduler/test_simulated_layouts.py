@@ -9,7 +9,7 @@ import pytest
 from scheduler.test_simulation_figures import SPEC
 
 from trainspec_cli.planner.capacity import plan_capacity
-from trainspec_cli.scheduler.disturbance import Disturbance, SlowDevice, SlowNode
+from trainspec_cli.scheduler.disturbance import Disturbance, NarrowLink, SlowDevice, SlowNode
 from trainspec_cli.scheduler.job import DisturbedJob, describe_job
 from trainspec_cli.scheduler.simulate import simulate
 from trainspec_cli.spec.recipe.batching import BatchingSpec
@@ -86,6 +86,19 @@ def test_a_change_of_layout_pauses_the_run_for_two_steps_and_the_bytes_that_move
     before_s, at_s, after_s = (256 / simulation.on.by_step[step + place] for place in (-2, -1, 0))
     assert at_s - after_s > 2 * before_s
     assert at_s - after_s < 2 * before_s + 1.0, "a rank gets some hundred megabytes over a fast network"
+
+
+def test_a_node_whose_links_are_narrow_leads_to_a_layout_that_exchanges_less_over_them() -> None:
+    """Longer steps ask for samples of the links, three of which confirm that they are slower."""
+    narrow = NarrowLink(node=1, tier="scaleup", factor=20, from_step=120, steps=150)
+    simulation = run(job_of(TENSOR), steps=300, slow_devices=(), narrow_links=(narrow,))
+    (change,) = simulation.decisions
+    assert change.kind == "layout" and 120 + 6 < change.step <= 120 + 20
+    assert change.reason.startswith("the exchanges of rank 8 inside its scale-up domain take 20 times as long as usual")
+    assert change.achieved_s < change.expected_s < 0.9 * change.before_s
+    assert simulation.won_back is not None and simulation.won_back >= 0.85
+    kept = run(job_of(TENSOR, "shares"), steps=300, slow_devices=(), narrow_links=(narrow,))
+    assert kept.decisions == (), "it computes as fast as usual, so that no share changes"
 
 
 def test_two_disturbances_of_which_one_leaves_settle() -> None:

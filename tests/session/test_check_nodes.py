@@ -85,6 +85,8 @@ def test_room_is_wanted_for_what_is_kept_and_the_next(plan: Plan, kept: int, wri
     keeping = replace(plan, spec=replace(plan.spec, checkpoint=replace(plan.spec.checkpoint, keep_last=kept)))
     needs = _needs(keeping, written, force=False)
     assert (needs.checkpoints, needs.checkpoint_bytes) == (wanted, checkpoint_bytes(plan.spec, plan.params))
+    best = replace(keeping, spec=replace(keeping.spec, checkpoint=replace(keeping.spec.checkpoint, keep_best=True)))
+    assert _needs(best, 0, force=False).checkpoints == kept + 2
 
 
 @pytest.mark.parametrize(("device", "memory", "gpu_memory"), [("cpu", 2, 0), ("cuda", 0, 1)])

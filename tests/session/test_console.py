@@ -5,18 +5,20 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from trainspec_cli.printable import PrintableStream, is_printable
 from trainspec_cli.report.live import PlainScreen, TerminalScreen
-from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.console import PrintableConsole, open_run_log
 
 OWN_STYLES = re.compile(r"\x1b\[[0-9;]*m")
 CURSOR = re.compile(r"\x1b\[(\?25[lh]|[12]?K|\d*A)|\r")
@@ -76,3 +78,23 @@ def test_styles_pass_through_a_safe_standard_output(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("sys.stdout", PrintableStream(output))
     PrintableConsole(force_terminal=True, color_system="standard").print(Text("a\x1b[2J", style="red"))
     assert output.getvalue() == "\x1b[31ma\\x1b[2J\x1b[0m\n"
+
+
+def test_a_console_that_writes_to_the_log_has_no_second_copy(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with open_run_log(run, Console(file=io.StringIO())) as log:
+        assert log is not None
+        log.print("first")
+    with run.run_log.open("a") as file, open_run_log(run, Console(file=file)) as log:
+        assert log is None
+    assert run.run_log.read_text() == "first\n"
+
+
+def test_a_full_disk_ends_the_log_alone(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.logs.mkdir(parents=True)
+    run.run_log.symlink_to("/dev/full")
+    with open_run_log(run, Console(file=io.StringIO())) as log:
+        assert log is not None
+        log.print("a line")
+        log.print("another")

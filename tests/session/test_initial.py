@@ -45,6 +45,24 @@ def test_one_line_gives_model_tokenizer_and_weights(folder: Path, write) -> None
     assert str(examined.composed.origins["model.hidden_size"]) == f"{folder}/config.json:1"
 
 
+def test_a_name_of_the_hub_is_the_checkpoint_in_its_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = tmp_path / "cache/models--some-org--tiny/snapshots"
+    (snapshots.parent / "refs").mkdir(parents=True)
+    snapshots.mkdir()
+    (snapshots.parent / "refs/main").write_text("a" * 40)
+    monkeypatch.delenv("TRAINSPEC_HUB_MIRROR", raising=False)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    (found,) = examine(["recipe=tiny", "model=auto", "init.from=hf:some-org/tiny"]).problems
+    assert f"the Hub's cache {tmp_path}/cache does not hold some-org/tiny (main)" in found.message
+    assert "type hf download some-org/tiny; " in found.hint
+    (snapshots / ("a" * 40)).symlink_to(folder)
+    examined = examine(["recipe=tiny", "model=auto", "init.from=hf:some-org/tiny"])
+    assert (examined.problems, examined.draft.model.hidden_size) == ([], 64)
+    assert examined.draft.data.tokenizer.path == str(snapshots / ("a" * 40) / "tokenizer.json")
+
+
 def test_keys_are_added_to_an_auto_model(folder: Path) -> None:
     examined = examine(["recipe=tiny", "model=auto", f"init.from=hf:{folder}", "model.name=mine"])
     assert (examined.problems, examined.draft.model.name, examined.draft.model.num_layers) == ([], "mine", 2)

@@ -30,7 +30,7 @@ def test_a_node_serves_every_start_until_there_is_a_result(
     def serve(run: RunDir, generation: int, node: int) -> None:
         served.append((generation, node))
         if generation == 2:
-            write_json(run.result_json, {"exit_code": 6})
+            write_json(run.result_json, {"status": "stopped", "exit_code": 6})
         else:
             generations.begin(run)
 
@@ -43,10 +43,12 @@ def test_a_node_serves_every_start_until_there_is_a_result(
 def test_the_result_of_an_earlier_start_is_not_taken_for_this_ones(
     run: RunDir, console: RunConsole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_json(run.result_json, {"exit_code": 0})
+    write_json(run.result_json, {"status": "done", "exit_code": 0})
     with pytest.raises(MachineError, match="no first node was found"):
         nodes.join(str(run.root), 1, console)
-    monkeypatch.setattr(nodes, "run_agent", lambda run, *_: write_json(run.result_json, {"exit_code": 6}))
+    monkeypatch.setattr(
+        nodes, "run_agent", lambda run, *_: write_json(run.result_json, {"status": "stopped", "exit_code": 6})
+    )
     generations.begin(run)
     assert nodes.join(str(run.root), 1, console) == 6
 
@@ -61,7 +63,7 @@ def test_an_earlier_start_that_nobody_answers_for_is_passed_over(
         if len(asked) == 1:
             generations.begin(run)
             raise MachineError("nobody listens")
-        write_json(run.result_json, {"exit_code": 0})
+        write_json(run.result_json, {"status": "done", "exit_code": 0})
 
     monkeypatch.setattr(nodes, "run_agent", serve)
     generations.begin(run)

@@ -17,7 +17,7 @@ from trainspec_cli.launch.job.machine import Gpu, detect
 from trainspec_cli.launch.memory_limits import Learned, LimitsWatch, MemoryLimits
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.this_machine import moving_bytes
-from trainspec_cli.rundir.event_types import MemoryEvent
+from trainspec_cli.rundir.event_types.decisions import MemoryEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.predict import (
@@ -88,6 +88,22 @@ def test_a_gpu_that_the_catalogue_lacks_is_not_predicted(capsys, monkeypatch: py
     out, err = capsys.readouterr()
     assert json.loads(out)["plan"]["prediction"] is None
     assert "no prediction: the catalogue has no accelerator like Abacus-9000" in err
+
+
+def test_a_launch_probes_this_machine_and_refuses_what_does_not_fit(
+    capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made_up_probe: MachineProbe
+) -> None:
+    def probe(plan: Plan, machine: Machine, on_start: Callable[[], None]) -> MachineProbe:
+        on_start()
+        return replace(made_up_probe, bare_bytes=1e15)
+
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("trainspec_cli.session.predict.probe_machine", probe)
+    assert run(["launch", "recipe=tiny", "data.max_bytes=200000", f"run.dir={tmp_path / 'run'}"]) == 3
+    out, err = capsys.readouterr()
+    assert "probing this machine, once\n" in out
+    assert "the plan does not fit: 2 x 909.49 TiB are needed" in err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_dry_run_does_not_probe(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

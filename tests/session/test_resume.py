@@ -11,7 +11,7 @@ import pytest
 
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.launch.job.folder import write_fewer_nodes
-from trainspec_cli.policy.memory import with_reliefs
+from trainspec_cli.policy.recovery.memory import with_reliefs
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -59,6 +59,10 @@ def test_what_the_checkpoint_depends_on_is_fixed(make_run: MakeRun, prepare: Pre
     problems = {problem.path: problem for problem in refused.value.problems}
     assert problems[path].code == "fixed_value"
     assert "start a new run: trainspec launch" in problems[path].hint
+
+
+def test_more_steps_are_counted_from_those_of_the_run(make_run: MakeRun, prepare: Prepare) -> None:
+    assert prepare(make_run(), "train.max_steps=+1000").plan.spec.train.max_steps == 1020
 
 
 def test_every_problem_of_the_changes_is_found_at_once(make_run: MakeRun, prepare: Prepare) -> None:

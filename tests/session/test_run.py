@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -14,11 +16,13 @@ import pytest
 from trainspec_cli.errors import MachineError, TrainspecError, WorkerError
 from trainspec_cli.launch.backend.local import LocalBackend
 from trainspec_cli.launch.job.job import Job, build_job
-from trainspec_cli.launch.signals import StopRequests
+from trainspec_cli.launch.notify import Notify
+from trainspec_cli.launch.outcome import conclude
+from trainspec_cli.launch.signals import StopRequests, interrupt, on_stop_signal
 from trainspec_cli.launch.supervise import Ending
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.accounting import Recovery, WallTime
-from trainspec_cli.rundir.event_types import RecoveryEvent
+from trainspec_cli.rundir.event_types.failures import RecoveryEvent
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import RunResult, read_plan, write_result
@@ -113,6 +117,49 @@ def test_a_run_whose_supervision_fails_goes_on_no_more(run: Run, monkeypatch: py
         run()
     with pytest.raises(BrokenPipeError):
         run.console.on_broken_pipe()
+
+
+def test_a_signal_while_the_result_is_written_does_not_break_that_off(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hear(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return conclude(run.job, run.ending)
+
+    write_result(run.dir, DONE)
+    monkeypatch.setattr(run_module, "conclude", hear)
+    with on_stop_signal(interrupt):
+        assert run() == 0
+
+
+def test_a_signal_while_the_end_is_told_of_does_not_break_that_off(
+    run: Run, shown: StringIO, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def hear(_: Any) -> str:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return "a summary"
+
+    write_result(run.dir, DONE)
+    monkeypatch.setattr(run_module, "render_summary", hear)
+    wanted = Notify(f"kill -TERM {os.getpid()}; sleep 0.1; echo told > {tmp_path}/told")
+    with on_stop_signal(interrupt):
+        assert run(notifies=wanted) == 0
+    assert (tmp_path / "told").read_text() == "told\n"
+    assert shown.getvalue().startswith("a summary\ndone after 20 steps\n")
+
+
+def test_the_log_keeps_what_the_console_without_a_terminal_shows(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def supervise(job: Job, plan: Any, backend: Any, watch: Any, report: Any, *_: Any) -> Ending:
+        watch(False)
+        report("replica group 1 failed [so it says]")
+        return run.ending
+
+    write_result(run.dir, DONE)
+    monkeypatch.setattr(run_module, "supervise", supervise)
+    run()
+    run()
+    lines = ["starting workers", "replica group 1 failed [so it says]"]
+    assert run.dir.run_log.read_text().splitlines() == [*lines, *lines]
 
 
 def test_a_run_without_a_checkpoint_was_interrupted(run: Run, shown: StringIO) -> None:
@@ -225,3 +272,21 @@ def test_a_folder_with_spaces_is_quoted(
     assert run_module._resume_command(RunDir(spaced)) == "trainspec resume 'my run'"
     (spaced / "job.sbatch").touch()
     assert run_module._resume_command(RunDir(spaced)) == "sbatch 'my run/job.sbatch'"
+
+
+@pytest.mark.parametrize(("result", "code"), [(DONE, 0), (None, 5)])
+def test_whoever_is_to_be_told_hears_of_the_end_and_may_fail(
+    run: Run, shown: StringIO, tmp_path: Path, result: RunResult | None, code: int
+) -> None:
+    if result:
+        write_result(run.dir, result)
+    else:
+        run.ending = replace(run.ending, exit_code=1)
+    wanted = Notify(f'printf "%s" "$TRAINSPEC_STATUS" > {tmp_path}/told; exit 9')
+    try:
+        ended = run(notifies=wanted)
+    except WorkerError as failed:
+        ended = failed.exit_code
+    assert ended == code
+    assert (tmp_path / "told").read_text() == ("done" if result else "failed")
+    assert f"warning: --notify {wanted.command}: exit code 9\n" in shown.getvalue()

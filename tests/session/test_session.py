@@ -15,6 +15,7 @@ from trainspec_cli.launch.backend.local import LocalBackend
 from trainspec_cli.launch.backend.nodes.backend import NodesBackend, Reach
 from trainspec_cli.launch.job.claim import is_running
 from trainspec_cli.launch.memory_limits import Learned, LimitsWatch, MemoryLimits
+from trainspec_cli.launch.notify import NOBODY
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan
@@ -104,7 +105,7 @@ def test_a_new_run_takes_every_step_in_order_and_is_written_down(
     assert (given.pop("as_json"), given.pop("requests")) == (True, None)
     assert isinstance(given.pop("advisor"), LayoutAdvisor)
     assert given.pop("replan").func is plan_on_fewer
-    assert not given
+    assert given == {"notifies": NOBODY}
     assert steps.backend is LocalBackend
     assert steps.was_claimed, "nobody else may start it meanwhile"
     run = RunDir(tmp_path / "mine")

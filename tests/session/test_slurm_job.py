@@ -169,7 +169,7 @@ def test_a_job_keeps_off_lost_nodes_and_what_the_user_excludes(
 
     def lose_node(session: Session, requests: Any) -> int:
         assert session.folder is not None
-        write_json(RunDir(session.folder).node_error(1), {"node": 1, "host": "n7", "lost": True})
+        write_json(RunDir(session.folder).node_error(1), {"node": 1, "host": "n7", "message": "", "lost": True})
         return WorkerError.exit_code
 
     job(lose_node)

@@ -85,8 +85,8 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
         ("layout.tp", "aut", "wrong_type", "`layout.tp` is 'aut'; a whole number or auto is needed",
          "did you mean layout.tp=auto?"),
         ("train", "max_steps:3", "wrong_type",
-         "`train` is 'max_steps:3'; a section with the keys max_steps, "
-         "seed, max_skipped_steps, eval_interval_steps, sample_interval_steps, log_interval_steps "
+         "`train` is 'max_steps:3'; a section with the keys max_steps, tokens, epochs, "
+         "seed, max_skipped_steps, eval_interval_steps, early_stop_evals, sample_interval_steps, log_interval_steps "
          "is needed", "put a space after the colon"),
         ("sample", None, "wrong_type",
          "`sample` is null; a section with the keys prompt, max_new_tokens, temperature is needed",

@@ -5,16 +5,17 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 from trainspec_cli.certify.families import FAMILIES, SAMPLES, SEQ_LEN
 from trainspec_cli.certify.live import SAVE_EVERY_STEPS, Live, live_runs
 from trainspec_cli.certify.live import STEPS as LIVE_STEPS
 from trainspec_cli.errors import Problem
-from trainspec_cli.policy.division import count_micro_batches, turns_of, weighted_counts
-from trainspec_cli.policy.memory import build_ladder
+from trainspec_cli.policy.batch.division import count_micro_batches, turns_of, weighted_counts
+from trainspec_cli.policy.recovery.memory import build_ladder
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
+from trainspec_cli.spec.recipe.comm import CommSpec, WireFormat
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
@@ -43,12 +44,14 @@ class Case:
     offload: Offload = "none"
     compile: bool = False
     micro_batch_size: int = 4
-    """At most: a rank's samples where they are fewer."""
+    """Samples of a micro-batch; a rank's samples where they are fewer."""
     optimizer: Literal["sgd", "adamw", "even_adamw"] = "sgd"
     unequal_shares: bool = False
     """The first data-parallel rank takes nearly all samples, so that the others have empty micro-batches."""
     ramp: bool = False
     """The batch grows while the run goes on."""
+    gradients: WireFormat = "full"
+    """The format in which gradients travel."""
     live: Live | None = None
     """The trainer makes the run, as in a launch, and this is what happens to it."""
 
@@ -68,6 +71,7 @@ class Case:
             self.optimizer: self.optimizer != "sgd" and not self.live,
             "shares": self.unequal_shares,
             "ramp": self.ramp,
+            f"{self.gradients}_gradients": self.gradients != "full",
         }
         shown = [extra for extra, wanted in extras.items() if wanted]
         shown += self.live.words if self.live else []
@@ -149,7 +153,7 @@ COMBINED = (
     Layout(dp_shard=2, ep=2),
     Layout(dp_shard=2, tp=2),
 )
-"""What recomputation, offload, compiling and bf16 are combined with."""
+"""Layouts that recomputation, offload, compiling and bf16 are combined with."""
 RAMPED = (
     Layout(dp_replicate=2),
     Layout(dp_shard=2),
@@ -160,7 +164,17 @@ RAMPED = (
     Layout(dp_shard=2, ep=2),
     Layout(dp_replicate=2, dp_shard=2),
 )
-"""Those that train a batch which grows."""
+"""Layouts of the cases that train a batch which grows."""
+COMPRESSED = (
+    Layout(dp_replicate=2),
+    Layout(dp_shard=2),
+    Layout(dp_shard=2, ep=2),
+    Layout(dp_replicate=2, dp_shard=2),
+    Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble"),
+)
+"""Layouts of the cases whose gradients travel in fewer bits."""
+COMPRESSED_FAMILIES = ("dense", "moe")
+"""Exchanges know rows of numbers and no models: experts alone have exchanges of their own."""
 
 
 def cases(max_processes: int) -> dict[str, list[Case]]:
@@ -172,6 +186,10 @@ def cases(max_processes: int) -> dict[str, list[Case]]:
             by_clause["NUM-7"].append(Case(family, spread, unequal_shares=True))
         if spread in RAMPED:
             by_clause["NUM-8"].append(Case(family, spread, ramp=True))
+        if spread in COMPRESSED and family in COMPRESSED_FAMILIES:
+            by_clause["COMM-1"] += [Case(family, spread, gradients=gradients) for gradients in ("bf16", "int8", "int4")]
+            by_clause["COMM-2"] += [Case(family, spread, gradients=gradients) for gradients in ("int8", "int4")]
+            by_clause["COMM-3"].append(Case(family, spread, optimizer="adamw", gradients="int4"))
         if spread not in COMBINED:
             continue
         by_clause["NUM-3"].append(Case(family, spread, compute="bf16"))
@@ -191,7 +209,8 @@ def cases(max_processes: int) -> dict[str, list[Case]]:
 
 
 LIVE_CLAUSES = ("LIVE-1", "LIVE-2", "LIVE-3", "LIVE-4", "LIVE-5")
-OWN_CASES = ("NUM-1", "NUM-3", "NUM-4", "NUM-5", "NUM-7", "NUM-8", *LIVE_CLAUSES)
+COMM_CLAUSES = ("COMM-1", "COMM-2", "COMM-3")
+OWN_CASES = ("NUM-1", "NUM-3", "NUM-4", "NUM-5", "NUM-7", "NUM-8", *COMM_CLAUSES, *LIVE_CLAUSES)
 FP8_FAMILY = "dense"
 
 
@@ -209,7 +228,7 @@ def spreads(family: str, max_processes: int) -> list[Layout]:
     return [layout for layout in _sized(family, max_processes) if not refusals(Case(family, layout))]
 
 
-def refused(max_processes: int) -> dict[str, list[Problem]]:
+def refused(max_processes: int) -> dict[str, tuple[Problem, ...]]:
     """The layouts of the matrix that are illegal, by case, with the reasons."""
     all_cases = [Case(family, layout) for family in FAMILIES for layout in _sized(family, max_processes)]
     return {case.name: problems for case in all_cases if (problems := refusals(case))}
@@ -220,8 +239,9 @@ def _sized(family: str, max_processes: int) -> list[Layout]:
     return [layout for layout in layouts(num_layers) if layout.world_size <= max_processes]
 
 
-def refusals(case: Case) -> list[Problem]:
-    return check_engine(build_spec(case))
+@cache
+def refusals(case: Case) -> tuple[Problem, ...]:
+    return tuple(check_engine(build_spec(case)))
 
 
 # A case as a plan
@@ -249,11 +269,12 @@ def build_spec(case: Case) -> RunSpec:
         batching=_ramp(seq_len) if case.ramp else BatchingSpec(global_batch_size=SAMPLES),
         train=TrainSection(max_steps=_max_steps(case)),
         layout=LayoutSpec(**wanted),
+        comm=CommSpec(gradients=case.gradients),
         precision=PrecisionSpec(compute="fp32", matmul="fp8" if case.compute == "fp8" else "compute"),
         compile=case.compile,
         recompute=case.recompute,
         offload=case.offload,
-        checkpoint=CheckpointSpec(SAVE_EVERY_STEPS, "sync") if _is_killed(case) else CheckpointSpec(),
+        checkpoint=CheckpointSpec(SAVE_EVERY_STEPS, "sync") if _is_killed(case) else CheckpointSpec(None),
         fault=case.live.fault(case.layout.world_size) if case.live else "",
     )
 
@@ -292,6 +313,7 @@ def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
         offload=case.offload,
         micro_batch_size=micro,
         grad_accum_steps=count_micro_batches(most, micro, turns_of(layout)),
+        comm=CommSpec(gradients=case.gradients).fixed,
         params=0,
         flops_per_token=0.0,
     )

@@ -6,17 +6,19 @@ import hashlib
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from trainspec_cli.certify.judge import Finding
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.launch.job.provenance import versions
-from trainspec_cli.reading.files import Kind, UnreadableFileError, check_field, read_object
+from trainspec_cli.reading.files import UnreadableFileError, read_field, read_object
 from trainspec_cli.spec.canonical import canonical_json, to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.records import FieldError, read_record
+from trainspec_cli.spec.results.certificate import Certificate, ClauseSummary, Finding
 
 SPEC = Path(__file__).with_name("SPEC.md")
 _VERSION = re.compile(r"^# The training spec, version (\S+)$", re.MULTILINE)
@@ -24,25 +26,6 @@ _CLAUSE_TEXT = re.compile(r"^## (\S+) (MUST|SHOULD): (.+)\n\n((?:.+\n)+)", re.MU
 
 
 SCHEMA = "trainspec.certificate/1"
-_HEAD: dict[str, Kind] = {"schema": str, "digest": str}
-_FIELDS: dict[str, Kind] = {
-    "verdict": str,
-    "spec_version": str,
-    "whole": bool,
-    "machine": dict,
-    "clauses": list,
-    "findings": list,
-}
-_CLAUSE: dict[str, Kind] = {
-    "id": str,
-    "level": str,
-    "title": str,
-    "cases": int,
-    "failed": int,
-    "worst": float | str | None,
-    "bound": float | None,
-}
-_FINDING: dict[str, Kind] = {"clause": str, "case": str, "passed": bool, "figures": dict}
 
 
 @dataclass(frozen=True)
@@ -67,24 +50,23 @@ def read_clauses() -> dict[str, Clause]:
     return {id: Clause(id, level, title, " ".join(text.split())) for id, level, title, text in found}
 
 
-def write_certificate(findings: Sequence[Finding], machine: Machine, *, date: str, whole: bool) -> dict[str, Any]:
-    """`whole`: nothing was left out by `--only`, so that the verdict speaks of the spec."""
-    body = {
-        "schema": SCHEMA,
-        "spec_version": spec_version(),
-        "spec_sha256": hashlib.sha256(SPEC.read_bytes()).hexdigest(),
-        "date": date,
-        "machine": to_plain(machine),
-        "versions": versions(),
-        "whole": whole,
-        "verdict": verdict(findings),
-        "clauses": [_summarise(clause, findings) for clause in read_clauses()],
-        "findings": [
-            {**asdict(finding), "figures": {name: _number(value) for name, value in finding.figures.items()}}
+def write_certificate(findings: Sequence[Finding], machine: Machine, *, date: str, whole: bool) -> Certificate:
+    certificate = Certificate(
+        schema=SCHEMA,
+        spec_version=spec_version(),
+        spec_sha256=hashlib.sha256(SPEC.read_bytes()).hexdigest(),
+        date=date,
+        machine=machine,
+        versions=versions(),
+        whole=whole,
+        verdict=verdict(findings),
+        clauses=tuple(_summarise(clause, findings) for clause in read_clauses()),
+        findings=tuple(
+            replace(finding, figures={name: _number(value) for name, value in finding.figures.items()})
             for finding in findings
-        ],
-    }
-    return {**body, "digest": digest(body)}
+        ),
+    )
+    return replace(certificate, digest=digest(to_plain(certificate)))
 
 
 def verdict(findings: Sequence[Finding]) -> str:
@@ -93,19 +75,19 @@ def verdict(findings: Sequence[Finding]) -> str:
     return "broken" if any(read_clauses()[finding.clause].level == "MUST" for finding in broken) else "kept"
 
 
-def _summarise(id: str, findings: Sequence[Finding]) -> dict[str, Any]:
+def _summarise(id: str, findings: Sequence[Finding]) -> ClauseSummary:
     clause, own = read_clauses()[id], [finding for finding in findings if finding.clause == id]
     worst = max(own, key=lambda finding: finding.measured, default=None)
-    return {
-        "id": id,
-        "level": clause.level,
-        "title": clause.title,
-        "cases": len(own),
-        "failed": sum(not finding.passed for finding in own),
-        "worst": _number(worst.measured) if worst else None,
-        "bound": worst.bound if worst else None,
-        "worst_case": worst.case if worst else None,
-    }
+    return ClauseSummary(
+        id=id,
+        level=clause.level,
+        title=clause.title,
+        cases=len(own),
+        failed=sum(not finding.passed for finding in own),
+        worst=_number(worst.measured) if worst else None,
+        bound=worst.bound if worst else None,
+        worst_case=worst.case if worst else None,
+    )
 
 
 def _number(value: float | str) -> float | str:
@@ -113,28 +95,27 @@ def _number(value: float | str) -> float | str:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def digest(body: dict[str, Any]) -> str:
-    """SHA-256 of everything but the digest itself, as canonical JSON."""
+def digest(body: JsonObject) -> str:
+    """Return the SHA-256 of everything but the digest itself, as canonical JSON."""
     content = {key: value for key, value in body.items() if key != "digest"}
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
 
-def verify(file: Path) -> dict[str, Any]:
-    """The certificate in `file`. Raises RecipeError where it is none, or was altered."""
+def verify(file: Path) -> Certificate:
+    """Return the certificate in `file`. Raises RecipeError where it is none, or was altered."""
     try:
-        body = read_object(file, _HEAD)
+        body = read_object(file)
+        schema, found = read_field(file, body, "schema", str), read_field(file, body, "digest", str)
     except UnreadableFileError as error:
         raise RecipeError(_refused(file, f"{file} is no certificate: {error}")) from error
-    schema, digest = body["schema"], body["digest"]
     if schema != SCHEMA:
         raise RecipeError(_refused(file, f"{file} is of the schema {schema}, this version reads {SCHEMA}"))
-    if digest != _digest_or_none(body):
+    if found != _digest_or_none(body):
         raise RecipeError(_refused(file, f"{file} was altered: its digest is not that of its content"))
-    _check_parts(file, body)
-    return body
+    return _read(file, body)
 
 
-def _digest_or_none(body: dict[str, Any]) -> str | None:
+def _digest_or_none(body: JsonObject) -> str | None:
     """Return None for what canonical JSON cannot hold: NaN, infinity, half a surrogate pair."""
     try:
         return digest(body)
@@ -142,23 +123,16 @@ def _digest_or_none(body: dict[str, Any]) -> str | None:
         return None
 
 
-def _check_parts(file: Path, body: dict[str, Any]) -> None:
-    """Anybody can put a digest to anything. Raises RecipeError where it cannot be printed."""
+def _read(file: Path, body: JsonObject) -> Certificate:
+    """Return the certificate. Raises RecipeError where it cannot be printed: anybody can put a digest to anything."""
     try:
-        for field, kind in _FIELDS.items():
-            check_field(file, body, field, kind)
-        for name, fields in (("clauses", _CLAUSE), ("findings", _FINDING)):
-            for number, part in enumerate(body[name]):
-                check_field(file, {f"{name}.{number}": part}, f"{name}.{number}", dict)
-                for field, kind in fields.items():
-                    check_field(file, part, field, kind)
-        check_field(file, body["machine"], "gpu_names", list)
-        check_field(file, body["machine"], "cpu_cores", int)
-    except UnreadableFileError as error:
-        raise RecipeError(_refused(file, f"{error}")) from error
-    figures = [clause["worst"] for clause in body["clauses"] if clause["bound"] is not None]
+        certificate = read_record(Certificate, body)
+    except FieldError as error:
+        raise RecipeError(_refused(file, f"{file} is damaged: {error}")) from error
+    figures = [clause.worst for clause in certificate.clauses if clause.bound is not None]
     if any(figure is None or (isinstance(figure, str) and figure not in ("inf", "-inf", "nan")) for figure in figures):
         raise RecipeError(_refused(file, f"{file} has a figure that is no number"))
+    return certificate
 
 
 def _refused(file: Path, message: str) -> Problem:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel, ModelSpec
 from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpec
@@ -10,29 +10,22 @@ from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpe
 SEQ_LEN = 64
 SAMPLES = 8
 
-_SIZES: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 64,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "ffn_size": 128,
-    "vocab_size": 256,
-}
-_MAMBA: dict[str, Any] = {"mamba_head_dim": 16, "mamba_state_size": 16, "mamba_groups": 2}
+_decoder = partial(
+    DecoderModel, num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=128, vocab_size=256
+)
+_hybrid = partial(HybridModel, hidden_size=64, vocab_size=256, mamba_head_dim=16, mamba_state_size=16, mamba_groups=2)
 
 FAMILIES: dict[str, ModelSpec] = {
     # Llama and Qwen3: grouped-query attention, norms of queries and keys
-    "dense": DecoderModel(**_SIZES, qk_norm=True),
-    "tied": DecoderModel(**_SIZES, tied_embeddings=True),
+    "dense": _decoder(qk_norm=True),
+    "tied": _decoder(tied_embeddings=True),
     # Mixtral and Qwen3-MoE, balanced by a bias and by a loss
-    "moe": DecoderModel(
-        **_SIZES,
+    "moe": _decoder(
         experts=ExpertSpec(num_experts=8, top_k=2, expert_ffn_size=48, balance_rate=0.001, balance_loss=0.01),
     ),
     # DeepSeek-V3: latent attention, groups of experts, a shared one
-    "latent": DecoderModel(
-        **_SIZES | {"num_kv_heads": 4},
+    "latent": _decoder(
+        num_kv_heads=4,
         mla=LatentAttentionSpec(
             kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
         ),
@@ -50,8 +43,7 @@ FAMILIES: dict[str, ModelSpec] = {
         ),
     ),
     # gpt-oss: windows, sinks, biases
-    "windowed": DecoderModel(
-        **_SIZES,
+    "windowed": _decoder(
         sliding_window=16,
         global_attention_every=2,
         attention_sinks=True,
@@ -59,11 +51,9 @@ FAMILIES: dict[str, ModelSpec] = {
         gate_limit=7.0,
         experts=ExpertSpec(num_experts=8, top_k=2, expert_ffn_size=48, bias=True),
     ),
-    "mamba": HybridModel(hidden_size=64, vocab_size=256, mamba_layers=4, **_MAMBA),
+    "mamba": _hybrid(mamba_layers=4),
     # Nemotron-H
-    "hybrid": HybridModel(
-        hidden_size=64,
-        vocab_size=256,
+    "hybrid": _hybrid(
         mamba_layers=2,
         attention_layers=1,
         mlp_layers=1,
@@ -71,7 +61,6 @@ FAMILIES: dict[str, ModelSpec] = {
         num_kv_heads=2,
         head_dim=16,
         ffn_size=128,
-        **_MAMBA,
     ),
     "resnet": ConvModel("resnet", input_size=(32, 32), widths=(8, 16), blocks=(1, 1), in_channels=1, num_classes=4),
     "unet": ConvModel("unet", input_size=(16, 16, 16), widths=(4, 8), in_channels=1, num_classes=4),

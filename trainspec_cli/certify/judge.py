@@ -4,41 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from trainspec_cli.certify.cases import CLIP_NORM, LIVE_CLAUSES, RAMP_SIZES, SAVE_AT, Case, cases, refused
+from trainspec_cli.certify.cases import CLIP_NORM, COMM_CLAUSES, LIVE_CLAUSES, RAMP_SIZES, SAVE_AT, Case, cases, refused
 from trainspec_cli.certify.families import FAMILIES
 from trainspec_cli.certify.judge_live import LIVE_JUDGES, beside
 from trainspec_cli.certify.runs import Measured, Run, gradient_errors, loss_error, whole_error
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.results.certificate import Finding
 
 GRADIENT_BOUND = 1e-5
 LOSS_BOUND = 1e-5
 WHOLE_GRADIENT_BOUND = 1e-6
 WEIGHT_BOUND = 1e-4
-"""NUM-7 and NUM-8: of all parameters together."""
+"""Bounds of NUM-7 and NUM-8 on all parameters together."""
 FORMAT_FACTOR = 2.0
-"""NUM-3: so many times the format's own error."""
+"""Bound of NUM-3, as a multiple of the format's own error."""
+EXCHANGE_BOUNDS = {"bf16": 4e-3, "int8": 2e-2, "int4": 2e-1}
+"""Bounds of COMM-1 on all parameters together, by the format."""
+EXCHANGES, WAITING = 64, 8
+"""The exchanges of COMM-2, and the exchanges whose losses may still wait after them."""
 
 Results = Mapping[Run, Measured]
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One clause on one case."""
-
-    clause: str
-    case: str
-    passed: bool
-    figures: dict[str, float | str] = field(default_factory=dict)
-    bound: float | None = None
-
-    @property
-    def measured(self) -> float:
-        """The figure that is held against the bound; 0 or 1 for clauses that allow no error."""
-        numbers = [value for value in self.figures.values() if isinstance(value, float)]
-        return numbers[0] if self.bound is not None and numbers else float(not self.passed)
 
 
 @dataclass(frozen=True)
@@ -54,7 +42,7 @@ class ClauseCheck:
             return (self.run, _own_format(self.run.case), _in_fp64(self.run.case))
         if self.clause == "NUM-6":
             return (self.run, replace(self.run, take=1))
-        if self.clause == "CKPT-1":
+        if self.run.resume:
             return (self.run,)
         if self.run.case.live:
             return (self.run, replace(self.run, case=beside(self.run.case), take=0))
@@ -76,6 +64,9 @@ def _all_checks(max_processes: int) -> Iterator[ClauseCheck]:
     by_clause = cases(max_processes)
     for clause, found in by_clause.items():
         for case in found:
+            if clause in COMM_CLAUSES:
+                yield ClauseCheck(clause, _compressed_run(clause, case))
+                continue
             trains = clause in ("NUM-1", "NUM-7", "NUM-8", *LIVE_CLAUSES)
             yield ClauseCheck(clause, Run(case, gradients=not case.ramp, losses=trains))
             if clause == "NUM-1":
@@ -103,6 +94,12 @@ MOVES = (
     (Layout(cp=2), Layout(dp_shard=2, ep=2)),
 )
 """Saved in the first layout, continued in the second."""
+
+
+def _compressed_run(clause: str, case: Case) -> Run:
+    if clause == "COMM-3":
+        return Run(case, gradients=False, resume=True)
+    return Run(case, losses=False, exchanges=EXCHANGES if clause == "COMM-2" else 1)
 
 
 def _in_fp64(case: Case) -> Run:
@@ -167,6 +164,14 @@ def _judge_ramp(check: ClauseCheck, results: Results) -> Finding:
     return replace(finding, passed=finding.passed and once, figures=figures)
 
 
+def _judge_exchanges(check: ClauseCheck, results: Results) -> Finding:
+    """The whole gradient is judged: what a block loses is spread over the parameters in it."""
+    found, reference = (results[run].gradients for run in check.runs)
+    bound = EXCHANGE_BOUNDS[check.run.case.gradients] * min(1.0, WAITING / check.run.exchanges)
+    error = whole_error(found, reference)
+    return _finding(check, error / bound, 1.0, {"worst_of_bound": error / bound, "gradient_error": error})
+
+
 def _judge_training(check: ClauseCheck, results: Results, errors: dict[str, tuple[float, float]]) -> Finding:
     """Hold losses and weights, and `errors` with their bounds, against the reference's."""
     found, reference = results[check.run], results[check.runs[-1]]
@@ -220,6 +225,9 @@ _JUDGES = {
     "NUM-6": _judge_repetition,
     "NUM-7": _judge_shares,
     "NUM-8": _judge_ramp,
+    "COMM-1": _judge_exchanges,
+    "COMM-2": _judge_exchanges,
+    "COMM-3": _judge_resume,
     "CKPT-1": _judge_resume,
     "CKPT-2": _judge_move,
     **dict.fromkeys(LIVE_CLAUSES, _judge_live),

@@ -9,13 +9,13 @@ from typing import Literal
 from trainspec_cli.spec.recipe.layout import Layout
 
 STEPS, EVERY_STEPS = 14, 2
-"""Of a run, and between its changes."""
+"""Steps of a run, and steps between its changes."""
 SAVE_EVERY_STEPS = 3
 """A run that is killed has a checkpoint of the step before its second change, in the layout after its first."""
 CHANGED_AT = EVERY_STEPS
 KILLED_AT = 2 * EVERY_STEPS
 SHORT_AT, FITTING_SAMPLES = 5, 2
-"""From this step on there is memory for so many samples of a micro-batch."""
+"""The step from which memory is short, and the samples of a micro-batch that fit then."""
 
 Disturbance = Literal["none", "killed", "move_oom", "oom"]
 

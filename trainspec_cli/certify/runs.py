@@ -31,6 +31,8 @@ class Run:
     resume: bool = False
     """Save in the middle, and go the second half again from there."""
     continues: Run | None = None
+    exchanges: int = 1
+    """How often the first batch's gradients are exchanged; their mean is what the run leaves."""
     take: int = 0
     """The number of a repetition."""
 
@@ -43,6 +45,8 @@ class Run:
             words.append(f"from-{self.continues.case.name}")
         if not self.losses:
             words.append("one-step")
+        if self.exchanges > 1:
+            words.append(f"{self.exchanges}-exchanges")
         if self.take:
             words.append(f"again{self.take}")
         return "-".join(words)
@@ -58,6 +62,7 @@ class Run:
             build_plan(self.case, device),
             steps=STEPS if self.losses else 0,
             gradients=self.gradients,
+            exchanges=self.exchanges,
             clip_from=CLIP_FROM if self.clips else None,
             clip_norm=CLIP_NORM,
             save_at=SAVE_AT if self.resume else None,

@@ -5,20 +5,22 @@ from __future__ import annotations
 import csv
 import io
 import math
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.json_value import JsonValue
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.validation.backtest import Backtest, fit_table
-from trainspec_cli.planner.validation.backtest import as_json as result_as_json
+from trainspec_cli.planner.validation.backtest import Backtest, fit_table, report
 from trainspec_cli.planner.validation.backtest import backtest as run_backtest
 from trainspec_cli.reading.files import exists, read_text
 from trainspec_cli.reading.yaml_file import read_yaml
 from trainspec_cli.report.backtest import render_backtest, render_scatter
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 
 
@@ -36,8 +38,8 @@ def backtest(
         _write_profile(fit, result, eff)
     if plot is not None:
         plot.write_text(render_scatter(result.points()), encoding="utf-8")
-    data = result_as_json(result)
-    print(json_text(data) if as_json else render_backtest(data))
+    found = report(result)
+    print(json_text(to_plain(found)) if as_json else render_backtest(found))
 
 
 def _read_rows(file: Path) -> list[dict[str, str]]:
@@ -55,7 +57,7 @@ def _read_rows(file: Path) -> list[dict[str, str]]:
     return rows
 
 
-def _row(row: dict[str | None, Any]) -> dict[str, str]:
+def _row(row: Mapping[str | None, str | None]) -> dict[str, str]:
     """A short line lacks its last columns; of a long one the rest is left out."""
     return {name: value or "" for name, value in row.items() if name is not None}
 
@@ -64,14 +66,23 @@ def _read_profile(profile: Path | None) -> Efficiency:
     if profile is None:
         return Efficiency()
     try:
-        values = {name: float(value) for name, value in read_yaml(profile)["efficiency"].items()}
-        if not all(0 < value < math.inf for value in values.values()):
-            raise ValueError("an efficiency is a number above 0")
+        content = read_yaml(profile)
+        given = content.get("efficiency") if isinstance(content, dict) else None
+        if not isinstance(given, dict):
+            raise ValueError("it has no section `efficiency`")
+        values = {name: _efficiency(value) for name, value in given.items()}
         return Efficiency(**values)
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+    except (OSError, TypeError, ValueError) as error:
         message = f"{profile} is no profile of efficiencies: {error}"
         hint = "write one with trainspec backtest FILE.csv --fit PROFILE.yaml"
         raise RecipeError(Problem(code="wrong_profile", message=message, file=str(profile), hint=hint)) from error
+
+
+def _efficiency(value: JsonValue) -> float:
+    number = float(value) if isinstance(value, (int, float, str)) else math.nan
+    if not 0 < number < math.inf:
+        raise ValueError("an efficiency is a number above 0")
+    return number
 
 
 def _write_profile(file: Path, result: Backtest, start: Efficiency) -> None:

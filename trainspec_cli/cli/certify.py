@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,15 +15,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from trainspec_cli.certify.certificate import read_clauses, write_certificate
 from trainspec_cli.certify.certificate import verify as read_verified
 from trainspec_cli.certify.families import FAMILIES
-from trainspec_cli.certify.judge import ClauseCheck, Finding, checks, judge, judge_refusals
+from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusals
 from trainspec_cli.certify.runs import measure
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError, WorkerError, closest
 from trainspec_cli.launch.job.machine import detect
 from trainspec_cli.report.findings import render_certificate
 from trainspec_cli.session.console import PrintableConsole, make_console
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.certificate import Certificate, Finding
 
 Only = Annotated[
     list[str] | None,
@@ -65,10 +67,10 @@ def certify(
     if 0 < gpus < processes:
         console.print(f"{processes} processes need a GPU each, this node has {gpus}: the CPU is certified")
         machine = replace(machine, gpu_names=())
-    body = _certify(wanted, only or [], processes, machine)
+    certificate = _certify(wanted, only or [], processes, machine)
     if output is not None:
-        output.write_text(json_text(body) + "\n", encoding="utf-8")
-    return _tell(body, console, as_json=as_json)
+        output.write_text(json_text(to_plain(certificate)) + "\n", encoding="utf-8")
+    return _tell(certificate, console, as_json=as_json)
 
 
 DEFAULT_PROCESSES = 4
@@ -104,7 +106,7 @@ def _names_nothing(pattern: str, processes: int) -> Problem:
     return Problem("unknown_value", message, hint=hint)
 
 
-def _certify(wanted: list[ClauseCheck], only: list[str], processes: int, machine: Machine) -> dict[str, Any]:
+def _certify(wanted: list[ClauseCheck], only: list[str], processes: int, machine: Machine) -> Certificate:
     findings = _measure(wanted, machine)
     if not only or "LEGAL-1" in only:
         findings += judge_refusals(processes)
@@ -121,9 +123,9 @@ def _measure(wanted: list[ClauseCheck], machine: Machine) -> list[Finding]:
         return [judge(check, results) for check in wanted]
 
 
-def _tell(body: dict[str, Any], console: Console, *, as_json: bool) -> int:
+def _tell(certificate: Certificate, console: Console, *, as_json: bool) -> int:
     if as_json:
-        print(json_text(body))
+        print(json_text(to_plain(certificate)))
     else:
-        console.print(render_certificate(body))
-    return WorkerError.exit_code if body["verdict"] == "broken" else 0
+        console.print(render_certificate(certificate))
+    return WorkerError.exit_code if certificate.verdict == "broken" else 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -194,12 +194,14 @@ def _print_folder(folder: Path, manifest: ShardManifest, as_json: bool) -> None:
     print(f"\ntrain on it:     trainspec launch recipe=quickstart {where}")
 
 
-def _rows(manifest: ShardManifest) -> dict[str, Any]:
+def _rows(manifest: ShardManifest) -> dict[str, str]:
     asked = manifest.vocab_size_asked
     fewer = f" (the text is too small to fill the {asked} asked for)" if manifest.vocab_size < asked else ""
     xz = manifest.xz_bits_per_byte
     why = "conversations are not judged so" if manifest.learns_parts else "this Python has no lzma"
+    of_chats = {"format": str(manifest.source["format"])} if "format" in manifest.source else {}
     return {
+        **of_chats,
         "train": _describe_split(manifest.train),
         "held out": _describe_split(manifest.heldout),
         "bytes per token": f"{manifest.bytes_per_token:.3f}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +14,8 @@ import typer
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.doctor.diagnosis import diagnose
 from trainspec_cli.doctor.examine import Examined, examine_here, examine_nodes
-from trainspec_cli.doctor.network import check_switches
+from trainspec_cli.doctor.measured_fabric import check_fabric
+from trainspec_cli.doctor.network import check_switches, read_nics
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.backend.nodes.backend import Reach, agent_command
 from trainspec_cli.launch.slurm import commands as slurm
@@ -25,6 +26,7 @@ from trainspec_cli.session.load import Loaded, load, plan_for, this_machine
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.doctor import Check
+from trainspec_cli.spec.results.tools import LinksResult
 from trainspec_cli.trust import private_files
 
 DEFAULT_RECIPE = "recipe=quickstart"
@@ -47,7 +49,7 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     loaded = _load([*([] if named else [DEFAULT_RECIPE]), *given])
     diagnosis = diagnose(*_examine(loaded))
     if _nodes() > 1:
-        diagnosis = replace(diagnosis, between=(*diagnosis.between, *_switches(loaded)))
+        diagnosis = replace(diagnosis, between=(*diagnosis.between, *_fabric(loaded, diagnosis.links)))
     if as_json:
         print(json_text(diagnosis.as_json()))
     else:
@@ -55,12 +57,14 @@ def doctor(arguments: Arguments = None, as_json: AsJson = False) -> int:
     return MachineError.exit_code if diagnosis.status == "fail" else 0
 
 
-def _switches(loaded: Loaded) -> Sequence[Check]:
+def _fabric(loaded: Loaded, links: LinksResult | None) -> Iterator[Check]:
+    """The network as Slurm knows it, and as it was measured."""
+    devices_per_node = plan_for(loaded, this_machine(loaded.spec)).devices_per_node
     try:
-        topology = slurm.show_topology()
+        yield from check_switches(slurm.show_topology(), devices_per_node)
     except MachineError as error:
-        return [Check("switches", "ok", f"Slurm shows none: {error.problems[0].message}")]
-    return list(check_switches(topology, plan_for(loaded, this_machine(loaded.spec)).devices_per_node))
+        yield Check("switches", "ok", f"Slurm shows none: {error.problems[0].message}")
+    yield from check_fabric(links.pairs if links else (), devices_per_node, len(read_nics()))
 
 
 def _nodes() -> int:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from trainspec_cli.cli.options import AsJson, RunArgument, check_new
-from trainspec_cli.launch.exporting import Export, find_checkpoint, write_adapters, write_folder
+from trainspec_cli.launch.exporting import Export, find_checkpoint, how_to_load, write_adapters, write_folder
 from trainspec_cli.session.find import find_own_run
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes
@@ -25,12 +25,13 @@ def export(
         Literal["fp32", "bf16", "fp16"], typer.Option(help="Type of the weights; the run trains in fp32.")
     ] = "fp32",
     step: Annotated[int | None, typer.Option(help="Step of the checkpoint; the newest if not given.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
     max_file_gb: Annotated[float, typer.Option(help="Larger models are cut into files of this size.")] = 5.0,
     as_json: AsJson = False,
 ) -> None:
     """Write a run's weights, config, tokenizer and generation config; transformers loads them with no code of ours."""
     run_dir = find_own_run(run)
-    chosen = find_checkpoint(run_dir, step)
+    chosen = find_checkpoint(run_dir, step, best=best)
     check_new(output)
     wanted = Export(run_dir, chosen, dtype, round(max_file_gb * 1e9))
     what = (write_folder if format_ == "hf" else write_adapters)(wanted, output)
@@ -44,4 +45,4 @@ def _report(output: Path, step: int, what: str, as_json: bool) -> None:
         print(json_text({"path": str(output), "step": step, "what": what, "files": len(files), "bytes": size}))
         return
     print(f"{output}: {what} of step {step}, {format_bytes(size)} in {len(files)} file{'s'[: len(files) > 1]}")
-    print(f"load it with transformers: AutoModelForCausalLM.from_pretrained({str(output)!r})")
+    print("\n".join(how_to_load(output)))

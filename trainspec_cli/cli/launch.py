@@ -6,25 +6,55 @@ from typing import Annotated
 
 import typer
 
-from trainspec_cli.cli.options import AsJson, Endpoint, Force, NodeRank, NumNodes, RecipeArguments
+from trainspec_cli.cli.options import (
+    AsJson,
+    Detach,
+    Endpoint,
+    Force,
+    NodeRank,
+    NotifyCommand,
+    NumNodes,
+    RecipeArguments,
+    Sweeps,
+    Webhook,
+)
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.launch.notify import Notify
 from trainspec_cli.launch.signals import interrupt, on_stop_signal
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show command, environment and plan; start nothing.")]
+
+AtOnce = Annotated[int, typer.Option("--at-once", metavar="N", min=1, help="Runs of a sweep that train side by side.")]
 
 
 def launch(
     arguments: RecipeArguments,
     dry_run: DryRun = False,
     force: Force = False,
+    sweep: Sweeps = None,
+    at_once: AtOnce = 1,
+    detach: Detach = False,
     nnodes: NumNodes = None,
     node_rank: NodeRank = 0,
     rdzv_endpoint: Endpoint = None,
+    notify: NotifyCommand = "",
+    webhook: Webhook = "",
     as_json: AsJson = False,
 ) -> int:
     """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops at once.
 
     On several nodes without Slurm, give the same command on each, with --node-rank and a run.dir that all share.
+    With --sweep, a run for each value is trained on this node, and a table shows the best first.
     """
+    if sweep:
+        _check_sweepable(dry_run=dry_run, detach=detach, several=nnodes is not None)
+        from trainspec_cli.session.sweep import read_sweep
+        from trainspec_cli.session.sweep_runs import launch_sweep  # as below
+
+        sweeps = [read_sweep(one) for one in sweep]
+        with on_stop_signal(interrupt):
+            wanted = Notify(notify, webhook)
+            return launch_sweep(arguments, sweeps, wanted, side_by_side=at_once, force=force, as_json=as_json)
     from trainspec_cli.session import launch as session  # half a second, which the help does without
     from trainspec_cli.session.nodes import NodeOptions
 
@@ -33,4 +63,12 @@ def launch(
         if dry_run:
             print(session.show_launch(arguments, nodes, force=force, as_json=as_json), end="\n" if as_json else "")
             return 0
-        return session.launch(arguments, nodes, force=force, as_json=as_json)
+        wanted = Notify(notify, webhook)
+        return session.launch(arguments, nodes, wanted, force=force, as_json=as_json, detach=detach)
+
+
+def _check_sweepable(*, dry_run: bool, detach: bool, several: bool) -> None:
+    given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": several}
+    if option := next((name for name, is_given in given.items() if is_given), None):
+        hint = "leave one out; trainspec sbatch --sweep makes an array of Slurm"
+        raise RecipeError(Problem("usage", f"{option} takes one run, and --sweep makes many", option, hint))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,11 @@ COMMANDS = {
     "sbatch": "train a recipe as a Slurm job, on one node or several",
     "resume": "continue a run from its newest checkpoint",
     "runs": "list the runs below ./runs",
+    "watch": "show a run that goes on, from another terminal",
+    "logs": "print what a run has shown, and what comes (-f)",
+    "stop": "let a run write a checkpoint and end, from another terminal",
     "report": "show how a run went, and where its time was spent",
+    "diagnose": "name what slows a run: cause, place, cost, proof and remedy",
     "export": "write a run's weights as a Hugging Face folder",
     "backtest": "predict a table of measured runs, and show the errors",
     "doctor": "check that this node, or each of a Slurm job, is fit to train",
@@ -25,9 +30,15 @@ COMMANDS = {
     "validate": "find all problems of a recipe at once",
     "show": "print a composed recipe, or what differs from another",
     "recipes": "list what there is to run",
+    "list": "list the accelerators, clusters and models that have a name",
+    "explain": "say what a key of a recipe means, and what it may be",
+    "schema": "print the JSON Schema by which editors check and complete recipes",
     "data": "prepare text for training, and inspect it",
+    "completion": "print what makes a shell complete words: bash, zsh or fish",
 }
 """A command, which is a function in a module of its name -> what it does."""
+COMPLETE = "complete"
+"""Print the words that may end a command line; for shells (see `completion`), not for people."""
 HELP_OPTIONS = ("--help", "-h", "help")
 
 
@@ -39,6 +50,11 @@ def dispatch(arguments: Sequence[str], style: Style) -> int:
         return 0
     if name == "--version":
         print(f"trainspec {__version__}")
+        return 0
+    if name == COMPLETE:
+        from trainspec_cli.cli.complete import complete
+
+        print("\n".join(complete(" ".join(rest), COMMANDS)))
         return 0
     if name not in COMMANDS:
         raise RecipeError(_unknown_command(name, rest))
@@ -62,11 +78,14 @@ def _run(name: str, arguments: Sequence[str]) -> int:
 
 
 def load_command(name: str) -> Any:
-    """Import a command, as an object of click's; `data` has an `app` with commands of its own."""
+    """Import a command, as an object of click's; `data` has an `app` with commands of its own. Its help has boxes on a
+    terminal alone: they are padded with spaces."""
     import typer
 
     module = importlib.import_module(f"trainspec_cli.cli.{name}")
     app = getattr(module, "app", None) or typer.Typer(add_completion=False)
+    if not sys.stdout.isatty():
+        app.rich_markup_mode = None
     if not app.registered_commands:
         app.command()(getattr(module, name))
     return typer.main.get_command(app)
@@ -81,6 +100,8 @@ def _usage_error() -> type[Exception]:
 
 def _usage_problem(name: str, error: Any) -> Problem:
     if type(error).__name__ == "NoArgsIsHelpError":
+        if error.message:  # on a terminal it was shown before
+            print(error.message)
         return Problem(code="usage", message=f"trainspec {name} needs a command", hint=f"see trainspec {name} --help")
     hint = f"see trainspec {name} --help"
     option = getattr(error, "option_name", "").lstrip("-")

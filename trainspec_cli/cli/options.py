@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import shlex
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from trainspec_cli import __version__
+from trainspec_cli.environment_names import MESSAGE, RUN, STATUS
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.report.page.parts import PageOrigin
 
 RecipeArguments = Annotated[
     list[str],
@@ -29,7 +34,33 @@ Endpoint = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts.")]
 Force = Annotated[bool, typer.Option("--force", help="Train although the plan is predicted not to fit this machine.")]
+Detach = Annotated[
+    bool, typer.Option("--detach", help="Run without this terminal; print how the run is followed and stopped.")
+]
+Sweeps = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sweep",
+        metavar="KEY=A,B,...",
+        help="One for each value, or for each of a range: 0..4, 0..1:5 (equal steps), 1e-4..1e-2:x5 (equal ratios); of "
+        "several --sweep, for each combination.",
+    ),
+]
+NotifyCommand = Annotated[
+    str,
+    typer.Option(
+        "--notify",
+        metavar="COMMAND",
+        help=f"Run this line of shell when the run has ended: {STATUS}, {MESSAGE} and {RUN} say how.",
+        show_default=False,
+    ),
+]
+Webhook = Annotated[
+    str,
+    typer.Option("--webhook", metavar="URL", help="Post how the run has ended to this address.", show_default=False),
+]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, or `last` for the newest below ./runs.")
 ]
@@ -46,11 +77,17 @@ def not_empty(output: Path) -> RecipeError:
     return RecipeError(Problem("output_exists", f"{output} exists and is not empty", "--output", hint))
 
 
-def read_sweep(sweep: str) -> tuple[str, list[str]]:
-    """Return the key and the values of a sweep. Raises RecipeError."""
-    key, _, text = sweep.partition("=")
-    values = [value for value in text.split(",") if value]
-    if not key or not values:
-        message = f"--sweep is `{sweep}`; a key and its values are needed"
-        raise RecipeError(Problem("usage", message, hint="such as --sweep cluster.num_nodes=1,2,4,8"))
-    return key, values
+def page_origin() -> PageOrigin:
+    """Return where a page that this command writes comes from."""
+    command = shlex.join(["trainspec", *sys.argv[1:]])
+    return PageOrigin(datetime.now(UTC).date().isoformat(), __version__, command)
+
+
+def write_page(file: Path, page: str) -> None:
+    """Write a page, in the place of what the file held. Raises RecipeError where it cannot be written."""
+    try:
+        file.write_text(page, encoding="utf-8")
+    except OSError as error:
+        message = f"--html {file} cannot be written: {error.strerror}"
+        hint = "choose a file in a folder that is there"
+        raise RecipeError(Problem(code="output_exists", message=message, hint=hint)) from error

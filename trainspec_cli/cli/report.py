@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from trainspec_cli.cli.options import AsJson, RunArgument
+from trainspec_cli.cli.options import AsJson, Html, RunArgument, page_origin, write_page
 from trainspec_cli.report.render import render_report
+from trainspec_cli.report.run_page import render_run_page
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.find import collect_run
+from trainspec_cli.session.diagnose import composed_of, report_of
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 
 
-def report(run: RunArgument, as_json: AsJson = False) -> None:
+def report(run: RunArgument, as_json: AsJson = False, html: Html = None) -> None:
     """Show how a run ended (or stands), its curves, its speed and where the time went."""
-    collected = collect_run(run)
+    collected = report_of(run)
+    if html:
+        write_page(html, render_run_page(collected, composed_of(collected), page_origin()))
     if as_json:
         print(json_text(to_plain(collected)))
     else:

@@ -6,7 +6,18 @@ from typing import Annotated
 
 import typer
 
-from trainspec_cli.cli.options import AsJson, Endpoint, Force, NodeRank, NumNodes, RunArgument
+from trainspec_cli.cli.options import (
+    AsJson,
+    Detach,
+    Endpoint,
+    Force,
+    NodeRank,
+    NotifyCommand,
+    NumNodes,
+    RunArgument,
+    Webhook,
+)
+from trainspec_cli.launch.notify import Notify
 from trainspec_cli.launch.signals import interrupt, on_stop_signal
 
 Changes = Annotated[
@@ -19,9 +30,12 @@ def resume(
     run: RunArgument,
     changes: Changes = None,
     force: Force = False,
+    detach: Detach = False,
     nnodes: NumNodes = None,
     node_rank: NodeRank = 0,
     rdzv_endpoint: Endpoint = None,
+    notify: NotifyCommand = "",
+    webhook: Webhook = "",
     as_json: AsJson = False,
 ) -> int:
     """Continue a run in its own folder, from its newest whole checkpoint.
@@ -33,4 +47,5 @@ def resume(
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
     with on_stop_signal(interrupt):
-        return session.resume(run, changes or [], nodes, force=force, as_json=as_json)
+        wanted = Notify(notify, webhook)
+        return session.resume(run, changes or [], nodes, wanted, force=force, as_json=as_json, detach=detach)

@@ -1,29 +1,37 @@
-"""`trainspec runs`: the runs below ./runs, newest first; or what runs have left in this node's memory, and learned of
-it."""
+"""`trainspec runs`: the runs below ./runs, newest first, compared or removed; or what runs have left in this node's
+memory, and learned of it."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from trainspec_cli.cli.options import AsJson
+from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launch.memory_limits import Learned, MemoryLimits, forget_limits, list_limits
-from trainspec_cli.report.runs import RunLine
+from trainspec_cli.report.compare import MOST_RUNS, comparison_as_json, render_comparison, table
+from trainspec_cli.report.compare import compare as compare_reports
+from trainspec_cli.report.runs import RunLine, show_differences
 from trainspec_cli.rundir.memory import Copies, list_copies, remove_folder
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session.find import runs_here, status_of_run
+from trainspec_cli.session import removal
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.find import collect_run, runs_here, status_of_run
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes, format_duration
 
-HEADINGS = ("recipe", "status", "step", "loss", "age", "path")
+HEADINGS = ("recipe", "name", "status", "step", "loss", "age", "path", "differs")
 COPIES_HEADINGS = ("size", "step", "on disk", "status", "run")
 LIMITS_HEADINGS = ("model", "layout", "device", "memory ran out with", "taken instead", "age", "run")
 
+DAY_S = 86_400.0
 UNKNOWN, GONE = "unknown", "gone"
 """Nothing says whose copies these are; the run's folder is no more."""
 FORSAKEN = (GONE, "done", "stopped", "failed", "killed", "made")
@@ -41,25 +49,37 @@ Limits = Annotated[
 ClearLimits = Annotated[bool, typer.Option("--clear-limits", help="Forget these settings: launches try them again.")]
 
 
+app = typer.Typer(add_completion=False)
+
+Tag = Annotated[list[str] | None, typer.Option("--tag", metavar="WORD", help="List runs with this tag (`run.tags`).")]
+Yes = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
+Runs = Annotated[list[str], typer.Argument(metavar="RUN", help="Folders or names of runs, or `last`.")]
+
+
+@app.callback(invoke_without_command=True)
 def runs(
+    context: typer.Context,
+    tag: Tag = None,
     memory: Memory = False,
     clear_memory: ClearMemory = False,
     limits: Limits = False,
     clear_limits: ClearLimits = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs below ./runs, newest first."""
+    """List the runs below ./runs, newest first, with the values that differ between those of a recipe."""
+    if context.invoked_subcommand:
+        return
     if limits or clear_limits:
         _show_limits(clear=clear_limits, as_json=as_json)
         return
     if memory or clear_memory:
         _show_copies(clear=clear_memory, as_json=as_json)
         return
-    lines = runs_here()
+    lines = [line for line in runs_here() if set(tag or ()) <= set(line.tags)]
     if as_json:
         print(json_text([asdict(line) for line in lines]))
     elif lines:
-        print(_table([HEADINGS, *map(_cells, lines)]))
+        print(table(_filled([HEADINGS, *map(_cells, lines)])))
         for line in filter(lambda line: line.damage, lines):
             print(f"damaged: {line.damage}", file=sys.stderr)
     else:
@@ -77,7 +97,7 @@ def _show_limits(*, clear: bool, as_json: bool) -> None:
         print("no run has run out of memory on this machine")
     else:
         rows = [_limit_cells(limits, learned) for limits in found for learned in limits.learned]
-        print(_table([LIMITS_HEADINGS, *rows]))
+        print(table([LIMITS_HEADINGS, *rows]))
         print("\nforgotten" if clear else "\ntrainspec runs --clear-limits forgets them")
 
 
@@ -98,7 +118,7 @@ def _show_copies(*, clear: bool, as_json: bool) -> None:
     elif not rows:
         print("no run has copies in this node's memory")
     else:
-        print(_table([COPIES_HEADINGS, *(_copies_cells(*row) for row in rows)]))
+        print(table([COPIES_HEADINGS, *(_copies_cells(*row) for row in rows)]))
         if clear:
             print(f"\ncleared {format_bytes(sum(copies.bytes for copies in cleared))}")
         elif any(status in FORSAKEN for _, status in rows):
@@ -125,14 +145,88 @@ def _copies_cells(copies: Copies, status: str) -> tuple[str, ...]:
     return format_bytes(copies.bytes), str(copies.step), str(on_disk or "-"), status, where
 
 
+def _filled(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Leave out the columns that are empty below their heading."""
+    kept = [any(cells) for cells in zip(*rows[1:], strict=True)]
+    return [tuple(cell for cell, is_kept in zip(row, kept, strict=True) if is_kept) for row in rows]
+
+
 def _cells(line: RunLine) -> tuple[str, ...]:
     of = f"/{line.max_steps}" if line.max_steps is not None else ""
     loss = f"{line.loss:.4f}" if line.loss is not None else "-"
     age = format_duration(max(0.0, time.time() - line.created_at))
-    return line.recipe, line.status, f"{line.step}{of}", loss, age, line.path
+    name = " ".join(filter(None, [line.name, *(f"#{tag}" for tag in line.tags)]))
+    return line.recipe, name, line.status, f"{line.step}{of}", loss, age, line.path, show_differences(line)
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+@app.command()
+def compare(runs: Runs, as_json: AsJson = False) -> None:
+    """Set runs side by side: the values that differ, how they ended, and their losses in one picture."""
+    if not 2 <= len(runs) <= MOST_RUNS:
+        message = f"{len(runs)} run{'s'[: len(runs) != 1]} cannot be compared; 2 to {MOST_RUNS} can"
+        raise RecipeError(Problem("usage", message, "RUN", "such as trainspec runs compare A B"))
+    compared = compare_reports([collect_run(name) for name in runs])
+    if as_json:
+        print(json_text(comparison_as_json(compared)))
+    else:
+        PrintableConsole().report(render_comparison(compared, PrintableConsole().width))
+
+
+@app.command()
+def rm(runs: Runs, yes: Yes = False, as_json: AsJson = False) -> None:
+    """Remove runs with all that they have written. One that lives is refused."""
+    _remove(removal.plan_removal(runs), yes=yes, as_json=as_json)
+
+
+@app.command()
+def prune(
+    status: Annotated[
+        list[str] | None,
+        typer.Option(metavar="STATUS", help="Of runs with this status: done, stopped, failed, killed, made."),
+    ] = None,
+    older_than: Annotated[float, typer.Option(metavar="DAYS", help="Of runs that were made longer ago.")] = 0.0,
+    checkpoints: Annotated[
+        bool, typer.Option("--checkpoints", help="Remove checkpoints alone: all but a run's newest and its best.")
+    ] = False,
+    yes: Yes = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove runs below ./runs that failed or were killed, or checkpoints that nothing needs."""
+    statuses = status or (FORSAKEN[1:] if checkpoints else ("failed", "killed"))
+    if wrong := sorted({*statuses} - {*FORSAKEN[1:]}):
+        message, hint = f"--status is {', '.join(wrong)}", f"one of {', '.join(FORSAKEN[1:])}"
+        raise RecipeError(Problem("usage", message, "--status", hint))
+    if not 0 <= older_than < math.inf:
+        raise RecipeError(
+            Problem("usage", f"--older-than is {older_than:g}", "--older-than", "a number of days from 0")
+        )
+    _remove(list(removal.plan_pruning(statuses, older_than * DAY_S, checkpoints=checkpoints)), yes=yes, as_json=as_json)
+
+
+def _remove(removals: Sequence[removal.Removal], *, yes: bool, as_json: bool) -> None:
+    """Say what goes and what that frees, ask, and remove it."""
+    freed = format_bytes(sum(one.bytes for one in removals))
+    if not as_json:
+        print("\n".join(map(_describe_removal, removals)) or "there is nothing to remove")
+    if removals and not yes:
+        if as_json or not sys.stdin.isatty():
+            hint = "add --yes"
+            raise RecipeError(Problem("usage", f"{freed} would be removed, and nobody can be asked", "--yes", hint))
+        typer.confirm(f"remove this and free {freed}?", abort=True)
+    for one in removals:
+        removal.remove(one)
+    if as_json:
+        print(json_text([_removal_json(one) for one in removals]))
+    elif removals:
+        print(f"removed; {freed} are free")
+
+
+def _removal_json(one: removal.Removal) -> dict[str, object]:
+    return {"run": str(one.run.root), "folders": list(map(str, one.folders)), "bytes": one.bytes}
+
+
+def _describe_removal(one: removal.Removal) -> str:
+    many = len(one.folders) > 1
+    what = "" if one.is_whole else f"  {len(one.folders)} checkpoint{'s'[:many]} of"
+    began = f"  ({', '.join(one.begun_with_it)} began with its weights)" if one.begun_with_it else ""
+    return f"{format_bytes(one.bytes):>10}  {one.status:<8}{what}  {one.run.root}{began}"

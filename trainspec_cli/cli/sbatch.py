@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from trainspec_cli.cli.options import AsJson, Force, RecipeArguments, read_sweep
+from trainspec_cli.cli.options import AsJson, Force, RecipeArguments, Sweeps
+from trainspec_cli.session.sweep import read_sweep
 from trainspec_cli.spec.json_text import json_text
 
 Submit = Annotated[bool, typer.Option("--submit", help="Give it to sbatch, and print the job's number.")]
@@ -16,10 +17,6 @@ AllowSetup = Annotated[
     typer.Option(
         "--allow-setup", help="Submit shell lines of a recipe's file that another user owns or everyone may write."
     ),
-]
-Sweeps = Annotated[
-    list[str] | None,
-    typer.Option("--sweep", metavar="KEY=A,B,...", help="A run for each value (of several, each pair), as one array."),
 ]
 
 
@@ -34,6 +31,7 @@ def sbatch(
     """Make a run's folder and the script that trains it on Slurm, and print or submit that.
 
     The folder must be where every node sees it (run.dir). What the job asks of Slurm is cluster.slurm.
+    With --sweep, its runs are the tasks of one array.
     Lines of shell that a recipe brings (cluster.slurm.setup) are shown on the error output.
     The script may be submitted again: the run goes on.
     """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.compose.origins import RECIPE
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.json_value import JsonObject, flatten
 from trainspec_cli.reading.files import UnreadableFileError, exists, expand
 from trainspec_cli.reading.yaml_file import read_yaml
 from trainspec_cli.report.style import Style
@@ -42,7 +43,7 @@ def show(
 
 
 def _whole(composed: Composed, as_json: bool) -> str:
-    from trainspec_cli.compose.render import flatten, render_yaml  # loads hydra, which the help does without
+    from trainspec_cli.compose.render import render_yaml  # loads hydra, which the help does without
 
     if not as_json:
         return render_yaml(composed, Style.of(sys.stdout).dim)
@@ -51,7 +52,7 @@ def _whole(composed: Composed, as_json: bool) -> str:
     return json_text(content) + "\n"
 
 
-def _compose_other(other: str) -> dict[str, Any]:
+def _compose_other(other: str) -> JsonObject:
     """The values of a run folder's composed.yaml, or of a recipe. Raises RecipeError."""
     path = expand(other)
     inside = RunDir(path).composed_yaml
@@ -67,9 +68,7 @@ def _compose_other(other: str) -> dict[str, Any]:
     return load([f"recipe={other}"]).composed.data
 
 
-def _difference(composed: Composed, other: dict[str, Any], other_name: str, as_json: bool) -> str:
-    from trainspec_cli.compose.render import flatten  # as above
-
+def _difference(composed: Composed, other: JsonObject, other_name: str, as_json: bool) -> str:
     these, those = flatten(composed.data), flatten(other)
     differing = [path for path in {**these, **those} if these.get(path, _ABSENT) != those.get(path, _ABSENT)]
     if as_json:
@@ -85,7 +84,7 @@ def _difference(composed: Composed, other: dict[str, Any], other_name: str, as_j
 _ABSENT = object()
 
 
-def _cell(values: dict[str, Any], path: str) -> str:
+def _cell(values: JsonObject, path: str) -> str:
     from trainspec_cli.compose.render import render_value  # as above
 
     text = render_value(values[path]) if path in values else "-"

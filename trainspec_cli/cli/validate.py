@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.report.problems import render_json
+from trainspec_cli.session.data import check_data
 from trainspec_cli.session.load import Loaded, examine, machine_of_draft, plan_on, require
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.check import check_machine
@@ -11,14 +12,20 @@ from trainspec_cli.units import format_count
 
 
 def validate(arguments: RecipeArguments, as_json: AsJson = False) -> None:
-    """Find every problem of a recipe at once: keys, types, sizes that do not divide, files and GPUs that lack."""
+    """Find every problem of a recipe at once: keys, types, sizes that do not divide, files and GPUs that lack.
+
+    Of the data the first 16 MiB are read.
+    """
     examined = examine(arguments)
     machine = machine_of_draft(examined.draft)
     lacking = check_machine(examined.draft, machine) if machine else []
     require([*examined.problems, *examined.composed.locate(lacking)])
     assert machine is not None, "a recipe without problems says what device it wants"
-    plan = plan_on(Loaded(examined.draft, examined.composed), machine)
-    print(render_json([]) if as_json else _summary(examined.composed.recipe, plan))
+    loaded = Loaded(examined.draft, examined.composed)
+    plan = plan_on(loaded, machine)
+    about_data = check_data(loaded)
+    summary = _summary(examined.composed.recipe, plan)
+    print(render_json([]) if as_json else "; ".join(filter(None, (summary, about_data))))
 
 
 def _summary(recipe: str, plan: Plan) -> str:

@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from trainspec_cli.compose.folders import DISTURB
 from trainspec_cli.compose.origins import COMMAND_LINE, RECIPE
 from trainspec_cli.errors import Problem
+from trainspec_cli.json_value import JsonValue
 
 TEXTS = (RECIPE, DISTURB, "fault")
 """Keys whose value is taken as plain text, without Hydra's grammar for brackets."""
@@ -31,7 +32,7 @@ class Argument:
     """Counted from 1."""
     text: str
     key: str
-    value: Any = None
+    value: JsonValue = None
     deletes: bool = False
     """True for `~key`, which deletes the key from the recipe."""
 
@@ -88,7 +89,7 @@ def _from_override(number: int, text: str, override: Override) -> Argument | Pro
         return problem_at(
             number, "bad_override", message, f"start one run per value; if it is one text, type {one}", key
         )
-    value = override.value()
+    value = cast("JsonValue", override.value())
     if override.is_delete() and value is not None:
         return problem_at(number, "bad_override", f"`~{key}` takes no value", f"type ~{key}, or {key}=...", key)
     return Argument(number, text, key, value, deletes=override.is_delete())
@@ -165,7 +166,7 @@ def _duplicate(path: str, first: Argument, second: Argument) -> Problem:
     return problem_at(second.number, "duplicate_override", message, "keep one of them", path)
 
 
-def value_paths(key: str, value: Any) -> Iterator[str]:
+def value_paths(key: str, value: JsonValue) -> Iterator[str]:
     """Yield `key`, and every dotted path inside a mapping given as its value (`model={num_layers: 3}`)."""
     yield key
     if isinstance(value, dict):

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from hydra.errors import HydraException
@@ -14,14 +13,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainspec_cli.compose import hydra_session
+from trainspec_cli.compose.alternatives import given, keep_last
 from trainspec_cli.compose.arguments import Argument, parse_arguments, problem_at, value_paths
 from trainspec_cli.compose.folders import DISTURB, SHIPPED, find_folders, shipped_data
 from trainspec_cli.compose.hydra_session import GroupChoice
 from trainspec_cli.compose.interpolation import MISSING, InterpolationError, Resolver
+from trainspec_cli.compose.named_sections import choose_sections
 from trainspec_cli.compose.origins import COMMAND_LINE, RECIPE, Origin, Origins, locate, show_path
 from trainspec_cli.compose.selection import Selection, is_choice, select
 from trainspec_cli.compose.yaml_file import read_yaml
 from trainspec_cli.errors import Problem, did_you_mean
+from trainspec_cli.json_value import JsonObject, JsonValue
 
 SHOWN_CHARS = 200
 """The longest excerpt of a value that cannot be resolved."""
@@ -31,7 +33,7 @@ SHOWN_CHARS = 200
 class Composed:
     recipe: str
     """The recipe's name, or "" if it could not be found or read."""
-    data: dict[str, Any]
+    data: JsonObject
     """The values, with interpolations resolved; `???` if a value is left open."""
     origins: Origins
     arguments: tuple[str, ...]
@@ -39,10 +41,10 @@ class Composed:
     problems: tuple[Problem, ...] = ()
     """All problems that show without knowing what the values mean, with their locations."""
     failed: frozenset[str] = frozenset()
-    """Groups (and `recipe`) that could not be read as asked for; other problems there may be consequences."""
+    """Groups (and `recipe`, and keys) that could not be read as asked for; other problems there may be consequences."""
 
     def locate(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Add to problems that are known by path alone the location of the value."""
+        """Add the location of the value to problems that are known by path alone."""
         return locate(problems, self.origins, self.arguments, self.cwd)
 
 
@@ -50,17 +52,17 @@ class Composed:
 class Completion:
     """Values that a recipe takes from something it names, such as a checkpoint's config.json."""
 
-    values: dict[str, Any]
+    values: JsonObject
     source: str
-    """The file that they come from."""
+    """The file that they come from, or the key that they follow from."""
     replaced: frozenset[str] = frozenset()
     """Groups whose written values are all discarded."""
     problems: tuple[Problem, ...] = ()
     failed: frozenset[str] = frozenset()
-    """Groups that could not be completed."""
+    """Groups, and keys, that could not be completed."""
 
 
-Complete = Callable[[dict[str, Any], frozenset[str]], Completion]
+Complete = Callable[[JsonObject, frozenset[str]], Completion]
 """Takes the composed values, interpolated as far as possible, and the groups left at their defaults."""
 
 
@@ -71,10 +73,10 @@ def compose(recipe: str, overrides: Sequence[str] = (), cwd: Path | None = None)
 def compose_arguments(
     arguments: Sequence[str],
     cwd: Path | None = None,
-    complete: Complete | None = None,
+    completions: Iterable[Complete] = (),
     aside: Collection[str] = (),
 ) -> Composed:
-    """Compose a command line, of which `recipe=NAME` is one argument.
+    """Compose a command line, of which `recipe=NAME` is one argument; each of `completions` fills in what it knows.
 
     User errors are not raised: they are listed in `problems`, and `data` holds the rest. `aside`: keys that are the
     command's own, and not the recipe's.
@@ -89,13 +91,19 @@ def compose_arguments(
     groups = selection.folders.groups()
     values = [argument for argument in parsed if argument.key != RECIPE and not is_choice(argument, groups)]
     config, parts, unforeseen = _compose_files(selection)
-    problems += selection.problems + unforeseen + apply_arguments(config, values)
-    origins = _origins(selection, parts, values)
+    values, of_named, misnamed = choose_sections(config, values, selection.folders, cwd)
+    problems += selection.problems + unforeseen + misnamed + apply_arguments(config, values)
+    files = dict(_files(selection, parts))
+    origins = _origins(files, of_named, values)
+    keep_last(config, given(_as_written(config)), origins, list(files))
     unchosen = frozenset(group for group in groups if _is_default(group, selection, origins))
-    completion = complete(resolve(config)[0], unchosen) if complete else Completion({}, "")
-    config = _apply(completion, config, origins)
+    failed = selection.failed | ({RECIPE} if unforeseen else set())
+    for complete in completions:
+        completion = complete(resolve(config)[0], unchosen)
+        config = _apply(completion, config, origins)
+        problems += completion.problems
+        failed |= completion.failed
     data, unresolved = resolve(config)
-    problems += completion.problems
     return Composed(
         recipe=selection.recipe,
         data=data,
@@ -103,7 +111,7 @@ def compose_arguments(
         arguments=tuple(arguments),
         cwd=cwd,
         problems=tuple(locate(problems + unresolved, origins, arguments, cwd)),
-        failed=completion.failed | frozenset(selection.failed | ({RECIPE} if unforeseen else set())),
+        failed=frozenset(failed),
     )
 
 
@@ -112,23 +120,26 @@ def _not_here(argument: Argument) -> Problem:
     return problem_at(argument.number, "unknown_key", message, "leave it out, or type trainspec plan", DISTURB)
 
 
-def amend(recipe: str, values: Mapping[str, Any], arguments: Sequence[str]) -> Composed:
-    """Apply `key=value` arguments to values that were composed before, such as a run's own.
+def amend(recipe: str, values: JsonObject, arguments: Sequence[str], complete: Complete) -> Composed:
+    """Apply `key=value` arguments to values that were composed before, such as a run's own, and let `complete` fill in
+    what follows from them.
 
     Groups and recipes are not looked up: `model=x` is a value here.
     """
     parsed, problems = parse_arguments(arguments)
     config = OmegaConf.create(dict(values))
     problems += apply_arguments(config, parsed)
-    data, unresolved = resolve(config)
     origins = {
         path: Origin(COMMAND_LINE, argument.number)
         for argument in parsed
         for path in value_paths(argument.key, argument.value)
     }
+    keep_last(config, given(_as_written(config)), origins, ())
+    completion = complete(resolve(config)[0], frozenset())
+    data, unresolved = resolve(_apply(completion, config, origins))
     cwd = Path.cwd()
-    located = tuple(locate([*problems, *unresolved], origins, arguments, cwd))
-    return Composed(recipe, data, origins, tuple(arguments), cwd, located)
+    located = tuple(locate([*problems, *completion.problems, *unresolved], origins, arguments, cwd))
+    return Composed(recipe, data, origins, tuple(arguments), cwd, located, completion.failed)
 
 
 def _is_default(group: str, selection: Selection, origins: Origins) -> bool:
@@ -141,12 +152,13 @@ def _is_default(group: str, selection: Selection, origins: Origins) -> bool:
 def _apply(completion: Completion, config: DictConfig, origins: Origins) -> DictConfig:
     for group in completion.replaced:
         config[group] = {}
+    origin = origins.get(completion.source, Origin(completion.source, 1))
     for path in (path for key, item in completion.values.items() for path in value_paths(key, item)):
-        origins[path] = Origin(completion.source, 1)
+        origins[path] = origin
     return OmegaConf.merge(config, _without_references(completion.values))  # type: ignore[return-value]
 
 
-def _without_references(value: Any) -> Any:
+def _without_references(value: JsonValue) -> JsonValue:
     """Escape `${` in values of another program's file, so that they are read as plain text."""
     if isinstance(value, dict):
         return {key: _without_references(item) for key, item in value.items()}
@@ -178,12 +190,8 @@ def _hydra_problem(error: Exception, selection: Selection) -> Problem:
     return Problem("bad_defaults", message, "defaults", "see its defaults list", show_path(file, selection.cwd))
 
 
-def _origins(selection: Selection, parts: Sequence[GroupChoice], values: Sequence[Argument]) -> Origins:
-    origins: Origins = {}
-    for part in parts:
-        file = selection.folders.find_config(part.name)
-        if file is not None:
-            origins.update(_origins_of(file, part.package, selection.cwd))
+def _origins(files: Mapping[str, Origins], of_named: Origins, values: Sequence[Argument]) -> Origins:
+    origins = {path: origin for found in (*files.values(), of_named) for path, origin in found.items()}
     for argument in values:
         if argument.deletes:
             below = f"{argument.key}."
@@ -191,6 +199,14 @@ def _origins(selection: Selection, parts: Sequence[GroupChoice], values: Sequenc
         for path in value_paths(argument.key, argument.value):
             origins[path] = Origin(COMMAND_LINE, argument.number)
     return origins
+
+
+def _files(selection: Selection, parts: Sequence[GroupChoice]) -> Iterator[tuple[str, Origins]]:
+    """Yield the files that were merged, in their order, each with the origins of its values."""
+    for part in parts:
+        file = selection.folders.find_config(part.name)
+        if file is not None:
+            yield show_path(file, selection.cwd), _origins_of(file, part.package, selection.cwd)
 
 
 def _origins_of(file: Path, package: str, cwd: Path) -> Origins:
@@ -232,25 +248,26 @@ def _delete(config: DictConfig, argument: Argument) -> Problem | None:
 
 def _scalar_above(config: DictConfig, key: str) -> str | None:
     """Return the prefix of `key` that names a single value, if there is one."""
-    node: Any = _as_written(config)
+    node = _as_written(config)
     names = key.split(".")
     for depth, name in enumerate(names[:-1], start=1):
         if name not in node:
             return None
-        node = node[name]
-        if not isinstance(node, dict):
+        below = node[name]
+        if not isinstance(below, dict):
             return ".".join(names[:depth])
+        node = below
     return None
 
 
-def resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
+def resolve(config: DictConfig) -> tuple[JsonObject, list[Problem]]:
     """Return a plain dict, with `???` for values that are open or failed to resolve, and the problems."""
     written = _as_written(config)
     resolver, keys = Resolver(written, {SHIPPED: lambda name: str(shipped_data() / name)}), list(_flatten(written, ""))
     problems: list[Problem] = []
 
-    def resolve_section(section: dict[str, Any], above: tuple[str, ...]) -> dict[str, Any]:
-        plain: dict[str, Any] = {}
+    def resolve_section(section: JsonObject, above: tuple[str, ...]) -> JsonObject:
+        plain: JsonObject = {}
         for key, value in section.items():
             path = (*above, key)
             if isinstance(value, dict):
@@ -266,20 +283,20 @@ def resolve(config: DictConfig) -> tuple[dict[str, Any], list[Problem]]:
     return resolve_section(written, ()), problems
 
 
-def _bad_interpolation(value: Any, path: str, reason: str, keys: Iterable[str]) -> Problem:
+def _bad_interpolation(value: JsonValue, path: str, reason: str, keys: Iterable[str]) -> Problem:
     shown = str(value)
     hint = did_you_mean(shown.strip("${}"), keys) if "not found" in reason else ""
     shown = shown if len(shown) <= SHOWN_CHARS else f"{shown[:SHOWN_CHARS]}..."
     return Problem(code="bad_interpolation", path=path, message=f"`{path}` is {shown}: {reason}", hint=hint)
 
 
-def _flatten(plain: dict[str, Any], prefix: str) -> Iterator[str]:
+def _flatten(plain: JsonObject, prefix: str) -> Iterator[str]:
     for key, value in plain.items():
         yield f"{prefix}{key}"
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{key}.")
 
 
-def _as_written(config: DictConfig) -> dict[str, Any]:
+def _as_written(config: DictConfig) -> JsonObject:
     """Return a plain dict with interpolations unresolved."""
     return OmegaConf.to_container(config, resolve=False)  # type: ignore[return-value]

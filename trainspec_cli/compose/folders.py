@@ -15,6 +15,8 @@ SUFFIX = ".yaml"
 _MAY_BE_FILE = re.compile(r"(?!\.{1,2}$)[^\0]{1,200}")
 DISTURB = "disturb"
 """The folder of disturbances, which `trainspec plan` simulates: no part of a recipe, and so no group."""
+NAMED_SECTIONS = {"cluster.accelerator": "accelerator"}
+"""A section that one word may stand for -> the group whose options are its names."""
 SHIPPED = "shipped"
 """The resolver in `${shipped:recipes/FILE}`, the path of a file that ships with trainspec."""
 

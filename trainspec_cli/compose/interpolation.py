@@ -6,7 +6,7 @@ memory. `shipped` is the only resolver: a recipe means the same whenever and whe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from omegaconf import grammar_parser
 from omegaconf._utils import split_key
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.grammar_visitor import GrammarVisitor
+
+from trainspec_cli.json_value import JsonObject, JsonValue
 
 MISSING = "???"
 """Hydra's marker for a value that is left open."""
@@ -33,7 +35,7 @@ class InterpolationError(ValueError):
 
 @dataclass(frozen=True)
 class _Resolved:
-    value: Any
+    value: JsonValue
     values: int
     """The number of values it holds, itself included."""
 
@@ -41,12 +43,12 @@ class _Resolved:
 class Resolver:
     """Resolves the references in a recipe's values."""
 
-    def __init__(self, written: Any, resolvers: dict[str, Callable[[str], str]]):
+    def __init__(self, written: JsonObject, resolvers: dict[str, Callable[[str], str]]):
         self._written, self._resolvers = written, resolvers
         self._known: dict[Path, _Resolved] = {}
         self._under_way: list[Path] = []
 
-    def value(self, path: Path) -> Any:
+    def value(self, path: Path) -> JsonValue:
         """Return the resolved value at `path`. Raises InterpolationError."""
         return self._resolve(path).value
 
@@ -63,22 +65,21 @@ class Resolver:
                 self._under_way.pop()
         return self._known[path]
 
-    def _at(self, path: Path) -> Any:
+    def _at(self, path: Path) -> JsonValue:
         """Return the value at `path` as written; references on the way there are followed."""
-        node = self._written
+        node: JsonValue = self._written
         for depth, key in enumerate(path):
             if isinstance(node, str) and "${" in node:
                 node = self._resolve(path[:depth]).value
-            if isinstance(node, list) and isinstance(key, str) and key.isdigit():
-                key = int(key)
-            try:
+            if isinstance(node, dict) and key in node:
                 node = node[key]
-            except (KeyError, IndexError, TypeError) as error:
-                name = ".".join(map(str, path))
-                raise InterpolationError(f"Interpolation key '{name}' not found") from error
+            elif isinstance(node, list) and str(key).isdecimal() and int(key) < len(node):
+                node = node[int(key)]
+            else:
+                raise InterpolationError(f"Interpolation key '{'.'.join(map(str, path))}' not found")
         return node
 
-    def _resolve_written(self, path: Path, written: Any) -> _Resolved:
+    def _resolve_written(self, path: Path, written: JsonValue) -> _Resolved:
         if isinstance(written, dict):
             items = {key: self._resolve((*path, key)) for key in written}
             return self._section({key: item.value for key, item in items.items()}, items.values())
@@ -89,7 +90,7 @@ class Resolver:
             return self._resolve_text(path, written)
         return _Resolved(written, 1)
 
-    def _section(self, value: Any, items: Any) -> _Resolved:
+    def _section(self, value: JsonValue, items: Iterable[_Resolved]) -> _Resolved:
         values = 1 + sum(item.values for item in items)
         if values > MAX_VALUES:
             raise InterpolationError(f"it expands to more than {MAX_VALUES:,} values")
@@ -98,7 +99,7 @@ class Resolver:
     def _resolve_text(self, path: Path, written: str) -> _Resolved:
         counts: list[int] = []
 
-        def refer(key: str, memo: Any) -> Any:
+        def refer(key: str, memo: object) -> Any:
             target = self._resolve(_target(key, path))
             if isinstance(target.value, str) and target.value == MISSING:
                 raise InterpolationError(f"`{key}` has no value")
@@ -116,7 +117,7 @@ class Resolver:
             raise InterpolationError(f"it expands to a text of more than {MAX_CHARS:,} characters")
         return _Resolved(value, sum(counts) if isinstance(value, (dict, list)) else 1)
 
-    def _call(self, name: str, args: tuple[Any, ...], args_str: tuple[str, ...]) -> Any:
+    def _call(self, name: str, args: tuple[object, ...], args_str: tuple[str, ...]) -> str:
         if name not in self._resolvers:
             allowed = ", ".join(f"${{{known}:...}}" for known in self._resolvers)
             raise InterpolationError(f"there is no resolver `{name}` in a recipe, only {allowed} and ${{section.key}}")

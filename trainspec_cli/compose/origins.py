@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from trainspec_cli.errors import Problem
@@ -37,7 +38,12 @@ def show_path(path: Path, cwd: Path) -> str:
 
 def locate(problems: Iterable[Problem], origins: Origins, arguments: Sequence[str], cwd: Path) -> list[Problem]:
     """Add to each problem its file, line and column (by its path), and that line's text."""
-    return [_with_excerpt(_with_origin(problem, origins), arguments, cwd) for problem in problems]
+
+    @lru_cache(maxsize=1)  # many lines of one large file may be wrong
+    def lines_of(file: str) -> Sequence[str]:
+        return arguments if file == COMMAND_LINE else _read_lines(cwd / file)
+
+    return [_with_excerpt(_with_origin(problem, origins), lines_of) for problem in problems]
 
 
 def find_origin(path: str, origins: Origins) -> Origin | None:
@@ -58,10 +64,10 @@ def _with_origin(problem: Problem, origins: Origins) -> Problem:
     return replace(problem, file=origin.file, line=origin.line, column=origin.column)
 
 
-def _with_excerpt(problem: Problem, arguments: Sequence[str], cwd: Path) -> Problem:
+def _with_excerpt(problem: Problem, lines_of: Callable[[str], Sequence[str]]) -> Problem:
     if problem.excerpt or problem.file is None or problem.line is None:
         return problem
-    lines = arguments if problem.file == COMMAND_LINE else _read_lines(cwd / problem.file)
+    lines = lines_of(problem.file)
     if problem.line > len(lines):
         return problem
     return replace(problem, excerpt=lines[problem.line - 1])

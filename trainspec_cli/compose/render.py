@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import yaml
 
 from trainspec_cli.compose.compose import Composed
 from trainspec_cli.compose.origins import Origin, Origins
+from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.printable import is_printable, on_one_line
 
 WIDEST_ALIGNED = 44
@@ -25,7 +25,7 @@ def render_yaml(composed: Composed, paint_origin: Callable[[str], str] = str) ->
     return "\n".join(rendered) + "\n"
 
 
-def render_value(value: Any) -> str:
+def render_value(value: JsonValue) -> str:
     """Return a value on one line of YAML; in ASCII if it holds invisible characters."""
     text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     if not is_printable(text):
@@ -33,18 +33,7 @@ def render_value(value: Any) -> str:
     return text.removesuffix("\n").removesuffix("\n...")
 
 
-def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Map dotted paths to values, for every value that is not a section."""
-    flat: dict[str, Any] = {}
-    for key, value in data.items():
-        if isinstance(value, dict) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def _lines(data: dict[str, Any], origins: Origins, prefix: str) -> Iterator[tuple[str, Origin | None]]:
+def _lines(data: JsonObject, origins: Origins, prefix: str) -> Iterator[tuple[str, Origin | None]]:
     indent = "  " * prefix.count(".")
     for key, value in data.items():
         path = f"{prefix}{key}"

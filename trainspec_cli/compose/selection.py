@@ -119,8 +119,9 @@ def _add_recipe(selection: Selection, name: str, seen: set[str]) -> bool:
     if file is None:
         selection.failed.add(RECIPE)
         return False
+    repeated = _repeated(selection, file)
     for index, entry in enumerate(file.defaults):
-        if not _add_entry(selection, entry, seen):
+        if entry in repeated or not _add_entry(selection, entry, seen):
             selection.skipped.setdefault(name, set()).add(index)
     return True
 
@@ -137,6 +138,21 @@ def _add_entry(selection: Selection, entry: YamlEntry, seen: set[str]) -> bool:
     elif entry.value != SELF and _parent(entry) not in seen:
         return _add_recipe(selection, _parent(entry), seen)
     return True
+
+
+def _repeated(selection: Selection, file: YamlFile) -> list[YamlEntry]:
+    """Report and return the lines of a defaults list that choose once more what a line before them has chosen."""
+    chosen: dict[str, YamlEntry] = {}
+    repeated = []
+    for entry in file.defaults:
+        name = entry.key.split()[-1].removeprefix("/") if entry.key else ""
+        first = chosen.setdefault(name, entry)
+        if not name or first is entry:
+            continue
+        message = f"`{name}` is chosen twice: {first.value} in line {first.origin.line}, and {entry.value} here"
+        selection.problems.append(_entry_problem(entry, "bad_defaults", message, "keep one of the two lines"))
+        repeated.append(entry)
+    return repeated
 
 
 def _affected(entry: YamlEntry, groups: Sequence[str]) -> str:
@@ -202,7 +218,7 @@ def _is_whole(
         selection.problems.append(_unknown_option(selection.folders, group, option, origin))
         return False
     file = _read(selection, path)
-    if file is None:
+    if file is None or _repeated(selection, file):
         return False
     below = below | {option, SELF}
     parents = [entry for entry in file.defaults if not entry.key and entry.value not in below]

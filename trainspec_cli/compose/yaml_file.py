@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from trainspec_cli.compose.origins import Origin, Origins, show_path
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import UnreadableFileError, read_text
 from trainspec_cli.reading.yaml_file import MAX_BYTES, YamlLimitError, compose_yaml
 
@@ -54,12 +54,12 @@ class YamlFile:
     root: yaml.MappingNode | None
     """None in an empty file."""
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> JsonObject:
         """Return what the file holds as plain values. Raises RecipeError where a value is of no type that YAML has."""
         if self.root is None:
             return {}
         with _syntax_checked(self.start.file):
-            content: dict[str, Any] = yaml.SafeLoader("").construct_document(self.root)
+            content: JsonObject = yaml.SafeLoader("").construct_document(self.root)
             return content
 
 

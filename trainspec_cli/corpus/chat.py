@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
 
+from trainspec_cli.corpus.chat_formats import FIELDS_OF_TEMPLATES, SHAPES, ChatFormat, FormatError, Record, to_messages
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.huggingface.chat_template import ChatTemplate, Span, find_template
 from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
-from trainspec_cli.reading.files import exists, expand, read_text
+from trainspec_cli.json_value import JsonObject
+from trainspec_cli.reading.files import exists, expand, read_text, show_kind
 from trainspec_cli.spec.recipe.data import DataSpec
-
-FIELDS = ("messages", "prompt", "completion", "tools", "documents")
-SHAPES = 'each line must be {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...}'
 
 
 @dataclass(frozen=True)
@@ -22,23 +22,39 @@ class Conversation:
     text: str
     spans: Sequence[Span]
     """The parts of `text` that are learnt, in characters."""
-    is_chat: bool
-    """True if a template writes every special token; a plain completion begins and ends with the tokenizer's own."""
+    format: ChatFormat
+
+    @property
+    def is_chat(self) -> bool:
+        """True if a template writes every special token; a plain completion begins and ends with the tokenizer's
+        own."""
+        return self.format != "completions"
 
 
-def parse_record(record: Any, template: Callable[[], ChatTemplate], *, learn_all: bool) -> Conversation:
-    """Parse one line. Raises ValueError that says what is wrong with it, RecipeError if there is no chat template."""
-    if isinstance(record, dict) and isinstance(record.get("messages"), list):
-        if not all(isinstance(message, dict) for message in record["messages"]):
-            raise ValueError(SHAPES)
-        extra = {key: record[key] for key in ("tools", "documents") if record.get(key)}
-        text, spans = template().replies(record["messages"], **extra)
-        return Conversation(text, [(0, len(text))] if learn_all else spans, is_chat=True)
-    if isinstance(record, dict) and all(isinstance(record.get(key), str) for key in ("prompt", "completion")):
-        prompt, completion = record["prompt"], record["completion"]
-        start = 0 if learn_all else len(prompt)
-        return Conversation(prompt + completion, [(start, len(prompt) + len(completion))], is_chat=False)
-    raise ValueError(SHAPES)
+def parse_record(
+    record: Record, of: ChatFormat, template: Callable[[], ChatTemplate], *, learn_all: bool
+) -> Conversation:
+    """Parse one line of a format.
+
+    Raises FormatError for what is wrong with it, ValueError if the template refuses it, RecipeError if there is no chat
+    template.
+    """
+    if of == "completions":
+        return _completion(record, learn_all=learn_all)
+    extra = {key: record[key] for key in FIELDS_OF_TEMPLATES if of == "messages" and record.get(key)}
+    text, spans = template().replies(to_messages(record, of), **extra)
+    return Conversation(text, [(0, len(text))] if learn_all else spans, of)
+
+
+def _completion(record: Record, *, learn_all: bool) -> Conversation:
+    prompt, completion = record["prompt"], record["completion"]
+    if not isinstance(prompt, str) or not isinstance(completion, str):
+        name = "completion" if isinstance(prompt, str) else "prompt"
+        raise FormatError(
+            f"`{name}` is {show_kind(record[name])}, not text", f"each line must be {SHAPES['completions']}"
+        )
+    start = 0 if learn_all else len(prompt)
+    return Conversation(prompt + completion, [(start, len(prompt) + len(completion))], "completions")
 
 
 @lru_cache(maxsize=4)
@@ -59,7 +75,18 @@ def question(data: DataSpec, prompt: str) -> str | None:
     return template.render([{"role": "user", "content": prompt}], asks=True)
 
 
-def describe(data: DataSpec) -> dict[str, Any]:
+def keep_template(data: DataSpec, folder: Path) -> None:
+    """Write the template that conversations of `data` are rendered with to `folder`, unless it is there; nothing where
+    they need none (completions)."""
+    file = folder / CHAT_TEMPLATE
+    sources = {data.source, *(part.source for part in data.mixture.values())}
+    if file.is_file() or "chat" not in sources:
+        return
+    with contextlib.suppress(RecipeError):
+        file.write_text(template_of(data.tokenizer.path, data.chat_template).source, encoding="utf-8")
+
+
+def describe(data: DataSpec) -> JsonObject:
     """Return what conversations depend on besides their files, for the cache's digest."""
     if data.source != "chat":
         return {}

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainspec_cli.corpus.cache import cache_dir, make_cache
 from trainspec_cli.corpus.manifest import TOKENIZER_FILE
@@ -16,11 +15,29 @@ from trainspec_cli.corpus.rows import JoinedRows, Packed, Rows, open_rows
 from trainspec_cli.corpus.samples import Mixed, SampleOrder, Shuffled
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.reading.files import check_field, expand, read_object
+from trainspec_cli.reading.files import expand, read_object
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.records import read_record
 
 COLLECTION = "collection.json"
+
+
+@dataclass(frozen=True)
+class CollectionPart:
+    """A training text as collection.json names it."""
+
+    folder: str
+    weight: float
+
+
+@dataclass(frozen=True)
+class CollectionRecord:
+    """The content of collection.json: absolute paths of token folders, by name."""
+
+    parts: dict[str, CollectionPart]
+    validation: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -48,11 +65,9 @@ class Collection:
         file = expand(folder) / COLLECTION
         if not file.is_file():
             return cls({"": CorpusPart(TokenFolder.open(folder), 1.0)}, {})
-        fields = _read(file)
-        parts = {
-            name: CorpusPart(TokenFolder.open(part["folder"]), part["weight"]) for name, part in fields["parts"].items()
-        }
-        return cls(parts, {name: TokenFolder.open(path) for name, path in fields["validation"].items()})
+        record = _read(file)
+        parts = {name: CorpusPart(TokenFolder.open(part.folder), part.weight) for name, part in record.parts.items()}
+        return cls(parts, {name: TokenFolder.open(path) for name, path in record.validation.items()})
 
     @property
     def main(self) -> TokenFolder:
@@ -99,14 +114,12 @@ def _whole(folder: TokenFolder, data: DataSpec) -> EvaluationText:
 
 def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mapping[str, Path]) -> Path:
     """Write a collection into the cache and return its folder. Raises RecipeError if the tokenizers differ."""
-    _check_tokenizers([folder for folder, _ in parts.values()] + list(validation.values()))
-    fields = {
-        "parts": {
-            name: {"folder": str(folder.absolute()), "weight": weight} for name, (folder, weight) in parts.items()
-        },
-        "validation": {name: str(folder.absolute()) for name, folder in validation.items()},
-    }
-    text = json_text(fields) + "\n"
+    check_tokenizers([folder for folder, _ in parts.values()] + list(validation.values()))
+    record = CollectionRecord(
+        parts={name: CollectionPart(str(folder.absolute()), weight) for name, (folder, weight) in parts.items()},
+        validation={name: str(folder.absolute()) for name, folder in validation.items()},
+    )
+    text = json_text(to_plain(record)) + "\n"
     folder = cache_dir() / "tokens" / f"collection-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     if not folder.exists():
         make_cache()
@@ -115,7 +128,8 @@ def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mappin
     return folder
 
 
-def _check_tokenizers(folders: list[Path]) -> None:
+def check_tokenizers(folders: list[Path]) -> None:
+    """Raises RecipeError where token folders were made with different tokenizers."""
     digests = {TokenFolder.open(folder).manifest.tokenizer_sha256: folder for folder in folders}
     if len(digests) > 1:
         message = f"{' and '.join(map(str, digests.values()))} were made with different tokenizers"
@@ -123,18 +137,12 @@ def _check_tokenizers(folders: list[Path]) -> None:
         raise RecipeError(Problem("contradiction", message, "data.tokenizer.path", hint))
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> CollectionRecord:
     try:
-        fields = read_object(file, {"parts": dict, "validation": dict})
-        for name, part in fields["parts"].items():
-            check_field(file, {name: part}, name, dict)
-            check_field(file, part, "folder", str)
-            check_field(file, part, "weight", float)
-        for name in fields["validation"]:
-            check_field(file, fields["validation"], name, str)
-        if not fields["parts"]:
+        record = read_record(CollectionRecord, read_object(file))
+        if not record.parts:
             raise ValueError("it has no parts")
-        return fields
+        return record
     except ValueError as error:
         message = f"{file} is damaged: {error}"
         raise MachineError(message, code="bad_token_folder", hint=f"remove it: rm -r {file.parent}") from error

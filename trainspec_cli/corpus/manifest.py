@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, get_args
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import read_object
+from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.records import read_record
 
 SCHEMA = 1
 """Incremented whenever the files, their meaning or their making change; cached folders are then prepared again."""
@@ -30,7 +32,7 @@ class Shard:
     sha256: str
     """Empty for a file of another program."""
     offset_bytes: int = 0
-    """Where the ids begin in the file (0 in files written here)."""
+    """Offset of the ids in the file (0 in files written here)."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,8 @@ class ShardManifest:
     end_of_document_id: int
     tokenizer_sha256: str
     """Empty if the ids came without a tokenizer."""
-    source: dict[str, Any]
-    """Where the text came from, for information."""
+    source: dict[str, str | int | None]
+    """Source of the text, for information."""
     heldout_fraction: float
     xz_bits_per_byte: float | None
     """Size of the held-out text under `xz -9e`; null if Python was built without lzma."""
@@ -74,32 +76,34 @@ class ShardManifest:
 
 
 def write_manifest(folder: Path, manifest: ShardManifest) -> None:
-    (folder / MANIFEST_FILE).write_text(json_text(asdict(manifest)) + "\n", encoding="utf-8")
+    (folder / MANIFEST_FILE).write_text(json_text(to_plain(manifest)) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> ShardManifest:
     """Read a folder's manifest. Raises RecipeError if there is none, MachineError if it is damaged."""
     file = folder / MANIFEST_FILE
     if not file.is_file():
-        got = "holds no manifest.json" if folder.is_dir() else "does not exist"
+        missing = "is a file" if folder.exists() else "does not exist"
+        got = "holds no manifest.json" if folder.is_dir() else missing
         message = f"{folder.absolute()} {got}: not a token folder"
         hint = "make one: trainspec data prepare --source text --path FILES --output FOLDER"
         raise RecipeError(Problem("missing_file", message, "data.path", hint))
-    from cattrs import structure
-
     try:
         fields = read_object(file)
         if fields["schema"] != SCHEMA:
             raise _unreadable(folder, f"has schema {fields['schema']}, this version reads {SCHEMA}")
-        manifest = structure(fields, ShardManifest)
+        manifest = read_record(ShardManifest, fields)
         _check_sizes(manifest)
         return manifest
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, ExceptionGroup) as error:
+    except (ValueError, KeyError) as error:
         raise _unreadable(folder, f"is damaged ({type(error).__name__}: {error})") from error
 
 
 def _check_sizes(manifest: ShardManifest) -> None:
-    """Raise ValueError if a count is out of range, or the shards' tokens do not sum to the split's."""
+    """Raise ValueError if a count is out of range, the ids are of another type, or the shards' tokens do not sum to
+    the split's."""
+    if manifest.dtype not in get_args(Dtype):
+        raise ValueError(f"its ids are of type {manifest.dtype}")
     for name in SPLITS:
         split = manifest.split(name)
         counts = [split.tokens, split.bytes, split.documents, *(shard.tokens for shard in split.shards)]

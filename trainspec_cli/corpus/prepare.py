@@ -9,12 +9,14 @@ from pathlib import Path
 from trainspec_cli.corpus import token_files
 from trainspec_cli.corpus.bpe import MIN_VOCAB_SIZE
 from trainspec_cli.corpus.cache import cached_folder, make_cache
+from trainspec_cli.corpus.chat_formats import ChatFormat
 from trainspec_cli.corpus.collection import write_collection
 from trainspec_cli.corpus.manifest import TOKENIZER_FILE
 from trainspec_cli.corpus.publish import publishing
 from trainspec_cli.corpus.samples import num_samples
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.corpus.source_files import find_files
+from trainspec_cli.corpus.sources import READERS, documents
 from trainspec_cli.corpus.tokenise import OnProgress, write_tokens
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.reading.files import expand
@@ -55,6 +57,28 @@ def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = 
             token_files.write_foreign(data, files, temporary)
         else:
             write_tokens(data, files, temporary, on_progress or (lambda phase, done: None))
+
+
+def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
+    """Read the first `max_bytes` of each source's text, or see that its token folder is whole; return the formats of
+    its conversations. Raises as `prepare` does, but makes nothing."""
+    formats: set[ChatFormat] = set()
+    problems: list[Problem] = []
+    for part in (*data.parts.values(), *data.validation.values()):
+        one = data.with_part(part)
+        try:
+            if one.source == "tokens":
+                _check_length(TokenFolder.open(_token_folder(one)), one.seq_len)
+            elif one.source in READERS and one.source != "python_stdlib":
+                check_options(one)
+                limited = replace(one, max_bytes=min(max_bytes, one.max_bytes or max_bytes))
+                read = documents(limited, find_files(one))
+                formats |= {document.conversation.format for document in read if document.conversation}
+        except RecipeError as error:
+            problems += error.problems
+    if problems:
+        raise RecipeError(problems)
+    return formats
 
 
 def check_options(data: DataSpec) -> None:

@@ -72,7 +72,8 @@ def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
     if not files:
         kind = suffix if isinstance(suffix, str) else " or ".join(suffix)
         got = f"{place.absolute()} holds no {kind or 'visible'} file"
-        raise _path_error(got, "name the files by a glob: data.path='FOLDER/**/*.txt'")
+        example = ".json" if ".jsonl" in suffix else ".txt"
+        raise _path_error(got, f"name the files by a glob: data.path='FOLDER/**/*{example}'")
     return files
 
 

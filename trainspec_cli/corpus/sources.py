@@ -1,26 +1,27 @@
-"""Read documents from each raw source: Python's standard library, text, JSON lines, Parquet and Arrow tables.
+"""Read documents from each raw source: Python's standard library, text, JSON lines, tables and conversations.
 
 The order is fixed (by path, then by line), so the same files always give the same documents. Tables need extra `hf`.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import tokenize
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from trainspec_cli.corpus.chat import FIELDS, Conversation, parse_record, template_of
+from trainspec_cli.corpus.chat import Conversation, parse_record, template_of
+from trainspec_cli.corpus.chat_formats import ANY_SHAPE, COLUMNS, ChatFormat, FormatError, Record, format_in_file
+from trainspec_cli.corpus.json_records import json_lines, json_records
+from trainspec_cli.corpus.mistakes import Mistakes, bad_document, decode, excerpt
 from trainspec_cli.corpus.source_files import TABLE_SUFFIXES, cannot_read
-from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.reading.files import check_regular, open_regular, parse_json
+from trainspec_cli.corpus.tables import table_rows
+from trainspec_cli.reading.files import open_regular
 from trainspec_cli.spec.recipe.data import DataSpec
 
-TABLE_ROWS_AT_ONCE = 1024
+CHOOSE_FIELD = "type data.text_field=NAME to choose one"
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,21 @@ class Document:
 
 
 def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
-    """Yield every document of `files` that is not empty; the one that crosses `max_bytes` is cut there."""
-    read = _READERS[data.source]
+    """Yield every document of `files` that is not empty; the one that crosses `max_bytes` is cut there.
+
+    Raises RecipeError at the end with all lines that are wrong, or once there are `MAX_MISTAKES`; MachineError for a
+    file that cannot be read.
+    """
+    mistakes = Mistakes()
+    yield from _documents(data, files, mistakes)
+    mistakes.check()
+
+
+def _documents(data: DataSpec, files: list[Path], mistakes: Mistakes) -> Iterator[Document]:
+    read = READERS[data.source]
     left_bytes = sys.maxsize if data.max_bytes is None else data.max_bytes
     for file in files:
-        for document in read(file, data):
+        for document in read(file, data, mistakes):
             text = _cut_to_bytes(document.text, left_bytes)
             left_bytes -= len(text.encode())
             if text:
@@ -54,167 +65,93 @@ def _cut_to_bytes(text: str, max_bytes: int) -> str:
     return text.encode()[:max_bytes].decode(errors="ignore")
 
 
-def _read_python(file: Path, data: DataSpec) -> Iterator[Document]:
+def _read_python(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
     """Read a Python source file in the encoding that it declares."""
     try:
         with tokenize.open(file) as source:
             yield Document(str(file), source.read())
     except (SyntaxError, UnicodeDecodeError, LookupError) as error:
-        raise _bad_document(file, None, f"not in the encoding it declares: {error}", "") from error
+        raise bad_document(file, None, f"not in the encoding it declares: {error}", "") from error
     except OSError as error:
         raise cannot_read(file, error) from error
 
 
-def _read_text(file: Path, data: DataSpec) -> Iterator[Document]:
+def _read_text(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
     try:
         with open_regular(file) as opened:
             content = opened.read()
     except OSError as error:
         raise cannot_read(file, error) from error
-    yield Document(str(file), _decode(content, file, None, 0))
+    with mistakes.passing_over():
+        yield Document(str(file), decode(content, file, None, 0))
 
 
-def _read_jsonl(file: Path, data: DataSpec) -> Iterator[Document]:
+def _read_jsonl(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
     """Yield one document per line."""
-    for number, line in _lines(file):
-        yield Document(f"{file}:{number}", _text_of(_parse(line, file, number), file, number, data))
+    shape = f'each line must be one JSON object, such as {{"{data.text_field}": "..."}}'
+    for record in json_lines(file, shape, mistakes):
+        with mistakes.passing_over():
+            yield Document(f"{file}:{record.line}", _text_of(record.fields, file, record.line, data))
 
 
-def _read_table(file: Path, data: DataSpec) -> Iterator[Document]:
+def _read_table(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
     """Yield one document per row."""
-    for number, record in enumerate(table_rows(file, [data.text_field]), 1):
-        yield Document(f"{file}:{number}", _text_of(record, file, number, data))
+    for number, record in enumerate(table_rows(file, [data.text_field], CHOOSE_FIELD), 1):
+        with mistakes.passing_over():
+            yield Document(f"{file}:{number}", _text_of(record, file, number, data))
 
 
-def _read_chat(file: Path, data: DataSpec) -> Iterator[Document]:
-    """Yield one conversation per line or row, rendered by its template."""
+def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Document]:
+    """Yield one conversation per record, rendered by its template. The first that has a format decides that of all."""
     find = partial(template_of, data.tokenizer.path, data.chat_template)
-    for number, record in _records(file):
-        try:
-            found = parse_record(record, find, learn_all=data.loss_on == "all")
-        except ValueError as error:
-            raise _bad_document(file, number, f"{error}: {_excerpt(repr(record))}", "") from error
-        yield Document(f"{file}:{number}", found.text, found)
+    first: ChatFormat | None = None
+    for number, name, record in _chat_records(file, mistakes):
+        with mistakes.passing_over():
+            try:
+                of = format_in_file(record, first)
+                first = first or of
+                found = parse_record(record, of, find, learn_all=data.loss_on == "all")
+                check_encodable(found.text, "it")
+            except ValueError as error:
+                allowed = error.allowed if isinstance(error, FormatError) else ""
+                raise bad_document(file, number, f"{name}{error}: {excerpt(repr(record))}", allowed) from error
+            yield Document(f"{file}:{number}", found.text, found)
 
 
-def _records(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield numbered records from JSON lines or a table."""
+def _chat_records(file: Path, mistakes: Mistakes) -> Iterator[tuple[int, str, Record]]:
+    """Yield (line or row, the record's name in front of what is wrong with it, record)."""
     if file.suffix in TABLE_SUFFIXES:
-        yield from enumerate(table_rows(file, FIELDS), 1)
-        return
-    yield from ((number, _parse(line, file, number)) for number, line in _lines(file))
+        for number, row in enumerate(table_rows(file, COLUMNS, ANY_SHAPE), 1):
+            yield number, "", row
+    else:
+        for record in json_records(file, ANY_SHAPE, mistakes):
+            yield record.line, f"{record.name}: " if record.name else "", record.fields
 
 
-def _lines(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield lines numbered from 1; blank ones are skipped."""
-    try:
-        with open_regular(file) as lines:
-            start = 0
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield number, _decode(line, file, number, start)
-                start += len(line)
-    except OSError as error:
-        raise cannot_read(file, error) from error
-
-
-def _parse(line: str, file: Path, number: int) -> dict[str, Any]:
-    try:
-        record = parse_json(line)
-    except ValueError as error:
-        hint = 'each line must be one JSON object, such as {"text": "..."}'
-        why = error.msg if isinstance(error, json.JSONDecodeError) else error
-        raise _bad_document(file, number, f"not JSON ({why}): {_excerpt(line)}", hint) from error
-    if not isinstance(record, dict):
-        raise _bad_document(file, number, f"not a JSON object: {_excerpt(line)}", "")
-    return record
-
-
-def _text_of(record: dict[str, Any], file: Path, number: int, data: DataSpec) -> str:
+def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSpec) -> str:
     """Return the text field of one line or row."""
     if data.text_field not in record:
-        fields = ", ".join(map(str, record)) or "none"
-        raise _bad_document(
-            file, number, f"no field `{data.text_field}`; it has: {fields}", "type data.text_field=NAME to choose one"
-        )
+        fields = excerpt(", ".join(map(str, record)), 200) or "none"
+        raise bad_document(file, number, f"no field `{data.text_field}`; it has: {fields}", CHOOSE_FIELD)
     text = record[data.text_field]
     if not isinstance(text, str):
-        raise _bad_document(file, number, f"field `{data.text_field}` is not a string: {_excerpt(repr(text))}", "")
+        raise bad_document(file, number, f"field `{data.text_field}` is not a string: {excerpt(repr(text))}", "")
     try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        got = f"field `{data.text_field}` holds half a surrogate pair, \\u{ord(text[error.start]):04x}"
-        raise _bad_document(file, number, got, "") from error
+        check_encodable(text, f"field `{data.text_field}`")
+    except ValueError as error:
+        raise bad_document(file, number, str(error), "") from error
     return text
 
 
-def _decode(content: bytes, file: Path, line: int | None, start: int) -> str:
-    """Decode UTF-8 without its byte order mark; `start` is the offset of `content` in the file, in bytes."""
+def check_encodable(text: str, name: str) -> None:
+    """Raise ValueError for a text that has no UTF-8."""
     try:
-        return content.decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        got = f"byte {start + error.start} (0x{content[error.start]:02x}) is not UTF-8"
-        hint = "convert it (iconv -f LATIN1 -t UTF-8), or leave it out by a glob: data.path='FOLDER/**/*.txt'"
-        raise _bad_document(file, line, got, hint) from error
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} holds half a surrogate pair, \\u{ord(text[error.start]):04x}") from error
 
 
-def _bad_document(file: Path, line: int | None, got: str, hint: str) -> RecipeError:
-    return RecipeError(Problem("bad_document", got, path="data.path", hint=hint, file=str(file), line=line))
-
-
-def _excerpt(text: str, max_chars: int = 60) -> str:
-    text = text.strip()
-    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."
-
-
-def table_rows(file: Path, wanted: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield rows with the columns of `wanted` that the file has.
-
-    Raises RecipeError if it has none, MachineError on damage.
-    """
-    import pyarrow
-
-    check_regular(file)
-    try:
-        batches = _parquet(file, wanted) if file.suffix == ".parquet" else _arrow(file, wanted)
-        for batch in batches:
-            yield from batch.to_pylist()
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise MachineError(f"{file} cannot be read: {error}", code="unreadable_file") from error
-
-
-def _parquet(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
-    import pyarrow.parquet
-
-    with pyarrow.parquet.ParquetFile(file) as content:
-        columns = _present(file, content.schema_arrow.names, wanted)
-        yield from content.iter_batches(TABLE_ROWS_AT_ONCE, columns=columns)
-
-
-def _arrow(file: Path, wanted: Sequence[str]) -> Iterator[Any]:
-    """Yield batches of the stream format (which `datasets` writes) or of the file format, which ends in an index."""
-    import pyarrow
-
-    with pyarrow.memory_map(str(file)) as source:
-        is_file = source.read(6) == b"ARROW1"
-        source.seek(0)
-        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        columns = _present(file, reader.schema.names, wanted)
-        batches = (reader.get_batch(i) for i in range(reader.num_record_batches)) if is_file else reader
-        for batch in batches:
-            yield batch.select(columns)
-
-
-def _present(file: Path, names: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    present = [name for name in wanted if name in names]
-    if not present:
-        message = f"no column `{wanted[0]}`; it has: {', '.join(names)}"
-        hint = "type data.text_field=NAME to choose one"
-        raise RecipeError(Problem("bad_document", message, "data.path", hint, file=str(file)))
-    return present
-
-
-_READERS: dict[str, Callable[[Path, DataSpec], Iterator[Document]]] = {
+READERS: dict[str, Callable[[Path, DataSpec, Mistakes], Iterator[Document]]] = {
     "python_stdlib": _read_python,
     "text": _read_text,
     "jsonl": _read_jsonl,

@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainspec_cli.corpus import bpe
-from trainspec_cli.corpus.chat import SHAPES, Conversation
+from trainspec_cli.corpus.chat import Conversation
+from trainspec_cli.corpus.chat_formats import ANY_SHAPE, ChatFormat, describe_formats
 from trainspec_cli.corpus.manifest import (
     SCHEMA,
     SPLITS,
@@ -57,8 +58,9 @@ def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: O
     end_id = bpe.find_end_of_document(tokenizer, data.tokenizer)
     vocab_size = bpe.count_vocab(tokenizer)
     read = _read(data, files, "encoding", scan.bytes, on_progress)
+    formats: set[ChatFormat] = set()
     if data.source == "chat":
-        conversations = (document.conversation for document in read if document.conversation)
+        conversations = _conversations(read, formats)
         summaries, xz_bits_per_byte = write_conversations(conversations, tokenizer, end_id, rule, folder), None
     else:
         texts = (document.text for document in read)
@@ -70,7 +72,7 @@ def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: O
         vocab_size_asked=vocab_size if data.tokenizer.path else data.tokenizer.vocab_size,
         end_of_document_id=end_id,
         tokenizer_sha256=bpe.digest(tokenizer),
-        source=_describe_source(data),
+        source=_describe_source(data, formats),
         heldout_fraction=data.heldout_fraction,
         xz_bits_per_byte=xz_bits_per_byte,
         train=summaries["train"],
@@ -80,11 +82,20 @@ def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: O
     write_manifest(folder, manifest)
 
 
-def _describe_source(data: DataSpec) -> dict[str, Any]:
+def _conversations(read: Iterable[Document], formats: set[ChatFormat]) -> Iterator[Conversation]:
+    """Yield the conversations, and add their formats to `formats`."""
+    for document in read:
+        if document.conversation:
+            formats.add(document.conversation.format)
+            yield document.conversation
+
+
+def _describe_source(data: DataSpec, formats: set[ChatFormat]) -> dict[str, str | int | None]:
     if data.source == "python_stdlib":
         return {"source": data.source, "python": platform.python_version(), "max_bytes": data.max_bytes}
     path = str(expand(data.path or "").absolute())
-    return {"source": data.source, "path": path, "max_bytes": data.max_bytes}
+    of_chats: dict[str, str | int | None] = {"format": describe_formats(formats)} if formats else {}
+    return {"source": data.source, "path": path, "max_bytes": data.max_bytes, **of_chats}
 
 
 def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_progress: OnProgress) -> Iterator[Document]:
@@ -233,7 +244,7 @@ def write_conversations(
         for split in SPLITS:
             write_documents(folder, split, written[split].masks)
         if not any(mask.any() for mask in written["train"].masks):
-            raise RecipeError(Problem("empty_data", "no conversation holds a reply to learn", "data.path", SHAPES))
+            raise RecipeError(Problem("empty_data", "no conversation holds a reply to learn", "data.path", ANY_SHAPE))
         return {split: written[split].writer.finish() for split in SPLITS}
 
 

@@ -21,9 +21,9 @@ class Needs:
 
     processes: int
     memory_bytes: float
-    """Of the node, by all processes."""
+    """Memory of the node that all processes take."""
     gpu_memory_bytes: float
-    """Of its GPU, by each process."""
+    """Memory of its GPU that each process takes."""
     uses_gpus: bool
     checkpoint_bytes: float
     checkpoints: int

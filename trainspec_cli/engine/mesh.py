@@ -8,12 +8,20 @@ dp_shard x cp x tp shards each rank's experts.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainspec_cli.engine.comm.exchange import is_on_gloo
+from trainspec_cli.engine.comm.wire_bytes import Connection, open_connections
 from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
+
+SUMMED_OVER = ("dp_replicate", "dp_shard", "expert_shard")
+"""The axes over which gradients are summed: `dp_shard` with cp, as in `Mesh.links`."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,10 @@ class Mesh:
     """The pipeline's ranks once more: what flows against the stages' order has a group of its own."""
     ends: dist.ProcessGroup
     """The ranks of the pipeline's first and last stage, where a tied embedding stands on both."""
+    sums: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    """On gloo the groups of `SUMMED_OVER` that have several ranks once more, for gradients alone: they are summed in a
+    thread of their own, and calls of two threads on one group would come in another order on each rank."""
+    connections_of_sums: frozenset[Connection] = frozenset()
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.axes[axis].get_group()
@@ -42,13 +54,27 @@ class Mesh:
     def rank(self, axis: str) -> int:
         return int(self.axes[axis].get_local_rank())
 
+    def links(self) -> dict[str, list[tuple[int, ...]]]:
+        """Return the groups of ranks that exchange along each axis that has several, but for the pipeline's; `dp_shard`
+        is shared with cp, and `expert_shard` is what ep leaves to shard experts over."""
+        whole = self.axes.mesh  # (pp, dp_replicate, dp_shard, cp, tp)
+        found = {
+            "dp_replicate": _rows(whole, 1),
+            "dp_shard": _rows(whole, 2, 3),
+            "cp": _rows(whole, 3),
+            "tp": _rows(whole, 4),
+        }
+        if self.experts is not None:
+            found |= {"ep": _rows(self.experts.mesh, 3), "expert_shard": _rows(self.experts.mesh, 2)}
+        return {axis: links for axis, links in found.items() if len(links[0]) > 1}
+
     @property
     def device_type(self) -> str:
         return str(self.axes.device_type)
 
     @property
     def data_rank(self) -> int:
-        """Which part of each batch this rank reads: 0 .. data_parallel_size - 1."""
+        """Return the number of the part of each batch that this rank reads: 0 .. data_parallel_size - 1."""
         return self.rank("dp_replicate") * self.layout.dp_shard + self.rank("dp_shard")
 
     @property
@@ -59,12 +85,52 @@ class Mesh:
         return range(first, first + together)
 
 
+def _rows(ranks: Tensor, *along: int) -> list[tuple[int, ...]]:
+    """Return the ranks that differ in the dimensions `along` alone. NumPy also computes where torch's tensors are fake,
+    as in a trace."""
+    others = [dim for dim in range(ranks.ndim) if dim not in along]
+    grid = np.array(ranks.tolist()).transpose(*others, *along)
+    rows = grid.reshape(-1, math.prod(grid.shape[len(others) :]))
+    return [tuple(row) for row in rows.tolist()]
+
+
+def split_by_tier(
+    rows: Sequence[Sequence[int]], place_of: Callable[[int], int], sizes: Sequence[int]
+) -> list[list[list[int]]] | None:
+    """Return the groups in which a sum over each row of ranks is made tier by tier, innermost first: the ranks inside
+    each element, then those of one number in each element that the next tier joins, and so on.
+
+    `place_of` says where a rank's device lies among all, and `sizes` how many devices an element of each tier holds,
+    innermost first. None unless several levels have several ranks, and elements of a tier as many each.
+    """
+    if not sizes:
+        return None
+    levels, columns = list[list[list[int]]](), [list(row) for row in rows]
+    for size in sizes:
+        inside = [_by_element(column, place_of, size) for column in columns]
+        if len({(len(elements), len(ranks)) for elements in inside for ranks in elements}) > 1:
+            return None
+        if len(inside[0][0]) > 1:
+            levels.append([ranks for elements in inside for ranks in elements])
+            columns = [list(number) for elements in inside for number in zip(*elements, strict=True)]
+    if len(columns[0]) > 1:
+        levels.append(columns)
+    return levels if len(levels) > 1 else None
+
+
+def _by_element(ranks: Sequence[int], place_of: Callable[[int], int], size: int) -> list[list[int]]:
+    elements: dict[int, list[int]] = {}
+    for rank in ranks:
+        elements.setdefault(place_of(rank) // size, []).append(rank)
+    return list(elements.values())
+
+
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """Called by every rank together."""
     sizes = tuple(getattr(layout, axis) for axis in MESH_AXES)
     axes = init_device_mesh(device_type, sizes, mesh_dim_names=MESH_AXES)
     upstream, ends = _pipeline_groups(layout, axes["pp"].get_group())
-    return Mesh(
+    mesh = Mesh(
         layout=layout,
         axes=axes,
         shard=axes["dp_shard", "cp"]._flatten("shard"),
@@ -73,6 +139,14 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         upstream=upstream,
         ends=ends,
     )
+    return _with_sums(mesh) if is_on_gloo() else mesh
+
+
+def _with_sums(mesh: Mesh) -> Mesh:
+    others = set(open_connections())
+    links = {axis: ranks for axis, ranks in mesh.links().items() if axis in SUMMED_OVER}
+    sums = {axis: dist.new_subgroups_by_enumeration([*map(list, ranks)])[0] for axis, ranks in links.items()}
+    return replace(mesh, sums=sums, connections_of_sums=frozenset(open_connections()) - others)
 
 
 def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh | None:

@@ -48,7 +48,7 @@ class Cut:
 @dataclass(frozen=True)
 class Share:
     name: str
-    """In the whole model, whatever the layout."""
+    """The name in the whole model, whatever the layout."""
     parameter: nn.Parameter
     """As the module has it: of FSDP2 a DTensor."""
     cut: Cut | None = None

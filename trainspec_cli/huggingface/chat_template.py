@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
+from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.reading.files import UnreadableFileError, exists, expand, read_object, read_text
 
 CHATML = (
@@ -30,11 +30,20 @@ CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 MAX_TEMPLATE_BYTES = 2**20
 SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 Span = tuple[int, int]
 WORKER = Path(__file__).with_name("template_worker.py")
 CPU_LIMIT_S = 10.0
 """Processor time allowed for one conversation."""
+
+
+@dataclass(frozen=True)
+class TemplateAnswer:
+    """A line of the template's process: a rendered text and the spans of its replies, or the fault that kept it."""
+
+    text: str = ""
+    spans: Sequence[Span] = ()
+    fault: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,26 +52,28 @@ class ChatTemplate:
     tokens: Mapping[str, str]
     """Special tokens by name, which templates may use."""
 
-    def render(self, messages: Sequence[Message], *, asks: bool = False, **extra: Any) -> str:
+    def render(self, messages: Sequence[Message], *, asks: bool = False, **extra: object) -> str:
         """Render a conversation; with `asks`, up to where the assistant's reply begins.
 
         Raises ValueError with the template's own message if it refuses the conversation, fails, or exceeds the limits
         of time or memory.
         """
-        return str(self._ask(messages, {"add_generation_prompt": asks, **self.tokens, **extra})["text"])
+        return self._ask(messages, {"add_generation_prompt": asks, **self.tokens, **extra}).text
 
-    def replies(self, messages: Sequence[Message], **extra: Any) -> tuple[str, list[Span]]:
+    def replies(self, messages: Sequence[Message], **extra: object) -> tuple[str, list[Span]]:
         """Return the whole text, and the spans of the assistant's replies. Raises as `render` does.
 
         A reply is found as the text that changes with its content, so templates may trim it or leave out thoughts.
         """
         answer = self._ask(messages, {"add_generation_prompt": False, **self.tokens, **extra}, replies=True)
-        return answer["text"], [(start, end) for start, end in answer["spans"]]
+        return answer.text, [(start, end) for start, end in answer.spans]
 
-    def _ask(self, messages: Sequence[Message], values: dict[str, Any], *, replies: bool = False) -> dict[str, Any]:
+    def _ask(
+        self, messages: Sequence[Message], values: Mapping[str, object], *, replies: bool = False
+    ) -> TemplateAnswer:
         answer = self._process.ask({"messages": messages, "values": values, "replies": replies})
-        if "fault" in answer:
-            raise ValueError(f"the chat template failed: {answer['fault']}")
+        if answer.fault is not None:
+            raise ValueError(f"the chat template failed: {answer.fault}")
         return answer
 
     @cached_property
@@ -113,7 +124,7 @@ def _read_template(file: Path) -> str:
         raise _bad_template(str(error)) from error
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def _read_config(file: Path) -> JsonObject:
     if not exists(file):
         return {}
     try:
@@ -122,7 +133,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise _bad_template(str(error)) from error
 
 
-def _default(template: Any) -> str | None:
+def _default(template: JsonValue) -> str | None:
     """Return the default template; some tokenizers have several by name, for tools or retrieval."""
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
@@ -140,19 +151,18 @@ class TemplateProcess:
     def __init__(self, source: str):
         self._source = source
         self._process: subprocess.Popen[str] | None = None
-        self.fault = str(self._start().get("fault", ""))
+        self.fault = self._start().fault
         """The reason why the template cannot be run at all; empty if it can."""
 
-    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return {text, spans}, or {fault}."""
+    def ask(self, question: Mapping[str, object]) -> TemplateAnswer:
         if self._process is None:
             self._start()
         answer = self._exchange(json.dumps(question, default=str, allow_nan=True))
         if answer is None:
-            return {"fault": f"it took more than {CPU_LIMIT_S:g} s for one conversation"}
+            return TemplateAnswer(fault=f"it took more than {CPU_LIMIT_S:g} s for one conversation")
         return answer
 
-    def _start(self) -> dict[str, Any]:
+    def _start(self) -> TemplateAnswer:
         environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(
             [sys.executable, str(WORKER), str(CPU_LIMIT_S)],
@@ -166,10 +176,11 @@ class TemplateProcess:
         )
         answer = self._exchange(json.dumps(self._source, allow_nan=False))
         if answer is None:
-            return {"fault": f"it took more than {CPU_LIMIT_S:g} s to compile, or its process does not start"}
+            fault = f"it took more than {CPU_LIMIT_S:g} s to compile, or its process does not start"
+            return TemplateAnswer(fault=fault)
         return answer
 
-    def _exchange(self, line: str) -> dict[str, Any] | None:
+    def _exchange(self, line: str) -> TemplateAnswer | None:
         """Send a line and return its answer; None if the process ended instead."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         try:
@@ -181,8 +192,7 @@ class TemplateProcess:
         if not reply:
             self.close()
             return None
-        answer: dict[str, Any] = json.loads(reply)
-        return answer
+        return TemplateAnswer(**json.loads(reply))
 
     def close(self) -> None:
         """End the process. It would also end by itself when its standard input is closed."""

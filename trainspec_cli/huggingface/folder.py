@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from trainspec_cli.environment_names import HUB_MIRROR
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.config import model_type
 from trainspec_cli.huggingface.safetensors import StoredTensor, open_checkpoint
 from trainspec_cli.huggingface.tensors import HEAD, parameters
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import UnreadableFileError, read_object
+from trainspec_cli.reading.hub_cache import hub_cache, hub_name
 from trainspec_cli.spec.recipe.model import DecoderModel
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
@@ -25,18 +27,32 @@ _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 """Tensors of old checkpoints that can be computed from config.json."""
 
 
-def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
+def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
     """Read a JSON file of the folder. Raises RecipeError if it is missing or not JSON."""
     file = folder / name
     if not file.is_file():
-        got = f"{folder} holds no {name}" if folder.is_dir() else f"there is no folder {folder.absolute()}"
-        raise RecipeError(Problem("missing_file", got, "init.from", "type init.from=hf:<a checkpoint's folder>"))
+        raise RecipeError(_missing(folder, name))
     try:
         return read_object(file)
     except UnreadableFileError as error:
         found = error.problems[0]
         problem = Problem("bad_checkpoint", found.message, "init.from", file=found.file, line=found.line)
         raise RecipeError(problem) from error
+
+
+def _missing(folder: Path, name: str) -> Problem:
+    hint = "type init.from=hf:<a checkpoint's folder>"
+    if folder.is_dir():
+        return Problem("missing_file", f"{folder} holds no {name}", "init.from", hint)
+    got = f"there is no folder {folder.absolute()}"
+    if named := hub_name(str(folder)):
+        got += f", and the Hub's cache {hub_cache()} does not hold {named.name} ({named.revision})"
+        revision = "" if named.revision == "main" else f" --revision {named.revision}"
+        hint = (
+            f"where there is a network, type hf download {named.name}{revision}; HF_HOME names another cache, "
+            f"{HUB_MIRROR} a folder that holds {named.name}"
+        )
+    return Problem("missing_file", got, "init.from", hint)
 
 
 def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:

@@ -12,10 +12,19 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.reading.files import UnreadableFileError, open_regular, parse_json, read_object, show_kind
+from trainspec_cli.json_value import JsonObject, JsonValue
+from trainspec_cli.reading.files import (
+    UnreadableFileError,
+    open_regular,
+    parse_json,
+    read_field,
+    read_object,
+    show_kind,
+)
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.records import read_record
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
@@ -25,6 +34,16 @@ DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """The formats that weights are read from; others are quantised."""
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class HeaderEntry:
+    """A tensor as a header describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, ...]
+    """Offsets of its first byte and behind its last one, from the end of the header."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +78,16 @@ def open_checkpoint(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_index(file: Path) -> dict[str, str]:
+    """Return the file that holds each tensor."""
     try:
-        names: dict[str, str] = read_object(file, {"weight_map": dict})["weight_map"]
+        files = read_field(file, read_object(file), "weight_map", dict)
     except UnreadableFileError as error:
         raise _damaged(file, f"is not an index of safetensors files: {error}") from error
-    for name in names.values():
+    names = {}
+    for tensor, name in files.items():
         if not isinstance(name, str) or Path(name).name != name or "\0" in name:
             raise _damaged(file, f"names {show_kind(name)}, which is not a file beside it")
+        names[tensor] = name
     return names
 
 
@@ -80,34 +102,37 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
             raise _damaged(file, "is not a safetensors file")
         try:
             header = parse_json(content.read(length))
-            header.pop("__metadata__", None)
-            return {name: _entry(file, name, fields, 8 + length) for name, fields in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if not isinstance(header, dict):
+                raise ValueError(f"it is {show_kind(header)}")
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            return {name: _entry(file, name, entry, 8 + length) for name, entry in tensors.items()}
+        except ValueError as error:
             raise _damaged(file, f"has a header that cannot be read: {error}") from error
 
 
-def _entry(file: Path, name: str, fields: Mapping[str, Any], data_start: int) -> StoredTensor:
-    dtype, shape, (start, end) = fields["dtype"], tuple(fields["shape"]), fields["data_offsets"]
-    if dtype not in DTYPE_BYTES:
-        message = f"{file}: {name} is of type {dtype}; weights are read from {', '.join(DTYPE_BYTES)}"
+def _entry(file: Path, name: str, entry: JsonValue, data_start: int) -> StoredTensor:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} is {show_kind(entry)}")
+    described = read_record(HeaderEntry, entry)
+    shape, (start, end) = described.shape, described.data_offsets
+    if described.dtype not in DTYPE_BYTES:
+        message = f"{file}: {name} is of type {described.dtype}; weights are read from {', '.join(DTYPE_BYTES)}"
         raise RecipeError(Problem("unsupported", message, "init.from", "name a checkpoint that is not quantised"))
-    if len(shape) > MAX_DIMS or not all(
-        isinstance(number, int) and 0 <= number < MAX_EXTENT for number in (*shape, start, end)
-    ):
-        raise ValueError(f"{name} has {show_kind(fields['shape'])} as its shape, or offsets that are not numbers")
-    entry = StoredTensor(file, dtype, shape, data_start + start)
-    if end - start != entry.bytes or data_start + end > file.stat().st_size:
+    if len(shape) > MAX_DIMS or not all(0 <= number < MAX_EXTENT for number in (*shape, start, end)):
+        raise ValueError(f"{name} has {list(shape)} as its shape, or offsets below 0")
+    stored = StoredTensor(file, described.dtype, shape, data_start + start)
+    if end - start != stored.bytes or data_start + end > file.stat().st_size:
         raise _damaged(file, f"is cut short or altered: {name} is not where its header says")
-    return entry
+    return stored
 
 
 def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
     """Return a header for tensors (dtype, shape) stored in this order; its length is a multiple of 8."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: JsonObject = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, (dtype, shape) in tensors.items():
         end = start + math.prod(shape) * DTYPE_BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = to_plain(HeaderEntry(dtype, shape, (start, end)))
         start = end
     text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % 8)

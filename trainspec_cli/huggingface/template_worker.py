@@ -24,7 +24,7 @@ OUTPUT_LIMIT_CHARS = 2**24
 OTHER_CONTENT = "\ue000"
 """Replaces a reply to find its span; a private-use character, so no reply begins or ends with it."""
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 Span = tuple[int, int]
 
 
@@ -51,18 +51,18 @@ def compile_template(source: str) -> Any:
     return environment.from_string(source)
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+def _to_json(value: object, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, allow_nan=True, **options)
 
 
-def render(template: Any, messages: Sequence[Message], values: Mapping[str, Any]) -> str:
+def render(template: Any, messages: Sequence[Message], values: Mapping[str, object]) -> str:
     text: str = template.render(messages=messages, **values)
     if len(text) > OUTPUT_LIMIT_CHARS:
         raise ValueError(f"it writes {len(text):,} characters; at most {OUTPUT_LIMIT_CHARS:,} are allowed")
     return text
 
 
-def find_replies(template: Any, text: str, messages: Sequence[Message], values: Mapping[str, Any]) -> list[Span]:
+def find_replies(template: Any, text: str, messages: Sequence[Message], values: Mapping[str, object]) -> list[Span]:
     """Return the spans of the assistant's replies in `text`: the parts that change with the replies' content."""
     spans = []
     for number, message in enumerate(messages):
@@ -81,11 +81,13 @@ def difference(text: str, other: str) -> Span:
     return start, len(text) - same
 
 
-def answer(template: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def answer(
+    template: Any, messages: Sequence[Message], values: Mapping[str, object], replies: bool
+) -> dict[str, object]:
     """Return {text, spans}, or {fault} with the template's own message."""
     try:
-        text = render(template, asked["messages"], asked["values"])
-        spans = find_replies(template, text, asked["messages"], asked["values"]) if asked["replies"] else []
+        text = render(template, messages, values)
+        spans = find_replies(template, text, messages, values) if replies else []
         return {"text": text, "spans": spans}
     except TemplateError as error:
         return {"fault": str(error)}
@@ -106,7 +108,7 @@ def main() -> None:
     print(json.dumps(status, allow_nan=False), flush=True)
     for line in lines if template is not None else ():
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
-        answered = answer(template, json.loads(line))
+        answered = answer(template, **json.loads(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(answered, allow_nan=False), flush=True)
 

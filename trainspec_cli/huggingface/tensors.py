@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.model_parts import ExpertSpec
@@ -149,7 +149,7 @@ def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
     ]
 
 
-def adapter_config(lora: LoraSpec, base: str | None) -> dict[str, Any]:
+def adapter_config(lora: LoraSpec, base: str | None) -> JsonObject:
     """Return the content of adapter_config.json. `base` names the frozen weights, as from_pretrained takes it."""
     return {
         "peft_type": "LORA",

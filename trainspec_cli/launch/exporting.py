@@ -5,18 +5,30 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from trainspec_cli.corpus.bpe import decode
+from trainspec_cli.corpus.bpe import decode, load
+from trainspec_cli.corpus.chat import keep_template
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.manifest import read_manifest
 from trainspec_cli.corpus.publish import publishing
 from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.huggingface.chat_template import CHATML_TOKENS
 from trainspec_cli.huggingface.config import write_config
-from trainspec_cli.huggingface.folder import CONFIG, GENERATION, SMALL_FILES, TOKENIZER, TOKENIZER_CONFIG, read_config
+from trainspec_cli.huggingface.folder import (
+    CHAT_TEMPLATE,
+    CONFIG,
+    GENERATION,
+    SMALL_FILES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    read_config,
+)
 from trainspec_cli.huggingface.tensors import ADAPTER_CONFIG, adapter_config
+from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.launch.tools import EXPORT, run_tool
 from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.heldout import best_checkpoint
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir, read_plan
 from trainspec_cli.spec.recipe.model import DecoderModel
@@ -25,6 +37,8 @@ from trainspec_cli.spec.results.tools import ExportRequest
 
 DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
 """-> (as safetensors names it, as config.json does)"""
+BASE = "base"
+"""The folder of the weights below the adapters, where no other folder holds them."""
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """Keys that are taken from the config.json that a run began with."""
 
@@ -39,11 +53,17 @@ class Export:
     max_file_bytes: int = 5 * 10**9
 
 
-def find_checkpoint(run: RunDir, step: int | None) -> int:
-    """Return `step`, or the newest where it is None. Raises RecipeError where the run has no such whole checkpoint."""
+def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int:
+    """Return `step`, or the newest where it is None; with `best` that of the lowest held-out loss. Raises RecipeError
+    where the run has no such whole checkpoint."""
+    if best and step is not None:
+        raise RecipeError(Problem("usage", "--best and --step each name a checkpoint", "--best", "leave one out"))
     steps = run.checkpoint_steps()
     if not steps:
         raise RecipeError(Problem("no_checkpoint", f"{run.root} holds no whole checkpoint", hint="train it first"))
+    if best and (step := best_checkpoint(run)) is None:
+        message, hint = "no checkpoint was evaluated on what is held out", "type checkpoint.keep_best=true in a launch"
+        raise RecipeError(Problem("no_checkpoint", message, "--best", hint))
     if step is not None and step not in steps:
         message, hint = f"there is no checkpoint of step {step}", ", ".join(map(str, steps))
         raise RecipeError(Problem("no_checkpoint", message, "--step", hint))
@@ -58,11 +78,11 @@ def write_folder(wanted: Export, output: Path) -> str:
     assert isinstance(model, DecoderModel), "write_config refuses others"
     with publishing(output.expanduser().resolve()) as temporary:
         _write_beside(plan, wanted.run, config, temporary)
-        _write_tensors(wanted, temporary)
+        _write_tensors(wanted, temporary, "merged")
     return str(config["model_type"])
 
 
-def _config(plan: Plan, wanted: Export) -> dict[str, Any]:
+def _config(plan: Plan, wanted: Export) -> JsonObject:
     config = write_config(plan.spec.model, plan.spec.data.seq_len, DTYPES[wanted.dtype][1])  # type: ignore[arg-type]
     original = wanted.run.huggingface
     if (original / CONFIG).is_file():
@@ -71,11 +91,13 @@ def _config(plan: Plan, wanted: Export) -> dict[str, Any]:
     return config
 
 
-def _write_beside(plan: Plan, run: RunDir, config: dict[str, Any], folder: Path) -> None:
-    """config.json, tokenizer and generation config: those the run began with, or made from its data's tokenizer."""
+def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> None:
+    """config.json, tokenizer, chat template and generation config: those the run began with, or made from its data's
+    tokenizer."""
     for name in SMALL_FILES:
         if (run.huggingface / name).is_file():
             shutil.copyfile(run.huggingface / name, folder / name)
+    keep_template(plan.spec.data, folder)
     data_dir = read_data_dir(run)
     kept = (folder / TOKENIZER).is_file()
     token_folder = Collection.open(data_dir).tokenizer_folder if data_dir is not None and not kept else None
@@ -87,10 +109,14 @@ def _write_beside(plan: Plan, run: RunDir, config: dict[str, Any], folder: Path)
     write_json(folder / CONFIG, config)
 
 
-def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> int:
-    """-> the id that ends a document."""
-    end = read_manifest(token_folder).end_of_document_id
+def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> JsonValue:
+    """-> the ids that end a text: the end of a document, and before it that of a message in ChatML."""
+    document_end = read_manifest(token_folder).end_of_document_id
     shutil.copyfile(token_folder / TOKENIZER, folder / TOKENIZER)
+    template, message_end = folder / CHAT_TEMPLATE, None
+    if template.is_file() and CHATML_TOKENS[1] in template.read_text(encoding="utf-8"):
+        message_end = load(token_folder / TOKENIZER).token_to_id(CHATML_TOKENS[1])
+    end = document_end if message_end is None else message_end
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": decode(token_folder, [end]),
@@ -98,29 +124,53 @@ def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> int:
         "clean_up_tokenization_spaces": False,
     }
     write_json(folder / TOKENIZER_CONFIG, settings)
-    return end
+    return document_end if message_end is None else [message_end, document_end]
 
 
 def write_adapters(wanted: Export, output: Path) -> str:
-    """Make `output` with a run's LoRA adapters as PEFT reads them. Raises RecipeError where it trained none."""
+    """Make `output` with a run's LoRA adapters as PEFT reads them, and the tokenizer. Their base is the Hugging Face
+    folder that the run began with; of any other run its frozen weights are written too, in `output`/base. Raises
+    RecipeError where it trained none."""
     plan = read_plan(wanted.run)
     if not plan.spec.lora.rank:
         message = f"{wanted.run.root} trained whole weights, and no adapters"
         raise RecipeError(Problem("unsupported", message, "--format", "type --format hf"))
+    output, config = output.expanduser().resolve(), _config(plan, wanted)
     base = plan.spec.init.hugging_face
-    with publishing(output.expanduser().resolve()) as temporary:
-        write_json(temporary / ADAPTER_CONFIG, adapter_config(plan.spec.lora, str(base.absolute()) if base else None))
-        _write_tensors(wanted, temporary, adapters_alone=True)
+    with publishing(output) as temporary:
+        _write_beside(plan, wanted.run, config, temporary)
+        if base is None:
+            (temporary / BASE).mkdir()
+            _write_beside(plan, wanted.run, config, temporary / BASE)
+            _write_tensors(wanted, temporary / BASE, "base")
+        for name in (CONFIG, GENERATION):  # the base's
+            (temporary / name).unlink()
+        named = plan.spec.init.hub_name
+        by_name = named.name if named and named.revision == "main" else None
+        above = by_name or str((base or output / BASE).absolute())
+        write_json(temporary / ADAPTER_CONFIG, adapter_config(plan.spec.lora, above))
+        _write_tensors(wanted, temporary, "adapters")
     return "LoRA adapters"
 
 
-def _write_tensors(wanted: Export, folder: Path, *, adapters_alone: bool = False) -> None:
+def how_to_load(output: Path) -> list[str]:
+    """Return lines that say how transformers or PEFT load the folder."""
+    loaded = f"from_pretrained({str(output)!r})"
+    lines = [f"load it with transformers: AutoModelForCausalLM.{loaded}"]
+    if (output / ADAPTER_CONFIG).is_file():
+        lines = [f"load it with peft: AutoPeftModelForCausalLM.{loaded}"]
+    if (output / CHAT_TEMPLATE).is_file():
+        lines.append(f"chat template: AutoTokenizer.{loaded}.apply_chat_template(messages)")
+    return lines
+
+
+def _write_tensors(wanted: Export, folder: Path, what: Literal["merged", "adapters", "base"]) -> None:
     request = ExportRequest(
         plan_json=str(wanted.run.plan_json.absolute()),
         checkpoint=str(wanted.run.checkpoint(wanted.step).absolute()),
         output=str(folder),
         dtype=DTYPES[wanted.dtype][0],
         max_file_bytes=wanted.max_file_bytes,
-        adapters_alone=adapters_alone,
+        what=what,
     )
     run_tool(EXPORT, request)

@@ -15,7 +15,7 @@ from trainspec_cli.errors import WorkerError
 from trainspec_cli.launch.job.job import LOOPBACK, Job
 from trainspec_cli.printable import without_colours
 from trainspec_cli.reading.files import open_regular
-from trainspec_cli.rundir.event_types import EndEvent
+from trainspec_cli.rundir.event_types.training import EndEvent
 from trainspec_cli.rundir.events import tail_events
 from trainspec_cli.rundir.record import NodeErrorRecord, WorkerErrorRecord, read_error
 from trainspec_cli.spec.results.memory import Shortage
@@ -39,7 +39,7 @@ by SIGABRT."""
 @dataclass(frozen=True)
 class WorkerFailure:
     rank: int
-    """Of a whole node: the node's number."""
+    """The rank; the node's number where a whole node has failed."""
     host: str
     summary: str
     """One line: `ValueError: boo`, `killed by SIGKILL`."""
@@ -58,7 +58,7 @@ class WorkerFailure:
     foreseen: bool = False
     """It would come again if the run was started again as it is: an error for people, a node that is gone."""
     exit_code: int = WorkerError.exit_code
-    """What the run ends with because of it."""
+    """The exit code that the run ends with because of it."""
     shortage: Shortage | None = None
     """Its memory ran out."""
     whole_node: bool = False

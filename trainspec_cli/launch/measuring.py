@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from trainspec_cli import __version__
 from trainspec_cli.corpus.cache import cache_dir, make_cache
@@ -102,7 +102,7 @@ def read_probe(path: Path) -> MachineProbe | None:
 def table_path(plan: Plan, machine: Machine) -> Path:
     """Return a name that also changes with what gives a run its shapes, and with the kernels' libraries."""
     spec = to_plain(plan.spec)
-    shapes: dict[str, Any] = {key: spec[key] for key in ("model", "lora", "compile", "precision", "optim")}
+    shapes = {key: spec[key] for key in ("model", "lora", "compile", "precision", "optim")}
     plain = to_plain(plan)
     shapes |= {key: plain[key] for key in ("layout", "micro_batch_size", "device", "offload", "recompute")}
     shapes |= {"seq_len": plan.spec.data.seq_len, "documents": plan.spec.data.masks_documents}
@@ -124,7 +124,7 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def figures_path(kind: str, plan: Plan, machine: Machine, others: dict[str, Any]) -> Path:
+def figures_path(kind: str, plan: Plan, machine: Machine, others: Mapping[str, object]) -> Path:
     """Return a file whose name changes with all that the figures depend on: the machine, versions, and `others`."""
     facts = {
         "machine": asdict(machine),

@@ -14,7 +14,7 @@ from pathlib import Path
 from trainspec_cli.corpus.cache import cache_dir, make_cache
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.launch.measuring import figures_path
-from trainspec_cli.rundir.event_types import MemoryEvent
+from trainspec_cli.rundir.event_types.decisions import MemoryEvent
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -36,7 +36,7 @@ class Learned:
     at: float
     """Unix seconds."""
     predicted_bytes: float | None = None
-    """What the plan was predicted to take of the device, or of the process."""
+    """Memory that the plan was predicted to take of the device, or of the process."""
     used_bytes: int | None = None
     limit_bytes: int | None = None
 
@@ -86,7 +86,7 @@ class LimitsWatch:
         self._run, self._machine, self._now = run, machine, now
         changed = [replace(plan.with_layout(change), prediction=None) for change in plan.changes]
         self._plans = {one.layout.describe(): one for one in (*changed, plan)}
-        """By the axes of its layouts."""
+        """The plans by the axes of their layouts."""
         self._tail = None if plan.spec.fault else EventTail(run.directives)
 
     def look(self, report: Callable[[str], None] = lambda _: None) -> None:

@@ -9,7 +9,7 @@ from trainspec_cli.launch.failure import Explanation, explain_end, find_failures
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.supervise import Ending
 from trainspec_cli.rundir.accounting import account_run, read_recoveries
-from trainspec_cli.rundir.event_types import EvalEvent, StepEvent
+from trainspec_cli.rundir.event_types.training import EvalEvent, StepEvent
 from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.memory import newest_copy, remove_copies
 from trainspec_cli.rundir.paths import RunDir
@@ -21,7 +21,7 @@ from trainspec_cli.spec.canonical import Absent
 class RunOutcome:
     result: RunResult
     explanation: Explanation | None = None
-    """What went wrong, where something did."""
+    """The explanation of a failure; None where there was none."""
 
     @property
     def exit_code(self) -> int:

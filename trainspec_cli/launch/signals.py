@@ -5,23 +5,33 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
 def on_stop_signal(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` for each stop signal while the block runs. `nohup`'s ignored SIGHUP stays ignored."""
+    """Call `act` for each stop signal while the block runs. `nohup`'s ignored SIGHUP stays ignored.
+
+    A terminal closes once, yet its shell, its multiplexer and the kernel each send a SIGHUP: all but the first are
+    ignored, after the block too, since a second request means an end at once.
+    """
+
+    def hear(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            signal.signal(number, signal.SIG_IGN)
+        act()
+
     before = {
-        number: signal.signal(number, lambda *_: act())
-        for number in STOP_SIGNALS
-        if signal.getsignal(number) is not signal.SIG_IGN
+        number: signal.signal(number, hear) for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is hear:
+                signal.signal(number, handler)
 
 
 def interrupt() -> None:

@@ -1,5 +1,5 @@
 """Finds the node that a run would be faster without, by the speeds that its workers report, and writes down what is
-decided or advised. The decision itself is `policy.leave_out`; what follows it, `policy.recovery`.
+decided or advised. The decision itself is `policy.scheduling.leave_out`; what follows it, `policy.recovery`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from statistics import median
 
 from trainspec_cli.launch.job.folder import write_fewer_nodes
 from trainspec_cli.launch.job.job import Job
-from trainspec_cli.policy.division import even_division
-from trainspec_cli.policy.leave_out import (
+from trainspec_cli.policy.batch.division import even_division
+from trainspec_cli.policy.recovery.run_state import NodeSlow
+from trainspec_cli.policy.scheduling.leave_out import (
     Gain,
     LeaveOutScheduler,
     RankTimes,
@@ -24,10 +25,11 @@ from trainspec_cli.policy.leave_out import (
     data_rows,
     gain_without_slowest,
 )
-from trainspec_cli.policy.paces import PaceTracker
-from trainspec_cli.policy.run_state import NodeSlow
-from trainspec_cli.policy.speeds import SKIPPED_STEPS, Speed
-from trainspec_cli.rundir.event_types import Event, NodesAchievedEvent, NodesEvent, StepEvent
+from trainspec_cli.policy.scheduling.paces import PaceTracker
+from trainspec_cli.policy.scheduling.speeds import SKIPPED_STEPS, Speed
+from trainspec_cli.rundir.event_types.decisions import NodesAchievedEvent, NodesEvent
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.training import StepEvent
 from trainspec_cli.rundir.events import EventTail, EventWriter, read_sound
 from trainspec_cli.rundir.speeds import SpeedsReport, SpeedsWatch
 from trainspec_cli.spec.canonical import ABSENT
@@ -36,7 +38,7 @@ from trainspec_cli.units import format_duration
 
 SUPERVISOR = -1
 MEASURED_STEPS = 5
-"""What a step takes is the median over so many at least."""
+"""The fewest steps over which the median of their times is taken."""
 REMEMBERED_STEPS = 50
 
 Replan = Callable[[Plan, int], Plan | None]
@@ -71,9 +73,9 @@ class SlowNodes:
         self._replan, self._report = replan, report
         self._restart_s, self._asked_s = math.inf, math.inf
         self._decided: Gain | None = None
-        """Of the node that is being left out."""
+        """The gain expected of the node that is being left out."""
         self._given: NodesEvent | None = None
-        """Whose effect is measured."""
+        """The directive whose effect is measured."""
         self._number = sum(isinstance(event, NodesEvent) for event in read_sound(job.run.directives))
 
     def open(self, job: Job, plan: Plan) -> None:

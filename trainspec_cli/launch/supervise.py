@@ -15,8 +15,9 @@ from trainspec_cli.launch.backend.processes import POLL_S
 from trainspec_cli.launch.job.job import Job, torchrun_command
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
 from trainspec_cli.launch.slow_nodes import Replan, SlowNodes
-from trainspec_cli.policy import recovery, run_state
-from trainspec_cli.rundir.event_types import EndedMark, FailureMark, LaunchMark, MemoryEvent, RecoveryEvent
+from trainspec_cli.policy.recovery import recovery, run_state
+from trainspec_cli.rundir.event_types.decisions import MemoryEvent
+from trainspec_cli.rundir.event_types.failures import EndedMark, FailureMark, LaunchMark, RecoveryEvent
 from trainspec_cli.rundir.events import EventWriter, read_sound
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import Fence, was_stop_noted
@@ -28,25 +29,25 @@ from trainspec_cli.spec.results.plan import Plan
 SUPERVISOR = -1
 """Stands for a rank in the supervisor's marks."""
 TOOL = ResilienceSpec(mode="none")
-"""What a job without a plan does about failures."""
+"""The resilience of a job without a plan."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the processes came to an end; what it means for the run is decided by `outcome.conclude`."""
+    """The end of the processes; what it means for the run is decided by `outcome.conclude`."""
 
     job: Job
-    """Of the last generation."""
+    """The job of the last generation."""
     exit_code: int | None
     """torchrun's; None when it was still there and had to be killed. Of several replica groups 0."""
     stop_requested: bool
-    """By a person or a scheduler, of the supervisor or of a node's agent."""
+    """True where a person or a scheduler has asked the supervisor, or a node's agent, to stop."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended (stuck in the kernel)."""
     given_up: str = ""
     """Why the supervisor ended the run, where it did (too few replica groups were left)."""
     generation: int | None = None
-    """That ended."""
+    """The number of the generation that ended."""
 
 
 def supervise(

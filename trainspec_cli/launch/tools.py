@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import Interrupted, MachineError, Problem
@@ -34,7 +34,10 @@ from trainspec_cli.spec.results import tools as messages
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import MachineProbe
 
-RequestT = TypeVar("RequestT")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+RequestT = TypeVar("RequestT", bound="DataclassInstance")
 ResultT = TypeVar("ResultT")
 TAIL_LINES = 15
 
@@ -49,13 +52,13 @@ class Tool(Generic[RequestT, ResultT]):
     what: str
     """Its name in messages."""
     code: str
-    """Of the problem that a failure is."""
+    """The code of the problem that a failure is."""
     hint: str = ""
-    """What to do where it fails."""
+    """The advice where it fails."""
     timeout_s: float | None = None
     """The tool is ended after this long; None: it may take as long as its request is large."""
     program: tuple[str, ...] = ("-m", "trainspec_cli.engine.tools")
-    """What Python runs; it gets the tool's name and the folder as arguments."""
+    """Arguments of Python; the tool's name and the folder follow them."""
 
     @property
     def worker(self) -> tuple[str, ...]:

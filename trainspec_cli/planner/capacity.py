@@ -1,4 +1,4 @@
-"""RunSpec and cluster -> the ranked layouts, what was refused and why, and what would make an infeasible run fit."""
+"""RunSpec and cluster -> the ranked layouts, and what was refused and why."""
 
 from __future__ import annotations
 
@@ -11,29 +11,37 @@ from trainspec_cli.planner.blueprint.blueprint import draw_blueprint
 from trainspec_cli.planner.cut import cut_on_chip
 from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.hardware.topology import Fabric, NetworkTier
+from trainspec_cli.planner.memory.fit import SURELY, expected_step_s, fit_probability
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
 from trainspec_cli.planner.run.batches import main_size, predict_sizes
-from trainspec_cli.planner.search.search import SLOWER, TOO_LARGE, Estimated, Search, recompute_names, share_recomputed
+from trainspec_cli.planner.search.search import (
+    ABOUT,
+    SLOWER,
+    TOO_LARGE,
+    Estimated,
+    Search,
+    recompute_names,
+    share_recomputed,
+)
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.planner.validation.prose import usual_gbit
-from trainspec_cli.policy.division import largest_that_fits
+from trainspec_cli.policy.batch.division import largest_that_fits
 from trainspec_cli.spec.field_types import AUTO, AutoInt
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
 from trainspec_cli.spec.recipe.fabric import TierSpec
-from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
-from trainspec_cli.units import GIB, format_bytes
+from trainspec_cli.units import GIB
 
 SHOWN = 10
 POOL, SLACK = 4, 1.1
 """Layouts that a search keeps for each that is shown, and how far over the limit by its rough estimate: which of them
 fit is seen when every tensor is counted."""
-MORE_NODES = (2, 4, 8, 16, 32, 64)
 
 
 def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SHOWN) -> CapacityPlan:
@@ -45,11 +53,8 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     eff = efficiency_of(spec.cluster)
     search, found = run_search(spec, fabric, eff, POOL * shown)
     candidates = choose_candidates(search, found, spec, eff, shown)
-    advice: tuple[str, ...] = ()
     if not candidates and search.smallest is not None:
         candidates = [candidate_of(search.smallest, spec, eff)]
-    if not any(candidate.fits for candidate in candidates):
-        advice = tuple(advise(spec, fabric, eff))
     return CapacityPlan(
         params=workload.count_params(spec.model),
         active_params=workload.count_active_params(spec.model),
@@ -58,7 +63,7 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
         tokens_per_step=spec.batching.global_batch_size * _length(spec),
         candidates=tuple(candidates),
         rejected=dict(search.refused),
-        advice=advice,
+        safest=choose_safest(candidates, search.safest, spec, eff),
         assumptions=tuple(assumptions(spec, fabric)),
         considered=search.considered,
     )
@@ -67,18 +72,31 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
 def choose_candidates(
     search: Search, found: list[Estimated], spec: RunSpec, eff: Efficiency, shown: int
 ) -> list[Candidate]:
-    """The fastest that fit when every tensor is counted: the search's own estimate is a rough one. Where none does, the
-    fastest."""
+    """The best that fit when every tensor is counted: the search's own estimate is a rough one. Where none does, the
+    best of those that do not."""
     candidates: list[Candidate] = []
     for item in found:
         candidates.append(candidate_of(item, spec, eff))
         if sum(candidate.fits for candidate in candidates) == shown:
             break
     fitting = [candidate for candidate in candidates if candidate.fits]
-    chosen = sorted(fitting, key=lambda candidate: candidate.step_time_s) or candidates[:shown]
+    chosen = sorted(fitting, key=lambda candidate: candidate.expected_step_s) or candidates[:shown]
     search.refused[TOO_LARGE] += len(candidates) - len(chosen)
     search.refused[SLOWER] += len(found) - len(candidates)
     return chosen
+
+
+def choose_safest(
+    candidates: Sequence[Candidate], safest: Sequence[Estimated], spec: RunSpec, eff: Efficiency
+) -> Candidate | None:
+    """Return the layout that fits most probably, of those whose step is a tenth longer than the best one's at most; of
+    those that surely fit, the fastest. None where nothing fits."""
+    if not candidates or not candidates[0].fits:
+        return None
+    others = (candidate_of(found, spec, eff) for found in safest)
+    slowest_s = ABOUT * candidates[0].step_time_s
+    about = [candidate for candidate in (*candidates, *others) if candidate.step_time_s <= slowest_s]
+    return max(about, key=lambda candidate: (min(candidate.fit_probability, SURELY), -candidate.step_time_s))
 
 
 def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tuple[Search, list[Estimated]]:
@@ -92,8 +110,14 @@ def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tup
         layer_memory=layer_memory,
         samples=main_size(spec),
         slack=SLACK,
+        start_s=start_s_a_step(spec),
     )
     return search, search.run(Space(spec, fabric.num_devices, fabric.scaleup_devices))
+
+
+def start_s_a_step(spec: RunSpec) -> float:
+    """Return the seconds of a start in vain over the steps of the run."""
+    return spec.cluster.reliability.start_s / spec.train.max_steps
 
 
 def efficiency_of(cluster: ClusterSpec) -> Efficiency:
@@ -140,7 +164,19 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
         host_link_gb_per_s=cluster.host_link_gb_per_s,
         name=cluster.fabric.name,
     )
-    return with_tiers(fabric, cluster.fabric.tiers)
+    fabric = with_tiers(fabric, cluster.fabric.tiers)
+    _check_links(fabric)
+    return fabric
+
+
+def _check_links(fabric: Fabric) -> None:
+    """Raise RecipeError where nothing says how fast the devices of a scale-up domain exchange data."""
+    joined = min(fabric.scaleup_devices, fabric.num_devices)
+    if joined > 1 and fabric.link_gb_per_s <= 0:
+        path = "cluster.accelerator.link_gb_per_s"
+        message = f"`{path}` of {fabric.chip.name} has no value, and {joined} devices exchange data over these links"
+        hint = f"type {path}=<GB/s of a device, one direction>: 63 on PCIe 5 x16, 450 on an H100's NVLink"
+        raise RecipeError(Problem("missing_value", message, path, hint))
 
 
 def with_tiers(fabric: Fabric, tiers: Sequence[TierSpec]) -> Fabric:
@@ -247,6 +283,8 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
     mfu = tokens_per_s * model_flops / devices / peak_flops_per_s(setup.fabric.chip, setup.matmul)
     attention = workload.mixing_flops_per_token(spec.model, spec.data.seq_len)
     again = share_recomputed(setup, model_flops - attention, attention)
+    peak_bytes, limit_bytes = max(stage.total_bytes for stage in stages), memory_limit_bytes(setup.fabric.chip)
+    probability = fit_probability(peak_bytes, limit_bytes)
     return Candidate(
         layout=setup.layout,
         micro_batch_size=int(setup.micro_batch_size),
@@ -257,8 +295,10 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
         tokens_per_s_per_gpu=tokens_per_s / devices,
         mfu=mfu,
         hfu=mfu * (1 + again),
-        peak_memory_bytes=max(stage.total_bytes for stage in stages),
-        memory_limit_bytes=memory_limit_bytes(setup.fabric.chip),
+        peak_memory_bytes=peak_bytes,
+        memory_limit_bytes=limit_bytes,
+        fit_probability=probability,
+        expected_step_s=expected_step_s(time.total_s, probability, start_s_a_step(spec)),
         memory=stages,
         time=time,
         sized_steps=predict_sizes(setup, spec, eff),
@@ -300,52 +340,10 @@ def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> 
     return largest_that_fits(usual, 2 * usual if wanted == AUTO else int(wanted), fits)
 
 
-def advise(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Iterator[str]:
-    """Single changes that would make the run fit, each tried; the first number of nodes that does."""
-    for words, changed in changes(spec):
-        fastest = find_fastest(changed, fabric, eff)
-        if fastest:
-            yield f"{words} fits, with {format_bytes(fastest.peak_memory_bytes)} a device"
-    wide = replace(spec, layout=open_layout(spec), recompute=AUTO)
-    for factor in MORE_NODES:
-        nodes = spec.cluster.num_nodes * factor
-        larger = replace(fabric, num_devices=fabric.num_devices * factor)
-        fastest = find_fastest(wide, larger, eff)
-        if fastest:
-            peak = format_bytes(fastest.peak_memory_bytes)
-            yield f"cluster.num_nodes={nodes} layout=auto recompute=auto fits, with {peak} a device"
-            return
-
-
-def find_fastest(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Candidate | None:
-    """Return the fastest candidate that fits; None where none does."""
-    search, found = run_search(spec, fabric, eff, POOL)
-    chosen = choose_candidates(search, found, spec, eff, 1)
-    return chosen[0] if chosen and chosen[0].fits else None
-
-
-def changes(spec: RunSpec) -> Iterator[tuple[str, RunSpec]]:
-    if spec.recompute not in ("full", AUTO):
-        yield "recompute=full", replace(spec, recompute="full")
-    if spec.batching.micro_batch_size not in (1, AUTO):
-        yield "batching.micro_batch_size=1", replace(spec, batching=replace(spec.batching, micro_batch_size=1))
-    if spec.layout != open_layout(spec):
-        yield "layout=auto recompute=auto", replace(spec, layout=open_layout(spec), recompute=AUTO)
-    if spec.offload == "none":
-        yield "offload=optimizer", replace(spec, offload="optimizer")
-        both = replace(spec, layout=open_layout(spec), recompute=AUTO, offload="optimizer")
-        yield "layout=auto recompute=auto offload=optimizer", both
-
-
-def open_layout(spec: RunSpec) -> LayoutSpec:
-    """Every axis left open."""
-    wide = replace(spec.layout, dp_replicate=AUTO, dp_shard=AUTO, cp=AUTO, tp=AUTO, pp=AUTO, ep=AUTO)
-    return replace(wide, zero_stage=AUTO, pipeline_schedule=AUTO, virtual_stages=AUTO)
-
-
 def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
     chip = fabric.chip
     yield "MFU counts attention over the causal half of the sequence and no recomputed work"
+    yield "ranked by the step to expect with the chance to fit, by the error of memory predicted for published runs"
     if chip.vendor == "cpu":
         yield "the CPU's rates are those of a typical server core; nothing was measured here"
     elif not chip.matmul_bf16_tflops:

@@ -15,8 +15,8 @@ from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.units import format_duration
 
 CANDIDATES: tuple[WireFormat, ...] = ("full", "bf16", "int8")
-"""Of two that take equally long the first is chosen. int4 has cost a tiny llama up to 1.0% of its loss
-(docs/benchmarks.md): it is for a recipe to ask for."""
+"""The formats to choose from; where two take equally long, the first is chosen. int4
+has cost a tiny llama up to 0.44% of its loss (docs/benchmarks.md): it is for a recipe to ask for."""
 
 
 def choose_formats(plan: Plan, machine: Machine) -> WireFormats:

@@ -12,8 +12,8 @@ from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import LayersPart, MicroBatch, micro_batch, own_work_s, recompute_part_s
 from trainspec_cli.planner.workload import head_work, layer_works
-from trainspec_cli.policy.partition import cut_by_times, cut_evenly
-from trainspec_cli.policy.partition_problem import LayerTimes, Room
+from trainspec_cli.policy.partition.cut import cut_by_times, cut_evenly
+from trainspec_cli.policy.partition.problem import LayerTimes, Room
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import ModelSpec
 from trainspec_cli.spec.results.prediction import MemoryBreakdown

@@ -16,8 +16,8 @@ from trainspec_cli.planner.cut import cut, cut_on_chip, is_open, relative_times
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.search.auto import best_candidate, is_searched, replica_groups_of
 from trainspec_cli.planner.this_machine import is_known, setup_of
-from trainspec_cli.policy.batch import count_steps, schedule_batches
-from trainspec_cli.policy.division import count_micro_batches, turns_of
+from trainspec_cli.policy.batch.batch_schedule import count_steps, schedule_batches
+from trainspec_cli.policy.batch.division import count_micro_batches, turns_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule
@@ -25,7 +25,7 @@ from trainspec_cli.spec.recipe.run import Recompute, RunSpec
 from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 from trainspec_cli.spec.rules.batching import measurable_noise
-from trainspec_cli.spec.rules.comm import exchanged
+from trainspec_cli.spec.rules.comm import exchanged, joined
 from trainspec_cli.spec.rules.elastic import wanted_groups, whole_hosts
 from trainspec_cli.spec.rules.layout import size_of
 from trainspec_cli.spec.rules.relayout import changed_specs
@@ -42,7 +42,8 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     device = resolve_device(spec.cluster, machine)
     devices_per_node = resolve_devices_per_node(spec, device, machine)
     layout, groups, micro_batch_size, grad_accum_steps, recompute = _choose(spec, machine, device, devices_per_node)
-    if problems := [*measurable_noise(spec, layout, groups, grad_accum_steps), *exchanged(spec, layout, groups)]:
+    problems = [*measurable_noise(spec, layout, groups, grad_accum_steps), *exchanged(spec, layout, groups)]
+    if problems := [*problems, *joined(spec, layout, device)]:
         raise RecipeError(problems)
     compute = resolve_compute(spec, machine)
     peak_flops, peak_source = known_peak(spec.cluster, machine, device, compute)
@@ -149,7 +150,7 @@ def known_peak(cluster: ClusterSpec, machine: Machine, device: str, compute: str
     if device != "cuda" or compute != "bf16":
         return None, ""
     chip = find_accelerator(machine.gpu_names[0]) if machine.gpu_names else cluster.accelerator
-    if chip is None:
+    if chip is None or not chip.bf16_tflops:
         return None, ""
     return chip.bf16_tflops * 1e12, f"dense bf16 peak of {chip.name} by its data sheet"
 

@@ -43,8 +43,8 @@ class Software:
     fused_attention: bool = True
     """FlashAttention or alike; False materialises the score matrix."""
     attention_generation: int = 9
-    """Of tensor cores that the attention kernels were written for: FlashAttention 1 to 3, and 9 where a maker's library
-    keeps up with its chips (cuDNN, XLA, ROCm)."""
+    """Generation of the tensor cores that the attention kernels were written for: FlashAttention 1 to 3, and 9 where a
+    maker's library keeps up with its chips (cuDNN, XLA, ROCm)."""
     fused_kernels: bool = True
     """Norms, activations, losses as single kernels (Transformer Engine, torch.compile, XLA)."""
     fused_loss: bool = False
@@ -61,15 +61,15 @@ class Software:
     graphs: bool = False
     """Launches are replayed (CUDA graphs) or few (compiled programs)."""
     grad_bytes: float = 4.0
-    """Of a gradient while it is accumulated."""
+    """Bytes of a gradient while it is accumulated."""
     reduce_bytes: float = 4.0
-    """Of a gradient on the wire, in full."""
+    """Bytes of a gradient on the wire, in full."""
     wire: WireFormats = field(default_factory=WireFormats)
     """The formats in which gradients and parameters travel."""
     master_bytes: float = 4.0
-    """Of the parameter that the optimizer updates, when weights are kept in the compute format beside it."""
+    """Bytes of the parameter that the optimizer updates, when weights are kept in the compute format beside it."""
     moment_bytes: float = 8.0
-    """Of the optimizer's moments, a parameter."""
+    """Bytes of the optimizer's moments, a parameter."""
     bucket_bytes: float = 0.3 * GIB
     """Flat gradient and parameter buckets in flight."""
     step_bytes: float = 0.0
@@ -81,7 +81,7 @@ class Software:
     shifted_logits: bool = False
     """A copy of the logits, shifted by a token, goes into the loss."""
     weight_bytes: float = 2.0
-    """Of a parameter as kept between steps; 4 where a sharded fp32 copy is all there is (FSDP)."""
+    """Bytes of a parameter as kept between steps; 4 where a sharded fp32 copy is all there is (FSDP)."""
 
 
 @dataclass(frozen=True)

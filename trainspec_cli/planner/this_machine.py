@@ -15,9 +15,9 @@ from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.planner.memory.local import peak_memory
 from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
-from trainspec_cli.planner.time.local import step_parts_s
+from trainspec_cli.planner.time.local import planned_links, step_parts_s
 from trainspec_cli.planner.time.step import estimate_step, micro_batch
-from trainspec_cli.policy.division import count_micro_batches, turns_of
+from trainspec_cli.policy.batch.division import count_micro_batches, turns_of
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
 from trainspec_cli.spec.results.plan import Plan
@@ -55,7 +55,11 @@ def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
     """Predict a plan that `is_predictable`."""
     model = plan.spec.model
     assert isinstance(model, DecoderModel), "other families are not predictable"
-    return LocalPrediction(time_s=step_parts_s(plan, model, probe), memory=peak_memory(plan, model, probe))
+    return LocalPrediction(
+        time_s=step_parts_s(plan, model, probe),
+        memory=peak_memory(plan, model, probe),
+        links=planned_links(plan, model, probe),
+    )
 
 
 PASSING = ("gradients", "activations", "loss", "logits", "collectives", "fragmentation")

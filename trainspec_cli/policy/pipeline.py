@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
-from trainspec_cli.policy.partition import cut_evenly
+from trainspec_cli.policy.partition.cut import cut_evenly
 from trainspec_cli.spec.recipe.layout import Layout
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]

@@ -11,12 +11,12 @@ import stat
 import struct
 import types
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypeVar, get_origin, overload
 
 from trainspec_cli.errors import MachineError, Problem
+from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.units import format_bytes
 
 MAX_BYTES = 64 * 2**20
@@ -52,6 +52,7 @@ MAX_DEPTH = 64
 MAX_DIGITS = 30
 """The most digits of a whole number."""
 
+T = TypeVar("T")
 Kind = type | types.UnionType
 _KIND_NAMES = {
     int: "a whole number",
@@ -170,22 +171,22 @@ def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
         raise unreadable(path, why, "convert it: iconv -f LATIN1 -t UTF-8", line=line) from error
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> JsonValue:
     """Parse JSON. Raises ValueError (JSONDecodeError if it is not JSON) that says what is wrong."""
     try:
-        content = json.loads(text, parse_int=_whole)
+        content: JsonValue = json.loads(text, parse_int=parse_whole)
     except RecursionError as error:
-        raise ValueError(_TOO_DEEP) from error
-    _check_depth(content)
+        raise ValueError(TOO_DEEP) from error
+    check_depth(content)
     return content
 
 
-_TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
+TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
-def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
+def read_json(path: Path) -> JsonValue:
     """Read a JSON file. Raises UnreadableFileError with file, line and column, MissingFileError if there is no file."""
-    text = read_text(path, max_bytes)
+    text = read_text(path)
     try:
         return parse_json(text)
     except json.JSONDecodeError as error:
@@ -195,41 +196,46 @@ def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
         raise unreadable(path, f"cannot be read: {error}") from error
 
 
-def read_object(path: Path, fields: Mapping[str, Kind] | None = None, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """Return a JSON object that has all of `fields`, each of its kind; others are allowed.
-
-    Raises as `read_json` does.
-    """
-    content = read_json(path, max_bytes)
+def read_object(path: Path) -> JsonObject:
+    """Return the JSON object in `path`. Raises as `read_json` does."""
+    content = read_json(path)
     if not isinstance(content, dict):
         raise unreadable(path, f"holds {show_kind(content)}; a JSON object is needed")
-    for name, kind in (fields or {}).items():
-        check_field(path, content, name, kind)
     return content
 
 
-def check_field(path: Path, content: Mapping[str, Any], name: str, kind: Kind) -> None:
-    """Raise UnreadableFileError if `content` of `path` lacks `name`, or holds another kind of value there."""
+@overload
+def read_field(path: Path, content: JsonObject, name: str, kind: type[JsonObject]) -> JsonObject: ...
+@overload
+def read_field(path: Path, content: JsonObject, name: str, kind: type[T]) -> T: ...
+def read_field(path: Path, content: JsonObject, name: str, kind: type) -> object:
+    """Return a field of an object in `path`. Raises UnreadableFileError where it is missing or of another kind."""
     if name not in content:
         raise unreadable(path, f"has no `{name}`; {describe_kind(kind)} is needed")
     if not is_kind(content[name], kind):
         raise unreadable(path, f"has {show_kind(content[name])} as `{name}`; {describe_kind(kind)} is needed")
+    return content[name]
 
 
-def is_kind(value: Any, kind: Kind) -> bool:
+def is_kind(value: object, kind: Kind) -> bool:
     """Return True if `value` is of `kind` by JSON's rules: a whole number is also a number, and true is not."""
-    kinds = kind.__args__ if isinstance(kind, types.UnionType) else (kind,)
+    kinds = _members(kind)
     allowed = (*kinds, int) if float in kinds else kinds
     return type(value) in allowed
 
 
 def describe_kind(kind: Kind) -> str:
     """`int | None` -> `a whole number or null`."""
+    return " or ".join(_KIND_NAMES[one] for one in _members(kind))
+
+
+def _members(kind: Kind) -> tuple[type, ...]:
+    """`int | None` -> (int, NoneType); `dict[str, object]` -> (dict,)."""
     kinds = kind.__args__ if isinstance(kind, types.UnionType) else (kind,)
-    return " or ".join(_KIND_NAMES[one] for one in kinds)
+    return tuple(get_origin(one) or one for one in kinds)
 
 
-def show_kind(value: Any) -> str:
+def show_kind(value: object) -> str:
     """Describe a value briefly: `a list`, `null`, `7`, `'abc'`."""
     if value is None or isinstance(value, (list, dict)):
         return _KIND_NAMES[type(value)]
@@ -237,16 +243,18 @@ def show_kind(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def _whole(digits: str) -> int:
+def parse_whole(digits: str) -> int:
+    """Return a whole number of JSON. Raises ValueError for one that has too many digits."""
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"it holds a whole number of {len(digits):,} digits; at most {MAX_DIGITS} are read")
     return int(digits)
 
 
-def _check_depth(content: Any) -> None:
+def check_depth(content: JsonValue) -> None:
+    """Raise ValueError for lists and objects that are nested too deep."""
     level, depth = [content], 0
     while level := [node for node in level if isinstance(node, (dict, list))]:
         depth += 1
         if depth > MAX_DEPTH:
-            raise ValueError(_TOO_DEEP)
+            raise ValueError(TOO_DEEP)
         level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from trainspec_cli.json_value import JsonValue
 from trainspec_cli.reading.files import read_text, unreadable
 
 MAX_BYTES = 512 * 2**10
@@ -43,7 +43,7 @@ def compose_yaml(text: str) -> yaml.Node | None:
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
 
 
-def read_yaml(path: Path) -> Any:
+def read_yaml(path: Path) -> JsonValue:
     """Return the content of a file as plain values.
 
     Raises UnreadableFileError, or MissingFileError if there is none.

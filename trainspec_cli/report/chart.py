@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _BLANK = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -21,22 +21,49 @@ def render_chart(points: Sequence[Point], *, width: int = 64, height: int = 10, 
     finite = sorted((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
     if not finite:
         return ""
-    columns = _column_means(finite, width * 2)
+    first, last = finite[0][0], finite[-1][0]
+    columns = _column_means(finite, width * 2, first, last)
     low, high = _padded_range([y for y in columns if y is not None])
-    rows = _draw(columns, low, high, width, height)
-    labels = _y_labels(low, high, height)
+    rows = [row.rstrip(chr(_BLANK)) for row in _draw(columns, low, high, width, height)]
+    return _with_axes(rows, (low, high), (first, last), width, title)
+
+
+def render_overlay(curves: Mapping[str, Sequence[Point]], *, width: int = 64, height: int = 14, title: str = "") -> str:
+    """Draw several curves on the same axes, each by the character that names it; `*` where two meet. Points are drawn
+    as by `render_chart`."""
+    finite = {
+        mark: sorted((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
+        for mark, points in curves.items()
+    }
+    everything = sorted(point for points in finite.values() for point in points)
+    if not everything:
+        return ""
+    first, last = everything[0][0], everything[-1][0]
+    means = {mark: _column_means(points, width, first, last) for mark, points in finite.items()}
+    low, high = _padded_range([y for columns in means.values() for y in columns if y is not None])
+    cells = [[" "] * width for _ in range(height)]
+    for mark, columns in means.items():
+        for x, y in ((x, y) for x, y in enumerate(columns) if y is not None):
+            row = cells[round((high - y) / (high - low) * (height - 1))]
+            row[x] = mark if row[x] == " " else "*"
+    return _with_axes(["".join(row).rstrip() for row in cells], (low, high), (first, last), width, title)
+
+
+def _with_axes(
+    rows: Sequence[str], y_range: tuple[float, float], x_range: tuple[float, float], width: int, title: str
+) -> str:
+    labels = _y_labels(*y_range, len(rows))
     margin = max(map(len, labels))
     lines = [title] if title else []
-    lines += [f"{label:>{margin}} ┤{row.rstrip(chr(_BLANK))}" for label, row in zip(labels, rows, strict=True)]
+    lines += [f"{label:>{margin}} ┤{row}" for label, row in zip(labels, rows, strict=True)]
     lines.append(" " * margin + " └" + "─" * width)
-    first, last = f"{finite[0][0]:g}", f"{finite[-1][0]:g}"
+    first, last = (f"{x:g}" for x in x_range)
     lines.append(" " * (margin + 2) + first + last.rjust(width - len(first)))
     return "\n".join(lines)
 
 
-def _column_means(points: Sequence[Point], columns: int) -> list[float | None]:
-    """The mean of the points that fall on each column, None where none does."""
-    first, last = points[0][0], points[-1][0]
+def _column_means(points: Sequence[Point], columns: int, first: float, last: float) -> list[float | None]:
+    """The mean of the points that fall on each column of `first` to `last`, None where none does."""
     span = (last - first) or 1.0
     buckets: list[list[float]] = [[] for _ in range(columns)]
     for x, y in points:

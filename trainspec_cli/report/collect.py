@@ -10,18 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from trainspec_cli.report.runs import status_of
-from trainspec_cli.rundir.accounting import WallTime, account, measure_throughput
-from trainspec_cli.rundir.event_types import (
-    PARTS,
+from trainspec_cli.report.runs import name_of, status_of
+from trainspec_cli.rundir.accounting import Recovery, WallTime, account, measure_throughput, read_recoveries
+from trainspec_cli.rundir.event_types.decisions import (
     AchievedEvent,
-    CheckpointEvent,
+    BucketsEvent,
     DirectiveEvent,
-    EvalEvent,
-    Event,
     MemoryEvent,
     NodesAchievedEvent,
     NodesEvent,
+)
+from trainspec_cli.rundir.event_types.event import PARTS, Event
+from trainspec_cli.rundir.event_types.observed import LinkEvent, LinkRate, LinksEvent
+from trainspec_cli.rundir.event_types.training import (
+    CheckpointEvent,
+    EvalEvent,
     SampleEvent,
     StartEvent,
     StepEvent,
@@ -30,11 +33,12 @@ from trainspec_cli.rundir.event_types import (
 from trainspec_cli.rundir.events import read_log, read_sound
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import planned_steps, read_plain_plan, read_result, read_run_record
-from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.rundir.record import read_plan_outline, read_result, read_run_record
+from trainspec_cli.spec.canonical import Absent, from_plain
 from trainspec_cli.spec.json_text import finite_or_none
 from trainspec_cli.spec.recipe.kernels import KernelSpec, KernelTable
 from trainspec_cli.spec.results.prediction import LocalPrediction
+from trainspec_cli.spec.results.verdict import RunVerdict
 
 Curve = tuple[tuple[int, float | None], ...]
 """(step, value); None where the value was not finite."""
@@ -48,10 +52,20 @@ class PartTime:
     mean_s: float
     """Over steps and ranks."""
     share: float
-    """Of the whole step."""
+    """Fraction of the whole step."""
     min_s: float
     max_s: float
     """The ranks' own means: the least and the greatest."""
+
+
+@dataclass(frozen=True)
+class ExchangeShare:
+    """Exchanges between ranks, where some went on beside the computation: means over steps and ranks."""
+
+    seconds: float
+    """A step in which an exchange went on."""
+    exposed_s: float
+    """The part of these in which nothing was computed."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +73,10 @@ class RunSpeed:
     """Taken over the steps of the last start, without the first, which compile and allocate."""
 
     tokens_per_s: float
-    """Of `unit`: samples a second, for images and volumes."""
+    """Rate in `unit`: samples a second for images and volumes."""
     mfu: float
     peak_flops: float
-    """Of one device; `peak_source` says how it is known."""
+    """Peak of one device; `peak_source` says how it is known."""
     peak_source: str
     flops_per_token: float
     first_step: int
@@ -71,11 +85,13 @@ class RunSpeed:
     step_time_s: float
     """Mean over steps and ranks; the parts sum to it."""
     usual_s: tuple[float, float]
-    """Between these lie eight in ten of the first rank's steps, those that wrote a checkpoint left out."""
+    """Bounds of eight in ten of the first rank's steps, those that wrote a checkpoint left out."""
     parts: tuple[PartTime, ...]
     ranks: tuple[int, ...]
-    """Those whose events the parts are taken from."""
+    """Ranks whose events the parts are taken from."""
     unit: str = "tokens"
+    exchange: ExchangeShare | None = None
+    """None where no exchange went on beside the computation."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +104,9 @@ class Report:
     steps: int
     max_steps: int | None
     elapsed_s: float
-    """From the first event to the last; pauses between a stop and a resume count."""
+    """Time from the first event to the last; pauses between a stop and a resume count."""
     start_steps: tuple[int, ...]
-    """Where workers started: 0, and the step from which each resume went on."""
+    """Steps at which workers started: 0, and the step from which each resume went on."""
     world_size: int | None
     device_name: str
     params: int | None
@@ -100,7 +116,7 @@ class Report:
     speed: RunSpeed | None
     """None before a step was made."""
     predicted: LocalPrediction | None
-    """What the plan has predicted; None where it has not."""
+    """The plan's prediction; None where it has none."""
     loss: Curve
     grad_norm: Curve
     skipped_steps: tuple[int, ...]
@@ -113,23 +129,35 @@ class Report:
     missing_ranks: tuple[int, ...]
     """Ranks that left no events."""
     directives: tuple[DirectiveEvent, ...] = ()
-    """What the scheduler has changed or advised."""
+    """Changes that the scheduler made or advised."""
     achieved: tuple[AchievedEvent, ...] = ()
-    """What came of them: each names the number, and the replica group, of its directive."""
+    """Results of these changes: each names the number, and the replica group, of its directive."""
+    buckets: tuple[BucketsEvent, ...] = ()
+    """Sizes of buckets that the run has found."""
     memory: tuple[MemoryEvent, ...] = ()
-    """What was changed because memory ran out."""
+    """Changes that were made because memory ran out."""
     left_out: tuple[NodesEvent, ...] = ()
     """Nodes that were left out, or would be."""
     left_out_achieved: tuple[NodesAchievedEvent, ...] = ()
-    """What came of that, by number."""
+    """Results of leaving them out, by number."""
+    links: tuple[LinkRate, ...] = ()
+    """The slowest link of each axis, as it was last written down."""
+    link_changes: tuple[LinkEvent, ...] = ()
+    """Links that have become faster or slower."""
     time_s: WallTime = field(default_factory=WallTime)
-    """Where the wall time of all attempts went."""
+    """The parts of the wall time of all attempts."""
     goodput: float | None = None
     """The productive part of it."""
+    verdicts: tuple[RunVerdict, ...] = ()
+    """Verdicts on what slows the run, heaviest first."""
     kernels: KernelSpec = field(default_factory=KernelSpec)
-    """What each operation was computed by."""
+    """The backend that computed each operation."""
     kernel_table: KernelTable | None = None
-    """What `kernels=auto` has measured; None where nothing was."""
+    """Measurements of `kernels=auto`; None where nothing was measured."""
+    name: str = ""
+    """As `run.name` says."""
+    recoveries: tuple[Recovery, ...] = ()
+    """What each failure has cost."""
 
 
 def collect(root: Path | str, *, running: bool = False, queued: bool = False) -> Report:
@@ -140,7 +168,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     first = histories.get(0, History())
     scheduled = list(read_log(run.directives))
     result = read_result(run)
-    plan = read_plain_plan(run)
+    plan = read_plan_outline(run)
     steps, begin = first.steps, first.begin
     world_size = begin.world_size if begin else None
     time_s = account(events, list(read_sound(run.supervisor_events)), time.time() if running else None)
@@ -150,7 +178,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         status=status_of(run, running=running, queued=queued),
         exit_code=result.exit_code if result else None,
         steps=steps[-1].step if steps else begin.step if begin else 0,
-        max_steps=planned_steps(plan),
+        max_steps=plan.total_steps,
         elapsed_s=first.last_time - first.first_time,
         start_steps=tuple(start.begin.step for start in first.starts if start.begin),
         world_size=world_size,
@@ -160,7 +188,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         peak_memory_bytes=result.peak_memory_bytes if result else None,
         weights_sha256=result.weights_sha256 if result else None,
         speed=_measure_speed(histories),
-        predicted=from_plain(LocalPrediction, plan["prediction"]) if plan.get("prediction") else None,
+        predicted=from_plain(LocalPrediction, plan.prediction) if plan.prediction else None,
         loss=tuple((event.step, finite_or_none(event.loss)) for event in steps),
         grad_norm=tuple((event.step, finite_or_none(event.grad_norm)) for event in steps),
         skipped_steps=tuple(event.step for event in steps if event.skipped),
@@ -171,13 +199,18 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         missing_ranks=tuple(rank for rank in range(world_size or 0) if rank not in histories),
         directives=tuple(event for event in scheduled if isinstance(event, DirectiveEvent)),
         achieved=tuple(event for event in scheduled if isinstance(event, AchievedEvent)),
+        buckets=tuple(event for event in scheduled if isinstance(event, BucketsEvent)),
         memory=tuple(event for event in scheduled if isinstance(event, MemoryEvent)),
         left_out=tuple(event for event in scheduled if isinstance(event, NodesEvent)),
         left_out_achieved=tuple(event for event in scheduled if isinstance(event, NodesAchievedEvent)),
+        links=next((event.links for event in reversed(events) if isinstance(event, LinksEvent)), ()),
+        link_changes=tuple(event for event in events if isinstance(event, LinkEvent)),
         time_s=time_s,
         goodput=time_s.goodput,
-        kernels=from_plain(KernelSpec, plan.get("kernels", {})),
+        kernels=from_plain(KernelSpec, plan.kernels),
         kernel_table=from_plain(KernelTable, read_json(run.kernels_json)) if run.kernels_json.is_file() else None,
+        name=name_of(plan.spec),
+        recoveries=tuple(read_recoveries(events)),
     )
 
 
@@ -211,7 +244,21 @@ def _measure_speed(histories: dict[int, History]) -> RunSpeed | None:
         parts=parts,
         ranks=tuple(means),
         unit=begin.unit,
+        exchange=_exchange_share(histories, {event.step for event in steady}),
     )
+
+
+def _exchange_share(histories: dict[int, History], wanted_steps: set[int]) -> ExchangeShare | None:
+    starts = (history.last_working_start for history in histories.values())
+    seen = [
+        (event.exchange_s, event.exposed_s)
+        for start in starts
+        for event in (start.steps if start else ())
+        if event.step in wanted_steps
+        and not isinstance(event.exchange_s, Absent)
+        and not isinstance(event.exposed_s, Absent)
+    ]
+    return ExchangeShare(*(math.fsum(seconds) / len(seen) for seconds in zip(*seen, strict=True))) if seen else None
 
 
 def _usual_s(steps: Sequence[StepEvent]) -> tuple[float, float]:

@@ -52,37 +52,44 @@ class Screen(Protocol):
 
 
 class LiveView:
-    """Reads rank 0's events and shows them; `watch` is to be called again and again while the run goes on."""
+    """Reads rank 0's events and shows them; `watch` is to be called again and again while the run goes on. `log` gets
+    the lines that a console without a terminal gets."""
 
-    def __init__(self, run: RunDir, plan: Plan, console: Console):
-        train = plan.spec.train
-        self._tail = EventTail(run.events(0))
+    def __init__(self, run: RunDir, plan: Plan, console: Console, log: Console | None = None, *, last_bytes: int = 0):
+        """`last_bytes`: of the events that are there already, so many are shown too."""
+        interval_steps = plan.spec.train.log_interval_steps
+        self._tail = EventTail(run.events(0), last_bytes)
         self._progress = Progress(plan.total_steps)
         self._before_first_step = "compiling" if plan.spec.compile else "first step"
-        self._screen: Screen = (
-            TerminalScreen(console) if console.is_terminal else PlainScreen(console, train.log_interval_steps)
-        )
+        self._screens: list[Screen] = [
+            TerminalScreen(console) if console.is_terminal else PlainScreen(console, interval_steps)
+        ]
+        if log:
+            self._screens.append(PlainScreen(log, interval_steps))
 
     def __enter__(self) -> LiveView:
         return self
 
     def __exit__(self, *_raised: object) -> None:
-        self._screen.close()
+        for screen in self._screens:
+            screen.close()
 
     def watch(self, stop_requested: bool) -> None:
         for event in self._tail.read():
             self._progress.take(event)
             if text := describe_event(event):
-                self._screen.say(text)
+                self.say(text)
             self._show(stop_requested)
         self._show(stop_requested)
 
     def say(self, text: str) -> None:
-        """Show a message of the supervisor."""
-        self._screen.say(text)
+        """Show a message, such as the supervisor's."""
+        for screen in self._screens:
+            screen.say(text)
 
     def _show(self, stop_requested: bool) -> None:
-        self._screen.show(self._phase(stop_requested), self._progress)
+        for screen in self._screens:
+            screen.show(self._phase(stop_requested), self._progress)
 
     def _phase(self, stop_requested: bool) -> str:
         """Name the phase; empty while steps go by."""

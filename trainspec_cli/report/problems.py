@@ -10,7 +10,7 @@ from trainspec_cli.report.style import Style
 from trainspec_cli.spec.json_text import json_text
 
 SHOWN_BEFORE, SHOWN = 60, 160
-"""Of a longer line so many characters are shown before the column, and so many altogether."""
+"""Characters of a longer line that are shown before the column, and altogether."""
 POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})
 """Codes whose column is a spot, not the start of an entry."""
 

@@ -6,7 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from trainspec_cli.rundir.accounting import WARMUP_STEPS, measure_throughput
-from trainspec_cli.rundir.event_types import Event, StartEvent, StepEvent
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
 
 RECENT_STEPS = 20
 """The steps that a shown speed is taken over."""
@@ -18,7 +19,7 @@ class Progress:
 
     max_steps: int
     begin: StartEvent | None = None
-    """Of rank 0; None until the workers are ready."""
+    """The start event of rank 0; None until the workers are ready."""
     step: int = 0
     loss: float | None = None
     tokens_per_s: float | None = None
@@ -53,4 +54,4 @@ class Progress:
         steady = recent[WARMUP_STEPS:]
         step_time_s = sum(step.step_time_s for step in steady) / len(steady)
         self.tokens_per_s, self.mfu = throughput.tokens_per_s, throughput.mfu
-        self.time_left_s = (self.max_steps - self.step) * step_time_s
+        self.time_left_s = max(0, self.max_steps - self.step) * step_time_s

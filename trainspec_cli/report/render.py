@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import fields
-from operator import itemgetter
+from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
+from trainspec_cli.report.changes import describe_recovery
 from trainspec_cli.report.chart import render_chart
 from trainspec_cli.report.collect import Curve, Report, RunSpeed
-from trainspec_cli.report.kernels_text import describe_choice
 from trainspec_cli.report.rich_text import Text
-from trainspec_cli.report.text import (
-    describe_directive,
-    describe_evaluation,
-    describe_event,
-    describe_left_out,
-    describe_memory,
-    describe_speed,
+from trainspec_cli.report.run_lines import (
+    facts_of,
+    heldout_title,
+    scheduler_changes,
+    speed_line,
+    speed_lines,
+    warning_lines,
 )
-from trainspec_cli.spec.canonical import ABSENT
+from trainspec_cli.report.text import describe_evaluation, describe_event, describe_ranks, format_rate
+from trainspec_cli.report.verdicts import describe_verdict
 from trainspec_cli.spec.results.prediction import LocalPrediction
-from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
+from trainspec_cli.units import format_bytes, format_duration
 
 BAR_CELLS = 24
 SHOWN_LINES = 8
-"""Of evaluations, checkpoints and warnings the newest are shown."""
-
-UNSTEADY = 1.5
-"""Steps of one run, which all do the same, differ by less on a machine of its own."""
-
-LONG_WAIT = 0.05
-"""Part of a step; what is read ahead in time takes less."""
+"""Number of evaluations, checkpoints and warnings that are shown, the newest."""
 
 Section = RenderableType | None
 """None: there is nothing to show."""
@@ -45,9 +40,9 @@ def render_summary(report: Report) -> RenderableType:
     newest = report.evaluations[-1:]
     return _stack(
         _chart(report.loss, "loss"),
-        _lines(_heldout_title(report), [describe_evaluation(event) for event in newest]),
+        _lines(heldout_title(report), [describe_evaluation(event) for event in newest]),
         _sample(report),
-        _lines("speed", [_rate(report.speed)] if report.speed else []),
+        _lines("speed", [speed_line(report.speed)] if report.speed else []),
     )
 
 
@@ -59,12 +54,16 @@ def render_report(report: Report) -> RenderableType:
         _chart(report.grad_norm, "gradient norm", height=5),
         _speed(report.speed, report.world_size or 1, report.predicted) if report.speed else None,
         _lines(
-            _heldout_title(report), [f"step {event.step}: {describe_evaluation(event)}" for event in report.evaluations]
+            heldout_title(report), [f"step {event.step}: {describe_evaluation(event)}" for event in report.evaluations]
         ),
         _wall_time(report),
-        _lines("scheduler", _directives(report)),
+        _lines("diagnosis", map(describe_verdict, report.verdicts[:SHOWN_LINES])),
+        _lines("scheduler", (change.line for change in scheduler_changes(report))),
+        _lines("recoveries", (describe_recovery(one).line for one in report.recoveries)),
+        _links(report),
+        _lines("link changes", map(describe_event, report.link_changes)),
         _lines("checkpoints", map(describe_event, report.checkpoints)),
-        _lines("warnings", _warnings(report)),
+        _lines("warnings", warning_lines(report)),
         _sample(report),
     )
 
@@ -76,30 +75,9 @@ def _stack(*sections: Section) -> RenderableType:
 
 def _head(report: Report) -> RenderableType:
     table = Table.grid(padding=(0, 2))
-    for name, value in _facts(report):
+    for name, value in facts_of(report):
         table.add_row(Text(name, style="bold"), Text(value))
     return table
-
-
-def _facts(report: Report) -> Iterator[tuple[str, str]]:
-    yield "run", report.path
-    yield "recipe", report.recipe
-    of = f" of {report.max_steps}" if report.max_steps is not None else ""
-    code = f" (exit code {report.exit_code})" if report.exit_code is not None else ""
-    yield "status", f"{report.status}{code}, {report.steps}{of} steps in {format_duration(report.elapsed_s)}"
-    if len(report.start_steps) > 1:
-        yield "resumed", f"from step {', '.join(map(str, report.start_steps[1:]))}"
-    if report.params is not None:
-        yield "model", f"{format_count(report.params)} parameters"
-    if report.world_size is not None:
-        yield "devices", f"{report.world_size} x {report.device_name}"
-    if report.peak_memory_bytes is not None:
-        beside = f" (predicted {format_bytes(report.predicted.peak_memory_bytes)})" if report.predicted else ""
-        yield "memory", f"{format_bytes(report.peak_memory_bytes)} at most, on one device{beside}"
-    if report.kernels.changed or report.kernel_table is not None:
-        yield "kernels", describe_choice(report.kernels, report.kernel_table)
-    if report.weights_sha256 is not None:
-        yield "weights", f"sha256 {report.weights_sha256}"
 
 
 def _chart(curve: Curve, title: str, height: int = 10) -> Section:
@@ -116,11 +94,6 @@ def _lines(title: str, lines: Iterable[str]) -> Section:
     return Group(Text(title, style="bold"), Padding(Text("\n".join([*earlier, *shown])), (0, 0, 0, 2), expand=False))
 
 
-def _heldout_title(report: Report) -> str:
-    text = all(event.heldout_bits_per_byte is not ABSENT for event in report.evaluations)
-    return "held-out text" if text else "held-out samples"
-
-
 def _sample(report: Report) -> Section:
     if report.sample is None:
         return None
@@ -129,45 +102,32 @@ def _sample(report: Report) -> Section:
     return Group(title, Padding(written, (0, 0, 0, 2), expand=False))
 
 
-def _directives(report: Report) -> list[str]:
-    achieved = {(event.group, event.number): event for event in report.achieved}
-    given = [
-        (event.step, describe_directive(event, achieved.get((event.group, event.number))))
-        for event in report.directives
-    ]
-    given += [(event.step, describe_memory(event)) for event in report.memory]
-    of_nodes = {event.number: event for event in report.left_out_achieved}
-    given += [(event.step, describe_left_out(event, of_nodes.get(event.number))) for event in report.left_out]
-    return [line for _, line in sorted(given, key=itemgetter(0))]
-
-
-def _warnings(report: Report) -> list[str]:
-    """Return the warnings; one that several ranks report takes one line."""
-    by_text: dict[str, list[int]] = {}
-    for event in report.warnings:
-        by_text.setdefault(f"step {event.step}: {event.message}", []).append(event.rank)
-    lines = [f"{text} (rank {_join(ranks)})" for text, ranks in by_text.items()]
-    missing = [f"no events of rank {_join(report.missing_ranks)}"] if report.missing_ranks else []
-    return lines + missing
-
-
-def _join(numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - SHOWN_LINES} more" if len(numbers) > SHOWN_LINES else ""
-    return ", ".join(map(str, numbers[:SHOWN_LINES])) + more
+def _links(report: Report) -> Section:
+    """Show the slowest link of each axis."""
+    if not report.links:
+        return None
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for name in ("axis", "slowest ranks", "speed", "noise", "planned", "at once", "wait for"):
+        justify: Literal["left", "right"] = "left" if name in ("axis", "slowest ranks") else "right"
+        table.add_column(name, justify=justify, header_style="dim", no_wrap=True)
+    for link in report.links:
+        planned, of = link.planned_bytes_per_s, f" (of {link.links:,})" if link.links > 1 else ""
+        table.add_row(
+            link.axis,
+            f"{describe_ranks(link.ranks).partition(' ')[2]}{of}",
+            format_rate(link.bytes_per_s),
+            f"{link.noise:.0%}",
+            format_rate(planned) if isinstance(planned, float) else "",
+            format_bytes(link.sent_bytes),
+            f"{format_duration(link.waited_s)}, rank {link.last_rank}",
+        )
+    return Group(Text("links", style="bold"), Padding(table, (0, 0, 0, 2), expand=False))
 
 
 def _speed(speed: RunSpeed, world_size: int, predicted: LocalPrediction | None) -> RenderableType:
-    peak = f"({world_size} x {format_si(speed.peak_flops, 'FLOP/s')}, the {speed.peak_source})"
-    lines = [
-        _rate(speed),
-        f"MFU = {speed.unit}/s x {format_si(speed.flops_per_token, 'FLOP')} a {speed.unit.removesuffix('s')} / {peak}",
-        f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}",
-        *_unsteady(speed),
-        *_waiting(speed),
-    ]
     return Group(
         Text("where the time went", style="bold"),
-        Padding(Group(*map(Text, lines), "", _parts(speed, predicted)), (0, 2)),
+        Padding(Group(*map(Text, speed_lines(speed, world_size)), "", _parts(speed, predicted)), (0, 2)),
     )
 
 
@@ -185,35 +145,6 @@ def _wall_time(report: Report) -> Section:
             table.add_row(name.replace("_", " "), format_duration(seconds), f"{share:.1%}", bar)
     title = f"goodput {report.goodput:.1%}, of {format_duration(wall_s)} from the first launch on"
     return Group(Text(title, style="bold"), Padding(table, (0, 2)))
-
-
-def _unsteady(speed: RunSpeed) -> Iterator[str]:
-    """A prediction knows of the load that there was when this machine was probed, not of what came later."""
-    quick_s, slow_s = speed.usual_s
-    if slow_s > UNSTEADY * quick_s:
-        usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
-        yield f"steps took {usual}: something else was at work on this machine, which no prediction foresees"
-
-
-def _waiting(speed: RunSpeed) -> Iterator[str]:
-    """Reading ahead hides all that takes less than a step."""
-    share = next(part.share for part in speed.parts if part.name == "data_wait")
-    if share > LONG_WAIT:
-        yield (
-            f"steps waited {share:.0%} of their time for data: reading a batch takes longer than a step; what helps is "
-            + ("a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores to read with")
-        )
-
-
-def _rate(speed: RunSpeed) -> str:
-    return describe_speed(speed.tokens_per_s, speed.mfu, speed.unit)
-
-
-def _left_out(speed: RunSpeed) -> str:
-    steps = speed.left_out_steps
-    if not steps:
-        return ""
-    return f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out"
 
 
 def _parts(speed: RunSpeed, predicted: LocalPrediction | None) -> Table:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainspec_cli.errors import TrainspecError
+from trainspec_cli.json_value import JsonObject, JsonValue, flatten
+from trainspec_cli.reading.files import read_field, read_object
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.event_types import StepEvent
+from trainspec_cli.rundir.event_types.training import StepEvent
 from trainspec_cli.rundir.events import TAIL_BYTES, read_log
-from trainspec_cli.rundir.files import read_object
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_max_steps, read_run_record
-from trainspec_cli.spec.json_text import finite_or_none
+from trainspec_cli.rundir.record import read_plan_outline, read_run_record
+from trainspec_cli.spec.json_text import finite_or_none, json_text
 
 QUEUED, RUNNING, MADE, KILLED, DAMAGED = "queued", "running", "made", "killed", "damaged"
-"""Slurm will start it, once more or for the first time; it is alive; it is written down for Slurm and was never
-started; it ended without a result; its files cannot be read."""
+"""Slurm will start it, once more or for the first time; it is alive; it is written down, for Slurm or for a sweep that
+will come to it, and was never started; it ended without a result; its files cannot be read."""
+
+ALIVE = (QUEUED, RUNNING)
+MOST_DIFFERENCES = 3
+"""Values that a line shows; the others are counted."""
 
 Ask = Callable[[RunDir], bool]
 
@@ -31,9 +36,8 @@ def status_of(run: RunDir, *, running: bool, queued: bool) -> str:
     if running:
         return RUNNING
     if run.result_json.is_file():
-        return str(read_object(run.result_json, {"status": str})["status"])
-    never_started = run.job_sbatch.is_file() and not generations.newest(run)
-    return MADE if never_started else KILLED
+        return read_field(run.result_json, read_object(run.result_json), "status", str)
+    return KILLED if generations.newest(run) else MADE
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,11 @@ class RunLine:
     """Unix seconds; of a damaged run when its folder was last changed."""
     damage: str = ""
     """Why the run cannot be read; empty where it can."""
+    name: str = ""
+    """As `run.name` says."""
+    tags: tuple[str, ...] = ()
+    differs: JsonObject = field(default_factory=dict)
+    """The values that differ between the runs of this recipe that are listed, by key."""
 
 
 def list_runs(folder: Path, is_running: Ask, is_queued: Ask) -> list[RunLine]:
@@ -57,7 +66,30 @@ def list_runs(folder: Path, is_running: Ask, is_queued: Ask) -> list[RunLine]:
     for run in find_runs(folder):
         with suppress(PermissionError):
             lines.append(_describe_any(run, is_running, is_queued))
+    recipes = {line.recipe: [one for one in lines if one.recipe == line.recipe and not one.damage] for line in lines}
+    for alike in recipes.values():
+        for line, values in zip(alike, differing([line.differs for line in alike]), strict=True):
+            lines[lines.index(line)] = replace(line, differs=values)
     return sorted(lines, key=lambda line: line.created_at, reverse=True)
+
+
+def differing(specs: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return of each flat recipe the values that not all of them share. Keys that some lack, as another version wrote
+    them, and those of `run` are left out."""
+    shared = [key for key in (specs[0] if specs else {}) if all(key in spec for spec in specs)]
+    keys = [key for key in shared if any(spec[key] != specs[0][key] for spec in specs) and not key.startswith("run.")]
+    return [{key: spec[key] for key in keys} for spec in specs]
+
+
+def show_value(value: JsonValue) -> str:
+    """Return a value as it is typed on a command line."""
+    return value if isinstance(value, str) else json_text(value, indent=None)
+
+
+def show_differences(line: RunLine) -> str:
+    shown = [f"{key}={show_value(value)}" for key, value in list(line.differs.items())[:MOST_DIFFERENCES]]
+    left = len(line.differs) - len(shown)
+    return " ".join([*shown, f"and {left} more"] if left else shown)
 
 
 def find_runs(folder: Path) -> Iterator[RunDir]:
@@ -74,7 +106,7 @@ def _describe_any(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
     except PermissionError:
         raise
     except (TrainspecError, OSError) as error:
-        return RunLine(str(run.root), "-", DAMAGED, 0, None, None, _changed_at(run), str(error))
+        return RunLine(str(run.root), "-", DAMAGED, 0, None, None, _changed_at(run), damage=str(error))
 
 
 def _changed_at(run: RunDir) -> float:
@@ -86,16 +118,27 @@ def _changed_at(run: RunDir) -> float:
 
 def _describe(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
     record = read_run_record(run)
-    step = last_step(run)
+    step, outline = last_step(run), read_plan_outline(run)
+    about = outline.spec.get("run")
+    tags = about.get("tags") if isinstance(about, dict) else None
     return RunLine(
         path=str(run.root),
         recipe=record.recipe,
         status=status_of(run, running=is_running(run), queued=is_queued(run)),
         step=step.step if step else 0,
-        max_steps=read_max_steps(run),
+        max_steps=outline.total_steps,
         loss=finite_or_none(step.loss) if step else None,
         created_at=record.created_at,
+        name=name_of(outline.spec),
+        tags=tuple(map(str, tags)) if isinstance(tags, list) else (),
+        differs=flatten(outline.spec),
     )
+
+
+def name_of(spec: JsonObject) -> str:
+    """Return `run.name` of a recipe of any version; empty where it says none."""
+    about = spec.get("run")
+    return str(about.get("name") or "") if isinstance(about, dict) else ""
 
 
 def last_step(run: RunDir) -> StepEvent | None:

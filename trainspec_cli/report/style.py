@@ -11,7 +11,7 @@ from typing import TextIO
 class Style:
     coloured: bool
     escape: str = "\x1b"
-    """What a colour begins with: ESC, or what stands for it on a `PrintableStream`."""
+    """The character that a colour begins with: ESC, or what stands for it on a `PrintableStream`."""
 
     @classmethod
     def of(cls, stream: TextIO) -> Style:

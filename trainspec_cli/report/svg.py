@@ -1,4 +1,5 @@
-"""Charts as inline SVG: stacked bars that grow with the page, and lines on logarithmic axes. No script, no network."""
+"""Charts as inline SVG: stacked bars that grow with the page, and lines on logarithmic or even axes. No script, no
+network."""
 
 from __future__ import annotations
 
@@ -6,10 +7,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 BAR_HEIGHT = 22
 CHART_WIDTH, CHART_HEIGHT = 760, 320
 MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 64, 24, 34, 44
+MOST_EVEN_TICKS, MOST_DIGITS = 6, 6
+
+Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class LineSeries:
-    """A line of a chart: (x, y) with x rising, both positive."""
+    """A line of a chart: (x, y) with x rising; on logarithmic axes both are positive."""
 
     kind: str
     label: str
-    points: Sequence[tuple[float, float]]
+    points: Sequence[Point]
     marked: bool = True
     """It has a dot on every point."""
 
@@ -63,12 +68,43 @@ def render_legend(segments: Sequence[Segment], with_values: bool = True) -> str:
 
 def render_lines(lines: Sequence[LineSeries], x_title: str, y_title: str, ticks: Sequence[tuple[float, str]]) -> str:
     """Draw a chart on two logarithmic axes, on which even scaling is straight. `ticks` name places of the x axis."""
-    xs = [x for line in lines for x, _ in line.points]
-    ys = [y for line in lines for _, y in line.points]
+    xs, ys = _places(lines)
     frame = _Frame(min(xs), max(xs), min(ys) / 1.15, max(ys) * 1.15)
-    parts = [_grid(frame, ticks), *(_draw(line, frame) for line in lines), _titles(x_title, y_title)]
+    return _chart(frame, lines, (x_title, y_title), ticks)
+
+
+def render_curves(lines: Sequence[LineSeries], x_title: str, y_title: str) -> str:
+    """Draw a chart on two even axes; x are whole numbers."""
+    xs, ys = _places(lines)
+    low, high = min(ys), max(ys)
+    margin = abs(low) * 0.1 or 1.0 if _is_flat(low, high) else 0.05 * (high - low)
+    frame = _Frame(min(xs), max(xs), low - margin, high + margin, even=True)
+    whole = [x for x in even_ticks(min(xs), max(xs)) if x == round(x)]
+    return _chart(frame, lines, (x_title, y_title), [(x, f"{x:,.0f}") for x in whole])
+
+
+def thin(points: Sequence[Point], stretches: int) -> list[Point]:
+    """Return what shows of a long line: its first and last point, and the lowest and highest of each stretch."""
+    if len(points) <= 2 * stretches:
+        return list(points)
+    bounds = [len(points) * place // stretches for place in range(stretches + 1)]
+    kept = {0, len(points) - 1}
+    for begin, end in pairwise(bounds):
+        heights = {points[place][1]: place for place in range(begin, end)}
+        kept |= {heights[min(heights)], heights[max(heights)]}
+    return [points[place] for place in sorted(kept)]
+
+
+def _places(lines: Sequence[LineSeries]) -> tuple[list[float], list[float]]:
+    return [x for line in lines for x, _ in line.points], [y for line in lines for _, y in line.points]
+
+
+def _chart(
+    frame: _Frame, lines: Sequence[LineSeries], titles: tuple[str, str], ticks: Sequence[tuple[float, str]]
+) -> str:
+    parts = [_grid(frame, ticks), *(_draw(line, frame) for line in lines), _titles(*titles)]
     view = f'viewBox="0 0 {CHART_WIDTH} {CHART_HEIGHT}"'
-    return f'<svg class="chart" {view} role="img" aria-label="{escape(y_title)}">{"".join(parts)}</svg>'
+    return f'<svg class="chart" {view} role="img" aria-label="{escape(titles[1])}">{"".join(parts)}</svg>'
 
 
 @dataclass(frozen=True)
@@ -77,28 +113,40 @@ class _Frame:
     x_high: float
     y_low: float
     y_high: float
+    even: bool = False
+    """Both axes are even, not logarithmic."""
 
     def x(self, value: float) -> float:
         inner = CHART_WIDTH - MARGIN_LEFT - MARGIN_RIGHT
-        return MARGIN_LEFT + inner * _log_part(value, self.x_low, self.x_high)
+        return MARGIN_LEFT + inner * self._part(value, self.x_low, self.x_high)
 
     def y(self, value: float) -> float:
         inner = CHART_HEIGHT - MARGIN_TOP - MARGIN_BOTTOM
-        return MARGIN_TOP + inner * (1 - _log_part(value, self.y_low, self.y_high))
+        return MARGIN_TOP + inner * (1 - self._part(value, self.y_low, self.y_high))
 
+    def _part(self, value: float, low: float, high: float) -> float:
+        if low == high:
+            return 0.5
+        return (value - low) / (high - low) if self.even else math.log(value / low) / math.log(high / low)
 
-def _log_part(value: float, low: float, high: float) -> float:
-    return 0.5 if low == high else math.log(value / low) / math.log(high / low)
+    def y_ticks(self) -> list[tuple[float, str]]:
+        if not self.even:
+            return [(value, _short(value)) for value in nice_ticks(self.y_low, self.y_high)]
+        values = even_ticks(self.y_low, self.y_high)
+        step = values[1] - values[0] if len(values) > 1 else 1.0
+        digits = max(0, -math.floor(math.log10(step)))
+        fits = digits < MOST_DIGITS and max(map(abs, values)) < 10**MOST_DIGITS
+        return [(value, f"{value:,.{digits}f}" if fits else _short(value)) for value in values]
 
 
 def _grid(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> str:
     left, right = MARGIN_LEFT, CHART_WIDTH - MARGIN_RIGHT
     bottom = CHART_HEIGHT - MARGIN_BOTTOM
     parts = []
-    for value in nice_ticks(frame.y_low, frame.y_high):
+    for value, label in frame.y_ticks():
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{_short(value)}</text>')
+        parts.append(f'<text class="tick" x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     for value, label in ticks:
         x = frame.x(value)
         parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{escape(label)}</text>')
@@ -111,6 +159,21 @@ def nice_ticks(low: float, high: float) -> list[float]:
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     steps = (1, 2, 5) if len(powers) <= 4 else (1,)
     return [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
+
+
+def even_ticks(low: float, high: float) -> list[float]:
+    """Return the multiples of 1, 2 or 5 times a power of ten between the two: the closest of which there are few."""
+    span = high - low
+    if _is_flat(low, high):
+        return [low]
+    power = 10.0 ** math.floor(math.log10(span / MOST_EVEN_TICKS))
+    step = next(size * power for size in (1, 2, 5, 10) if span / (size * power) <= MOST_EVEN_TICKS)
+    return [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _is_flat(low: float, high: float) -> bool:
+    """Return whether the two differ by less than a float can be divided into."""
+    return high - low <= 1e-12 * max(abs(low), abs(high))
 
 
 def _draw(line: LineSeries, frame: _Frame) -> str:
@@ -136,6 +199,6 @@ def _titles(x_title: str, y_title: str) -> str:
 
 def _short(value: float) -> str:
     for scale, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
+        if abs(value) >= scale:
             return f"{value / scale:.3g}{suffix}"
     return f"{value:.3g}"

@@ -5,33 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from trainspec_cli.report.changes import (
+    describe_buckets,
+    describe_directive,
+    describe_left_out,
+    describe_memory,
+    describe_recovery,
+)
 from trainspec_cli.report.kernels_text import describe_choice
 from trainspec_cli.report.plan.labels import stages_label
 from trainspec_cli.report.progress import Progress
-from trainspec_cli.rundir.accounting import Recovery, recovery_of
-from trainspec_cli.rundir.event_types import (
-    ADVICE,
-    AchievedEvent,
-    CadenceEvent,
-    CheckpointEvent,
-    DirectiveEvent,
-    EvalEvent,
-    Event,
-    MemoryEvent,
-    NodesAchievedEvent,
-    NodesEvent,
-    RecoveryEvent,
-    StartEvent,
-    WarningEvent,
-)
+from trainspec_cli.rundir.accounting import recovery_of
+from trainspec_cli.rundir.event_types.decisions import BucketsEvent, DirectiveEvent, MemoryEvent, NodesEvent
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.failures import RecoveryEvent
+from trainspec_cli.rundir.event_types.observed import LinkEvent
+from trainspec_cli.rundir.event_types.training import CadenceEvent, CheckpointEvent, EvalEvent, StartEvent, WarningEvent
 from trainspec_cli.spec.canonical import Absent
-from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
 MANY = 8
-"""Shares of more ranks than this are not listed one by one."""
+"""More ranks than this are not listed one by one."""
 
 
 def describe_progress(progress: Progress) -> str:
@@ -46,8 +42,11 @@ def describe_progress(progress: Progress) -> str:
 
 def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
     """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s`: of images and volumes there may be few."""
-    rate = f"{units_per_s:,.0f}" if units_per_s >= 100 else f"{units_per_s:.3g}"
-    return f"{rate} {unit}/s · {mfu:.1%} MFU"
+    return f"{format_units(units_per_s)} {unit}/s · {mfu:.1%} MFU"
+
+
+def format_units(units_per_s: float) -> str:
+    return f"{units_per_s:,.0f}" if units_per_s >= 100 else f"{units_per_s:.3g}"
 
 
 def describe_event(event: Event) -> str:
@@ -62,118 +61,45 @@ def describe_event(event: Event) -> str:
         case CadenceEvent():
             return f"step {event.step}: {describe_cadence(event)}"
         case RecoveryEvent():
-            return describe_recovery(recovery_of(event))
+            return describe_recovery(recovery_of(event)).line
         case DirectiveEvent():
-            return describe_directive(event)
+            return describe_directive(event).line
+        case BucketsEvent():
+            return describe_buckets(event).line
         case MemoryEvent():
-            return describe_memory(event)
+            return describe_memory(event).line
         case NodesEvent():
-            return describe_left_out(event)
+            return describe_left_out(event).line
+        case LinkEvent():
+            return describe_link_change(event)
         case WarningEvent():
             return f"step {event.step}: warning: {event.message}"
     return ""
 
 
-def describe_recovery(recovery: Recovery) -> str:
-    """`step 41: group 1 left: 1.26 s, 1 step lost`: one entry of result.json's `recoveries`."""
-    who = f"group {recovery.group} " if recovery.group is not None else ""
-    kinds = {
-        "left": "left",
-        "joined": "came back",
-        "retried": "the step was made again",
-        "restart": "the run restarted",
-    }
-    lost, stall_s = recovery.lost_steps, recovery.stall_s
-    cost = [f"{stall_s:.2f} s"] if stall_s is not None else []
-    cost += [f"{lost} step{'s' if lost > 1 else ''} lost"] if lost else []
-    return f"step {recovery.step}: {who}{kinds[recovery.kind]}: {', '.join(cost)}".removesuffix(": ")
-
-
-def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = None) -> str:
-    """`step 30: shares are now 9, 9, 5, 9 of 32: data-parallel rank 2 computes a sample in 44 ms, the median is 24 ms;
-    38% less computing is expected`."""
-    if event.kind in ("layers", "layout"):
-        return f"step {event.step}: {_describe_relayout(event, achieved)}"
-    saved = _describe_saving(event, achieved)
+def describe_link_change(event: LinkEvent) -> str:
+    """`step 420: tp link of ranks 2 to 3: 1.2 GB/s, 0.5 times the 2.4 GB/s before step 400`."""
+    now, before = event.now_bytes_per_s, event.before_bytes_per_s
+    others = f", and {event.changed_links - 1:,} more of its links" if event.changed_links > 1 else ""
+    change = f"{now / before:.2g} times the {format_rate(before)}"
     group = f"group {event.group}: " if isinstance(event.group, int) else ""
-    verb = "shares are now" if event.applied else "advice: scheduler=auto would make shares"
-    return f"step {event.step}: {group}{verb} {summarise_counts(event.counts)}: {event.reason}; {saved}"
+    where = f"{event.axis} link of {describe_ranks(event.ranks)}{others}"
+    return f"step {event.step}: {group}{where}: {format_rate(now)}, {change} before step {event.since_step}"
 
 
-def _describe_saving(event: DirectiveEvent, achieved: AchievedEvent | None) -> str:
-    """`38% less computing is expected, 35% achieved`; of another layout the step itself is compared."""
-    what = "shorter steps are" if event.kind == "layout" else "less computing is"
-    saved = f"{_saving(event.before_s, event.expected_s)} {what} expected"
-    return saved if achieved is None else f"{saved}, {_saving(achieved.before_s, achieved.achieved_s)} achieved"
+def format_rate(bytes_per_s: float) -> str:
+    """`1.23 GB/s`; GB are decimal."""
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
-def _describe_relayout(event: DirectiveEvent, achieved: AchievedEvent | None) -> str:
-    """`the layout is now pp=2 dp_shard=2, and was dp_shard=4: the recipe plans it; 120 MiB moved in 310 ms, at most
-    90 MiB of the state in a process meanwhile`."""
-    before, after = event.before, event.layout
-    assert isinstance(before, Layout) and isinstance(after, Layout), "both stand in it"
-    what = "the stages' layers are" if event.kind == "layers" else "the layout is"
-    now, was = (_cut(one) if event.kind == "layers" else _axes(one) for one in (after, before))
-    if not event.applied and event.reason.startswith(ADVICE):
-        reason, saved = event.reason.removeprefix(ADVICE), _describe_saving(event, None)
-        return f"{what} {was}; {ADVICE}scheduler=auto would make {now} of it: {reason}; {saved}"
-    if not event.applied:
-        return f"{what} {was} and could not become {now}: {event.reason}"
-    parts = [event.reason]
-    if not isinstance(event.pause_s, Absent):
-        moved, peak = (format_bytes(size or 0) for size in (event.moved_bytes, event.peak_bytes))
-        took = f"{moved} moved in {format_duration(event.pause_s)}"
-        parts.append(f"{took}, at most {peak} of the state in a process meanwhile")
-    if event.before_s:
-        parts.append(_describe_saving(event, achieved))
-    return f"{what} now {now}, and {'were' if event.kind == 'layers' else 'was'} {was}: {'; '.join(parts)}"
-
-
-def _cut(layout: Layout) -> str:
-    return stages_label(layout.stage_layers) or "even"
-
-
-def _axes(layout: Layout) -> str:
-    """`pp=2 dp_shard=2 zero_stage=1`."""
-    return f"{layout.describe()}{f' zero_stage={layout.zero_stage}' if layout.dp_shard > 1 else ''}"
-
-
-def describe_memory(event: MemoryEvent) -> str:
-    """`step 30: micro-batches of 4 samples from here on: memory ran out: ...; no step lost`."""
-    group = f"group {event.group}: " if isinstance(event.group, int) else ""
-    lost = f"{event.lost_steps} step{'s' if event.lost_steps > 1 else ''} lost" if event.lost_steps else "no step lost"
-    how = "after a new start" if event.restarts else "in place"
-    taken = event.taken.describe(event.failed)
-    return f"step {event.step}: {group}{taken} from here on ({how}, {lost}): {event.reason}"
-
-
-def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = None) -> str:
-    """`step 120: node 3 is left out: its ranks compute 4.1 times as long; a step took 2.1 s and is expected to take
-    1.3 s`, and what it came to."""
-    spare = f", node {event.spare} takes its place" if isinstance(event.spare, int) else ""
-    if event.applied:
-        what = f"node {event.node} is left out{spare}"
-    else:
-        what = f"advice: scheduler=auto would leave node {event.node} out{spare}"
-    pace = f"its ranks compute {event.pace:.1f} times as long"
-    before, expected = format_duration(event.before_s), format_duration(event.expected_s)
-    text = f"step {event.step}: {what}: {pace}; a step took {before} and is expected to take {expected}"
-    if achieved is None:
-        return text
-    took, restart = format_duration(achieved.achieved_s), format_duration(achieved.restart_s)
-    return f"{text}, takes {took} (the new start took {restart})"
-
-
-def _saving(before_s: float, after_s: float) -> str:
-    return f"{1 - after_s / before_s:.0%}" if before_s > 0 else "?"
-
-
-def summarise_counts(counts: Sequence[int]) -> str:
-    """`9, 9, 5, 9 of 32`; of many ranks the range, `5 to 9 of 1,024`; `8 each` where all are equal."""
-    if len(set(counts)) == 1:
-        return f"{counts[0]:,} each"
-    shown = ", ".join(map(str, counts)) if len(counts) <= MANY else f"{min(counts):,} to {max(counts):,}"
-    return f"{shown} of {sum(counts):,}"
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """`ranks 0, 4, 8`, `ranks 2 to 5` where they follow one another, or `rank 3`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:MANY]))
+    return f"ranks {shown}, ... ({len(ranks):,})" if len(ranks) > MANY else f"ranks {shown}"
 
 
 def describe_saving(event: CheckpointEvent) -> str:

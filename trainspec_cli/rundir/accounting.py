@@ -11,18 +11,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from trainspec_cli.rundir.event_types import (
-    CheckpointEvent,
-    EndedMark,
-    EndEvent,
-    EvalEvent,
-    Event,
-    FailureMark,
-    LaunchMark,
-    RecoveryEvent,
-    StartEvent,
-    StepEvent,
-)
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.failures import EndedMark, FailureMark, LaunchMark, RecoveryEvent
+from trainspec_cli.rundir.event_types.training import CheckpointEvent, EndEvent, EvalEvent, StartEvent, StepEvent
 from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import Absent
@@ -104,15 +95,15 @@ class WallTime:
     """Training was held up by saving."""
     evaluation: float = 0.0
     start_up: float = 0.0
-    """From a launch to the first step."""
+    """The time from a launch to the first step."""
     detection: float = 0.0
-    """From a failure until it was known."""
+    """The time from a failure until it was known."""
     recovery: float = 0.0
-    """From then until training went on."""
+    """The time from then until training went on."""
     recomputed: float = 0.0
     """Steps that were made, lost and made again."""
     idle: float = 0.0
-    """Between a stop and the next launch."""
+    """The time between a stop and the next launch."""
     other: float = 0.0
 
     @property
@@ -140,7 +131,7 @@ class Attempt:
     """Unix seconds, as the others."""
     begin: StartEvent
     restarted: bool = False
-    """By the supervisor, after a failure."""
+    """True where the supervisor has restarted the run after a failure."""
     events: list[Event] = field(default_factory=list)
 
     @property

@@ -12,14 +12,15 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import open_regular, parse_json, unreadable
-from trainspec_cli.rundir.event_types import Event, parse_event
-from trainspec_cli.rundir.fields import FieldError
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.parse import parse_event
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.records import FieldError
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KEPT_BYTES = 2**20
@@ -65,9 +66,12 @@ class EventWriter:
 class EventTail:
     """Reads what was appended to a file since the last call; half a line waits for its other half."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, last_bytes: int | None = 0):
+        """Begin at the end of the file, or `last_bytes` before it (None: at its start); a line that is cut there is
+        passed over."""
         self._path = path
-        self._offset = path.stat().st_size if path.is_file() else 0
+        size = path.stat().st_size if path.is_file() else 0
+        self._offset = 0 if last_bytes is None else max(0, size - last_bytes)
 
     def read(self) -> list[Event]:
         """Return the new events, without damaged ones."""
@@ -88,7 +92,7 @@ def spoken_bytes(run: RunDir) -> int:
     return sum(path.stat().st_size for path in files if path.is_file())
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
+def read_events(path: Path) -> Iterator[JsonObject]:
     """Yield the JSON object of each whole line, unchecked; a line cut by a crash is passed over."""
     yield from (plain for _, plain in _numbered(path))
 
@@ -118,7 +122,7 @@ def tail_events(path: Path) -> Iterator[Event]:
     yield from _sound(plain for _, plain in _numbered(path, TAIL_BYTES))
 
 
-def _sound(lines: Iterable[dict[str, Any]]) -> Iterator[Event]:
+def _sound(lines: Iterable[JsonObject]) -> Iterator[Event]:
     for plain in lines:
         try:
             event = parse_event(plain)
@@ -127,7 +131,7 @@ def _sound(lines: Iterable[dict[str, Any]]) -> Iterator[Event]:
         yield event
 
 
-def _numbered(path: Path, last_bytes: int | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
+def _numbered(path: Path, last_bytes: int | None = None) -> Iterator[tuple[int, JsonObject]]:
     """Yield (line number, JSON object)."""
     if not path.exists():
         return
@@ -138,7 +142,7 @@ def _numbered(path: Path, last_bytes: int | None = None) -> Iterator[tuple[int, 
             yield from ((number, plain) for plain in parse_lines([line]))
 
 
-def parse_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def parse_lines(lines: Iterable[bytes]) -> Iterator[JsonObject]:
     """Yield the JSON objects of whole lines; other lines are passed over."""
     for line in lines:
         if not line.endswith(b"\n"):

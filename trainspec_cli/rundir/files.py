@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
-from typing import Any
 
 from trainspec_cli.reading.files import read_json, read_object
 from trainspec_cli.spec.json_text import json_text
@@ -28,7 +27,7 @@ def write_text(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def write_json(path: Path, content: Any) -> None:
+def write_json(path: Path, content: object) -> None:
     write_text(path, json_text(content) + "\n")
 
 

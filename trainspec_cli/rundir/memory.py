@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.reading.files import read_field, read_object
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.trust import PRIVATE_FOLDER, check_private
 
@@ -24,7 +25,7 @@ PREFIX = "trainspec-"
 SECRET = "memory_secret"
 """The key of run.json that holds the random word."""
 OWNER = "run.json"
-"""In the folder: which run it is of."""
+"""The file in the folder that says which run it is of."""
 BLOCK_BYTES = 512
 """The unit of `st_blocks`, whatever the file system's own is."""
 HINT = "type checkpoint.memory_interval_steps=null, or ask this machine's administrator to remove it"
@@ -42,7 +43,7 @@ def newest_copy(run: RunDir) -> int:
 
 def find_copies(run: RunDir) -> Path | None:
     """The run's folder on this node; None where it has none. Raises MachineError where others could use it."""
-    if not run.run_json.is_file() or SECRET not in read_json(run.run_json):
+    if not run.run_json.is_file() or SECRET not in read_object(run.run_json):
         return None
     folder = memory_folder(run)
     if not os.path.lexists(folder):
@@ -64,7 +65,9 @@ def make_memory_folder(run: RunDir) -> Path:
 
 def memory_folder(run: RunDir) -> Path:
     """The same for every start of a run, on every node; of no other run, not even of a copy of this one's folder."""
-    key = json.dumps([str(run.root.resolve()), read_json(run.run_json)[SECRET]], allow_nan=False)
+    key = json.dumps(
+        [str(run.root.resolve()), read_field(run.run_json, read_object(run.run_json), SECRET, str)], allow_nan=False
+    )
     return MEMORY / f"{PREFIX}{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
 
@@ -84,7 +87,7 @@ class Copies:
     run: RunDir | None
     """None where nothing says whose they are."""
     step: int
-    """Of the newest copy; 0 where none was finished."""
+    """The step of the newest copy; 0 where none was finished."""
     bytes: int
 
 
@@ -105,10 +108,14 @@ def remove_folder(folder: Path) -> None:
 
 def _describe(folder: Path) -> Copies:
     note = folder / OWNER
-    run = RunDir(read_json(note)["run"]) if note.is_file() else None
+    run = RunDir(read_field(note, read_object(note), "run", str)) if note.is_file() else None
     taken = sum(path.stat().st_blocks * BLOCK_BYTES for path in folder.rglob("*") if path.is_file())
     return Copies(folder, run, _newest_in(folder), taken)
 
 
 def _newest_in(folder: Path) -> int:
-    return max((read_json(path)["about"]["step"] for path in folder.glob("slot*/rank*.json")), default=0)
+    return max(map(_step_of, folder.glob("slot*/rank*.json")), default=0)
+
+
+def _step_of(mark: Path) -> int:
+    return read_field(mark, read_field(mark, read_object(mark), "about", dict), "step", int)

@@ -5,7 +5,7 @@ RUN/
   plan.json       what the workers run           versions.json  lock of versions
   command.txt     the command started, to paste  pid.json     the supervisor, while the run is alive
   events/rank00000.jsonl, supervisor.jsonl       errors/rank00000.json  a failing worker's own report
-  checkpoints/step_00000020/                     logs/        the workers' output
+  checkpoints/step_00000020/                     logs/        run.log, and the workers' output
   result.json     how it ended                   groups.json  the replica groups that a start waits for
   faults/         the injected faults that occurred  huggingface/  config and tokenizer of the folder it began with
   generations/    one file a start: the newest owns the run
@@ -13,6 +13,7 @@ RUN/
   job.sbatch      the script of the Slurm job    errors/node00001.json  how a node was lost
   slurm.json      the job it was last given to
   directives.jsonl  what the scheduler has changed, and what came of it
+  verdicts.jsonl  what slowed the run, as it was found while it went on
   speeds.json     how fast the ranks compute, for the supervisor
   proposal.json   the layout that the supervisor proposes to the workers
   shortages/      one file a start in which the memory of a rank ran out
@@ -39,6 +40,7 @@ class RunDir:
         self.plan_json = self.root / "plan.json"
         self.plan_of_all_nodes = self.root / "plan_all_nodes.json"
         self.directives = self.root / "directives.jsonl"
+        self.verdicts = self.root / "verdicts.jsonl"
         self.speeds_json = self.root / "speeds.json"
         self.proposal_json = self.root / "proposal.json"
         self.kernels_json = self.root / "kernels.json"
@@ -58,6 +60,7 @@ class RunDir:
         self.nccl_env = self.root / "nccl.env"
         self.nccl_tuner_csv = self.root / "nccl_tuner.csv"
         self.logs = self.root / "logs"
+        self.run_log = self.logs / "run.log"
         self.huggingface = self.root / "huggingface"
         self.checkpoints = self.root / "checkpoints"
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.rundir.event_types import WrittenLayout
-from trainspec_cli.rundir.fields import Count, Seconds
+from trainspec_cli.rundir.event_types.decisions import WrittenLayout
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.versioned import read_versioned
 from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.records import Count, Seconds
 from trainspec_cli.spec.results.plan import LayoutProposal
 
 VERSION = 1

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.reading.files import check_field, read_object, show_kind, unreadable
+from trainspec_cli.json_value import JsonObject, JsonValue
+from trainspec_cli.reading.files import read_field, read_object, read_text, show_kind, unreadable
 from trainspec_cli.rundir.accounting import Recovery, WallTime
-from trainspec_cli.rundir.event_types import SetFigures
-from trainspec_cli.rundir.fields import Count, FieldError, number, read_record
+from trainspec_cli.rundir.event_types.training import SetFigures
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import ABSENT, Absent, from_plain, to_plain
+from trainspec_cli.spec.records import Count, FieldError, number, read_record
 from trainspec_cli.spec.results.memory import Shortage
 from trainspec_cli.spec.results.plan import Plan
 
 Record = TypeVar("Record")
 ErrorRecord = TypeVar("ErrorRecord", "WorkerErrorRecord", "NodeErrorRecord")
+COMPOSED_BYTES = 2**18
+"""A composed recipe is no longer."""
 UnixSeconds = Annotated[float, number(0, 1e11)]
 
 
@@ -39,18 +43,20 @@ class RunRecord:
     recipe: str
     created_at: UnixSeconds
     digest: str | Absent = ABSENT
-    """Of the plan's spec."""
+    """Digest of the plan's spec."""
     argv: tuple[str, ...] | Absent = ABSENT
     trainspec: str | Absent = ABSENT
     """The version that made the run."""
     data_dir: str | Absent | None = ABSENT
     """The folder that the run reads its data from; None where it makes it up."""
-    git: Any = ABSENT
-    resumes: tuple[Any, ...] = ()
+    git: object = ABSENT
+    """The state of the repository that the run was started in, None where there was none, or what another version
+    wrote."""
+    resumes: tuple[object, ...] = ()
     """Each a `Resume`, or what another version wrote."""
     memory_secret: str | Absent = ABSENT
     """The random word that the folder of copies in memory is named by."""
-    others: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, object] = field(default_factory=dict)
     """Keys of other versions, which are kept."""
 
 
@@ -64,8 +70,13 @@ def read_run_record(run: RunDir) -> RunRecord:
 
 def write_run_record(run: RunDir, record: RunRecord) -> None:
     plain = to_plain(record)
-    others = plain.pop("others")
-    write_json(run.run_json, {**plain, **others})
+    del plain["others"]
+    write_json(run.run_json, {**plain, **record.others})
+
+
+def read_composed(run: RunDir) -> str:
+    """Return the composed recipe as it was written down; empty where it was not. Raises UnreadableFileError."""
+    return read_text(run.composed_yaml, COMPOSED_BYTES) if run.composed_yaml.exists() else ""
 
 
 def read_data_dir(run: RunDir) -> str | None:
@@ -88,7 +99,8 @@ def read_plan_of_all_nodes(run: RunDir) -> Plan:
 
 
 def _read_plan(path: Path) -> Plan:
-    plain = read_object(path, {"spec": dict})
+    plain = read_object(path)
+    read_field(path, plain, "spec", dict)
     try:
         return from_plain(Plan, plain)
     except RecipeError as error:
@@ -96,24 +108,35 @@ def _read_plan(path: Path) -> Plan:
         raise unreadable(path, f"is no plan of this version: {error}", hint) from error
 
 
-def read_plain_plan(run: RunDir) -> dict[str, Any]:
-    """Return plan.json as it stands, of any version; empty where there is none. Raises UnreadableFileError."""
-    if not run.plan_json.exists():
-        return {}
-    plan = read_object(run.plan_json, {"spec": dict})
-    train = plan["spec"].get("train", {})
+@dataclass(frozen=True)
+class PlanOutline:
+    """The parts of plan.json that are read of any version; all empty where there is no plan."""
+
+    spec: JsonObject = field(default_factory=dict)
+    total_steps: int | None = None
+    """As `Plan.total_steps`; None where the plan does not say."""
+    prediction: JsonValue = None
+    kernels: JsonValue = field(default_factory=dict)
+
+
+def read_plan_outline(run: RunDir) -> PlanOutline:
+    """Read plan.json, of any version. Raises UnreadableFileError."""
+    path = run.plan_json
+    if not path.exists():
+        return PlanOutline()
+    plan = read_object(path)
+    spec = read_field(path, plan, "spec", dict)
+    train = spec.get("train", {})
     if not isinstance(train, dict):
-        raise unreadable(run.plan_json, "has no section `spec.train`")
-    if "max_steps" in train:
-        check_field(run.plan_json, train, "max_steps", int)
-    if plan.get("steps") is not None:
-        check_field(run.plan_json, plan, "steps", int)
-    return plan
+        raise unreadable(path, "has no section `spec.train`")
+    max_steps = read_field(path, train, "max_steps", int) if "max_steps" in train else None
+    steps = max_steps if plan.get("steps") is None else read_field(path, plan, "steps", int)
+    return PlanOutline(spec, steps, plan.get("prediction"), plan.get("kernels", {}))
 
 
-def read_section(run: RunDir, name: str) -> dict[str, Any]:
+def read_section(run: RunDir, name: str) -> JsonObject:
     """Return a section of the run's recipe, of any version; empty where it has none. Raises UnreadableFileError."""
-    section = read_plain_plan(run).get("spec", {}).get(name) or {}
+    section = read_plan_outline(run).spec.get(name) or {}
     if not isinstance(section, dict):
         raise unreadable(run.plan_json, f"has {show_kind(section)} as `spec.{name}`; an object is needed")
     return section
@@ -121,14 +144,7 @@ def read_section(run: RunDir, name: str) -> dict[str, Any]:
 
 def read_max_steps(run: RunDir) -> int | None:
     """Return the steps that the run was to make; None where no plan says."""
-    return planned_steps(read_plain_plan(run))
-
-
-def planned_steps(plan: dict[str, Any]) -> int | None:
-    """Return the steps of a plan that `read_plain_plan` has read, as `Plan.total_steps`; None where it does not say."""
-    steps: int | None = plan.get("steps")
-    max_steps: int | None = plan.get("spec", {}).get("train", {}).get("max_steps")
-    return max_steps if steps is None else steps
+    return read_plan_outline(run).total_steps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +169,9 @@ class RunResult:
     mfu: float | None = None
     peak_memory_bytes: Count | None = None
     wire_bytes: dict[str, Count] | Absent = ABSENT
-    """What the ranks (of one replica group) have written to one another's connections in the last start, by purpose:
-    gradients, parameters, other. Counted by the kernel at their sockets; absent for GPUs, which have other ways."""
+    """Bytes that the ranks (of one replica group) have written to one another's connections in the last start, by
+    purpose: gradients, parameters, other. Counted by the kernel at their sockets; absent for GPUs, which have other
+    ways."""
     weights_sha256: str | None = None
     goodput: float | None = None
     time_s: WallTime | Absent = ABSENT
@@ -185,12 +202,12 @@ class WorkerErrorRecord:
     traceback: str
     time: UnixSeconds | None = None
     code: str | None = None
-    """Of an error that was foreseen; `hang` has a traceback for all that."""
+    """The code of an error that was foreseen; `hang` has a traceback for all that."""
     hint: str | None = None
     step: Count | None = None
     exit_code: int | None = None
     shortage: Shortage | None = None
-    """Where its memory ran out."""
+    """The memory that ran out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +230,7 @@ def read_error(path: Path, cls: type[ErrorRecord]) -> ErrorRecord:
     return _record(cls, path, read_object(path), "error")
 
 
-def _record(cls: type[Record], path: Path, plain: dict[str, Any], what: str) -> Record:
+def _record(cls: type[Record], path: Path, plain: Mapping[str, object], what: str) -> Record:
     try:
         return read_record(cls, plain)
     except FieldError as fault:

@@ -1,7 +1,7 @@
 """Memory that ran out in a run: what a rank tells the others at once, and the directives that followed.
 
 The rank whose memory ran out leaves a file that the others look for while they wait for it: RUN/shortages/00000003.json
-is of the third start. Each rank then saves its part of the state (`engine/run/emergency.py`).
+is of the third start. Each rank then saves its part of the state (`engine/run/shortage/emergency.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import get_args
 
 from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.reading.files import UnreadableFileError, unreadable
-from trainspec_cli.rundir.event_types import MemoryEvent
+from trainspec_cli.rundir.event_types.decisions import MemoryEvent
 from trainspec_cli.rundir.events import read_log, read_sound
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir

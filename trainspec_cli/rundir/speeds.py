@@ -1,4 +1,4 @@
-"""Reports of the workers to the supervisor: how fast the ranks compute, as their scheduler has confirmed it.
+"""Reports of the workers to the supervisor: how fast the ranks compute and their links are, as was confirmed.
 
 Rank 0 writes RUN/speeds.json anew when confirmed speeds or the division of samples change, and not otherwise.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainspec_cli.reading.files import unreadable
-from trainspec_cli.rundir.event_types import WrittenLayout
-from trainspec_cli.rundir.fields import Count, Seconds
+from trainspec_cli.rundir.event_types.decisions import WrittenLayout
 from trainspec_cli.rundir.files import FileWatch, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.versioned import read_versioned
 from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.records import Count, Seconds
+from trainspec_cli.spec.results.links import MeasuredLink
 
 VERSION = 1
 
@@ -26,17 +27,19 @@ class SpeedsReport:
     step: Count
     """Updates made when this was written."""
     step_s: Seconds
-    """What the slowest rank computed in the last step, with the exchanges of its micro-batches."""
+    """Computing of the slowest rank in the last step, with the exchanges of its micro-batches."""
     layout: WrittenLayout
-    """In which the speeds were measured."""
+    """The layout in which the speeds were measured."""
     micro_batches: Count
-    """Of every rank, in a step."""
+    """Micro-batches of every rank in a step."""
     samples: tuple[Count, ...]
-    """By global rank, in a step; so are the other lists."""
+    """Samples in a step by global rank, as the other lists."""
     fixed_s: tuple[Seconds, ...]
     """A micro-batch's forward and backward take so long, and"""
     per_sample_s: tuple[Seconds, ...]
     """so long for each sample in it."""
+    links: tuple[MeasuredLink, ...] = ()
+    """The links whose speeds are known."""
 
     @property
     def compute_s(self) -> tuple[float, ...]:
@@ -63,6 +66,8 @@ def read_speeds(run: RunDir) -> SpeedsReport:
     ranks = report.layout.world_size
     if any(len(figures) != ranks for figures in (report.samples, report.fixed_s, report.per_sample_s)):
         raise unreadable(path, f"has other numbers of figures than the layout's ranks, {ranks}")
+    if any(not link.ranks or max(link.ranks) >= ranks or not link.bytes_per_s for link in report.links):
+        raise unreadable(path, f"has a link without a speed, or of ranks beyond the layout's, {ranks}")
     return report
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from trainspec_cli.reading.files import read_object, unreadable
-from trainspec_cli.rundir.fields import FieldError, read_record
+from trainspec_cli.spec.records import FieldError, read_record
 
 
 class Versioned(Protocol):

@@ -15,9 +15,12 @@ from functools import partial
 from statistics import median
 from typing import Protocol
 
-from trainspec_cli.policy.other_layout import LayoutScheduler
-from trainspec_cli.policy.paces import PaceTracker
-from trainspec_cli.rundir.event_types import AchievedEvent, DirectiveEvent, Event, StartEvent, StepEvent
+from trainspec_cli.policy.scheduling.link_paces import LinkPaces, LinkPaceTracker
+from trainspec_cli.policy.scheduling.other_layout import LayoutScheduler
+from trainspec_cli.policy.scheduling.paces import PaceTracker
+from trainspec_cli.rundir.event_types.decisions import AchievedEvent, DirectiveEvent
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.proposals import ProposalRecord, read_proposal, write_proposal
@@ -38,9 +41,9 @@ class Layouts(Protocol):
     def after(self, layout: Layout, micro_batch_size: int) -> Layouts:
         """Return the same with this layout in force."""
 
-    def propose(self, paces: Sequence[float]) -> LayoutProposal | None:
-        """Return the layout that is worth a change at these paces, by global rank; with equally fast ranks the planned
-        one. None where none is."""
+    def propose(self, paces: Sequence[float], links: LinkPaces) -> LayoutProposal | None:
+        """Return the layout that is worth a change at these paces, by global rank; where all are 1, the planned one.
+        None where none is."""
 
 
 def decides_layouts(plan: Plan) -> bool:
@@ -62,13 +65,16 @@ class LayoutAdvisor:
         self._home = plan
         """The plan whose layout is gone back to."""
         self._layouts: dict[Layout, Layouts] = {}
-        """What knows the others, by the layout that is gone back to."""
+        """Finders of other layouts, by the layout that is gone back to."""
         self._timing, self._is_over = LayoutScheduler(), False
         self._begin()
 
     def _begin(self) -> None:
         """Begin with a start of the workers: others may compute now, at other speeds."""
-        self._paces = PaceTracker(self._plan.spec.scheduler.change)
+        spec = self._plan.spec
+        self._paces = PaceTracker(spec.scheduler.change)
+        domain_ranks = spec.cluster.scaleup_devices or self._plan.devices_per_node
+        self._links = LinkPaceTracker(spec.scheduler.change, domain_ranks)
         self._in_force: Layout | None = None
         """The layout that the last report speaks of; None from a change until the next report."""
         self._changed_to: Layout | None = None
@@ -77,15 +83,15 @@ class LayoutAdvisor:
         """The search that is to be made next."""
         self._searching: Future[LayoutProposal | None] | None = None
         self._proposed: Layout | None = None
-        """What was proposed last, until it is in force or refused."""
+        """The layout that was proposed last, until it is in force or refused."""
         self._watched: DirectiveEvent | None = None
         """The change whose effect is not known yet."""
         self._is_usual = True
-        """Whether all ranks compute as usual."""
+        """True where all ranks compute as usual, over links that are as fast as usual."""
         self._home_s = math.inf
-        """What a step takes in the planned layout then, measured; and"""
+        """Time of a step in the planned layout then, measured."""
         self._lost: AchievedEvent | None = None
-        """the effect of the change to the layout in force, where that was no gain."""
+        """The effect of the change to the layout in force, where that was no gain."""
         self._step, self._new_steps = 0, 0
         self._step_s: deque[float] = deque(maxlen=MEASURED_STEPS)
         self._pause_s: float | None = None
@@ -149,13 +155,14 @@ class LayoutAdvisor:
         if self._changed_to not in (None, report.layout):
             return  # it was written before the change
         paces = self._paces.note(report.layout, report.even_s)
-        self._in_force, self._is_usual = report.layout, set(paces) == {1.0}
+        links = self._links.note(report.layout, report.links)
+        self._in_force, self._is_usual = report.layout, set(paces) == {1.0} and links.is_usual
         self._follow_plan(report.layout)
         self._wanted = self._searching = None
         if self._is_usual and (self._is_home or self._home_s < math.inf):
             self._timing.want(None)
         else:
-            self._wanted = partial(self._find, self._home, report, paces)
+            self._wanted = partial(self._find, self._home, report, paces, links)
 
     @property
     def _is_home(self) -> bool:
@@ -167,10 +174,12 @@ class LayoutAdvisor:
         if planned and not self._is_home:
             self._home, self._home_s = self._plan.with_layout(planned[-1]), math.inf
 
-    def _find(self, home: Plan, report: SpeedsReport, paces: Sequence[float]) -> LayoutProposal | None:
+    def _find(
+        self, home: Plan, report: SpeedsReport, paces: Sequence[float], links: LinkPaces
+    ) -> LayoutProposal | None:
         """Return what is worth a change; called in the thread of the search."""
         layouts = self._layouts.get(home.layout) or self._layouts.setdefault(home.layout, self._make(home))
-        return layouts.after(report.layout, _micro_batch_size(report)).propose(paces)
+        return layouts.after(report.layout, _micro_batch_size(report)).propose(paces, links)
 
     def _search(self) -> None:
         """Take in what the search has found, and begin the next one."""

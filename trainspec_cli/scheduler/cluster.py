@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainspec_cli.planner.time.samples import StepParts, Tier
+from trainspec_cli.policy.scheduling.link_paces import LinkPaces
 from trainspec_cli.scheduler.disturbance import Event, NarrowLink, SlowDevice, SlowNode
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -25,8 +26,14 @@ class Condition:
     scaleup: Floats
     network: Floats
     sends: Floats
-    """Of each data-parallel rank's pipeline."""
+    """Factors of the messages of each data-parallel rank's pipeline."""
     gradients: float
+
+    @property
+    def over_usual_links(self) -> Condition:
+        """Return the same with exchanges that take as long as usual."""
+        usual = np.ones(self.compute.shape)
+        return Condition(self.compute, usual, usual, usual[0], 1.0)
 
 
 @dataclass(frozen=True)
@@ -34,11 +41,11 @@ class StepSeconds:
     """A step's true times."""
 
     passes_s: Floats
-    """(stages, ranks): what each computes, over all micro-batches; a device measures this of itself."""
+    """(stages, ranks): what each computes and exchanges inside layers, over all micro-batches."""
     ranks_s: Floats
     """Each data-parallel rank's pipeline, filling and draining included."""
     exchanged_s: float
-    """What the ranks exchange."""
+    """Time of the ranks' exchanges."""
     total_s: float
 
 
@@ -70,41 +77,38 @@ class Cluster:
     def condition(self, events: Sequence[Event]) -> Condition:
         """Return what these events at once amount to. Devices that compute one micro-batch together wait for the
         slowest."""
-        shape = self._stages, self.ranks
-        sends, gradients = np.ones(self.ranks), 1.0
-        links: dict[Tier, Floats] = {"scaleup": np.ones(shape), "network": np.ones(shape)}
+        links, by_place = self.link_paces(events), self._by_place
+        of_tier: dict[Tier, Floats] = {"scaleup": by_place(links.scaleup), "network": by_place(links.network)}
+        return Condition(
+            compute=by_place(self.paces(events)),
+            scaleup=of_tier["scaleup"],
+            network=of_tier["network"],
+            sends=of_tier[self.parts.sends_tier].max(0),
+            gradients=float(of_tier[self.parts.gradients_tier].max()),
+        )
+
+    def link_paces(self, events: Sequence[Event]) -> LinkPaces:
+        """Return how many times as long as usual the exchanges take in which each device takes part."""
+        usual = np.ones(self._num_nodes * self._per_node)
+        paces: dict[Tier, Floats] = {"scaleup": usual, "network": usual.copy()}
         for event in events:
             if isinstance(event, NarrowLink):
-                nodes = range(self._num_nodes) if event.node is None else [event.node]
-                places = {self._place(device) for node in nodes for device in self._devices_of(node)}
-                for place in places:
-                    links[event.tier][place] *= event.factor
-                if event.tier == self.parts.sends_tier:
-                    rows = list({row for _, row in places})
-                    sends[rows] = np.maximum(sends[rows], event.factor)
-                if event.tier == self.parts.gradients_tier:
-                    gradients = max(gradients, event.factor)
-        return Condition(self._by_place(self.paces(events)), links["scaleup"], links["network"], sends, gradients)
+                devices = range(len(usual)) if event.node is None else self._devices_of(event.node)
+                paces[event.tier][devices] *= event.factor
+        return LinkPaces(tuple(paces["scaleup"].tolist()), tuple(paces["network"].tolist()))
 
     def _devices_of(self, node: int) -> range:
         return range(node * self._per_node, (node + 1) * self._per_node)
 
-    def _by_place(self, paces: Floats) -> Floats:
+    def _by_place(self, paces: Sequence[float] | Floats) -> Floats:
         """Return the slowest device's pace of each stage and data-parallel rank."""
-        rows: Floats = paces.reshape(self._groups, self._stages, self.ranks // self._groups, -1).max(3)
+        rows: Floats = np.asarray(paces).reshape(self._groups, self._stages, self.ranks // self._groups, -1).max(3)
         return rows.swapaxes(0, 1).reshape(self._stages, self.ranks)
 
     def of_devices(self, of_places: Floats) -> Floats:
         """Return for each device what holds for its stage and data-parallel rank."""
         own = of_places.reshape(self._stages, self._groups, -1).swapaxes(0, 1)
         return np.repeat(own.ravel(), self._layout.cp * self._layout.tp)
-
-    def _place(self, device: int) -> tuple[int, int]:
-        """Return the stage and the data-parallel rank that a device works for."""
-        layout, group_rows = self._layout, self.ranks // self._groups
-        inner = layout.cp * layout.tp
-        group, own = divmod(device, layout.pp * group_rows * inner)
-        return own // (inner * group_rows), group * group_rows + own // inner % group_rows
 
     def seconds(
         self, condition: Condition, counts: Floats, micro_batches: Floats, *, in_step: bool = False

@@ -137,7 +137,7 @@ class Disturbance:
 # Reading
 
 
-def build_disturbance(content: Mapping[str, Any], path: str) -> tuple[Disturbance, list[Problem]]:
+def build_disturbance(content: Mapping[str, object], path: str) -> tuple[Disturbance, list[Problem]]:
     """Return a draft, with UNKNOWN for what is wrong, and every problem with its path, which begins with `path`."""
     draft, problems = build(Disturbance, content, f"{path}.")
     draft, wrong = _forget_out_of_range(draft, f"{path}.")

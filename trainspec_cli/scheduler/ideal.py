@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainspec_cli.policy.balance import solve_counts, solve_in_step
-from trainspec_cli.policy.division import Division, weighted_counts
-from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.policy.batch.division import Division, weighted_counts
+from trainspec_cli.policy.scheduling.balance import solve_counts, solve_in_step
+from trainspec_cli.policy.scheduling.speeds import Speed
 from trainspec_cli.scheduler.cluster import Cluster, Condition, Floats
 
 TRIED = 64

@@ -14,10 +14,11 @@ from trainspec_cli.planner.hardware.topology import group_of
 from trainspec_cli.planner.search.auto import replica_groups_of
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.samples import step_parts
-from trainspec_cli.policy.division import Division, Portion, even_division, take_portion
-from trainspec_cli.policy.moved_layers import PAUSE_STEPS, LayerScheduler, with_stages
-from trainspec_cli.policy.partition import Counts
-from trainspec_cli.policy.scheduling import reporting_interval
+from trainspec_cli.policy.batch.division import Division, Portion, even_division, take_portion
+from trainspec_cli.policy.partition.cut import Counts
+from trainspec_cli.policy.scheduling.link_paces import LinkPaces
+from trainspec_cli.policy.scheduling.moved_layers import LayerScheduler, expected_pause_s, with_stages
+from trainspec_cli.policy.scheduling.shares import reporting_interval
 from trainspec_cli.scheduler.cluster import Cluster, Condition, StepSeconds
 from trainspec_cli.scheduler.ideal import RankRows
 from trainspec_cli.scheduler.other_layout import OtherLayouts
@@ -121,12 +122,12 @@ class JobLayouts:
         times = self.others.steps.layer_times(self.others.present)
         return LayerScheduler(job.layout, times, self.most_layers, job.even, job.largest_micro_batch, job.change)
 
-    def propose(self, paces: Sequence[float]) -> LayoutProposal | None:
-        return self.others.propose(paces) if "layout" in self.spec.scheduler.may_change else None
+    def propose(self, paces: Sequence[float], links: LinkPaces) -> LayoutProposal | None:
+        return self.others.propose(paces, links) if "layout" in self.spec.scheduler.may_change else None
 
-    def best_cut(self, paces: Sequence[float]) -> Counts | None:
+    def best_cut(self, paces: Sequence[float], links: LinkPaces) -> Counts | None:
         """Return the cut into stages that is best at these paces; None for the even one."""
-        return self.others.in_present(Paces(paces)).step.setup.layout.stage_layers
+        return self.others.in_present(Paces(paces, links)).step.setup.layout.stage_layers
 
     def with_cut(self, counts: Counts) -> DisturbedJob:
         """Return the job with other layers in its stages."""
@@ -145,12 +146,12 @@ class JobLayouts:
 
     def pause_s(self, after: JobLayouts, step_s: float) -> float:
         """Return what the change to another cut or layout takes: the bytes of state that a rank gets, over the links
-        between all ranks, and steps that are slow because the new stages are built and warm up."""
+        between all ranks, and what building the new stages and a slower first step take."""
         before, setup = self.others.present, after.others.present
         fabric = setup.fabric
         links = group_of(fabric, fabric.num_devices, 1, efficiency_of(self.spec.cluster))
         bytes_per_s = links.nic_bytes_per_s if links.crosses else links.link_bytes_per_s
-        return self.others.memory.moved_bytes(before, setup) / bytes_per_s + PAUSE_STEPS * step_s
+        return self.others.memory.moved_bytes(before, setup) / bytes_per_s + expected_pause_s(step_s)
 
 
 @dataclass(frozen=True)

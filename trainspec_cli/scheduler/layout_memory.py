@@ -13,10 +13,10 @@ from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
 from trainspec_cli.planner.search.search import axes_of_layer
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.this_machine import MOVING_BYTES
-from trainspec_cli.policy.division import largest_that_fits
-from trainspec_cli.policy.moved_layers import largest_stage
-from trainspec_cli.policy.partition_problem import Room
+from trainspec_cli.policy.batch.division import largest_that_fits
+from trainspec_cli.policy.partition.problem import Room
 from trainspec_cli.policy.pipeline import cut_layers
+from trainspec_cli.policy.scheduling.moved_layers import largest_stage
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.scheduler import SchedulerSpec

@@ -1,7 +1,7 @@
 """The live run in simulation: the decisions of `policy`, on measured times with noise.
 
 Every rank's tracker measures that rank's computing, the scheduler of each replica group sees the confirmed speeds as
-often as the engine exchanges them, and a change holds from the next step on, as in `engine/run/scheduling.py`.
+often as the engine exchanges them, and a change holds from the next step on, as in the engine's `StepScheduler`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from trainspec_cli.policy.division import Division, Portion, weighted_counts
-from trainspec_cli.policy.scheduling import (
+from trainspec_cli.policy.batch.division import Division, Portion, weighted_counts
+from trainspec_cli.policy.scheduling.shares import (
     COST_STEPS,
     ShareChange,
     ShareScheduler,
@@ -20,8 +20,8 @@ from trainspec_cli.policy.scheduling import (
     group_weights,
     samples_per_s,
 )
-from trainspec_cli.policy.speeds import SETTLING_S, Speed, SpeedTracker, slowest
-from trainspec_cli.scheduler.cluster import Condition, StepSeconds
+from trainspec_cli.policy.scheduling.speeds import SETTLING_S, Speed, SpeedTracker, slowest
+from trainspec_cli.scheduler.cluster import Condition, Floats, StepSeconds
 from trainspec_cli.scheduler.disturbance import Disturbance, Event
 from trainspec_cli.scheduler.job import DisturbedJob, Taken, seconds_of, take
 from trainspec_cli.scheduler.live_layouts import LiveLayouts
@@ -56,9 +56,10 @@ class LiveGroup:
         """Take in what each stage (inner) of each rank (outer) measured. The speeds that are exchanged in a step are
         those before it."""
         stages = self.stage_speeds() if reports else []
+        slowest_s = max(map(max, measured_s))
         for trackers, samples, row_s in zip(self.trackers, taken.counts, measured_s, strict=True):
             for tracker, own_s in zip(trackers, row_s, strict=True):
-                tracker.note(samples, taken.micro_batches, own_s)
+                tracker.note(samples, taken.micro_batches, own_s, slowest_s - own_s + exchanged_s)
         if reports and self._job.shares_change:
             speeds = [slowest(row, samples) for row, samples in zip(stages, taken.counts, strict=True)]
             self.rate = samples_per_s(speeds)
@@ -79,11 +80,11 @@ class LiveRun:
         self._job, self._noise, self._interval = job, disturbance.noise, interval
         self._random = np.random.default_rng(disturbance.seed)
         self._groups = {group: LiveGroup(job, group, interval) for group in range(len(job.groups))}
-        self._layouts = LiveLayouts(job, disturbance) if job.layouts else None
+        self._layouts = LiveLayouts(job, disturbance, interval) if job.layouts else None
         self._weights: tuple[float, ...] = ()
         self._present: tuple[int, ...] = tuple(self._groups)
         self._conditions: dict[tuple[Event, ...], Condition] = {}
-        self._made: tuple[tuple[object, ...], list[Taken], StepSeconds] | None = None
+        self._made: tuple[tuple[object, ...], list[Taken], StepSeconds, Floats] | None = None
         self.decisions: list[SimulatedDecision] = []
 
     def make_step(self, step: int, situation: Situation) -> float:
@@ -97,8 +98,8 @@ class LiveRun:
         portions = job.portions(self._weigh(step, situation))
         changes = {group: self._groups[group].begin_step() for group in present}
         divisions = [self._groups[group].division for group in present]
-        taken, seconds = self._make(situation, portions, divisions)
-        self._measure(step, situation, taken, seconds)
+        taken, seconds, computed_s = self._make(situation, portions, divisions)
+        self._measure(step, situation, taken, seconds, computed_s)
         paid_s = 0.0
         if moved is not None:
             self.decisions.append(moved.decision(step, seconds))
@@ -138,23 +139,30 @@ class LiveRun:
 
     def _make(
         self, situation: Situation, portions: Sequence[Portion], divisions: Sequence[Division]
-    ) -> tuple[list[Taken], StepSeconds]:
-        """Return who processes what, and the step's true times; most steps are as the one before."""
+    ) -> tuple[list[Taken], StepSeconds, Floats]:
+        """Return who processes what, the step's true times, and what each stage of each rank computes, apart from how
+        long links take; most steps are as the one before."""
         key = (id(situation), *portions, *map(id, divisions))
         if self._made is None or self._made[0] != key:
             if situation.events not in self._conditions:
                 self._conditions[situation.events] = self._job.cluster.condition(situation.events)
             taken = take(portions, divisions)
             condition = self._conditions[situation.events]
-            self._made = key, taken, seconds_of(self._job, condition, situation.present, taken)
+            seconds = seconds_of(self._job, condition, situation.present, taken)
+            computed = seconds_of(self._job, condition.over_usual_links, situation.present, taken)
+            self._made = key, taken, seconds, computed.passes_s
         return self._made[1:]
 
-    def _measure(self, step: int, situation: Situation, taken: Sequence[Taken], seconds: StepSeconds) -> None:
-        noise = self._random.normal(1.0, self._noise, seconds.passes_s.shape)
-        measured_s = (seconds.passes_s * noise).T
+    def _measure(
+        self, step: int, situation: Situation, taken: Sequence[Taken], seconds: StepSeconds, computed_s: Floats
+    ) -> None:
+        noise = self._random.normal(1.0, self._noise, computed_s.shape)
+        measured_s = (computed_s * noise).T
         reports = step % self._interval == 0
-        if self._layouts is not None and reports:
-            self._layouts.note_step(step, self._groups[0], taken[0], seconds, self._interval)
+        if self._layouts is not None:
+            self._layouts.measure_links(step, seconds.total_s, situation.events)
+            if reports:
+                self._layouts.note_step(step, self._groups[0], taken[0], seconds)
         for group, own in zip(situation.present, taken, strict=True):
             own_s = measured_s[self._job.groups[group].rows].tolist()
             self._groups[group].end_step(own, own_s, seconds.exchanged_s, reports=reports)

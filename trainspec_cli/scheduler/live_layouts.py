@@ -13,14 +13,16 @@ from typing import Protocol
 
 import numpy as np
 
-from trainspec_cli.policy.division import Division
-from trainspec_cli.policy.moved_layers import LayerChange
-from trainspec_cli.policy.other_layout import LayoutScheduler
-from trainspec_cli.policy.paces import PaceTracker
-from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.policy.batch.division import Division
+from trainspec_cli.policy.scheduling.link_paces import LinkPaces
+from trainspec_cli.policy.scheduling.moved_layers import LayerChange
+from trainspec_cli.policy.scheduling.other_layout import LayoutScheduler
+from trainspec_cli.policy.scheduling.paces import PaceTracker
+from trainspec_cli.policy.scheduling.speeds import Speed
 from trainspec_cli.scheduler.cluster import LEAST_S, StepSeconds
-from trainspec_cli.scheduler.disturbance import Disturbance
+from trainspec_cli.scheduler.disturbance import Disturbance, Event
 from trainspec_cli.scheduler.job import DisturbedJob, Taken
+from trainspec_cli.scheduler.measured_links import MeasuredLinks
 from trainspec_cli.spec.results.plan import LayoutProposal
 from trainspec_cli.spec.results.simulation import SimulatedDecision
 
@@ -71,11 +73,13 @@ class Moved:
 class LiveLayouts:
     """Follows the layout of the live run, of one replica group."""
 
-    def __init__(self, job: DisturbedJob, disturbance: Disturbance):
-        self._steps, self._events = disturbance.steps, disturbance.events
+    def __init__(self, job: DisturbedJob, disturbance: Disturbance, interval: int):
+        """`interval`: steps between two exchanges of the ranks' speeds."""
+        self._steps, self._events, self._interval = disturbance.steps, disturbance.events, interval
         self._paces = PaceTracker(job.change)
+        self._links = MeasuredLinks(disturbance, job.num_nodes, job.devices_per_node, job.change)
         self._pause_s: float | None = None
-        """What the last change took."""
+        """Time that the last change took."""
         self._due: Moved | None = None
         self._begin(job)
 
@@ -83,7 +87,8 @@ class LiveLayouts:
         assert job.layouts is not None, "a run that keeps its layout has nothing to follow"
         self._job, self._layouts = job, job.layouts
         self._layers = job.layouts.layer_scheduler(job)
-        self._timing, self._known = LayoutScheduler(), tuple[float, ...]()
+        self._timing = LayoutScheduler()
+        self._known: tuple[tuple[float, ...], LinkPaces] | None = None
         cluster = job.cluster
         self._undisturbed = cluster.condition(())
         slowed = cluster.paces(self._events) > 1
@@ -96,10 +101,15 @@ class LiveLayouts:
         if due is not None:
             self._pause_s = due.pause_s
             self._begin(due.job)
+            self._links.begin()
         return due
 
-    def note_step(self, step: int, group: Measures, taken: Taken, seconds: StepSeconds, steps: int) -> None:
-        """Take in the speeds that are exchanged in a step; `steps`: since the last exchange."""
+    def measure_links(self, step: int, step_s: float, events: Sequence[Event]) -> None:
+        """Take in a step in which these events are felt."""
+        self._links.note(step, step_s, self._interval, self._job.cluster, events)
+
+    def note_step(self, step: int, group: Measures, taken: Taken, seconds: StepSeconds) -> None:
+        """Take in the speeds that are exchanged in a step."""
         stages = group.stage_speeds()
         speeds = [[speed for speed in row if speed is not None] for row in stages]
         if any(len(known) < len(row) for known, row in zip(speeds, stages, strict=True)):
@@ -107,12 +117,12 @@ class LiveLayouts:
         left, step_s = self._steps - step, seconds.total_s
         if self._layers is not None:
             samples = sum(taken.counts)
-            change = self._layers.note_step(samples, group.division, stages, left, self._pause_s, steps)
+            change = self._layers.note_step(samples, group.division, stages, left, self._pause_s, self._interval)
             if change is not None:
                 self._move(self._layouts.with_cut(change.stage_layers), change, step_s)
                 return
         self._want(speeds, taken)
-        proposal = self._timing.note_steps(steps, step_s, left, self._pause_s)
+        proposal = self._timing.note_steps(self._interval, step_s, left, self._pause_s)
         if proposal is not None:
             self._move(self._layouts.with_layout(proposal), proposal, step_s)
 
@@ -121,12 +131,12 @@ class LiveLayouts:
         self._due = Moved(job, change, self._layouts.pause_s(job.layouts, step_s))
 
     def _want(self, speeds: Sequence[Sequence[Speed]], taken: Taken) -> None:
-        """Look for the layout that suits the devices' paces, where these are others than before."""
+        """Look for the layout that suits the paces of devices and links, where these are others than before."""
         paces = self._paces.note(self._job.layout, self._device_times_s(speeds, taken))
-        rounded = tuple(round(pace / STEP) * STEP for pace in paces)
-        if rounded != self._known:
-            self._known = rounded
-            self._timing.want(self._layouts.propose(rounded))
+        known = tuple(round(pace / STEP) * STEP for pace in paces), self._links.paces
+        if known != self._known:
+            self._known = known
+            self._timing.want(self._layouts.propose(*known))
 
     def _device_times_s(self, speeds: Sequence[Sequence[Speed]], taken: Taken) -> list[float]:
         """Return what each device computes in a step of evenly many samples, without what its layers exchange."""

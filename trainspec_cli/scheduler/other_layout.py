@@ -17,15 +17,16 @@ from math import inf
 from statistics import median_low
 
 from trainspec_cli.planner import this_machine
-from trainspec_cli.planner.capacity import efficiency_of, open_layout, setup_of, software_of
+from trainspec_cli.planner.capacity import efficiency_of, setup_of, software_of
 from trainspec_cli.planner.cut import cut_on_chip
 from trainspec_cli.planner.run.batches import main_size
 from trainspec_cli.planner.search.auto import pin_layout
-from trainspec_cli.planner.search.space import Space
+from trainspec_cli.planner.search.space import Space, open_layout
 from trainspec_cli.planner.setup import Setup
-from trainspec_cli.policy.division import micro_batches_of
-from trainspec_cli.policy.moved_layers import with_stages
-from trainspec_cli.policy.partition_problem import Room
+from trainspec_cli.policy.batch.division import micro_batches_of
+from trainspec_cli.policy.partition.problem import Room
+from trainspec_cli.policy.scheduling.link_paces import LinkPaces
+from trainspec_cli.policy.scheduling.moved_layers import with_stages
 from trainspec_cli.scheduler.layout_memory import LayoutMemory, even_room
 from trainspec_cli.scheduler.paced_step import PacedStep, PacedSteps, Paces, describe
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -89,27 +90,28 @@ class OtherLayouts:
         changed.present = self.setup_of(layout, micro_batch_size)
         return changed
 
-    def propose(self, paces: Sequence[float]) -> LayoutProposal | None:
+    def propose(self, paces: Sequence[float], links: LinkPaces | None = None) -> LayoutProposal | None:
         """Return the layout in which a step is expected to be fastest, where it is worth the change; None where none
         is, or all ranks are equally fast.
 
         `paces`: how many times as long as usual each global rank computes, in the order of ranks; the median counts as
-        usual, and so do those within `scheduler.change` of it. What another layout would save on equally fast ranks
-        does not count: that was known when the run was planned.
+        usual, and so do those within `scheduler.change` of it. `links`: the same of exchanges, where they are not as
+        fast as planned. What another layout would save on equally fast ranks does not count: that was known when the
+        run was planned.
         """
         if self._spec.resilience.mode == "elastic":
             return None  # replica groups heal from one another, part by part
         relative = equalise_paces(paces, self._spec.scheduler.change)
-        if set(relative) == {1.0}:
+        if set(relative) == {1.0} and (links is None or links.is_usual):
             return self._go_home()
-        paced = Paces(relative)
+        paced = Paces(relative, links)
         before = self.in_present(paced)
         if self.steps.planned_s(self.present) >= before.step.step_s * (1 - WORTHWHILE):
             return None  # even a layout that the slow ranks do not slow saves too little
         found = self._fastest(paced, before.step.step_s)
         if found is None:
             return None
-        return self._proposal(before, found, self._expected_s(found.step), describe(relative, before.step, found.step))
+        return self._proposal(before, found, self._expected_s(found.step), describe(paced, before.step, found.step))
 
     def _go_home(self) -> LayoutProposal | None:
         if axes_of(self._home.layout) == axes_of(self.present.layout):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.search.search import part_key
 from trainspec_cli.planner.setup import Setup
-from trainspec_cli.planner.time.samples import assemble_parts
+from trainspec_cli.planner.time.samples import StepParts, Tier, assemble_parts
 from trainspec_cli.planner.time.step import (
     LayersPart,
     MicroBatch,
@@ -21,11 +22,12 @@ from trainspec_cli.planner.time.step import (
     recompute_part_s,
     waiting_share,
 )
-from trainspec_cli.policy.balance import best_division
-from trainspec_cli.policy.division import Division, even_division
-from trainspec_cli.policy.partition import Counts, cut_by_times
-from trainspec_cli.policy.partition_problem import LayerTimes, Room
-from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.policy.batch.division import Division, even_division
+from trainspec_cli.policy.partition.cut import Counts, cut_by_times
+from trainspec_cli.policy.partition.problem import LayerTimes, Room
+from trainspec_cli.policy.scheduling.balance import best_division
+from trainspec_cli.policy.scheduling.link_paces import LinkPaces
+from trainspec_cli.policy.scheduling.speeds import Speed
 from trainspec_cli.scheduler.cluster import Cluster, Condition, Floats
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -44,20 +46,35 @@ class PacedStep:
 
 
 class Paces:
-    """How many times as long as usual each global rank computes."""
+    """How many times as long as usual each global rank computes, and its exchanges take."""
 
-    def __init__(self, paces: Sequence[float]):
-        self._paces = np.asarray(paces, float)
-        self._grids: dict[tuple[int, int], Floats] = {}
+    def __init__(self, paces: Sequence[float], links: LinkPaces | None = None):
+        """Without `links` exchanges take as long as usual."""
+        usual = (1.0,) * len(paces)
+        self.compute, self.links = tuple(paces), links or LinkPaces(usual, usual)
+        self._by_part = {
+            part: np.asarray(of_ranks, float) for part, of_ranks in [("compute", paces), *vars(self.links).items()]
+        }
+        self._grids: dict[tuple[str, int, int], Floats] = {}
         self._rows: dict[tuple[int, int], tuple[Floats, Floats, Floats]] = {}
 
-    def grid(self, layout: Layout) -> Floats:
+    def grid(self, layout: Layout, part: Literal["compute"] | Tier = "compute") -> Floats:
         """Return the pace of each pipeline rank of each data-parallel one: (pp, dp). Ranks that share the work on the
         same samples (tensor and context parallelism) wait for the slowest of them."""
-        key = layout.pp, layout.tp * layout.cp
+        key = part, layout.pp, layout.tp * layout.cp
         if key not in self._grids:
-            self._grids[key] = self._paces.reshape(layout.pp, -1, key[1]).max(2)
+            self._grids[key] = self._by_part[part].reshape(layout.pp, -1, key[2]).max(2)
         return self._grids[key]
+
+    def condition(self, layout: Layout, parts: StepParts) -> Condition:
+        """Return how much longer the parts of a step take."""
+        return Condition(
+            compute=self.grid(layout),
+            scaleup=self.grid(layout, "scaleup"),
+            network=self.grid(layout, "network"),
+            sends=self.grid(layout, parts.sends_tier).max(0),
+            gradients=float(self.grid(layout, parts.gradients_tier).max()),
+        )
 
     def rows(self, layout: Layout) -> tuple[Floats, Floats, Floats]:
         """Return the kinds of data-parallel ranks: the sum of their pipeline ranks' speeds, the least of their paces,
@@ -84,10 +101,9 @@ class PacedSteps:
         """Return the step in the setup's layout and cut, with the best shares of micro-batches of `largest` samples at
         most. It is not expected to take less than the planned cut does on ranks of the usual speed."""
         layout, fabric = setup.layout, setup.fabric
-        parts, grid = assemble_parts(setup, *self._once_and_twice(setup), self._eff), paces.grid(layout)
+        parts = assemble_parts(setup, *self._once_and_twice(setup), self._eff)
         cluster = Cluster(parts, layout, fabric.num_devices // fabric.devices_per_node, fabric.devices_per_node, 1)
-        usual, ranks = np.ones_like(grid), layout.data_parallel_size
-        condition = Condition(grid, usual, usual, np.ones(ranks), 1.0)
+        condition, ranks = paces.condition(layout, parts), layout.data_parallel_size
         even = even_division(layout, int(setup.micro_batch_size), keeps_micro_batches=self._keeps)
         number = even.count_micro_batches(self._samples)
         fixed_s, each_s = cluster.lines(condition, number, self._samples / ranks)
@@ -186,12 +202,10 @@ def _speeds(fixed_s: Floats, each_s: Floats) -> list[Speed]:
     return [known[place] for place in places.ravel().tolist()]
 
 
-def describe(paces: Sequence[float], before: PacedStep, found: PacedStep) -> str:
+def describe(paces: Paces, before: PacedStep, found: PacedStep) -> str:
     """`rank 5 computes 2.1 times as long as usual; as tp=2 dp_shard=4, 2 and not 8 ranks wait for it in every layer`:
     why another layout is faster."""
-    odd = max(range(len(paces)), key=lambda rank: max(paces[rank], 1 / paces[rank]))
-    slow = sum(pace > 1 for pace in paces)
-    others = f", and {slow - 1:,} more are slow" if slow > 1 else ""
+    odd, causes = _odd_rank(paces)
     before_layout, layout = before.setup.layout, found.setup.layout
     waiting = (before_layout.tp * before_layout.cp, layout.tp * layout.cp)
     row = odd // (layout.tp * layout.cp) % layout.data_parallel_size
@@ -205,4 +219,22 @@ def describe(paces: Sequence[float], before: PacedStep, found: PacedStep) -> str
         rank = odd // (layout.world_size // layout.pp)
         effects.append(f"its stage has {layout.stage_layers[rank]} of {sum(layout.stage_layers)} layers")
     why = "; ".join(effects) or "less of a step waits for it"
-    return f"rank {odd} computes {paces[odd]:.2g} times as long as usual{others}; as {layout.describe()}, {why}"
+    return f"{' and '.join(causes)}; as {layout.describe()}, {why}"
+
+
+def _odd_rank(paces: Paces) -> tuple[int, list[str]]:
+    """Return the rank that differs most, in computing where any does, and what is not as usual."""
+    ways = [
+        ("rank {} computes", paces.compute),
+        ("the exchanges of rank {} inside its scale-up domain take", paces.links.scaleup),
+        ("the exchanges of rank {} between scale-up domains take", paces.links.network),
+    ]
+    odd = [_describe_odd(what, of_ranks) for what, of_ranks in ways if set(of_ranks) != {1.0}]
+    return odd[0][0], [text for _, text in odd]
+
+
+def _describe_odd(what: str, paces: Sequence[float]) -> tuple[int, str]:
+    odd = max(range(len(paces)), key=lambda rank: max(paces[rank], 1 / paces[rank]))
+    slow, pace = sum(pace > 1 for pace in paces), paces[odd]
+    others = f", and {slow - 1:,} more are slow" if slow > 1 else ""
+    return odd, f"{what.format(odd)} {pace:{'.2g' if pace < 100 else ',.0f'}} times as long as usual{others}"

@@ -15,7 +15,7 @@ class Situation:
     """The circumstances of a step, whoever decides."""
 
     events: tuple[Event, ...]
-    """Those that are felt."""
+    """Events that are felt."""
     present: tuple[int, ...]
     """These replica groups take part."""
     samples: int
@@ -63,12 +63,13 @@ class Situations:
 
     def _others(self, events: Sequence[Event]) -> Iterator[DisturbedJob]:
         """Yield the job in its best cut and in its best other layout, where there are."""
-        layouts, paces = self._job.layouts, self._job.cluster.paces(events).tolist()
-        if layouts is None or max(paces) == min(paces):
+        layouts, cluster = self._job.layouts, self._job.cluster
+        paces, links = cluster.paces(events).tolist(), cluster.link_paces(events)
+        if layouts is None or (max(paces) == min(paces) and links.is_usual):
             return
-        if (counts := layouts.best_cut(paces)) and counts != self._job.layout.stage_layers:
+        if (counts := layouts.best_cut(paces, links)) and counts != self._job.layout.stage_layers:
             yield layouts.with_cut(counts)
-        if proposal := layouts.propose(paces):
+        if proposal := layouts.propose(paces, links):
             yield layouts.with_layout(proposal)
 
 

@@ -50,5 +50,5 @@ def _needs(plan: Plan, written: int, *, force: bool) -> Needs:
         gpu_memory_bytes=needed if on_gpus else 0.0,
         uses_gpus=on_gpus,
         checkpoint_bytes=checkpoint_bytes(plan.spec, plan.params),
-        checkpoints=max(1, plan.spec.checkpoint.keep_last + 1 - written),
+        checkpoints=max(1, plan.spec.checkpoint.keep_last + plan.spec.checkpoint.keep_best + 1 - written),
     )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from trainspec_cli.printable import PrintableStream, printable
+from trainspec_cli.printable import LastingStream, PrintableStream, printable
+from trainspec_cli.rundir.paths import RunDir
 
 
 class PrintableConsole(Console):
@@ -21,7 +24,7 @@ class PrintableConsole(Console):
     def file(self) -> IO[str]:
         """The stream below a `PrintableStream`, which would escape rich's own styles."""
         file = super().file
-        return file.rich_proxied_file if isinstance(file, PrintableStream) else file
+        return cast(IO[str], file.rich_proxied_file) if isinstance(file, PrintableStream) else file
 
     @file.setter
     def file(self, file: IO[str]) -> None:
@@ -79,3 +82,23 @@ class RunConsole(PrintableConsole):
 def make_console(*, as_json: bool) -> RunConsole:
     """Make the console; with `--json` it writes to stderr, and stdout is left to the program that reads it."""
     return RunConsole(stderr=as_json)
+
+
+@contextmanager
+def open_run_log(run: RunDir, console: Console) -> Iterator[Console | None]:
+    """Open the file that keeps the lines of every start, also where a terminal shows a bar, or is closed. None where
+    the console writes to that file itself. A disk that is full ends the log and not the run."""
+    run.logs.mkdir(parents=True, exist_ok=True)
+    with run.run_log.open("a", encoding="utf-8") as file:
+        if _is_same_file(console.file, file):
+            yield None
+        else:
+            lasting = LastingStream(file, ends_at=(errno.ENOSPC, errno.EDQUOT, errno.EIO))
+            yield PrintableConsole(file=cast(IO[str], lasting), color_system=None)
+
+
+def _is_same_file(one: IO[str], other: IO[str]) -> bool:
+    try:
+        return os.path.sameopenfile(one.fileno(), other.fileno())
+    except OSError:  # a stream in memory has no number
+        return False

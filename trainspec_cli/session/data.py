@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from trainspec_cli.corpus.chat_formats import describe_formats
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.labelled import find_samples
-from trainspec_cli.corpus.prepare import prepare
+from trainspec_cli.corpus.prepare import check_text, prepare
 from trainspec_cli.errors import MachineError, Problem, TrainspecError
 from trainspec_cli.report.live import showing_progress
 from trainspec_cli.rundir.paths import RunDir
@@ -14,6 +15,9 @@ from trainspec_cli.rundir.record import read_data_dir
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.load import Loaded
 from trainspec_cli.spec.recipe.data import DataSpec
+
+VALIDATED_BYTES = 16 * 2**20
+"""Text of each source that is looked through before a launch asks for all of it."""
 
 
 def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
@@ -30,6 +34,18 @@ def prepare_data(loaded: Loaded, console: PrintableConsole) -> Path | None:
         return folder
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
+
+
+def check_data(loaded: Loaded) -> str:
+    """Return what the beginning of the data says of the formats of its conversations; nothing is made. Raises as
+    `prepare_data` does where the data is not what the recipe says."""
+    if loaded.spec.model.unit == "samples":
+        return ""
+    try:
+        formats = check_text(loaded.spec.data, VALIDATED_BYTES)
+    except TrainspecError as error:
+        raise type(error)(loaded.composed.locate(error.problems)) from error
+    return f"format of conversations: {describe_formats(formats)}" if formats else ""
 
 
 def check_data_of(run: RunDir, data: DataSpec) -> None:

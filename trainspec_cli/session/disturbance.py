@@ -11,10 +11,12 @@ from trainspec_cli.compose.folders import DISTURB, SUFFIX, Folders, find_folders
 from trainspec_cli.compose.origins import COMMAND_LINE, Origins, locate
 from trainspec_cli.compose.yaml_file import read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.planner.capacity import describe_fabric
 from trainspec_cli.planner.search.auto import replica_groups_of
 from trainspec_cli.reading.files import exists, expand
 from trainspec_cli.scheduler.disturbance import Disturbance, build_disturbance, check_cluster
+from trainspec_cli.spec.json_schema import plain_schema
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.prediction import Candidate
@@ -55,6 +57,11 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
     found = NamedDisturbance(file.stem, draft, {DISTURB: read.start} | origins, cwd)
     found.require(problems)
     return found
+
+
+def disturbance_schema() -> JsonObject:
+    """Return the JSON Schema of a file of conf/disturb."""
+    return plain_schema(DISTURB, Disturbance)
 
 
 def simulate_disturbed(

@@ -36,9 +36,21 @@ def find_run(name: str) -> RunDir:
     with refusing_closed(name):
         holds_run = _is_there(run)
     if not holds_run:
-        hint = "`trainspec runs` lists those below ./runs; `last` is the newest of them"
+        if name and (named := _named(name)):
+            return named
+        hint = "`trainspec runs` lists those below ./runs, with their names; `last` is the newest of them"
         raise RecipeError(Problem("no_run", f"{name} holds no run", hint=hint))
     return run
+
+
+def _named(name: str) -> RunDir | None:
+    """Return the run below ./runs whose `run.name` this is. Raises RecipeError where several have it."""
+    paths = [line.path for line in runs_here() if line.name == name]
+    if len(paths) > 1:
+        raise RecipeError(
+            Problem("ambiguous", f"{len(paths)} runs are named {name}", hint=f"type {' or '.join(paths)}")
+        )
+    return RunDir(paths[0]) if paths else None
 
 
 def runs_here() -> list[RunLine]:

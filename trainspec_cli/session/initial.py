@@ -5,27 +5,25 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from trainspec_cli.compose.compose import Completion
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
-from trainspec_cli.huggingface.config import differences, read_model
+from trainspec_cli.huggingface.config import differences
+from trainspec_cli.huggingface.config_reading import read_model
 from trainspec_cli.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir, read_section
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES
-from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
+from trainspec_cli.spec.recipe.model import AUTO_FAMILY, DecoderModel, ModelSpec
 from trainspec_cli.spec.recipe.run import InitSpec, RunSpec
 from trainspec_cli.spec.structure import build, choose_section
-from trainspec_cli.spec.unknown import UNKNOWN
 from trainspec_cli.trust import check_tree
 
-AUTO_FAMILY = "auto"
 
-
-def complete(data: dict[str, Any], unchosen: frozenset[str]) -> Completion:
+def complete(data: JsonObject, unchosen: frozenset[str]) -> Completion:
     """The values that a composed recipe leaves to the checkpoint that it begins with.
 
     The model is left to it by `model=auto`, to which some keys may be added, and where no model is chosen at all.
@@ -43,21 +41,22 @@ def complete(data: dict[str, Any], unchosen: frozenset[str]) -> Completion:
     if is_auto:
         del asked["family"]
     left_open = {key: value for key, value in found.items() if key not in asked} if is_open else {}
+    model: JsonObject = {"model": left_open} if is_open else {}
     return Completion(
-        values=({"model": left_open} if is_open else {}) | _tokenizer(data, tokenizer),
+        values=model | _tokenizer(data, tokenizer),
         source=source,
         replaced=frozenset({"model"} & unchosen),
         problems=tuple(_contradictions(left_open | asked, found, source)),
     )
 
 
-def _section(data: dict[str, Any], name: str) -> dict[str, Any]:
+def _section(data: JsonObject, name: str) -> JsonObject:
     """Return the section, or an empty one where something else stands there, which other checks report."""
     section = data.get(name)
     return section if isinstance(section, dict) else {}
 
 
-def _without_checkpoint(model: dict[str, Any]) -> Completion:
+def _without_checkpoint(model: JsonObject) -> Completion:
     """A model that is written out key by key needs no group."""
     if len(model) > 1:
         return Completion({"model": {"family": "decoder"}}, "")
@@ -71,7 +70,7 @@ def _failed(problems: Iterable[Problem]) -> Completion:
     return Completion({}, "", frozenset({"model"}), tuple(problems), frozenset({"model"}))
 
 
-def _read(init: InitSpec) -> tuple[dict[str, Any], str, Path | None]:
+def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
     """-> (the checkpoint's model, the file that says so, its tokenizer). Raises TrainspecError."""
     if (folder := init.hugging_face) is not None:
         model = read_model(read_config(folder), str(folder / CONFIG))
@@ -123,10 +122,10 @@ def _if_there(file: Path) -> Path | None:
     return file.absolute() if file.is_file() else None
 
 
-def _contradictions(asked: dict[str, Any], found: dict[str, Any], source: str) -> list[Problem]:
+def _contradictions(asked: JsonObject, found: JsonObject, source: str) -> list[Problem]:
     """Keys under which the recipe's model is another than the checkpoint's."""
     mine, theirs = _build(asked), _build(found)
-    if mine is UNKNOWN:
+    if mine is None or theirs is None:
         return []
     if isinstance(mine, DecoderModel) and isinstance(theirs, DecoderModel):
         differing = differences(mine, theirs)
@@ -143,16 +142,16 @@ def _contradictions(asked: dict[str, Any], found: dict[str, Any], source: str) -
     ]
 
 
-def _build(section: dict[str, Any]) -> Any:
-    """Build the model; UNKNOWN where a value has a wrong type, which other checks report."""
+def _build(section: JsonObject) -> ModelSpec | None:
+    """Build the model; None where a value has a wrong type, which other checks report."""
     kind = choose_section(ModelSpec, section)
     assert kind is not None
-    model: Any
+    model: ModelSpec
     model, problems = build(kind, section)
-    return UNKNOWN if problems else model
+    return None if problems else model
 
 
-def _tokenizer(data: dict[str, Any], found: Path | None) -> dict[str, Any]:
+def _tokenizer(data: JsonObject, found: Path | None) -> JsonObject:
     """The checkpoint's, where the recipe names none: its ids are what the weights know."""
     reads = _section(data, "data")
     named = _section(reads, "tokenizer").get("path")

@@ -71,15 +71,17 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     """Find everything that is wrong with a recipe, whatever the machine."""
     from trainspec_cli.compose.compose import compose_arguments  # loads hydra, which the help of a command does without
     from trainspec_cli.session.initial import check_weights, complete  # as above
+    from trainspec_cli.session.run_length import complete_steps  # as above
 
-    composed = compose_arguments(arguments, cwd, complete, aside=() if to_run else OF_PLANNING)
+    aside = () if to_run else OF_PLANNING
+    composed = compose_arguments(arguments, cwd, (complete, complete_steps), aside)
     draft, mistyped = build(RunSpec, composed.data)
     draft = _without_failed(draft, composed)
     checked = [*check(close_axes(draft)), *check_engine(draft)] if to_run else check(draft)
     checked += apply([check_weights], draft) if to_run and not composed.problems else []
     problems = composed.locate([*mistyped, *checked])
     known = [problem for problem in composed.problems if not _refers_to_missing(problem, mistyped)]
-    new = [problem for problem in problems if not _follows(problem, composed)]
+    new = [problem for problem in problems if not follows(problem, composed)]
     return Examined(draft, composed, sorted([*known, *new], key=_place))
 
 
@@ -124,11 +126,12 @@ def _without_failed(draft: RunSpec, composed: Composed) -> RunSpec:
     return RunSpec(**{name: UNKNOWN if name in unknown else getattr(draft, name) for name in names})
 
 
-def _follows(problem: Problem, composed: Composed) -> bool:
-    """A value misses because the recipe or option that gives it was not found, or because its own was refused."""
+def follows(problem: Problem, composed: Composed) -> bool:
+    """Return whether a value misses because the recipe or option that gives it was not found, or because its own was
+    refused."""
     refused = {other.path for other in composed.problems}
     group = problem.path.partition(".")[0]
-    missed = RECIPE in composed.failed or group in composed.failed or problem.path in refused
+    missed = bool(composed.failed & {RECIPE, group, problem.path}) or problem.path in refused
     return problem.code == "missing_value" and missed
 
 

@@ -10,8 +10,8 @@ from trainspec_cli.errors import MachineError, Problem, RecipeError, WorkerError
 from trainspec_cli.launch.backend.nodes.agent import run_agent
 from trainspec_cli.launch.backend.nodes.backend import JOIN_TIMEOUT_S, Reach, reach_from_here
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_result
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -86,7 +86,8 @@ def join(run_dir: str, node: int, console: PrintableConsole) -> int:
         time.sleep(RETRY_S)
     if not served:
         raise refusal
-    return int(read_json(run.result_json)["exit_code"]) if run.result_json.is_file() else WorkerError.exit_code
+    result = read_result(run)
+    return WorkerError.exit_code if result is None or result.exit_code is None else result.exit_code
 
 
 def _no_first_node(run: RunDir) -> MachineError:

@@ -18,9 +18,9 @@ from trainspec_cli.planner.this_machine import (
     predict_local,
     suggest,
 )
-from trainspec_cli.policy.division import largest_that_fits
-from trainspec_cli.policy.memory import build_ladder, with_reliefs, with_setting
-from trainspec_cli.policy.moved_layers import largest_stage
+from trainspec_cli.policy.batch.division import largest_that_fits
+from trainspec_cli.policy.recovery.memory import build_ladder, with_reliefs, with_setting
+from trainspec_cli.policy.scheduling.moved_layers import largest_stage
 from trainspec_cli.report.text import describe_prediction
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.field_types import AUTO
@@ -41,10 +41,10 @@ class Predictor:
 
     predict: Predict
     limit_bytes: float
-    """What one process may take."""
+    """Memory that one process may take."""
     limit_text: str
     knows: Callable[[Plan], bool] = lambda _: True
-    """Whether it can predict a plan that differs in its setting of memory."""
+    """True where it can predict a plan that differs in its setting of memory."""
 
 
 def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: bool, may_probe: bool = True) -> Plan:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.errors import EXIT_DONE, Problem, RecipeError
 from trainspec_cli.launch.job.machine import detect
-from trainspec_cli.policy.memory import rank_setting, with_reliefs
-from trainspec_cli.reading.files import check_field, read_object
+from trainspec_cli.launch.notify import NOBODY, Notify
+from trainspec_cli.policy.recovery.memory import rank_setting, with_reliefs
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan_of_all_nodes, read_run_record
+from trainspec_cli.rundir.record import read_data_dir, read_plan_of_all_nodes, read_run_record
+from trainspec_cli.session.changes import count_more_steps, find_fixed, prepare_changed_data, trained_samples
 from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.data import check_data_of
+from trainspec_cli.session.detach import check_detachable, describe_detached, resume_detached
 from trainspec_cli.session.find import find_own_run
-from trainspec_cli.session.load import Loaded, plan_on, require, this_machine
+from trainspec_cli.session.load import Loaded, follows, plan_on, require, this_machine
 from trainspec_cli.session.nodes import NodeOptions, join
 from trainspec_cli.session.session import Session, start
 from trainspec_cli.spec.canonical import to_plain
@@ -31,19 +34,32 @@ from trainspec_cli.spec.structure import build
 if TYPE_CHECKING:
     from trainspec_cli.launch.backend.nodes.backend import Reach
 
-FIXED = ("model", "data", "optim.name", "batching.global_batch_size", "train.seed", "run.dir")
-"""What the checkpoint, and the position in the data, depend on."""
 OF_MEMORY = ("batching", "recompute", "offload")
-"""What a recipe asks for of a step's memory."""
+"""Sections in which a recipe sets what a step takes of memory."""
 
 
-def resume(name: str, changes: Sequence[str], nodes: NodeOptions, *, force: bool, as_json: bool) -> int:
-    """Continue a run, as its first node or as another that joins it; return the run's exit code."""
+def resume(
+    name: str,
+    changes: Sequence[str],
+    nodes: NodeOptions,
+    notify: Notify = NOBODY,
+    *,
+    force: bool,
+    as_json: bool,
+    detach: bool = False,
+) -> int:
+    """Continue a run, as its first node or as another that joins it; return the run's exit code. With `detach`, 0 as
+    soon as the run goes on in a process of its own."""
     run, console = find_own_run(name), make_console(as_json=as_json)
-    session = prepare_resume(run, changes, nodes, console, force=force, as_json=as_json)
+    session = replace(prepare_resume(run, changes, nodes, console, force=force, as_json=as_json), notify=notify)
     if not nodes.is_first and session.reach:
         return join(str(run.root), nodes.node_rank, console)
-    return start(session)
+    if not detach:
+        return start(session)
+    check_detachable(session)
+    pid = resume_detached(run, [*changes, *notify.options], force=force)
+    print(describe_detached(run, pid, as_json=as_json))
+    return EXIT_DONE
 
 
 def prepare_resume(
@@ -58,15 +74,18 @@ def prepare_resume(
     """Return the session of the run's next start. Raises RecipeError for what cannot be changed, and where nothing is
     left to do, MachineError for what this node lacks."""
     old = read_plan_of_all_nodes(run)
-    loaded = _change(run, old, changes)
+    loaded, data_folder = _change(run, old, count_more_steps(old.spec, changes)), None
     check_unfinished(run, loaded.spec)
-    check_data_of(run, loaded.spec.data)
+    if loaded.spec.data == old.spec.data:
+        check_data_of(run, loaded.spec.data)
+    else:
+        loaded, data_folder = prepare_changed_data(run, loaded, console)
     reach = _reach(run, loaded.spec, changes, nodes)
     if reach:
         return prepare_unchanged(run, reach, console, force=force, as_json=as_json)
     machine = this_machine(loaded.spec)
     plan = _keep_memory(_keep_kernels(plan_on(loaded, machine), old, machine), old)
-    return Session(plan, machine, run, console, force=force, as_json=as_json)
+    return Session(plan, machine, run, console, data_folder=data_folder, force=force, as_json=as_json)
 
 
 def prepare_unchanged(
@@ -95,28 +114,20 @@ def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOption
 def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     """Return the run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
     from trainspec_cli.compose.compose import amend  # loads hydra, which the help of a command does without
+    from trainspec_cli.session.run_length import complete_changed_steps  # as above
 
     values = to_plain(old.spec)
-    composed = amend(read_run_record(run).recipe, values, changes)
+    complete = partial(complete_changed_steps, own=values, folder=read_data_dir(run))
+    composed = amend(read_run_record(run).recipe, values, changes, complete)
     draft, mistyped = build(RunSpec, composed.data)
-    # The data was read when the run began; where it came from need not be there any more.
-    broken = [problem for problem in [*check(draft), *check_engine(draft)] if not problem.path.startswith("data.")]
-    problems = [*mistyped, *broken, *_fixed(values, composed.data)]
+    mistyped = [problem for problem in mistyped if not follows(problem, composed)]
+    broken = [*check(draft), *check_engine(draft)]
+    if values["data"] == composed.data.get("data"):
+        # It was read when the run began; where it came from need not be there any more.
+        broken = [problem for problem in broken if not problem.path.startswith("data.")]
+    problems = [*mistyped, *broken, *find_fixed(values, composed.data)]
     require([*composed.problems, *composed.locate(problems)])
     return Loaded(draft, composed)
-
-
-def _fixed(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for every changed value that the checkpoint depends on."""
-    from trainspec_cli.compose.render import flatten  # loads hydra, as above
-
-    before, after = flatten(dict(old)), flatten(dict(new))
-    for path in dict.fromkeys([*after, *before]):
-        is_fixed = any(path == key or path.startswith(f"{key}.") for key in FIXED)
-        if is_fixed and (path not in after or after[path] != before.get(path)):
-            message = f"`{path}` cannot change in a run that goes on: its checkpoint depends on it"
-            hint = f"leave it out, or start a new run: trainspec launch recipe=NAME {path}={after.get(path)}"
-            yield Problem("fixed_value", message, path, hint)
 
 
 def _keep_kernels(plan: Plan, old: Plan, machine: Machine) -> Plan:
@@ -143,29 +154,24 @@ def _keep_memory(plan: Plan, old: Plan) -> Plan:
 
 
 def check_unfinished(run: RunDir, spec: RunSpec) -> None:
-    """Raises RecipeError where the run has made all of its steps."""
-    step, wanted = run.newest_step, spec.train.max_steps
-    if spec.batching.schedule.kind == "constant":
-        is_done, what = step >= wanted, f"`train.max_steps` is {wanted}"
+    """Raises RecipeError where the run has made all of its steps, or trained all of its samples."""
+    step, wanted, train = run.newest_step, spec.train.max_steps, spec.train
+    path, start = "train.max_steps", spec.batching.global_batch_size
+    if not spec.ends_by_samples:
+        is_done, what = step >= wanted, f"`{path}` is {wanted}"
     else:  # its steps depend on the samples before them, and their number on the schedule that these had
-        trained, start = _trained_samples(run, step), spec.batching.global_batch_size
+        trained = trained_samples(run, spec, step)
         run_samples = wanted * start
         is_done = trained >= run_samples
         what = (
-            f"has trained {trained:,} samples; `train.max_steps` {wanted:,} times `batching.global_batch_size` "
+            f"has trained {trained:,} samples; `{path}` {wanted:,} times `batching.global_batch_size` "
             f"{start:,} are {run_samples:,}"
         )
     if is_done:
+        more = f"{path}={2 * wanted}"
+        if train.tokens is not None:
+            path, more = "train.tokens", f"train.tokens={2 * train.tokens}"
+        elif train.epochs is not None:
+            path, more = "train.epochs", f"train.epochs={2 * train.epochs:g}"
         message = f"the run is at step {step}, and {what}: nothing is left to do"
-        hint = f"to train on: trainspec resume {run.root} train.max_steps={2 * spec.train.max_steps}"
-        raise RecipeError(Problem("nothing_left", message, "train.max_steps", hint))
-
-
-def _trained_samples(run: RunDir, step: int) -> int:
-    """Return the samples that the run had trained at its checkpoint of `step`; 0 where it has none. Raises
-    UnreadableFileError."""
-    if not step:
-        return 0
-    about = read_object(run.manifest(step), {"about": dict})["about"]
-    check_field(run.manifest(step), about, "samples", int)
-    return int(about["samples"])
+        raise RecipeError(Problem("nothing_left", message, path, f"to train on: trainspec resume {run.root} {more}"))

@@ -12,18 +12,21 @@ from trainspec_cli.launch.backend import OpenBackend
 from trainspec_cli.launch.failure import Explanation
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.memory_limits import LimitsWatch
+from trainspec_cli.launch.notify import NOBODY, Notify, notify
 from trainspec_cli.launch.outcome import RunOutcome, conclude
 from trainspec_cli.launch.signals import StopRequests, on_stop_signal
 from trainspec_cli.launch.slow_nodes import Replan
 from trainspec_cli.launch.supervise import Ending, supervise
+from trainspec_cli.report.changes import describe_recovery
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.live import LiveView
 from trainspec_cli.report.render import render_summary
-from trainspec_cli.report.text import describe_recovery
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_run_record
 from trainspec_cli.scheduler.advisor import LayoutAdvisor
-from trainspec_cli.session.console import RunConsole
+from trainspec_cli.session.console import RunConsole, open_run_log
+from trainspec_cli.session.diagnose import VerdictLines
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.results.plan import Plan
@@ -40,29 +43,37 @@ def run(
     as_json: bool = False,
     requests: StopRequests | None = None,
     replan: Replan | None = None,
+    notifies: Notify = NOBODY,
 ) -> int:
     """Supervise the job until its run has ended, and report how it ended; return the exit code. `limits` remembers
-    what it learns of the machine's memory, and `advisor` proposes other layouts; `replan` is as of `supervise`.
+    what it learns of the machine's memory, and `advisor` proposes other layouts; `replan` is as of `supervise`;
+    `notifies` says who else is notified of the end.
 
     Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
     well and nobody reads that.
     """
-    watches = [watch for watch in (limits, advisor) if watch is not None]
-    ending = _supervise(job, plan, backend, console, watches, requests or StopRequests(), replan)
-    job = ending.job
-    if ending.left_behind:
-        console.print(f"processes {', '.join(map(str, ending.left_behind))} hang in the kernel and could not be ended")
-    Fence(job.run, ending.generation).check()
-    outcome = conclude(job, ending)
-    if outcome.result.status == "failed":
-        kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
-        raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
-    if console.reader_left:
-        raise BrokenPipeError
-    if as_json:
-        print(json_text({"run": str(job.root), **to_plain(outcome.result)}))
-    else:
-        _report_end(job, outcome, console)
+    watches = [VerdictLines(job.run), *(watch for watch in (limits, advisor) if watch is not None)]
+    requests = requests or StopRequests()
+    with on_stop_signal(requests.add):  # until the result is written and reported
+        ending = _supervise(job, plan, backend, console, watches, requests, replan)
+        job = ending.job
+        if ending.left_behind:
+            hanging = ", ".join(map(str, ending.left_behind))
+            console.print(f"processes {hanging} hang in the kernel and could not be ended")
+        Fence(job.run, ending.generation).check()
+        outcome = conclude(job, ending)
+        reason = outcome.explanation.headline if outcome.explanation else ""
+        if failed := list(notify(notifies, job.run, read_run_record(job.run).recipe, outcome.result, reason)):
+            console.report(*failed)
+        if outcome.result.status == "failed":
+            kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
+            raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
+        if console.reader_left:
+            raise BrokenPipeError
+        if as_json:
+            print(json_text({"run": str(job.root), **to_plain(outcome.result)}))
+        else:
+            _report_end(job, outcome, console)
     return outcome.exit_code
 
 
@@ -71,7 +82,7 @@ def _supervise(
     plan: Plan,
     backend: OpenBackend,
     console: RunConsole,
-    watches: Sequence[LimitsWatch | LayoutAdvisor],
+    watches: Sequence[VerdictLines | LimitsWatch | LayoutAdvisor],
     requests: StopRequests,
     replan: Replan | None,
 ) -> Ending:
@@ -83,7 +94,7 @@ def _supervise(
             one.look(view.say)
 
     stopping = console.stopping_run_without_reader(requests.add)
-    with stopping, on_stop_signal(requests.add), LiveView(job.run, plan, console) as view:
+    with stopping, open_run_log(job.run, console) as log, LiveView(job.run, plan, console, log) as view:
         return supervise(job, plan, backend, watch, view.say, requests, replan)
 
 
@@ -107,7 +118,7 @@ def _report_end(job: Job, outcome: RunOutcome, console: RunConsole) -> None:
     if outcome.exit_code == EXIT_DONE or outcome.result.steps:
         console.print(render_summary(collect(job.root)))
     if outcome.result.recoveries:
-        costs = [f"  {describe_recovery(recovery)}" for recovery in outcome.result.recoveries]
+        costs = [f"  {describe_recovery(recovery).line}" for recovery in outcome.result.recoveries]
         console.report("failures", *costs, "")
     console.report(_last_lines(job.run, outcome))
 

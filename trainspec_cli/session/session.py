@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from trainspec_cli.launch.backend import OpenBackend
 from trainspec_cli.launch.backend.local import LocalBackend
-from trainspec_cli.launch.backend.nodes.backend import NodesBackend, Reach, build_nodes_job
+from trainspec_cli.launch.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
 from trainspec_cli.launch.job.claim import claim
 from trainspec_cli.launch.job.folder import RUNS, make_folder, storage, write_launch, write_resume
 from trainspec_cli.launch.job.job import Job, build_job
 from trainspec_cli.launch.memory_limits import LimitsWatch
+from trainspec_cli.launch.notify import NOBODY, Notify
 from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan_of_all_nodes
 from trainspec_cli.scheduler.advisor import LayoutAdvisor, Layouts, decides_layouts
+from trainspec_cli.session.changes import describe_changes, trained_samples
 from trainspec_cli.session.check_nodes import check_nodes
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.data import prepare_data
@@ -39,7 +42,7 @@ from trainspec_cli.spec.recipe.kernels import KernelTable
 from trainspec_cli.spec.results.plan import Plan
 
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
-"""What a plan resolves from the machine, which may be another one now."""
+"""Keys that a plan resolves from the machine, which may be another one now."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,13 @@ class Session:
     console: RunConsole
     reach: Reach | None = None
     """How the nodes are reached; None for a run that this process supervises on this node alone."""
+    data_folder: Path | None = None
+    """The folder of other data with which a run goes on; None: of its own."""
     force: bool = False
     """Train although the plan is predicted not to fit."""
     as_json: bool = False
+    notify: Notify = NOBODY
+    """The command and the address that hear of the run's end."""
 
     @property
     def folder(self) -> Path:
@@ -68,6 +75,31 @@ class Session:
 
 def start(session: Session, requests: StopRequests | None = None) -> int:
     """Return the run's exit code. Raises TrainspecError where the run is refused, or fails."""
+    with _written_down(session) as (job, plan, examination):
+        machine = session.machine
+        backend: OpenBackend = LocalBackend
+        if session.reach:
+            backend = partial(NodesBackend, reach=session.reach, examination=examination)
+        limits = LimitsWatch(job.run, plan, machine)
+        return run(
+            *(job, plan, backend, session.console, limits),
+            advisor=_advisor(job.run, plan, machine),
+            as_json=session.as_json,
+            requests=requests,
+            replan=partial(plan_on_fewer, machine=machine),
+            notifies=session.notify,
+        )
+
+
+def write_down(session: Session) -> RunDir:
+    """Make the run's folder, for a resume to start. Raises TrainspecError where the run is refused."""
+    with _written_down(session) as (job, _, _):
+        return job.run
+
+
+@contextmanager
+def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | None]]:
+    """Do all that comes before the workers; hold the run, as it is written, while the block runs."""
     console, machine = session.console, session.machine
     plan = predict(_within_limits(session), machine, console, force=session.force)
     examination = check_nodes(plan, session.folder, console, force=session.force)
@@ -77,17 +109,7 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
         job = _build(session, plan, _root(session))
         with claim(job.run, job.launch_id):
             _write(session, job, plan, data_folder, kernels)
-            backend: OpenBackend = LocalBackend
-            if session.reach:
-                backend = partial(NodesBackend, reach=session.reach, examination=examination)
-            limits = LimitsWatch(job.run, plan, machine)
-            return run(
-                *(job, plan, backend, console, limits),
-                advisor=_advisor(job.run, plan, machine),
-                as_json=session.as_json,
-                requests=requests,
-                replan=partial(plan_on_fewer, machine=machine),
-            )
+            yield job, plan, examination
 
 
 def _advisor(run: RunDir, plan: Plan, machine: Machine) -> LayoutAdvisor | None:
@@ -138,7 +160,8 @@ def _write(session: Session, job: Job, plan: Plan, data_folder: Path | None, ker
         return
     before = read_plan_of_all_nodes(job.run)
     goes_on = generations.newest(job.run) > 0 or plan.spec != before.spec
-    write_resume(job, plan, sys.argv[1:], job.run.newest_step if goes_on else None, kernels)
+    from_step = job.run.newest_step if goes_on else None
+    write_resume(job, plan, sys.argv[1:], from_step, kernels, session.data_folder)
     if goes_on:
         session.console.report(*_describe_start(job.run, before, plan))
 
@@ -152,3 +175,4 @@ def _describe_start(run: RunDir, before: Plan, plan: Plan) -> Iterator[str]:
     for name in MACHINE_BOUND:
         if getattr(before, name) != getattr(plan, name):
             yield f"{name} is {getattr(plan, name)} on this machine, and was {getattr(before, name)}"
+    yield from describe_changes(before.spec, plan.spec, step, trained_samples(run, plan.spec, step))

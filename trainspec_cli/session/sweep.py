@@ -2,11 +2,54 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+from trainspec_cli.errors import Problem, RecipeError
+
 Sweep = tuple[str, Sequence[str]]
 """(key, its values)"""
+RANGE = re.compile(r"(.+?)\.\.(.+?)(?::(x?)(\d+))?")
+"""`LOW..HIGH`, `LOW..HIGH:5` or `LOW..HIGH:x5`."""
+MOST_VALUES = 1_000
+"""Values of one key."""
+
+
+def read_sweep(sweep: str) -> tuple[str, list[str]]:
+    """Return the key and the values of a sweep such as `optim.lr=1e-3,3e-4`, of values or ranges. `0..4` is every whole
+    number, `0..1:5` five numbers in equal steps, `1e-4..1e-2:x5` five in equal ratios. Raises RecipeError."""
+    key, _, text = sweep.partition("=")
+    values = [value for part in text.split(",") if part for value in _expand(part, sweep)]
+    if not key or not values:
+        message = f"--sweep is `{sweep}`; a key and its values are needed"
+        raise RecipeError(Problem("usage", message, hint="such as --sweep cluster.num_nodes=1,2,4,8"))
+    return key, values
+
+
+def _expand(part: str, sweep: str) -> list[str]:
+    """Return the values of a range, ends included; of anything else the text itself."""
+    found = RANGE.fullmatch(part)
+    bounds = _as_numbers(found[1], found[2]) if found else None
+    if found is None or bounds is None:
+        return [part]
+    (low, high), count, by_ratio = bounds, int(found[4] or 0), bool(found[3])
+    if not count and low.is_integer() and high.is_integer():
+        count = int(high - low) + 1
+    if not low < high or not 2 <= count <= MOST_VALUES or (by_ratio and low <= 0):
+        message = f"--sweep is `{sweep}`, and `{part}` is no range of 2 to {MOST_VALUES} values that rise"
+        hint = "such as 0..4 (whole numbers), 0..1:5 (five in equal steps) or 1e-4..1e-2:x5 (five in equal ratios)"
+        raise RecipeError(Problem("usage", message, hint=hint))
+    parts = [step / (count - 1) for step in range(count)]
+    numbers = [low * (high / low) ** at if by_ratio else low + (high - low) * at for at in parts]
+    return [str(int(number)) if number.is_integer() else f"{number:.6g}" for number in numbers]
+
+
+def _as_numbers(low: str, high: str) -> tuple[float, float] | None:
+    try:
+        return float(low), float(high)
+    except ValueError:
+        return None
 
 
 def sweep_arguments(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> Iterator[tuple[tuple[str, ...], list[str]]]:

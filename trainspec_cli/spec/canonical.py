@@ -7,11 +7,15 @@ import hashlib
 import json
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.structure import build, key_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 T = TypeVar("T")
 
@@ -28,21 +32,21 @@ class Absent(Enum):
 ABSENT = Absent.ABSENT
 
 
-def to_plain(value: Any) -> dict[str, Any]:
+def to_plain(value: DataclassInstance) -> JsonObject:
     """Return a dataclass as what JSON holds: dicts, lists, numbers, text. Fields that are `ABSENT` are left out."""
     items = ((key_of(field), getattr(value, field.name)) for field in dataclasses.fields(value))
     return {key: _plain(item) for key, item in items if item is not ABSENT}
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
+def _plain(value: Any) -> JsonValue:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_plain(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
+def from_plain(cls: type[T], data: object) -> T:
     """Build a dataclass from the output of `to_plain`. Raises RecipeError with every key that does not fit."""
     if not isinstance(data, Mapping):
         raise RecipeError(f"{type(data).__name__} in the place of the fields of {cls.__name__}", code="wrong_type")
@@ -52,7 +56,7 @@ def from_plain(cls: type[T], data: Mapping[str, Any]) -> T:
     return built
 
 
-def canonical_json(data: Any) -> str:
+def canonical_json(data: object) -> str:
     """Return JSON that is the same for equal content: sorted keys, no spaces, no NaN."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
@@ -60,5 +64,5 @@ def canonical_json(data: Any) -> str:
 def digest(spec: RunSpec) -> str:
     """Return the sha256 of a spec. The run folder is left out: its location does not change the run."""
     plain = to_plain(spec)
-    del plain["run"]["dir"]
+    plain["run"] = {key: value for key, value in to_plain(spec.run).items() if key != "dir"}
     return hashlib.sha256(canonical_json(plain).encode()).hexdigest()

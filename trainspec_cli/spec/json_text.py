@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 
-def json_text(content: Any, *, indent: int | None = 2) -> str:
+def json_text(content: object, *, indent: int | None = 2) -> str:
     """Return `content` as ASCII JSON, which is safe on a terminal and holds file names in any encoding.
 
     A number that is not finite becomes null, since JSON has none.

@@ -35,18 +35,18 @@ class WrongValueError(ValueError):
     """The value is not of the wanted type. Raised by `convert`."""
 
 
-def structure(data: Mapping[str, Any]) -> tuple[RunSpec | None, list[Problem]]:
+def structure(data: Mapping[str, object]) -> tuple[RunSpec | None, list[Problem]]:
     """Return the spec, or None and every problem with its dotted path."""
     draft, problems = build(RunSpec, data)
     return (None if problems else draft), problems
 
 
-def build(cls: type[T], data: Mapping[str, Any], path: str = "") -> tuple[T, list[Problem]]:
+def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, list[Problem]]:
     """Return a draft of dataclass `cls`, with `UNKNOWN` in place of wrong values, and the problems."""
-    hints = _hints(cls)  # type: ignore[arg-type]
+    hints = hints_of(cls)  # type: ignore[arg-type]
     fields = {key_of(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems = [_unknown_key(cls, str(key), path) for key in data if key not in fields]
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for key, field in fields.items():
         name = field.name
         if data.get(key, MISSING) == MISSING and (key in data or is_required(field)):
@@ -67,7 +67,7 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
     section = choose_section(wanted, value) if isinstance(value, Mapping) else None
     if section is not None:
         return build(section, value, f"{path}.")
-    by_name = next((member for member in _members(wanted) if typing.get_origin(member) is dict), None)
+    by_name = next((member for member in members_of(wanted) if typing.get_origin(member) is dict), None)
     if by_name and isinstance(value, Mapping):
         return _build_items(typing.get_args(by_name)[1], value, path)
     if typing.get_origin(wanted) is tuple and isinstance(value, (list, tuple)) and sections_of(item := _item(wanted)):
@@ -97,29 +97,30 @@ def _item(wanted: Any) -> Any:
     return typing.get_args(wanted)[0]
 
 
-def _build_items(wanted: Any, items: Mapping[Any, Any], path: str) -> tuple[dict[str, Any], list[Problem]]:
+def _build_items(wanted: Any, items: Mapping[Any, object], path: str) -> tuple[dict[str, object], list[Problem]]:
     built = {str(key): _build_value(wanted, item, f"{path}.{key}") for key, item in items.items()}
     return {key: item for key, (item, _) in built.items()}, [wrong for _, found in built.values() for wrong in found]
 
 
-def choose_section(wanted: Any, value: Mapping[str, Any]) -> type | None:
+def choose_section(wanted: Any, value: Mapping[str, object]) -> type | None:
     """Return the dataclass that a mapping fills: of several, the one whose `family` it names, else the first."""
     sections = sections_of(wanted)
-    named = [section for section in sections if value.get("family") in choices_of(_hints(section).get("family"))]
+    named = [section for section in sections if value.get("family") in choices_of(hints_of(section).get("family"))]
     return next(iter([*named, *sections]), None)
 
 
 def sections_of(wanted: Any) -> list[type]:
     """Return the dataclass itself, or those of a union."""
-    return [member for member in _members(wanted) if isinstance(member, type) and dataclasses.is_dataclass(member)]
+    return [member for member in members_of(wanted) if isinstance(member, type) and dataclasses.is_dataclass(member)]
 
 
-def _members(wanted: Any) -> tuple[Any, ...]:
+def members_of(wanted: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself."""
     return typing.get_args(wanted) if _is_union(wanted) else (wanted,)
 
 
 @cache
-def _hints(section: type) -> dict[str, Any]:
+def hints_of(section: type) -> dict[str, object]:
     return typing.get_type_hints(section)
 
 
@@ -227,11 +228,27 @@ def _guess(key: str, path: str, siblings: list[str]) -> list[str]:
 
 def known_paths(cls: type, prefix: str = "") -> Iterator[str]:
     """Yield every dotted path below `cls`."""
-    hints = _hints(cls)
+    hints = hints_of(cls)
     for field in dataclasses.fields(cls):
         yield f"{prefix}{key_of(field)}"
         for section in sections_of(hints[field.name]):
             yield from known_paths(section, f"{prefix}{key_of(field)}.")
+
+
+def known_choices(cls: type, path: str) -> list[str]:
+    """Return the words that the value of a dotted path may be: choices, auto, true and false. Empty for a number, text,
+    and a path that is not there."""
+    name, _, rest = path.partition(".")
+    found: list[str] = []
+    for field in dataclasses.fields(cls):
+        if key_of(field) != name:
+            continue
+        wanted = hints_of(cls)[field.name]
+        if rest:
+            found += [choice for section in sections_of(wanted) for choice in known_choices(section, rest)]
+        else:
+            found += ["true", "false"] if bool in members_of(wanted) else map(str, choices_of(wanted))
+    return list(dict.fromkeys(found))
 
 
 def _wrong_value(wanted: Any, value: Any, path: str) -> Problem:
@@ -301,7 +318,7 @@ def _join_or(words: list[str]) -> str:
     return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def show_value(value: Any) -> str:
+def show_value(value: object) -> str:
     """Return a short description of a value for messages."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -6,9 +6,8 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import Mapping
-from typing import Any
 
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.wire.handshake import HandshakeError, connect
 
 RENDEZVOUS_PURPOSE = "rendezvous"
@@ -28,15 +27,15 @@ class JsonClient:
         self._connection = _connect(address, secret, time.monotonic() + timeout_s)
         self._unread = b""
 
-    def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def ask(self, request: JsonObject, timeout_s: float) -> JsonObject:
         """Send a request and wait for its answer. Raises TimeoutError if none comes in time."""
         self.send(request)
         return self.receive(timeout_s)
 
-    def send(self, request: Mapping[str, Any]) -> None:
+    def send(self, request: JsonObject) -> None:
         self._connection.sendall(json.dumps(request, allow_nan=False).encode() + b"\n")
 
-    def receive(self, timeout_s: float) -> dict[str, Any]:
+    def receive(self, timeout_s: float) -> JsonObject:
         self._connection.settimeout(timeout_s)
         while b"\n" not in self._unread:
             piece = self._connection.recv(2**16)

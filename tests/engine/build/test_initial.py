@@ -11,7 +11,8 @@ from trainspec_cli.engine.build.train_state import build_model
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.engine.tools.export import export
 from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.huggingface.config import read_model, write_config
+from trainspec_cli.huggingface.config import write_config
+from trainspec_cli.huggingface.config_reading import read_model
 from trainspec_cli.huggingface.tensors import parameters
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.model import DecoderModel

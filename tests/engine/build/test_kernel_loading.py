@@ -68,7 +68,7 @@ def test_compiled_kernels_in_eager_blocks(recompute) -> None:
         assert float((found_gradient - gradient).norm()) < 1e-5 * float(gradient.norm())
 
 
-@pytest.mark.parametrize("kernels", [OTHERS, FUSED], ids=["others", "fused"])
+@pytest.mark.parametrize("kernels", [OTHERS, pytest.param(FUSED, marks=pytest.mark.slow)], ids=["others", "fused"])
 def test_other_kernels_in_compiled_blocks(kernels: KernelSpec) -> None:
     plain, other = made("llama_tiny"), made("llama_tiny")
     apply_kernels(other, kernels)

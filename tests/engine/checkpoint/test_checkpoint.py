@@ -32,7 +32,7 @@ from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.errors import MachineError, RecipeError, WorkerError
-from trainspec_cli.policy.noise import BatchPace, NoiseAverage
+from trainspec_cli.policy.batch.noise import BatchPace, NoiseAverage
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
-from trainspec_cli.engine.comm.compressed import CompressedSum, Compression, Feedback
+from trainspec_cli.engine.comm.compressed import RETURNED, CompressedSum, Compression, Feedback
 
 CPU = torch.device("cpu")
 WORKER = Path(__file__).with_name("wire_worker.py")
@@ -98,6 +98,27 @@ def test_nothing_is_lost_over_many_steps_but_what_still_waits(name: str, ranks: 
     assert missing > 1e-6, "the sums alone are not exact"
     rounded = steps * float(waiting.abs().max()) * ranks * 2**-8 * values**0.5
     assert float((found[0][0] + waiting - wanted).norm()) < min(rounded, missing / 10)
+
+
+def test_the_feedback_adds_little_to_what_a_sum_is_wrong_by() -> None:
+    """A sum that gave all back at once would be wrong by the square root of 2 more."""
+    codec, values = GRADIENT_CODECS["int4"], 2**15
+    feedback = Feedback(2 * values, CPU)
+    exchange, errors = CompressedSum(codec, feedback), []
+    for step in range(60):
+        x_2N = gradient(step, 0, 2, values)
+        sent: list[Tensor] = []
+        wire = SimpleNamespace(size=2, rank=0, swap_rows=lambda rows, sent=sent: sent.append(rows) or rows)
+        exchange.reduce_scatter(x_2N, wire)
+        feedback.settle(torch.zeros(()))
+        decoded = (codec.decode(rows, values) for rows in (sent[0], codec.encode(x_2N)))
+        errors.append([float((one - x_2N)[1].square().mean()) for one in decoded])
+    with_feedback, without = torch.tensor(errors[30:]).mean(0).tolist()
+    assert with_feedback / without == pytest.approx(1 + RETURNED / (2 - RETURNED), rel=0.05)
+    own, others = feedback.settled.float().chunk(2)
+    assert not own.any(), "the own row does not travel"
+    kept = float(others.square().mean()) / without
+    assert kept == pytest.approx(1 / (RETURNED * (2 - RETURNED)), rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4"])
@@ -229,6 +250,15 @@ def test_bytes_that_the_kernel_has_counted(found: list[dict[str, Any]], name: st
         headers_bytes = HEADER_BYTES * (len(found) - 1)
         assert row_bytes <= scatter <= row_bytes + headers_bytes
         assert 2 * row_bytes <= reduce <= 2 * row_bytes + headers_bytes
+
+
+def test_sums_in_full_are_made_in_the_order_of_ranks(found: list[dict[str, Any]]) -> None:
+    """Wherever a value lies; a reduce-scatter sends a row to each other rank, and no more."""
+    for rank in found:
+        assert rank["in_order"] == [True, True, True]
+        row_bytes, headers_bytes = 2**16 * 4 * (len(found) - 1), HEADER_BYTES * (len(found) - 1)
+        assert row_bytes <= rank["counted"]["full scatter"] <= row_bytes + headers_bytes
+        assert rank["counted"]["reduce in order"] == pytest.approx(2 * row_bytes, abs=headers_bytes)
 
 
 def test_full_sums_are_counted_too_and_bf16_sends_half_of_them(found: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -9,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from engine.parallel.ranks import Ranks
 
 from trainspec_cli.engine.comm import exchange, joining
-from trainspec_cli.engine.comm.exchange import Peers, enter_region, leave_region
+from trainspec_cli.engine.comm.exchange import Peers, Tiers, enter_region, leave_region
 
 
 class Timed:
     def __init__(self) -> None:
-        self.times = 0
+        self.sent_bytes: list[float | None] = []
 
-    def __call__(self) -> Any:
-        self.times += 1
-        return nullcontext()
+    def __call__(self, sent_bytes: float | None = None) -> Any:
+        self.sent_bytes.append(sent_bytes)
+        return nullcontext(False)
 
 
 @pytest.fixture
@@ -64,7 +66,8 @@ def test_a_region_sees_the_whole_sequence_and_returns_a_part_of_the_sum(peers: P
     part, dx = both_passes(leave_region, wide, peers, True, ONE)
     assert torch.equal(part, 2 * wide[:, 2:] + 100)
     assert torch.equal(dx, torch.cat((torch.full((2, 2, 2), 101.0), torch.ones(2, 2, 2)), dim=1))
-    assert peers.time.times == 4  # type: ignore[attr-defined]
+    gathered, scattered = 2 * 6 * 2 * 4 / 2, 2 * 4 * 2 * 4 / 2  # of the whole a rank sends one half, in fp32
+    assert peers.time.sent_bytes == [gathered, gathered, scattered, scattered]  # type: ignore[attr-defined]
 
 
 def test_without_cut_sequences_one_direction_sums_and_the_other_passes_on(peers: Peers) -> None:
@@ -77,7 +80,7 @@ def test_without_cut_sequences_one_direction_sums_and_the_other_passes_on(peers:
     assert torch.equal(summed, 2 * X + 100)
     assert torch.equal(kept, X), "the input is not written over"
     assert torch.equal(dx, torch.ones_like(X))
-    assert peers.time.times == 2  # type: ignore[attr-defined]
+    assert peers.time.sent_bytes == [X.nbytes, X.nbytes], "a rank of two sends as much as there is"  # type: ignore[attr-defined]
 
 
 def test_sums_and_maxima_are_in_place_and_timed(peers: Peers) -> None:
@@ -86,7 +89,8 @@ def test_sums_and_maxima_are_in_place_and_timed(peers: Peers) -> None:
     assert x.tolist() == [102.0, 104.0]
     assert peers.maximum_(x) is x
     assert x.tolist() == [202.0, 204.0]
-    assert (peers.size, peers.rank, peers.time.times) == (2, 1, 2)  # type: ignore[attr-defined]
+    assert (peers.size, peers.rank) == (2, 1)
+    assert peers.time.sent_bytes == [8.0, None], "a maximum is a message next to nothing"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -108,3 +112,58 @@ def test_a_rank_joins_with_its_own_device(
     assert given == {"backend": backend, "store": "store of 8", "rank": 5, "world_size": 8}
     assert chosen == ([torch.device(device)] if device_type == "cuda" else [])
     assert joining._stores == ["store of 8"], "a process group holds only the C++ half"
+
+
+class Member:
+    """One of a group of ranks that are threads."""
+
+    def __init__(self, ranks: Ranks, rank: int):
+        self.ranks, self.rank = ranks, rank
+
+    def size(self) -> int:
+        return self.ranks.size
+
+    def swap(self, sent: torch.Tensor) -> list[torch.Tensor]:
+        return [*self.ranks.swap(self.rank, sent).values()]
+
+
+def summed_in_tiers(given: list[torch.Tensor], sizes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Return what each rank holds after a sum over levels of so many ranks, innermost first."""
+    groups: dict[tuple[int, int, int], Ranks] = {}
+
+    def of_rank(rank: int) -> list[torch.Tensor]:
+        members, stride = [], 1
+        for level, size in enumerate(sizes):
+            ranks = groups.setdefault((level, rank // (stride * size), rank % stride), Ranks(size))
+            members.append(Member(ranks, rank // stride % size))
+            stride *= size
+        whole: Any = SimpleNamespace(size=lambda: len(given))
+        timed, summed = Timed(), given[rank].clone()
+        assert Peers(whole, timed, Tiers(tuple(members))).sum_(summed) is summed  # type: ignore[arg-type]
+        below = [math.prod(sizes[:level]) for level in range(len(sizes))]
+        parts = sum((size - 1) / size / inside for size, inside in zip(sizes, below, strict=True))
+        assert timed.sent_bytes == [pytest.approx(2 * summed.nbytes * parts)]
+        return [summed]
+
+    return [summed for (summed,) in Ranks(len(given)).run(of_rank)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (3, 2), (2, 2, 2)])
+@pytest.mark.parametrize("shape", [(12,), (7,), (1,), (3, 5)])
+def test_a_sum_in_tiers_is_made_inside_them_first(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], shape: tuple[int, ...]
+) -> None:
+    """Also of values that do not divide by the ranks of an element. All ranks have the same bits, those of the sums of
+    elements that are added up."""
+
+    def swap(received_RB: torch.Tensor, sent_RB: torch.Tensor, group: Member) -> None:
+        received_RB.copy_(torch.stack([theirs[group.rank] for theirs in group.swap(sent_RB)]))
+
+    monkeypatch.setattr(exchange, "is_on_gloo", lambda group: True)
+    monkeypatch.setattr(exchange, "swap_rows", swap)
+    generator = torch.Generator().manual_seed(math.prod(sizes))
+    given = [torch.randn(shape, generator=generator) for _ in range(math.prod(sizes))]
+    wanted = given
+    for size in sizes:
+        wanted = [torch.stack(wanted[first : first + size]).sum(0) for first in range(0, len(wanted), size)]
+    assert all(torch.equal(found, wanted[0]) for found in summed_in_tiers(given, sizes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -37,8 +38,9 @@ class Client:
         self.server, self.number = server, number
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        self.server.asked.append((self.number, request, timeout_s))
-        answer = self.server.answers.pop(0) if self.server.answers else {"value": True, "values": []}
+        self.server.asked.append((self.number, json.loads(json.dumps(request)), timeout_s))
+        default = {"add": 1, "count": 1, "set": None, "append": None}.get(request["op"], True)
+        answer = self.server.answers.pop(0) if self.server.answers else {"value": default, "values": []}
         if isinstance(answer, BaseException):
             raise answer
         return answer

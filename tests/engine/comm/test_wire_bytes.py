@@ -43,6 +43,27 @@ def test_bytes_are_divided_by_purpose(ends: tuple[socket.socket, socket.socket])
     assert (found["gradients"], found["parameters"], found[OTHER] - before[OTHER]) == (1000, 200, 30)
 
 
+def test_reserved_connections_keep_their_purpose_whatever_goes_on_meanwhile(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """An exchange in another thread; the main thread gathers parameters through the other end."""
+    meter = WireMeter()
+    meter.find_connections()
+    ends[0].sendall(b"x" * 5)
+    reserved = [(end.fileno(), os.fstat(end.fileno()).st_ino) for end in (ends[0], ends[1])]
+    meter.reserve(reserved[:1], "gradients")
+    meter.reserve(reserved[1:], "parameters of another thread")
+    meter.release(reserved[1:])
+    with meter.purpose("parameters"):
+        ends[0].sendall(b"x" * 1000)
+        ends[1].sendall(b"x" * 200)
+    ends[0].sendall(b"x" * 30)
+    meter.release(reserved[:1])
+    ends[0].sendall(b"x" * 7)
+    found = meter.totals()
+    assert (found["gradients"], found["parameters"], found[OTHER]) == (1030, 200, 5 + 7)
+
+
 def test_bytes_that_the_peer_has_not_taken_yet_count(ends: tuple[socket.socket, socket.socket]) -> None:
     """They wait in the kernel's buffer."""
     meter = WireMeter()

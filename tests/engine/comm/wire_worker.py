@@ -17,13 +17,13 @@ from torch import Tensor
 
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS, Codec
 from trainspec_cli.engine.comm.compressed import CompressedSum, Feedback, GroupWire
-from trainspec_cli.engine.comm.exchange import all_gather
+from trainspec_cli.engine.comm.exchange import all_gather, all_reduce_, reduce_scatter
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.comm.wire_bytes import WireMeter
 
 VALUES = 2**16
 """Of each rank's row."""
-STEP = {"bf16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}
+STEP = {"bf16": 2**-8, "int8": 1 / 127, "int4": 2**0.125 / 8}
 """Of the largest value of a block; half of it is the most that one encoding loses (in the Euclidean norm, for int4)."""
 
 
@@ -65,6 +65,29 @@ def exchange(name: str, rank: int, ranks: int, meter: WireMeter) -> dict[str, An
     }
 
 
+def sums_in_order(rank: int, ranks: int, meter: WireMeter) -> list[bool]:
+    """Return whether sums in full are those in the order of ranks, to the bit: of a reduce-scatter, of an all-reduce of
+    values that do not divide by the ranks, and of bf16, which is rounded once."""
+    world = dist.group.WORLD
+    assert world is not None
+    own, total = gradients(rank, ranks), gradients(0, ranks)
+    for other in range(1, ranks):
+        total += gradients(other, ranks)
+    scattered = own.new_empty(VALUES)
+    with meter.purpose("full scatter"):
+        reduce_scatter(scattered, own, group=world)
+    reduced = own.flatten()[1:].clone()
+    with meter.purpose("reduce in order"):
+        all_reduce_(reduced, world)
+    rounded, few = own[0].new_empty(VALUES, dtype=torch.bfloat16), own.bfloat16()
+    reduce_scatter(rounded, few, group=world)
+    of_few = gradients(0, ranks).bfloat16().float()
+    for other in range(1, ranks):
+        of_few += gradients(other, ranks).bfloat16().float()
+    found = [(scattered, total[rank]), (reduced, total.flatten()[1:]), (rounded, of_few[rank].bfloat16())]
+    return [torch.equal(one, wanted) for one, wanted in found]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     file, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -78,9 +101,11 @@ def main() -> None:
         dist.all_reduce(full)
     with meter.purpose("gather"):
         all_gather(full.new_empty(ranks * VALUES), full[0].contiguous())
-    counted = {name: meter.counted[name] for name in ("full reduce", "gather")}
+    in_order = sums_in_order(rank, ranks, meter)
+    counted = {name: meter.counted[name] for name in ("full reduce", "gather", "full scatter", "reduce in order")}
     dist.barrier()
-    print(json.dumps({"formats": found, "again": again, "counted": counted, "totals": meter.totals()}))
+    found_all = {"formats": found, "again": again, "counted": counted, "in_order": in_order}
+    print(json.dumps(found_all | {"totals": meter.totals()}))
     leave_processes()
 
 

@@ -25,13 +25,14 @@ from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.policy.division import OwnSamples
+from trainspec_cli.policy.batch.division import OwnSamples
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.render import render_report
 from trainspec_cli.rundir.accounting import account_run
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import RunResult
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
@@ -80,11 +81,11 @@ class Source:
     def counted(self, positions: np.ndarray) -> int:
         return 16 * len(positions)
 
-    def evaluate(self) -> None:
+    def evaluate(self, step: int) -> None:
         return None
 
-    def summarise(self, evaluated: None) -> dict[str, Any]:
-        return {}
+    def summarise(self, result: RunResult, evaluated: None) -> RunResult:
+        return result
 
     def write_sample(self) -> None:
         return None

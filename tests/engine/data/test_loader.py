@@ -17,7 +17,7 @@ from trainspec_cli.engine.batch import IGNORED_TARGET, MicroBatch
 from trainspec_cli.engine.data.heldout import heldout_batches
 from trainspec_cli.engine.data.loader import BatchReader, cut_micro_batches, positions_of, read_tokens
 from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, SLOTS, Staging
-from trainspec_cli.policy.division import Division, OwnSamples
+from trainspec_cli.policy.batch.division import Division, OwnSamples
 from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
 
 SEQ_LEN, BATCH = 32, 12

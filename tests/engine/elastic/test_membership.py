@@ -18,9 +18,9 @@ from trainspec_cli.engine.elastic.membership import (
     HealFailedError,
     Membership,
     Participation,
-    Quorum,
     QuorumClient,
 )
+from trainspec_cli.wire.rendezvous import FormedQuorum
 
 
 class Peers:
@@ -35,10 +35,10 @@ class Peers:
         self.sent: list[tuple[list[float], int]] = []
         self.comm: Any = None
 
-    def join(self, own: str, step: int, failures: int) -> Quorum:
+    def join(self, own: str, step: int, failures: int) -> FormedQuorum:
         self.asked.append((step, failures))
         number, names, steps = self.quorums.pop(0)
-        return Quorum(number, tuple(own if name == "own" else name for name in names), tuple(steps))
+        return FormedQuorum(number, tuple(own if name == "own" else name for name in names), tuple(steps), 0)
 
     def connect(self, name: str, rank: int, size: int, _timeout_s: float) -> Any:
         self.connected.append((name, rank, size))
@@ -77,7 +77,7 @@ class Client:
     def __init__(self, peers: Peers, name: str):
         self._peers, self._name, self.closed = peers, name, False
 
-    def join(self, step: int, failures: int) -> Quorum:
+    def join(self, step: int, failures: int) -> FormedQuorum:
         return self._peers.join(self._name, step, failures)
 
     def close(self) -> None:
@@ -175,12 +175,24 @@ def test_a_connection_lasts_as_long_as_the_quorum(own: Membership, peers: Peers)
     assert {(rank, size) for _, rank, size in peers.connected} == {(1, 2)}
 
 
+def test_the_connections_to_other_groups_are_told_from_those_that_were_there(
+    own: Membership, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = [{(3, 30)}, {(3, 30), (4, 40), (5, 50)}]
+    monkeypatch.setattr(membership, "open_connections", lambda: iter(opened.pop(0)))
+    peers.quorums = [("1", ["00000:a", "own"], [0, 0])] * 2
+    assert own.connections == frozenset()
+    for _ in range(2):  # the second time they are connected already
+        own.agree(0)
+        assert own.connections == {(4, 40), (5, 50)}
+
+
 def test_the_name_of_an_exchange_is_the_ranks_own_and_the_steps(peers: Peers) -> None:
     """A server that starts again counts quorums anew: number 1 at step 9 is another one than number 1 at step 0."""
     for rank, step in ((0, 0), (0, 9), (1, 9)):
         own = Membership(GroupRank(1, 0, 1), lambda: [STATE], 1.0)
         own.own = GroupRank(1, 0, 2) if rank == 0 else GroupRank(1, 1, 2)
-        own._connect(Quorum("1", ("00000:a", "own"), (step, step)), 1)
+        own._connect(FormedQuorum("1", ("00000:a", "own"), (step, step), 0), 1)
     assert len({name for name, _, _ in peers.connected}) == 3
 
 
@@ -233,10 +245,10 @@ def test_a_group_alone_sums_nothing(own: Membership, peers: Peers) -> None:
 def test_the_other_ranks_of_a_group_are_told_the_quorum(own: Membership, monkeypatch: pytest.MonkeyPatch) -> None:
     """They ask no server."""
     own.own = GroupRank(1, 1, 2)
-    told = {"number": "7", "names": ["00000:a", own._name], "steps": [3, 3]}
+    told = {"quorum": "7", "number": 1, "names": ["00000:a", own._name], "steps": [3, 3]}
     heard: list[Any] = []
     monkeypatch.setattr(membership, "broadcast_json", lambda value, read: heard.append(value) or read(told))
-    assert own._join(3) == Quorum("7", ("00000:a", own._name), (3, 3))
+    assert own._join(3) == FormedQuorum("7", ("00000:a", own._name), (3, 3), 1)
     assert heard == [None] and own._client is None
 
 
@@ -346,8 +358,8 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Quor
 
 def test_a_group_asks_for_its_place_with_its_step_and_its_failures(client: Any) -> None:
     asking, server = client(answer(1), answer(2, "r"))
-    assert asking.join(3, 0) == membership.Quorum("q", ("0:a", "1:b"), (3, 4))
-    assert asking.join(4, 2).number == "r"
+    assert asking.join(3, 0) == FormedQuorum("q", ("0:a", "1:b"), (3, 4), 1)
+    assert asking.join(4, 2).quorum == "r"
     assert server.joins() == [
         {"name": "0:a", "op": "join", "step": 3, "failures": 0, "number": 1},
         {"name": "0:a", "op": "join", "step": 4, "failures": 2, "number": 2},
@@ -357,13 +369,13 @@ def test_a_group_asks_for_its_place_with_its_step_and_its_failures(client: Any) 
 
 def test_an_answer_to_an_earlier_question_is_passed_over(client: Any) -> None:
     asking, server = client(answer(1, "first"), answer(1, "again"), answer(2, "second"))
-    assert [asking.join(3, 0).number, asking.join(4, 0).number] == ["first", "second"]
+    assert [asking.join(3, 0).quorum, asking.join(4, 0).quorum] == ["first", "second"]
     assert len(server.joins()) == 2
 
 
 def test_a_group_asks_again_where_the_server_was_started_again(client: Any) -> None:
     asking, server = client(ConnectionResetError("gone"), answer(1))
-    assert asking.join(3, 1).number == "q"
+    assert asking.join(3, 1).quorum == "q"
     assert [request["number"] for request in server.joins()] == [1, 1]
     assert [line.closed for line in server.connections] == [True, False]
 

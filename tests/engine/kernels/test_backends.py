@@ -22,6 +22,7 @@ from trainspec_cli.spec.rules.kernels import explain
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
 
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 FP32_EPS = torch.finfo(torch.float32).eps
 ROUNDINGS = {"ssd_scan": 2}
 """To the format, one after the other: the scan's states, and what they become."""
@@ -30,10 +31,11 @@ EXPONENTS = {"ssd_scan": 256 * 0.1 * 16}
 OPERATIONS = [(op, name) for op in CALLS for name in KERNELS[op]]
 
 
-def marked(op: str, name: str):
-    """The scan's loops take the compiler a minute."""
-    marks = [pytest.mark.slow] if (op, name) == ("ssd_scan", "compiled") else []
-    return pytest.param(op, name, marks=marks, id=f"{op}-{name}")
+def marked(op: str, name: str, dtype: torch.dtype):
+    """The scan's loops take the compiler a minute, and the others some seconds for each format."""
+    slow = name == "compiled" and (op == "ssd_scan" or dtype is not torch.float32)
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param(op, name, dtype, marks=marks, id=f"{op}-{name}-{FORMATS[dtype]}")
 
 
 def skip_where_it_cannot_run(op: str, name: str) -> None:
@@ -42,8 +44,7 @@ def skip_where_it_cannot_run(op: str, name: str) -> None:
         pytest.skip(f"{op} {name}: {reason}")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize(("op", "name"), [marked(*pair) for pair in OPERATIONS])
+@pytest.mark.parametrize(("op", "name", "dtype"), [marked(*pair, dtype) for pair in OPERATIONS for dtype in FORMATS])
 def test_output_and_gradients_err_as_the_format_does(op: str, name: str, dtype: torch.dtype) -> None:
     """Roundings to the format, and the error of sums, which all take in fp32, as the scan does its decays."""
     skip_where_it_cannot_run(op, name)

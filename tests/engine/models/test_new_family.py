@@ -56,9 +56,9 @@ def new_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunSpec]:
         module = ModuleType(name.removesuffix(".py").replace("/", "."))
         exec(compile(files[name], name, "exec"), vars(module))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    structure._hints.cache_clear()
+    structure.hints_of.cache_clear()
     yield from_plain(RunSpec, RECIPE | {"model": yaml.safe_load(files[code[2]])})
-    structure._hints.cache_clear()
+    structure.hints_of.cache_clear()
 
 
 def test_a_new_family_is_checked_by_the_rules_and_by_its_own_refusals(new_family: RunSpec) -> None:

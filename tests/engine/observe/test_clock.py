@@ -3,7 +3,7 @@ import torch
 
 from trainspec_cli.engine import marks
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.rundir.event_types.event import PARTS
 
 
 class Time:
@@ -87,3 +87,36 @@ def test_on_a_gpu_exchanges_stay_inside_the_part_that_they_overlap_with(time):
     parts = clock.cut().parts_s()
     assert (parts["backward"], parts["exposed_comm"]) == pytest.approx((2.0, 0.0))
     assert not StepClock(torch.device("cpu")).on_gpu
+
+
+def test_exchanges_beside_the_computation_are_exposed_where_nothing_is_computed(time):
+    """Injected: 3 s of an exchange, of which the backward hides 1.5; 0.5 s of a later one that the optimizer hides; and
+    0.25 s of waiting within the first."""
+    clock = StepClock(torch.device("cpu"))
+    clock.restart()
+    with clock.part("backward"):
+        time.sleep(1.0)
+        begin_s = time.perf_counter()
+        time.sleep(1.5)
+    time.sleep(1.25)
+    with clock.collective():
+        time.sleep(0.25)
+        clock.note_beside(begin_s, time.perf_counter())
+    with clock.part("optimizer"):
+        clock.note_beside(time.perf_counter(), time.perf_counter() + 0.5)
+        time.sleep(2.0)
+    with clock.collective():
+        time.sleep(0.125)
+    found = clock.cut().exchange_time()
+    assert (found.seconds, found.exposed_s) == pytest.approx((3.625, 1.625))
+    assert clock.cut().exchange_time() is None, "the next step has none"
+
+
+def test_a_step_whose_exchanges_all_waited_has_no_figure(time):
+    clock = StepClock(torch.device("cpu"))
+    with clock.collective():
+        time.sleep(1.0)
+    assert clock.cut().exchange_time() is None
+    clock.note_beside(1.0, 2.0)
+    clock.restart()
+    assert clock.cut().exchange_time() is None, "of what came before the step"

@@ -19,7 +19,8 @@ from trainspec_cli.engine.observe.journal import (
 from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.event_types import DirectiveEvent, EvalEvent, SampleEvent, SetFigures, StartEvent, StepEvent
+from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
+from trainspec_cli.rundir.event_types.training import EvalEvent, SampleEvent, SetFigures, StartEvent, StepEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.load import load

@@ -9,11 +9,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from trainspec_cli.engine.comm.background import Background
 from trainspec_cli.engine.observe import watch
 from trainspec_cli.engine.observe.watch import StepWatch, describe, last_collectives
 from trainspec_cli.errors import WorkerError
-from trainspec_cli.rundir.event_types import HangEvent, WarningEvent
+from trainspec_cli.rundir.event_types.observed import HangEvent, StallEvent
+from trainspec_cli.rundir.event_types.training import WarningEvent
 from trainspec_cli.rundir.events import EventWriter, read_events
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import WorkerErrorRecord, read_error
@@ -39,7 +42,7 @@ def test_a_sleeping_rank_is_named_with_its_stack_and_the_collective_the_other_wa
     assert "rank 1 is late: it is in no collective; the others wait in gloo:all_reduce of 3x5" in told["message"]
     assert "in oversleep" in told["traceback"]
     assert "all_reduce" in told["traceback"]
-    assert [event["type"] for event in read_events(run_dir.events(1))] == ["hang"]
+    assert [event["type"] for event in read_events(run_dir.events(1))] == ["stall", "hang"]
     assert "most recent call first" in ranks[0].communicate()[1], "faulthandler's own words, in the log"
     ranks[1].communicate()
 
@@ -52,6 +55,10 @@ class Listening:
 
     def write(self, event):
         self.events.append(event)
+
+    @property
+    def hangs(self):
+        return [event for event in self.events if isinstance(event, HangEvent)]
 
     def events_of(self, rank):
         return self._run_dir.events(rank)
@@ -172,9 +179,9 @@ def test_a_step_may_take_five_times_the_slowest_of_those_before_it(clock, make_w
     beat_every(clock, watching, *steps_s)
     clock.ticks = [1.0] * 9000
     watching.run()
-    assert len(journal.events) == (limit_s is not None)
+    assert len(journal.hangs) == (limit_s is not None)
     if limit_s is not None:
-        (event,) = journal.events
+        (event,) = journal.hangs
         assert (event.step, event.deadline_s) == (len(steps_s) + 1, limit_s)
         assert limit_s < event.waited_s <= limit_s + 1.0
         assert event.host and "run" in event.stack
@@ -196,7 +203,7 @@ def test_the_time_in_which_the_process_was_stopped_does_not_count(clock, make_wa
     beat_every(clock, watching, 1.0, 1.0, 1.0, 1.0, 1.0)
     clock.ticks = [1.0, 1.0, *pauses, 1.0, 1.0]
     watching.run()
-    assert bool(journal.events) == hung
+    assert bool(journal.hangs) == hung
 
 
 def test_a_step_that_hangs_after_the_process_was_stopped_is_found(clock, make_watch):
@@ -204,7 +211,7 @@ def test_a_step_that_hangs_after_the_process_was_stopped_is_found(clock, make_wa
     beat_every(clock, watching, 1.0, 1.0, 1.0, 1.0, 1.0)
     clock.ticks = [1.0, 900.0, *[1.0] * 9]
     watching.run()
-    (event,) = journal.events
+    (event,) = journal.hangs
     assert event.waited_s == 6.0
 
 
@@ -247,7 +254,7 @@ def test_the_first_rank_that_reports_ends_the_run_with_everyones_stack(clock, tm
     clock.ticks = [1.0] * 60
     watching.run()
     assert clock.slept_s == watch.OTHERS_S
-    assert [event.step for event in journal.events] == [6]
+    assert [event.step for event in journal.hangs] == [6]
     if rank == 2:
         assert exits == []
         assert not RunDir(tmp_path).error(2).exists()
@@ -272,7 +279,7 @@ def test_a_hang_ends_the_run_even_where_nothing_can_be_written(clock, make_watch
     clock.ticks = [1.0] * 60
     with pytest.raises(FileExistsError):
         watching.run()
-    assert (len(journal.events), exits) == (1, [5])
+    assert (len(journal.hangs), exits) == (1, [5])
     monkeypatch.setattr(journal, "write", refuse)
     clock.ticks = [1.0] * 60
     with pytest.raises(WorkerError):
@@ -316,9 +323,9 @@ def test_a_rank_waits_where_its_device_has_not_finished_a_collective(monkeypatch
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "50")
     monkeypatch.setattr(watch, "_recorded", lambda: entries)
     found = watch.whereabouts(threading.get_ident())
-    assert (found["waiting"], found["waits_in"]) == (waiting, waits_in)
-    assert found["collectives"] == {"0/dp": 4, "0/tp": 9}
-    assert "whereabouts" in found["stack"]
+    assert (found.waiting, found.waits_in) == (waiting, waits_in)
+    assert found.collectives == {"0/dp": 4, "0/tp": 9}
+    assert "whereabouts" in found.stack
 
 
 def test_without_the_flight_recorder_no_collective_is_known(monkeypatch):
@@ -337,6 +344,48 @@ def deeper(frames):
 
 def test_a_stack_holds_its_last_thirty_frames(monkeypatch):
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
-    stack = deep(50)["stack"]
+    stack = deep(50).stack
     assert stack.count(", in ") == 30
     assert "in whereabouts" in stack
+
+
+def test_a_step_that_may_come_to_hang_is_told_of_long_before(clock, make_watch):
+    watching, journal, exits = make_watch(20.0)
+    beat_every(clock, watching, *[2.0] * 5)
+    clock.ticks = [1.0] * 7
+    watching.run()
+    (event,) = journal.events
+    assert (type(event), event.step, event.waited_s, event.usual_s) == (StallEvent, 6, 6.0, 2.0)
+    assert exits == []
+
+
+def test_a_report_that_cannot_be_written_leaves_the_watch_at_work(clock, make_watch, monkeypatch):
+    watching, journal, exits = make_watch(20.0)
+    beat_every(clock, watching, *[2.0] * 5)
+    clock.ticks = [1.0] * 30
+    kept = journal.write
+
+    def write(event):
+        if isinstance(event, StallEvent):
+            raise WorkerError("a newer start owns the run")
+        kept(event)
+
+    monkeypatch.setattr(journal, "write", write)
+    watching.run()
+    assert len(journal.hangs) == 1 and exits == [5]
+
+
+def test_a_rank_waits_where_its_sums_go_on_in_another_thread():
+    """It is no suspect of the hang: the thread waits for the others."""
+    beside, gate = Background(torch.device("cpu"), lambda *_: None), threading.Event()
+    beside.start(lambda: gate.wait(20))
+    waiting = threading.Thread(target=beside.wait)
+    waiting.start()
+    try:
+        deadline = time.monotonic() + 20
+        while not (found := watch.whereabouts(waiting.ident)).waiting and time.monotonic() < deadline:
+            time.sleep(0.001)
+    finally:
+        gate.set()
+        waiting.join()
+    assert (found.waiting, found.waits_in) == (True, "sums of gradients")

@@ -6,7 +6,9 @@ gradient of each parameter that the rank holds and of all of them together, and 
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -18,6 +20,7 @@ from torch import Tensor
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.certify.families import FAMILIES, SAMPLES
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.comm.exchange import Tiers
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.optim.optimizer import clear_gradients, squared_norm
@@ -25,10 +28,11 @@ from trainspec_cli.engine.parallel.noise import parts_of
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
-from trainspec_cli.policy.division import Division, OwnSamples, even_division_of
+from trainspec_cli.policy.batch.division import Division, OwnSamples, even_division_of
 from trainspec_cli.spec.recipe.comm import WireFormats
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
+from trainspec_cli.spec.results.blueprint import Blueprint, BlueprintTier, Exchange
 from trainspec_cli.spec.results.plan import Plan
 
 CASES = {
@@ -76,10 +80,15 @@ OF_FOUR = {
     "replicas of tensors": (Case("tied", Layout(dp_replicate=2, tp=2, sequence_parallel=False)), (1.0, 0.001)),
     "shares of sequences": (Case("dense", Layout(dp_shard=2, cp=2), micro_batch_size=2), (3.0, 1.0)),
     "shares of tied pipelines": (Case("tied", Layout(dp_shard=2, pp=2, zero_stage=1), micro_batch_size=2), (3.0, 1.0)),
+    "shares of split pipelines": (
+        Case("tied", Layout(dp_shard=2, pp=2, zero_stage=1, pipeline_schedule="zbv"), micro_batch_size=2),
+        (3.0, 1.0),
+    ),
     "shares of pipelines": (Case("hybrid", Layout(dp_shard=2, pp=2, zero_stage=2), micro_batch_size=2), (1.0, 0.001)),
     "groups of experts": (Case("latent", Layout(dp_shard=4, ep=2), micro_batch_size=2), (4.0, 1.0, 2.0, 1.0)),
     "experts of tensors": (Case("latent", Layout(dp_shard=2, tp=2, ep=2), micro_batch_size=2), (3.0, 1.0)),
     "replicas of experts": (Case("latent", Layout(dp_replicate=2, dp_shard=2, ep=2), micro_batch_size=2), ()),
+    "replicas on two nodes": (Case("tied", Layout(dp_replicate=4), micro_batch_size=2), (3.0, 1.0, 2.0, 1.0)),
 }
 """Layouts of four ranks, with the shares of their data-parallel ones."""
 
@@ -105,6 +114,22 @@ NOISY = {
 parts that ranks of cp, tp and pp compute together, and of experts that data-parallel ranks train together."""
 
 
+OVERLAPPED = {
+    *(name for name, (case, _) in OF_FOUR.items() if case.layout.data_parallel_size > 1),
+    *("zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3", "uneven experts"),
+    *("uneven replicas of experts", "adapters, zero 2", "int8 zero 3", "int4 zero 1", "int4 replicas", "even resnet"),
+}
+"""Their gradients are compared bit by bit: summed beside the backward, and each waited for; in buckets of each size."""
+
+
+IN_TIERS = Blueprint(
+    *("two nodes", (BlueprintTier("scale-up domain", 2, 2, 8.0), BlueprintTier("network", 1, 4, 1.0))),
+    *((), (), 1.0, 1.0),
+    (Exchange("dp", "all_reduce", 4, "network", 1.0, 1.0, "hierarchical", 1.0, 1.0),),
+)
+"""Four replicas are two on each of two nodes; of two ranks on one node there is nothing to split."""
+
+
 @dataclass(frozen=True)
 class Run:
     case: Case
@@ -117,7 +142,7 @@ def found_in(run: Run) -> tuple[float, float, dict[str, Tensor], list[float]]:
     """Return the loss, this rank's share of the squared norm, the gradients by name, and this rank's share of what
     `NoiseProbe` adds up."""
     plan = build_plan(run.case, "cpu")
-    plan = replace(plan, spec=replace(plan.spec, lora=run.lora), comm=run.comm)
+    plan = replace(plan, spec=replace(plan.spec, lora=run.lora), comm=run.comm, blueprint=IN_TIERS)
     if run.weights and FAMILIES[run.case.family].unit == "samples":
         plan = replace(plan, micro_batch_size=SAMPLES)  # batch norm speaks of all samples of one micro-batch
     state = build_train_state(plan, torch.device("cpu"))
@@ -131,6 +156,30 @@ def found_in(run: Run) -> tuple[float, float, dict[str, Tensor], list[float]]:
         s.name: s.gather(s.parameter.grad) for s in unique_shares(state.shares) if s.parameter.grad is not None
     }
     return float(loss), squared, gradients, state.stages.noise.sums.tolist()
+
+
+def same_bits(run: Run) -> dict[str, bool]:
+    """Return whether gradients are those of steps that wait for each exchange, with each size of buckets."""
+    plan = replace(build_plan(run.case, "cpu"), comm=run.comm, blueprint=IN_TIERS)
+    plan = replace(plan, spec=replace(plan.spec, lora=run.lora))
+    state = build_train_state(plan, torch.device("cpu"))
+    fill_zeros(state)
+    own = division_of(run, plan).of_rank(state.mesh.data_rank, 0, SAMPLES)
+    batch, sums, found = drawn_batch(plan.spec, state, own), state.sums, {}
+    assert sums is not None
+    for name, sums.holds_back, sums.bucket_bytes in (
+        ("waited for", True, 0),
+        ("overlapped", False, 0),
+        ("pairs", False, 2**17),
+        ("all at once", False, 2**40),
+    ):
+        clear_gradients(state.shares)
+        state.compression.discard()
+        loss = compute_gradients(state, batch, plan.tokens_per_step)
+        gradients = [share.gradient for share in state.shares if share.gradient is not None]
+        digest = hashlib.sha256(b"".join(one.contiguous().numpy().tobytes() for one in gradients))
+        found[name] = (float(loss), digest.hexdigest())
+    return {name: one == found["waited for"] for name, one in found.items()}
 
 
 def fill_zeros(state: TrainState) -> None:
@@ -191,8 +240,22 @@ def norm_of(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([tensor.norm() for tensor in tensors]).norm()
 
 
+def count_tiered_sums() -> list[int]:
+    """Return a list that grows by the values of each sum that is made inside nodes first."""
+    sums, sum_ = list[int](), Tiers.sum_
+
+    def counted(self: Tiers, x: Tensor) -> None:
+        sums.append(x.numel())
+        sum_(self, x)
+
+    Tiers.sum_ = counted  # type: ignore[method-assign]
+    return sums
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    tiered = count_tiered_sums()
     file, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     wanted_runs = {name: run for name, run in runs().items() if run.case.layout.world_size == ranks}
     dist.init_process_group("gloo", init_method=f"file://{file}.{rank}", rank=0, world_size=1)
@@ -200,11 +263,13 @@ def main() -> None:
         (family, lora): found_in(Run(Case(family, micro_batch_size=SAMPLES), lora))
         for family, lora in dict.fromkeys((run.case.family, run.lora) for run in wanted_runs.values())
     }
-    noise = {name: noise_alone(run) for name, run in wanted_runs.items() if name in NOISY}
+    noisy = [name for name in wanted_runs if name in NOISY]
+    noise = {name: noise_alone(wanted_runs[name]) for name in noisy[rank::ranks]}  # one rank for each is enough
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
     found = {}
     for name, run in wanted_runs.items():
+        tiered.clear()
         loss, squared, gradients, noise_share = found_in(run)
         wanted_loss, wanted_squared, wanted, _ = alone[run.case.family, run.lora]
         found[name] = {
@@ -216,9 +281,13 @@ def main() -> None:
             "error": float(norm_of(gradients[one] - wanted[one] for one in gradients))
             / float(norm_of(wanted[one] for one in gradients)),
             "names": sorted(wanted),
+            "tiered_sums": len(tiered),
         }
+        if name in OVERLAPPED:
+            found[name]["same_bits"] = same_bits(run)
         if name in NOISY:
-            found[name]["noise"] = [noise_share, noise[name]]
+            found[name]["noise"] = noise_share
+            found[name]["noise_alone"] = noise.get(name)
     print(json.dumps(found))
     leave_processes()
 

@@ -38,7 +38,9 @@ def how(replicas: int = 1, *, offload: bool = False) -> DataParallel:
     group = SimpleNamespace(size=lambda: replicas)
     peers: Any = SimpleNamespace(size=replicas, group=group)
     probe = NoiseProbe(CPU, ALONE, ALONE, ALONE)
-    return DataParallel(torch.float32, torch.float32, True, offload, peers, nullcontext, probe, lambda name: "own")
+    return DataParallel(
+        torch.float32, torch.float32, True, offload, peers, lambda *_: nullcontext, probe, lambda name: "own"
+    )
 
 
 def test_gradients_are_looked_at_before_replicas_sum_them() -> None:
@@ -56,12 +58,14 @@ def test_an_exchange_over_shards_is_timed_and_its_input_looked_at() -> None:
     order: list[Any] = []
 
     @contextmanager
-    def time() -> Any:
-        order.append("begins")
+    def time(sent_bytes: float | None = None) -> Any:
+        order.append(sent_bytes)
         yield
         order.append("ends")
 
-    def collective(output: torch.Tensor, source: torch.Tensor, *, group: str, async_op: bool) -> str:
+    group: Any = SimpleNamespace(size=lambda: 4)
+
+    def collective(output: torch.Tensor, source: torch.Tensor, *, group: Any, async_op: bool) -> str:
         order.append((group, async_op))
         output.copy_(source * 2)
         return "its work"
@@ -69,8 +73,8 @@ def test_an_exchange_over_shards_is_timed_and_its_input_looked_at() -> None:
     timed = _TimedCollective(collective, time, lambda x: order.append(x.tolist()))
     output = timed.allocate((2,), dtype=torch.bfloat16, device=CPU)
     assert (tuple(output.shape), output.dtype) == ((2,), torch.bfloat16)
-    assert timed(output, torch.tensor([3.0, 4.0]), "group", async_op=False) == "its work"  # type: ignore[arg-type]
-    assert order == [[3.0, 4.0], "begins", ("group", False), "ends"]
+    assert timed(output, torch.tensor([3.0, 4.0]), group, async_op=False) == "its work"
+    assert order == [[3.0, 4.0], 4 * 3 / 4, (group, False), "ends"]
     assert output.tolist() == [6.0, 8.0]
 
 

@@ -44,9 +44,20 @@ NOISY = (
 )
 
 
+OVERLAPPED = (
+    *("zero 2", "zero 1", "uneven zero 3", "uneven replicas", "empty zero 3", "uneven experts"),
+    *("uneven replicas of experts", "adapters, zero 2", "int8 zero 3", "int4 zero 1", "int4 replicas", "even resnet"),
+)
 OF_FOUR = (
     *("shares of tensors", "replicas of tensors", "shares of sequences", "shares of tied pipelines"),
-    *("shares of pipelines", "groups of experts", "experts of tensors", "replicas of experts"),
+    *(
+        "shares of split pipelines",
+        "shares of pipelines",
+        "groups of experts",
+        "experts of tensors",
+        "replicas of experts",
+    ),
+    "replicas on two nodes",
 )
 
 
@@ -95,6 +106,24 @@ def test_the_noise_of_gradients_is_that_of_their_parts(ranks: list[dict[str, Any
     check_noise(ranks, name)
 
 
+@pytest.mark.parametrize("name", OVERLAPPED)
+def test_sums_beside_the_backward_have_the_same_bits(ranks: list[dict[str, Any]], name: str) -> None:
+    check_bits(ranks, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_four_ranks_sum_the_same_bits_too(four_ranks: list[dict[str, Any]], name: str) -> None:
+    """In tiers and over shards and replicas, with pipelines, tied weights and split schedules."""
+    check_bits(four_ranks, name)
+
+
+def check_bits(ranks: list[dict[str, Any]], name: str) -> None:
+    """Whether or not the backward waits for them, and whatever the size of buckets."""
+    sizes = ("waited for", "overlapped", "pairs", "all at once")
+    assert [rank[name]["same_bits"] for rank in ranks] == [dict.fromkeys(sizes, True)] * len(ranks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_FOUR)
 def test_the_noise_shows_between_ranks_that_are_spread_otherwise_too(
@@ -104,10 +133,19 @@ def test_the_noise_shows_between_ranks_that_are_spread_otherwise_too(
     check_noise(four_ranks, name)
 
 
+@pytest.mark.slow
+def test_replicas_on_several_nodes_are_summed_inside_each_first(four_ranks: list[dict[str, Any]]) -> None:
+    """All of the gradients, four blocks' and the rest, and those of no other layout."""
+    blocks = 4
+    for rank in four_ranks:
+        sums = {name: found["tiered_sums"] for name, found in rank.items() if found["tiered_sums"]}
+        assert sums == {"replicas on two nodes": blocks + 1}
+
+
 def check_noise(ranks: list[dict[str, Any]], name: str) -> None:
     """Each part's gradient, before it is summed, is what one process computes of the part's samples alone; experts that
     ep spreads, and the number of parts, are told apart."""
-    found = [sum(shares) for shares in zip(*(rank[name]["noise"][0] for rank in ranks), strict=True)]
-    alone = ranks[0][name]["noise"][1]
+    found = [sum(shares) for shares in zip(*(rank[name]["noise"] for rank in ranks), strict=True)]
+    (alone,) = [rank[name]["noise_alone"] for rank in ranks if rank[name]["noise_alone"] is not None]
     assert found == pytest.approx(alone, rel=1e-6)
     assert (alone[1] > 0) == (alone[3] > 0) == ("experts" in name and name != "uneven replicas of experts")

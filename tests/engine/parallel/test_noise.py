@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainspec_cli.engine.parallel import noise as noise_module
 from trainspec_cli.engine.parallel.noise import Columns, NoiseProbe, SampleParts, parts_of
-from trainspec_cli.policy.division import Division
+from trainspec_cli.policy.batch.division import Division
 
 CPU = torch.device("cpu")
 
@@ -28,8 +28,8 @@ class Played:
         self.summed.append(tensor.flatten().tolist())
         return tensor.add_(self.others)
 
-    def time(self) -> Any:
-        return nullcontext()
+    def time(self, sent_bytes: float) -> Any:
+        return nullcontext(False)
 
 
 def probe_of(tp: Played | None = None, ends: Played | None = None, cp: Played | None = None) -> NoiseProbe:

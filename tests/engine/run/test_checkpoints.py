@@ -17,7 +17,7 @@ from trainspec_cli.engine.run import checkpoints as module
 from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Checkpoints
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir import memory
-from trainspec_cli.rundir.event_types import CadenceEvent, CheckpointEvent, WarningEvent
+from trainspec_cli.rundir.event_types.training import CadenceEvent, CheckpointEvent, WarningEvent
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import ABSENT, to_plain
@@ -58,19 +58,25 @@ def plan_of(checkpoint, mtbf_device_hours=1000.0, world_size=1, replica_groups=1
     return SimpleNamespace(spec=spec, layout=Layout(), world_size=world_size, replica_groups=replica_groups)
 
 
-def make(tmp_path, spec, journal=None):
+def make(tmp_path, spec, journal=None, total_steps=10_000):
     state = SimpleNamespace(held=OneTensor([], [], None), device=CPU, compression=Compression())
     write_json(RunDir(tmp_path).run_json, {"memory_secret": "s"})
-    return Checkpoints(plan_of(spec), RunDir(tmp_path), state, "digest", journal or Kept())
+    plan = plan_of(spec)
+    plan.total_steps = total_steps
+    return Checkpoints(plan, RunDir(tmp_path), state, "digest", journal or Kept())
 
 
-def take_steps(checkpoints, steps, writing=lambda step: False):
+def take_steps(checkpoints, steps, writing=lambda step: False, step_time_s=0.1):
     for step in steps:
         checkpoints.after_step(step, samples=8 * step)
         if not writing(step):
             while checkpoints.writing:
                 pass
-        checkpoints.note_step(step, 0.1, writing=writing(step))
+        checkpoints.note_step(step, step_time_s, writing=writing(step))
+
+
+def no_room(*_):
+    raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -140,10 +146,6 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_last_one_an_er
     checkpoints = make(tmp_path, CheckpointSpec(interval_steps=2, mode="sync", keep_last=9), journal)
     take_steps(checkpoints, range(1, 3))
     whole = files.write_manifest
-
-    def no_room(*_):
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(files, "write_manifest", no_room)
     take_steps(checkpoints, range(3, 5))
     (warning,) = journal.of(WarningEvent)
@@ -158,6 +160,19 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_the_last_one_an_er
     monkeypatch.setattr(files, "write_manifest", whole)
     checkpoints.save_last(6, 48)
     assert RunDir(tmp_path).checkpoint_steps() == [2, 6]
+
+
+def test_the_best_one_is_kept_until_a_better_one_is_written(tmp_path, monkeypatch):
+    """The better one cannot be written: the one before it stays, also when those after it are written."""
+    checkpoints = make(tmp_path, CheckpointSpec(interval_steps=2, mode="sync", keep_last=1, keep_best=True))
+    take_steps(checkpoints, [1])
+    checkpoints.save_kept(1, 8)
+    with monkeypatch.context() as full:
+        full.setattr(files, "write_manifest", no_room)
+        take_steps(checkpoints, [2, 3])
+        checkpoints.save_kept(3, 24)
+    take_steps(checkpoints, range(4, 9))
+    assert RunDir(tmp_path).checkpoint_steps() == [1, 8]
 
 
 def test_a_replica_group_that_does_not_write_begins_none_later(tmp_path):
@@ -221,11 +236,11 @@ def test_putting_off_is_told_of_once_however_often_it_comes(tmp_path):
 
 
 def test_auto_counts_from_the_checkpoint_that_the_run_resumed_from(tmp_path):
-    make(tmp_path, CheckpointSpec()).save_last(25, 200)
+    make(tmp_path, CheckpointSpec(None)).save_last(25, 200)
     resumed = make(tmp_path, CheckpointSpec(interval_steps="auto", mode="sync", keep_last=9))
     resumed.resume()
-    take_steps(resumed, range(26, 25 + MEASURING_STEPS + 1))
-    assert RunDir(tmp_path).checkpoint_steps() == [25, 25 + MEASURING_STEPS]
+    take_steps(resumed, range(26, 33), step_time_s=15.0)
+    assert RunDir(tmp_path).checkpoint_steps() == [25, 29], "60 s, at 15 s a step"
 
 
 def test_what_a_run_resumed_from_in_memory_is_written_to_disk_at_its_end(tmp_path, monkeypatch):
@@ -244,24 +259,44 @@ def test_what_a_run_resumed_from_in_memory_is_written_to_disk_at_its_end(tmp_pat
 def test_auto_tells_of_its_choice(tmp_path):
     journal = Kept()
     checkpoints = make(tmp_path, CheckpointSpec(interval_steps="auto", mode="sync", keep_last=9), journal)
-    take_steps(checkpoints, range(1, MEASURING_STEPS + 1))
+    take_steps(checkpoints, range(1, 5), step_time_s=20.0)
     (chosen,) = journal.of(CadenceEvent)
-    assert (chosen.step, chosen.step_time_s, chosen.mtbf_s) == (MEASURING_STEPS, pytest.approx(0.1), 3.6e6)
-    assert chosen.interval_steps > 1
+    assert (chosen.step, chosen.step_time_s, chosen.mtbf_s) == (4, pytest.approx(20.0), 3.6e6)
+    assert chosen.interval_steps in range(1, 31), "ten minutes at the most"
+
+
+@pytest.mark.parametrize(("step_time_s", "first"), [(0.5, 120), (25.0, 4), (100.0, 4)])
+def test_auto_writes_the_first_after_a_minute_and_of_a_shorter_run_the_last_alone(tmp_path, step_time_s, first):
+    checkpoints = make(tmp_path, CheckpointSpec(interval_steps="auto", mode="sync"))
+    take_steps(checkpoints, range(1, first), step_time_s=step_time_s)
+    assert RunDir(tmp_path).checkpoint_steps() == []
+    take_steps(checkpoints, [first], step_time_s=step_time_s)
+    assert RunDir(tmp_path).checkpoint_steps() == [first]
+
+
+@pytest.mark.parametrize(("total_steps", "prepared"), [(599, 0), (600, 1)])
+def test_auto_makes_room_for_a_copy_only_where_one_will_be_written(tmp_path, monkeypatch, total_steps, prepared):
+    checkpoints, asked = make(tmp_path, CheckpointSpec(interval_steps="auto"), total_steps=total_steps), []
+    monkeypatch.setattr(checkpoints._saver, "prepare", lambda: asked.append(1))
+    checkpoints.resume()
+    take_steps(checkpoints, range(1, 10))
+    assert len(asked) == prepared
 
 
 def test_auto_begins_to_count_at_the_step_that_a_run_resumes_from():
     cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto")))
     cadence.start_at(25)
+    for _ in range(MEASURING_STEPS):
+        cadence.note_step(6.0, writing=False)
     assert [step for step in range(26, 60) if cadence.is_due(step)] == [35, 45, 55]
 
 
-def test_where_no_failure_throws_the_run_back_only_the_first_is_written():
+def test_where_no_failure_throws_the_run_back_ten_minutes_are_lost_at_most():
     cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=math.inf))
     cadence.note_step(0.5, writing=True)
     chosen = cadence.learn(saved(1.0, 2.0))
     assert (chosen.mtbf_s, chosen.step_time_s, chosen.drag_s) == (None, 0.5, 0.0)
-    assert not any(cadence.is_due(step) for step in range(1, 10_000))
+    assert [step for step in range(1, 3000) if cadence.is_due(step)] == [1200, 2400]
 
 
 @pytest.mark.parametrize(
@@ -304,17 +339,16 @@ def saved(blocked_s: float, written_s: float) -> Saved:
 def test_auto_measures_one_and_then_goes_by_its_cost_and_the_failure_rate():
     """Daly: sqrt(2 x 2 s x 3600 s) = 120 s, nearly; at 0.5 s a step that is some 240 steps."""
     cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=1.0))
-    assert [step for step in range(1, MEASURING_STEPS + 1) if cadence.is_due(step)] == [MEASURING_STEPS]
-    for _ in range(20):
-        cadence.note_step(0.5, writing=False)
+    assert [cadence.note_step(0.5, writing=False) for _ in range(20)] == [None, None, 120, *[None] * 17]
+    assert [step for step in range(1, 200) if cadence.is_due(step)] == [120]
     for _ in range(4):
         cadence.note_step(0.75, writing=True)
     chosen = cadence.learn(saved(1.0, 3.0))
     assert chosen.drag_s == pytest.approx(1.0)
     assert chosen.step_time_s == 0.5
     assert 235 <= chosen.interval_steps <= 245
-    assert not any(cadence.is_due(step) for step in range(MEASURING_STEPS + 1, 200))
-    assert cadence.is_due(MEASURING_STEPS + chosen.interval_steps)
+    assert not any(cadence.is_due(step) for step in range(200, 120 + chosen.interval_steps))
+    assert cadence.is_due(120 + chosen.interval_steps)
 
 
 def test_auto_counts_the_slower_steps_beside_each_checkpoint_once():

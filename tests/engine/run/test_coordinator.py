@@ -17,9 +17,9 @@ from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, Staging
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, SingleGroup, TrainProgress
-from trainspec_cli.engine.run.pace import StepPace
+from trainspec_cli.engine.run.scheduling.pace import StepPace
 from trainspec_cli.engine.run.signals import StopRequest
-from trainspec_cli.policy.division import OwnSamples
+from trainspec_cli.policy.batch.division import OwnSamples
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
 from trainspec_cli.spec.recipe.data import DataSpec

@@ -8,11 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
-from trainspec_cli.engine.build.train_state import Allowance, Throttle
+from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.engine.build.train_state import Allowance, Throttle, build_train_state
 from trainspec_cli.engine.run import pipeline_run
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
+from trainspec_cli.engine.run.step import compute_gradients
+from trainspec_cli.engine.tools.trace import fake_batch, fake_world
 from trainspec_cli.policy.pipeline import Action
+from trainspec_cli.spec.recipe.layout import Layout
 
 
 def test_the_time_of_a_split_backward_is_the_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +48,23 @@ def test_the_time_of_a_split_backward_is_the_backwards(monkeypatch: pytest.Monke
         ("backward", "backward"),
         ("mail", "ended"),
     ]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=2, zero_stage=1),
+        Layout(dp_shard=2, zero_stage=2),
+        Layout(dp_replicate=2),
+        Layout(dp_shard=2, pp=2, zero_stage=1, pipeline_schedule="zbv"),
+    ],
+    ids=lambda layout: layout.describe(),
+)
+def test_parameters_that_are_kept_over_micro_batches_are_let_go_of_with_the_step(layout: Layout) -> None:
+    """What is gathered is not what the update changes: the next step would compute with the parameters of this one."""
+    plan = build_plan(Case("dense", layout, micro_batch_size=1), "cpu")
+    with fake_world(0, layout.world_size):
+        state = build_train_state(plan, torch.device("cpu"))
+        compute_gradients(state, [fake_batch(plan, state)] * 4, plan.tokens_per_step)
+        assert all(isinstance(share.parameter, DTensor) and share.gradient is not None for share in state.shares)
+        assert all(isinstance(one, DTensor) for part in state.parts for one in part.parameters())

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from lab.quorum import DiedError, Network
+from torch import nn
 
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.comm.compressed import Compression
@@ -26,12 +27,14 @@ from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
-from trainspec_cli.engine.run.pace import StepPace
 from trainspec_cli.engine.run.replica_groups import START, ReplicaGroups
+from trainspec_cli.engine.run.scheduling.pace import StepPace
+from trainspec_cli.engine.run.shortage.out_of_memory import PassesOutOfMemory
 from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.shares import Share
 from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.division import OwnSamples
-from trainspec_cli.rundir.event_types import StepEvent
+from trainspec_cli.policy.batch.division import OwnSamples
+from trainspec_cli.rundir.event_types.training import StepEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -76,19 +79,29 @@ class Group:
     def __init__(self, lab: Lab, number: int):
         self.lab, self.number = lab, number
         self.weights = torch.zeros(SAMPLES)
-        self.share = SimpleNamespace(gradient=torch.zeros(SAMPLES), local=self.weights)
+        self.share = Share("weights", nn.Parameter(self.weights))
         self.router = SimpleNamespace(tokens_per_expert_E=torch.zeros(2))
         self.noise = torch.zeros(4, dtype=torch.float64)
+        self.across: list[tuple[float, float, float]] = []
+        """What each exchange with the other groups has shown of the links: (bytes, seconds, seconds of waiting)."""
         self.stop = StopRequest()
         state = SimpleNamespace(
             clock=StepClock(CPU),
+            device=CPU,
+            links=SimpleNamespace(
+                note_across=lambda *seen: self.across.append(seen),
+                is_due=lambda step: number == 0 and lab.is_sampled(step),
+            ),
             shares=[self.share],
+            parts=[],
+            late_sums=[],
             routers=[self.router],
             stages=SimpleNamespace(noise=SimpleNamespace(sums=self.noise)),
             held=SimpleNamespace(tensors=lambda: [self.weights]),
-            mesh=SimpleNamespace(data_rank=0),
+            mesh=SimpleNamespace(data_rank=0, layout=Layout()),
             compression=Compression(),
             wire=WireMeter(),
+            await_sums=lambda: lambda: None,
         )
         plan = SimpleNamespace(
             spec=lab.spec,
@@ -103,6 +116,7 @@ class Group:
         self.pace = StepPace(plan)  # type: ignore[arg-type]
         self.state, self.progress, self.error = state, TrainProgress(), None
         self.restores = 0
+        self.failed_in_passes: bool | None = None
         self.rates: list[float] = []
         self.led: list[int] = []
         """Steps that this group made as the leading one."""
@@ -132,30 +146,43 @@ class Group:
         return TrainProgress(2, 2 * BATCH)
 
     def step(self) -> None:
+        """Make a step, as `train_step` does; where memory runs out in its passes, again."""
         step = self.progress.step
         self.lab.reached(self, "take", step)
         samples = self.coordinator.take(self.pace.coming(self.progress, 2))
-        self.share.gradient.zero_()
+        self.share.parameter.grad = None
+        self.coordinator.begin_passes(self.state, len(samples.micro_batches))
+        seen = torch.zeros(SAMPLES)
         for (positions,) in samples.micro_batches:
-            self.share.gradient[positions] += 1
+            seen[positions] += 1
+        loss = seen.sum()
+        (self.share.parameter * seen).sum().backward()  # its packet goes
+        try:
+            self.lab.reached(self, "passes", step)
+        except PassesOutOfMemory:
+            self.coordinator.abandon_passes(self.state)
+            self.failed_in_passes = self.coordinator._membership.failed
+            self.step()
+            return
         self.router.tokens_per_expert_E.fill_(1.0)
         self.noise.fill_(0.5)
-        loss = self.share.gradient.sum()
         self.lab.reached(self, "reduce", step)
         self.coordinator.reduce(self.state, loss)
         self.lab.reached(self, "commit", step)
         if not self.coordinator.commit():
             return
         assert int(loss) == samples.step_samples == samples.global_tokens, "the loss is a sum over all groups"
-        assert self.router.tokens_per_expert_E.tolist() == [len(samples.event_fields["groups"])] * 2
-        assert self.noise.tolist() == [len(samples.event_fields["groups"]) / 2] * 4, "and so is what shows the noise"
+        assert self.router.tokens_per_expert_E.tolist() == [len(samples.groups)] * 2
+        assert self.noise.tolist() == [len(samples.groups) / 2] * 4, "and so is what shows the noise"
+        assert self.share.gradient is not None
         self.weights += self.share.gradient
         self.rates.append(samples.lr_factor)
         self.progress = TrainProgress(step + 1, self.progress.samples + samples.step_samples)
         if self.coordinator.leads:
             self.led.append(step + 1)
         figures: dict[str, Any] = {"loss": 1.0, "grad_norm": 1.0, "step_time_s": 0.001, "time_s": {}, "skipped": False}
-        figures |= {"samples": samples.step_samples, **samples.event_fields}
+        figures |= {"samples": samples.step_samples, "group": samples.group}
+        figures |= {"groups": samples.groups, "took": samples.took}
         self.coordinator.journal.write(StepEvent(step=step + 1, **figures))
         self.coordinator.batches.rate = self.lab.speeds.get(self.number, 0.0)
         self.coordinator.note_step(step + 1, 0.001)
@@ -172,6 +199,8 @@ class Lab:
         self.started: list[Group] = []
         self.speeds: dict[int, float] = {}
         """Samples that a group computes a second, which it knows after a step; others never know theirs."""
+        self.is_sampled: Callable[[int], bool] = lambda step: False
+        """Whether the first group shows the links in the step after so many updates."""
 
     def reached(self, group: Group, phase: str, step: int) -> None:
         if act := self.acts.pop((group.number, phase, step), None):
@@ -216,6 +245,10 @@ def die(_group: Group) -> None:
     raise DiedError
 
 
+def run_out(_group: Group) -> None:
+    raise PassesOutOfMemory(1)
+
+
 def wait_for_return(group: Group) -> None:
     """Hold the run up until the other of two groups is there again."""
     group.lab.network.wait_for(lambda: group.lab.network.living == 2)
@@ -228,10 +261,14 @@ def with_resilience(**changes: Any) -> RunSpec:
 def test_portions_of_unequal_size_make_up_the_batch(lab: Callable[..., Lab]) -> None:
     """Three groups share seven samples."""
     trial = lab(3)
+    trial.is_sampled = lambda step: step in (3, 7)
     trial.start_all()
     trial.check_all_done()
     assert {event["samples"] for event in trial.log("step")} == {BATCH}
     assert sorted(len(group.led) for group in trial.started) == [0, 0, STEPS]
+    for group in trial.started:
+        assert [sent_bytes for sent_bytes, *_ in group.across] == [2 * SAMPLES * 4 * 2 / 3] * 2
+        assert all(seconds > 0 and waited_s > 0 for _, seconds, waited_s in group.across)
     assert trial.log("recovery") == trial.log("retry") == []
 
 
@@ -245,7 +282,7 @@ def test_more_groups_than_samples(lab: Callable[..., Lab]) -> None:
     assert [event["groups"] for event in trial.log("step")] == [[0, 1, 2]] * 4 + [[0, 1]] * (STEPS - 4)
 
 
-@pytest.mark.parametrize("phase", ["take", "reduce"])
+@pytest.mark.parametrize("phase", ["take", "passes", "reduce"])
 def test_a_step_that_loses_a_group_is_made_again_by_the_others(lab: Callable[..., Lab], phase: str) -> None:
     trial = lab(3)
     trial.acts[1, phase, 4] = die
@@ -255,6 +292,39 @@ def test_a_step_that_loses_a_group_is_made_again_by_the_others(lab: Callable[...
     (left,) = trial.log("recovery")
     assert (left["step"], left["change"], left["group"], left["lost_steps"]) == (5, "left", 1, 1)
     assert [event["groups"] for event in trial.log("step")] == [[0, 1, 2]] * 4 + [[0, 2]] * (STEPS - 4)
+
+
+def test_a_step_whose_passes_are_cut_short_after_a_packet_went_is_made_again_by_all(lab: Callable[..., Lab]) -> None:
+    """The group that ran out of memory goes on in place; the others have what it sent before."""
+    trial = lab(3)
+    trial.acts[1, "passes", 4] = run_out
+    _, short, _ = trial.start_all()
+    trial.check_all_done()
+    assert short.failed_in_passes, "it does not take part in the try any more"
+    assert [event["step"] for event in trial.log("retry")] == [5]
+    assert [event["groups"] for event in trial.log("step")] == [[0, 1, 2]] * STEPS
+
+
+def test_passes_that_are_cut_short_before_anything_was_sent_cost_the_others_nothing(lab: Callable[..., Lab]) -> None:
+    """In a step that shows the links all packets are held back."""
+    trial = lab(3)
+    trial.is_sampled = lambda step: step == 4
+    trial.acts[1, "passes", 4] = run_out
+    _, short, _ = trial.start_all()
+    trial.check_all_done()
+    assert short.failed_in_passes is False
+    assert trial.log("retry") == []
+
+
+def test_what_a_packet_loses_in_few_bits_is_added_to_the_same_packet_of_the_next_step() -> None:
+    """Packets are told apart by their number, also those of one size."""
+    asked: list[Any] = []
+    compression = SimpleNamespace(of=lambda *given, **how: asked.append((given, how)) or "format")
+    membership = SimpleNamespace(sum_=lambda *given: asked.append(given))
+    groups: Any = SimpleNamespace(_membership=membership, _run=SimpleNamespace(plan=SimpleNamespace(num_nodes=1)))
+    packet = torch.ones(5)
+    ReplicaGroups._sum_packet(groups, SimpleNamespace(compression=compression), 3, packet)  # type: ignore[arg-type]
+    assert asked == [(("groups.3.5", 5), {"inside": True}), (packet, "format")]
 
 
 def test_two_groups_that_leave_at_once_cost_as_much_as_one(lab: Callable[..., Lab]) -> None:
@@ -309,7 +379,7 @@ def test_random_deaths_and_returns(lab: Callable[..., Lab], seed: int) -> None:
     """Groups die anywhere, up to all but one, and come back at once."""
     trial, generator = lab(3), random.Random(seed)
     for step in generator.sample(range(1, STEPS), 5):
-        trial.acts[generator.randrange(2), generator.choice(["take", "reduce", "commit"]), step] = die
+        trial.acts[generator.randrange(2), generator.choice(["take", "passes", "reduce", "commit"]), step] = die
     *living, survivor = trial.start_all()
     while survivor.thread.is_alive():
         for number, group in enumerate(living):

@@ -1,6 +1,7 @@
 """When skipped steps, a loss or weights that are not finite end a run; it is told where to go on from."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
 from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.event_types import StepEvent
+from trainspec_cli.rundir.event_types.training import EvalEvent, StepEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_result
@@ -82,7 +83,7 @@ def test_where_none_is_kept_from_before_it_starts_again(tmp_path):
 
 def check_end(tmp_path, own, *, heldout=None, weights=GOOD, step=None):
     divergence = Divergence(run_with(tmp_path), 10)
-    tally = RunTally(steps=own, heldout=heldout and {"heldout_loss": heldout})
+    tally = RunTally(steps=own, heldout=heldout and EvalEvent(step=1, heldout_loss=heldout))
     divergence.check_end(step or len(own), tally, weights)
 
 
@@ -153,13 +154,16 @@ def finished(tmp_path, *, unit="tokens", status="done", heldout=None, events=Non
         clock=SimpleNamespace(on_gpu=on_gpu),
         wire=SimpleNamespace(totals=lambda: {"gradients": 7, "other": 2**40}),
     )
-    sha256 = write_result(run, state, plan, tally, status=status, step=40, heldout=heldout or {})
+    tally.heldout = heldout
+    loss = heldout.heldout_loss if heldout else ABSENT
+    source = SimpleNamespace(summarise=lambda result, evaluated: replace(result, heldout_loss=loss))
+    sha256 = write_result(run, state, plan, tally, source, status=status, step=40)
     return run, sha256
 
 
 def test_mfu_is_of_the_peak_of_all_devices_whatever_they_share(tmp_path):
     """Two data-parallel ranks of two tensor-parallel ones: four devices."""
-    run, sha256 = finished(tmp_path, heldout={"heldout_loss": 1.5})
+    run, sha256 = finished(tmp_path, heldout=EvalEvent(step=40, heldout_loss=1.5))
     result = read_result(run)
     assert (result.status, result.exit_code, result.steps, result.heldout_loss) == ("done", 0, 40, 1.5)
     assert result.tokens_per_s == pytest.approx(2000.0)

@@ -22,7 +22,9 @@ from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run import sources
 from trainspec_cli.engine.run.sources import SampleSource, TokenSource, WrittenSample, open_source
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.policy.division import OwnSamples
+from trainspec_cli.policy.batch.division import OwnSamples
+from trainspec_cli.rundir.event_types.training import EvalEvent
+from trainspec_cli.rundir.record import RunResult
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
@@ -33,6 +35,8 @@ from trainspec_cli.spec.recipe.run import RunSpec, SampleSection, TrainSection
 
 CPU, TOKENS, BATCH = torch.device("cpu"), 8, 3
 MACHINE = Machine("host", cpu_cores=1, memory_bytes=2**34, bf16=False)
+
+RESULT = RunResult(status="done")
 
 
 @pytest.fixture
@@ -83,13 +87,15 @@ def test_the_held_out_loss_is_that_of_the_held_out_text(source: TokenSource) -> 
     folder = source.collection.main
     tokens = folder.tokens("heldout", 0, folder.num_tokens("heldout"))
     nats = nats_of(source.state, tokens)
-    figures = source.evaluate()
+    figures = source.evaluate(7)
     assert figures is not None
-    assert figures["heldout_loss"] == pytest.approx(nats / (len(tokens) - 1), rel=1e-5)
-    assert figures["heldout_bits_per_byte"] == pytest.approx(nats / math.log(2) / folder.num_bytes("heldout"), rel=1e-5)
+    assert figures.heldout_loss == pytest.approx(nats / (len(tokens) - 1), rel=1e-5)
+    assert figures.heldout_bits_per_byte == pytest.approx(nats / math.log(2) / folder.num_bytes("heldout"), rel=1e-5)
     trained = folder.tokens("train", 0, len(tokens))
     assert nats_of(source.state, trained) != pytest.approx(nats, rel=1e-5), "the splits can be told apart"
-    assert source.summarise(figures)["heldout_bits_per_byte"] == figures["heldout_bits_per_byte"]
+    assert source.summarise(RESULT, figures) == replace(
+        RESULT, heldout_bits_per_byte=figures.heldout_bits_per_byte, xz_bits_per_byte=figures.xz_bits_per_byte
+    )
 
 
 def test_batches_are_of_the_text_to_train_on(source: TokenSource) -> None:
@@ -153,9 +159,9 @@ def test_pictures_are_evaluated_on_those_that_were_held_out(one_process: None) -
     state = SimpleNamespace(
         device=CPU, mesh=SimpleNamespace(data_rank=0, layout=Layout()), positions_S=None, parts=[model], stages=stages
     )
-    figures = SampleSource(made, Pictures(), state).evaluate()  # type: ignore[arg-type]
+    figures = SampleSource(made, Pictures(), state).evaluate(7)  # type: ignore[arg-type]
     assert set(seen) == {-1.0, -2.0, -3.0, -4.0, -5.0}
-    assert figures == {"heldout_loss": pytest.approx(3.0)}
+    assert figures == EvalEvent(step=7, heldout_loss=pytest.approx(3.0))
     assert model.training
 
 
@@ -175,8 +181,10 @@ def test_pictures_are_read_by_this_ranks_part_of_the_cores(monkeypatch: pytest.M
     own = OwnSamples((0,), (2,))
     assert pictures.read(own) == [own]
     assert pictures.counted(np.arange(5)) == 5, "each has one label, or all its voxels count as one"
-    assert pictures.summarise(None) == {} and pictures.summarise({"heldout_loss": 1.0}) == {"heldout_loss": 1.0}
-    assert pictures.evaluate() is None and pictures.write_sample() is None
+    assert pictures.summarise(RESULT, None) == RESULT
+    evaluated = EvalEvent(step=7, heldout_loss=1.0, heldout_dice=0.5)
+    assert pictures.summarise(RESULT, evaluated) == replace(RESULT, heldout_loss=1.0, heldout_dice=0.5)
+    assert pictures.evaluate(7) is None and pictures.write_sample() is None
 
 
 def test_the_kind_of_the_model_says_how_the_data_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,8 +206,8 @@ def test_the_kind_of_the_model_says_how_the_data_are_read(monkeypatch: pytest.Mo
 def test_where_nothing_is_held_out_there_is_nothing_to_evaluate(source: TokenSource) -> None:
     bare = TokenSource(source.plan, replace(source.collection, validation={}), source.state)
     bare.evaluation_texts = {}
-    assert bare.evaluate() is None
-    assert bare.summarise(None)["heldout_bits_per_byte"] is None
+    assert bare.evaluate(7) is None
+    assert bare.summarise(RESULT, None).heldout_bits_per_byte is None
 
 
 # Text that the model writes
@@ -268,17 +276,17 @@ def test_the_run_is_judged_by_what_it_held_out_and_tells_of_every_set(
         return losses[rows]
 
     monkeypatch.setattr(sources, "heldout_loss", heldout_loss)
-    figures = several.evaluate()
+    figures = several.evaluate(7)
     assert figures is not None
-    assert figures["heldout_loss"] == pytest.approx(50.0 / 40)
-    assert figures["heldout_bits_per_byte"] == pytest.approx(50.0 / math.log(2) / 100)
-    assert figures["xz_bits_per_byte"] is None
-    assert {name: one.loss for name, one in figures["sets"].items()} == {"heldout": 2.0, "code": 1.0, "web": 9.0}
-    assert several.summarise(figures)["sets"] == figures["sets"]
+    assert figures.heldout_loss == pytest.approx(50.0 / 40)
+    assert figures.heldout_bits_per_byte == pytest.approx(50.0 / math.log(2) / 100)
+    assert figures.xz_bits_per_byte is None
+    assert {name: one.loss for name, one in figures.sets.items()} == {"heldout": 2.0, "code": 1.0, "web": 9.0}
+    assert several.summarise(RESULT, figures).sets == figures.sets
     collection.validation = {"": None, "code": None, "web": None}
-    only_validation = several.evaluate()
+    only_validation = several.evaluate(8)
     assert only_validation is not None
-    assert only_validation["heldout_loss"] == pytest.approx(149.0 / 51)
+    assert only_validation.heldout_loss == pytest.approx(149.0 / 51)
 
 
 @pytest.mark.parametrize(("counted", "mean_over"), [(0, 1), (7, 7)])

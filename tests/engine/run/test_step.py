@@ -11,12 +11,24 @@ from trainspec_cli.engine.comm.compressed import Compression, Feedback
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.parallel.noise import Columns, NoiseProbe, SampleParts
 from trainspec_cli.engine.run import step
+from trainspec_cli.engine.run.shortage.out_of_memory import PassesOutOfMemory
 from trainspec_cli.engine.shares import Share
 
 
 class Refused:
+    """Other replica groups that do not agree."""
+
+    def __init__(self):
+        self.told = []
+
+    def begin_passes(self, state, micro_batches):
+        self.told.append(("begin", micro_batches))
+
+    def abandon_passes(self, state):
+        self.told.append("abandon")
+
     def reduce(self, state, loss):
-        pass
+        self.told.append("reduce")
 
     def commit(self):
         return False
@@ -40,6 +52,21 @@ def test_a_step_that_is_not_committed_leaves_no_gradient_and_no_visit(monkeypatc
     assert share.parameter.grad is None
     assert router.tokens_per_expert_E.tolist() == [0, 0, 0, 0]
     assert feedback.newest.tolist() == [0.0, 0.0]
+
+
+def test_gradients_may_go_from_the_beginning_of_the_passes_and_not_after_they_fail(monkeypatch):
+    groups = Refused()
+
+    def run_out(*_):
+        assert groups.told == [("begin", 3)]
+        raise PassesOutOfMemory(4)
+
+    monkeypatch.setattr(step, "compute_gradients", run_out)
+    for others in (groups, None):
+        with pytest.raises(PassesOutOfMemory):
+            step.train_step(SimpleNamespace(), [None] * 3, global_tokens=4, clip_norm=None, groups=others)
+        if others is not None:
+            assert groups.told.pop() == "abandon"
 
 
 class Peer:
@@ -81,6 +108,7 @@ def test_an_outcome_is_copied_to_the_host_as_it_is():
         "skipped": True,
         "stop": 3.0,
         "writing": 4.0,
+        "steps_to_sample": 5.0,
     }
     noise = torch.tensor([1 + 1e-12, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
     figures = torch.tensor([[1e-9, 2.0], [3.0, 4.0]], dtype=torch.float64)

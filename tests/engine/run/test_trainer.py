@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -41,10 +41,13 @@ from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.policy.division import Division, OwnSamples
+from trainspec_cli.policy.batch.division import Division, OwnSamples
+from trainspec_cli.rundir.event_types.training import EvalEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.heldout import best_checkpoint
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import RunResult
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -71,6 +74,8 @@ class Source:
     def __init__(self) -> None:
         self.staging = Staging(torch.device("cpu"))
         self.evaluations = 0
+        self.losses = [1.0]
+        """What the evaluations measure, one after another; then the last one again."""
 
     def read(self, own: OwnSamples) -> list[MicroBatch]:
         samples = [_sample(int(position)) for position in positions_of(own)]
@@ -79,12 +84,15 @@ class Source:
     def counted(self, positions: np.ndarray) -> int:
         return TOKENS * len(positions)
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self, step: int) -> EvalEvent:
+        loss = self.losses[min(self.evaluations, len(self.losses) - 1)]
         self.evaluations += 1
-        return {"heldout_loss": 1.0, "heldout_bits_per_byte": None}
+        return EvalEvent(step=step, heldout_loss=loss, heldout_bits_per_byte=None)
 
-    def summarise(self, evaluated: dict[str, Any] | None) -> dict[str, Any]:
-        return evaluated or {}
+    def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
+        if evaluated is None:
+            return result
+        return replace(result, heldout_loss=evaluated.heldout_loss, heldout_bits_per_byte=None)
 
     def write_sample(self) -> None:
         return None
@@ -128,9 +136,14 @@ class Scripted:
         self.taken.append(start)
         own, micro_batches = self.batches.take(*steps)
         tokens = self.batches.count_targets(start, samples)
-        division, event_fields = self.batches.division, {"group": self.group}
         taken = samples + self.taken_by_others
-        return StepSamples(micro_batches, own, division, tokens, taken, samples, 0.5, event_fields)
+        return StepSamples(micro_batches, own, self.batches.division, tokens, taken, samples, 0.5, group=self.group)
+
+    def begin_passes(self, state: TrainState, micro_batches: int) -> None:
+        pass
+
+    def abandon_passes(self, state: TrainState) -> None:
+        pass
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
         self.gradients.append([share.gradient.clone() for share in state.shares])  # type: ignore[union-attr]
@@ -187,6 +200,60 @@ def test_an_ordinary_run_makes_each_step_once_and_leaves_its_result(context: Run
     assert result["tokens_per_s"] > 0
 
 
+def following(context: RunContext, losses: list[float], checkpoint: CheckpointSpec, **train: int) -> RunContext:
+    """A run that evaluates after each step, with these held-out losses."""
+    context.source.losses = losses  # type: ignore[attr-defined]
+    section = TrainSection(max_steps=STEPS, eval_interval_steps=1, **train)
+    spec = replace(context.plan.spec, train=section, checkpoint=checkpoint)
+    return replace(context, plan=replace(context.plan, spec=spec))
+
+
+def warnings(run: RunContext) -> list[str]:
+    return [event["message"] for event in events(run, "warning")]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_best_checkpoint_is_kept_beside_the_last_ones(context: RunContext, mode: Literal["sync", "async"]) -> None:
+    wanted = CheckpointSpec(interval_steps=None, mode=mode, keep_last=1, keep_best=True)
+    run = following(context, [4.0, 3.0, 3.5, 3.2, 3.6, 3.4], wanted)
+    Trainer(run, SingleGroup(run)).run()
+    assert run.run_dir.checkpoint_steps() == [2, 6]
+    assert best_checkpoint(run.run_dir) == 2
+    assert len(events(run, "checkpoint")) == 3, "each new best one, and the last"
+
+
+def test_a_checkpoint_that_is_due_at_the_best_step_is_written_once_and_kept(context: RunContext) -> None:
+    run = following(context, [4.0, 3.0, 3.5], CheckpointSpec(2, "sync", keep_last=1, keep_best=True))
+    Trainer(run, SingleGroup(run)).run()
+    assert [event["step"] for event in events(run, "checkpoint")] == [1, 2, 4, 6]
+    assert run.run_dir.checkpoint_steps() == [2, 6]
+
+
+def test_a_run_that_goes_on_knows_the_best_checkpoint_of_before(context: RunContext) -> None:
+    run = following(context, [3.0, 4.0, 3.5], CheckpointSpec(None, "sync", keep_last=1, keep_best=True))
+    run_until_stopped(run, after_step=3)
+    assert run.run_dir.checkpoint_steps() == [1, 3]
+    Trainer(run, SingleGroup(run)).run()
+    assert run.run_dir.checkpoint_steps() == [1, 6], "3.5 is no new best one"
+
+
+def test_a_run_whose_heldout_loss_does_not_fall_any_more_is_done(context: RunContext) -> None:
+    run = following(context, [4.0, 3.0, 3.0, 3.1], CheckpointSpec(None, "sync"), early_stop_evals=2)
+    Trainer(run, SingleGroup(run)).run()
+    result = read_json(run.run_dir.result_json)
+    assert (result["status"], result["exit_code"], result["steps"]) == ("done", 0, 4)
+    assert warnings(run) == ["the run ends here: the held-out loss was lowest, 3, at step 2, 2 evaluations ago"]
+    assert run.run_dir.checkpoint_steps() == [4]
+
+
+def test_a_heldout_loss_that_rises_is_said_once(context: RunContext) -> None:
+    run = following(context, [3.0, 3.1, 3.2, 3.3, 3.4], CheckpointSpec(None, "sync"))
+    Trainer(run, SingleGroup(run)).run()
+    (said,) = events(run, "warning")
+    assert said["step"] == 3
+    assert said["message"].startswith("the held-out loss rises: it was lowest, 3, at step 1; checkpoint.keep_best=true")
+
+
 def test_a_sample_is_that_of_the_step_it_was_written_after(
     context: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +274,7 @@ def test_evaluations_and_samples_take_none_of_a_steps_time(
 
     evaluate, beat = context.source.evaluate, StepWatch.beat
     monkeypatch.setattr(marks, "time", SimpleNamespace(perf_counter=lambda: now_s))
-    monkeypatch.setattr(context.source, "evaluate", lambda: spend(60.0) or evaluate())
+    monkeypatch.setattr(context.source, "evaluate", lambda step: spend(60.0) or evaluate(step))
     monkeypatch.setattr(context.source, "write_sample", lambda: spend(30.0))
     monkeypatch.setattr(StepWatch, "beat", lambda watch, step: spend(0.25) or beat(watch, step))
     Trainer(context, SingleGroup(context)).run()
@@ -268,7 +335,7 @@ def test_a_refused_step_leaves_no_gradients_and_no_visits(one_process: None) -> 
     def reduce(state: TrainState, _loss: Tensor) -> None:
         seen.extend(int(router.tokens_per_expert_E.sum()) for router in state.routers)
 
-    groups = SimpleNamespace(reduce=reduce, commit=lambda: False)
+    groups = SimpleNamespace(begin_passes=lambda *_: None, reduce=reduce, commit=lambda: False)
     for _ in range(2):
         outcome = train_step(state, [_sample(0)], global_tokens=TOKENS, clip_norm=None, groups=groups)
         assert outcome is None
@@ -361,7 +428,7 @@ def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(outcome, noise=torch.tensor([weighted_square, 0.0, 2.0, 0.0, 0.0], dtype=torch.float64))
 
     monkeypatch.setattr("trainspec_cli.engine.run.trainer.train_step", measured)
-    monkeypatch.setattr("trainspec_cli.engine.run.pace.noise_hindrance", lambda *_: "")
+    monkeypatch.setattr("trainspec_cli.engine.run.scheduling.pace.noise_hindrance", lambda *_: "")
 
 
 def following_noise(folder: Path) -> RunContext:
@@ -419,7 +486,7 @@ def test_a_constant_batch_reports_the_noise_and_keeps_none_of_it(context: RunCon
 
 def test_what_shows_no_noise_reports_none(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank that computes all samples of a step together; null would mean that it is infinite."""
-    monkeypatch.setattr("trainspec_cli.engine.run.pace.noise_hindrance", lambda *_: "")
+    monkeypatch.setattr("trainspec_cli.engine.run.scheduling.pace.noise_hindrance", lambda *_: "")
     Trainer(context, SingleGroup(context)).run()
     assert not any("noise_scale" in event for event in events(context, "step"))
 
@@ -511,9 +578,7 @@ def test_a_model_that_came_to_nothing_leaves_no_checkpoint_of_it(
     context: RunContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Earlier ones stay, to go on from."""
-    monkeypatch.setattr(
-        context.source, "evaluate", lambda: {"heldout_loss": float("nan"), "heldout_bits_per_byte": None}
-    )
+    monkeypatch.setattr(context.source, "evaluate", lambda step: EvalEvent(step=step, heldout_loss=float("nan")))
     spec = replace(context.plan.spec, checkpoint=CheckpointSpec(interval_steps=4, mode="sync"))
     failing = replace(context, plan=replace(context.plan, spec=spec))
     trainer = Trainer(failing, SingleGroup(failing))
@@ -581,7 +646,7 @@ def test_on_a_gpu_a_step_is_recorded_when_the_next_has_begun(
     beat, record, evaluate = trainer.watch.beat, trainer._record, context.source.evaluate
     monkeypatch.setattr(trainer.watch, "beat", lambda step: order.append(f"made {step}") or beat(step))
     monkeypatch.setattr(trainer, "_record", lambda done: order.append(f"recorded {done.step}") or record(done))
-    monkeypatch.setattr(context.source, "evaluate", lambda: order.append("evaluated") or evaluate())
+    monkeypatch.setattr(context.source, "evaluate", lambda step: order.append("evaluated") or evaluate(step))
     trainer.clock.on_gpu = True
     trainer.run()
     first = ["made 1", "made 2", "recorded 1", "recorded 2", "evaluated"]

@@ -13,8 +13,8 @@ import torch
 
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.engine.run.coordinator import SingleGroup, TrainProgress
-from trainspec_cli.engine.run.relayout import Meshes
-from trainspec_cli.engine.run.shortage import OutOfMemory
+from trainspec_cli.engine.run.scheduling.relayout import Meshes
+from trainspec_cli.engine.run.shortage.out_of_memory import OutOfMemory
 from trainspec_cli.engine.tools import certify_live
 from trainspec_cli.engine.tools.certify_live import (
     DrawnSource,
@@ -25,9 +25,10 @@ from trainspec_cli.engine.tools.certify_live import (
     WatchedGroup,
     run_live,
 )
-from trainspec_cli.policy.division import OwnSamples
-from trainspec_cli.policy.memory import build_ladder
+from trainspec_cli.policy.batch.division import OwnSamples
+from trainspec_cli.policy.recovery.memory import build_ladder
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import RunResult
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.memory import MemorySetting, Shortage
 from trainspec_cli.spec.results.plan import Plan
@@ -53,7 +54,9 @@ def test_the_trainer_reads_what_is_drawn_from_the_seed(family: str, targets: int
     (part,) = source.read(OwnSamples((5,), (3,)))
     assert all(torch.equal(some, of_all[5:8]) for some, of_all in zip(part, whole, strict=True))
     assert source.counted(np.arange(3)) == targets
-    assert (source.evaluate(), source.summarise(None), source.write_sample()) == (None, {}, None)
+    assert (source.evaluate(7), source.write_sample()) == (None, None)
+    result = RunResult(status="done")
+    assert source.summarise(result, None) is result
 
 
 def test_a_rank_of_another_layout_reads_its_part_of_each_sequence() -> None:

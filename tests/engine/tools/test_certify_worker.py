@@ -19,7 +19,7 @@ from trainspec_cli.engine.tools import __main__ as entry
 from trainspec_cli.engine.tools import certify_batches, certify_worker
 from trainspec_cli.engine.tools.certify_batches import drawn_batch, drawn_samples
 from trainspec_cli.engine.tools.certify_worker import own_samples
-from trainspec_cli.policy.division import OwnSamples
+from trainspec_cli.policy.batch.division import OwnSamples
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.tools import CertifyRun, SpeedRequest, SpeedResult, TrainedSteps
@@ -200,7 +200,7 @@ def test_a_run_is_made_once_or_again_from_its_own_checkpoint(
     monkeypatch.setattr(certify_worker, "train", train)
     run = wanted(resume=resume, gradients=True, continues="another")
     found = certify_worker.run_one(run, tmp_path, "this", CPU)
-    assert asked[:2] == [("gradients", "first", tmp_path / "this", (0, 8)), ("first", "this", "another", 2)]
+    assert asked[:2] == [("gradients", "first", tmp_path / "this", (0, 8), 1), ("first", "this", "another", 2)]
     assert asked[2] == ("left", "first", tmp_path / "this", "weights"), "before the second run"
     assert asked[3:] == ([("second", "this", "this", None)] if resume else [])
     assert (found.trained, found.resumed) == ("trained by first", "trained by second" if resume else None)

@@ -44,7 +44,9 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
 
 
 def request(folder: Path, dtype: str = "F32", max_file_bytes: int = 10**9, alone: bool = False) -> ExportRequest:
-    return ExportRequest("", "the checkpoint", str(folder), dtype, max_file_bytes, adapters_alone=alone)
+    return ExportRequest(
+        "", "the checkpoint", str(folder), dtype, max_file_bytes, what="adapters" if alone else "merged"
+    )
 
 
 def test_files_are_filled_in_order_up_to_their_size(tmp_path: Path) -> None:
@@ -123,6 +125,21 @@ def test_adapters_alone_are_one_file_under_pefts_names(
     tmp = tmp_path / "whole"
     tmp.mkdir()
     assert export.run(request(tmp, max_file_bytes=400)).files > 1
+
+
+def test_the_base_of_adapters_has_nothing_merged_in(
+    tmp_path: Path, stored: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "read_json", lambda path: path)
+    monkeypatch.setattr(export, "from_plain", lambda _kind, _content: plan_of(LORA))
+    found = {}
+    for what in ("base", "merged"):
+        folder = tmp_path / what
+        folder.mkdir()
+        export.run(replace(request(folder), what=what))
+        found[what] = load_file(folder / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(found["base"], stored["blocks.0.ffn.down.weight"])
+    assert not torch.equal(found["merged"], found["base"])
 
 
 def test_a_tensor_is_cut_out_of_the_experts_that_it_is_put_together_with() -> None:

@@ -12,7 +12,7 @@ from trainspec_cli.engine.models.decoder import Block
 from trainspec_cli.engine.models.rope import rope_angles
 from trainspec_cli.engine.tools.probe import scheduled_s
 from trainspec_cli.planner.memory.local import activation_bytes_per_token
-from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.rundir.event_types.event import PARTS
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.results.probe import MachineProbe
 

@@ -13,7 +13,7 @@ import torch
 from trainspec_cli.engine.models.rope import apply_rope
 from trainspec_cli.engine.tools import probe, probe_curves, speed
 from trainspec_cli.engine.tools.probe import SmallRun
-from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.rundir.event_types.event import PARTS
 from trainspec_cli.spec.results.probe import Curve, MachineProbe, Passes
 from trainspec_cli.spec.results.tools import SpeedRequest
 
@@ -262,8 +262,12 @@ def test_a_collectives_time_is_the_median_of_five_calls_after_the_first(monkeypa
 def test_collectives_pass_the_whole_message(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, ...]] = []
     monkeypatch.setattr(probe_curves.dist, "get_world_size", lambda: 4)
-    for name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+    for name in ("all_reduce", "all_gather_into_tensor"):
         monkeypatch.setattr(probe_curves.dist, name, lambda *given: asked.append(tuple(map(len, given))))
+    monkeypatch.setattr(probe_curves.dist, "group", SimpleNamespace(WORLD="all ranks"))
+    monkeypatch.setattr(
+        probe_curves.exchange, "reduce_scatter", lambda *given, group: asked.append(tuple(map(len, given)))
+    )
     for collective in (probe_curves.all_reduce, probe_curves.all_gather, probe_curves.reduce_scatter):
         collective(torch.zeros(8))
     assert asked == [(8,), (8, 2), (2, 8)]

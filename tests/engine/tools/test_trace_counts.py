@@ -152,7 +152,7 @@ def test_a_ranks_state_gradients_and_exchanges_are_counted_by_cause_and_axis() -
     assert found.peak_by_cause["activations"] > found.peak_by_cause["gathered"] == 4 * root
     assert found.comm_bytes["dp_shard all_gather"] == 4 * 4 * (2 * (whole - root) + root), "the root is kept"
     assert found.comm_bytes["tp all_gather"] == found.comm_bytes["tp reduce_scatter"] == 4 * 4 * 64 * 64 * (4 * 4 + 2)
-    assert found.comm_bytes["all all_reduce"] == 9 * 8, "loss, norm, two flags, and five of the noise"
+    assert found.comm_bytes["all all_reduce"] == 10 * 8, "loss, norm, three flags, and five of the noise"
     assert set(found.comm_bytes) == {
         *("dp_shard all_gather", "dp_shard reduce_scatter", "all all_reduce"),
         *("tp all_gather", "tp reduce_scatter", "tp all_reduce"),
@@ -204,3 +204,21 @@ def test_every_ranks_tokens_are_evened_out_under_fake_tensors() -> None:
     trace.even_out(part)
     assert part.dispatch.read_splits is even_splits
     assert part.experts.grouped_matmul(torch.ones(6, 2), torch.ones(3, 2, 5), torch.tensor([6, 0, 0])).shape == (6, 5)
+
+
+@pytest.mark.parametrize(
+    ("axes", "reductions"),
+    [
+        ({"zero_stage": 1}, 1),
+        ({"zero_stage": 2}, 4),
+        ({"zero_stage": 1, "pp": 2}, 1),
+        ({"zero_stage": 2, "pp": 2, "pipeline_schedule": "zbv"}, 1),
+    ],
+    ids=["zero 1", "zero 2", "pipeline", "split backward"],
+)
+def test_below_zero_3_parameters_are_gathered_once_a_step(axes: dict[str, Any], reductions: int) -> None:
+    """Four micro-batches in fp32: parameters take as many bytes as gradients that are reduced once."""
+    plan = build_plan(Case("dense", Layout(dp_shard=2, **axes), micro_batch_size=1), "cpu")
+    found = trace.trace_rank(plan, 0).comm_bytes
+    assert plan.grad_accum_steps == 4
+    assert found["dp_shard reduce_scatter"] == reductions * found["dp_shard all_gather"] > 0

@@ -11,7 +11,7 @@ from trainspec_cli.launch.backend.nodes.messages import GroupExited, WorkerExite
 from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch, newest_checkpoint
 from trainspec_cli.launch.failure import explain
 from trainspec_cli.launch.job.job import Job
-from trainspec_cli.policy.run_state import (
+from trainspec_cli.policy.recovery.run_state import (
     Begun,
     GroupEnded,
     Orphaned,
@@ -20,7 +20,7 @@ from trainspec_cli.policy.run_state import (
     Stepped,
     WorkerFailed,
 )
-from trainspec_cli.rundir.event_types import MemoryEvent
+from trainspec_cli.rundir.event_types.decisions import MemoryEvent
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.results.memory import MemorySetting, Shortage
 from trainspec_cli.spec.results.plan import Plan

@@ -29,6 +29,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan, read_plan_of_all_nodes
 from trainspec_cli.spec.canonical import digest, from_plain
 from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.run import InitSpec
 from trainspec_cli.spec.results.plan import Plan
 
@@ -218,3 +219,12 @@ def test_a_run_that_begins_with_nothing_keeps_nothing(make_job: MakeJob, make_pl
     job = make_job("train")
     write_launch(job, make_plan(), ORIGIN, tmp_path)
     assert not job.run.huggingface.exists()
+
+
+def test_the_chat_template_that_the_data_names_is_kept(make_job: MakeJob, make_plan: MakePlan, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    plan = make_plan()
+    data = DataSpec(8, "chat", "chat.jsonl", chat_template=str(tmp_path / "mine.jinja"))
+    job = make_job("train")
+    write_launch(job, replace(plan, spec=replace(plan.spec, data=data)), ORIGIN, tmp_path)
+    assert (job.run.huggingface / "chat_template.jinja").read_text() == "{{ messages }}"

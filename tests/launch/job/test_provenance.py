@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.launch.job.provenance import git_state, versions
+from trainspec_cli.launch.job.provenance import GitRefusal, GitState, git_state, versions
 
 
 def test_the_lock_holds_dependencies_of_dependencies_and_imports_none() -> None:
@@ -33,12 +33,12 @@ def test_the_state_of_git(tmp_path: Path) -> None:
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "one")
     commit = git(tmp_path, "rev-parse", "HEAD")
-    assert git_state(tmp_path) == {"commit": commit, "branch": "work", "dirty": False}
+    assert git_state(tmp_path) == GitState(commit, "work", False)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "result.json").touch()
-    assert git_state(tmp_path) == {"commit": commit, "branch": "work", "dirty": False}
+    assert git_state(tmp_path) == GitState(commit, "work", False)
     (tmp_path / "recipe.yaml").write_text("a: 2\n")
-    assert git_state(tmp_path) == {"commit": commit, "branch": "work", "dirty": True}
+    assert git_state(tmp_path) == GitState(commit, "work", True)
 
 
 def test_outside_a_repository_there_is_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_nothing_is_run_that_a_repository_names(tmp_path: Path, set_trap: Callab
     trap.marker.unlink()
     state = git_state(trap.repository)
     assert not trap.marker.exists()
-    assert state == {"commit": commit, "branch": "work", "dirty": None if set_trap is lazy_fetch else False}
+    assert state == GitState(commit, "work", None if set_trap is lazy_fetch else False)
 
 
 def test_a_file_behind_a_filter_is_not_known_to_differ(tmp_path: Path) -> None:
@@ -151,17 +151,17 @@ def test_a_file_behind_a_filter_is_not_known_to_differ(tmp_path: Path) -> None:
     git(trap.repository, "add", ".")
     git(trap.repository, "commit", "-m", "two")
     (trap.repository / "b.bin").write_text("another\n")
-    assert git_state(trap.repository)["dirty"] is None  # type: ignore[index]
+    assert git_state(trap.repository).dirty is None  # type: ignore[union-attr]
     (trap.repository / "c.py").write_text("another\n")
-    assert git_state(trap.repository)["dirty"] is True  # type: ignore[index]
+    assert git_state(trap.repository).dirty is True  # type: ignore[union-attr]
 
 
 def test_how_files_compare_is_the_repositorys_to_say(tmp_path: Path) -> None:
     trap = Trap(tmp_path)
     (trap.repository / "a.txt").chmod(0o755)
-    assert git_state(trap.repository)["dirty"] is True  # type: ignore[index]
+    assert git_state(trap.repository).dirty is True  # type: ignore[union-attr]
     git(trap.repository, "config", "core.fileMode", "false")
-    assert git_state(trap.repository)["dirty"] is False  # type: ignore[index]
+    assert git_state(trap.repository).dirty is False  # type: ignore[union-attr]
 
 
 def test_the_state_is_told_in_subfolders_and_linked_work_trees(tmp_path: Path) -> None:
@@ -170,12 +170,12 @@ def test_the_state_is_told_in_subfolders_and_linked_work_trees(tmp_path: Path) -
     git(trap.repository, "worktree", "add", "-b", "other", str(tmp_path / "linked"))
     commit = git(trap.repository, "rev-parse", "HEAD")
     (tmp_path / "linked" / "a.txt").write_text("two\n")
-    assert git_state(trap.repository / "sub") == {"commit": commit, "branch": "work", "dirty": False}
-    assert git_state(tmp_path / "linked") == {"commit": commit, "branch": "other", "dirty": True}
+    assert git_state(trap.repository / "sub") == GitState(commit, "work", False)
+    assert git_state(tmp_path / "linked") == GitState(commit, "other", True)
     git(tmp_path / "linked", "commit", "-a", "-m", "two")
     git(tmp_path / "linked", "checkout", "--detach")
     detached = git_state(tmp_path / "linked")
-    assert detached == {"commit": git(tmp_path / "linked", "rev-parse", "HEAD"), "branch": None, "dirty": False}
+    assert detached == GitState(git(tmp_path / "linked", "rev-parse", "HEAD"), None, False)
 
 
 def test_a_repository_with_the_longer_digests(tmp_path: Path) -> None:
@@ -184,20 +184,19 @@ def test_a_repository_with_the_longer_digests(tmp_path: Path) -> None:
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-m", "one")
     state = git_state(tmp_path)
-    assert (len(state["commit"]), state["dirty"]) == (64, False)  # type: ignore[index]
+    assert (len(state.commit), state.dirty) == (64, False)  # type: ignore[union-attr]
 
 
 def test_variables_of_a_hook_that_launches_are_not_heeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trap = Trap(tmp_path)
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
     monkeypatch.setenv("GIT_INDEX_FILE", str(tmp_path / "elsewhere"))
-    assert git_state(trap.repository)["dirty"] is False  # type: ignore[index]
+    assert git_state(trap.repository).dirty is False  # type: ignore[union-attr]
 
 
 def test_another_users_repository_is_said_to_be_refused(shared: Path, stranger: Callable[..., None]) -> None:
     stranger("HOME=/nonexistent git init $1/theirs && touch $1/theirs/a && git -C $1/theirs add a", shared)
     stranger("git -C $1/theirs -c user.name=a -c user.email=b commit -m one", shared)
     state = git_state(shared / "theirs")
-    assert state is not None
-    assert list(state) == ["refused"]
-    assert "dubious ownership" in state["refused"]
+    assert isinstance(state, GitRefusal)
+    assert "dubious ownership" in state.refused

@@ -9,10 +9,11 @@ import pytest
 
 from trainspec_cli.launch.rendezvous import key_value
 from trainspec_cli.launch.rendezvous.key_value import KeyValueStore
+from trainspec_cli.wire.rendezvous import OPERATIONS, AwaitKeys, GetKeys, KeyValues, MissingKey, SetKey
 
 
-def ask(store: KeyValueStore, **request: Any) -> Any:
-    return asyncio.run(store.answer(request))["value"]
+def ask(store: KeyValueStore, op: str, **request: Any) -> Any:
+    return store.answer(OPERATIONS[op](**request)).value  # type: ignore[arg-type]
 
 
 def test_a_key_that_is_deleted_or_set_anew_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +37,7 @@ def test_an_absent_key_counts_from_nothing_and_is_set_where_nothing_is_expected(
     assert ask(store, op="compare_set", key="x", expected="1", value="2") == "2"
     ask(store, op="append", key="x", value="3")
     ask(store, op="append", key="y", value="4")
-    assert asyncio.run(store.answer({"op": "get", "keys": ["x", "y"], "timeout_s": 1}))["values"] == ["23", "4"]
+    assert asyncio.run(store.wait(GetKeys(("x", "y"), 1.0))) == KeyValues(("23", "4"))
     assert ask(store, op="count") == 3
     assert [ask(store, op="check", keys=keys) for keys in (["x", "y"], ["x", "z"])] == [True, False]
 
@@ -45,17 +46,16 @@ def test_it_is_waited_for_all_keys_and_the_first_that_does_not_come_is_named() -
     async def meet() -> list[Any]:
         store = KeyValueStore()
         waiting = [
-            asyncio.create_task(store.answer({"op": operation, "keys": ["a", "b"], "timeout_s": 60}))
-            for operation in ("get", "wait", "get")
+            asyncio.create_task(store.wait(operation(("a", "b"), 60.0))) for operation in (GetKeys, AwaitKeys, GetKeys)
         ]
-        late = asyncio.create_task(store.answer({"op": "wait", "keys": ["a", "c", "d"], "timeout_s": 0.01}))
+        late = asyncio.create_task(store.wait(AwaitKeys(("a", "c", "d"), 0.01)))
         await asyncio.sleep(0)
         for key in ("b", "a"):
-            await store.answer({"op": "set", "key": key, "value": key.upper()})
+            store.answer(SetKey(key, key.upper()))
         return [*await asyncio.gather(*waiting), await late]
 
-    both = {"values": ["A", "B"]}
-    assert asyncio.run(asyncio.wait_for(meet(), 20)) == [both, {"values": []}, both, {"missing": "c"}]
+    both = KeyValues(("A", "B"))
+    assert asyncio.run(asyncio.wait_for(meet(), 20)) == [both, KeyValues(()), both, MissingKey("c")]
 
 
 def test_what_does_not_fit_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

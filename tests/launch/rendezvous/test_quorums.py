@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from trainspec_cli.launch.rendezvous.server import Quorums
-from trainspec_cli.policy.quorum import QuorumRules
+from trainspec_cli.launch.rendezvous.server import Quorums, Write
+from trainspec_cli.policy.recovery.quorum import QuorumRules
+from trainspec_cli.wire.rendezvous import FormedQuorum, GroupBeat, JoinQuorum
 
 
 class Meeting:
@@ -16,27 +16,27 @@ class Meeting:
         self.now_s = 100.0
         monkeypatch.setattr("trainspec_cli.launch.rendezvous.server.time.monotonic", lambda: self.now_s)
         self.quorums = Quorums(QuorumRules(silence_s=5.0, patience_s=20.0), pause_s)
-        self.heard: dict[str, list[dict[str, Any]]] = {}
-        self._writers: dict[str, Callable[[dict[str, Any]], None]] = {}
+        self.heard: dict[str, list[FormedQuorum]] = {}
+        self._writers: dict[str, Write] = {}
 
-    def writer(self, name: str) -> Callable[[dict[str, Any]], None]:
+    def writer(self, name: str) -> Write:
         return self._writers.setdefault(name, lambda answer: self.heard.setdefault(name, []).append(answer))
 
-    def reconnect(self, name: str) -> Callable[[dict[str, Any]], None]:
+    def reconnect(self, name: str) -> Write:
         """Return the writer of the connection before."""
         return self._writers.pop(name)
 
     def join(self, name: str, step: int = 0, failures: int = 0, number: int = 0) -> None:
-        self.quorums.hear(name, self.writer(name), {"op": "join", "step": step, "failures": failures, "number": number})
+        self.quorums.hear(self.writer(name), JoinQuorum(name, step, failures, number))
 
     def beat(self, name: str) -> None:
-        self.quorums.hear(name, self.writer(name), {"op": "beat"})
+        self.quorums.hear(self.writer(name), GroupBeat(name))
 
-    def last(self, name: str) -> dict[str, Any]:
+    def last(self, name: str) -> FormedQuorum:
         return self.heard[name][-1]
 
     def number(self, name: str = "a") -> int:
-        return int(self.last(name)["quorum"].rpartition("-")[2])
+        return int(self.last(name).quorum.rpartition("-")[2])
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def test_a_quorum_is_told_to_each_with_its_own_number(meeting: Meeting) -> None:
     meeting.join("a", step=3, number=9)
     for name, number in (("a", 9), ("b", 7)):
         (answer,) = meeting.heard[name]
-        assert (answer["names"], answer["steps"], answer["number"]) == (["a", "b"], [3, 4], number)
-    assert meeting.last("a")["quorum"] == meeting.last("b")["quorum"]
+        assert (answer.names, answer.steps, answer.number) == (("a", "b"), (3, 4), number)
+    assert meeting.last("a").quorum == meeting.last("b").quorum
 
 
 def test_the_same_members_keep_their_quorums_name_until_one_has_failed(meeting: Meeting) -> None:
@@ -80,7 +80,7 @@ def test_who_has_left_is_not_waited_for(meeting: Meeting) -> None:
     meeting.join("a", step=1)
     assert len(meeting.heard["a"]) == 1
     meeting.quorums.leave("b", meeting.writer("b"))
-    assert meeting.last("a")["names"] == ["a"] and meeting.number() == 2
+    assert meeting.last("a").names == ("a",) and meeting.number() == 2
 
 
 def test_who_leaves_while_asking_takes_its_question_along(meeting: Meeting) -> None:
@@ -89,7 +89,7 @@ def test_who_leaves_while_asking_takes_its_question_along(meeting: Meeting) -> N
     meeting.quorums.leave("b", meeting.writer("b"))
     meeting.join("a", step=1)
     meet(meeting, "b", "a", step=2)
-    assert [answer["steps"] for answer in meeting.heard["a"]] == [[0, 0], [1], [2, 2]]
+    assert [answer.steps for answer in meeting.heard["a"]] == [(0, 0), (1,), (2, 2)]
 
 
 def test_the_end_of_a_lost_connection_does_not_end_the_one_after(meeting: Meeting) -> None:
@@ -100,7 +100,7 @@ def test_the_end_of_a_lost_connection_does_not_end_the_one_after(meeting: Meetin
     meeting.join("a", step=1)
     assert len(meeting.heard["a"]) == 1, "b is connected, and computes"
     meeting.join("b", step=1, number=3)
-    assert (meeting.last("b")["names"], meeting.last("b")["number"]) == (["a", "b"], 3)
+    assert (meeting.last("b").names, meeting.last("b").number) == (("a", "b"), 3)
 
 
 def test_a_group_that_is_silent_is_dropped_and_beats_keep_it(meeting: Meeting) -> None:
@@ -118,7 +118,7 @@ def test_a_group_that_is_silent_is_dropped_and_beats_keep_it(meeting: Meeting) -
         meeting.beat(name)
     meeting.now_s += 1.5
     meeting.quorums.form()
-    assert meeting.last("a")["names"] == ["a", "b"]
+    assert meeting.last("a").names == ("a", "b")
 
 
 def test_a_server_that_was_restarted_waits_for_those_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_a_server_that_was_restarted_waits_for_those_that_come_back(monkeypatch:
     assert meeting.heard == {}
     meeting.now_s += 0.1
     meeting.quorums.form()
-    assert meeting.last("a")["names"] == ["a", "b"]
+    assert meeting.last("a").names == ("a", "b")
 
 
 def test_another_servers_quorums_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,5 +138,5 @@ def test_another_servers_quorums_have_other_names(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         meeting = Meeting(monkeypatch)
         meeting.join("a")
-        names.add(meeting.last("a")["quorum"])
+        names.add(meeting.last("a").quorum)
     assert len(names) == 2

@@ -7,6 +7,7 @@ import pytest
 from trainspec_cli.launch.slurm.queue import decide, is_over, is_preempted
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import NodeErrorRecord, WorkerErrorRecord, write_error
 
 
 @pytest.fixture
@@ -48,6 +49,11 @@ def test_a_lost_host_is_avoided(run: RunDir) -> None:
     assert (again.reason, list(again.avoid)) == ("node 1 (node7) was lost", ["node7"])
 
 
+def test_a_host_that_could_not_start_is_not_lost(run: RunDir) -> None:
+    write_error(run.node_error(1), NodeErrorRecord(node=1, host="node7", message="no disk", lost=False))
+    assert decide(run, 5, warned=False, preempted=False) is None
+
+
 def test_hosts_that_are_lost_all_at_once_are_not_avoided(run: RunDir) -> None:
     """Their step was ended: the job could wait for ever for hosts that are none of its own."""
     write_json(run.plan_json, {"num_nodes": 2})
@@ -69,9 +75,10 @@ def test_slurm_tells_a_preemption_from_a_scancel(time: str, preempted: bool) -> 
 
 
 def test_a_hang_is_tried_again_and_an_error_of_the_run_is_not(run: RunDir) -> None:
-    write_json(run.error(0), {"rank": 0, "code": None, "message": "ValueError"})
+    write_error(run.error(0), WorkerErrorRecord(rank=0, host="a", type="ValueError", message="", traceback=""))
     assert decide(run, 5, warned=False, preempted=False) is None
-    write_json(run.error(1), {"rank": 1, "code": "hang", "message": "a step hung"})
+    hung = WorkerErrorRecord(rank=1, host="a", type="", message="a step hung", traceback="", code="hang")
+    write_error(run.error(1), hung)
     again = decide(run, 5, warned=False, preempted=False)
     assert again is not None
     assert again.reason == "a step hung"

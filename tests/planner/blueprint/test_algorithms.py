@@ -93,3 +93,35 @@ def test_the_bucket_is_the_one_that_takes_least_time(total_bytes: float) -> None
     best = best_bucket_bytes(group, "all_reduce", total_bytes, eff)
     assert uncovered_s(best) <= 1.0001 * min(uncovered_s(1.02**step * 1e4) for step in range(800))
     assert best_bucket_bytes(group, "all_reduce", 1e3, eff) == 1e3
+
+
+GLOO = Group(8, 2, 100.0, 10.0, link_latency_s=1.0, nic_latency_s=3.0, speaks_gloo=True)
+
+
+def test_on_gloo_each_rank_sends_the_others_their_rows_and_no_tree_is_made() -> None:
+    """Of eight ranks on four nodes of two, a rank sends six rows over its own network, in a step of one hop."""
+    assert set(times_of(GLOO, "all_reduce", 8.0, EFF)) == {"direct", "hierarchical"}
+    summed_s, scattered_s = (times_of(GLOO, name, 8000.0, EFF)["direct"] for name in ("all_reduce", "reduce_scatter"))
+    assert summed_s == 2 * scattered_s == pytest.approx(2 * (6 / 8 * 8000 / 10 + 3))
+
+
+def test_a_step_of_gloos_ring_waits_for_the_slowest_hop_and_half_of_its_bytes() -> None:
+    """Or for all of its bytes where they take longer; and always for both between two ranks."""
+    assert times_of(GLOO, "all_gather", 80.0, EFF)["ring"] == pytest.approx(7 * (80 / 8 / 20 / 2 + 3) + 3)
+    pair = replace(GLOO, size=2, per_domain=1)
+    assert times_of(pair, "all_gather", 80.0, EFF)["ring"] == pytest.approx(80 / 2 / 10 + 3)
+
+
+def test_a_hierarchy_on_gloo_scatters_and_gathers_in_one_step() -> None:
+    """Three levels of two, three and two ranks."""
+    group = Group(12, 2, 100.0, 10.0, (Crossing(6, 1.0, 7.0),), 1.0, 3.0, speaks_gloo=True)
+    sent_s = 2 * (1 / 2 * 120 / 100 + 2 / 3 * 60 / 10 + 1 / 2 * 20 / 1)
+    assert hierarchical_s(group, "all_reduce", 120.0, EFF) == pytest.approx(sent_s + 2 * (1 + 3) + 2 * 7)
+    assert hierarchical_s(group, "reduce_scatter", 120.0, EFF) == pytest.approx(sent_s / 2 + 1 + 3 + 7)
+
+
+def test_a_hierarchical_all_reduce_is_two_calls_inside_each_tier_and_one_in_the_widest() -> None:
+    calls = replace(EFF, collective_latency_s=1.0)
+    group = Group(12, 2, 100.0, 10.0, (Crossing(6, 1.0),))
+    assert hierarchical_s(group, "all_reduce", 0.0, calls) == 2 + 2 + 1
+    assert hierarchical_s(group, "all_gather", 0.0, calls) == 3

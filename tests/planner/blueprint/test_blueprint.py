@@ -163,3 +163,22 @@ def test_a_tree_gives_way_to_the_ring_where_its_bandwidth_counts() -> None:
     limit = tree_until_bytes(group, EFF)
     assert 2**20 < limit < 2**31
     assert tree_until_bytes(Group(2, 1, 3e11, 3e10), EFF) == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "spine_gbit_per_s", "in_tiers"),
+    [
+        (Layout(dp_replicate=32), None, False),
+        (Layout(dp_replicate=32), 10.0, True),
+        (Layout(dp_replicate=4, dp_shard=8), 10.0, False),
+        (Layout(dp_shard=32), 10.0, False),
+    ],
+    ids=["fast between nodes", "slow between nodes", "one replica a node", "no replicas"],
+)
+def test_gradients_of_replicas_are_summed_in_tiers_where_that_is_faster_than_a_ring(
+    layout: Layout, spine_gbit_per_s: float | None, in_tiers: bool
+) -> None:
+    _, blueprint = draw(layout, TierSpec("domain"), TierSpec("spine", gbit_per_s=spine_gbit_per_s))
+    assert blueprint.sums_replicas_in_tiers == in_tiers
+    of_tensors = replace(blueprint, exchanges=tuple(replace(one, axis="tp") for one in blueprint.exchanges))
+    assert not of_tensors.sums_replicas_in_tiers

@@ -9,7 +9,7 @@ import pytest
 
 from trainspec_cli.planner.capacity import describe_fabric
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
-from trainspec_cli.planner.hardware.collectives import all_gather_s, all_to_all_s, latency_s, send_s
+from trainspec_cli.planner.hardware.collectives import all_gather_s, all_to_all_s, latency_s, reduce_scatter_s, send_s
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Crossing, Fabric, Group, axis_groups, group_of
 from trainspec_cli.session.load import load_for_planning
@@ -83,6 +83,8 @@ def test_a_send_waits_for_the_pair_on_both_sides_of_the_line() -> None:
     plain = Group(4, 2, 100.0, 10.0)
     assert send_s(plain, 100.0, FREE) == 1
     assert send_s(replace(plain, outer=(Crossing(2, 5.0, 7.0),)), 100.0, FREE) == 7 + 20
+    apart = replace(plain, per_domain=1, link_latency_s=1.0, nic_latency_s=9.0)
+    assert send_s(apart, 100.0, FREE) == 9 + 100 / apart.nic_bytes_per_s
 
 
 def test_latencies_of_tiers_add_up() -> None:
@@ -101,3 +103,16 @@ def test_every_preset_describes_a_cluster(preset: str) -> None:
     assert found.network[-1].devices >= 8192
     dp = axis_groups(Layout(tp=8, dp_shard=1024), found, EFF)["dp"]
     assert all_gather_s(dp, 1e9, EFF) >= all_gather_s(replace(dp, outer=()), 1e9, EFF) > 0
+
+
+def test_between_cpus_collectives_are_gloos_and_a_hop_is_a_round_trip() -> None:
+    tiers = TierSpec("links", latency_us=1), TierSpec("leaf", 32, latency_us=20), TierSpec("spine", latency_us=50)
+    of_gpus = fabric(*tiers)
+    of_cpus = replace(of_gpus, chip=replace(of_gpus.chip, vendor="cpu"))
+    for one, times in ((of_gpus, 1), (of_cpus, 2)):
+        group = group_of(one, 128, 1, EFF)
+        assert group.speaks_gloo == (times == 2)
+        found_s = (group.link_latency_s, group.nic_latency_s, group.outer[0].latency_s)
+        assert found_s == pytest.approx([times * 1e-6, times * 20e-6, times * 50e-6])
+    pair = replace(group_of(of_cpus, 8, 1, FREE), link_bytes_per_s=1.0)
+    assert reduce_scatter_s(pair, 1e3, FREE) == pytest.approx(1e3 * 7 / 8)

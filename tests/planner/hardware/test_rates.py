@@ -58,6 +58,7 @@ NO_FORMATS = {"fp16_tflops": 0.0, "tf32_tflops": 0.0, "fp8_tflops": 0.0, "fp4_tf
         ("fp32", {"fp32_tflops": 0.0}, 0.375 * 0.6 * 50),
         ("fp16", {"bf16_tflops": 0.0, "matmul_bf16_tflops": 0.0}, 0.375 * 0.75 * 80),
         ("bf16", {"bf16_tflops": 0.0, "matmul_bf16_tflops": 0.0}, 0.375 * 0.75 * 80),
+        ("bf16", {"bf16_tflops": 0.0}, 0.375 * 0.75 * 80),
     ],
 )
 def test_a_large_product_in_each_format_or_the_next_wider(fmt: str, changes: dict[str, float], tera: float) -> None:

@@ -11,7 +11,7 @@ from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.planner.run.batches import PREDICTED_SIZES, expect_work, main_size
 from trainspec_cli.planner.run.forecast import forecast_run
 from trainspec_cli.planner.search.auto import as_plan
-from trainspec_cli.policy.batch import schedule_batches, step_batch
+from trainspec_cli.policy.batch.batch_schedule import schedule_batches, step_batch
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec
 from trainspec_cli.spec.recipe.data import DataSpec

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.planner.planes.spray import Failure, simulate
 from trainspec_cli.planner.run import forecast as forecast_module
 from trainspec_cli.planner.run import goodput
@@ -22,7 +23,7 @@ from trainspec_cli.planner.run.forecast import (
     gather_assumptions,
     recovery_modes,
 )
-from trainspec_cli.planner.search.variants import in_replica_groups
+from trainspec_cli.planner.search.variants import plan_other_recovery
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, CostSpec, ReliabilitySpec, SiteSpec
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -67,6 +68,8 @@ CANDIDATE = Candidate(
     hfu=0.42,
     peak_memory_bytes=70e9,
     memory_limit_bytes=80e9,
+    fit_probability=1.0,
+    expected_step_s=6.0,
     memory=(MemoryBreakdown(parameters_bytes=70e9),),
     time=StepTime(matmul_s=4.0, dp_comm_s=1.0, bubble_s=1.0),
 )
@@ -269,7 +272,8 @@ def test_an_interval_that_is_left_open_is_noted_with_the_one_that_is_counted_on(
     assert run.goodput.checkpoint_interval_s == 6 * steps
     assert abs(run.goodput.optimal_interval_s - 6 * steps) <= 3, "the nearest whole number of steps"
     auto = forecast(checkpoint=CheckpointSpec(interval_steps="auto"))
-    assert auto.notes[0].startswith("checkpoint.interval_steps is auto;")
+    assert not auto.notes, "what is planned will be done"
+    assert 60 <= auto.goodput.checkpoint_interval_s <= 600
 
 
 def test_one_group_can_only_restart_and_several_can_do_either() -> None:
@@ -282,7 +286,7 @@ def test_one_group_can_only_restart_and_several_can_do_either() -> None:
 
 def test_the_same_work_in_groups_is_set_beside_it_with_its_layout() -> None:
     sharded = replace(CANDIDATE, layout=Layout(dp_shard=128, tp=8, pp=16))
-    run = forecast_run(SPEC, PLAN, sharded, elastic=CANDIDATE)
+    run = forecast_run(SPEC, PLAN, sharded, other=CANDIDATE)
     (other,) = run.alternatives
     assert (run.goodput.mode, run.goodput.layout) == ("restart", "")
     assert (other.mode, other.layout) == ("elastic", "pp=16 dp_replicate=128 tp=8")
@@ -315,15 +319,13 @@ def test_wall_time_is_known_as_well_as_a_step_and_the_goodput() -> None:
     assert run.wall_time_s.value / run.wall_time_s.low == pytest.approx(math.exp(quick))
 
 
-def test_groups_are_for_runs_that_restart_on_several_nodes_and_have_none() -> None:
-    sharded = replace(CANDIDATE, layout=Layout(dp_shard=2048, tp=8))
-    assert in_replica_groups(SPEC, None, CANDIDATE) is None
-    assert in_replica_groups(replace(SPEC, resilience=ResilienceSpec(mode="none")), None, sharded) is None
-    assert in_replica_groups(replace(SPEC, cluster=replace(CLUSTER, num_nodes=1)), None, sharded) is None
+def test_one_node_and_runs_without_recovery_have_no_other_way() -> None:
+    assert plan_other_recovery(replace(SPEC, resilience=ResilienceSpec(mode="none")), None) is None
+    assert plan_other_recovery(replace(SPEC, cluster=replace(CLUSTER, num_nodes=1)), None) is None
 
 
-def test_the_same_work_is_cut_into_groups_and_stays_as_it_was() -> None:
-    """The recipe leaves open or wants otherwise what the best layout has settled."""
+def test_each_way_of_recovering_is_planned_in_its_own_best_layout() -> None:
+    """What is said beside a plan is what the other plan itself finds."""
     chip = replace(H100, link_gb_per_s=450.0, link_kind="nvswitch")
     spec = replace(
         SPEC,
@@ -331,18 +333,20 @@ def test_the_same_work_is_cut_into_groups_and_stays_as_it_was() -> None:
         data=DataSpec(seq_len=2048, source="python_stdlib"),
         batching=BatchingSpec(global_batch_size=64),
         cluster=ClusterSpec(num_nodes=2, devices_per_node=8, accelerator=chip),
-        layout=LayoutSpec(tp="auto", pp="auto", cp="auto", pipeline_schedule="auto", virtual_stages="auto"),
-        recompute="full",
+        layout=LayoutSpec(dp_replicate="auto", dp_shard="auto", tp="auto", pp="auto", cp="auto", zero_stage="auto"),
+        resilience=ResilienceSpec(mode="restart"),
     )
-    layout = Layout(dp_shard=4, tp=2, pp=2, pipeline_schedule="gpipe")
-    best = replace(CANDIDATE, layout=layout, micro_batch_size=2, recompute="none")
-    found = in_replica_groups(spec, None, best)
-    assert found is not None and found.fits
-    axes = found.layout
-    assert (axes.tp, axes.pp, axes.cp, axes.pipeline_schedule, axes.virtual_stages) == (2, 2, 1, "gpipe", 1)
-    assert axes.dp_replicate >= 2 and axes.data_parallel_size == 4
-    assert (found.micro_batch_size, found.recompute) == (2, "none")
-    assert in_replica_groups(spec, None, replace(best, layout=Layout(dp_replicate=2, dp_shard=2, tp=2, pp=2))) is None
+    plans = {mode: replace(spec, resilience=ResilienceSpec(mode=mode)) for mode in ("restart", "elastic")}
+    best = {mode: plan_capacity(planned).best for mode, planned in plans.items()}
+    assert best["elastic"] and best["elastic"].layout.dp_replicate >= 2
+    for mode, other in (("restart", "elastic"), ("elastic", "restart")):
+        assert plan_other_recovery(plans[mode], None) == best[other]
+        run = forecast_run(plans[mode], plan_capacity(plans[mode]), best[mode], best[other])
+        alone = forecast_run(plans[other], plan_capacity(plans[other]), best[other])
+        (beside,) = run.alternatives
+        assert (beside.mode, beside.wall_time_s) == (other, alone.goodput.wall_time_s)
+    pinned = replace(spec, layout=replace(spec.layout, dp_replicate=1))
+    assert plan_other_recovery(pinned, None) is None, "one group alone cannot shrink"
 
 
 TIME = ["step_time_s", "peak_memory_bytes", "cluster.storage_gb_per_s"]

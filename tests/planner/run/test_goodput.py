@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.planner.run.goodput import Clock, SimulatedJob, SimulatedRun, draw, simulate, simulate_many
-from trainspec_cli.policy.cadence import daly_interval_s
-from trainspec_cli.policy.reliability import durations, job_mtbf_s
+from trainspec_cli.policy.recovery.cadence import daly_interval_s
+from trainspec_cli.policy.recovery.reliability import durations, job_mtbf_s
 from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.planner.search.space import Space, divisors, schedules_of, splits_heads, stages_of
-from trainspec_cli.policy.division import even_division
+from trainspec_cli.policy.batch.division import even_division
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.data import DataSpec

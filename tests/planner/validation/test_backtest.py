@@ -13,7 +13,7 @@ from statistics import median
 import pytest
 
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.validation.backtest import Backtest, Prediction, as_json, backtest, cases_of
+from trainspec_cli.planner.validation.backtest import Backtest, Prediction, backtest, cases_of, report
 from trainspec_cli.planner.validation.fit import FRACTIONS, fit
 
 MEASURED = Path(__file__).parents[2] / "data" / "measured"
@@ -52,11 +52,11 @@ def measured_peaks(corrected_memory: Backtest) -> list[Prediction]:
 
 
 def test_step_time_error_does_not_grow(throughput: Backtest) -> None:
-    summary = as_json(throughput)["summary"]
-    assert summary["judged"] == 1092
-    assert summary["step_time_mape"] < 0.091
-    assert summary["step_time_median_ape"] < 0.067
-    assert abs(summary["bias"]) < 0.015
+    summary = report(throughput).summary
+    assert summary.judged == 1092
+    assert summary.step_time_mape < 0.091
+    assert summary.step_time_median_ape < 0.067
+    assert abs(summary.bias) < 0.015
 
 
 def geometric_mean(values: Iterable[float | None]) -> float:
@@ -79,20 +79,20 @@ def test_the_columns_are_read_as_they_were(throughput: Backtest, memory: Backtes
     assert geometric_mean(p.measured_memory_bytes for p in memory.predictions) == pytest.approx(2.15970482e9, rel=1e-7)
     assumed = Counter(name for p in throughput.predictions for name in p.assumed)
     assert assumed == {"recompute": 342, "mbs": 47, "head_dim": 43, "interconnect": 36, "layer pattern": 27}
-    summary = as_json(throughput)["summary"]
-    assert (summary["rows"], summary["predicted"], summary["refused"]) == (1194, 1181, 13)
-    assert summary["refused_by_reason"]["columns mbs and gbs are empty"] == 8
-    assert as_json(memory)["summary"]["refused_by_reason"] == {
+    summary = report(throughput).summary
+    assert (summary.rows, summary.predicted, summary.refused) == (1194, 1181, 13)
+    assert summary.refused_by_reason["columns mbs and gbs are empty"] == 8
+    assert report(memory).summary.refused_by_reason == {
         "columns mbs and gbs are empty": 4,
         "column n_gpus is empty": 3,
     }
-    assert summary["step_time_mape"] == pytest.approx(0.0902332, rel=1e-5)
-    assert summary["step_time_median_ape"] == pytest.approx(0.0649506, rel=1e-5)
-    assert summary["bias"] == pytest.approx(0.0109985, rel=1e-5)
-    assert summary["memory_worst_under"] == pytest.approx(-0.270988, rel=1e-5)
+    assert summary.step_time_mape == pytest.approx(0.0902332, rel=1e-5)
+    assert summary.step_time_median_ape == pytest.approx(0.0649506, rel=1e-5)
+    assert summary.bias == pytest.approx(0.0109985, rel=1e-5)
+    assert summary.memory_worst_under == pytest.approx(-0.270988, rel=1e-5)
     assert sum(ranking.loss for ranking in throughput.ranking) == pytest.approx(0.252683, rel=1e-5)
-    assert next(iter(summary["by_gpu"])) == "H100-SXM-80GB", "the largest group comes first"
-    assert sum(group["rows"] for group in summary["by_gpu"].values()) == len(throughput.points()) == 1092
+    assert next(iter(summary.by_gpu)) == "H100-SXM-80GB", "the largest group comes first"
+    assert sum(group.rows for group in summary.by_gpu.values()) == len(throughput.points()) == 1092
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,11 @@ def mean_size(errors: list[float]) -> float:
 
 def test_rows_without_measurements_are_predicted_alone() -> None:
     row = read("throughput.csv")[0] | {"step_time_s": "", "tokens_s_gpu": "", "samples_s_gpu": ""}
-    found = as_json(backtest([row], Efficiency()))
-    assert found["rows"][0]["predicted_step_time_s"] > 0
-    assert found["rows"][0]["measured_step_time_s"] is None
-    assert found["summary"]["step_time_mape"] is None
+    found = report(backtest([row], Efficiency()))
+    (only,) = found.rows
+    assert only.predicted_step_time_s is not None and only.predicted_step_time_s > 0
+    assert only.measured_step_time_s is None
+    assert found.summary.step_time_mape is None
 
 
 def test_unknown_chip_is_refused_by_name() -> None:

@@ -89,9 +89,12 @@ DEFAULTS: dict[str, Any] = {
     },
     "train": {
         "max_steps": 10,
+        "tokens": None,
+        "epochs": None,
         "seed": 0,
         "max_skipped_steps": 10,
         "eval_interval_steps": None,
+        "early_stop_evals": None,
         "sample_interval_steps": None,
         "log_interval_steps": 10,
     },
@@ -106,7 +109,7 @@ DEFAULTS: dict[str, Any] = {
         "accelerator": None,
         "scaleup_devices": None,
         "link_gb_per_s": None,
-        "nic_gbit_per_s": 0.0,
+        "nic_gbit_per_s": None,
         "nic_kind": "infiniband",
         "fabric": {"name": "", "tiers": [], "nic_wiring": None, "planes": None, "nccl_tuner": False, "sources": {}},
         "host_link_gb_per_s": 50.0,
@@ -195,7 +198,7 @@ DEFAULTS: dict[str, Any] = {
         "context_method": "ring",
     },
     "precision": {"compute": "auto", "reduce": "fp32", "matmul": "compute"},
-    "comm": {"gradients": "full", "parameters": "full", "across_nodes": None},
+    "comm": {"gradients": "full", "parameters": "full", "across_nodes": None, "bucket_bytes": None},
     "kernels": {
         "attention": "torch",
         "rms_norm": "torch",
@@ -209,7 +212,13 @@ DEFAULTS: dict[str, Any] = {
     "compile": False,
     "recompute": "none",
     "offload": "none",
-    "checkpoint": {"interval_steps": None, "mode": "async", "memory_interval_steps": None, "keep_last": 2},
+    "checkpoint": {
+        "interval_steps": "auto",
+        "mode": "async",
+        "memory_interval_steps": None,
+        "keep_last": 2,
+        "keep_best": False,
+    },
     "resilience": {
         "mode": "restart",
         "replica_groups": "auto",
@@ -231,7 +240,7 @@ DEFAULTS: dict[str, Any] = {
     "fault": "",
     "sample": {"prompt": "", "max_new_tokens": 0, "temperature": 0.8},
     "tracking": {"tensorboard": False, "wandb": False, "mlflow": False, "project": "trainspec"},
-    "run": {"dir": "auto", "stop_grace_s": 60.0, "node_timeout_s": 30.0, "preflight": True},
+    "run": {"dir": "auto", "name": "", "tags": [], "stop_grace_s": 60.0, "node_timeout_s": 30.0, "preflight": True},
 }
 
 

@@ -62,3 +62,20 @@ def test_zero_3_lets_go_of_parameters_where_there_are_others_to_hold_them() -> N
     assert Layout(dp_shard=2, zero_stage=3).shards_parameters
     assert not Layout(dp_shard=2, zero_stage=2).shards_parameters
     assert not Layout(dp_shard=1, zero_stage=3).shards_parameters
+
+
+@pytest.mark.parametrize(
+    ("layout", "keeps"),
+    [
+        (Layout(dp_shard=2, zero_stage=1), True),
+        (Layout(dp_shard=2, zero_stage=2, pp=2), True),
+        (Layout(dp_shard=2), False),
+        (Layout(cp=2), False),
+        (Layout(dp_replicate=2, tp=2), True),
+        (Layout(dp_shard=2, tp=2, ep=4), False),
+        (Layout(tp=4, ep=2), False),
+        (Layout(tp=4, ep=4), True),
+    ],
+)
+def test_parameters_are_kept_over_micro_batches_unless_zero_3_cuts_some(layout: Layout, keeps: bool) -> None:
+    assert layout.keeps_parameters == keeps

@@ -45,6 +45,8 @@ def candidate(peak_bytes: float) -> Candidate:
         **rates,
         peak_memory_bytes=peak_bytes,
         memory_limit_bytes=100.0,
+        fit_probability=1.0,
+        expected_step_s=1.0,
         memory=(),
         time=StepTime(),
     )

@@ -390,3 +390,22 @@ def test_copies_in_memory_need_shared_memory(make_spec, monkeypatch) -> None:
     (problem,) = check_machine(copies, host())
     assert (problem.code, problem.hint) == ("no_shared_memory", "type checkpoint.memory_interval_steps=null")
     assert check_machine(make_spec({"checkpoint.memory_interval_steps": None}), host()) == []
+
+
+@pytest.mark.parametrize("wanted", [{"checkpoint.keep_best": True}, {"train.early_stop_evals": 3}])
+def test_what_follows_the_heldout_loss_needs_evaluations_and_one_replica_group(
+    make_spec: Any, wanted: dict[str, object]
+) -> None:
+    (path,) = wanted
+    (problem,) = check(make_spec(wanted))
+    assert (problem.code, problem.path) == ("missing_value", path)
+    assert problem.hint == "type train.eval_interval_steps=100, or another number"
+    evaluated = wanted | {"train.eval_interval_steps": 5}
+    assert check(make_spec(evaluated)) == []
+    groups = {"resilience.mode": "elastic", "resilience.replica_groups": 2, "cluster.devices_per_node": 2}
+    assert ("unsupported", path) in {(one.code, one.path) for one in check(make_spec(evaluated | groups))}
+
+
+@pytest.mark.parametrize(("name", "is_right"), [("baseline-2.1", True), ("", True), ("a/b", False), ("last", False)])
+def test_a_runs_name_is_one_word_that_means_nothing_else(make_spec: Any, name: str, is_right: bool) -> None:
+    assert [problem.code for problem in check(make_spec({"run.name": name}))] == [] if is_right else ["bad_name"]

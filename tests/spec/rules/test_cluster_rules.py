@@ -7,7 +7,14 @@ import pytest
 import yaml
 
 from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.cluster import ClusterSpec, CostSpec, PowerSpec, ReliabilitySpec, SiteSpec
+from trainspec_cli.spec.recipe.cluster import (
+    AcceleratorSpec,
+    ClusterSpec,
+    CostSpec,
+    PowerSpec,
+    ReliabilitySpec,
+    SiteSpec,
+)
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
@@ -48,6 +55,12 @@ def test_a_number_may_be_known_exactly() -> None:
 
 def test_owned_machines_need_a_price() -> None:
     assert set(problems_of(ClusterSpec(cost=CostSpec(owned=True)))) == {"cluster.cost.device_price_usd"}
+
+
+@pytest.mark.parametrize(("bf16", "fp16", "wrong"), [(0.0, 125.0, False), (125.0, 0.0, False), (0.0, 0.0, True)])
+def test_a_chip_multiplies_in_bf16_or_in_fp16(bf16: float, fp16: float, wrong: bool) -> None:
+    chip = AcceleratorSpec("V", "nvidia", bf16, memory_gb=16, memory_tb_per_s=1, fp16_tflops=fp16)
+    assert ("cluster.accelerator.bf16_tflops" in problems_of(ClusterSpec(accelerator=chip))) is wrong
 
 
 @pytest.mark.parametrize(("pue", "wrong"), [(0.9, True), (1.0, False)])

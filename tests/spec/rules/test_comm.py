@@ -12,7 +12,7 @@ from trainspec_cli.spec.recipe.comm import CommSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.check import apply
-from trainspec_cli.spec.rules.comm import COMM_RULES, exchanged
+from trainspec_cli.spec.rules.comm import COMM_RULES, exchanged, joined
 
 SPEC = build_plan(Case("dense"), "cpu").spec
 
@@ -71,3 +71,23 @@ def test_formats_need_an_exchange_that_they_are_for(
     found = list(exchanged(with_comm(**comm), layout, groups))
     assert [problem.path for problem in found] == ([path] if path else [])
     assert all(layout.describe() in problem.message and problem.hint.startswith("type ") for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("comm", "layout", "device", "why"),
+    [
+        ({"bucket_bytes": 8}, Layout(dp_shard=2), "cpu", ""),
+        ({"bucket_bytes": 8}, Layout(dp_replicate=2), "cpu", ""),
+        ({"bucket_bytes": 8, "parameters": "int8"}, Layout(dp_shard=2), "cpu", ""),
+        ({"bucket_bytes": 8}, Layout(dp_shard=2), "cuda", "on GPUs FSDP2 sums the gradients of each block"),
+        ({"bucket_bytes": 8}, Layout(tp=2), "cpu", "in this layout (tp=2) no ranks sum gradients"),
+        ({"bucket_bytes": 8, "gradients": "int8"}, Layout(dp_shard=2), "cpu", "in fewer bits"),
+        ({"bucket_bytes": 8, "across_nodes": "int4"}, Layout(dp_shard=2), "cpu", "in fewer bits"),
+        ({"bucket_bytes": 0}, Layout(tp=2), "cuda", ""),
+        ({}, Layout(), "cuda", ""),
+    ],
+)
+def test_buckets_are_of_gradients_that_go_together(comm: dict[str, Any], layout: Layout, device: str, why: str) -> None:
+    found = list(joined(with_comm(**comm), layout, device))
+    assert len(found) == bool(why)
+    assert all(why in problem.message and problem.hint == "type comm.bucket_bytes=null" for problem in found)

@@ -80,3 +80,15 @@ def test_planes_join_every_nic_by_whole_ports(
     found = [(one.path, one.message) for one in check(spec) if one.path.startswith("cluster.fabric")]
     assert [at for at, _ in found] == ([f"cluster.fabric.planes.{path}"] if path else [])
     assert all(message in text for _, text in found)
+
+
+def test_nodes_that_nothing_joins_are_refused(make_spec: Callable[..., RunSpec]) -> None:
+    alone = {"cluster.nic_gbit_per_s": 0, "cluster.num_nodes": 1, "cluster.devices_per_node": 8}
+    [problem] = check(make_spec({**alone, "cluster.num_nodes": 8}))
+    assert (problem.path, problem.code) == ("cluster.nic_gbit_per_s", "out_of_range")
+    assert "8 nodes exchange data over their NICs" in problem.message
+    assert "type cluster.nic_gbit_per_s=400" in problem.hint
+    assert check(make_spec(alone)) == []
+    assert check(make_spec({**alone, "cluster.num_nodes": 8, "cluster.nic_gbit_per_s": None})) == []
+    tiers = [{"name": "node", "devices": 8}, {"name": "network", "gbit_per_s": 200}]
+    assert check(make_spec({**alone, "cluster.num_nodes": 8, "cluster.fabric.tiers": tiers})) == []

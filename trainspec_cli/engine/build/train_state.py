@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -19,18 +19,20 @@ from trainspec_cli.engine.build.kernel_loading import apply_kernels, load_kernel
 from trainspec_cli.engine.checkpoint.parts import Held
 from trainspec_cli.engine.comm.codec import PARAMETER_CODECS, Codec
 from trainspec_cli.engine.comm.compressed import Compression
-from trainspec_cli.engine.comm.exchange import Peers, TimeCollective
+from trainspec_cli.engine.comm.exchange import Peers, Purpose, Tiers, TimeCollective
 from trainspec_cli.engine.comm.wire_bytes import WireMeter
-from trainspec_cli.engine.mesh import Mesh, build_mesh
+from trainspec_cli.engine.mesh import Mesh, build_mesh, split_by_tier
 from trainspec_cli.engine.models.experts import sort_by_expert
 from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.observe.clock import StepClock
+from trainspec_cli.engine.observe.links import LinkTimers
 from trainspec_cli.engine.optim.optimizer import build_optimizer, without_memory
 from trainspec_cli.engine.parallel.balance import routers_of, sum_over_sequence
 from trainspec_cli.engine.parallel.context import apply_context_parallel, held_positions
 from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel
 from trainspec_cli.engine.parallel.expert import apply_expert_parallel
 from trainspec_cli.engine.parallel.float8 import apply_float8
+from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
 from trainspec_cli.engine.parallel.noise import Held as HeldGradient
 from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
@@ -103,6 +105,7 @@ class TrainState:
     device: torch.device
     mesh: Mesh
     clock: StepClock
+    links: LinkTimers
     stages: Stages
     shares: list[Share]
     optimizer: torch.optim.Optimizer
@@ -110,15 +113,21 @@ class TrainState:
     positions_S: Tensor | None
     """The positions of each sequence that this rank holds; None: all."""
     routers: Sequence[Any]
-    """Those of the experts that are to be kept evenly visited."""
+    """Routers of the experts that are to be kept evenly visited."""
     spread_experts: Collection[str] = ()
     """Names of the parameters that ep spreads."""
     compression: Compression = field(default_factory=Compression)
     wire: WireMeter = field(default_factory=WireMeter)
+    sums: GradientSums | None = None
+    """The sums of gradients over data-parallel ranks beside the backward; None on a GPU, and where one rank has all."""
 
     @property
     def parts(self) -> list[Any]:
         return list(self.stages.parts.values())
+
+    def await_sums(self) -> Callable[[], object]:
+        """Return what waits, in any thread, for the sums of gradients over data-parallel ranks that have begun."""
+        return self.sums.await_added() if self.sums is not None else lambda: None
 
     @property
     def held(self) -> Held:
@@ -130,23 +139,31 @@ class Exchanges:
     """How exchanges of data parallelism travel, and what times and counts them."""
 
     clock: StepClock
+    links: LinkTimers
     wire: WireMeter
     compression: Compression
+    replica_tiers: Tiers | None = None
+    """Tiers in which gradients are summed over replicas; None: one all-reduce."""
+    sums: GradientSums | None = None
+    routes: Mapping[str, Route | None] = field(default_factory=dict)
+    """Ways of `sums`, by the axis of the shards."""
 
-    @contextmanager
-    def gradients(self) -> Iterator[None]:
-        with self.clock.collective(), self.wire.purpose("gradients"):
-            yield
+    def of(self, purpose: Purpose, axis: str, group: dist.ProcessGroup) -> TimeCollective:
+        """Return what times the exchanges of `group`, this rank's along `axis`, and counts their bytes."""
+        return self.counted(purpose, self.links.of(axis, group))
 
-    @contextmanager
-    def parameters(self) -> Iterator[None]:
-        with self.clock.collective(), self.wire.purpose("parameters"):
-            yield
+    def counted(self, purpose: Purpose, time: TimeCollective) -> TimeCollective:
+        @contextmanager
+        def timed(sent_bytes: float | None = None) -> Iterator[bool]:
+            with self.wire.purpose(purpose), time(sent_bytes) as has_to_end:
+                yield has_to_end
+
+        return timed
 
 
 def build_compression(plan: Plan, device: torch.device) -> Compression:
     """Build the codecs. Of several replica groups one alone writes checkpoints, without the feedback of the others."""
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    per_node = _ranks_per_node()
     return Compression(
         inside=plan.comm.gradients,
         across=plan.comm.across_nodes,
@@ -154,6 +171,27 @@ def build_compression(plan: Plan, device: torch.device) -> Compression:
         device=device,
         saved_as=f"{plan.layout.describe()}.rank{dist.get_rank()}" if plan.replica_groups == 1 else "",
     )
+
+
+def _ranks_per_node() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def _replica_tiers(plan: Plan, mesh: Mesh) -> Tiers | None:
+    """Return the tiers of `dp_replicate` where the blueprint sums in them. Called by every rank together."""
+    if plan.layout.dp_replicate == 1 or plan.blueprint is None or not plan.blueprint.sums_replicas_in_tiers:
+        return None
+    per_node, places = _ranks_per_node(), plan.blueprint.node_places
+
+    def place_of(rank: int) -> int:
+        node, number = divmod(rank, per_node)
+        return (places[node] if places else node) * per_node + number
+
+    sizes = [tier.devices for tier in plan.blueprint.tiers]
+    levels = split_by_tier(mesh.links()["dp_replicate"], place_of, sizes)
+    if levels is None:
+        return None
+    return Tiers(tuple(dist.new_subgroups_by_enumeration(groups)[0] for groups in levels))
 
 
 def build_train_state(
@@ -173,11 +211,13 @@ def build_train_state(
     mesh, clock = mesh or build_mesh(plan.layout, device.type), clock or StepClock(device)
     positions_S = _positions(plan, mesh)
     parts, shares, partials = {}, [], []
-    cp, tp, ends = (Peers(group, clock.collective) for group in (mesh.group("cp"), mesh.group("tp"), mesh.ends))
-    queue, noise = WeightQueue(), NoiseProbe(device, cp, tp, ends)
     wire, compression = wire or WireMeter(), build_compression(plan, device)
     wire.find_connections()
-    exchanges = Exchanges(clock, wire, compression)
+    wire.reserve(mesh.connections_of_sums, "gradients")
+    links = LinkTimers(clock)
+    exchanges = _with_sums(Exchanges(clock, links, wire, compression, _replica_tiers(plan, mesh)), mesh)
+    cp, tp = (_peers(mesh, links, axis) for axis in ("cp", "tp"))
+    queue, noise = WeightQueue(), NoiseProbe(device, cp, tp, Peers(mesh.ends, clock.collective))
     for stage in plan.layout.stages_of_rank(mesh.rank("pp")):
         part, cuts, partial = _spread_stage(plan, mesh, exchanges, noise, stage)
         if plan.layout.splits_backward:
@@ -195,31 +235,50 @@ def build_train_state(
         device=device,
         mesh=mesh,
         clock=clock,
-        stages=Stages(
-            plan.layout,
-            parts,
-            Lines(mesh.group("pp"), mesh.upstream, device),
-            queue,
-            _hidden(plan),
-            clock,
-            Throttle({stage: _part_of_layers(plan, stage) for stage in parts}),
-            Allowance(),
-            noise,
-        ),
+        links=links,
+        stages=_join_stages(plan, parts, Lines(mesh.group("pp"), mesh.upstream, device), queue, clock, noise),
         shares=shares,
-        optimizer=build_optimizer(
-            [share for share in shares if share.is_trained],
-            plan.spec.optim,
-            load_kernel("adamw", plan.kernels.adamw),
-            torch.zeros_like if fill else without_memory,
-        ),
-        late_sums=_late_sums(plan, mesh, exchanges.gradients, shares, partials),
+        optimizer=_build_plan_optimizer(plan, shares, fill=fill),
+        late_sums=_late_sums(plan, mesh, exchanges, shares, partials),
         positions_S=positions_S,
         routers=routers_of(list(parts.values())),
         spread_experts=_spread_experts(mesh, shares),
         compression=compression,
         wire=wire,
+        sums=exchanges.sums,
     )
+
+
+def _with_sums(exchanges: Exchanges, mesh: Mesh) -> Exchanges:
+    """Return `exchanges` with sums of gradients in a thread of their own, where the mesh has groups for that."""
+    if not mesh.sums:
+        return exchanges
+
+    def peers(axis: str) -> Peers | None:
+        if (group := mesh.sums.get(axis)) is None:
+            return None
+        return Peers(group, exchanges.counted("gradients", exchanges.links.of_held_back(axis, group)))
+
+    replicas = peers("dp_replicate")
+    if replicas is not None:
+        replicas = replace(replicas, tiers=exchanges.replica_tiers)
+    shards = {axis: peers(axis) for axis in ("dp_shard", "expert_shard")}
+    routes = {axis: Route(one, replicas) if one or replicas else None for axis, one in shards.items()}
+    return replace(exchanges, sums=GradientSums(exchanges.clock), routes=routes)
+
+
+def _join_stages(
+    plan: Plan, parts: dict[int, Any], lines: Lines, queue: WeightQueue, clock: StepClock, noise: NoiseProbe
+) -> Stages:
+    throttle = Throttle({stage: _part_of_layers(plan, stage) for stage in parts})
+    return Stages(plan.layout, parts, lines, queue, _hidden(plan), clock, throttle, Allowance(), noise)
+
+
+def _build_plan_optimizer(plan: Plan, shares: Sequence[Share], *, fill: bool) -> torch.optim.Optimizer:
+    """Build the optimizer of the trained shares; moments have no memory yet if not `fill`."""
+    trained = [share for share in shares if share.is_trained]
+    update, zeros = load_kernel("adamw", plan.kernels.adamw), torch.zeros_like if fill else without_memory
+    return build_optimizer(trained, plan.spec.optim, update, zeros)
 
 
 def _spread_stage(
@@ -235,10 +294,9 @@ def _spread_stage(
     apply_kernels(part, plan.kernels)
     if plan.spec.precision.matmul == "fp8":
         apply_float8(part.block_modules(), emulate=plan.device == "cpu")
-    clock = exchanges.clock
-    cuts, partial = _cut(part, plan.layout, mesh, clock)
+    cuts, partial = _cut(part, plan.layout, mesh, exchanges.links)
     for norm in part.norm_modules():
-        norm.ranks = Peers(mesh.stage.get_group(), clock.collective)
+        norm.ranks = Peers(mesh.stage.get_group(), exchanges.clock.collective)
     apply_recompute(part.block_modules(), plan.recompute, compiled=plan.spec.compile)
     if plan.spec.compile:
         for module in part.compile_modules():
@@ -272,23 +330,26 @@ def _part_of_layers(plan: Plan, stage: int) -> float:
     return 1.0 if layers is None else len(layers) / plan.spec.model.num_layers
 
 
-def _cut(part: Any, layout: Layout, mesh: Mesh, clock: StepClock) -> tuple[dict[str, Cut], list[str]]:
+def _peers(mesh: Mesh, links: LinkTimers, axis: str) -> Peers:
+    group, is_ring = mesh.group(axis), axis == "cp" and mesh.layout.context_method == "ring"
+    return Peers(group, links.of(axis, group, is_hidden=is_ring))
+
+
+def _cut(part: Any, layout: Layout, mesh: Mesh, links: LinkTimers) -> tuple[dict[str, Cut], list[str]]:
     """Expert, tensor and context parallelism; -> (cuts, names of partial parameters)."""
-
-    def peers(axis: str) -> Peers:
-        return Peers(mesh.group(axis), clock.collective)
-
+    cp, tp = (_peers(mesh, links, axis) for axis in ("cp", "tp"))
     cuts: dict[str, Cut] = {}
     partial: list[str] = []
     if layout.ep > 1:
-        cuts |= apply_expert_parallel(part, Peers(mesh.expert_group("ep"), clock.collective), sort_by_expert)
+        group = mesh.expert_group("ep")
+        cuts |= apply_expert_parallel(part, Peers(group, links.of("ep", group)), sort_by_expert)
     if layout.tp > 1:
-        cuts |= apply_tensor_parallel(part, peers("tp"), sequence_parallel=layout.sequence_parallel)
+        cuts |= apply_tensor_parallel(part, tp, sequence_parallel=layout.sequence_parallel)
         partial = partial_parameters(part, sequence_parallel=layout.sequence_parallel, cuts=cuts)
     if layout.cp > 1:
-        apply_context_parallel(part, peers("cp"), layout.context_method)
+        apply_context_parallel(part, cp, layout.context_method)
     if layout.cp > 1 or layout.tp > 1:
-        sum_over_sequence(routers_of([part]), [peers("cp"), peers("tp")])
+        sum_over_sequence(routers_of([part]), [cp, tp])
     return cuts, partial
 
 
@@ -298,15 +359,16 @@ def _data_parallel(
     return DataParallel(
         compute=DTYPES[plan.compute],
         reduce=DTYPES[plan.spec.precision.reduce],
-        free_after_forward=plan.layout.zero_stage == 3,
+        free_after_forward=not plan.layout.keeps_parameters,
         offload=plan.offload != "none",
-        replicas=Peers(mesh.group("dp_replicate"), exchanges.gradients),
-        time_gradients=exchanges.gradients,
+        replicas=replace(_peers_for_gradients(mesh, exchanges, "dp_replicate"), tiers=exchanges.replica_tiers),
+        time=exchanges.of,
         noise=noise,
         held_by=held.__getitem__,
-        time_parameters=exchanges.parameters,
         compression=exchanges.compression,
         parameter_codec=_parameter_codec(plan),
+        sums=exchanges.sums,
+        route=exchanges.routes.get,
         name=name,
     )
 
@@ -348,12 +410,18 @@ def _hidden(plan: Plan) -> Hidden:
     return Hidden(plan.spec.model.hidden_size, parts, DTYPES[plan.compute])
 
 
+def _peers_for_gradients(mesh: Mesh, exchanges: Exchanges, axis: str) -> Peers:
+    group = mesh.group(axis)
+    return Peers(group, exchanges.of("gradients", axis, group))
+
+
 def _late_sums(
-    plan: Plan, mesh: Mesh, time_gradients: TimeCollective, shares: Sequence[Share], partials: Sequence[Share]
+    plan: Plan, mesh: Mesh, exchanges: Exchanges, shares: Sequence[Share], partials: Sequence[Share]
 ) -> list[LateSum]:
     twins = [share for share in shares if _is_twin(plan, share.name) and share.is_trained]
-    sums = ((partials, mesh.group("tp")), (twins, mesh.ends))
-    return [LateSum(summed, Peers(group, time_gradients)) for summed, group in sums if summed]
+    ends = Peers(mesh.ends, exchanges.counted("gradients", exchanges.clock.collective))
+    sums = ((partials, _peers_for_gradients(mesh, exchanges, "tp")), (twins, ends))
+    return [LateSum(summed, peers) for summed, peers in sums if summed]
 
 
 def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:

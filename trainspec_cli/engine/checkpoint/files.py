@@ -26,7 +26,8 @@ from trainspec_cli.engine.checkpoint.manifest import (
     write_manifest,
 )
 from trainspec_cli.errors import MachineError
-from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.reading.files import read_field, read_object
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 
@@ -73,15 +74,21 @@ def leave_failure(folder: Path, rank: int, error: OSError) -> None:
         write_json(folder / f"rank{rank:05d}.failed.json", {"rank": rank, "message": error.strerror or str(error)})
 
 
-def commit(run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int) -> CheckpointManifest:
-    """Wait for every rank's part, then publish; called by one rank. Raises MachineError if a part failed."""
+def commit(
+    run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int, kept_step: int | None = None
+) -> CheckpointManifest:
+    """Wait for every rank's part, then publish; called by one rank. The last checkpoints are kept, and that of
+    `kept_step`. Raises MachineError if a part failed."""
     failures = _await_parts(partial, world_size)
     if failures:
         shutil.rmtree(partial, ignore_errors=True)
         raise cannot_save(about.step, failures)
     Fence.of_worker(run_dir).check()
     try:
-        return _publish(run_dir, partial, about, world_size, keep_last)
+        manifest = _publish(run_dir, partial, about, world_size)
+        _remove_older(run_dir, keep_last, kept_step)
+        _clear_partials(run_dir.checkpoints, about.step)
+        return manifest
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise cannot_save(about.step, [f"rank 0: {error.strerror or error}"]) from error
@@ -104,7 +111,7 @@ def _await_parts(partial: Path, world_size: int) -> list[str]:
         for rank in list(waiting):
             failed = partial / f"rank{rank:05d}.failed.json"
             if failed.is_file():
-                failures.append(f"rank {rank}: {read_json(failed)['message']}")
+                failures.append(f"rank {rank}: {read_field(failed, read_object(failed), 'message', str)}")
                 waiting.remove(rank)
             elif (partial / f"rank{rank:05d}.json").is_file():
                 waiting.remove(rank)
@@ -115,10 +122,10 @@ def _await_parts(partial: Path, world_size: int) -> list[str]:
     return failures
 
 
-def _publish(run_dir: RunDir, partial: Path, about: About, world_size: int, keep_last: int) -> CheckpointManifest:
-    """Write the manifest, rename the folder durably, and remove older checkpoints."""
+def _publish(run_dir: RunDir, partial: Path, about: About, world_size: int) -> CheckpointManifest:
+    """Write the manifest, and rename the folder durably."""
     reports = [partial / f"rank{rank:05d}.json" for rank in range(world_size)]
-    manifest = join_parts(about, [part_from(read_json(path)) for path in reports])
+    manifest = join_parts(about, [part_from(read_object(path)) for path in reports])
     write_manifest(partial, manifest)
     for path in reports:
         path.unlink()
@@ -126,10 +133,13 @@ def _publish(run_dir: RunDir, partial: Path, about: About, world_size: int, keep
     final = run_dir.checkpoint(about.step)
     partial.rename(final)
     _sync_folder(final.parent)
-    for step in run_dir.checkpoint_steps()[:-keep_last]:
-        shutil.rmtree(run_dir.checkpoint(step))
-    _clear_partials(run_dir.checkpoints, about.step)
     return manifest
+
+
+def _remove_older(run_dir: RunDir, keep_last: int, kept_step: int | None) -> None:
+    for step in run_dir.checkpoint_steps()[:-keep_last]:
+        if step != kept_step:
+            shutil.rmtree(run_dir.checkpoint(step))
 
 
 def _sync_folder(folder: Path) -> None:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -96,17 +97,13 @@ def view_bytes(tensor: Tensor) -> memoryview:
 
 def plan_image(parts: Sequence[TensorPart]) -> Image:
     ordered = sorted(parts, key=lambda part: (-part.tensor.element_size(), part.name))
-    fields: dict[str, Any] = {}
-    offset = 0
-    for part in ordered:
-        fields[part.name] = {
-            "dtype": CODES[part.tensor.dtype],
-            "shape": part.shape,
-            "data_offsets": (offset, offset + part.bytes),
-        }
-        offset += part.bytes
+    offsets = list(accumulate((part.bytes for part in ordered), initial=0))
+    fields = {
+        part.name: {"dtype": CODES[part.tensor.dtype], "shape": part.shape, "data_offsets": span}
+        for part, span in zip(ordered, pairwise(offsets), strict=True)
+    }
     text = json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
-    starts = tuple(len(header) + fields[part.name]["data_offsets"][0] for part in ordered)
+    starts = tuple(len(header) + offset for offset in offsets[:-1])
     return Image(tuple(ordered), header, starts)

@@ -11,13 +11,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from trainspec_cli.errors import MachineError
-from trainspec_cli.policy.noise import BatchPace
-from trainspec_cli.rundir.fields import read_record
-from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.policy.batch.noise import BatchPace
+from trainspec_cli.reading.files import read_object
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import CHECKPOINT_MANIFEST
+from trainspec_cli.spec.records import read_record
 from trainspec_cli.trust import is_plain_name
 
 SCHEMA = "trainspec.checkpoint/2"
@@ -106,7 +106,7 @@ def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
 
 def read_manifest(folder: Path) -> CheckpointManifest:
     try:
-        content = read_json(folder / MANIFEST)
+        content = read_object(folder / MANIFEST)
         stated, schema = content.pop("sha256", None), content.get("schema")
         if schema in OLDER:
             raise ValueError(f"it is of an earlier version of trainspec ({schema}), whose format held pickled objects")
@@ -130,7 +130,7 @@ def _check_listed(manifest: CheckpointManifest) -> None:
         raise ValueError(f"a part of {chunk[0]} lies in a file that it does not list, {chunk[1]!r}")
 
 
-def part_from(content: Mapping[str, Any]) -> WrittenPart:
+def part_from(content: Mapping[str, object]) -> WrittenPart:
     """Build from plain JSON, the inverse of `asdict`. Raises ValueError for malformed JSON."""
     part = read_record(WrittenPart, content)
     check_content((part.file,), part.tensors)
@@ -154,7 +154,7 @@ def check_content(files: Sequence[FileDigest], tensors: Mapping[str, TensorEntry
             raise ValueError(f"{list(sizes)} holds a negative size")
 
 
-def _digest(content: dict[str, Any]) -> str:
+def _digest(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 

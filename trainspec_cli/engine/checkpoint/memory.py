@@ -35,8 +35,9 @@ from trainspec_cli.engine.checkpoint.manifest import (
 )
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.errors import MachineError
-from trainspec_cli.rundir.fields import read_record
-from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.reading.files import read_object
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.spec.records import read_record
 from trainspec_cli.spec.structure import convert
 
 
@@ -145,7 +146,7 @@ class KeptPart:
     part: WrittenPart
 
     @staticmethod
-    def read(content: Mapping[str, Any]) -> KeptPart:
+    def read(content: Mapping[str, object]) -> KeptPart:
         """Build from plain JSON, the inverse of `asdict`. Raises as `part_from` does."""
         kept = read_record(KeptPart, content)
         check_content((kept.part.file,), kept.part.tensors)
@@ -179,7 +180,7 @@ def find_newest(location: CopyLocation) -> FoundCopy | None:
     return None
 
 
-def _read_kept(contents: Sequence[Mapping[str, Any]]) -> list[KeptPart]:
+def _read_kept(contents: Sequence[Mapping[str, object]]) -> list[KeptPart]:
     return [KeptPart.read(content) for content in contents]
 
 
@@ -190,7 +191,7 @@ def _whole_parts(location: CopyLocation) -> Iterable[KeptPart]:
     """
     marks = sorted(location.folder.glob("slot*/rank*.json"))
     for path in marks[location.rank % location.ranks_per_node :: location.ranks_per_node]:
-        kept = KeptPart.read(read_json(path))
+        kept = KeptPart.read(read_object(path))
         segment = path.with_name(kept.part.file.name)
         if segment.is_file() and digest_file(segment) == kept.part.file:
             yield kept

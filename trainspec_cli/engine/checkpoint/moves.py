@@ -1,4 +1,4 @@
-"""Which rank sends which slice to which, so that the state of one layout becomes that of another.
+"""The slices that ranks send to one another, so that the state of one layout becomes that of another.
 
 Parts are distinguished as in a checkpoint: by the name of the whole tensor and where they lie in it. Tenplex
 (arXiv:2312.05181) derives its exchanges from such coordinates too.
@@ -59,7 +59,7 @@ class Move:
     name: str
     dtype: torch.dtype
     spans: tuple[Span, ...]
-    """By dim, in the full tensor."""
+    """The span in each dim of the full tensor."""
     source: int
     target: int
 

@@ -74,7 +74,7 @@ class Held:
     modules: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
     feedback: Mapping[str, Tensor] = field(default_factory=dict)
-    """What compressed exchanges of gradients have lost on this rank, by a name that no other rank or layout has. It is
+    """Losses of compressed exchanges of gradients on this rank, by a name that no other rank or layout has. It is
     saved and loaded, and stays behind where the state moves to another layout or replica group."""
 
     def parts(self) -> list[TensorPart]:

@@ -73,7 +73,7 @@ class Storages:
             if part.tensor.untyped_storage().resizable()
         }
         self.fixed_bytes = sum(part.bytes for name, part in self.parts.items() if name not in self._sizes)
-        """Of parts whose memory numpy shares, which torch lets go of with the last reference alone."""
+        """Bytes of parts whose memory numpy shares, which torch lets go of with the last reference alone."""
 
     def take(self, names: Sequence[str]) -> None:
         """Allocate the memory of parts anew. Raises MemoryError or RuntimeError where there is none."""

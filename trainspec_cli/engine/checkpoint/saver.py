@@ -80,6 +80,8 @@ class Saver:
         """Make a saver; `memory` is the location of copies in the nodes' memory, None for none."""
         self._run_dir, self._held, self._device, self._keep_last = run_dir, held, device, keep_last
         self._memory_location, self._slot = memory, 0
+        self.kept_step: int | None = None
+        """The checkpoint of this step is kept beside the last ones."""
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_enter_thread, initargs=(device,))
         self._pending: Future[Saved] | None = None
@@ -194,7 +196,8 @@ class Saver:
             error = files.cannot_save(about.step, [f"rank {self._rank}: {failure.strerror or failure}"])
         if self._rank == 0 and partial.is_dir():  # without the folder nobody can report, this rank included
             try:
-                size = files.commit(self._run_dir, partial, about, self._world_size, self._keep_last).bytes
+                kept = (self._keep_last, self.kept_step)
+                size = files.commit(self._run_dir, partial, about, self._world_size, *kept).bytes
             except MachineError as failure:
                 error = failure
         return Saved(about, size, blocked_s, time.perf_counter() - started, error)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,7 @@ class Restored:
     slot: int | None = None
     """The slot in the nodes' memory that it came from; None: from disk."""
     feedback: int = 0
-    """How many of this rank's parts of error feedback it held; the others stay as they are."""
+    """The number of this rank's parts of error feedback that it held; the others stay as they are."""
 
 
 def load_newest(
@@ -129,7 +128,7 @@ def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[Tenso
     Raises MachineError if a tensor is missing, of another shape or dtype, not wholly covered, or not finite.
     """
     with ExitStack() as stack:
-        opened: dict[str, Any] = {}
+        opened: dict[str, safe_open] = {}
         for part in parts:
             chunks = _entry_of(folder, manifest, part).chunks
             filled = sum(_copy_chunk(folder, opened, stack, part, chunk) for chunk in chunks)
@@ -151,7 +150,7 @@ def _describe(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype} {list(shape)}"
 
 
-def _copy_chunk(folder: Path, opened: dict[str, Any], stack: ExitStack, part: TensorPart, chunk: Chunk) -> int:
+def _copy_chunk(folder: Path, opened: dict[str, safe_open], stack: ExitStack, part: TensorPart, chunk: Chunk) -> int:
     """Copy the overlap of a chunk and a part, and return the number of elements."""
     spans = overlap(part, chunk)
     if spans is None:

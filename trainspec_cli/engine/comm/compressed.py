@@ -1,9 +1,14 @@
 """Sums of gradients over ranks that travel in few bits, and are never added up in them.
 
 Each rank encodes what every other rank is to sum; all-to-all; each decodes what it got and adds it up in fp32, in the
-order of ranks, so that the same gradients give the same bits. For an all-reduce the sums are encoded and gathered
-likewise (ZeRO++, arXiv:2306.10209). What the encoding loses is added to the rank's next gradient (error feedback, LoCo,
-arXiv:2407.04480): with e of the step before, q = Q(g + e) is sent, and e becomes g + e - q.
+order of ranks and its own part last, so that the same gradients give the same bits. For an all-reduce the sums are
+encoded and gathered likewise (ZeRO++, arXiv:2306.10209).
+
+What the encoding loses, the rank adds to its later gradients (error feedback). Where e is all that was lost and not
+sent since, q = Q(g + a e) is sent, and e becomes e + g - q: after any number of steps, what was sent and e together are
+the sum of all gradients, and e is at most 1 / a times what one encoding loses. If an encoding loses the mean square v,
+each time anew, q differs from g by v (1 + a / (2 - a)): by twice v where all comes back at once, by little more than v
+with a small a. Adam counts that as squares of gradients, and makes smaller updates for it.
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ from torch.nn.functional import pad
 
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS, Codec
 from trainspec_cli.engine.comm.exchange import all_gather
+
+RETURNED = 1 / 8
+"""The part of what was lost that an exchange sends (a)."""
 
 
 class RowExchange(Protocol):
@@ -131,13 +139,22 @@ class CompressedSum:
     def _sum_rows(self, x_RN: Tensor, values: int, wire: RowExchange) -> Tensor:
         """`values`: how many of `x_RN` are no padding."""
         rows, row = x_RN.shape
-        wanted_RN = x_RN.float()
-        if self.feedback is not None:
-            wanted_RN = wanted_RN + pad(self.feedback.newest, (0, rows * row - values)).view(rows, row)
+        x_RN = x_RN.float()
+        if self.feedback is None:
+            return self._sum_received(x_RN[wire.rank], self.codec.encode(x_RN), wire)
+        lost_RN = pad(self.feedback.newest, (0, rows * row - values)).view(rows, row).float()
+        wanted_RN = torch.add(x_RN, lost_RN, alpha=RETURNED)
         sent_RB = self.codec.encode(wanted_RN)
-        if self.feedback is not None:
-            self.feedback.keep((wanted_RN - self.codec.decode(sent_RB, row)).view(-1)[:values])
-        return self.codec.sum(wire.swap_rows(sent_RB), row)
+        given_RN = self.codec.decode(sent_RB, row)
+        given_RN[wire.rank] = wanted_RN[wire.rank]
+        self.feedback.keep(lost_RN.add_(x_RN).sub_(given_RN).view(-1)[:values])
+        return self._sum_received(wanted_RN[wire.rank], sent_RB, wire)
+
+    def _sum_received(self, own_N: Tensor, sent_RB: Tensor, wire: RowExchange) -> Tensor:
+        """Exchange rows and add up those for this rank: its own, which does not travel, is not encoded."""
+        received_RB = wire.swap_rows(sent_RB)
+        others_RB = torch.cat([received_RB[: wire.rank], received_RB[wire.rank + 1 :]])
+        return self.codec.sum(others_RB, len(own_N)).add_(own_N)
 
 
 @dataclass(frozen=True)
@@ -145,15 +162,20 @@ class Compression:
     """The formats of a rank's exchanges of gradients, and what they have lost."""
 
     inside: str = "full"
-    """Where all ranks are of one node."""
+    """The format where all ranks are of one node."""
     across: str = "full"
     is_inside: Callable[[dist.ProcessGroup], bool] = lambda group: True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     feedbacks: dict[str, Feedback] = field(default_factory=dict)
-    """By the exchange's name, which is the same in every start of the same layout."""
+    """Feedbacks by the exchange's name, which is the same in every start of the same layout."""
     saved_as: str = ""
-    """What a checkpoint's names of this rank's feedback begin with: they hold the layout, in which alone it means
+    """The beginning of a checkpoint's names of this rank's feedback: they hold the layout, in which alone it means
     something. Empty where checkpoints do not hold it."""
+
+    @property
+    def is_off(self) -> bool:
+        """Return whether gradients travel as they are everywhere."""
+        return self.inside == self.across == "full"
 
     @property
     def saved(self) -> dict[str, Tensor]:

@@ -7,20 +7,138 @@ is gathered before a region, and its output is summed and scattered along the se
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
-TimeCollective = Callable[[], AbstractContextManager[None]]
+Purpose = Literal["gradients", "parameters"]
+
+
+class TimeCollective(Protocol):
+    """Called around an exchange with the bytes that this rank sends in it; None on every rank of the group for a
+    message next to nothing."""
+
+    def __call__(self, sent_bytes: float | None = None, /) -> AbstractContextManager[bool]:
+        """Yields whether the exchange has to be done inside, also one that could go on beside other work."""
+
 
 # torch 2.13 renamed them; 2.11 has the old names alone.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def is_on_gloo(group: dist.ProcessGroup | None = None) -> bool:
+    return str(dist.get_backend(group)) == "gloo"
+
+
+def reduce_scatter(output: Tensor, whole: Tensor, group: dist.ProcessGroup, **options: Any) -> None:
+    """Sum `whole`, a row for each rank, over the ranks; each gets the sum of its own row in `output`.
+
+    On gloo the ranks swap rows and add up their own in fp32, in the order of ranks. gloo's own reduce-scatter is an
+    all-reduce, of twice the bytes, in which the order hangs on where in the message a value lies.
+    """
+    if not is_on_gloo(group):
+        _reduce_scatter(output, whole, group=group, **options)
+        return
+    sent_RB = whole.contiguous().view(group.size(), -1).view(torch.uint8)
+    received_RB = torch.empty_like(sent_RB)
+    swap_rows(received_RB, sent_RB, group)
+    first, *others = received_RB.view(whole.dtype)
+    total = first.float() if first.dtype.itemsize < torch.float32.itemsize else first
+    for row in others:
+        total += row
+    output.copy_(total.view_as(output))
+
+
+def all_reduce_(x: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum contiguous `x` over the ranks, in place. On gloo the sum is made in the order of ranks, wherever in a message
+    a value lies."""
+    if is_on_gloo(group):
+        _sum_by_rows(x, group, ())
+    else:
+        dist.all_reduce(x, group=group)
+
+
+def sum_in_tiers(x: Tensor, levels: Sequence[dist.ProcessGroup]) -> None:
+    """Sum contiguous `x` over the ranks of all levels, innermost first, in place."""
+    inside, *beyond = levels
+    if beyond:
+        _sum_by_rows(x, inside, beyond)
+    else:
+        all_reduce_(x, inside)
+
+
+def _sum_by_rows(x: Tensor, group: dist.ProcessGroup, beyond: Sequence[dist.ProcessGroup]) -> None:
+    """Sum contiguous `x` over the ranks, in place: each sums a row, over the levels beyond too, and all get them."""
+    flat = x.view(-1)
+    missing = -len(flat) % group.size()
+    whole = pad(flat, (0, missing)) if missing else flat
+    own = whole.new_empty(len(whole) // group.size())
+    reduce_scatter(own, whole, group=group)
+    if beyond:
+        sum_in_tiers(own, beyond)
+    _gather_rows(whole, own, group)
+    if missing:
+        flat.copy_(whole[:-missing])
+
+
+def _gather_rows(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    if is_on_gloo(group):  # in one step; gloo's own gather passes rows on, rank by rank
+        swap_rows(whole.view(group.size(), -1), own.view(1, -1).expand(group.size(), -1), group)
+    else:
+        all_gather(whole, own, group=group)
+
+
+def sent_bytes(whole_bytes: float, ranks: int) -> float:
+    """Return what one of so many ranks sends of the whole in a gather, a reduce-scatter or an all-to-all: all but its
+    own part. A sum over the ranks takes twice that."""
+    return whole_bytes * (ranks - 1) / ranks
+
+
+def swap_rows(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) -> None:
+    """Send row i to rank i and fill the rows received, by rank; on gloo.
+
+    Receives are posted first: between two ranks, gloo's own all-to-all queues the word that it is ready to receive
+    behind the data that it sends, so that one direction often waits for the other.
+    """
+    rank, others = group.rank(), [peer for peer in range(group.size()) if peer != group.rank()]
+    under_way = [dist.irecv(received_RB[peer], group=group, group_src=peer) for peer in others]
+    under_way += [dist.isend(sent_RB[peer], group=group, group_dst=peer) for peer in others]
+    received_RB[rank] = sent_RB[rank]
+    for work in under_way:
+        assert work is not None, "this rank is in the group"
+        work.wait()
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The ranks of a group that lies on several elements of the network's tiers, as many of them on each: a sum is made
+    inside elements first, so that each rank exchanges its part alone with others (Thakur et al. 2005 in each tier).
+
+    Ranks are added up in another order than by one all-reduce over all of them.
+    """
+
+    levels: tuple[dist.ProcessGroup, ...]
+    """This rank's groups, innermost first: those of its own element, then of each tier those of its number in every
+    element of the tier below."""
+
+    def sum_(self, x: Tensor) -> None:
+        """Sum over all ranks, in place; `x` is contiguous."""
+        sum_in_tiers(x, self.levels)
+
+    def sent_bytes(self, x: Tensor) -> float:
+        """Return what a rank sends in `sum_`."""
+        total, part_bytes = 0.0, float(x.nbytes)
+        for group in self.levels:
+            total += 2 * sent_bytes(part_bytes, group.size())
+            part_bytes /= group.size()
+        return total
 
 
 @dataclass(frozen=True)
@@ -29,6 +147,8 @@ class Peers:
 
     group: dist.ProcessGroup
     time: TimeCollective
+    tiers: Tiers | None = None
+    """Tiers in which `sum_` adds up; None: one all-reduce."""
 
     @property
     def size(self) -> int:
@@ -40,7 +160,11 @@ class Peers:
 
     def sum_(self, x: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
-        with self.time():
+        if self.tiers is not None:
+            with self.time(self.tiers.sent_bytes(x)):
+                self.tiers.sum_(x)
+            return x
+        with self.time(2 * sent_bytes(x.nbytes, self.size)):
             dist.all_reduce(x, group=self.group)
         return x
 
@@ -53,7 +177,7 @@ class Peers:
         """Gather (B, S / n, D) into (B, S, D), contiguous: else every matrix product of a region would save a copy."""
         mine_SBD = x_BSD.transpose(0, 1).contiguous()
         all_SBD = mine_SBD.new_empty((mine_SBD.shape[0] * self.size, *mine_SBD.shape[1:]))
-        with self.time():
+        with self.time(sent_bytes(all_SBD.nbytes, self.size)):
             all_gather(all_SBD, mine_SBD, group=self.group)
         return all_SBD.transpose(0, 1).contiguous()
 
@@ -61,7 +185,7 @@ class Peers:
         """Sum (B, S, D) over the ranks, and return this rank's (B, S / n, D)."""
         whole_SBD = x_BSD.transpose(0, 1).contiguous()
         mine_SBD = whole_SBD.new_empty((whole_SBD.shape[0] // self.size, *whole_SBD.shape[1:]))
-        with self.time():
+        with self.time(sent_bytes(whole_SBD.nbytes, self.size)):
             reduce_scatter(mine_SBD, whole_SBD, group=self.group)
         return mine_SBD.transpose(0, 1)
 

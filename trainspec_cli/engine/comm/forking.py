@@ -23,7 +23,7 @@ from trainspec_cli.engine.comm.forked_process import ForkedProcess
 
 ENGINE, TOOLS = "trainspec_cli.engine", "trainspec_cli.engine.tools"
 WITHOUT_CUDA_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""With it, asking whether there is a GPU leaves CUDA alone, which does not survive a fork once it has begun."""
+"""The variable with which a query for a GPU leaves CUDA alone, which does not survive a fork once it has begun."""
 
 
 def fork_workers(module: str, arguments: Sequence[str]) -> None:

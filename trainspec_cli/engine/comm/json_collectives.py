@@ -7,17 +7,17 @@ else. The tensors are on the CPU, for which every process group has gloo.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError, WorkerError
-from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.errors import ERRORS_OF_RUNS, Problem, TrainspecError, WorkerError
+from trainspec_cli.spec.canonical import from_plain, to_plain
 
 T = TypeVar("T")
 
@@ -93,12 +93,11 @@ def _global_rank(rank: int, group: dist.ProcessGroup | None) -> int:
 
 # Errors of one rank, so that all end together with the same message
 
-KINDS = {kind.exit_code: kind for kind in (RecipeError, MachineError, WorkerError)}
-
 
 def agree_on_error(error: TrainspecError | None) -> TrainspecError | None:
     """Return, on every rank, the error of the first rank that has one. Called by every rank together."""
-    return next(filter(None, gather_json(error and _to_plain(error), _read)), None)
+    shared = error and to_plain(SharedError(error.exit_code, error.problems))
+    return next(filter(None, gather_json(shared, _read)), None)
 
 
 def raise_together(error: TrainspecError | None) -> None:
@@ -118,11 +117,16 @@ def errors_together() -> Iterator[None]:
     raise_together(error)
 
 
-def _to_plain(error: TrainspecError) -> dict[str, Any]:
-    return {"exit_code": error.exit_code, "problems": [asdict(problem) for problem in error.problems]}
+@dataclass(frozen=True)
+class SharedError:
+    """A rank's error as the others receive it."""
+
+    exit_code: int
+    problems: tuple[Problem, ...]
 
 
-def _read(content: Mapping[str, Any] | None) -> TrainspecError | None:
+def _read(content: object) -> TrainspecError | None:
     if content is None:
         return None
-    return KINDS[content["exit_code"]]([from_plain(Problem, problem) for problem in content["problems"]])
+    error = from_plain(SharedError, content)
+    return ERRORS_OF_RUNS[error.exit_code](error.problems)

@@ -11,13 +11,19 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from trainspec_cli.environment_names import RENDEZVOUS, SECRET_FILE
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.rundir.generations import read_secret
+from trainspec_cli.spec.records import read_record
+from trainspec_cli.wire import rendezvous as messages
 from trainspec_cli.wire.client import JsonClient
+
+T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 60.0
 """Long enough for a restart of the server."""
@@ -46,67 +52,70 @@ class RendezvousStore(dist.Store):
         self._connections: dict[int, JsonClient] = {}
         """Connections by native thread id: torch's own threads have no persistent Python state."""
         self._clones: list[RendezvousStore] = []
-        self._ask("check", keys=[])
+        self._ask(messages.CheckKeys(()), bool)
 
     def clone(self) -> RendezvousStore:
         self._clones.append(RendezvousStore(self.timeout))
         return self._clones[-1]
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", key=key, value=_as_text(value))
+        self._ask(messages.SetKey(key, _as_text(value)), NoneType)
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [_as_bytes(value) for value in self._await("get", keys, self.timeout)]
+        return [_as_bytes(value) for value in self._await(messages.GetKeys(tuple(keys), self.timeout.total_seconds()))]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):
             self.set(key, value)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._await("wait", keys, self.timeout if timeout is None else timeout)
+        limit = self.timeout if timeout is None else timeout
+        self._await(messages.AwaitKeys(tuple(keys), limit.total_seconds()))
 
     def add(self, key: str, value: int) -> int:
-        return int(self._ask("add", key=key, amount=value))
+        return self._ask(messages.AddToKey(key, value), int)
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask("append", key=key, value=_as_text(value))
+        self._ask(messages.AppendToKey(key, _as_text(value)), NoneType)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         expected, value = _as_text(expected_value), _as_text(desired_value)
-        return _as_bytes(self._ask("compare_set", key=key, expected=expected, value=value))
+        return _as_bytes(self._ask(messages.CompareAndSetKey(key, expected, value), str))
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._ask("delete", key=key))
+        return self._ask(messages.DeleteKey(key), bool)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._ask("check", keys=list(keys)))
+        return self._ask(messages.CheckKeys(tuple(keys)), bool)
 
     def num_keys(self) -> int:
-        return int(self._ask("count"))
+        return self._ask(messages.CountKeys(), int)
 
     def has_extended_api(self) -> bool:
         return True
 
-    def _await(self, operation: str, keys: Sequence[str], timeout: timedelta) -> list[str]:
-        seconds = timeout.total_seconds()
-        request = {"op": operation, "keys": list(keys), "timeout_s": seconds}
-        answer = self._answer(request, seconds + ANSWER_TIMEOUT_S)
+    def _await(self, request: messages.WaitRequest) -> tuple[str, ...]:
+        answer = self._answer(request, request.timeout_s + ANSWER_TIMEOUT_S)
         if "missing" in answer:
-            raise dist.DistStoreError(f"no process has set `{answer['missing']}` within {seconds:g} s")
-        return list(answer["values"])
+            raise dist.DistStoreError(f"no process has set `{answer['missing']}` within {request.timeout_s:g} s")
+        return read_record(messages.KeyValues, answer).values
 
-    def _ask(self, operation: str, **request: Any) -> Any:
-        return self._answer({"op": operation, **request}, ANSWER_TIMEOUT_S)["value"]
+    def _ask(self, request: messages.KeyRequest, kind: type[T]) -> T:
+        """Return the value of the server's answer, which is of `kind`."""
+        value = self._answer(request, ANSWER_TIMEOUT_S)["value"]
+        if not isinstance(value, kind):
+            raise dist.DistNetworkError(f"the job's rendezvous server has answered {value!r}, no {kind.__name__}")
+        return value
 
-    def _answer(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    def _answer(self, request: messages.KeyRequest | messages.WaitRequest, timeout_s: float) -> JsonObject:
         thread = threading.get_native_id()
         try:
             if thread not in self._connections:
                 self._connections[thread] = JsonClient(os.environ[RENDEZVOUS], self._secret, CONNECT_TIMEOUT_S)
-            return self._connections[thread].ask(request, timeout_s)
+            return self._connections[thread].ask(messages.to_json(request), timeout_s)
         except BaseException as error:
             if client := self._connections.pop(thread, None):
                 client.close()  # a late answer must not be taken for that of the next request

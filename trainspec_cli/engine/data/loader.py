@@ -14,7 +14,7 @@ from trainspec_cli.corpus.rows import Row
 from trainspec_cli.corpus.samples import SampleOrder
 from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.data.staging import Slot, Staging
-from trainspec_cli.policy.division import OwnSamples
+from trainspec_cli.policy.batch.division import OwnSamples
 
 
 def positions_of(own: OwnSamples) -> np.ndarray:

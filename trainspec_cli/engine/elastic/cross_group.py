@@ -73,23 +73,16 @@ class CrossGroupComm:
             tensor.copy_(on_host)
 
 
-@torch.no_grad()
-def sum_in_packets(tensors: Sequence[Tensor], sum_: Callable[[Tensor], None]) -> None:
-    """Sum each of `tensors` over the replica groups, in place, small ones of one type together."""
-    for packet in packets(tensors):
-        sum_as_one(packet, sum_)
-
-
-def packets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the tensors that are exchanged at once, of one type each."""
-    small: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
+def packets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the places of the tensors that are exchanged at once, of one type each."""
+    small: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
         if tensor.nbytes >= LARGE_BYTES and tensor.is_contiguous():
-            yield [tensor]
+            yield [place]
             continue
         waiting = small.setdefault(tensor.dtype, [])
-        waiting.append(tensor)
-        if sum(other.nbytes for other in waiting) >= LARGE_BYTES:
+        waiting.append(place)
+        if sum(tensors[other].nbytes for other in waiting) >= LARGE_BYTES:
             yield small.pop(tensor.dtype)
     yield from small.values()
 

@@ -1,4 +1,4 @@
-"""Which replica groups take part in a step: agreed on before it, voted on after it.
+"""The replica groups that take part in a step: agreed on before it, voted on after it.
 
 Rank 0 of a group asks the job's rendezvous server for the quorum and passes it on to the group's other ranks. On the
 first error of an exchange between the groups its connections are dropped at once; healing copies plain tensors in
@@ -12,7 +12,7 @@ import hashlib
 import threading
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,13 @@ from torch import Tensor
 from trainspec_cli.engine.comm.compressed import CompressedSum
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
 from trainspec_cli.engine.comm.rendezvous import connect
+from trainspec_cli.engine.comm.wire_bytes import Connection, open_connections
 from trainspec_cli.engine.elastic.cross_group import CrossGroupComm
-from trainspec_cli.policy.quorum import plan_healing
-from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.policy.recovery.quorum import plan_healing
+from trainspec_cli.spec.canonical import from_plain, to_plain
+from trainspec_cli.spec.records import read_record
 from trainspec_cli.wire.client import JsonClient
+from trainspec_cli.wire.rendezvous import FormedQuorum, GroupBeat, JoinQuorum, QuorumRequest, to_json
 
 BEAT_INTERVAL_S = 0.1
 ANSWER_TIMEOUT_S = 30 * 60.0
@@ -37,7 +40,7 @@ class GroupRank:
 
     group: int
     rank: int
-    """Within the group."""
+    """The rank within the group."""
     group_size: int
 
 
@@ -46,7 +49,7 @@ class Participation:
     """This group's part in the step to come."""
 
     groups: tuple[int, ...]
-    """Those that take part, in order."""
+    """The groups that take part, in order."""
     rank: int
     """This group's place among them."""
     step: int
@@ -79,6 +82,8 @@ class Membership:
         """`state` returns the tensors that a healing group copies, always in the same order."""
         self.own, self._state, self._timeout_s = own, state, exchange_timeout_s
         self._comm: CrossGroupComm | None = None
+        self.connections: frozenset[Connection] = frozenset()
+        """The connections to the other groups."""
         self._peers = ""
         """The quorum that `_comm` connects."""
         self._error: Exception | None = None
@@ -104,12 +109,12 @@ class Membership:
         groups = tuple(map(_group_of, quorum.names))
         return Participation(groups, place, max(quorum.steps), healing.takes_from is not None, frozenset(quorum.names))
 
-    def _join(self, step: int) -> Quorum:
+    def _join(self, step: int) -> FormedQuorum:
         quorum = None
         if self.own.rank == 0:
             self._client = self._client or QuorumClient(self._name, connect)
             quorum = self._client.join(step, self._failures)
-        return broadcast_json(quorum and asdict(quorum), lambda plain: from_plain(Quorum, plain))
+        return broadcast_json(quorum and to_plain(quorum), lambda plain: from_plain(FormedQuorum, plain))
 
     def sum_(self, tensor: Tensor, compressed: CompressedSum | None = None) -> None:
         """Sum over all groups, in place; after an error do nothing, until the next `agree`."""
@@ -147,24 +152,30 @@ class Membership:
         self._failures = 0 if committed else self._failures + 1
         return committed
 
+    def fail(self, reason: str) -> None:
+        """Let the step fail in all groups: the others cannot have what they wait for."""
+        self._drop(RuntimeError(reason))
+
     def leave(self) -> None:
         self._comm = None
         if self._client:
             self._client.close()
 
-    def _connect(self, quorum: Quorum, place: int) -> None:
+    def _connect(self, quorum: FormedQuorum, place: int) -> None:
         """Connect to the quorum's other groups, unless that was done before.
 
         The name they meet under holds all that a server which starts again may count anew.
         """
         members = hashlib.sha256("\n".join(quorum.names).encode()).hexdigest()[:12]
-        name = f"groups/{quorum.number}-{max(quorum.steps)}-{members}/{self.own.rank}"
-        peers = f"{quorum.number}-{members}"
+        name = f"groups/{quorum.quorum}-{max(quorum.steps)}-{members}/{self.own.rank}"
+        peers = f"{quorum.quorum}-{members}"
         if self._comm is not None and peers == self._peers:
             return
         self._comm, self._peers = None, peers
+        others = set(open_connections())
         try:
             self._comm = CrossGroupComm(name, place, len(quorum.names), self._timeout_s)
+            self.connections = frozenset(open_connections()) - others
         except (RuntimeError, OSError, dist.DistError) as error:
             self._drop(error)
 
@@ -191,17 +202,6 @@ class Membership:
         self._error, self._comm = error.with_traceback(None), None  # its frames would keep the connections open
 
 
-@dataclass(frozen=True)
-class Quorum:
-    """The replica groups that make the next step together."""
-
-    number: str
-    """Another one whenever the members change, or one of them has met an error."""
-    names: tuple[str, ...]
-    steps: tuple[int, ...]
-    """Updates that each of them has made."""
-
-
 class QuorumClient:
     """Sends heartbeats from a thread of its own until `close`."""
 
@@ -213,21 +213,21 @@ class QuorumClient:
         self._asked = 0
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
-    def join(self, step: int, failures: int) -> Quorum:
+    def join(self, step: int, failures: int) -> FormedQuorum:
         """Ask for a place in the step after `step`, and wait for the quorum. Raises OSError."""
         self._asked += 1
         while True:
             connection = self._connection
             try:
-                self._send(connection, op="join", step=step, failures=failures, number=self._asked)
-                while (answer := connection.receive(ANSWER_TIMEOUT_S))["number"] != self._asked:
+                self._send(connection, JoinQuorum(self._name, step, failures, self._asked))
+                while (answer := _receive(connection)).number != self._asked:
                     pass  # what was asked on a connection that was lost
             except TimeoutError:
                 raise
             except OSError:
                 self._replace(connection)
                 continue
-            return Quorum(answer["quorum"], tuple(answer["names"]), tuple(answer["steps"]))
+            return answer
 
     def close(self) -> None:
         self._closed.set()
@@ -237,7 +237,7 @@ class QuorumClient:
         while not self._closed.wait(BEAT_INTERVAL_S):
             connection = self._connection
             try:
-                self._send(connection, op="beat")
+                self._send(connection, GroupBeat(self._name))
             except OSError:
                 with contextlib.suppress(OSError):  # `join` raises what is wrong
                     self._replace(connection)
@@ -249,6 +249,10 @@ class QuorumClient:
                 broken.close()
                 self._connection = self._connect()
 
-    def _send(self, connection: JsonClient, **request: str | int) -> None:
+    def _send(self, connection: JsonClient, request: QuorumRequest) -> None:
         with self._lock:
-            connection.send({"name": self._name, **request})
+            connection.send(to_json(request))
+
+
+def _receive(connection: JsonClient) -> FormedQuorum:
+    return read_record(FormedQuorum, connection.receive(ANSWER_TIMEOUT_S))

@@ -8,15 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from trainspec_cli.rundir.event_types import (
-    EvalEvent,
-    Event,
-    MemoryEvent,
-    SampleEvent,
-    SchedulerEvent,
-    StartEvent,
-    StepEvent,
-)
+from trainspec_cli.rundir.event_types.decisions import BucketsEvent, MemoryEvent, SchedulerEvent
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.training import EvalEvent, SampleEvent, SetFigures, StartEvent, StepEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
@@ -32,16 +26,20 @@ SCALARS = {
 
 def scalars_of(event: Event) -> dict[str, float]:
     """Return `step/loss`, `eval/heldout_loss`, and for a validation set `eval/NAME/loss`."""
-    plain = to_plain(event)
     names = SCALARS.get(event.type, ())
-    found = {f"{event.type}/{name}": plain[name] for name in names if plain.get(name) is not None}
+    found = {f"{event.type}/{name}": value for name, value in _numbers(event).items() if name in names}
     if isinstance(event, EvalEvent) and not isinstance(event.sets, Absent):
-        for set_name, figures in plain["sets"].items():
-            found |= {f"eval/{set_name}/{name}": value for name, value in figures.items() if value is not None}
+        for set_name, figures in event.sets.items():
+            found |= {f"eval/{set_name}/{name}": value for name, value in _numbers(figures).items()}
     if isinstance(event, StepEvent):
         unit = "samples" if isinstance(event.tokens, Absent) else "tokens"
         found[f"step/{unit}_per_s"] = event.units / event.step_time_s
     return found
+
+
+def _numbers(record: Event | SetFigures) -> dict[str, float]:
+    """Return the fields that hold a number."""
+    return {name: value for name, value in to_plain(record).items() if isinstance(value, (int, float))}
 
 
 class Tracker(Protocol):
@@ -121,7 +119,7 @@ TRACKERS: dict[str, Callable[[RunDir, RunSpec], Tracker]] = {
     "wandb": WandbLog,
     "mlflow": MlflowLog,
 }
-"""By the key of `tracking` that asks for it."""
+"""Trackers by the key of `tracking` that asks for each."""
 
 
 class Journal:
@@ -199,7 +197,7 @@ class DirectiveLog:
         self._run_dir, self._journal = run_dir, journal
         self._file: EventWriter | None = None
 
-    def write(self, event: SchedulerEvent | MemoryEvent) -> None:
+    def write(self, event: SchedulerEvent | BucketsEvent | MemoryEvent) -> None:
         self._file = self._file or EventWriter(self._run_dir.directives, rank=0)
         self._file.write(event)
         self._journal.write(event)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
-from trainspec_cli.policy.leak import WINDOW, slope_per_step, steps_until_full
+from trainspec_cli.policy.recovery.leak import WINDOW, slope_per_step, steps_until_full
 from trainspec_cli.units import format_bytes
 
 SETTLING_STEPS = 10

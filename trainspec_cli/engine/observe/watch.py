@@ -18,19 +18,23 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.engine.comm import background
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.hang import FIRST_S, Whereabouts, find_late, step_deadline_s
-from trainspec_cli.rundir.event_types import HangEvent
+from trainspec_cli.policy.recovery.hang import FIRST_S, Whereabouts, find_late, stall_after_s, step_deadline_s
+from trainspec_cli.rundir.event_types.observed import HangEvent, LateStepEvent, StallEvent
 from trainspec_cli.rundir.events import tail_events
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import WorkerErrorRecord, write_error
+
+Late = TypeVar("Late", bound=LateStepEvent)
 
 TICK_S = 0.25
 STOPPED_S = 2.0
@@ -62,7 +66,7 @@ class StepWatch(threading.Thread):
         self._main = threading.main_thread().ident or 0
         self._recent_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._step, self._last_beat, self._fresh = 0, time.monotonic(), True
-        self._deadline_s = FIRST_S
+        self._deadline_s, self._stall_s = FIRST_S, math.inf
         self._closed = threading.Event()
 
     def beat(self, step: int) -> None:
@@ -71,6 +75,7 @@ class StepWatch(threading.Thread):
             self._recent_s.append(now - self._last_beat)
         self._step, self._last_beat, self._fresh = step, now, False
         self._deadline_s = step_deadline_s(self._recent_s, self._floor_s)
+        self._stall_s = stall_after_s(self._recent_s, self._deadline_s)
         if math.isfinite(self._deadline_s):
             faulthandler.dump_traceback_later(self._deadline_s + TICK_S)
 
@@ -83,6 +88,7 @@ class StepWatch(threading.Thread):
 
     def _allow(self) -> None:
         self._fresh, self._last_beat, self._deadline_s = True, time.monotonic(), max(FIRST_S, self._floor_s)
+        self._stall_s = math.inf
         faulthandler.cancel_dump_traceback_later()
 
     def close(self) -> None:
@@ -96,22 +102,26 @@ class StepWatch(threading.Thread):
             if now - last_tick > STOPPED_S:
                 self._last_beat += now - last_tick
             last_tick = now
+            if now - self._last_beat > self._stall_s:
+                self._tell(now - self._last_beat)
             if now - self._last_beat > self._deadline_s:
                 self._report(now - self._last_beat)
                 return
+
+    def _tell(self, waited_s: float) -> None:
+        """Write down where this rank is in a step that takes far longer than usual. What prevents that (a full disk, a
+        newer start) prevents the report of the hang too, which ends the run all the same."""
+        self._stall_s = math.inf
+        event = self._late_step(StallEvent, waited_s, usual_s=max(self._recent_s, default=0.0))
+        with suppress(OSError, WorkerError):
+            self._journal.write(event)
 
     def _report(self, waited_s: float) -> None:
         """Report the hang; the first rank that did so ends the run, and so does one that cannot write its report."""
         ends = True
         try:
             began = time.time()
-            own = HangEvent(
-                step=self._step + 1,
-                waited_s=waited_s,
-                deadline_s=self._deadline_s,
-                host=socket.gethostname(),
-                **whereabouts(self._main),
-            )
+            own = self._late_step(HangEvent, waited_s, deadline_s=self._deadline_s)
             self._journal.write(own)
             time.sleep(OTHERS_S)
             reports = {self._rank: own} | self._read_reports(began - 2 * OTHERS_S)
@@ -121,6 +131,11 @@ class StepWatch(threading.Thread):
         finally:
             if ends:
                 self._end(WorkerError.exit_code)
+
+    def _late_step(self, kind: Callable[..., Late], waited_s: float, **own: float) -> Late:
+        """Return an event that says where this rank is."""
+        place = vars(whereabouts(self._main))
+        return kind(step=self._step + 1, waited_s=waited_s, host=socket.gethostname(), **place, **own)
 
     def _read_reports(self, since: float) -> dict[int, HangEvent]:
         """Return the newest report of each rank that has left one."""
@@ -149,45 +164,69 @@ class StepWatch(threading.Thread):
         write_error(self._run_dir.error(self._rank), record)
 
 
-def whereabouts(thread: int) -> dict[str, Any]:
-    """Return stack (text), waiting, waits_in and collectives {group: number} of this process's `thread`."""
+@dataclass(frozen=True)
+class StackPosition:
+    """The position of a thread in its code and in its collectives."""
+
+    waiting: bool
+    """True in a collective, or while waiting for the device to finish one."""
+    waits_in: str | None
+    collectives: dict[str, int]
+    """The number of the last collective entered, by process group."""
+    stack: str
+
+
+@dataclass(frozen=True)
+class EnteredCollective:
+    """The newest collective of a process group."""
+
+    group: str
+    number: int
+    name: str
+    unfinished_on_device: bool
+    created_ns: int
+
+
+def whereabouts(thread: int) -> StackPosition:
+    """Return the position of this process's `thread`."""
     frames = traceback.extract_stack(sys._current_frames()[thread])
     entered = last_collectives()
-    unfinished = [entry for entry in entered if entry["on_device"] and entry["state"] != "completed"]
-    waiting = bool(unfinished) or any("torch/distributed/" in frame.filename for frame in frames)
-    newest = max(unfinished or entered, key=lambda entry: entry["created"], default=None)
-    return {
-        "waiting": waiting,
-        "waits_in": newest["name"] if newest and waiting else None,
-        "collectives": {entry["group"]: entry["number"] for entry in entered},
-        "stack": "".join(traceback.format_list(frames[-STACK_FRAMES:])),
-    }
+    unfinished = [entry for entry in entered if entry.unfinished_on_device]
+    for_sums = any(frame.filename == background.__file__ for frame in frames)
+    waiting = bool(unfinished) or for_sums or any("torch/distributed/" in frame.filename for frame in frames)
+    newest = max(unfinished or entered, key=lambda entry: entry.created_ns, default=None)
+    return StackPosition(
+        waiting,
+        "sums of gradients" if for_sums else newest.name if newest and waiting else None,
+        {entry.group: entry.number for entry in entered},
+        "".join(traceback.format_list(frames[-STACK_FRAMES:])),
+    )
 
 
-def last_collectives() -> list[dict[str, Any]]:
+def last_collectives() -> list[EnteredCollective]:
     """Return the newest collective of each process group from the flight recorder; none if it is off."""
     if not os.environ.get("TORCH_FR_BUFFER_SIZE"):
         return []
-    newest: dict[str, dict[str, Any]] = {}
+    newest: dict[str, EnteredCollective] = {}
     for entry in _recorded():
         if not entry["is_p2p"]:
-            name = entry["profiling_name"]
-            newest["/".join(entry["process_group"])] = {
-                "group": "/".join(entry["process_group"]),
-                "number": entry["collective_seq_id"],
-                "name": f"{name} of {_sizes(entry['input_sizes'])}",
-                "on_device": not name.startswith("gloo:"),
-                "state": entry["state"],
-                "created": entry["time_created_ns"],
-            }
+            name, group = entry["profiling_name"], "/".join(entry["process_group"])
+            newest[group] = EnteredCollective(
+                group,
+                entry["collective_seq_id"],
+                f"{name} of {_sizes(entry['input_sizes'])}",
+                not name.startswith("gloo:") and entry["state"] != "completed",
+                entry["time_created_ns"],
+            )
     return list(newest.values())
 
 
-def _recorded() -> list[dict[str, Any]]:
-    """Return the collectives of gloo and NCCL, which torch records separately."""
+def _recorded() -> Iterator[Any]:
+    """Yield torch's records of the collectives of gloo and NCCL, which it keeps separately."""
     c10d = torch._C._distributed_c10d  # type: ignore[attr-defined]
-    dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
-    return [entry for dump in dumps if dump for entry in json.loads(dump(True, False)).get("entries", [])]
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if dump := getattr(c10d, name, None):
+            yield from json.loads(dump(True, False)).get("entries", [])
 
 
 def _sizes(sizes: list[list[int]]) -> str:

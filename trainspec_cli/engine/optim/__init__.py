@@ -1,1 +1,1 @@
-"""How parameters move."""
+"""Optimizers, which move the parameters."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainspec_cli.engine.comm.exchange import Peers, exchange
+from trainspec_cli.engine.comm.exchange import Peers, exchange, sent_bytes
 from trainspec_cli.spec.recipe.layout import ContextMethod
 
 
@@ -59,7 +59,7 @@ class UlyssesCore(nn.Module):
 
     def _all_to_all(self, sent: Tensor) -> Tensor:
         received = torch.empty_like(sent)
-        with self.peers.time():
+        with self.peers.time(sent_bytes(sent.nbytes, self.peers.size)):
             dist.all_to_all_single(received, sent, group=self.peers.group)
         return received
 
@@ -81,7 +81,7 @@ class RingCore(nn.Module):
 
 @dataclass(frozen=True)
 class ChunkPair:
-    """Which queries meet the keys and values that came from a peer: slices over the rank's two chunks."""
+    """The queries that meet the keys and values of a peer, as slices over the rank's two chunks."""
 
     queries: slice
     keys: slice
@@ -146,13 +146,20 @@ class _Passage:
             dist.P2POp(dist.isend, self._sent, after, group=peers.group),
             dist.P2POp(dist.irecv, self._received, before, group=peers.group),
         ]
-        self._works = dist.batch_isend_irecv(moves)
+        with peers.time(x.nbytes) as at_once:
+            self._works = dist.batch_isend_irecv(moves)
+            if at_once:
+                self._wait()
 
     def arrive(self) -> Tensor:
         with self._peers.time():
-            for work in self._works:
-                work.wait()
+            self._wait()
         return self._received
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works = []
 
 
 def _precise(x: Tensor) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 One mechanism serves every data-parallel layout: dp_shard=1 is plain DDP, dp_replicate=1 plain FSDP, else HSDP. The hook
 is ours so that it can be timed, compressed or replaced by another transport. `comm.gradients` compresses both exchanges
-(`comm/compressed.py`).
+(`comm/compressed.py`). With NCCL they go on FSDP2's streams, with gloo in a thread (`gradient_sums.py`).
 
 Gradients are sums, never means: the loss is divided by the global number of tokens before the backward, which is
 exact however samples are divided over ranks.
@@ -11,7 +11,6 @@ exact however samples are divided over ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -25,17 +24,28 @@ from torch.distributed.tensor import Shard
 
 from trainspec_cli.engine.comm.codec import Codec
 from trainspec_cli.engine.comm.compressed import CompressedSum, Compression, GroupWire
-from trainspec_cli.engine.comm.exchange import Peers, TimeCollective, all_gather, reduce_scatter
+from trainspec_cli.engine.comm.exchange import (
+    Peers,
+    Purpose,
+    TimeCollective,
+    all_gather,
+    reduce_scatter,
+    sent_bytes,
+)
+from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
 from trainspec_cli.engine.parallel.noise import (
     Columns,
     HeldBy,
     NoiseProbe,
     columns_of,
     gathered_columns,
+    trained,
     trained_columns,
 )
 
 Look = Callable[[Tensor], None]
+TimeExchange = Callable[[Purpose, str, dist.ProcessGroup], TimeCollective]
+"""(purpose, axis, group) -> what times and counts its exchanges."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +55,22 @@ class DataParallel:
     compute: torch.dtype
     reduce: torch.dtype
     free_after_forward: bool
-    """ZeRO-3; without it, ZeRO-2."""
+    """ZeRO-3; without it, parameters are gathered once a step."""
     offload: bool
     """Shards, gradients and optimizer state live in host memory; the update runs there."""
     replicas: Peers
-    time_gradients: TimeCollective
+    time: TimeExchange
     noise: NoiseProbe
     held_by: HeldBy
-    time_parameters: TimeCollective = nullcontext
     compression: Compression = field(default_factory=Compression)
     parameter_codec: Codec | None = None
     """None: parameters are gathered as they are computed with."""
+    sums: GradientSums | None = None
+    """The sums of gradients on gloo; None: FSDP2 and its hooks make them."""
+    route: Callable[[str], Route | None] = lambda axis: None
+    """Returns how `sums` goes from the shards' axis (dp_shard or expert_shard) on; None where one rank has all."""
     name: str = "stage0"
-    """What tells the exchanges of this module from those of others on the same rank."""
+    """A name that tells the exchanges of this module from those of others on the same rank."""
 
     def offload_policy(self, device_type: str) -> OffloadPolicy:
         return CPUOffloadPolicy(pin_memory=device_type == "cuda") if self.offload else OffloadPolicy()
@@ -99,18 +112,51 @@ def _shard(
     look = _Look(module, mesh.size(), how, experts)
     row = sum(trained_columns(module, mesh.size()))
     replicas = how.compression.of_group(f"{how.name}.{name}.replicas", row, how.replicas.group)
+    shards = how.compression.of_group(f"{how.name}.{name}.shards", row * mesh.size(), mesh.get_group())
+    axis = "expert_shard" if experts else "dp_shard"
+    route = how.route(axis)
+    if how.sums is not None and route is not None:
+        _leave_undivided(module, mesh)
+        own = how.sums.of_module(route, partial(_parameters, module), look, shards, replicas)
+        module.set_custom_reduce_scatter(own)  # type: ignore[arg-type]
+        module.set_all_reduce_hook(own.add)
+    else:
+        _sum_in_hooks(module, mesh, how, look, shards, replicas, axis)
+    if mesh.size() > 1:
+        _gather_parameters(module, mesh, how, axis)
+
+
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter.sharded_param for parameter in trained(module)]
+
+
+def _sum_in_hooks(
+    module: FSDPModule,
+    mesh: DeviceMesh,
+    how: DataParallel,
+    look: Look,
+    shards: CompressedSum | None,
+    replicas: CompressedSum | None,
+    axis: str,
+) -> None:
+    """Let FSDP2 sum over the shards, and a hook over the replicas: on a GPU beside the backward."""
     _sum_gradients(module, mesh, how, look, replicas)
     if mesh.size() == 1:
         module.set_custom_reduce_scatter(_NothingToReduce())  # type: ignore[arg-type]
         return
-    shards = how.compression.of_group(f"{how.name}.{name}.shards", row * mesh.size(), mesh.get_group())
+    time_gradients = how.time("gradients", axis, mesh.get_group())
     reduce = reduce_scatter if shards is None else partial(_reduce_compressed, shards)
-    module.set_custom_reduce_scatter(_TimedCollective(reduce, how.time_gradients, look))  # type: ignore[arg-type]
-    if mesh.device_type == "cpu":
-        module.set_custom_all_gather(_TimedCollective(all_gather, how.time_parameters))  # type: ignore[arg-type]
+    timed = _TimedCollective(reduce, time_gradients, look, encodes=shards is not None)
+    module.set_custom_reduce_scatter(timed)  # type: ignore[arg-type]
+
+
+def _gather_parameters(module: Any, mesh: DeviceMesh, how: DataParallel, axis: str) -> None:
+    time_parameters = how.time("parameters", axis, mesh.get_group())
     if how.parameter_codec is not None:
         gather = partial(_gather_compressed, how.parameter_codec, gathered_columns(module, mesh.size()))
-        module.set_custom_all_gather(_TimedCollective(gather, how.time_parameters))  # type: ignore[arg-type]
+        module.set_custom_all_gather(_TimedCollective(gather, time_parameters, encodes=True))
+    elif mesh.device_type == "cpu":
+        module.set_custom_all_gather(_TimedCollective(all_gather, time_parameters))
 
 
 def _reduce_compressed(
@@ -169,12 +215,16 @@ def _shardable_dim(module: nn.Module, mesh: DeviceMesh) -> int:
 def _sum_gradients(
     module: FSDPModule, mesh: DeviceMesh, how: DataParallel, look: Look, compressed: CompressedSum | None
 ) -> None:
-    if mesh.size() > 1:  # over one rank there is nothing to divide by, and setting it costs a pass
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+    _leave_undivided(module, mesh)
     if mesh.size() == 1 or how.replicas.size > 1:
         first = look if mesh.size() == 1 else None
         module.set_all_reduce_hook(partial(_sum_over_replicas, how.replicas, first, compressed))
+
+
+def _leave_undivided(module: FSDPModule, mesh: DeviceMesh) -> None:
+    if mesh.size() > 1:  # over one rank there is nothing to divide by, and setting it costs a pass
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _sum_over_replicas(replicas: Peers, look: Look | None, compressed: CompressedSum | None, gradient: Tensor) -> None:
@@ -198,8 +248,12 @@ def _keep_for_this_stream(buffer: Tensor) -> None:
 class _TimedCollective:
     """A collective of FSDP2 with a stopwatch around it; on a CPU the call returns when it is done."""
 
-    def __init__(self, collective: Any, time_collective: TimeCollective, look: Look | None = None):
+    def __init__(
+        self, collective: Any, time_collective: TimeCollective, look: Look | None = None, *, encodes: bool = False
+    ):
+        """`encodes`: it computes beside the transfer, and so shows no link's speed."""
         self._collective, self._time_collective, self._look = collective, time_collective, look
+        self._encodes = encodes
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -207,13 +261,14 @@ class _TimedCollective:
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any) -> Any:
         if self._look is not None:
             self._look(input_tensor)
-        with self._time_collective():
+        whole = max(output_tensor, input_tensor, key=torch.numel)
+        with self._time_collective(None if self._encodes else sent_bytes(whole.nbytes, group.size())):
             return self._collective(output_tensor, input_tensor, group=group, **options)
 
 
 class _NothingToReduce:
-    """Over one rank: FSDP2 copies gradients together and the result to where it stays. Here both are one buffer, and
-    the second copy, of a tensor onto itself, does nothing."""
+    """A reduction over one rank: FSDP2 copies gradients together and the result to where it stays. Here both are one
+    buffer, and the second copy, of a tensor onto itself, does nothing."""
 
     def __init__(self) -> None:
         self._input: Tensor | None = None
@@ -240,12 +295,18 @@ def exchange_in_backward(model: FSDPModule, exchange: bool) -> None:
     model.set_is_last_backward(exchange)
 
 
+def keep_parameters(model: FSDPModule, keep: bool) -> None:
+    """Set whether the backwards that follow leave parameters gathered for the next micro-batch."""
+    model.set_reshard_after_backward(not keep)
+
+
 def exchange_now(model: FSDPModule) -> None:
     """Exchange what was added up, where weights' gradients came after their backward (split pipeline schedules).
 
     FSDP2 has no public call for it; this is what torch's own pipeline schedules do (as of torch 2.13).
     """
     exchange_in_backward(model, True)
+    keep_parameters(model, False)
     root = fully_shard.state(model)  # type: ignore[attr-defined]
     for state in root._state_ctx.all_states:
         for group in _groups_of(state):

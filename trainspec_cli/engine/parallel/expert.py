@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainspec_cli.engine.comm.exchange import Peers, exchange
+from trainspec_cli.engine.comm.exchange import Peers, exchange, sent_bytes
 from trainspec_cli.engine.shares import Cut
 
 
@@ -61,7 +61,7 @@ class SpreadDispatch(nn.Module):
         return copies.combine(torch.cat((back_MD, dropped)), weights_TK)
 
     def _swap_counts(self, counts_nL: Tensor) -> Tensor:
-        """How many copies come from each rank for each expert held here."""
+        """The number of copies from each rank for each expert held here."""
         came_nL = torch.empty_like(counts_nL)
         with self.peers.time():
             dist.all_to_all_single(came_nL, counts_nL.contiguous(), group=self.peers.group)
@@ -73,7 +73,7 @@ class SpreadDispatch(nn.Module):
 
     def _swap_rows(self, x_MD: Tensor, sent: Sequence[int], came: Sequence[int]) -> Tensor:
         received = x_MD.new_empty((sum(came), x_MD.shape[1]))
-        with self.peers.time():
+        with self.peers.time(sent_bytes(x_MD.nbytes, self.peers.size)):
             dist.all_to_all_single(received, x_MD.contiguous(), list(came), list(sent), group=self.peers.group)
         return received
 

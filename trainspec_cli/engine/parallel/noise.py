@@ -2,9 +2,9 @@
 
 A part is what one data-parallel rank computes between two exchanges: a micro-batch, or its whole step. Its gradient G
 is seen as it is about to be summed with others'. Where the part is w of the step's samples, its mean gradient is
-g = G / w, and w |g|^2 = |G|^2 / w is added up over the parts (`policy/noise.py` says what for). Ranks that work on one
-part together hold its gradient each in a way of its own, by parameter (`Held`), and experts are trained together by the
-data-parallel ranks whose tokens they get: their parts are the samples of all of these.
+g = G / w, and w |g|^2 = |G|^2 / w is added up over the parts (`policy/batch/noise.py` says what for). Ranks that work
+on one part together hold its gradient each in a way of its own, by parameter (`Held`), and experts are trained together
+by the data-parallel ranks whose tokens they get: their parts are the samples of all of these.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
-from trainspec_cli.engine.comm.exchange import Peers, reduce_scatter
+from trainspec_cli.engine.comm.exchange import Peers, reduce_scatter, sent_bytes
 from trainspec_cli.engine.mesh import Mesh
-from trainspec_cli.policy.division import Division
+from trainspec_cli.policy.batch.division import Division
 
 Held = Literal["own", "copied", "partial", "twin"]
 """own: this rank of tp alone has this part of the parameter. copied: every rank of tp has the whole gradient. partial:
 the ranks' gradients sum to it. twin: those of the pipeline's two ends do, of a tied embedding."""
 HeldBy = Callable[[str], Held]
-"""By the parameter's name."""
+"""Returns how the gradient of a parameter is held, given its name."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class SampleParts:
     """The samples of this rank's micro-batches in a step."""
 
     step_samples: int
-    """Of all ranks and replica groups."""
+    """Samples of the step, over all ranks and replica groups."""
     own: Sequence[int]
     expert: Sequence[int]
-    """Those of all ranks whose tokens this rank's experts get; empty without ep."""
+    """Samples of each micro-batch of all ranks whose tokens this rank's experts get; empty without ep."""
 
     def weights(self, micro_batch: int | None) -> tuple[float, float]:
         """Return the part of the step that a micro-batch is (None: all of them together), for (all but experts,
@@ -75,13 +75,13 @@ def columns_of(module: nn.Module, ranks: int, held_by: HeldBy, *, experts: bool)
 
     FSDP2 has no public call for it; this is how it copies gradients together as of torch 2.13.
     """
-    held = tuple(held_by(parameter._param_fqn) for parameter in _trained(module))
+    held = tuple(held_by(parameter._param_fqn) for parameter in trained(module))
     return Columns(ranks, trained_columns(module, ranks), held, experts)
 
 
 def trained_columns(module: nn.Module, ranks: int) -> tuple[int, ...]:
     """Return the columns of each parameter that `module`, sharded over `ranks` by FSDP2, trains."""
-    return tuple(_columns(parameter, ranks) for parameter in _trained(module))
+    return tuple(_columns(parameter, ranks) for parameter in trained(module))
 
 
 def gathered_columns(module: nn.Module, ranks: int) -> tuple[tuple[int, bool], ...]:
@@ -89,7 +89,8 @@ def gathered_columns(module: nn.Module, ranks: int) -> tuple[tuple[int, bool], .
     return tuple((_columns(parameter, ranks), len(parameter._orig_size) > 1) for parameter in _sharded(module))
 
 
-def _trained(module: nn.Module) -> list[Any]:
+def trained(module: nn.Module) -> list[Any]:
+    """Return FSDP2's records of the parameters that `module` shards itself and trains."""
     return [parameter for parameter in _sharded(module) if parameter.sharded_param.requires_grad]
 
 
@@ -149,7 +150,7 @@ class NoiseProbe:
         if self._cp.size == 1:
             return rows
         kept = rows.new_empty((rows.shape[0] // self._cp.size, rows.shape[1]))
-        with self._cp.time():
+        with self._cp.time(sent_bytes(rows.nbytes, self._cp.size)):
             reduce_scatter(kept, rows, group=self._cp.group)
         return kept
 

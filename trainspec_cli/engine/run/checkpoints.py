@@ -19,19 +19,22 @@ from trainspec_cli.engine.checkpoint.saver import Saved, Saver
 from trainspec_cli.engine.checkpoint.store import Restored, load_newest
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, raise_together
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
-from trainspec_cli.policy.cadence import checkpoint_interval_s, checkpoint_interval_steps
-from trainspec_cli.policy.noise import BatchPace
-from trainspec_cli.policy.reliability import job_mtbf_s, rollback_mtbf_s
-from trainspec_cli.rundir.event_types import CadenceEvent, CheckpointEvent, WarningEvent
-from trainspec_cli.rundir.fields import read_record
+from trainspec_cli.policy.batch.noise import BatchPace
+from trainspec_cli.policy.heldout import HeldoutLosses
+from trainspec_cli.policy.recovery.cadence import AUTO_SHORTEST_S, auto_interval_s, checkpoint_interval_steps
+from trainspec_cli.policy.recovery.reliability import job_mtbf_s, rollback_mtbf_s
+from trainspec_cli.rundir.event_types.training import CadenceEvent, CheckpointEvent, WarningEvent
+from trainspec_cli.rundir.heldout import read_heldout_losses
 from trainspec_cli.rundir.memory import make_memory_folder
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.records import read_record
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.structure import convert
 
-MEASURING_STEPS = 10
-"""`auto` writes its first checkpoint after so many steps, to learn what one costs."""
+MEASURING_STEPS = 3
+"""`auto` learns from so many steps how long one takes."""
 REMEMBERED_STEPS = 50
 
 
@@ -54,6 +57,8 @@ class Checkpoints:
         self._saver = self._make_saver()
         self._cadence = Cadence(plan)
         self._saved_step = -1
+        self._kept_before: int | None = None
+        """The step that was kept before the one that is now: it is again if that cannot be written."""
         self._due_since: int | None = None
         self._put_off = False
         self._begun: int | None = None
@@ -70,9 +75,13 @@ class Checkpoints:
                 self._saved_step = restored.manifest.step
             else:
                 self._saver.keep_slot(restored.slot)
-        if self._plan.spec.checkpoint.mode == "async" and self._plan.spec.checkpoint.interval_steps is not None:
-            self._saver.prepare()
+        if self._plan.spec.checkpoint.interval_steps not in (None, AUTO):
+            self._prepare()
         return restored
+
+    def _prepare(self) -> None:
+        if self._plan.spec.checkpoint.mode == "async":
+            self._saver.prepare()
 
     def _warn_of_feedback(self, restored: Restored) -> None:
         if len(self._state.compression.feedbacks) > restored.feedback:
@@ -107,6 +116,7 @@ class Checkpoints:
         self._plan, self._state = plan, state
         before, self._saver = self._saver, self._make_saver()
         self._saver.keep_slot(before.newest_slot)
+        self._saver.kept_step = before.kept_step
         before.close()
 
     @property
@@ -116,7 +126,9 @@ class Checkpoints:
 
     def note_step(self, step: int, step_time_s: float, *, writing: bool) -> None:
         """Learn from a step's figures, the same on every rank: `writing` is whether any rank was when it ended."""
-        self._cadence.note_step(step_time_s, writing=writing)
+        first = self._cadence.note_step(step_time_s, writing=writing)
+        if first is not None and first <= self._plan.total_steps:
+            self._prepare()
         if self._begun is not None and step > self._begun and not writing:
             self._end_pending()
 
@@ -136,6 +148,24 @@ class Checkpoints:
             return
         if self._due_since < step:
             self._warn_put_off(self._due_since, step)
+        self._write(step, samples)
+
+    def keep(self, step: int) -> None:
+        """Keep the checkpoint of `step` beside the last ones, in place of another that was kept."""
+        self._saver.kept_step = step
+
+    def save_kept(self, step: int, samples: int) -> None:
+        """Begin a checkpoint of `step`, which is kept, unless it has begun. Called by every rank together."""
+        if self._saved_step == step:
+            self.keep(step)
+        else:
+            self.finish_writing()  # its end would remove what was kept before
+            self._kept_before = self._saver.kept_step
+            self.keep(step)
+            self._cadence.start_at(step)
+            self._write(step, samples)
+
+    def _write(self, step: int, samples: int) -> None:
         self._due_since, self._saved_step = None, step
         if self._plan.spec.checkpoint.mode == "async":
             self._begun = step
@@ -186,6 +216,8 @@ class Checkpoints:
         self._newest = saved
         step = saved.about.step
         if saved.error:
+            if self._saver.kept_step == step:
+                self._saver.kept_step = self._kept_before
             self._warn(step, f"{saved.error}; the checkpoints before it are whole")
             return
         self._journal.write(
@@ -223,7 +255,7 @@ class Cadence:
         self._plan = plan
         self._is_auto = plan.spec.checkpoint.interval_steps == AUTO
         wanted = plan.spec.checkpoint.interval_steps
-        self._interval_steps = MEASURING_STEPS if wanted == AUTO else wanted
+        self._interval_steps = None if wanted == AUTO else wanted
         self._last_due = 0
         self._usual_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._beside_s: list[float] = []
@@ -231,8 +263,20 @@ class Cadence:
     def start_at(self, step: int) -> None:
         self._last_due = step
 
-    def note_step(self, step_time_s: float, *, writing: bool) -> None:
+    def note_step(self, step_time_s: float, *, writing: bool) -> int | None:
+        """Note how long a step took. Of `auto` return, once, the step of the first checkpoint, by rank 0's figures.
+
+        Called by every rank together.
+        """
+        if not self._is_auto:
+            return None
         (self._beside_s if writing else self._usual_s).append(step_time_s)
+        noted_s = [*self._usual_s, *self._beside_s]
+        if self._interval_steps is not None or len(noted_s) < MEASURING_STEPS:
+            return None
+        own = max(MEASURING_STEPS, checkpoint_interval_steps(AUTO_SHORTEST_S, median(noted_s)))
+        self._interval_steps = broadcast_json(own, lambda steps: convert(int, steps))
+        return self._last_due + self._interval_steps
 
     def is_due(self, step: int) -> bool:
         """Return whether one is due after `step`. Called once a step."""
@@ -263,7 +307,7 @@ class Cadence:
         usual_s = median(self._usual_s or self._beside_s)
         drag_s = max(0.0, sum(self._beside_s) - usual_s * len(self._beside_s))
         mtbf_s = self._rollback_mtbf_s()
-        interval_s = checkpoint_interval_s(saved.blocked_s + drag_s, saved.written_s, mtbf_s)
+        interval_s = auto_interval_s(saved.blocked_s + drag_s, saved.written_s, mtbf_s)
         return CadenceEvent(
             step=saved.about.step,
             interval_steps=checkpoint_interval_steps(interval_s, usual_s),
@@ -285,3 +329,12 @@ def find_place(run_dir: RunDir) -> CopyLocation:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return CopyLocation(make_memory_folder(run_dir), rank, world_size, ranks_per_node)
+
+
+def recall_heldout(run_dir: RunDir, until_step: int) -> HeldoutLosses:
+    """Return the held-out losses that the run had up to a step, as rank 0 reads them. Called by every rank together."""
+    read = read_heldout_losses(run_dir) if dist.get_rank() == 0 else {}
+    recalled = HeldoutLosses()
+    for step, loss in read.items():
+        recalled = recalled.after(step, loss) if step <= until_step else recalled
+    return broadcast_json(to_plain(recalled), lambda plain: read_record(HeldoutLosses, plain))

@@ -5,9 +5,9 @@ An ordinary run is one replica group (`SingleGroup`); `replica_groups.py` has th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch.distributed as dist
@@ -19,8 +19,9 @@ from trainspec_cli.engine.data.loader import BatchReader
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import DataSource
-from trainspec_cli.policy.division import Division, OwnSamples, even_division_of
+from trainspec_cli.policy.batch.division import Division, OwnSamples, even_division_of
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import ABSENT, Absent
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -38,7 +39,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class TrainProgress:
-    """How far a run has come."""
+    """The progress of a run."""
 
     step: int = 0
     """Updates made."""
@@ -67,11 +68,15 @@ class StepSamples:
     step_samples: int
     """Samples of all replica groups together."""
     group_samples: int
-    """Those of this one."""
+    """Samples of this group."""
     lr_factor: float = 1.0
     """The learning rate is multiplied by it."""
-    event_fields: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the step's event."""
+    group: int | Absent = ABSENT
+    """The number of this replica group, where there are several."""
+    groups: tuple[int, ...] | Absent = ABSENT
+    """The replica groups that take part in the step."""
+    took: tuple[int, int] | Absent = ABSENT
+    """The first sample of this replica group, and the number of its samples."""
 
 
 class Coordinator(Protocol):
@@ -111,6 +116,12 @@ class Coordinator(Protocol):
 
         The others are those that most likely follow.
         """
+
+    def begin_passes(self, state: TrainState, micro_batches: int) -> None:
+        """Begin a step's passes: from now on gradients that are final may be exchanged."""
+
+    def abandon_passes(self, state: TrainState) -> None:
+        """An error has cut the passes short: the step fails where gradients were exchanged."""
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
         """Sum gradients, `loss` and the experts' visits over the replica groups, in place."""
@@ -183,6 +194,12 @@ class SingleGroup:
         return StepSamples(
             micro_batches, own, self.batches.division, targets, step_samples=samples, group_samples=samples
         )
+
+    def begin_passes(self, state: TrainState, micro_batches: int) -> None:
+        pass
+
+    def abandon_passes(self, state: TrainState) -> None:
+        pass
 
     def reduce(self, state: TrainState, loss: Tensor) -> None:
         pass

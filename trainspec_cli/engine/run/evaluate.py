@@ -40,8 +40,8 @@ def heldout_loss(state: TrainState, rows: Rows, *, num_bytes: int, batch_size: i
 
 @torch.no_grad()
 @torch.compiler.set_stance("force_eager")
-def heldout_metrics(state: TrainState, loader: SampleLoader, *, batch_size: int) -> dict[str, float | None] | None:
-    """Return means over the held-out samples (`heldout_loss`, and `heldout_accuracy` or `heldout_dice`), on every rank.
+def heldout_metrics(state: TrainState, loader: SampleLoader, *, batch_size: int) -> dict[str, float] | None:
+    """Return means over the held-out samples (`loss`, and `accuracy` or `dice`), on every rank.
 
     None where no sample is held out.
     """
@@ -59,7 +59,7 @@ def heldout_metrics(state: TrainState, loader: SampleLoader, *, batch_size: int)
     summed = torch.stack(list(totals.values()))
     dist.all_reduce(summed)
     means = (summed / loader.num_heldout).tolist()
-    return {f"heldout_{name}": mean for name, mean in zip(totals, means, strict=True)}
+    return dict(zip(totals, means, strict=True))
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import Stages
-from trainspec_cli.engine.parallel.data_parallel import exchange_in_backward, exchange_now
+from trainspec_cli.engine.parallel.data_parallel import exchange_in_backward, exchange_now, keep_parameters
 from trainspec_cli.engine.parallel.pipeline import Mailbox, Message, Schedule, message_after
 from trainspec_cli.policy.pipeline import Action, Kind
 
@@ -64,13 +64,16 @@ class PipelineRun:
 
     def _backward(self, action: Action) -> None:
         self._left[action.stage] -= 1
-        every_time = self.stages.layout.exchanges_every_backward
-        exchange_in_backward(self.stages.parts[action.stage], every_time or self._left[action.stage] == 0)
+        part, layout, last = self.stages.parts[action.stage], self.stages.layout, self._left[action.stage] == 0
+        every_time = layout.exchanges_every_backward
+        exchange_in_backward(part, every_time or last)
+        keep_parameters(part, layout.keeps_parameters and not last)
         self.stages.noise.weigh(action.micro_batch if every_time else None)
         self._backpropagate(action)
 
     def _backward_input(self, action: Action) -> None:
         exchange_in_backward(self.stages.parts[action.stage], False)
+        keep_parameters(self.stages.parts[action.stage], self.stages.layout.keeps_parameters)
         self.stages.queue.hold(*_place(action))
         self._backpropagate(action)
         self.stages.queue.stop_holding()

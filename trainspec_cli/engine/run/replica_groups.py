@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
 from statistics import median
 
 import torch
@@ -20,18 +20,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.comm.background import Background
+from trainspec_cli.engine.comm.exchange import sent_bytes
 from trainspec_cli.engine.digest import diverging_groups, local_digest
-from trainspec_cli.engine.elastic.cross_group import sum_as_one, sum_in_packets
+from trainspec_cli.engine.elastic.cross_group import sum_as_one
 from trainspec_cli.engine.elastic.membership import NOBODY, GroupRank, Membership, Participation
+from trainspec_cli.engine.elastic.packets import GradientPackets, names_outside_blocks, packets_in_order
 from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal
 from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
 from trainspec_cli.environment_names import GROUP, START
 from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.division import Portion, lr_factor, take_portion, weighted_counts
-from trainspec_cli.policy.recovery import enough_groups
-from trainspec_cli.policy.scheduling import describe_rates, group_weights
-from trainspec_cli.rundir.event_types import DirectiveEvent, RecoveryEvent, RetryEvent
-from trainspec_cli.rundir.files import read_json
+from trainspec_cli.policy.batch.division import Portion, lr_factor, take_portion, weighted_counts
+from trainspec_cli.policy.recovery.recovery import enough_groups
+from trainspec_cli.policy.scheduling.shares import describe_rates, group_weights
+from trainspec_cli.reading.files import read_field, read_object
+from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
+from trainspec_cli.rundir.event_types.failures import RecoveryEvent, RetryEvent
 
 WAIT_S = 0.1
 USUAL_STEPS = 20
@@ -50,7 +54,9 @@ class RollCall:
     enough: bool
     """The groups that are present can make the step."""
     stop: bool
-    """At least one rank was asked to stop."""
+    """True where a rank was asked to stop."""
+    holds_back: bool
+    """Some group measures the links in this step: all exchange gradients when their passes are done."""
     rates: tuple[float, ...]
     """Samples that each of them computes a second; 0 where that is not known."""
 
@@ -77,6 +83,9 @@ class ReplicaGroups:
         self._rates: tuple[float, ...] = ()
         self._weights: tuple[float, ...] = ()
         self._membership = Membership(own, self._healed_tensors, self._spec.resilience.exchange_timeout_s)
+        self._beside = Background(run.state.device, run.state.clock.note_beside)
+        self._packets: tuple[TrainState, GradientPackets] | None = None
+        self._holds_back = False
         self._taking_part = NOBODY
         self._committed: Participation | None = None
         """The groups of the last step that counted."""
@@ -109,6 +118,7 @@ class ReplicaGroups:
             elif roll.enough:
                 self.journal.lead(self.leads, progress.step)
                 self._rates = roll.rates
+                self._holds_back = roll.holds_back and self._run.state.compression.is_off  # encoding takes time too
                 return StepStart(progress, roll.stop)
             else:
                 self.finished_without = self._committed is None and self._run.run_dir.result_json.exists()
@@ -124,20 +134,23 @@ class ReplicaGroups:
         """A run that has not made a step yet waits for all the groups that its supervisor expects."""
         present, resilience = len(self._taking_part.groups), self._spec.resilience
         stepped = self._committed is not None or self._taking_part.healed
-        complete = stepped or present >= read_json(self._run.run_dir.groups_json)["expected"]
+        groups = self._run.run_dir.groups_json
+        complete = stepped or present >= read_field(groups, read_object(groups), "expected", int)
         tenures = [0.0] * present
         tenures[self._taking_part.rank] = float(self._tenure_steps)
         rates = [0.0] * present
         rates[self._taking_part.rank] = self.batches.rate
-        flags = [float(stepped), float(complete), float(self._run.stop.requested)]
+        holds_back = self._run.state.links.is_due(self._progress.step)
+        flags = [float(stepped), float(complete), float(self._run.stop.requested), float(holds_back)]
         roll = torch.tensor([*flags, *tenures, *rates], dtype=torch.float64)
         self._membership.sum_(roll)
         self._compare_digests()
         self._membership.settle(roll)
-        has_stepped, is_complete, stop = (bool(count) for count in roll[:3])
-        tenures, rates = roll[3:].view(2, present).tolist()
+        has_stepped, is_complete, stop, holds_back = (bool(count) for count in roll[: len(flags)])
+        tenures, rates = roll[len(flags) :].view(2, present).tolist()
         self.leads = tenures.index(max(tenures)) == self._taking_part.rank
-        return RollCall((has_stepped or is_complete) and enough_groups(resilience, present), stop, tuple(rates))
+        enough = (has_stepped or is_complete) and enough_groups(resilience, present)
+        return RollCall(enough, stop, holds_back, tuple(rates))
 
     def _compare_digests(self) -> None:
         """Raise WorkerError in every group where one's parameters differ."""
@@ -170,11 +183,9 @@ class ReplicaGroups:
             step_samples=taken,
             group_samples=portion.samples,
             lr_factor=lr_factor(batching.shrink_lr, taken, total),
-            event_fields={
-                "group": self._own.group,
-                "groups": tuple(present.groups),
-                "took": (portion.start, portion.samples),
-            },
+            group=self._own.group,
+            groups=tuple(present.groups),
+            took=(portion.start, portion.samples),
         )
 
     def _note_weights(self, weights: tuple[float, ...], samples: int) -> None:
@@ -199,24 +210,57 @@ class ReplicaGroups:
             )
         )
 
-    def reduce(self, state: TrainState, loss: Tensor) -> None:
-        gradients = [share.gradient for share in state.shares]
+    def begin_passes(self, state: TrainState, micro_batches: int) -> None:
+        exchanges = micro_batches if state.mesh.layout.exchanges_every_backward else 1
         state.wire.find_connections()  # those to the groups are new whenever the groups change
+        state.wire.reserve(self._membership.connections, "gradients")
+        self._packets_of(state).begin(0 if self._holds_back else exchanges)
+
+    def abandon_passes(self, state: TrainState) -> None:
+        state.wire.release(self._membership.connections)
+        if self._packets_of(state).abandon():
+            self._membership.fail("the passes were cut short when some gradients had been sent")
+
+    def reduce(self, state: TrainState, loss: Tensor) -> None:
+        """Sum gradients and the loss over the groups. A step that shows the links begins with the small sum: then comes
+        the transfer alone."""
+        if not self._holds_back:
+            self._finish_packets(state)
+            self._sum_scalars(state, loss)
+            return
+        started_s = time.perf_counter()
+        self._sum_scalars(state, loss)
+        met_s = time.perf_counter()
+        self._finish_packets(state)
+        ended_s = time.perf_counter()
+        summed_bytes = sum(share.gradient.nbytes for share in state.shares if share.gradient is not None)
+        groups = len(self._taking_part.groups)
+        state.links.note_across(2 * sent_bytes(summed_bytes, groups), ended_s - met_s, met_s - started_s)
+
+    def _sum_scalars(self, state: TrainState, loss: Tensor) -> None:
+        visits = (router.tokens_per_expert_E for router in state.routers)
         with state.clock.collective():
-            with state.wire.purpose("gradients"):
-                sum_in_packets([gradient for gradient in gradients if gradient is not None], self._sum_packets(state))
-            visits = (router.tokens_per_expert_E for router in state.routers)
             sum_as_one([loss, state.stages.noise.sums, *visits], self._membership.sum_)
 
-    def _sum_packets(self, state: TrainState) -> Callable[[Tensor], None]:
-        """Return what sums a step's packets one after another, always in the same order."""
-        numbers, inside = count(), self._run.plan.num_nodes == 1
+    def _finish_packets(self, state: TrainState) -> None:
+        with state.clock.collective():
+            self._packets_of(state).finish()
+        state.wire.release(self._membership.connections)
 
-        def sum_(packet: Tensor) -> None:
-            name = f"groups.{next(numbers)}.{packet.numel()}"
-            self._membership.sum_(packet, state.compression.of(name, packet.numel(), inside=inside))
+    def _packets_of(self, state: TrainState) -> GradientPackets:
+        """Return the packets of `state`, which a change of the layout replaces."""
+        if self._packets is None or self._packets[0] is not state:
+            if self._packets is not None:
+                self._packets[1].detach()
+            late = {share.name for late in state.late_sums for share in late.shares}
+            ordered = packets_in_order(state.shares, names_outside_blocks(state.parts), late)
+            sum_ = partial(self._sum_packet, state)
+            self._packets = state, GradientPackets(ordered, late, sum_, self._beside, state.await_sums)
+        return self._packets[1]
 
-        return sum_
+    def _sum_packet(self, state: TrainState, number: int, packet: Tensor) -> None:
+        name, inside = f"groups.{number}.{packet.numel()}", self._run.plan.num_nodes == 1
+        self._membership.sum_(packet, state.compression.of(name, packet.numel(), inside=inside))
 
     def commit(self) -> bool:
         with self._run.state.clock.collective():

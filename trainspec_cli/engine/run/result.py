@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,11 @@ from trainspec_cli.engine.comm.wire_bytes import OTHER
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.finite import REMEDY, is_finite
 from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
+from trainspec_cli.engine.run.sources import DataSource
 from trainspec_cli.errors import EXIT_DONE, Stopped, WorkerError
 from trainspec_cli.rundir import record
 from trainspec_cli.rundir.accounting import account_run, measure_throughput
-from trainspec_cli.rundir.event_types import StepEvent
+from trainspec_cli.rundir.event_types.training import EvalEvent, StepEvent
 from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.generations import Fence, may_stop
 from trainspec_cli.rundir.paths import RunDir
@@ -47,8 +48,8 @@ class RunTally:
     peak: Peak = field(default_factory=lambda: Peak(0.0, "unknown"))
     steps: list[StepEvent] = field(default_factory=list)
     """This start's step events."""
-    heldout: dict[str, Any] | None = None
-    """Figures of the last evaluation."""
+    heldout: EvalEvent | None = None
+    """The last evaluation."""
 
 
 class Divergence:
@@ -100,7 +101,7 @@ class Divergence:
 
 
 def _faults_of_model(tally: RunTally, held: Held) -> Iterator[str]:
-    if tally.heldout and not _is_finite(tally.heldout["heldout_loss"]):
+    if tally.heldout and not _is_finite(tally.heldout.heldout_loss):
         yield "the held-out loss after the last step is not finite"
     for part in held.parts():
         if part.name.startswith("model.") and not is_finite(part.tensor):
@@ -117,10 +118,10 @@ def write_result(
     state: TrainState,
     plan: Plan,
     tally: RunTally,
+    source: DataSource,
     *,
     status: Literal["done", "stopped"],
     step: int,
-    heldout: Mapping[str, Any],
 ) -> str:
     """Write result.json and return the weights' SHA-256. Called by every rank together.
 
@@ -150,9 +151,8 @@ def write_result(
             weights_sha256=sha256,
             goodput=time_s.goodput,
             time_s=time_s,
-            **heldout,
         )
-        record.write_result(run_dir, result)
+        record.write_result(run_dir, source.summarise(result, tally.heldout))
     return sha256
 
 

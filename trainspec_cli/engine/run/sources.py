@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,11 +20,11 @@ from trainspec_cli.engine.data.loader import read_tokens
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.run.evaluate import heldout_loss, heldout_metrics, write_text
-from trainspec_cli.policy.division import OwnSamples
-from trainspec_cli.rundir.event_types import SetFigures
+from trainspec_cli.policy.batch.division import OwnSamples
+from trainspec_cli.rundir.event_types.training import EvalEvent, SetFigures
+from trainspec_cli.rundir.record import RunResult
+from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.plan import Plan
-
-Figures = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class DataSource(Protocol):
     def adopt(self, plan: Plan, state: TrainState) -> None:
         """Go on in another layout."""
 
-    def evaluate(self) -> Figures | None:
-        """Return the fields of an `eval` event, measured on held-out samples; None where there are none."""
+    def evaluate(self, step: int) -> EvalEvent | None:
+        """Measure the model after update `step` on held-out samples; None where there are none."""
 
-    def summarise(self, evaluated: Figures | None) -> Figures:
-        """Return what result.json holds of the last `evaluate`."""
+    def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
+        """Return `result` with what result.json holds of the last `evaluate`."""
 
     def write_sample(self) -> WrittenSample | None:
         """Continue the recipe's prompt; None where none is wanted."""
@@ -88,7 +88,7 @@ class TokenSource:
     def read(self, own: OwnSamples) -> list[MicroBatch]:
         return read_tokens(self.order, own, self.positions_S)
 
-    def evaluate(self) -> Figures | None:
+    def evaluate(self, step: int) -> EvalEvent | None:
         """Return the loss on all text held out of the training sets, else on the validation sets; and on each set."""
         size = self.plan.micro_batch_size
         losses = {
@@ -102,24 +102,23 @@ class TokenSource:
         sets = {
             name: SetFigures(loss=one.nats_per_token, bits_per_byte=one.bits_per_byte) for name, one in losses.items()
         }
-        return {
-            "heldout_loss": whole.nats_per_token,
-            "heldout_bits_per_byte": whole.bits_per_byte,
-            "xz_bits_per_byte": self._xz,
-            **({"sets": {name or "heldout": figures for name, figures in sets.items()}} if len(sets) > 1 else {}),
-        }
+        return EvalEvent(
+            step=step,
+            heldout_loss=whole.nats_per_token,
+            heldout_bits_per_byte=whole.bits_per_byte,
+            xz_bits_per_byte=self._xz,
+            sets={name or "heldout": figures for name, figures in sets.items()} if len(sets) > 1 else ABSENT,
+        )
 
     @property
     def _xz(self) -> float | None:
         """Bits per byte of a single text under xz: several are not compressed together."""
         return self.collection.main.manifest.xz_bits_per_byte if len(self.collection.parts) == 1 else None
 
-    def summarise(self, evaluated: Figures | None) -> Figures:
-        return {
-            "heldout_bits_per_byte": evaluated["heldout_bits_per_byte"] if evaluated else None,
-            "xz_bits_per_byte": self._xz,
-            **({"sets": evaluated["sets"]} if evaluated and "sets" in evaluated else {}),
-        }
+    def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
+        bits = evaluated.heldout_bits_per_byte if evaluated else None
+        sets = evaluated.sets if evaluated else ABSENT
+        return replace(result, heldout_bits_per_byte=bits, xz_bits_per_byte=self._xz, sets=sets)
 
     def write_sample(self) -> WrittenSample | None:
         sample = self.spec.sample
@@ -160,11 +159,18 @@ class SampleSource:
     def counted(self, positions: np.ndarray) -> int:
         return len(positions)
 
-    def evaluate(self) -> Figures | None:
-        return heldout_metrics(self.state, self.loader, batch_size=self.plan.micro_batch_size)
+    def evaluate(self, step: int) -> EvalEvent | None:
+        means = heldout_metrics(self.state, self.loader, batch_size=self.plan.micro_batch_size)
+        if means is None:
+            return None
+        accuracy, dice = means.get("accuracy", ABSENT), means.get("dice", ABSENT)
+        return EvalEvent(step=step, heldout_loss=means["loss"], heldout_accuracy=accuracy, heldout_dice=dice)
 
-    def summarise(self, evaluated: Figures | None) -> Figures:
-        return evaluated or {}
+    def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
+        if evaluated is None:
+            return result
+        loss, accuracy, dice = evaluated.heldout_loss, evaluated.heldout_accuracy, evaluated.heldout_dice
+        return replace(result, heldout_loss=loss, heldout_accuracy=accuracy, heldout_dice=dice)
 
     def write_sample(self) -> WrittenSample | None:
         return None

@@ -17,7 +17,7 @@ from trainspec_cli.engine.optim.optimizer import clear_gradients, guarded_update
 from trainspec_cli.engine.parallel.balance import forget_visits, scale_balance_loss, update_balance
 from trainspec_cli.engine.parallel.noise import SampleParts
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
-from trainspec_cli.engine.run.shortage import PassesOutOfMemory, is_out_of_memory
+from trainspec_cli.engine.run.shortage.out_of_memory import PassesOutOfMemory, is_out_of_memory
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.policy.pipeline import actions
 
@@ -32,9 +32,11 @@ class StepOutcome:
     skipped: Tensor
     """1 where something was not finite and nothing was updated."""
     stop: Tensor
-    """How many ranks were asked to stop."""
+    """The number of ranks that were asked to stop."""
     writing: Tensor
-    """How many ranks were writing a checkpoint."""
+    """The number of ranks that were writing a checkpoint."""
+    steps_to_sample: Tensor
+    """The next sample of the links is taken after so many steps; 0 where nothing was said of it."""
     noise: Tensor
     """What `NoiseProbe` has added up over all ranks, and of |g|^2 of the whole step's gradient what is experts', spread
     by ep: (5,); zeros where it is not measured."""
@@ -43,17 +45,21 @@ class StepOutcome:
 
     def on_host(self) -> StepOutcome:
         """Start copies to the host; they are complete when the device has reached this point."""
-        scalars = (self.loss, self.grad_norm, self.skipped, self.stop, self.writing)
+        scalars = (self.loss, self.grad_norm, self.skipped, self.stop, self.writing, self.steps_to_sample)
         together = torch.stack([scalar.to(self.loss.device, torch.float64) for scalar in scalars])
         copied, noise, figures = (
             tensor.to("cpu", non_blocking=True) for tensor in (together, self.noise, self.figures)
         )
-        loss, norm, skipped, stop, writing = copied.unbind()
-        return StepOutcome(loss, norm, skipped, stop, writing, noise, figures)
+        loss, norm, skipped, stop, writing, to_sample = copied.unbind()
+        return StepOutcome(loss, norm, skipped, stop, writing, to_sample, noise, figures)
 
 
 class GroupExchange(Protocol):
     """The part of a coordinator that a step needs: `coordinator.py` says what it does."""
+
+    def begin_passes(self, state: TrainState, micro_batches: int) -> None: ...
+
+    def abandon_passes(self, state: TrainState) -> None: ...
 
     def reduce(self, state: TrainState, loss: Tensor) -> None: ...
 
@@ -69,16 +75,24 @@ def train_step(
     groups: GroupExchange | None = None,
     stop_requested: bool = False,
     writing: bool = False,
+    steps_to_sample: int = 0,
     figures: Sequence[float] = (),
     parts: SampleParts | None = None,
 ) -> StepOutcome | None:
     """Make one update; return None where the replica groups did not agree on the step, and nothing was updated.
 
-    `groups` None: there is one alone. `stop_requested` and `writing` are this rank's flags, which the step adds up
-    over the ranks; `figures` are its own, as many on every rank, which the step brings to all of them. `parts`: where
-    the noise of the gradients is to be measured.
+    `groups` None: there is one alone. `stop_requested`, `writing` and `steps_to_sample` are this rank's, which the
+    step adds up over the ranks; `figures` are its own, as many on every rank, which the step brings to all of them.
+    `parts`: where the noise of the gradients is to be measured.
     """
-    loss = compute_gradients(state, micro_batches, global_tokens, parts)
+    if groups is not None:
+        groups.begin_passes(state, len(micro_batches))
+    try:
+        loss = compute_gradients(state, micro_batches, global_tokens, parts)
+    except PassesOutOfMemory:
+        if groups is not None:
+            groups.abandon_passes(state)
+        raise
     if groups is not None:
         groups.reduce(state, loss)
         if not groups.commit():
@@ -86,7 +100,7 @@ def train_step(
             state.compression.discard()
             forget_visits(state.routers)
             return None
-    return _update(state, loss, clip_norm, (float(stop_requested), float(writing)), figures)
+    return _update(state, loss, clip_norm, (float(stop_requested), float(writing), float(steps_to_sample)), figures)
 
 
 def _update(
@@ -105,7 +119,7 @@ def _update(
     for place, figure in enumerate(figures):
         reported[dist.get_rank(), place].fill_(figure)
     agreed = torch.cat([torch.stack(sums), noise, reported.flatten()])
-    with state.clock.collective():
+    with state.clock.agreeing():
         dist.all_reduce(agreed)
     mean_loss, norm = agreed[0].float(), agreed[1].sqrt().float()
     with state.clock.part("optimizer"):
@@ -120,6 +134,7 @@ def _update(
         skipped,
         stop=agreed[2],
         writing=agreed[3],
+        steps_to_sample=agreed[4],
         noise=noise,
         figures=figures_of_all.view_as(reported),
     )
@@ -141,12 +156,19 @@ def compute_gradients(
     noise.begin(parts)
     scale_balance_loss(state.routers, global_tokens)
     schedule = actions(layout, len(micro_batches))
+    if state.sums is not None:
+        state.sums.begin()
     try:
         loss = PipelineRun(state.stages, schedule, micro_batches, global_tokens).run()
+        if state.sums is not None:
+            state.sums.finish()
     except Exception as error:
-        if not is_out_of_memory(error):
+        cause = (state.sums and state.sums.take_error()) or error
+        if is_out_of_memory(cause):
+            raise PassesOutOfMemory(max(len(tokens) for tokens, *_ in micro_batches)) from cause
+        if cause is error:
             raise
-        raise PassesOutOfMemory(max(len(tokens) for tokens, *_ in micro_batches)) from error
+        raise cause from error
     noise.end(
         every_micro_batch=layout.exchanges_every_backward,
         ranks_of_part=layout.cp * layout.tp * layout.pp,

@@ -15,15 +15,16 @@ import torch.distributed as dist
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.errors import MachineError
-from trainspec_cli.policy.speeds import Speed
-from trainspec_cli.rundir.event_types import WarningEvent
-from trainspec_cli.rundir.fields import read_record
+from trainspec_cli.policy.scheduling.speeds import Speed
+from trainspec_cli.rundir.event_types.training import WarningEvent
 from trainspec_cli.rundir.files import FileWatch
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.proposals import ProposalRecord, read_proposal
 from trainspec_cli.rundir.speeds import SpeedsReport, write_speeds
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.records import read_record
+from trainspec_cli.spec.results.links import MeasuredLink
 
 LOOK_INTERVAL_S = 1.0
 """Rank 0 looks for a proposal at most so often."""
@@ -37,6 +38,8 @@ class SupervisorLink:
         self._run_dir, self._journal, self._now = run_dir, journal, now
         self.writes = dist.get_rank() == 0
         self._told: tuple[object, ...] = ()
+        self.links: tuple[MeasuredLink, ...] = ()
+        """The links whose speeds are known, in the layout in force; they are written with the ranks' speeds."""
         self._file = FileWatch(run_dir.proposal_json) if self.writes else None
         self._looked_s = now()
         self._newest: ProposalRecord | None = None
@@ -57,7 +60,7 @@ class SupervisorLink:
         """Write down the speeds of all ranks, and the samples that each has, where that is news and all are known. A
         disk that does not take it stops no run: the supervisor goes on with what it knows."""
         known = [speed for speed in speeds if speed is not None]
-        news = layout, micro_batches, tuple(samples), tuple(known)
+        news = layout, micro_batches, tuple(samples), tuple(known), self.links
         if not self.writes or len(known) < len(speeds) or news == self._told:
             return
         self._told = news
@@ -69,6 +72,7 @@ class SupervisorLink:
             samples=tuple(samples),
             fixed_s=tuple(speed.fixed_s for speed in known),
             per_sample_s=tuple(speed.per_sample_s for speed in known),
+            links=self.links,
         )
         try:
             write_speeds(self._run_dir, report)

@@ -5,35 +5,38 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from trainspec_cli.engine.build.train_state import DTYPES, TrainState
-from trainspec_cli.engine.data.staging import PREFETCHED_STEPS
+from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, Traffic
 from trainspec_cli.engine.observe.clock import Segments
+from trainspec_cli.engine.observe.counters import StepCounters
 from trainspec_cli.engine.observe.device import Peak, device_allocations, device_name, measure_peak
 from trainspec_cli.engine.observe.memory import MemoryWatch
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.parallel.noise import SampleParts, parts_of
-from trainspec_cli.engine.run.checkpoints import Checkpoints
+from trainspec_cli.engine.run.checkpoints import Checkpoints, recall_heldout
 from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, StepSamples, TrainProgress
-from trainspec_cli.engine.run.directives import Directives, follows_earlier
 from trainspec_cli.engine.run.faults import Faults
-from trainspec_cli.engine.run.pace import StepPace
-from trainspec_cli.engine.run.relayout import LayoutChanges
-from trainspec_cli.engine.run.relief import MemoryRelief
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
-from trainspec_cli.engine.run.scheduling import StepScheduler
+from trainspec_cli.engine.run.scheduling.buckets import StepBuckets
+from trainspec_cli.engine.run.scheduling.directives import Directives, follows_earlier
+from trainspec_cli.engine.run.scheduling.links import StepLinks
+from trainspec_cli.engine.run.scheduling.pace import StepPace
+from trainspec_cli.engine.run.scheduling.relayout import LayoutChanges
+from trainspec_cli.engine.run.scheduling.step_scheduler import StepScheduler
+from trainspec_cli.engine.run.shortage.relief import MemoryRelief
 from trainspec_cli.engine.run.step import StepOutcome, train_step
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
-from trainspec_cli.policy.noise import PartSquares
-from trainspec_cli.rundir.event_types import EndEvent, EvalEvent, SampleEvent, StartEvent, StepEvent, WarningEvent
+from trainspec_cli.policy.batch.noise import PartSquares
+from trainspec_cli.policy.heldout import HeldoutLosses
+from trainspec_cli.rundir.event_types.training import EndEvent, SampleEvent, StartEvent, StepEvent, WarningEvent
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.plan import Plan
 
@@ -47,8 +50,12 @@ class DoneStep:
     lr: float
     segments: Segments
     samples: StepSamples
-    event_fields: Mapping[str, Any]
-    """Further fields of its event."""
+    traffic: Traffic
+    """Copies of its batch to the device, and allocations: there are none once all is warm."""
+    noise_scale: float | None
+    """The noise scale of the gradients up to this step, where the next batch hangs on it."""
+    agreement: tuple[float, float]
+    """The duration of the exchange that ended it, and the Unix time when this rank left that."""
 
 
 class Trainer:
@@ -73,14 +80,18 @@ class Trainer:
         self.directives = Directives(run.run_dir, self.journal, run.plan.layout, recalls=recalls)
         self.link = SupervisorLink(run.run_dir, self.journal)
         self.scheduler = StepScheduler(run.plan, run.state, self.directives, coordinator.group, self.link)
+        self.links = StepLinks(run.plan, run.state, self.journal, coordinator.group, self.link)
+        self.buckets = StepBuckets(run.plan, run.state, self.directives, coordinator.group)
         self.layouts = LayoutChanges(run.plan, run.state, self.directives)
         self.relief = MemoryRelief(run, coordinator, self.checkpoints, self.watch, self.scheduler)
         self.restored_from: str | None = None
+        self.heldout, self.ended_early = HeldoutLosses(), False
         self.progress = TrainProgress()
         if coordinator.restores_at_start:
             self.progress = self._restore()
         self.tally = RunTally(_peak(run.plan, run.state.device))
         self.memory = MemoryWatch(run.state.device, self.progress.step, run.plan.total_steps)
+        self.counters = StepCounters(run.state.device)
         self.divergence = Divergence(run.run_dir, self.spec.train.max_skipped_steps)
         self.unread: DoneStep | None = None
         self.allocated = device_allocations(run.state.device)
@@ -92,6 +103,9 @@ class Trainer:
         if restored := self.checkpoints.resume():
             self.restored_from = str(restored.folder)
             self.pace.state = restored.manifest.about.pace or self.pace.state
+            self.heldout = recall_heldout(self.run_dir, restored.manifest.step)
+            if self.spec.checkpoint.keep_best and self.heldout.best_step:
+                self.checkpoints.keep(self.heldout.best_step)
             return TrainProgress(restored.manifest.step, restored.manifest.about.samples)
         return self.progress
 
@@ -165,6 +179,8 @@ class Trainer:
         samples = self.coordinator.take(self.pace.coming(self.progress, 1 + PREFETCHED_STEPS))
         lr *= samples.lr_factor
         set_learning_rate(self.state.optimizer, lr)
+        self.links.begin(step)
+        self.buckets.begin()
         outcome = train_step(
             self.state,
             samples.micro_batches,
@@ -173,9 +189,12 @@ class Trainer:
             groups=self.coordinator,
             stop_requested=self.coordinator.stop_flag,
             writing=self.checkpoints.writing,
-            figures=self.scheduler.figures(step),
+            steps_to_sample=self.links.steps_to_sample,
+            figures=[*self.scheduler.figures(step), *self.links.figures, *self.buckets.figures],
             parts=self._parts(samples),
         )
+        if outcome is not None:
+            self.links.finish(samples.micro_batches)
         return lr, samples, outcome
 
     def _follow_layout(self, step: int) -> None:
@@ -206,6 +225,8 @@ class Trainer:
         self.pace.adopt(plan)
         self.checkpoints.adopt(plan, state)
         self.scheduler.adopt(plan, state)
+        self.links.adopt(plan, state)
+        self.buckets.adopt(plan, state)
         self.relief.adopt(self.run_context)
         self.memory = MemoryWatch(state.device, self.progress.step, plan.total_steps)
         self.allocated = device_allocations(state.device)
@@ -223,34 +244,33 @@ class Trainer:
     def _count(self, outcome: StepOutcome, lr: float, samples: StepSamples) -> DoneStep:
         """The update is made; the checkpoint that may be due belongs to its step."""
         self.progress = TrainProgress(self.progress.step + 1, self.progress.samples + samples.step_samples)
-        step, fields = self.progress.step, dict(samples.event_fields)
+        step, noise_scale = self.progress.step, None
         if self.pace.follows_noise:  # the next step's batch hangs on it, and so does the checkpoint: the host waits
-            fields |= self._note_noise(step, outcome, samples)
+            noise_scale = self._note_noise(step, outcome, samples)
         if self.clock.on_gpu:
             outcome = outcome.on_host()
         with self.clock.part("checkpoint"):
             self.checkpoints.after_step(step, self.progress.samples, writes=self.coordinator.leads)
         self.watch.beat(step)
-        return DoneStep(step, outcome, lr, self.clock.cut(), samples, {**fields, **self._data_flow()})
+        agreement = self.clock.agreement
+        return DoneStep(step, outcome, lr, self.clock.cut(), samples, self._cut_traffic(), noise_scale, agreement)
 
-    def _note_noise(self, step: int, outcome: StepOutcome, samples: StepSamples) -> dict[str, float]:
-        """Return the noise scale of the gradients up to this step, as its event has it; nothing where it is not
-        measured."""
+    def _note_noise(self, step: int, outcome: StepOutcome, samples: StepSamples) -> float | None:
+        """Return the noise scale of the gradients up to this step; None where it is not measured, or not yet."""
         if not self.pace.measures_noise:
-            return {}
+            return None
         weighted, of_experts, parts, expert_parts, experts_square = outcome.noise.tolist()
         square = outcome.grad_norm.item() ** 2 - experts_square
         squares = [PartSquares(weighted, square, round(parts))]
         if self.plan.layout.ep > 1:
             squares.append(PartSquares(of_experts, experts_square, round(expert_parts)))
-        noise_scale = self.pace.note_step(step, samples.step_samples, squares)
-        return {} if noise_scale is None else {"noise_scale": noise_scale}
+        return self.pace.note_step(step, samples.step_samples, squares)
 
-    def _data_flow(self) -> dict[str, int]:
-        """Count what bringing the step's batch took, and new memory: none is asked for once all is warm."""
+    def _cut_traffic(self) -> Traffic:
+        """Return the traffic of the step's batch, with the device's own allocations."""
         traffic, before = self.source.staging.cut(), self.allocated
         self.allocated = device_allocations(self.state.device)
-        return {**asdict(traffic), "allocations": traffic.allocations + self.allocated - before}
+        return replace(traffic, allocations=traffic.allocations + self.allocated - before)
 
     def _record_late(self, done: DoneStep) -> None:
         """Record a step: on a GPU when the next one has been started, so that reading its figures waits for nothing.
@@ -271,10 +291,11 @@ class Trainer:
     def _record(self, done: DoneStep) -> None:
         parts_s = done.segments.parts_s()
         step_time_s = sum(parts_s.values())
-        fields = dict(done.event_fields)
+        noise_scale, taken = done.noise_scale, done.samples
+        exchanged = done.segments.exchange_time()
         if not self.pace.follows_noise:
-            fields |= self._note_noise(done.step, done.outcome, done.samples)
-        skipped, samples = bool(done.outcome.skipped.item()), done.samples.step_samples
+            noise_scale = self._note_noise(done.step, done.outcome, taken)
+        skipped, samples = bool(done.outcome.skipped.item()), taken.step_samples
         event = StepEvent(
             step=done.step,
             loss=done.outcome.loss.item(),
@@ -284,11 +305,24 @@ class Trainer:
             samples=samples,
             step_time_s=step_time_s,
             time_s=parts_s,
+            exchange_s=exchanged.seconds if exchanged else ABSENT,
+            exposed_s=exchanged.exposed_s if exchanged else ABSENT,
+            queued_s=done.segments.queued.own_s,
             skipped=skipped,
-            **fields,
+            noise_scale=ABSENT if noise_scale is None else noise_scale,
+            group=taken.group,
+            groups=taken.groups,
+            took=taken.took,
+            h2d_copies=done.traffic.h2d_copies,
+            h2d_bytes=done.traffic.h2d_bytes,
+            allocations=done.traffic.allocations,
         )
         self.journal.write(event)
         self.tally.steps.append(event)
+        if counted := self.counters.note_step(
+            done.step, parts_s, done.segments.queued, taken.micro_batches, done.agreement
+        ):
+            self.journal.write(counted)
         self.checkpoints.note_step(done.step, step_time_s, writing=done.outcome.writing.item() > 0)
         self.stopping = self.stopping or done.outcome.stop.item() > 0
         if skipped:
@@ -296,8 +330,11 @@ class Trainer:
         self.divergence.note_step(done.step, skipped=skipped)
         for message in filter(None, (self.memory.check(done.step), self.pace.warning(samples))):
             self.journal.write(WarningEvent(step=done.step, message=message))
-        taken = done.samples
-        self.scheduler.note_step(done.step, taken.own, parts_s, taken.group_samples, done.outcome.figures)
+        figures, of_buckets = self.buckets.split(done.outcome.figures)
+        figures, of_links = self.links.split(figures)
+        self.scheduler.note_step(done.step, taken.own, parts_s, taken.group_samples, figures)
+        self.links.note_step(done.step, step_time_s, of_links, int(done.outcome.steps_to_sample.item()))
+        self.buckets.note_step(done.step, step_time_s, of_buckets)
         self.coordinator.batches.rate = self.scheduler.rate
         self.coordinator.note_step(done.step, step_time_s)
 
@@ -305,7 +342,7 @@ class Trainer:
 
     @property
     def _is_last_step(self) -> bool:
-        return self.pace.batch(self.progress) is None
+        return self.ended_early or self.pace.batch(self.progress) is None
 
     @property
     def _is_evaluation_due(self) -> bool:
@@ -328,12 +365,31 @@ class Trainer:
     def _evaluate(self) -> None:
         """Measure how the model does on what was held out."""
         started = time.perf_counter()
-        heldout = self.source.evaluate()
-        if heldout is None:
+        evaluated = self.source.evaluate(self.progress.step)
+        if evaluated is None:
             return
-        self.tally.heldout = heldout
-        seconds = time.perf_counter() - started
-        self.journal.write(EvalEvent(step=self.progress.step, **heldout, seconds=seconds))
+        self.tally.heldout = evaluated
+        self.journal.write(replace(evaluated, seconds=time.perf_counter() - started))
+        self._follow_heldout(evaluated.heldout_loss)
+
+    def _follow_heldout(self, loss: float | None) -> None:
+        """Keep the checkpoint of the lowest held-out loss, warn where it rises, and end the run where it is to end."""
+        step, before = self.progress.step, self.heldout
+        self.heldout = before.after(step, loss)
+        if self.heldout.best_step == step and self.spec.checkpoint.keep_best:
+            self.checkpoints.save_kept(step, self.progress.samples)
+        patience = self.spec.train.early_stop_evals
+        self.ended_early = patience is not None and self.heldout.since_best >= patience and not self._is_last_step
+        best = self.heldout.describe_best()
+        if self.ended_early:
+            message = f"the run ends here: the held-out loss was {best}, {patience} evaluations ago"
+            self.journal.write(WarningEvent(step=step, message=message))
+        elif self.heldout.is_rising and not before.is_rising:
+            message = (
+                f"the held-out loss rises: it was {best}; checkpoint.keep_best=true keeps that checkpoint, "
+                "train.early_stop_evals=3 ends such a run"
+            )
+            self.journal.write(WarningEvent(step=step, message=message))
 
     def _write_sample(self) -> None:
         sample = self.source.write_sample()
@@ -358,11 +414,10 @@ class Trainer:
             self.checkpoints.save_last(self.progress.step, self.progress.samples)
 
     def _finish(self, status: Literal["done", "stopped"]) -> None:
-        summary, step = self.source.summarise(self.tally.heldout), self.progress.step
-        sha256 = write_result(
-            self.run_dir, self.state, self.plan, self.tally, status=status, step=step, heldout=summary
-        )
+        step = self.progress.step
+        sha256 = write_result(self.run_dir, self.state, self.plan, self.tally, self.source, status=status, step=step)
         self.directives.close()
+        self.links.write_speeds(step)
         self.journal.write(EndEvent(step=step, status=status, weights_sha256=sha256))
         self.journal.close()
 

@@ -6,11 +6,12 @@ from trainspec_cli.engine.build.initial import load_initial
 from trainspec_cli.engine.build.train_state import build_train_state
 from trainspec_cli.engine.comm.joining import join_processes, leave_processes
 from trainspec_cli.engine.run.coordinator import RunContext, open_coordinator
-from trainspec_cli.engine.run.relief import recall_reliefs
+from trainspec_cli.engine.run.shortage.relief import recall_reliefs
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import open_source
 from trainspec_cli.engine.run.trainer import Trainer
-from trainspec_cli.policy.memory import with_reliefs
+from trainspec_cli.policy.recovery.memory import with_reliefs
+from trainspec_cli.reading.files import read_field, read_object
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain
@@ -20,13 +21,15 @@ from trainspec_cli.spec.results.plan import Plan
 def work(run_dir: RunDir, stop: StopRequest) -> None:
     """Train by the folder's plan.json and run.json; does not return where all went well."""
     plan = from_plain(Plan, read_json(run_dir.plan_json))
-    about = read_json(run_dir.run_json)
+    about = read_object(run_dir.run_json)
+    data_dir = None if about["data_dir"] is None else read_field(run_dir.run_json, about, "data_dir", str)
+    digest = read_field(run_dir.run_json, about, "digest", str)
     device = join_processes(plan.device)
     plan = with_reliefs(plan, recall_reliefs(plan, run_dir))
     state = build_train_state(plan, device)
     if not run_dir.checkpoint_steps():
         load_initial(plan, state)
-    source = open_source(plan, about["data_dir"], state)
-    run = RunContext(plan, run_dir, source, state, about["digest"], stop)
+    source = open_source(plan, data_dir, state)
+    run = RunContext(plan, run_dir, source, state, digest, stop)
     Trainer(run, open_coordinator(run)).run()
     leave_processes()

@@ -22,16 +22,18 @@ from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples, StepStart, TrainProgress
 from trainspec_cli.engine.run.faults import Faults
-from trainspec_cli.engine.run.relayout import Meshes
-from trainspec_cli.engine.run.shortage import OutOfMemory
+from trainspec_cli.engine.run.scheduling.relayout import Meshes
+from trainspec_cli.engine.run.shortage.out_of_memory import OutOfMemory
 from trainspec_cli.engine.run.signals import StopRequest
-from trainspec_cli.engine.run.sources import Figures, WrittenSample
+from trainspec_cli.engine.run.sources import WrittenSample
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.engine.tools.certify_batches import Taken, read_drawn, taken_by_all, taken_positions
-from trainspec_cli.policy.division import OwnSamples
-from trainspec_cli.policy.memory import next_setting, with_reliefs
+from trainspec_cli.policy.batch.division import OwnSamples
 from trainspec_cli.policy.pipeline import Kind
+from trainspec_cli.policy.recovery.memory import next_setting, with_reliefs
+from trainspec_cli.rundir.event_types.training import EvalEvent
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import RunResult
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.memory import Relief
 from trainspec_cli.spec.results.plan import Plan
@@ -62,11 +64,11 @@ class DrawnSource:
     def counted(self, positions: np.ndarray) -> int:
         return len(positions) * self.plan.spec.data.seq_len
 
-    def evaluate(self) -> Figures | None:
+    def evaluate(self, step: int) -> None:
         return None
 
-    def summarise(self, evaluated: Figures | None) -> Figures:
-        return {}
+    def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
+        return result
 
     def write_sample(self) -> WrittenSample | None:
         return None
@@ -79,7 +81,7 @@ class MadeStep:
     taken: Taken
     layout: Layout
     largest_micro_batch: int
-    """Of this rank, in samples."""
+    """The largest micro-batch of this rank, in samples."""
 
 
 @dataclass
@@ -87,7 +89,7 @@ class Trail:
     """The figures of a run, over all its starts."""
 
     steps: dict[int, MadeStep] = field(default_factory=dict)
-    """By the updates made before; a step that is made again stands in the place of the first."""
+    """Steps by the updates made before; a step that is made again stands in the place of the first."""
     losses: dict[int, float | None] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)
     written_bytes: int = 0

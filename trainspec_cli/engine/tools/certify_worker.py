@@ -24,13 +24,13 @@ from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.optim.optimizer import clear_gradients, set_learning_rate
 from trainspec_cli.engine.run.coordinator import TrainProgress
-from trainspec_cli.engine.run.pace import StepPace
-from trainspec_cli.engine.run.relayout import Meshes
+from trainspec_cli.engine.run.scheduling.pace import StepPace
+from trainspec_cli.engine.run.scheduling.relayout import Meshes
 from trainspec_cli.engine.run.step import compute_gradients, train_step
 from trainspec_cli.engine.shares import Share, unique_shares
 from trainspec_cli.engine.tools.certify_batches import drawn_batch, taken_by_all, taken_positions
 from trainspec_cli.engine.tools.certify_live import run_live
-from trainspec_cli.policy.division import OwnSamples, even_division_of
+from trainspec_cli.policy.batch.division import OwnSamples, even_division_of
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
@@ -58,7 +58,7 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
     state = build_train_state(plan, device, mesh)
     if wanted.gradients:
         first = own_samples(wanted, state, 0, plan.spec.batching.global_batch_size)
-        leave_gradients(plan, state, own, first)
+        leave_gradients(plan, state, own, first, wanted.exchanges)
     source = folder / wanted.continues if wanted.continues else None
     trained = train(wanted, state, own, source)
     if wanted.steps:
@@ -84,11 +84,19 @@ MESHES = Meshes()
 """The groups of all runs: each group keeps threads, and some hundred meshes have thousands."""
 
 
-def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples) -> None:
-    """Write the gradients of a batch, of which `own` is this rank's part."""
-    compute_gradients(state, drawn_batch(plan.spec, state, own), plan.tokens_per_step)
-    write_parameters(state, folder, "gradients", lambda share: share.parameter.grad)
-    clear_gradients(state.shares)
+def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples, exchanges: int = 1) -> None:
+    """Write the gradients of a batch, of which `own` is this rank's part: the mean of so many exchanges of them."""
+    means: dict[int, Tensor] = {}  # by share: a tied embedding stands twice under one name
+    for _ in range(exchanges):
+        compute_gradients(state, drawn_batch(plan.spec, state, own), plan.tokens_per_step)
+        for share in state.shares:
+            if (gradient := share.parameter.grad) is not None:
+                part = gradient.detach() / exchanges
+                means[id(share)] = means[id(share)] + part if id(share) in means else part
+        clear_gradients(state.shares)
+        state.compression.settle(torch.zeros(()))
+    write_parameters(state, folder, "gradients", lambda share: means.get(id(share)))
+    state.compression.clear()
 
 
 def train(wanted: CertifyRun, state: TrainState, folder: Path, source: Path | None) -> TrainedSteps:

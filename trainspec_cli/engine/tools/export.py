@@ -7,6 +7,7 @@ through. The files are named by an index where there is more than one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from trainspec_cli.huggingface.tensors import ADAPTERS, Parameter, Piece, adapte
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.tools import ExportRequest, ExportResult
@@ -26,7 +28,9 @@ from trainspec_cli.spec.results.tools import ExportRequest, ExportResult
 
 def run(request: ExportRequest) -> ExportResult:
     plan = from_plain(Plan, read_json(Path(request.plan_json)))
-    return ExportResult((export_adapters if request.adapters_alone else export)(plan, request))
+    if request.what == "base":
+        plan = replace(plan, spec=replace(plan.spec, lora=LoraSpec()))  # nothing is merged
+    return ExportResult((export_adapters if request.what == "adapters" else export)(plan, request))
 
 
 def export(plan: Plan, request: ExportRequest) -> int:

@@ -28,7 +28,7 @@ MIN_ROUNDS, MAX_ROUNDS, BUDGET_S = 7, 25, 1.0
 TURN_S = 2e-3
 """Shorter calls are repeated within a turn for so long."""
 SUM_ERROR = 8 * torch.finfo(torch.float32).eps
-"""Of sums, which all formats take in fp32."""
+"""The error of sums, which all formats take in fp32."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ SIZES_BYTES = {"cpu": (4 * 2**10, 2**18, 2**22), "cuda": (2**13, 2**20, 2**25, 2
 PAIR_SIZES_BYTES = {"cpu": (4 * 2**10, 2**18, 2**22), "cuda": (2**13, 2**20, 2**26)}
 REPEATS = 3
 MAX_PAIRS = 64
-"""Of more nodes only a chain is measured, each with the next."""
+"""The most pairs of nodes that are measured; of more only a chain is, each with the next."""
 
 
 def run(request: LinksRequest) -> LinksResult:

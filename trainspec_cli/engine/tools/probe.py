@@ -23,7 +23,7 @@ from trainspec_cli.engine.observe.device import measure_peak
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.trainer import Trainer  # noqa: F401 - a worker's memory holds what it imports
 from trainspec_cli.engine.tools import probe_curves as curves
-from trainspec_cli.rundir.event_types import PARTS
+from trainspec_cli.rundir.event_types.event import PARTS
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainspec_cli.engine.comm import exchange
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
 from trainspec_cli.engine.models.rope import apply_rope
 from trainspec_cli.engine.observe.device import quickest_s
@@ -33,7 +34,7 @@ MATRIX_SIDES = (16, 64, 256, 512, 1024)
 SEQUENCES = (64, 256, 1024)
 MESSAGE_BYTES = (2**6, 2**16, 2**20, 2**22)
 CALLS = 5
-"""Of a collective on each size."""
+"""Calls of a collective on each size."""
 
 Run = Callable[[], Any]
 
@@ -173,7 +174,9 @@ def all_gather(message: Tensor) -> None:
 
 
 def reduce_scatter(message: Tensor) -> None:
-    dist.reduce_scatter_tensor(message.chunk(dist.get_world_size())[0].clone(), message)
+    everyone = dist.group.WORLD
+    assert everyone is not None, "the ranks have met"
+    exchange.reduce_scatter(message.chunk(dist.get_world_size())[0].clone(), message, group=everyone)
 
 
 def measure_collective(collective: Callable[[Tensor], None]) -> Curve:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from trainspec_cli.launch.job.job import Job
-from trainspec_cli.policy.run_state import Event
+from trainspec_cli.policy.recovery.run_state import Event
 from trainspec_cli.spec.results.plan import Plan
 
 

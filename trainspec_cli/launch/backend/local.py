@@ -10,7 +10,7 @@ from trainspec_cli.launch.backend.node_processes import NodeProcesses
 from trainspec_cli.launch.backend.observe import GroupStart, RendezvousWatch, poll_starts
 from trainspec_cli.launch.job.job import LOOPBACK, Job
 from trainspec_cli.launch.rendezvous.address import Rendezvous
-from trainspec_cli.policy.run_state import Event, PresenceChanged
+from trainspec_cli.policy.recovery.run_state import Event, PresenceChanged
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.generations import create_secret
 from trainspec_cli.spec.results.plan import Plan

@@ -11,9 +11,12 @@ from trainspec_cli.launch.backend.nodes.messages import GroupExited, ProcessMess
 from trainspec_cli.launch.failure import WorkerFailure, explain, explain_end, find_failures, first_causes
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.rendezvous.address import Rendezvous
-from trainspec_cli.policy import run_state
-from trainspec_cli.policy.memory import settle
-from trainspec_cli.rundir.event_types import DirectiveEvent, Event, RetryEvent, StepEvent
+from trainspec_cli.policy.recovery import run_state
+from trainspec_cli.policy.recovery.memory import settle
+from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.failures import RetryEvent
+from trainspec_cli.rundir.event_types.training import StepEvent
 from trainspec_cli.rundir.events import EventTail, read_sound
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.paths import RunDir
@@ -39,7 +42,7 @@ class GroupStart:
         self._plan = plan
         self._oom_kills, self._memory_bytes = 0, 0
         self._failure: WorkerFailure | None = None
-        """That was seen from outside."""
+        """A failure that was seen from outside."""
         self._events = EventTail(job.run.events(0) if self._is_alone else job.run.group_events(group, 0))
         self._has_begun = self._has_failed = False
         self._step = 0

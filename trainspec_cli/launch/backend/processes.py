@@ -26,7 +26,7 @@ YOUNG_S = 10.0
 """One that is older is not in the midst of it."""
 
 _without_environment: set[psutil.Process] = set()
-"""Those that were waited for in vain (slurmstepd has cleared its own); they are not waited for again."""
+"""Processes that were waited for in vain (slurmstepd has cleared its own); they are not waited for again."""
 
 
 def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Process]:

@@ -13,7 +13,7 @@ from trainspec_cli.launch.job.job import Job
 from trainspec_cli.rundir.events import spoken_bytes
 
 _started: list[subprocess.Popen[bytes]] = []
-"""Those whose end has not been read yet."""
+"""Processes whose end has not been read yet."""
 
 
 def start(command: Sequence[str], job: Job, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:

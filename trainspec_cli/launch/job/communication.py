@@ -15,7 +15,7 @@ TUNER_FILE = "NCCL_TUNER_CONFIG_FILE"
 EXAMPLE_TUNER = "NVIDIA/nccl, ext-tuner/example/README.md"
 TUNER_COLUMNS = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
 PROTOCOL = "simple"
-"""What the example tuner takes by itself: a row changes the algorithm and nothing else."""
+"""The protocol that the example tuner takes by itself: a row changes the algorithm and nothing else."""
 
 
 def communication_settings(plan: Plan, run: RunDir) -> tuple[Setting, ...]:

@@ -25,7 +25,7 @@ from trainspec_cli.rundir.record import Resume, RunRecord, read_run_record, writ
 from trainspec_cli.spec.canonical import Absent, digest, to_plain
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.kernels import KernelTable
-from trainspec_cli.spec.recipe.run import InitSpec
+from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.trust import PRIVATE_FOLDER, check_folder, private_files
 
@@ -98,7 +98,7 @@ def write_launch(
     _check_no_run(run.root)
     write_text(run.composed_yaml, origin.composed_yaml)
     write_json(run.versions_json, versions())
-    _keep_small_files(plan.spec.init, run)
+    _keep_small_files(plan.spec, run)
     _write_start(job, plan, kernels)
     record = RunRecord(
         recipe=origin.recipe,
@@ -113,25 +113,36 @@ def write_launch(
     write_run_record(run, record)
 
 
-def _keep_small_files(init: InitSpec, run: RunDir) -> None:
-    """Keep what an export needs of the Hugging Face folder that the run begins with, at once or through other runs:
-    config and tokenizer, since the folder need not be there for ever."""
-    from trainspec_cli.huggingface.folder import SMALL_FILES
+def _keep_small_files(spec: RunSpec, run: RunDir) -> None:
+    """Keep what an export needs beside the weights, since its files need not be there for ever: the chat template that
+    the data names, and config and tokenizer of the Hugging Face folder that the run begins with, at once or through
+    other runs."""
+    from trainspec_cli.corpus.chat import keep_template
+    from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, SMALL_FILES
 
+    init = spec.init
     source = init.hugging_face or (init.run and RunDir(init.run).huggingface)
-    if source is None or not source.is_dir():
-        return
-    run.huggingface.mkdir(exist_ok=True)
-    for name in SMALL_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, run.huggingface / name)
+    if source is not None and source.is_dir():
+        run.huggingface.mkdir(exist_ok=True)
+        for name in SMALL_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, run.huggingface / name)
+    if spec.data.chat_template is not None:
+        run.huggingface.mkdir(exist_ok=True)
+        (run.huggingface / CHAT_TEMPLATE).unlink(missing_ok=True)
+        keep_template(spec.data, run.huggingface)
 
 
 def write_resume(
-    job: Job, plan: Plan, argv: Sequence[str], from_step: int | None, kernels: KernelTable | None = None
+    job: Job,
+    plan: Plan,
+    argv: Sequence[str],
+    from_step: int | None,
+    kernels: KernelTable | None = None,
+    data_folder: Path | None = None,
 ) -> None:
     """Write down that the run goes on under `plan`; what the last start left of its end is cleared away. `from_step`:
-    None for a run that was written down and never started, which begins."""
+    None for a run that was written down and never started, which begins. `data_folder`: of other data than before."""
     run = job.run
     record = read_run_record(run)
     if from_step is not None:
@@ -139,6 +150,8 @@ def write_resume(
         record = replace(record, resumes=(*record.resumes, resume))
     secret = memory.new_secret() if isinstance(record.memory_secret, Absent) else record.memory_secret
     record = replace(record, digest=digest(plan.spec), memory_secret=secret)
+    if data_folder is not None:
+        record = replace(record, data_dir=str(data_folder.absolute()))
     for report in run.errors_folder.glob("*.json"):
         report.unlink()
     run.result_json.unlink(missing_ok=True)

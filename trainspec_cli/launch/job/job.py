@@ -16,7 +16,7 @@ import trainspec_cli
 from trainspec_cli.environment_names import GENERATION, LAUNCH_ID
 from trainspec_cli.launch.job.communication import communication_environment
 from trainspec_cli.launch.job.place import NodePlace, interface_of, own_address
-from trainspec_cli.policy.recovery import FAILURE_GRACE_S
+from trainspec_cli.policy.recovery.recovery import FAILURE_GRACE_S
 from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -42,11 +42,11 @@ class Job:
     logs: Path
     """The folder of this launch's output."""
     worker: tuple[str, ...] = ()
-    """What torchrun starts on every device."""
+    """The command that torchrun starts on every device."""
     ranks: range | None = None
-    """Those of a replica group, among all of the run's; None: all."""
+    """Ranks of a replica group, among all of the run's; None: all."""
     nodes: tuple[int, ...] = ()
-    """Of several nodes their numbers, in the order of their places; those beyond the plan's nodes stand by."""
+    """The numbers of several nodes, in the order of their places; those beyond the plan's nodes stand by."""
     left_out: tuple[int, ...] = ()
     """Numbers of nodes that take no part any more, since they were too slow."""
 

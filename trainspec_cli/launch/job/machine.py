@@ -31,7 +31,7 @@ class Gpu:
     memory_bytes: int
     compute_capability: tuple[int, int]
     free_bytes: int
-    """Of its memory, what no other program holds."""
+    """Memory of the GPU that no other program holds."""
 
 
 def detect(*, look_for_gpus: bool = True) -> Machine:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 GIT_TIMEOUT_S = 10.0
 # Git runs nothing for what is asked of the repository itself; this is in case another version of it would.
@@ -49,22 +48,38 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch and whether tracked files differ from it; None outside a repository or without git.
+@dataclass(frozen=True)
+class GitState:
+    """The commit that a folder's repository is at."""
 
-    No command that the repository's configuration names is run: it may be a stranger's. What git refuses to read at all
-    (another user's repository, unless `safe.directory` allows it) is recorded as `refused`.
+    commit: str
+    branch: str | None
+    """None for a detached head."""
+    dirty: bool | None
+    """True where tracked files differ from the commit; None where that cannot be known."""
+
+
+@dataclass(frozen=True)
+class GitRefusal:
+    """The repository is one that git does not read."""
+
+    refused: str
+    """The reason, in git's words."""
+
+
+def git_state(folder: Path) -> GitState | GitRefusal | None:
+    """Return the state of the repository that holds `folder`; None outside a repository or without git.
+
+    No command that the repository's configuration names is run: it may be a stranger's. Another user's repository is
+    refused by git, unless `safe.directory` allows it.
     """
     found = _git(folder, "rev-parse", *_FACTS)
     if found is None or found.returncode:
-        return {"refused": found.stderr.strip().partition("\n")[0]} if found and _DUBIOUS in found.stderr else None
+        return GitRefusal(found.stderr.strip().partition("\n")[0]) if found and _DUBIOUS in found.stderr else None
     commit, top, index, objects, object_format = found.stdout.splitlines()
     branch = _git(folder, "symbolic-ref", "--quiet", "--short", "HEAD")
-    return {
-        "commit": commit,
-        "branch": branch.stdout.strip() or None if branch else None,
-        "dirty": _is_dirty(_Repository(commit, folder / top, folder / index, folder / objects, object_format)),
-    }
+    repository = _Repository(commit, folder / top, folder / index, folder / objects, object_format)
+    return GitState(commit, branch.stdout.strip() or None if branch else None, _is_dirty(repository))
 
 
 _FACTS = ("HEAD", "--show-toplevel", "--git-path", "index", "--git-path", "objects", "--show-object-format")

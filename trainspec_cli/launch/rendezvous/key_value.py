@@ -4,44 +4,55 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from collections.abc import Sequence
+
+from trainspec_cli.wire import rendezvous as messages
 
 STORE_BYTES = 2**30
 """The largest size of the store; requests beyond it are refused."""
 
 
 class KeyValueStore:
-    """The store. Keys and values are text; the client encodes bytes.
-
-    Raises KeyError, TypeError or ValueError for a malformed request.
-    """
+    """The store. Keys and values are text; the client encodes bytes."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
         self._bytes = 0
         self._changed: dict[str, asyncio.Event] = {}
-        self._operations = {
-            "set": self._set,
-            "add": self._add,
-            "compare_set": self._compare_set,
-            "append": self._append,
-            "delete": self._delete,
-            "count": self._count,
-            "check": self._check,
-        }
 
-    async def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to one request; `get` and `wait` block until their keys exist."""
-        operation = request["op"]
-        if operation in ("get", "wait"):
-            keys = [str(key) for key in request["keys"]]
-            missing = await self._await_keys(keys, float(request["timeout_s"]))
-            if missing:
-                return {"missing": missing}
-            return {"values": [self._values.get(key, "") for key in keys] if operation == "get" else []}
-        return {"value": self._operations[operation](request)}
+    async def wait(self, request: messages.WaitRequest) -> messages.KeyValues | messages.MissingKey:
+        """Wait until all keys of the request exist, and return their values where it asks for them."""
+        missing = await self._await_keys(request.keys, request.timeout_s)
+        if missing is not None:
+            return messages.MissingKey(missing)
+        wanted = request.keys if isinstance(request, messages.GetKeys) else ()
+        return messages.KeyValues(tuple(self._values.get(key, "") for key in wanted))
 
-    async def _await_keys(self, keys: list[str], timeout_s: float) -> str | None:
+    def answer(self, request: messages.KeyRequest) -> messages.StoreAnswer:
+        """Raises ValueError where the store would grow too large, or a value to add to is no number."""
+        return messages.StoreAnswer(self._carry_out(request))
+
+    def _carry_out(self, request: messages.KeyRequest) -> str | int | bool | None:
+        match request:
+            case messages.SetKey(key, value):
+                self._put(key, value)
+            case messages.AppendToKey(key, value):
+                self._put(key, self._values.get(key, "") + value)
+            case messages.AddToKey(key, amount):
+                return int(self._put(key, str(int(self._values.get(key, "0")) + amount)))
+            case messages.CompareAndSetKey(key, expected, value):
+                if self._values.get(key, "") != expected:
+                    return self._values.get(key, expected)
+                return self._put(key, value)
+            case messages.DeleteKey(key):
+                return self._delete(key)
+            case messages.CountKeys():
+                return len(self._values)
+            case messages.CheckKeys(keys):
+                return all(key in self._values for key in keys)
+        return None
+
+    async def _await_keys(self, keys: Sequence[str], timeout_s: float) -> str | None:
         """Return the first key that did not come in time."""
         deadline = time.monotonic() + timeout_s
         for key in keys:
@@ -63,33 +74,8 @@ class KeyValueStore:
             changed.set()
         return value
 
-    def _set(self, request: dict[str, Any]) -> None:
-        self._put(str(request["key"]), str(request["value"]))
-
-    def _add(self, request: dict[str, Any]) -> int:
-        key = str(request["key"])
-        return int(self._put(key, str(int(self._values.get(key, "0")) + int(request["amount"]))))
-
-    def _compare_set(self, request: dict[str, Any]) -> str:
-        """Compare and set as torch's stores do: an absent key is set if the expected value is empty."""
-        key, expected = str(request["key"]), str(request["expected"])
-        if self._values.get(key, "") != expected:
-            return self._values.get(key, expected)
-        return self._put(key, str(request["value"]))
-
-    def _append(self, request: dict[str, Any]) -> None:
-        key = str(request["key"])
-        self._put(key, self._values.get(key, "") + str(request["value"]))
-
-    def _delete(self, request: dict[str, Any]) -> bool:
-        key = str(request["key"])
+    def _delete(self, key: str) -> bool:
         if key not in self._values:
             return False
         self._bytes -= len(key) + len(self._values.pop(key))
         return True
-
-    def _count(self, request: dict[str, Any]) -> int:
-        return len(self._values)
-
-    def _check(self, request: dict[str, Any]) -> bool:
-        return all(str(key) in self._values for key in request["keys"])

@@ -18,14 +18,16 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.launch.job.place import BACKLOG, allow_connections
 from trainspec_cli.launch.rendezvous.key_value import KeyValueStore
-from trainspec_cli.policy.quorum import ConnectedGroup, QuorumRules, choose_members
+from trainspec_cli.policy.recovery.quorum import ConnectedGroup, QuorumRules, choose_members
 from trainspec_cli.rundir.generations import read_secret
+from trainspec_cli.spec.records import read_record
+from trainspec_cli.wire import rendezvous as messages
 from trainspec_cli.wire.client import LINE_BYTES, RENDEZVOUS_PURPOSE
 from trainspec_cli.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge
 
@@ -39,7 +41,7 @@ LOGGED_REFUSALS = 20
 """The most refused connections that are logged."""
 
 BAD_REQUEST = (ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
-Write = Callable[[dict[str, Any]], None]
+Write = Callable[[messages.Answer], None]
 
 
 class Quorums:
@@ -49,23 +51,20 @@ class Quorums:
         """Form no quorum for `pause_s`, so that groups can reconnect after the server was restarted."""
         self._rules, self._begin_s = rules, time.monotonic() + pause_s
         self._groups: dict[str, ConnectedGroup] = {}
-        self._requests: dict[str, dict[str, Any]] = {}
+        self._requests: dict[str, messages.JoinQuorum] = {}
         self._writers: dict[str, Write] = {}
         self._previous: list[str] = []
         self._epoch, self._number = time.time_ns(), 0
 
-    def hear(self, name: str, write: Write, request: dict[str, Any]) -> None:
-        """Handle a replica group's `request`: a heartbeat, or a join of the next step.
-
-        A join has `step`, `failures`, and a `number` that the answer repeats.
-        """
-        now_s = time.monotonic()
+    def hear(self, write: Write, request: messages.QuorumRequest) -> None:
+        """Handle a replica group's heartbeat, or its request to join the next step."""
+        name, now_s = request.name, time.monotonic()
         if self._writers.get(name) is not write:
             self._groups.pop(name, None)  # it repeats a request of a lost connection
         self._writers[name] = write
         self._groups[name] = replace(self._groups.get(name, ConnectedGroup(now_s)), heard_at_s=now_s)
-        if request["op"] == "join":
-            self._requests[name] = {field: int(request[field]) for field in ("step", "failures", "number")}
+        if isinstance(request, messages.JoinQuorum):
+            self._requests[name] = request
             self._groups[name] = ConnectedGroup(now_s, asked_at_s=now_s)
             self.form()
 
@@ -83,24 +82,20 @@ class Quorums:
         if not members or now_s < self._begin_s:
             return
         requests = [self._requests.pop(name) for name in members]
-        if members != self._previous or any(request["failures"] for request in requests):
+        if members != self._previous or any(request.failures for request in requests):
             self._number += 1
         self._previous = members
-        answer = {
-            "quorum": f"{self._epoch}-{self._number}",
-            "names": members,
-            "steps": [request["step"] for request in requests],
-        }
+        quorum, steps = f"{self._epoch}-{self._number}", tuple(request.step for request in requests)
         for name, request in zip(members, requests, strict=True):
             self._groups[name] = replace(self._groups[name], asked_at_s=math.inf)
-            self._writers[name](answer | {"number": request["number"]})
+            self._writers[name](messages.FormedQuorum(quorum, tuple(members), steps, request.number))
 
 
 class RendezvousServer:
     def __init__(self, secret: bytes, quorums: Quorums):
         self._secret = secret
         self.store, self.quorums = KeyValueStore(), quorums
-        self._unproven: dict[asyncio.Task[Any], None] = {}
+        self._unproven: dict[asyncio.Task[None], None] = {}
         self._refusals = self._proven = 0
         self._max_unproven = min(MAX_UNPROVEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
@@ -145,19 +140,21 @@ class RendezvousServer:
             self._unproven.pop(task, None)
 
     async def _answer_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        def write(answer: dict[str, Any]) -> None:
-            writer.write(json.dumps(answer, allow_nan=False).encode() + b"\n")
+        def write(answer: messages.Answer) -> None:
+            writer.write(json.dumps(asdict(answer), allow_nan=False).encode() + b"\n")
 
         name = ""
         self._proven += 1
         try:
             while line := await reader.readline():
-                request = json.loads(line)
-                if request["op"] in ("join", "beat"):
-                    name = str(request["name"])
-                    self.quorums.hear(name, write, request)
+                request = read_request(json.loads(line))
+                if isinstance(request, messages.QuorumRequest):
+                    name = request.name
+                    self.quorums.hear(write, request)
+                elif isinstance(request, messages.WaitRequest):
+                    write(await self.store.wait(request))
                 else:
-                    write(await self.store.answer(request))
+                    write(self.store.answer(request))
                 await writer.drain()
         finally:
             self._proven -= 1
@@ -168,6 +165,15 @@ class RendezvousServer:
         if self._refusals <= LOGGED_REFUSALS:
             peer = writer.get_extra_info("peername")
             print(f"rendezvous: the connection from {peer} ended: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def read_request(plain: JsonObject) -> messages.Request:
+    """Raises one of `BAD_REQUEST` where `plain` is no request."""
+    operation = plain[messages.OPERATION]
+    if not isinstance(operation, str):
+        raise TypeError(f"`{messages.OPERATION}` is no text")
+    request: messages.Request = read_record(messages.OPERATIONS[operation], plain)
+    return request
 
 
 def main() -> None:

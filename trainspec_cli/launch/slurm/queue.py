@@ -8,8 +8,10 @@ from dataclasses import dataclass
 
 from trainspec_cli.errors import EXIT_DONE, Interrupted, Stopped, WorkerError
 from trainspec_cli.launch.slurm import commands as slurm
-from trainspec_cli.rundir.files import read_json, read_object, write_json
+from trainspec_cli.reading.files import read_field, read_object
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import NodeErrorRecord, WorkerErrorRecord, read_error
 
 HUNG = "hang"
 """The error code of a worker whose step hung."""
@@ -40,7 +42,7 @@ class Queue:
             return False
         if self._pending is None:
             self._pending = slurm.pending()
-        return read_object(run.slurm_json, {"job_id": str})["job_id"] in self._pending
+        return read_field(run.slurm_json, read_object(run.slurm_json), "job_id", str) in self._pending
 
 
 @dataclass(frozen=True)
@@ -72,13 +74,13 @@ def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool) -> Req
         return Requeue("it was warned of its time limit")
     if exit_code != WorkerError.exit_code:
         return None
-    reports = [read_json(path) for path in sorted(run.errors_folder.glob("*.json"))]
-    lost = [report for report in reports if report.get("lost")]
+    nodes = (read_error(path, NodeErrorRecord) for path in sorted(run.errors_folder.glob("node*.json")))
+    lost = [node for node in nodes if node.lost]
     if lost:
-        names = ", ".join(f"node {report['node']} ({report['host'] or 'never joined'})" for report in lost)
-        all_at_once = len(lost) == read_json(run.plan_json)["num_nodes"]  # then no single node is at fault
-        avoid = [] if all_at_once else [report["host"] for report in lost if report["host"]]
-        return Requeue(f"{names} was lost", avoid)
-    if any(report.get("code") == HUNG for report in reports):
+        names = ", ".join(f"node {node.node} ({node.host or 'never joined'})" for node in lost)
+        plan = run.plan_json
+        all_at_once = len(lost) == read_field(plan, read_object(plan), "num_nodes", int)  # no single node is at fault
+        return Requeue(f"{names} was lost", [] if all_at_once else [node.host for node in lost if node.host])
+    if any(read_error(path, WorkerErrorRecord).code == HUNG for path in run.errors_folder.glob("rank*.json")):
         return Requeue("a step hung")
     return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainspec_cli.planner.hardware.collectives import all_to_all_s, send_s
+from trainspec_cli.planner.hardware.collectives import all_gather_s, all_to_all_s, reduce_scatter_s, send_s
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Group
 from trainspec_cli.spec.results.blueprint import Algorithm, Operation
@@ -32,7 +32,7 @@ class Level:
     below: int
     """Ranks of the group inside an element of the tier below, among which the bytes are already shared out."""
     bytes_per_s: float
-    """Of one device."""
+    """Bandwidth of one device."""
     hop_s: float
 
 
@@ -58,12 +58,19 @@ def ring_s(group: Group, operation: Operation, message_bytes: float, eff: Effici
 
 
 def hierarchical_s(group: Group, operation: Operation, message_bytes: float, eff: Efficiency) -> float:
-    """A ring in each tier: inside, then among the ranks of one number in each element, on their share of the bytes."""
+    """A ring in each tier: inside, then among the ranks of one number in each element, on their share of the bytes.
+
+    On gloo each tier's ranks send each other their rows, in one step.
+    """
     passes, total_s = PASSES[operation], 0.0
-    for level in levels_of(group, eff):
+    levels = levels_of(group, eff)
+    for level in levels:
+        is_ring = not group.speaks_gloo and operation == "all_reduce" and level is levels[-1]
         steps = level.joined - 1
         sent_s = message_bytes / level.below * steps / level.joined / level.bytes_per_s
-        total_s += eff.collective_latency_s + passes * (sent_s + steps * level.hop_s)
+        hops = 1 if group.speaks_gloo else steps
+        calls = 1 if is_ring else passes
+        total_s += calls * eff.collective_latency_s + passes * (sent_s + hops * level.hop_s)
     return total_s
 
 
@@ -82,10 +89,16 @@ def times_of(group: Group, operation: Operation, message_bytes: float, eff: Effi
         return {"direct": all_to_all_s(group, message_bytes, 1, eff)}
     if operation == "send":
         return {"direct": send_s(group, message_bytes, eff)}
-    times: dict[Algorithm, float] = {"ring": ring_s(group, operation, message_bytes, eff)}
+    times: dict[Algorithm, float] = {}
+    if not group.speaks_gloo:
+        times["ring"] = ring_s(group, operation, message_bytes, eff)
+    elif operation == "all_gather":
+        times["ring"] = all_gather_s(group, message_bytes, eff)
+    else:
+        times["direct"] = PASSES[operation] * reduce_scatter_s(group, message_bytes, eff)
     if len(levels_of(group, eff)) > 1:
         times["hierarchical"] = hierarchical_s(group, operation, message_bytes, eff)
-    if operation == "all_reduce":
+    if operation == "all_reduce" and not group.speaks_gloo:
         times["tree"] = tree_s(group, message_bytes, eff)
     return times
 

@@ -21,7 +21,7 @@ WORTH = 1e-3
 """Nodes are moved for no smaller part of a step than this."""
 NCCL_DOCS = "NVIDIA NCCL user guide, environment variables"
 LARGEST_MESSAGE = 4_294_967_295
-"""What the example tuner's table calls all sizes."""
+"""The largest size in the example tuner's table, which stands for all sizes."""
 COLLECTIVES = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
 SMALLEST_TUNED, LARGEST_TUNED = 2**10, 2**32
 

@@ -20,7 +20,7 @@ class Need:
 
     axis: str
     group: str
-    """Of `axis_groups`."""
+    """A group of `axis_groups`."""
     operation: Operation
     message_bytes: float
     per_step: float
@@ -57,7 +57,7 @@ def _exchange(need: Need, group: Group, fabric: Fabric, eff: Efficiency) -> Exch
         per_step=per_step,
         algorithm=algorithm,
         time_s=times[algorithm],
-        ring_s=times.get("ring", times[algorithm]),
+        ring_s=times.get("ring", times.get("direct", times[algorithm])),
         bucket_bytes=bucket_bytes,
     )
 

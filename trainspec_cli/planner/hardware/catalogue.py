@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
+from trainspec_cli.json_value import JsonObject
+from trainspec_cli.reading.files import show_kind, unreadable
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
 from trainspec_cli.spec.recipe.model import ModelSpec
@@ -19,16 +22,42 @@ def conf_folders() -> list[Path]:
     return [Path.cwd() / "conf", package / "_data" / "conf", package.parent / "conf"]
 
 
-def _load_group(group: str) -> dict[str, dict[str, Any]]:
-    """Return every option of a group, by file name; the first folder that has one wins. Raises UnreadableFileError."""
+def load_group(group: str) -> dict[str, JsonObject]:
+    """Return every option of a group by file name, with what its `defaults` take from others of the group; the first
+    folder that has one wins. Raises UnreadableFileError."""
     from trainspec_cli.reading.yaml_file import read_yaml  # deferred: `plan` never needs it
 
-    options: dict[str, dict[str, Any]] = {}
+    options: dict[str, JsonObject] = {}
     for folder in conf_folders():
         for path in sorted((folder / group).glob("*.yaml")):
             if path.stem not in options:
-                options[path.stem] = read_yaml(path) or {}
-    return options
+                content = read_yaml(path)
+                if not isinstance(content, dict):
+                    raise unreadable(path, f"holds {show_kind(content)}; `key: value` lines are needed")
+                options[path.stem] = content
+    return {name: _with_defaults(name, options, ()) for name in options}
+
+
+def _with_defaults(name: str, options: Mapping[str, JsonObject], within: tuple[str, ...]) -> JsonObject:
+    """Return an option on top of those of its group that its `defaults` name; `within`: those that lead to it."""
+    own = options[name]
+    entries = own.get("defaults")
+    named = [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
+    whole: JsonObject = {}
+    for entry in named:
+        if entry in options and entry not in (*within, name):
+            whole = _laid_over(whole, _with_defaults(entry, options, (*within, name)))
+    return _laid_over(whole, own)
+
+
+def _laid_over(below: JsonObject, above: JsonObject) -> JsonObject:
+    """Return `above` over `below`, section by section."""
+    whole = {**below}
+    for key, value in above.items():
+        under = whole.get(key)
+        both = isinstance(under, dict) and isinstance(value, dict)
+        whole[key] = _laid_over(cast("JsonObject", under), cast("JsonObject", value)) if both else value
+    return whole
 
 
 def words(label: str) -> tuple[str, ...]:
@@ -40,9 +69,9 @@ def words(label: str) -> tuple[str, ...]:
 def accelerators() -> tuple[AcceleratorSpec, ...]:
     """Return the accelerators without their sources, so that they can be keys."""
     specs = []
-    for values in _load_group("accelerator").values():
+    for values in load_group("accelerator").values():
         known = {key: value for key, value in values.items() if key in AcceleratorSpec.__dataclass_fields__}
-        specs.append(AcceleratorSpec(**{**known, "sources": None}))
+        specs.append(from_plain(AcceleratorSpec, {**known, "sources": None}))
     return tuple(specs)
 
 
@@ -72,8 +101,12 @@ def find_accelerator(label: str) -> AcceleratorSpec | None:
 
 @lru_cache(maxsize=1)
 def models() -> dict[str, ModelSpec]:
-    described = _load_group("model")
-    known = {name: values for name, values in described.items() if values["family"] != "auto"}
+    described = load_group("model")
+    known = {
+        name: {key: value for key, value in values.items() if key != "defaults"}
+        for name, values in described.items()
+        if values.get("family", "auto") != "auto"
+    }
     return {name: from_plain(cast("Any", choose_section(ModelSpec, values)), values) for name, values in known.items()}
 
 

@@ -26,15 +26,44 @@ def latency_s(group: Group, eff: Efficiency) -> float:
 
 
 def all_gather_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
-    """Every rank ends with `total_bytes`. A reduce-scatter of as much takes the same."""
+    """Every rank ends with `total_bytes`."""
     if group.size <= 1 or total_bytes <= 0:
         return 0.0
+    if group.speaks_gloo:
+        return eff.collective_latency_s + gloo_ring_s(group, total_bytes, eff)
     return latency_s(group, eff) + total_bytes * (group.size - 1) / group.size / group.ring_bytes_per_s
 
 
+def gloo_ring_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
+    """Seconds of the steps of gloo's ring, each of which waits for the slowest hop.
+
+    A rank's part goes in two segments. A segment is sent once its receiver has said that it is ready, which it says
+    while the other one is under way; of two ranks this word waits behind the data, in the same connection.
+    """
+    hop_s = _slowest_hop_s(group, eff)
+    steps, sent_s = group.size - 1, total_bytes / group.size / group.ring_bytes_per_s
+    if group.size == 2:
+        return steps * (sent_s + hop_s)
+    return steps * max(sent_s, sent_s / 2 + hop_s) + hop_s
+
+
+def _slowest_hop_s(group: Group, eff: Efficiency) -> float:
+    hops_s = [group.link_latency_s] if group.per_domain > 1 else []
+    hops_s += [latency_s for joined, latency_s in group.spans if joined > 1]
+    return max((eff.hop_latency_s if latency_s is None else latency_s for latency_s in hops_s), default=0.0)
+
+
+def reduce_scatter_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
+    """Every rank ends with its part of the sum of `total_bytes`. On gloo each sends every other one its part, and adds
+    up what it gets (`engine/comm/exchange.py`)."""
+    if not group.speaks_gloo or group.size <= 1 or total_bytes <= 0:
+        return all_gather_s(group, total_bytes, eff)
+    return eff.collective_latency_s + _slowest_hop_s(group, eff) + _spread_s(group, total_bytes, 1)
+
+
 def all_reduce_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
-    """A reduce-scatter and an all-gather."""
-    return 2.0 * all_gather_s(group, total_bytes, eff)
+    """A reduce-scatter, and as much again to bring the parts together."""
+    return 2.0 * reduce_scatter_s(group, total_bytes, eff)
 
 
 def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) -> float:
@@ -45,10 +74,15 @@ def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) 
     """
     if group.size <= 1 or sent_bytes <= 0:
         return 0.0
-    inside = sent_bytes * (group.per_domain - 1) / group.size / (group.link_bytes_per_s * eff.all_to_all)
+    return latency_s(group, eff) + _spread_s(group, sent_bytes, copies, eff.all_to_all)
+
+
+def _spread_s(group: Group, sent_bytes: float, copies: int, link_efficiency: float = 1.0) -> float:
+    """Seconds of the bytes alone, over the narrowest of the tiers."""
+    inside = sent_bytes * (group.per_domain - 1) / group.size / (group.link_bytes_per_s * link_efficiency)
     outside = _crossing_bytes(group, sent_bytes, copies, group.per_domain) / group.nic_bytes_per_s
     beyond = (_crossing_bytes(group, sent_bytes, copies, tier.ranks) / tier.bytes_per_s for tier in group.outer)
-    return latency_s(group, eff) + max(inside, outside, *beyond)
+    return max(inside, outside, *beyond)
 
 
 def _crossing_bytes(group: Group, sent_bytes: float, copies: int, ranks: int) -> float:
@@ -65,7 +99,9 @@ def send_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
     tier, where some neighbours are on both sides of it and all others wait for them."""
     if group.size <= 1:
         return 0.0
-    near = group.nic_bytes_per_s if group.crosses and group.per_domain == 1 else group.link_bytes_per_s
+    near, near_s = group.link_bytes_per_s, group.link_latency_s
+    if group.crosses and group.per_domain == 1:
+        near, near_s = group.nic_bytes_per_s, group.nic_latency_s
     bandwidth = min([near, *(tier.bytes_per_s for tier in group.outer)])
-    slowest_s = max((tier.latency_s or 0.0 for tier in group.outer), default=0.0)
+    slowest_s = max(near_s or 0.0, *(tier.latency_s or 0.0 for tier in group.outer), 0.0)
     return eff.collective_latency_s + slowest_s + message_bytes / bandwidth

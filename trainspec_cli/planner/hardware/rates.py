@@ -18,7 +18,7 @@ class Efficiency:
     """
 
     matmul: float = 0.937
-    """Of the best matmul measured on a chip: clocks under a training load, cold caches."""
+    """Fraction of the best matmul measured on a chip: clocks under a training load, cold caches."""
     matmul_fp8: float = 0.913
     matmul_fp4: float = 0.674
     gemm_memory: float = 0.472
@@ -26,7 +26,7 @@ class Efficiency:
     kernel_s: float = 6.38e-06
     """Ramp-up and tail of one kernel on the device."""
     tail_waves: float = 0.466
-    """Of a wave of tiles, idle at the end of a matrix product."""
+    """Fraction of a wave of tiles that is idle at the end of a matrix product."""
     misalignment: float = 0.36
     """Rate lost each time a matrix dimension's largest power of two halves below 64 elements (tensor-core tiles)."""
     attention_forward: float = 0.694
@@ -37,7 +37,7 @@ class Efficiency:
     exponentials: float = 0.497
     """Part of attention's exponentials that its products do not hide."""
     memory: float = 0.877
-    """Of the memory bandwidth, in element-wise kernels."""
+    """Fraction of the memory bandwidth that element-wise kernels reach."""
     cache_reuse: float = 0.372
     """Part of the memory traffic that a cache much larger than the tensors saves."""
     elementwise: float = 1.11
@@ -77,13 +77,13 @@ class Efficiency:
     jitter: float = 0.0103
     """Step time added by waiting for the slowest, for each doubling of the devices."""
     optimizer_passes: float = 1.22
-    """Of the optimizer's traffic of memory, over its ideal."""
+    """Memory traffic of the optimizer over its ideal."""
     step_s: float = 0.02
     """Host work between steps: clipping, logging, the data loader's hand-over."""
     step_graphed_s: float = 0.00441
     """The same where launches are replayed."""
     bubble: float = 0.898
-    """Of the ideal pipeline bubble."""
+    """The pipeline bubble over its ideal."""
     conv: float = 0.886
     """Convolutions' rate over that of a matrix product of the same size."""
     conv_memory: float = 1.02
@@ -95,7 +95,7 @@ class Efficiency:
 
 def sustained_fraction(chip: AcceleratorSpec) -> float:
     """Best large matmul over the bf16 peak: as measured, else 0.8, less where board power is short for the peak."""
-    if chip.matmul_bf16_tflops:
+    if chip.matmul_bf16_tflops and chip.bf16_tflops:
         return chip.matmul_bf16_tflops / chip.bf16_tflops
     if not chip.tdp_w or not chip.bf16_tflops:
         return 0.75
@@ -104,7 +104,7 @@ def sustained_fraction(chip: AcceleratorSpec) -> float:
 
 
 EXPONENTIALS_PER_FLOP = 1 / 250
-"""Of a chip whose exponential rate is not described, over its bf16 peak (H100: 16 a clock a multiprocessor)."""
+"""Exponential rate of a chip whose rate is not described, over its bf16 peak (H100: 16 a clock a multiprocessor)."""
 
 
 def exponentials_per_s(chip: AcceleratorSpec) -> float:

@@ -1,4 +1,4 @@
-"""Which links the ranks of a mesh axis speak over."""
+"""The links that the ranks of a mesh axis speak over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
 from trainspec_cli.spec.recipe.layout import Layout
 
 NIC_KIND_RATIO = {"infiniband": 1.0, "roce": 0.92, "efa": 0.8, "omnipath": 0.8, "ethernet": 0.6}
-"""What a collective reaches over each kind of network, over InfiniBand."""
+"""Bandwidth that a collective reaches over each kind of network, relative to InfiniBand."""
 
 
 def network_bytes_per_s(gbit_per_s: float, kind: str, eff: Efficiency) -> float:
@@ -25,12 +25,12 @@ class NetworkTier:
 
     name: str
     devices: int
-    """Below one element of it."""
+    """Devices below one element of the tier."""
     gbit_per_s: float
     """A device's share of it, one direction, oversubscription taken off."""
     kind: str = "infiniband"
     latency_s: float | None = None
-    """Of a message that crosses it; None: the planner's own hop."""
+    """Latency of a message that crosses the tier; None: the planner's own hop."""
 
     def bytes_per_s(self, eff: Efficiency) -> float:
         return network_bytes_per_s(self.gbit_per_s, self.kind, eff)
@@ -53,8 +53,13 @@ class Fabric:
     described: tuple[NetworkTier, ...] = ()
     """The network's tiers, innermost first; the last reaches every device. Empty: the NICs reach every device."""
     link_latency_s: float | None = None
-    """Of a message inside a scale-up domain; None: the planner's own hop."""
+    """Latency of a message inside a scale-up domain; None: the planner's own hop."""
     name: str = ""
+
+    @property
+    def speaks_gloo(self) -> bool:
+        """Return whether collectives are gloo's, as between CPUs."""
+        return self.chip.vendor == "cpu"
 
     @property
     def network(self) -> tuple[NetworkTier, ...]:
@@ -67,9 +72,9 @@ class Crossing:
     """A tier beyond the first network tier, as a group of ranks uses it that lies on both sides."""
 
     ranks: int
-    """Of the group, inside one element of the tier below."""
+    """Ranks of the group inside one element of the tier below."""
     bytes_per_s: float
-    """Of one device."""
+    """Bandwidth of one device."""
     latency_s: float | None = None
 
 
@@ -82,11 +87,14 @@ class Group:
     """Ranks of the group inside one scale-up domain."""
     link_bytes_per_s: float
     nic_bytes_per_s: float
-    """Of one device."""
+    """Bandwidth of one device to other nodes."""
     outer: tuple[Crossing, ...] = ()
     """Tiers beyond the first network tier that the group crosses, innermost first."""
     link_latency_s: float | None = None
     nic_latency_s: float | None = None
+    speaks_gloo: bool = False
+    """gloo has no tree, each step of its rings waits for the slowest hop, and its reduce-scatter is an all-reduce of
+    which a rank keeps its part."""
 
     @property
     def domains(self) -> int:
@@ -122,18 +130,25 @@ def group_of(fabric: Fabric, size: int, stride: int, eff: Efficiency) -> Group:
 
 def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Efficiency) -> Group:
     """`size` ranks; `inside` says how many of them an element of so many devices holds."""
-    per_domain = inside(fabric.scaleup_devices)
+    per_domain, gloo = inside(fabric.scaleup_devices), fabric.speaks_gloo
     link = link_bytes_per_s(fabric.chip, fabric.link_gb_per_s, per_domain, eff)
     if not fabric.described:
-        return Group(size, per_domain, link, network_bytes_per_s(fabric.nic_gbit_per_s, fabric.nic_kind, eff))
+        network = network_bytes_per_s(fabric.nic_gbit_per_s, fabric.nic_kind, eff)
+        return Group(size, per_domain, link, network, speaks_gloo=gloo)
     first, *others = fabric.described
     below, outer = first, []
     for tier in others:
         ranks = inside(below.devices)
         if size > ranks:
-            outer.append(Crossing(ranks, tier.bytes_per_s(eff), tier.latency_s))
+            outer.append(Crossing(ranks, tier.bytes_per_s(eff), _hop_s(fabric, tier.latency_s)))
         below = tier
-    return Group(size, per_domain, link, first.bytes_per_s(eff), tuple(outer), fabric.link_latency_s, first.latency_s)
+    hops_s = _hop_s(fabric, fabric.link_latency_s), _hop_s(fabric, first.latency_s)
+    return Group(size, per_domain, link, first.bytes_per_s(eff), tuple(outer), *hops_s, gloo)
+
+
+def _hop_s(fabric: Fabric, latency_s: float | None) -> float | None:
+    """Return the latency of one step over a link: gloo sends once the receiver has said that it is ready."""
+    return 2 * latency_s if latency_s is not None and fabric.speaks_gloo else latency_s
 
 
 def ranks_inside(devices: int, size: int, stride: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainspec_cli.spec.results.plan import Plan
 
 FEEDBACK_BYTES = 2 * 2
-"""Of a value: in bf16, as of the last update and as of the step that is being made."""
+"""Bytes of a value: in bf16, as of the last update and as of the step that is being made."""
 
 
 def feedback_bytes(plan: Plan) -> float:

@@ -28,23 +28,24 @@ class MemoryModel:
     group_bytes: float = 0.3 * GIB
     """Buffers of one communicator (NCCL's channels)."""
     fragmentation: float = 0.25
-    """Of the allocator's activations and temporaries."""
+    """Memory lost to fragmentation, as a fraction of the allocator's activations and temporaries."""
     states_fragmentation: float = 0.04
-    """Of parameters, gradients and optimizer states: allocated once, rounded up to whole blocks."""
+    """The same of parameters, gradients and optimizer states: allocated once, rounded up to whole blocks."""
     logit_bytes: float = 10.0
     """A logit: 2 in the compute format, 4 in the loss, 4 its gradient before it is cast back."""
     logit_bytes_eager: float = 12.0
     """And that cast."""
     reuse: float = 0.5
-    """Of what the backward frees, as far as the optimizer's temporaries fit into its blocks."""
+    """Fraction of the memory freed by the backward that is used again, as far as the optimizer's temporaries fit into
+    its blocks."""
     reserve: float = 0.06
-    """Of everything, added: runs of one configuration differ by that much (published pairs: 2 to 15%), and a plan
-    that is under ends out of memory where one that is over wastes a little."""
+    """Fraction of the whole that is added: runs of one configuration differ by that much (published pairs: 2 to 15%),
+    and a plan that is under ends out of memory where one that is over wastes a little."""
 
 
 DEFAULT_MEMORY = MemoryModel()
 USABLE = 0.97
-"""Of a device's memory, before allocation fails or thrashes."""
+"""Fraction of a device's memory that can be used before allocation fails or thrashes."""
 
 
 def memory_limit_bytes(chip: AcceleratorSpec) -> float:
@@ -63,7 +64,7 @@ class LayerMemory:
     working_bytes: float
     """Live while the layer itself runs."""
     output_bytes: float
-    """What it hands to the next."""
+    """Bytes of its output, which it hands to the next."""
 
 
 def saved_of(work: Work, setup: Setup) -> float:

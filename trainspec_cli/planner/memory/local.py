@@ -12,8 +12,8 @@ from trainspec_cli.spec.results.probe import MachineProbe
 LOSS_BYTES_A_LOGIT = 22
 """fp32 logits, softmax, target and gradient, with one more between them (5 x 4), and logits in the compute format."""
 SPEED_TEST_BYTES = {"bf16": 8 * 2048**2, "fp32": 12 * 2048**2}
-"""Of the matrices by which a worker measures what its device can do at best. Freed before the first step, they are
-cut up by what lasts, and no later block of that size lies there."""
+"""Bytes of the matrices by which a worker measures what its device can do at best. Freed before the first step, they
+are cut up by what lasts, and no later block of that size lies there."""
 
 
 def peak_memory(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[str, float]:

@@ -40,7 +40,7 @@ def next_state(state: PathState, event: PathEvent) -> PathState:
 
 
 class PathCounts:
-    """How many paths are in each state, of all queue pairs together: so many events move so many."""
+    """The number of paths in each state, of all queue pairs together: so many events move so many."""
 
     def __init__(self, good: int):
         self.paths: dict[PathState, int] = {"good": good, "skip": 0, "denied": 0, "assumed_bad": 0}

@@ -33,13 +33,13 @@ class Failure:
     for_s: float
     plane: int = 0
     nic: int = 0
-    """For a port or a transceiver; its T0 switch is the one that it hangs on."""
+    """The NIC of a port or a transceiver; its T0 switch is the one that it hangs on."""
     t0: int = 0
-    """For a link or a T0 switch."""
+    """The T0 switch, or that of a link."""
 
 
 class SprayedFabric:
-    """Which parts are down, and the speed that is left."""
+    """The parts of a fabric that are down, and the speed that is left."""
 
     def __init__(self, spec: PlanesSpec, nics: int):
         self.spec, self.nics = spec, nics

@@ -9,8 +9,8 @@ from itertools import pairwise
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import estimate_step
-from trainspec_cli.policy.batch import run_phases, schedule_batches
-from trainspec_cli.policy.division import micro_batches_of
+from trainspec_cli.policy.batch.batch_schedule import run_phases, schedule_batches
+from trainspec_cli.policy.batch.division import micro_batches_of
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.forecast import BatchForecast
 from trainspec_cli.spec.results.prediction import Candidate, SizedStep, StepTime
@@ -28,7 +28,7 @@ class RunWork:
     """The mean step."""
     step_time_s: float
     batches: tuple[BatchForecast, ...] = ()
-    """By size; empty where the batch is constant, or nobody knows yet how it will change."""
+    """The steps of each size; empty where the batch is constant, or nobody knows yet how it will change."""
 
     @property
     def work_s(self) -> float:

@@ -22,7 +22,7 @@ class Occupation:
     busy: float
     """It computes."""
     waiting: float
-    """For a collective, a pipeline stage, data or a checkpoint."""
+    """Fraction of the time that is spent waiting for a collective, a pipeline stage, data or a checkpoint."""
     idle: float
     """The job is down."""
 
@@ -121,7 +121,8 @@ def expect_carbon(cluster: ClusterSpec, energy: Interval | None) -> Interval | N
 def expect_money(
     cluster: ClusterSpec, devices: int, wall_time_s: Interval, energy: Interval | None
 ) -> tuple[Interval | None, dict[str, float]]:
-    """-> the price and its parts; None where none is known. Spare nodes that stand by are paid for too."""
+    """-> the price and its parts; None where none is known, or the energy of machines that are owned. Spare nodes that
+    stand by are paid for too."""
     spares = (cluster.reliability.spare_nodes or 0) * devices / cluster.num_nodes
     paid_devices = devices + spares
     if cluster.cost.owned:
@@ -147,12 +148,12 @@ def rental_price(cluster: ClusterSpec) -> float:
 def _expect_ownership(
     cluster: ClusterSpec, devices: float, wall_time_s: Interval, energy: Interval | None
 ) -> tuple[Interval | None, dict[str, float]]:
-    if cluster.cost.device_price_usd is None:
+    if cluster.cost.device_price_usd is None or energy is None:
         return None, {}
     keys = ("device_price_usd", "useful_years", "utilisation", "operation_ratio")
     known = cluster.cost.known_within
     inputs = {key: within(getattr(cluster.cost, key), known.get(key, 1)) for key in keys}
-    inputs |= {"wall_s": wall_time_s, "energy": energy or Interval(0, 0, 0)}
+    inputs |= {"wall_s": wall_time_s, "energy": energy}
 
     def parts(of: Mapping[str, float]) -> dict[str, float]:
         bought = replace(

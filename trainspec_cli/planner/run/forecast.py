@@ -14,7 +14,7 @@ from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.batches import expect_work
 from trainspec_cli.planner.run.cost import expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.planner.run.uncertainty import propagate, within
-from trainspec_cli.policy import cadence, reliability
+from trainspec_cli.policy.recovery import cadence, reliability
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.resilience import RecoveryMode, ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -37,21 +37,23 @@ STORAGE_SOURCE = "a node, to checkpoint storage; BLOOM wrote 2.3 TB in 40 s from
 
 
 def forecast_run(
-    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, elastic: Candidate | None = None
+    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, other: Candidate | None = None
 ) -> RunForecast:
     """Expect what `candidate` makes of the recipe, from its first step to its last.
 
-    `elastic`: the same work in replica groups, to set beside it. Raises RecipeError for a run that failures never let
-    end.
+    `other`: the best layout of the other way of recovering, to set beside it; None: `candidate` itself, where it can
+    recover so. Raises RecipeError for a run that failures never let end.
     """
     wanted, *alternatives = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
     chosen = expect_goodput(spec, plan, candidate, wanted)
     if chosen is None:
         raise RecipeError(_endless(spec, plan))
-    others = [useful for mode in alternatives if (useful := expect_goodput(spec, plan, candidate, mode))]
-    if elastic is not None:
-        useful = expect_goodput(spec, plan, elastic, replace(spec.resilience, mode="elastic"))
-        others += [replace(useful, layout=elastic.layout.describe())] if useful else []
+    if other is not None:
+        alternatives = [other_recovery(spec.resilience)]
+    beside = other or candidate
+    others = [useful for mode in alternatives if (useful := expect_goodput(spec, plan, beside, mode))]
+    if beside.layout != candidate.layout:
+        others = [replace(useful, layout=beside.layout.describe()) for useful in others]
     work = expect_work(spec, candidate)
     inputs = {"step_time_s": within(work.step_time_s, STEP_TIME_KNOWN_WITHIN), "goodput": chosen.goodput}
     wall_time_s = propagate(lambda of: work.steps * of["step_time_s"] / of["goodput"], inputs)
@@ -79,8 +81,12 @@ def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[Resilie
     """Return what the run does about failures, and what it could do instead. One replica group can only restart."""
     if replica_groups == 1:
         return (replace(wanted, mode="restart"),)
+    return wanted, other_recovery(wanted)
+
+
+def other_recovery(wanted: ResilienceSpec) -> ResilienceSpec:
     other: RecoveryMode = "elastic" if wanted.mode == "restart" else "restart"
-    return wanted, replace(wanted, mode=other)
+    return replace(wanted, mode=other)
 
 
 def _endless(spec: RunSpec, plan: CapacityPlan) -> Problem:
@@ -136,7 +142,8 @@ def describe_job(
     if steps is None or steps == AUTO:
         mtbf_s = reliability.job_mtbf_s(spec.cluster.reliability, plan.world_size)
         rollback_s = reliability.rollback_mtbf_s(resilience, spec.cluster.reliability, mtbf_s, groups)
-        best_s = cadence.checkpoint_interval_s(saving.blocked_s, saving.written_s, rollback_s)
+        interval_of = cadence.auto_interval_s if steps == AUTO else cadence.checkpoint_interval_s
+        best_s = interval_of(saving.blocked_s, saving.written_s, rollback_s)
         steps = cadence.checkpoint_interval_steps(min(best_s, work.work_s), work.step_time_s)
     return goodput.SimulatedJob(
         work_s=work.work_s,
@@ -161,7 +168,7 @@ class CheckpointTimes:
     blocked_s: float
     """Training waits this long: until it is written, or (`checkpoint.mode=async`) copied to host memory."""
     written_s: float
-    """Until it is whole on disk; reading it back takes as long."""
+    """The time until it is whole on disk; reading it back takes as long."""
 
 
 def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> CheckpointTimes:
@@ -174,9 +181,9 @@ def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> CheckpointTimes:
 
 def _notes(spec: RunSpec, candidate: Candidate, useful: Goodput) -> list[str]:
     notes = []
-    if spec.checkpoint.interval_steps in (None, AUTO):
-        left_open, best = spec.checkpoint.interval_steps or "null", useful.checkpoint_interval_steps
-        notes.append(f"checkpoint.interval_steps is {left_open}; this counts on {best}, the best interval")
+    if spec.checkpoint.interval_steps is None:
+        best = useful.checkpoint_interval_steps
+        notes.append(f"checkpoint.interval_steps is null; this counts on {best}, the best interval")
     if spec.resilience.mode == "elastic" and candidate.layout.dp_replicate == 1:
         notes.append("resilience.mode=elastic needs layout.dp_replicate above 1: one group alone restarts")
     if spec.batching.schedule.kind == "noise":

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from trainspec_cli.policy import recovery, reliability, run_state
+from trainspec_cli.policy.recovery import recovery, reliability, run_state
 from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
@@ -36,7 +36,7 @@ class SimulatedJob:
     interval_s: float
     """Work between checkpoints."""
     blocked_s: float
-    """For which a checkpoint holds training up."""
+    """The time for which a checkpoint holds training up."""
     written_s: float
     """After which it is whole, counted from its start."""
     state_bytes_per_device: float

@@ -7,7 +7,7 @@ from typing import Literal
 
 from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
-from trainspec_cli.policy.division import micro_batches_of
+from trainspec_cli.policy.batch.division import micro_batches_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
@@ -18,7 +18,7 @@ from trainspec_cli.spec.rules.elastic import wanted_groups
 from trainspec_cli.spec.rules.engine import check_built
 
 TRIED = 64
-"""Of the fastest layouts; the planner knows some that the engine does not run."""
+"""The number of the fastest layouts that are tried; the planner knows some that the engine does not run."""
 
 
 def is_searched(spec: RunSpec, machine: Machine, device: str) -> bool:

@@ -2,12 +2,15 @@
 
 A bound that no layout can beat (its mean stage's work, without bubble, data-parallel traffic or optimizer) drops those
 that cannot enter the shown ones, before their memory is looked at where the layer's times are already known; memory
-drops others, layers cut evenly; what is left is predicted in full, layers cut by their time.
+drops others, layers cut evenly; what is left is predicted in full, layers cut by their time. Layouts are ranked by the
+step to expect with the probability that they fit (`memory/fit.py`); the safest of those that are not much slower than
+the first are kept beside them.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from trainspec_cli.planner.cut import cut, is_open, mean_times
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
+from trainspec_cli.planner.memory.fit import SURELY, expected_step_s, fit_probability
 from trainspec_cli.planner.memory.frameworks import LayerMemory, mean_layer_memory, memory_limit_bytes, peak_of
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
@@ -27,9 +31,13 @@ from trainspec_cli.planner.time.step import (
     recompute_part_s,
     waiting_share,
 )
-from trainspec_cli.policy.division import micro_batches_of
+from trainspec_cli.policy.batch.division import micro_batches_of
 from trainspec_cli.spec.recipe.layout import Layout
 
+ABOUT = 1.1
+"""A layout is about as fast as another whose step is this much shorter at most."""
+SAFEST = 4
+"""Safest layouts that are kept, since which of them fit is seen when every tensor is counted."""
 TOO_LARGE = "memory"
 SLOWER = "slower than those shown"
 
@@ -42,42 +50,58 @@ class Estimated:
     peak_bytes: float
 
 
+Ranked = list[tuple[tuple[float, ...], int, Estimated]]
+"""A heap of layouts, the worst first: (rank, order of finding, layout)."""
+
+
 @dataclass
 class Search:
-    """Ranks layouts of `template`'s model on its fabric. Keeps the `keep` fastest that fit."""
+    """Ranks layouts of `template`'s model on its fabric. Keeps the `keep` that fit with the shortest expected step."""
 
     template: Setup
     softwares: dict[bool, Software]
-    """By whether parameters are sharded (ZeRO-3)."""
+    """The software, by whether parameters are sharded (ZeRO-3)."""
     recomputes: tuple[str, ...]
     offloads: tuple[bool, ...]
     eff: Efficiency
     keep: int = 10
     layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
-    """Of a layer under a recomputation."""
+    """Returns the memory of a layer under a recomputation."""
     samples: int | None = None
-    """Of the step that layouts are ranked by; None: of the run's first, which the space divides."""
+    """Samples of the step that layouts are ranked by; None: of the run's first, which the space divides."""
     slack: float = 1.0
-    """Of the limit: what is over by less may fit when it is counted more closely."""
+    """Factor of the limit: a layout that is over by less may fit when it is counted more closely."""
+    start_s: float = 0.0
+    """Seconds of a start in vain over the steps of the run."""
     considered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     smallest: Estimated | None = None
-    """Of all, fitting or not: what to say when none fits."""
+    """The layout that takes the least memory, fitting or not, to be named when none fits."""
 
     def run(self, space: Space) -> list[Estimated]:
-        self._limit = self.slack * memory_limit_bytes(self.template.fabric.chip)
+        """Return the best, best first."""
+        self._usable = memory_limit_bytes(self.template.fabric.chip)
+        self._limit = self.slack * self._usable
         self._parts: dict[tuple[object, ...], MicroBatch] = {}
         self._memory: dict[tuple[object, ...], LayerMemory] = {}
-        best: list[tuple[float, int, Estimated]] = []
+        self._best: Ranked = []
+        self._safest: Ranked = []
+        self._least_s = math.inf
         for layout, micro, accum in space.layouts():
             base = self._setup(layout, micro, accum)
             for offload in self.offloads:
                 for name in self.recomputes:
                     setup = replace(base, recompute=RECOMPUTE[name], offload_optimizer=offload)
-                    if self._try(setup, name, best):
-                        break  # heavier recomputation of a layout that fits is only slower
+                    if self._try(setup, name):
+                        break  # heavier recomputation of a layout that surely fits is only slower
         self.refused.update(space.refused)
-        return [found for _, _, found in sorted(best, key=lambda item: (-item[0], item[1]))]
+        return _in_order(self._best)
+
+    @property
+    def safest(self) -> list[Estimated]:
+        """Layouts that fit most probably of those about as fast as the best, the safest first; of those that surely
+        fit, the fastest."""
+        return _in_order(self._safest)
 
     def _setup(self, layout: Layout, micro: int, accum: int) -> Setup:
         sharded = layout.shards_parameters
@@ -91,11 +115,11 @@ class Search:
             software=self.softwares[sharded],
         )
 
-    def _try(self, setup: Setup, recompute: str, best: list[tuple[float, int, Estimated]]) -> bool:
-        """-> whether heavier recomputation is no use: this fits, or is already too slow."""
+    def _try(self, setup: Setup, recompute: str) -> bool:
+        """-> whether heavier recomputation is no use: this surely fits, or is already too slow."""
         self.considered += 1
         known = self._parts.get(part_key(setup))
-        if known is not None and self._too_slow(setup, known, best):
+        if known is not None and self._too_slow(setup, known):
             return True
         peak = peak_of(setup, self._layer_memory(setup, recompute))
         if peak > self._limit:
@@ -104,16 +128,25 @@ class Search:
                 self.smallest = Estimated(setup, recompute, 0.0, peak)
             return False
         once = self._micro_batch(setup)
-        if known is None and self._too_slow(setup, once, best):
+        if known is None and self._too_slow(setup, once):
             return True
-        step = self._step_s(setup, once)
-        entry = (-step, -self.considered, Estimated(setup, recompute, step, peak))
-        if len(best) < self.keep:
-            heapq.heappush(best, entry)
-            return True
-        self.refused[SLOWER] += 1
-        heapq.heappushpop(best, entry)
-        return True
+        step_s = self._step_s(setup, once)
+        self._keep(Estimated(setup, recompute, step_s, peak))
+        return fit_probability(peak, self._usable) >= SURELY
+
+    def _keep(self, found: Estimated) -> None:
+        """Take a layout up among the best, and among the safest, where it is one of them."""
+        probability = fit_probability(found.peak_bytes, self._usable)
+        expected_s = expected_step_s(found.step_time_s, probability, self.start_s)
+        self._least_s = min(self._least_s, expected_s)
+        self.refused[SLOWER] += len(self._best) == self.keep
+        self._push(self._best, self.keep, (-expected_s,), found)
+        if found.step_time_s <= ABOUT * self._least_s:
+            self._push(self._safest, SAFEST, (min(probability, SURELY), -found.step_time_s), found)
+
+    def _push(self, heap: Ranked, size: int, rank: tuple[float, ...], found: Estimated) -> None:
+        push = heapq.heappush if len(heap) < size else heapq.heappushpop
+        push(heap, (rank, -self.considered, found))
 
     def _step_s(self, setup: Setup, once: MicroBatch) -> float:
         """Seconds of a step, its layers cut into stages as if they were all the average one."""
@@ -122,10 +155,22 @@ class Search:
             setup = replace(setup, layout=cut(mean_times(once, setup), setup.layout))
         return assemble_step(setup, once, groups, self.eff).total_s
 
-    def _too_slow(self, setup: Setup, once: MicroBatch, best: list[tuple[float, int, Estimated]]) -> bool:
-        slow = len(best) == self.keep and self._bound(setup, once) >= -best[0][0]
+    def _too_slow(self, setup: Setup, once: MicroBatch) -> bool:
+        """Whether a layout is neither one of the best, nor one of the safest that are about as fast."""
+        slow = len(self._best) == self.keep and self._bound(setup, once) >= max(self._worst_s(), self._slowest_safe_s())
         self.refused[SLOWER] += slow
         return slow
+
+    def _worst_s(self) -> float:
+        return -self._best[0][0][0]
+
+    def _slowest_safe_s(self) -> float:
+        """Return the step beyond which no layout is wanted for being safe."""
+        about_s = ABOUT * self._least_s
+        if len(self._safest) < SAFEST:
+            return about_s
+        probability, negative_s = self._safest[0][0]
+        return about_s if probability < SURELY else min(about_s, -negative_s)
 
     def _bound(self, setup: Setup, once: MicroBatch) -> float:
         """No schedule is faster than the mean stage's own work, waiting for the slowest device included."""
@@ -146,6 +191,11 @@ class Search:
         if key not in self._memory:
             self._memory[key] = self.layer_memory(setup, recompute)
         return self._memory[key]
+
+
+def _in_order(heap: Ranked) -> list[Estimated]:
+    """Return the layouts of a heap, best first; of equal ones the first that was found."""
+    return [found for _, _, found in sorted(heap, key=lambda item: item[:2], reverse=True)]
 
 
 def part_key(setup: Setup) -> tuple[object, ...]:

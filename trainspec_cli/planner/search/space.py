@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from trainspec_cli.policy.division import count_micro_batches, turns_of
+from trainspec_cli.policy.batch.division import count_micro_batches, turns_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule, ZeroStage
 from trainspec_cli.spec.recipe.model import ModelSpec
@@ -145,6 +145,12 @@ class Space:
         sizes = [size for size in divisors(per_stage) if size > 1] if wanted == AUTO else [int(wanted)]
         legal = [size for size in sizes if pp * size <= layers]
         return legal[:4] if self._keep(legal != [], "more pipeline stages than layers") else ()
+
+
+def open_layout(spec: RunSpec) -> LayoutSpec:
+    """Every axis left open."""
+    wide = replace(spec.layout, dp_replicate=AUTO, dp_shard=AUTO, cp=AUTO, tp=AUTO, pp=AUTO, ep=AUTO)
+    return replace(wide, zero_stage=AUTO, pipeline_schedule=AUTO, virtual_stages=AUTO)
 
 
 def stages_of(wanted: LayoutSpec, shard: int, replicate: int) -> Sequence[ZeroStage]:

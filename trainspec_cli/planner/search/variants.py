@@ -1,23 +1,20 @@
-"""A run planned other than as asked: on fewer nodes, with spares, or in replica groups."""
+"""A run planned other than as asked: on fewer nodes, with spares, or with the other way of recovering."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, find_fastest, plan_capacity
+from trainspec_cli.planner.capacity import describe_fabric, plan_capacity
+from trainspec_cli.planner.run.forecast import other_recovery
 from trainspec_cli.planner.search.space import Space
-from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 
 ODD_PARTS = (1, 3, 5, 7, 9, 11, 13, 15)
 """Device counts that are tried are a power of two times one of these, which pipeline stages or the batch may take."""
 TRIED = 4
-PINNED = ("cp", "tp", "pp", "ep", "etp", "pipeline_schedule", "virtual_stages")
-"""What replica groups keep of a layout."""
 
 
 def plan_on_what_divides(spec: RunSpec, machine: Machine | None = None) -> tuple[RunSpec, CapacityPlan]:
@@ -60,23 +57,14 @@ def _note(spec: RunSpec, changed: RunSpec) -> str:
     )
 
 
-def in_replica_groups(spec: RunSpec, machine: Machine | None, best: Candidate) -> Candidate | None:
-    """`best` with its data parallelism cut into groups that each hold the whole state, the fastest that fits.
+def plan_other_recovery(spec: RunSpec, machine: Machine | None) -> Candidate | None:
+    """Return the best layout of the same run where it recovers the other way: in replica groups that shrink and heal
+    (`resilience=elastic`), or by a restart of all.
 
-    None where it is in groups already, there is one node alone, or no group holds the state.
+    What the recipe leaves open is searched again: each way has a best layout of its own. None on one node, where the
+    recipe wants no recovery, and where nothing fits.
     """
-    if spec.resilience.mode != "restart" or best.layout.dp_replicate > 1 or spec.cluster.num_nodes == 1:
+    if spec.resilience.mode == "none" or spec.cluster.num_nodes == 1:
         return None
-    pinned = replace(
-        spec,
-        layout=_open_data_parallelism(spec.layout, best),
-        recompute=best.recompute,  # type: ignore[arg-type]
-        batching=replace(spec.batching, micro_batch_size=best.micro_batch_size),
-        resilience=replace(spec.resilience, mode="elastic"),
-    )
-    return find_fastest(pinned, describe_fabric(pinned.cluster, machine), efficiency_of(pinned.cluster))
-
-
-def _open_data_parallelism(wanted: LayoutSpec, best: Candidate) -> LayoutSpec:
-    pinned = {name: getattr(best.layout, name) for name in PINNED}
-    return replace(wanted, dp_replicate=AUTO, dp_shard=AUTO, zero_stage=AUTO, **pinned)
+    best = plan_capacity(replace(spec, resilience=other_recovery(spec.resilience)), machine).best
+    return best if best and best.fits else None

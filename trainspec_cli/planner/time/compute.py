@@ -34,7 +34,7 @@ class Rates:
 
     matmul: float
     plain_matmul: float
-    """In the compute format."""
+    """Rate of matrix products in the compute format."""
     memory: float
     exponentials: float
     load_store: float
@@ -42,7 +42,7 @@ class Rates:
     element_bytes: float
     wide_element_bytes: float
     generation: int
-    """Of its tensor cores, as attention kernels are written for them: 2 Ampere's, 3 Hopper's, 4 Blackwell's."""
+    """Generation of its tensor cores, as attention kernels are written for them: 2 Ampere, 3 Hopper, 4 Blackwell."""
 
 
 @lru_cache(maxsize=512)

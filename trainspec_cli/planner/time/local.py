@@ -16,11 +16,12 @@ from trainspec_cli.spec.recipe.comm import WireFormat
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.model_parts import loss_chunk_tokens
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import PlannedLink
 from trainspec_cli.spec.results.probe import PROBED_HEAD_SIZES, PROBED_HEADS, PROBED_TOKENS, Curve, MachineProbe
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 CAST_BYTES = 6.0
-"""That a cast from fp32 to bf16 moves through memory, a value."""
+"""Bytes that a cast from fp32 to bf16 moves through memory, a value."""
 
 
 def block_matrices(model: DecoderModel) -> tuple[int, ...]:
@@ -162,14 +163,32 @@ def collectives_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> float
     )
 
 
+def planned_links(plan: Plan, model: DecoderModel, probe: MachineProbe) -> tuple[PlannedLink, ...]:
+    """Return the links of the data-parallel axes that have several ranks."""
+    params, layout, links = max(unit_params(plan, model)), plan.layout, []
+    if layout.dp_shard > 1:
+        gathered_bytes = params * COMPUTE_BYTES[plan.compute]
+        rate = _sent(gathered_bytes, layout.dp_shard) / probe.all_gather.at(gathered_bytes)
+        links.append(PlannedLink("dp_shard", rate))
+    if layout.dp_replicate > 1:
+        summed_bytes = params / layout.dp_shard * COMPUTE_BYTES[plan.spec.precision.reduce]
+        rate = 2 * _sent(summed_bytes, layout.dp_replicate) / probe.all_reduce.at(summed_bytes)
+        links.append(PlannedLink("dp_replicate", rate))
+    return tuple(links)
+
+
+def _sent(whole_bytes: float, ranks: int) -> float:
+    """Return what each of so many ranks sends in a ring that brings all to all."""
+    return whole_bytes * (ranks - 1) / ranks
+
+
 def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_block: bool) -> float:
     layout, seconds = plan.layout, 0.0
     reduced_bytes = params * COMPUTE_BYTES[plan.spec.precision.reduce]
     if layout.dp_shard > 1:
-        again = is_block and layout.zero_stage == 3  # freed after its forward, and gathered again in the backward
-        seconds += (
-            plan.grad_accum_steps * (2 if again else 1) * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
-        )
+        again = is_block  # freed after its forward, and gathered again in the backward
+        gatherings = 1 if layout.keeps_parameters else plan.grad_accum_steps * (2 if again else 1)
+        seconds += gatherings * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
         exchanges = plan.grad_accum_steps if layout.exchanges_every_backward else 1
         seconds += exchanges * _reduce_s(plan.comm.gradients, params, reduced_bytes, probe)
     if layout.dp_replicate > 1 and plan.comm.gradients == "full":

@@ -22,7 +22,7 @@ from trainspec_cli.planner.time.step import (
     recompute_part_s,
     waiting_share,
 )
-from trainspec_cli.policy.speeds import Speed
+from trainspec_cli.policy.scheduling.speeds import Speed
 
 Tier = Literal["scaleup", "network"]
 """The links inside a scale-up domain, and those between such domains."""
@@ -36,7 +36,7 @@ class StageTime:
     scaleup: Speed
     """Exchanges inside layers (tensor, context, expert parallelism) over the links of a scale-up domain."""
     network: Speed
-    """Those that cross domains."""
+    """Exchanges that cross domains."""
     launch_s: float
     """Launching the kernels takes so long: the stage is never faster."""
 
@@ -56,9 +56,9 @@ class StepParts:
     """Activations between stages, of each micro-batch."""
     sends_tier: Tier
     gradients_each_s: float
-    """What the data-parallel ranks exchange for each micro-batch."""
+    """Seconds of the data-parallel ranks' exchanges for each micro-batch."""
     gradients_once_s: float
-    """What they exchange once a step."""
+    """Seconds of their exchanges once a step."""
     gradients_tier: Tier
     rest_s: float
     """The optimizer, and between steps."""

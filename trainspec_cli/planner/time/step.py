@@ -91,7 +91,7 @@ class MicroBatch:
 
     kinds: tuple[LayersPart, ...]
     before: tuple[tuple[int, ...], ...]
-    """For each kind, how many of its layers stand before each layer, and in the whole model."""
+    """The number of layers of each kind that stand before each layer, and in the whole model."""
     embedding: LayersPart
     head: LayersPart
     rates: Rates
@@ -118,7 +118,7 @@ class MicroBatch:
         return tuple(sum(before[stage.stop] - before[stage.start] for stage in stages) for before in self.before)
 
     def layers(self, numbers: Sequence[int]) -> LayersPart:
-        """So many layers of each kind."""
+        """Return the part with so many layers of each kind."""
         total = LayersPart()
         for part, number in zip(self.kinds, numbers, strict=True):
             total = total.plus(part, number)
@@ -236,20 +236,8 @@ def own_work_s(part: LayersPart) -> float:
 
 
 def bubble_s(stage_s: Sequence[float], layout: Layout) -> float:
-    """Time a step's slowest stage waits while the pipeline fills and drains.
-
-    1F1B and GPipe: the other stages' one micro-batch; interleaved divides it by the chunks a stage holds
-    (arXiv:2104.04473); ZB-H1 fills it with weight gradients down to a third (arXiv:2401.10241).
-    """
-    if layout.pp == 1:
-        return 0.0
-    slowest = max(stage_s)
-    wait = sum(stage_s) - slowest
-    if layout.pipeline_schedule == "zero_bubble":
-        return wait / 3
-    if layout.pipeline_schedule == "interleaved" or layout.virtual_stages > 1:
-        return wait / layout.virtual_stages
-    return wait
+    """Return how long a step's slowest stage waits while the pipeline fills and drains."""
+    return layout.bubble_part * (sum(stage_s) - max(stage_s))
 
 
 def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:

@@ -7,18 +7,18 @@ which moves 6 GB/s, it took 21 ns a value in int8 and 25 ns in int4; counted are
 
 from __future__ import annotations
 
-from trainspec_cli.planner.hardware.collectives import all_gather_s
+from trainspec_cli.planner.hardware.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from trainspec_cli.planner.hardware.rates import Efficiency, memory_bytes_per_s
 from trainspec_cli.planner.hardware.topology import Group
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.spec.recipe.comm import WireFormat
 
 GRADIENT_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
-"""Of a value, with its share of a block's scale."""
+"""Bytes of a value, with its share of a block's scale."""
 PARAMETER_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 2048}
 ENCODING_BYTES: dict[WireFormat, float] = {"bf16": 16.0, "int8": 85.0, "int4": 125.0}
 SECOND_ENCODING = 0.5
-"""Of an all-reduce, whose sums are encoded once more: each rank encodes its own part alone, and decodes all."""
+"""Share of an all-reduce whose sums are encoded once more: each rank encodes its own part alone, and decodes all."""
 
 
 def scatter_s(group: Group, full_bytes: float, setup: Setup, eff: Efficiency) -> float:
@@ -46,7 +46,8 @@ def _gradients_s(
     wire = setup.software.wire
     chosen = wire.across_nodes if group.crosses else wire.gradients
     if chosen == "full":
-        return passes * all_gather_s(group, full_bytes, eff)
+        full_s = reduce_scatter_s if passes == 1 else all_reduce_s
+        return full_s(group, full_bytes, eff)
     values = full_bytes / setup.software.reduce_bytes
     exchange_s = all_gather_s(group, values * GRADIENT_BYTES[chosen], eff)
     return passes * exchange_s + encodings * _encoding_s(group, chosen, values, setup, eff)

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes, peak_bytes
@@ -15,6 +14,7 @@ from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.planner.validation.fit import FittedRow, fit
 from trainspec_cli.planner.validation.memory import memory_figure
 from trainspec_cli.planner.validation.table import Row, RowRefused, Stated, number, state
+from trainspec_cli.spec.results.backtest import BacktestReport, BacktestSummary, ErrorSummary, PredictedRow, Ranking
 
 
 @dataclass(frozen=True)
@@ -53,26 +53,6 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class ErrorSummary:
-    """A summary of relative errors, as fractions, not percent."""
-
-    rows: int
-    mape: float
-    median_ape: float
-    bias: float
-    """Median of the signed error."""
-    worst_under: float = 0.0
-
-    @classmethod
-    def of(cls, errors: Sequence[float]) -> ErrorSummary | None:
-        if not errors:
-            return None
-        size, signed = sorted(map(abs, errors)), sorted(errors)
-        middle = len(errors) // 2
-        return cls(len(errors), sum(size) / len(size), size[middle], signed[middle], min(signed))
-
-
-@dataclass(frozen=True)
 class Backtest:
     predictions: tuple[Prediction, ...]
     ranking: tuple[Ranking, ...] = field(default=())
@@ -106,18 +86,6 @@ class Backtest:
             if prediction.refused:
                 counts[prediction.refused] += 1
         return dict(counts)
-
-
-@dataclass(frozen=True)
-class Ranking:
-    """A sweep: runs of one source, model and machine that differ in their layout."""
-
-    source: str
-    model: str
-    gpu: str
-    layouts: int
-    loss: float
-    """By which the layout predicted fastest was measured slower than the fastest measured."""
 
 
 SWEEP_KEYS = (
@@ -224,38 +192,39 @@ def cases_of(runs: Sequence[Prediction]) -> list[FittedRow]:
     ]
 
 
-def as_json(result: Backtest) -> dict[str, Any]:
-    """Schema: errors are fractions (0.1 is 10%)."""
+def report(result: Backtest) -> BacktestReport:
+    """Summarise a backtest, and describe each of its rows."""
     total = ErrorSummary.of(result.errors())
     memory = ErrorSummary.of(result.memory_errors())
     refused = sum(p.refused is not None for p in result.predictions)
-    summary: dict[str, Any] = {
-        "rows": len(result.predictions),
-        "predicted": len(result.predictions) - refused,
-        "refused": refused,
-        "step_time_mape": total.mape if total else None,
-        "step_time_median_ape": total.median_ape if total else None,
-        "bias": total.bias if total else None,
-        "judged": total.rows if total else 0,
-        "memory_mape": memory.mape if memory else None,
-        "memory_worst_under": memory.worst_under if memory else None,
-        "refused_by_reason": result.refusals(),
-    }
-    for column in ("source", "model", "gpu"):
-        summary[f"by_{column}"] = {name: vars(group) for name, group in result.by(column).items()}
-    summary["sweeps"] = [vars(ranking) for ranking in result.ranking]
-    return {"summary": summary, "rows": [_row_as_json(prediction) for prediction in result.predictions]}
+    summary = BacktestSummary(
+        rows=len(result.predictions),
+        predicted=len(result.predictions) - refused,
+        refused=refused,
+        step_time_mape=total.mape if total else None,
+        step_time_median_ape=total.median_ape if total else None,
+        bias=total.bias if total else None,
+        judged=total.rows if total else 0,
+        memory_mape=memory.mape if memory else None,
+        memory_worst_under=memory.worst_under if memory else None,
+        refused_by_reason=result.refusals(),
+        by_source=result.by("source"),
+        by_model=result.by("model"),
+        by_gpu=result.by("gpu"),
+        sweeps=result.ranking,
+    )
+    return BacktestReport(summary, tuple(map(_row, result.predictions)))
 
 
-def _row_as_json(prediction: Prediction) -> dict[str, Any]:
-    return {
-        "id": prediction.row.get("id"),
-        "predicted_step_time_s": prediction.step_time_s,
-        "measured_step_time_s": prediction.measured_step_time_s,
-        "predicted_tokens_s_gpu": prediction.tokens_s_gpu,
-        "peak_memory_bytes": prediction.peak_memory_bytes,
-        "compared_memory_bytes": prediction.memory_bytes,
-        "measured_memory_bytes": prediction.measured_memory_bytes,
-        "assumed": list(prediction.assumed),
-        "refused": prediction.refused,
-    }
+def _row(prediction: Prediction) -> PredictedRow:
+    return PredictedRow(
+        id=prediction.row.get("id"),
+        predicted_step_time_s=prediction.step_time_s,
+        measured_step_time_s=prediction.measured_step_time_s,
+        predicted_tokens_s_gpu=prediction.tokens_s_gpu,
+        peak_memory_bytes=prediction.peak_memory_bytes,
+        compared_memory_bytes=prediction.memory_bytes,
+        measured_memory_bytes=prediction.measured_memory_bytes,
+        assumed=prediction.assumed,
+        refused=prediction.refused,
+    )

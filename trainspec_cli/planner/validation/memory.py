@@ -66,7 +66,7 @@ def outside_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
 
 
 def relative_activations(setup: Setup) -> float:
-    """Over the same run with neither sequence parallelism nor recomputation."""
+    """Return the activations over those of the same run with neither sequence parallelism nor recomputation."""
     layout = replace(setup.layout, sequence_parallel=False)
     baseline = replace(setup, layout=layout, recompute=RECOMPUTE["none"])
     return kept_activation_bytes(setup) / kept_activation_bytes(baseline)

@@ -102,7 +102,7 @@ FLAT_STEP_BYTES = 6.0
 """A shard's gradients copied to fp32, and flat in 2 bytes before (DeepSpeed's ZeRO-1 with a fused Adam): with the
 states' 12, the 18 bytes that fall with the ranks in the tables of BLOOM's trials (17.8 by least squares)."""
 WHOLE_STEP_BYTES = 8.0
-"""Of all gradients where ZeRO does not part them: each copied to fp32, and the copies flat (DeepSpeed's ZeRO-0)."""
+"""Bytes of all gradients where ZeRO does not part them: each copied to fp32, the copies flat (DeepSpeed's ZeRO-0)."""
 SHARDED = re.compile(r"fsdp|hsdp|zero2|zero3")
 FLAT_BUCKET_BYTES = 3 * 5e8 * 2.0
 """Two reduce buckets and a gather bucket of 5e8 elements (DeepSpeed's default; InternEvo's are of 2**29)."""
@@ -116,7 +116,7 @@ TORCH_STEP_BYTES = 4.0
 
 
 BLOOM_FRAMEWORK, BLOOM_YEAR = "megatron-deepspeed", 2022.0
-"""Of bigscience's trials, where a table of them states neither."""
+"""Framework and year of bigscience's trials, where a table of them states neither."""
 
 
 def framework_of(row: Mapping[str, str]) -> str:

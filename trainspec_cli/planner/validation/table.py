@@ -31,7 +31,7 @@ class Stated:
 
     setup: Setup
     samples: float
-    """Of a step, over all devices."""
+    """Samples of a step, over all devices."""
     assumed: tuple[str, ...]
     recompute_open: bool
     """The row leaves the recompute open: the lightest that fits is taken."""

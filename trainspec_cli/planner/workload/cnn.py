@@ -130,7 +130,7 @@ def unet(model: ConvModel) -> list[Conv]:
 
 
 PROPOSAL_KERNELS = 1000
-"""Of a two-stage detector: best boxes of each level, suppression of overlaps, matching, sampling, pooling."""
+"""Kernels of a two-stage detector: best boxes of each level, suppression of overlaps, matching, sampling, pooling."""
 BUILDERS = {"resnet": resnet, "retinanet": retinanet, "maskrcnn": maskrcnn, "unet": unet}
 
 

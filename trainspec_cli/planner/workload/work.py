@@ -30,7 +30,7 @@ class Work:
     """Forward, over the causal half (or the window) alone."""
     attention_head_dim: float = 128.0
     score_bytes: float = 0.0
-    """Of the score matrix, were it materialised in 2 bytes."""
+    """Bytes of the score matrix, were it materialised in 2 bytes."""
     pass_bytes: float = 0.0
     """Memory traffic of the element-wise kernels, forward."""
     loss_bytes: float = 0.0
@@ -38,18 +38,18 @@ class Work:
     eager_bytes: float = 0.0
     """Besides, where operations are kernels of their own: norms, rotations, gates that a fused kernel does in one."""
     tensor_bytes: float = 1e9
-    """Of one activation that passes from kernel to kernel."""
+    """Bytes of one activation that passes from kernel to kernel."""
     kernels: int = 0
     """Launched by an eager framework, forward."""
     serial_kernels: int = 0
     """Small ones that wait for one another, whatever the batch: their time is their latency."""
     tp_bytes: float = 0.0
-    """Of one tensor-parallel exchange (a whole activation); the forward has `tp_exchanges`."""
+    """Bytes of one tensor-parallel exchange (a whole activation); the forward has `tp_exchanges`."""
     tp_exchanges: int = 0
     cp_bytes: float = 0.0
     """Keys and values that context parallelism passes on, whole sequence."""
     ep_bytes: float = 0.0
-    """What a rank sends to the experts, one way."""
+    """Bytes that a rank sends to the experts, one way."""
     expert_copies: int = 1
     """Experts that each token is sent to."""
     experts: float = 0.0

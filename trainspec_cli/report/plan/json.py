@@ -1,85 +1,88 @@
-"""A capacity plan as one JSON object, schema `trainspec.plan/1`: the terminal and the page are drawn from it."""
+"""A plan as one JSON object, schema `trainspec.plan/1`, and a sweep as one of schema `trainspec.plan-sweep/1`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
+from trainspec_cli.json_value import JsonObject, JsonValue
+from trainspec_cli.report.plan.report import PlanReport, SweepReport
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import finite_or_none
 from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.forecast import Goodput, Interval, RunForecast
-from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan, MemoryBreakdown
+from trainspec_cli.spec.results.prediction import Candidate
 
 SCHEMA = "trainspec.plan/1"
 SWEEP_SCHEMA = "trainspec.plan-sweep/1"
 
 
-def plan_as_json(spec: RunSpec, plan: CapacityPlan, run: RunForecast | None) -> dict[str, Any]:
+def plan_as_json(plan: PlanReport) -> JsonObject:
     """`best` and `run` are null when no layout fits; then `advice` says what would."""
-    return {
+    spec, capacity = plan.spec, plan.capacity
+    content: JsonObject = {
         "schema": SCHEMA,
-        "model": _model(spec, plan),
-        "cluster": _cluster(spec, plan),
+        "model": _model(plan),
+        "cluster": _cluster(plan),
         "batching": {"global_batch_size": spec.batching.global_batch_size, "seq_len": spec.data.seq_len},
         "best": _candidate(plan.best) if plan.best else None,
-        "candidates": [_candidate(candidate) for candidate in plan.candidates],
-        "considered": plan.considered,
-        "rejected": dict(sorted(plan.rejected.items(), key=lambda item: -item[1])),
-        "advice": list(plan.advice),
-        "assumptions": list(plan.assumptions),
-        "run": _run(run) if run else None,
+        "safest": _candidate(capacity.safest) if capacity.safest else None,
+        "candidates": [_candidate(candidate) for candidate in capacity.candidates],
+        "considered": capacity.considered,
+        "rejected": {**plan.rejected},
+        "advice": [*capacity.advice],
+        "assumptions": [*capacity.assumptions],
+        "defaults": [*plan.defaults],
+        "run": _run(plan.run) if plan.run else None,
     }
+    if plan.trace:
+        content["trace"] = plan.trace.as_json()
+    parts = {"blueprint": plan.blueprint, "planes": plan.planes, "simulation": plan.simulation}
+    return content | {name: to_plain(part) for name, part in parts.items() if part}
 
 
-def sweep_as_json(keys: Sequence[str], points: Sequence[tuple[Sequence[str], dict[str, Any]]]) -> dict[str, Any]:
-    """One plan for each combination of the swept keys' values."""
+def sweep_as_json(sweep: SweepReport) -> JsonObject:
     return {
         "schema": SWEEP_SCHEMA,
-        "key": ", ".join(keys),
+        "key": sweep.key,
         "points": [
-            {"value": ", ".join(values), "values": dict(zip(keys, values, strict=True)), "plan": plan}
-            for values, plan in points
+            {"value": point.value, "values": {**point.values}, "plan": plan_as_json(point.plan)}
+            for point in sweep.points
         ],
     }
 
 
-def _model(spec: RunSpec, plan: CapacityPlan) -> dict[str, Any]:
+def _model(plan: PlanReport) -> JsonObject:
     return {
-        "name": spec.model.name,
-        "family": spec.model.family,
-        "params": plan.params,
-        "active_params": plan.active_params,
-        "flops_per_token": plan.flops_per_token,
+        "name": plan.spec.model.name,
+        "family": plan.spec.model.family,
+        "params": plan.capacity.params,
+        "active_params": plan.capacity.active_params,
+        "flops_per_token": plan.capacity.flops_per_token,
     }
 
 
-def _cluster(spec: RunSpec, plan: CapacityPlan) -> dict[str, Any]:
-    cluster = spec.cluster
+def _cluster(plan: PlanReport) -> JsonObject:
+    cluster = plan.spec.cluster
     return {
         "name": cluster.name,
-        "accelerator": cluster.accelerator.name if cluster.accelerator else cluster.device,
+        "accelerator": plan.device,
         "num_nodes": cluster.num_nodes,
-        "devices_per_node": plan.world_size // cluster.num_nodes,
-        "world_size": plan.world_size,
+        "devices_per_node": plan.capacity.world_size // cluster.num_nodes,
+        "world_size": plan.capacity.world_size,
         "site": cluster.site.name,
     }
 
 
-def _candidate(candidate: Candidate) -> dict[str, Any]:
-    heaviest = max(candidate.memory, key=lambda stage: stage.total_bytes, default=MemoryBreakdown())
+def _candidate(candidate: Candidate) -> JsonObject:
     plain = to_plain(candidate)
     return {
         **plain,
         "layout": _layout(candidate.layout),
-        "memory": to_plain(heaviest),
+        "memory": to_plain(candidate.fullest_memory),
         "memory_by_stage": plain["memory"],
         "fits": candidate.fits,
     }
 
 
-def _layout(layout: Layout) -> dict[str, Any]:
+def _layout(layout: Layout) -> JsonObject:
     """Describe a layout, without a schedule where there is no pipeline, and sequence parallelism where tp is 1."""
     described = to_plain(layout)
     if layout.pp == 1:
@@ -90,7 +93,7 @@ def _layout(layout: Layout) -> dict[str, Any]:
     return described
 
 
-def _run(run: RunForecast) -> dict[str, Any]:
+def _run(run: RunForecast) -> JsonObject:
     """Expected values under their plain names; their bounds, nine in ten, under `intervals`."""
     intervals = {
         "wall_time_s": run.wall_time_s,
@@ -107,18 +110,20 @@ def _run(run: RunForecast) -> dict[str, Any]:
         "intervals": {name: _bounds(interval) for name, interval in intervals.items()},
         "recovery": _goodput(run.goodput),
         "alternatives": [_goodput(other) for other in run.alternatives],
-        "energy_parts_joules": run.energy_parts_joules,
-        "cost_parts_usd": run.cost_parts_usd,
+        "energy_parts_joules": {**run.energy_parts_joules},
+        "cost_parts_usd": {**run.cost_parts_usd},
         "assumptions": [to_plain(assumption) for assumption in run.assumptions],
-        "notes": list(run.notes),
+        "notes": [*run.notes],
     }
 
 
-def _goodput(goodput: Goodput) -> dict[str, Any]:
-    best_s = finite_or_none(goodput.optimal_interval_s)
-    own = {"goodput": goodput.goodput.value, "interval": _bounds(goodput.goodput), "optimal_interval_s": best_s}
-    return to_plain(goodput) | own
+def _goodput(goodput: Goodput) -> JsonObject:
+    return to_plain(goodput) | {
+        "goodput": goodput.goodput.value,
+        "interval": _bounds(goodput.goodput),
+        "optimal_interval_s": finite_or_none(goodput.optimal_interval_s),
+    }
 
 
-def _bounds(interval: Interval | None) -> list[float] | None:
+def _bounds(interval: Interval | None) -> JsonValue:
     return [interval.low, interval.high] if interval else None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
 
+from trainspec_cli.report.plan.report import PlanReport
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.results.forecast import Goodput, Interval, RunForecast
+from trainspec_cli.spec.results.prediction import Candidate
 from trainspec_cli.units import GIB, format_count, format_duration, format_si
 
-Json = Mapping[str, Any]
 Formatter = Callable[[float], str]
 """Formats a quantity."""
 
@@ -57,22 +59,27 @@ AXES = (
 )
 
 
-def present(breakdown: Json, names: Mapping[str, str], least: float = 5e-4) -> list[tuple[str, str, float]]:
+def present(
+    breakdown: Mapping[str, float], names: Mapping[str, str], least: float = 5e-4
+) -> list[tuple[str, str, float]]:
     """(key, name, value) of the parts that are more than `least` of the whole; the page and the table omit the rest."""
     whole = sum(breakdown.values()) or 1.0
     return [(key, name, breakdown[key]) for key, name in names.items() if breakdown.get(key, 0.0) / whole > least]
 
 
-def layout_label(candidate: Json) -> str:
+def layout_label(layout: Layout) -> str:
     """`replicate 32 · tp 8 · pp 8 interleaved x2 · zero 1`: what is not 1."""
-    layout = candidate["layout"]
-    words = [f"{name} {layout[axis]}" for axis, name in AXES if layout.get(axis, 1) > 1]
-    if layout["pp"] > 1:
-        chunks = f" x{layout['virtual_stages']}" if layout.get("virtual_stages", 1) > 1 else ""
-        words.append(f"{layout['pipeline_schedule'].replace('_', '-')}{chunks}")
-    if layout["dp_shard"] > 1:
-        words.append(f"zero {layout['zero_stage']}")
+    words = [f"{name} {getattr(layout, axis)}" for axis, name in AXES if getattr(layout, axis) > 1]
+    if layout.pp > 1:
+        chunks = f" x{layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+        words.append(f"{layout.pipeline_schedule.replace('_', '-')}{chunks}")
+    if layout.dp_shard > 1:
+        words.append(f"zero {layout.zero_stage}")
     return " · ".join(words) or "one device"
+
+
+def cut_label(layout: Layout) -> str:
+    return stages_label(layout.stage_layers) if layout.pp > 1 else ""
 
 
 def stages_label(stage_layers: Sequence[int] | None) -> str:
@@ -81,61 +88,61 @@ def stages_label(stage_layers: Sequence[int] | None) -> str:
     return ", ".join(f"{layers} x {number}" if number > 1 else str(layers) for layers, number in runs)
 
 
-def micro_batch_label(candidate: Json) -> str:
+def micro_batch_label(candidate: Candidate) -> str:
     """`2 x 8`: samples in a micro-batch, micro-batches in a step."""
-    return f"{candidate['micro_batch_size']:g} x {candidate['grad_accum_steps']}"
+    return f"{candidate.micro_batch_size:g} x {candidate.grad_accum_steps}"
 
 
-def batch_label(batching: Json, run: Json | None) -> str:
+def batch_label(plan: PlanReport) -> str:
     """`1,024`; `1,024 to 8,192` where the batch grows."""
-    sizes = [batch["step_samples"] for batch in run["batches"]] if run else []
-    first = f"{batching['global_batch_size']:,}"
+    sizes = [batch.step_samples for batch in plan.run.batches] if plan.run else []
+    first = f"{plan.spec.batching.global_batch_size:,}"
     return f"{first} to {max(sizes):,}" if sizes else first
 
 
-def candidate_cells(candidate: Json) -> tuple[str, ...]:
+def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     """(layout, micro-batch, recompute, step, units/s/device, MFU, HFU)"""
-    rate = format_rate(candidate["tokens_per_s_per_gpu"])
-    how = layout_label(candidate), micro_batch_label(candidate), candidate["recompute"]
+    rate = format_rate(candidate.tokens_per_s_per_gpu)
+    how = layout_label(candidate.layout), micro_batch_label(candidate), candidate.recompute
     return (
         *how,
-        format_duration(candidate["step_time_s"]),
+        format_duration(candidate.step_time_s),
         rate,
-        percent(candidate["mfu"], 1),
-        percent(candidate["hfu"], 1),
+        percent(candidate.mfu, 1),
+        percent(candidate.hfu, 1),
     )
 
 
-def sweep_figures(plan: Json, first: Json) -> tuple[str, ...]:
+def sweep_figures(best: Candidate, run: RunForecast, first: Candidate) -> tuple[str, ...]:
     """(step, units/s, scaling, MFU, goodput, time, energy, money); scaling is the throughput a device, over that of
     `first`."""
-    best, run = plan["best"], plan["run"]
-    scaling = best["tokens_per_s_per_gpu"] / first["best"]["tokens_per_s_per_gpu"]
+    scaling = best.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu
     return (
-        format_duration(best["step_time_s"]),
-        format_rate(best["tokens_per_s"]),
+        format_duration(best.step_time_s),
+        format_rate(best.tokens_per_s),
         percent(scaling),
-        percent(best["mfu"], 1),
-        goodput_percent(run["goodput"]),
-        format_duration(run["wall_time_s"]),
-        format_energy(run["energy_joules"]) if run["energy_joules"] else "unknown",
-        format_money(run["cost_usd"]) if run["cost_usd"] else "unknown",
+        percent(best.mfu, 1),
+        goodput_percent(run.goodput.goodput.value),
+        format_duration(run.wall_time_s.value),
+        format_energy(run.energy_joules.value) if run.energy_joules else "unknown",
+        format_money(run.cost_usd.value) if run.cost_usd else "unknown",
     )
 
 
-def devices_label(cluster: Json) -> str:
-    nodes = cluster["num_nodes"]
-    return f"{cluster['world_size']:,} {cluster['accelerator']} on {nodes:,} node{'s' * (nodes != 1)}"
+def devices_label(plan: PlanReport) -> str:
+    nodes = plan.spec.cluster.num_nodes
+    return f"{plan.capacity.world_size:,} {plan.device} on {nodes:,} node{'s' * (nodes != 1)}"
 
 
-def model_label(model: Json) -> str:
-    active = f", {format_count(model['active_params'])} active" if model["active_params"] < model["params"] else ""
-    return f"{model['name'] or model['family']}, {format_count(model['params'])} parameters{active}"
+def model_label(plan: PlanReport) -> str:
+    model, params, active_params = plan.spec.model, plan.capacity.params, plan.capacity.active_params
+    active = f", {format_count(active_params)} active" if active_params < params else ""
+    return f"{model.name or model.family}, {format_count(params)} parameters{active}"
 
 
-def unit_of(model: Json) -> str:
-    """Return the unit that a step takes in: tokens, or samples of a model of images."""
-    return "samples" if model["family"] == "conv" else "tokens"
+def defaults_label(plan: PlanReport) -> str:
+    """Values that were taken without a recipe, as they would be typed."""
+    return f"{' '.join(plan.defaults)}, and the rest of recipe=plan_defaults"
 
 
 def format_rate(value: float) -> str:
@@ -146,14 +153,32 @@ def percent(part: float, digits: int = 0) -> str:
     return f"{100 * part:.{digits}f}%"
 
 
+def chance(candidate: Candidate) -> str:
+    """The probability that a layout fits: `93%`; nothing is certain."""
+    probability = candidate.fit_probability
+    return ">99%" if probability >= 0.995 else "<1%" if probability < 0.005 else percent(probability)
+
+
+def safest_label(best: Candidate, safest: Candidate) -> str:
+    """The safest layout of those about as fast as the best."""
+    if safest == best:
+        return f"the first, which fits at {chance(best)}"
+    slower = percent(safest.step_time_s / best.step_time_s - 1, 1)
+    how = f"{micro_batch_label(safest)} samples, recompute {safest.recompute}"
+    return (
+        f"{layout_label(safest.layout)} · {how}: fits at {chance(safest)} with {gib(safest.peak_memory_bytes)} GiB, "
+        f"{format_duration(safest.step_time_s)} a step, {slower} more"
+    )
+
+
 def goodput_percent(part: float) -> str:
     return percent(part, 1)
 
 
-def alternative_label(other: Json) -> str:
+def alternative_label(other: Goodput) -> str:
     """Another way of recovering, and how long the run then takes."""
-    layout = f" in {other['layout']}" if other["layout"] else ""
-    return f"with resilience={other['mode']}{layout}: {format_duration(other['wall_time_s'])}"
+    layout = f" in {other.layout}" if other.layout else ""
+    return f"with resilience={other.mode}{layout}: {format_duration(other.wall_time_s)}"
 
 
 def format_energy(joules: float) -> str:
@@ -178,8 +203,8 @@ def format_grouped(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.12g}"
 
 
-def format_range(bounds: list[float] | None, say: Formatter) -> str:
-    return f"{say(bounds[0])} to {say(bounds[1])}" if bounds else ""
+def format_range(interval: Interval | None, say: Formatter) -> str:
+    return f"{say(interval.low)} to {say(interval.high)}" if interval else ""
 
 
 def gib(value: float) -> str:

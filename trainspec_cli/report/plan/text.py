@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -11,11 +12,15 @@ from rich.table import Table
 
 from trainspec_cli.report.plan import labels
 from trainspec_cli.report.plan.blueprint import render_blueprint
-from trainspec_cli.report.plan.labels import Json, percent
+from trainspec_cli.report.plan.labels import percent
 from trainspec_cli.report.plan.planes import render_planes
+from trainspec_cli.report.plan.report import PlanReport, SweepPoint, SweepReport
 from trainspec_cli.report.plan.simulation import render_simulation
 from trainspec_cli.report.plan.trace import render_trace
 from trainspec_cli.report.rich_text import Text
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.forecast import Assumption, BatchForecast, Goodput, Interval, RunForecast
+from trainspec_cli.spec.results.prediction import Candidate
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
 WIDE = 120
@@ -31,172 +36,180 @@ TIME_COLOURS = {key: COMMUNICATION for key in labels.TIME_PARTS if "comm" in key
 )
 
 
-def render_plan(plan: Json, width: int = WIDE) -> RenderableType:
+def render_plan(plan: PlanReport, width: int = WIDE) -> RenderableType:
     """Everything there is to say about one plan, on a terminal of `width` columns."""
     layouts = _candidates(plan) if width >= WIDE else _candidates_narrow(plan)
     parts: list[RenderableType] = [_header(plan), layouts]
-    best = plan["best"]
-    if best:
+    if best := plan.best:
         parts += [*_stages(best), _memory(best), _time(best)]
-    if plan.get("blueprint"):
-        parts.append(render_blueprint(plan["blueprint"]))
-    if plan.get("planes"):
-        parts.append(render_planes(plan["planes"]))
-    if plan.get("simulation"):
-        parts.append(render_simulation(plan["simulation"], min(width, WIDE)))
-    if plan.get("trace"):
-        parts.append(render_trace(plan["trace"]))
+    if plan.blueprint:
+        parts.append(render_blueprint(plan.blueprint))
+    if plan.planes:
+        parts.append(render_planes(plan.planes))
+    if plan.simulation:
+        parts.append(render_simulation(plan.simulation, min(width, WIDE)))
+    if plan.trace:
+        parts.append(render_trace(plan.trace))
     parts += _refusals(plan)
-    if plan["run"]:
-        parts += [_run(plan), _assumptions(plan)]
+    if plan.run:
+        parts += [_run(plan, plan.run), _assumptions(plan, plan.run)]
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
 
 
-def render_sweep(sweep: Json) -> RenderableType:
+def render_sweep(sweep: SweepReport) -> RenderableType:
     """One line for each value of the swept key."""
-    points, unit = sweep["points"], labels.unit_of(sweep["points"][0]["plan"]["model"])
-    first = next((point["plan"] for point in points if point["plan"]["best"]), None)
-    table = _table(sweep["key"], "devices", "best layout", "step", f"{unit}/s", "scaling", "MFU")
+    points, unit = sweep.points, sweep.points[0].plan.spec.model.unit
+    first = next((point.plan.best for point in points if point.plan.best), None)
+    table = _table(sweep.key, "devices", "best layout", "step", f"{unit}/s", "scaling", "MFU")
     for heading in ("goodput", "time", "energy", "money", "memory"):
         table.add_column(heading, justify="right")
     for point in points:
         table.add_row(*_sweep_row(point, first))
-    return Group(Text(f"Scaling over {sweep['key']}", style="bold"), table)
+    return Group(Text(f"Scaling over {sweep.key}", style="bold"), table)
 
 
-def _header(plan: Json) -> RenderableType:
-    model, cluster, batching, run = plan["model"], plan["cluster"], plan["batching"], plan["run"]
-    unit = labels.unit_of(model)
-    flops = f"{format_si(model['flops_per_token'], 'FLOP')} a {unit[:-1]} (attention counted causal)"
-    lines = [("model", f"{labels.model_label(model)}; {flops}"), ("cluster", labels.devices_label(cluster))]
-    if run:
-        step = f"{labels.batch_label(batching, run)} samples a step"
-        lines.append(("run", f"{format_count(run['tokens'])} {unit} in {run['steps']:,} steps, {step}"))
+def _header(plan: PlanReport) -> RenderableType:
+    unit = plan.spec.model.unit
+    flops = f"{format_si(plan.capacity.flops_per_token, 'FLOP')} a {unit[:-1]} (attention counted causal)"
+    lines = [("model", f"{labels.model_label(plan)}; {flops}"), ("cluster", labels.devices_label(plan))]
+    if run := plan.run:
+        step = f"{labels.batch_label(plan)} samples a step"
+        lines.append(("run", f"{format_count(run.tokens)} {unit} in {run.steps:,} steps, {step}"))
+    if plan.defaults:
+        lines.append(("assumed", labels.defaults_label(plan)))
     return _pairs(lines, bold=True)
 
 
-def _candidates(plan: Json) -> RenderableType:
-    shown = plan["candidates"][:SHOWN_CANDIDATES]
-    limit = format_bytes(shown[0]["memory_limit_bytes"]) if shown else ""
-    unit = labels.unit_of(plan["model"])
+def _candidates(plan: PlanReport) -> RenderableType:
+    shown = plan.capacity.candidates[:SHOWN_CANDIDATES]
+    limit = format_bytes(shown[0].memory_limit_bytes) if shown else ""
+    unit = plan.spec.model.unit
     table = _table("", "layout", "micro-batch", "recompute", "step", f"{unit}/s/device", "MFU", "HFU")
-    table.add_column(f"memory of {limit}" if limit else "memory", no_wrap=True)
+    table.add_column(f"memory of {limit}, fits" if limit else "memory", no_wrap=True)
     for rank, candidate in enumerate(shown, 1):
         table.add_row(
             str(rank),
             *labels.candidate_cells(candidate),
             _memory_cell(candidate),
-            style="bold" if rank == 1 and candidate["fits"] else "",
+            style="bold" if rank == 1 and candidate.fits else "",
         )
-    return Group(_count(plan), table)
+    return Group(_count(plan), table, *_safest(plan))
 
 
-def _candidates_narrow(plan: Json) -> RenderableType:
+def _candidates_narrow(plan: PlanReport) -> RenderableType:
     """Two lines for each layout, and fewer columns."""
-    table = _table("", "layout", "step", f"{labels.unit_of(plan['model'])}/s", "MFU", "memory")
-    for rank, candidate in enumerate(plan["candidates"][:SHOWN_CANDIDATES], 1):
-        how = f"{labels.micro_batch_label(candidate)} samples, recompute {candidate['recompute']}"
+    table = _table("", "layout", "step", f"{plan.spec.model.unit}/s", "MFU", "memory")
+    for rank, candidate in enumerate(plan.capacity.candidates[:SHOWN_CANDIDATES], 1):
+        how = f"{labels.micro_batch_label(candidate)} samples, recompute {candidate.recompute}"
         table.add_row(
             str(rank),
-            Text.assemble(labels.layout_label(candidate), "\n", (how, "bright_black")),
-            format_duration(candidate["step_time_s"]),
-            labels.format_rate(candidate["tokens_per_s_per_gpu"]),
-            percent(candidate["mfu"], 1),
-            f"{labels.gib(candidate['peak_memory_bytes'])} GiB",
+            Text.assemble(labels.layout_label(candidate.layout), "\n", (how, "bright_black")),
+            format_duration(candidate.step_time_s),
+            labels.format_rate(candidate.tokens_per_s_per_gpu),
+            percent(candidate.mfu, 1),
+            _peak(candidate),
         )
-    return Group(_count(plan), table)
+    return Group(_count(plan), table, *_safest(plan))
 
 
-def _count(plan: Json) -> Text:
-    kept = sum(candidate["fits"] for candidate in plan["candidates"])
-    shown = f", the first {SHOWN_CANDIDATES} shown" if len(plan["candidates"]) > SHOWN_CANDIDATES else ""
-    return Text(f"Layouts  {kept} kept of {plan['considered']:,} considered{shown}", style="bold")
+def _safest(plan: PlanReport) -> Iterator[RenderableType]:
+    best, safest = plan.best, plan.capacity.safest
+    if best and safest:
+        yield Text.assemble(("Safest within 10%  ", "bold"), labels.safest_label(best, safest))
 
 
-def _memory_cell(candidate: Json) -> RenderableType:
-    part = candidate["peak_memory_bytes"] / candidate["memory_limit_bytes"]
-    colour = "red" if part > 1 else "yellow" if part > 0.95 else "green"
-    return Text.assemble(
-        (bar(min(part, 1.0), 10), colour), f" {labels.gib(candidate['peak_memory_bytes'])} GiB {percent(part)}"
-    )
+def _count(plan: PlanReport) -> Text:
+    kept = sum(candidate.fits for candidate in plan.capacity.candidates)
+    shown = f", the first {SHOWN_CANDIDATES} shown" if len(plan.capacity.candidates) > SHOWN_CANDIDATES else ""
+    return Text(f"Layouts  {kept} kept of {plan.capacity.considered:,} considered{shown}", style="bold")
 
 
-def _stages(best: Json) -> Iterator[RenderableType]:
+def _memory_cell(candidate: Candidate) -> RenderableType:
+    part = candidate.peak_memory_bytes / candidate.memory_limit_bytes
+    colour = "red" if part > 1 else "yellow" if candidate.fit_probability < 0.99 else "green"
+    return Text.assemble((bar(min(part, 1.0), 10), colour), f" {_peak(candidate)}")
+
+
+def _peak(candidate: Candidate) -> str:
+    """The peak, with the chance to fit, or how far it is over the limit."""
+    over = percent(candidate.peak_memory_bytes / candidate.memory_limit_bytes)
+    return f"{labels.gib(candidate.peak_memory_bytes)} GiB {labels.chance(candidate) if candidate.fits else over}"
+
+
+def _stages(best: Candidate) -> Iterator[RenderableType]:
     """Show the layers of each stage, if they are not cut evenly."""
-    if cut := labels.stages_label(best["layout"].get("stage_layers")):
+    if cut := labels.cut_label(best.layout):
         yield Text.assemble(("Layers of the best layout's pipeline stages", "bold"), f"  {cut}")
 
 
-def _memory(best: Json) -> RenderableType:
-    stages = best["memory_by_stage"]
-    totals = [sum(stage.values()) for stage in stages]
-    where = f", stage {totals.index(max(totals)) + 1} of {len(stages)}" if len(stages) > 1 else ""
-    title = f"Memory of the best layout  {format_bytes(best['peak_memory_bytes'])} on the fullest device{where}"
-    parts = labels.present(best["memory"], labels.MEMORY_PARTS)
+def _memory(best: Candidate) -> RenderableType:
+    fullest, stages = best.fullest_memory, best.memory
+    where = f", stage {stages.index(fullest) + 1} of {len(stages)}" if len(stages) > 1 else ""
+    title = f"Memory of the best layout  {format_bytes(best.peak_memory_bytes)} on the fullest device{where}"
+    parts = labels.present(vars(fullest), labels.MEMORY_PARTS)
     rows = [(name, value, format_bytes(value), "cyan") for _, name, value in parts]
-    return _bars(title, rows, sum(best["memory"].values()))
+    return _bars(title, rows, fullest.total_bytes)
 
 
-def _time(best: Json) -> RenderableType:
-    title = f"Step of the best layout  {format_duration(best['step_time_s'])}, communication where it is not hidden"
-    parts = labels.present(best["time"], labels.TIME_PARTS)
+def _time(best: Candidate) -> RenderableType:
+    title = f"Step of the best layout  {format_duration(best.step_time_s)}, communication where it is not hidden"
+    parts = labels.present(vars(best.time), labels.TIME_PARTS)
     rows = [(name, value, format_duration(value), TIME_COLOURS.get(key, COMPUTE)) for key, name, value in parts]
-    return _bars(title, rows, sum(best["time"].values()))
+    return _bars(title, rows, best.time.total_s)
 
 
-def _refusals(plan: Json) -> list[RenderableType]:
+def _refusals(plan: PlanReport) -> list[RenderableType]:
     """Why other layouts are not there, and what would make the plan fit when none is."""
     parts: list[RenderableType] = []
-    if plan["rejected"]:
-        reasons = list(plan["rejected"].items())
+    if plan.rejected:
+        reasons = list(plan.rejected.items())
         lines = [(f"{count:,}", reason) for reason, count in reasons[:SHOWN_REASONS]]
         if len(reasons) > SHOWN_REASONS:
             lines.append((f"{sum(count for _, count in reasons[SHOWN_REASONS:]):,}", "for other reasons"))
         parts.append(Group(Text("Refused", style="bold"), _pairs(lines, justify="right")))
-    if plan["advice"]:
-        lines = [("→", advice) for advice in plan["advice"]]
+    if plan.capacity.advice:
+        lines = [("→", advice) for advice in plan.capacity.advice]
         parts.append(Group(Text("What would fit", style="bold green"), _pairs(lines)))
     return parts
 
 
-def _run(plan: Json) -> RenderableType:
-    run = plan["run"]
+def _run(plan: PlanReport, run: RunForecast) -> RenderableType:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for style, no_wrap in (("bright_black", True), ("bold", True), ("", True), ("bright_black", False)):
         table.add_column(style=style, no_wrap=no_wrap)
-    for row in run_rows(plan):
+    for row in run_rows(plan.spec, run):
         table.add_row(*row)
-    for note in run["notes"]:
+    for note in run.notes:
         table.add_row("note", "", "", note)
     return Group(Text("The run  (expected, and the bounds that hold nine times in ten)", style="bold"), table)
 
 
-def run_rows(plan: Json) -> Iterator[tuple[str, str, str, str]]:
+def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, str]]:
     """(what, expected value, bounds, where it goes) for each figure of the run."""
-    run, cluster = plan["run"], plan["cluster"]
-    recovery, bounds = run["recovery"], run["intervals"]
-    losses = labels.present(recovery["lost"] | {"kept": run["goodput"]}, labels.LOST_PARTS, 5e-5)
+    recovery, kept = run.goodput, run.goodput.goodput
+    losses = labels.present(recovery.lost | {"kept": kept.value}, labels.LOST_PARTS, 5e-5)
     lost = ", ".join(f"{name} {percent(value, 2)}" for _, name, value in losses)
-    if run["batches"]:
-        yield "steps", f"{run['steps']:,}", "", _batch_details(run["batches"])
-    yield "time", format_duration(run["wall_time_s"]), labels.format_range(bounds["wall_time_s"], format_duration), ""
-    goodput = labels.format_range(bounds["goodput"], labels.goodput_percent)
-    yield "goodput", labels.goodput_percent(run["goodput"]), goodput, lost
-    for other in run["alternatives"]:
-        kept = labels.format_range(other["interval"], labels.goodput_percent)
-        yield "", labels.goodput_percent(other["goodput"]), kept, labels.alternative_label(other)
-    yield "failures", f"{recovery['failures']:.3g}", "", f"one every {format_duration(recovery['mtbf_s'])}"
+    if run.batches:
+        yield "steps", f"{run.steps:,}", "", _batch_details(run.batches)
+    yield _figure_row("time", run.wall_time_s, format_duration, "")
+    yield _figure_row("goodput", kept, labels.goodput_percent, lost)
+    for other in run.alternatives:
+        yield _figure_row("", other.goodput, labels.goodput_percent, labels.alternative_label(other))
+    yield "failures", f"{recovery.failures:.3g}", "", f"one every {format_duration(recovery.mtbf_s)}"
     yield _checkpoint_row(recovery)
-    yield _cost_row("energy", run, "energy_joules", labels.format_energy, _shares(run["energy_parts_joules"]))
-    yield _cost_row("carbon", run, "carbon_kg", labels.format_mass, f"CO2e; grid: {cluster['site']}")
-    yield _cost_row("money", run, "cost_usd", labels.format_money, _shares(run["cost_parts_usd"]))
+    power = "the accelerator's power is not known: type cluster.accelerator.tdp_w=<watts>"
+    owned = any(assumption.key == "cluster.cost.device_price_usd" for assumption in run.assumptions)
+    price = power if owned else "type cluster.cost.price_usd_per_device_hour=<dollars>"
+    grid = f"CO2e; grid: {spec.cluster.site.name}"
+    yield _cost_row("energy", run.energy_joules, labels.format_energy, _shares(run.energy_parts_joules), power)
+    yield _cost_row("carbon", run.carbon_kg, labels.format_mass, grid, power)
+    yield _cost_row("money", run.cost_usd, labels.format_money, _shares(run.cost_parts_usd), price)
 
 
-def _batch_details(batches: Sequence[Json]) -> str:
+def _batch_details(batches: Sequence[BatchForecast]) -> str:
     """`12,000 of 1,024 samples (4.2 s), 9,000 of 2,048 (8.1 s)`; of many sizes the first and the last ones."""
     details = [
-        f"{batch['steps']:,} of {batch['step_samples']:,}{' samples' * (place == 0)} "
-        f"({format_duration(batch['step_time_s'])})"
+        f"{batch.steps:,} of {batch.step_samples:,}{' samples' * (place == 0)} ({format_duration(batch.step_time_s)})"
         for place, batch in enumerate(batches)
     ]
     if len(details) > SHOWN_SIZES:
@@ -205,55 +218,59 @@ def _batch_details(batches: Sequence[Json]) -> str:
     return ", ".join(details)
 
 
-def _checkpoint_row(recovery: Json) -> tuple[str, str, str, str]:
-    steps = recovery["checkpoint_interval_steps"]
-    size = format_bytes(recovery["checkpoint_bytes"])
-    held = format_duration(recovery["checkpoint_s"])
+def _checkpoint_row(recovery: Goodput) -> tuple[str, str, str, str]:
+    steps = recovery.checkpoint_interval_steps
+    size = format_bytes(recovery.checkpoint_bytes)
+    held = format_duration(recovery.checkpoint_s)
     detail = f"every {steps:,} step{'s' * (steps != 1)}; {size}, holds training up for {held}"
-    best_s = recovery["optimal_interval_s"]
-    if best_s is not None and not 0.8 < recovery["checkpoint_interval_s"] / best_s < 1.25:
+    best_s = recovery.optimal_interval_s
+    if math.isfinite(best_s) and not 0.8 < recovery.checkpoint_interval_s / best_s < 1.25:
         detail += f"; least is lost at one every {format_duration(best_s)}"
-    return "checkpoints", format_duration(recovery["checkpoint_interval_s"]), "", detail
+    return "checkpoints", format_duration(recovery.checkpoint_interval_s), "", detail
 
 
-def _cost_row(name: str, run: Json, key: str, say: Any, detail: str) -> tuple[str, str, str, str]:
-    if run[key] is None:
-        missing = "cluster.cost.price_usd_per_device_hour" if key == "cost_usd" else "cluster.accelerator.tdp_w"
-        return name, "unknown", "", f"{missing} is not known"
-    return name, say(run[key]), labels.format_range(run["intervals"][key], say), detail
+def _cost_row(
+    name: str, cost: Interval | None, say: labels.Formatter, detail: str, needs: str
+) -> tuple[str, str, str, str]:
+    """`needs`: what to type where the cost is not known."""
+    return _figure_row(name, cost, say, detail) if cost else (name, "unknown", "", needs)
 
 
-def _shares(parts: Json) -> str:
+def _figure_row(name: str, figure: Interval, say: labels.Formatter, detail: str) -> tuple[str, str, str, str]:
+    return name, say(figure.value), labels.format_range(figure, say), detail
+
+
+def _shares(parts: Mapping[str, float]) -> str:
     whole = sum(parts.values()) or 1.0
     return ", ".join(f"{name} {percent(value / whole)}" for name, value in parts.items())
 
 
-def _assumptions(plan: Json) -> RenderableType:
+def _assumptions(plan: PlanReport, run: RunForecast) -> RenderableType:
     table = _table("assumed", "value", "within", "source")
-    for assumption in plan["run"]["assumptions"]:
+    for assumption in run.assumptions:
         table.add_row(*assumption_row(assumption))
-    for text in plan["assumptions"]:
+    for text in plan.capacity.assumptions:
         table.add_row("layouts", "", "", text)
     return table
 
 
-def assumption_row(assumption: Json) -> tuple[str, str, str, str]:
+def assumption_row(assumption: Assumption) -> tuple[str, str, str, str]:
     """A source that was not checked says so."""
-    within = f"x{assumption['known_within']:.3g}" if assumption["known_within"] > 1 else ""
-    unchecked = "" if assumption["verified"] else "unchecked: "
-    return assumption["key"], labels.format_grouped(assumption["value"]), within, unchecked + assumption["source"]
+    within = f"x{assumption.known_within:.3g}" if assumption.known_within > 1 else ""
+    unchecked = "" if assumption.verified else "unchecked: "
+    return assumption.key, labels.format_grouped(assumption.value), within, unchecked + assumption.source
 
 
-def _sweep_row(point: Json, first: Json | None) -> Iterator[RenderableType]:
-    plan, best = point["plan"], point["plan"]["best"]
-    yield point["value"]
-    yield f"{plan['cluster']['world_size']:,}"
-    if not best or not first:
-        yield Text("nothing fits: " + "; ".join(plan["advice"][:1]), style="red")
+def _sweep_row(point: SweepPoint, first: Candidate | None) -> Iterator[RenderableType]:
+    plan, best, run = point.plan, point.plan.best, point.plan.run
+    yield point.value
+    yield f"{plan.capacity.world_size:,}"
+    if not best or not run or not first:
+        yield Text("nothing fits: " + "; ".join(plan.capacity.advice[:1]), style="red")
         return
-    yield labels.layout_label(best)
-    yield from labels.sweep_figures(plan, first)
-    yield f"{labels.gib(best['peak_memory_bytes'])} GiB"
+    yield labels.layout_label(best.layout)
+    yield from labels.sweep_figures(best, run, first)
+    yield _peak(best)
 
 
 def bar(part: float, width: int) -> str:
@@ -284,7 +301,9 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _pairs(lines: Sequence[tuple[str, str]], *, bold: bool = False, justify: Any = "left") -> Table:
+def _pairs(
+    lines: Sequence[tuple[str, str]], *, bold: bool = False, justify: Literal["left", "right"] = "left"
+) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bright_black", justify=justify)
     table.add_column(style="bold" if bold else "")

@@ -3,23 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import RenderableType
 from rich.table import Table
 
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.results.tools import TraceResult
 from trainspec_cli.units import format_bytes, format_duration, format_si
 
 
-def trace_as_json(
+@dataclass(frozen=True)
+class TraceEstimate:
+    """The planner's figures for what a trace counts: tensors, without the allocator's holes, the collectives' own
+    buffers and the device's context."""
+
+    peak_memory_bytes: float
+    peak_by_cause: dict[str, float]
+    flops: float
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    """A traced step of a layout, and the planner's estimate of it."""
+
+    layout: str
+    micro_batch_size: int
+    recompute: str
+    traced: TraceResult
+    estimated: TraceEstimate
+
+    def as_json(self) -> JsonObject:
+        plain = to_plain(self)
+        del plain["traced"]
+        return plain | to_plain(self.traced)
+
+
+def compare_trace(
     candidate: Candidate, capacity: CapacityPlan, traced: TraceResult, counted: dict[str, float] | None
-) -> dict[str, Any]:
-    """`estimated` is the planner's, of what the trace counts: tensors, without the allocator's holes, the collectives'
-    own buffers and the device's context. `counted`: the engine's, by cause, where the planner counts it."""
-    memory = max(candidate.memory, key=lambda stage: stage.total_bytes)
+) -> TraceReport:
+    """Put a trace of `candidate` beside its estimate. `counted`: the engine's memory by cause, where the planner counts
+    that."""
+    memory = candidate.fullest_memory
     by_cause = {
         "parameters": memory.parameters_bytes,
         "gradients": memory.gradients_bytes,
@@ -30,13 +57,9 @@ def trace_as_json(
         by_cause = {cause: sum(counted.get(part, 0.0) for part in parts) for cause, parts in GROUPS.items()}
     model_flops = capacity.flops_per_token * capacity.tokens_per_step / capacity.world_size
     executed = model_flops * candidate.hfu / candidate.mfu if candidate.mfu else model_flops
-    return {
-        "layout": candidate.layout.describe(),
-        "micro_batch_size": candidate.micro_batch_size,
-        "recompute": candidate.recompute,
-        **to_plain(traced),
-        "estimated": {"peak_memory_bytes": sum(by_cause.values()), "peak_by_cause": by_cause, "flops": executed},
-    }
+    estimated = TraceEstimate(sum(by_cause.values()), by_cause, executed)
+    layout = candidate.layout.describe()
+    return TraceReport(layout, candidate.micro_batch_size, candidate.recompute, traced, estimated)
 
 
 GROUPS = {
@@ -48,19 +71,19 @@ GROUPS = {
 """The planner's causes -> the trace's."""
 
 
-def render_trace(trace: dict[str, Any]) -> RenderableType:
-    title = f"traced in {format_duration(trace['seconds'])}: rank {trace['rank']} of {trace['layout']}"
+def render_trace(trace: TraceReport) -> RenderableType:
+    traced, estimated = trace.traced, trace.estimated
+    title = f"traced in {format_duration(traced.seconds)}: rank {traced.rank} of {trace.layout}"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("a step of one device", header_style="dim")
     for heading in ("traced", "planned", ""):
         table.add_column(heading, justify="right", header_style="dim")
-    estimated = trace["estimated"]
-    _add_row(table, "peak of tensors", trace["peak_memory_bytes"], estimated["peak_memory_bytes"], format_bytes)
+    _add_row(table, "peak of tensors", traced.peak_memory_bytes, estimated.peak_memory_bytes, format_bytes)
     for cause, parts in GROUPS.items():
-        traced = sum(trace["peak_by_cause"].get(part, 0) for part in parts)
-        _add_row(table, f"  {cause}", traced, estimated["peak_by_cause"][cause], format_bytes)
-    _add_row(table, "executed", trace["flops"], estimated["flops"], lambda flops: format_si(flops, "FLOP"))
-    for kind, size in sorted(trace["comm_bytes"].items()):
+        size = sum(traced.peak_by_cause.get(part, 0) for part in parts)
+        _add_row(table, f"  {cause}", size, estimated.peak_by_cause[cause], format_bytes)
+    _add_row(table, "executed", traced.flops, estimated.flops, lambda flops: format_si(flops, "FLOP"))
+    for kind, size in sorted(traced.comm_bytes.items()):
         table.add_row(kind.replace("_", "-"), format_bytes(size), "", "")
     return table
 

@@ -24,7 +24,7 @@ class RampStage:
 
 @dataclass(frozen=True)
 class BatchScheduleSpec:
-    """How the batch changes over the run (see `policy/batch.py`).
+    """How the batch changes over the run (see `policy/batch/batch_schedule.py`).
 
     A run begins with `batching.global_batch_size` samples a step and trains `train.max_steps` times as many, whatever
     the schedule: progress is counted in samples, and a batch that grows makes fewer steps of them. The learning rate
@@ -66,6 +66,7 @@ class BatchingSpec:
     """Factor on the learning rate for a smaller batch: in proportion (arXiv:1706.02677), with its square root
     (arXiv:2205.10287), or not at all."""
     schedule: BatchScheduleSpec = field(default_factory=BatchScheduleSpec)
+    """How the batch changes over the run."""
 
     def sizes_up_to(self, largest: float) -> tuple[int, ...]:
         """Return the sizes that `seesaw` and `noise` choose from: powers of `schedule.growth` times the first.

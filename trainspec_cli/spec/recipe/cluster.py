@@ -27,20 +27,30 @@ class AcceleratorSpec:
     """
 
     name: str
+    """The chip's name, as plans and reports show it."""
     vendor: str
-    bf16_tflops: PositiveFloat
+    """Its vendor, such as nvidia, amd or intel."""
+    bf16_tflops: NonNegativeFloat
+    """Peak rate of matrix products in bf16; 0: it has none, and `fp16_tflops` counts in its place."""
     memory_gb: PositiveFloat
+    """Memory of the device."""
     memory_tb_per_s: PositiveFloat
+    """Peak bandwidth of its memory."""
     fp8_tflops: NonNegativeFloat = 0.0
+    """Peak rate of matrix products in fp8; 0: it has none."""
     fp4_tflops: NonNegativeFloat = 0.0
+    """Peak rate of matrix products in fp4; 0: it has none."""
     fp16_tflops: NonNegativeFloat = 0.0
     """0: the same as bf16."""
     tf32_tflops: NonNegativeFloat = 0.0
+    """Peak rate of matrix products in tf32; 0: it has none."""
     fp32_tflops: NonNegativeFloat = 0.0
     """The rate without tensor cores."""
     matmul_bf16_tflops: NonNegativeFloat = 0.0
     """The best measured rate of a large matrix product; 0: not known, the planner assumes a usual part of the peak."""
     matmul_fp8_tflops: NonNegativeFloat = 0.0
+    """The best measured rate of a large matrix product in fp8; 0: not known, the planner assumes a usual part of the
+    peak."""
     tera_exponentials_per_s: NonNegativeFloat = 0.0
     """Exponentials of the special-function units, 1e12 a second, which softmax takes; 0: not known."""
     load_store_tb_per_s: NonNegativeFloat = 0.0
@@ -87,6 +97,7 @@ class ReliabilitySpec:
     known_within: dict[str, float] = field(default_factory=dict)
     """The uncertainty of each value: 2 means between half and twice the value with a probability of 90%."""
     sources: dict[str, str] = field(default_factory=dict)
+    """The source of each value by key."""
     unverified: tuple[str, ...] = ()
     """Keys whose value was not checked against its source."""
 
@@ -96,6 +107,7 @@ class SiteSpec:
     """The building and the grid behind it."""
 
     name: str = "world average"
+    """The site's name, as plans show it."""
     pue: Annotated[float, Range(1)] = 1.2
     """Power usage effectiveness: power into the building over power into the machines."""
     carbon_g_per_kwh: NonNegativeFloat = 475.0
@@ -103,8 +115,11 @@ class SiteSpec:
     electricity_usd_per_kwh: NonNegativeFloat = 0.08
     """Paid for owned machines; a rent includes it."""
     known_within: dict[str, float] = field(default_factory=dict)
+    """The uncertainty of each value: 2 means between half and twice the value with a probability of 90%."""
     sources: dict[str, str] = field(default_factory=dict)
+    """The source of each value by key."""
     unverified: tuple[str, ...] = ()
+    """Keys whose value was not checked against its source."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +135,11 @@ class PowerSpec:
     host: NonNegativeFloat = 0.45
     """The rest of the node (CPUs, switches, NICs, fans), whatever the accelerators do."""
     known_within: dict[str, float] = field(default_factory=dict)
+    """The uncertainty of each value: 2 means between half and twice the value with a probability of 90%."""
     sources: dict[str, str] = field(default_factory=dict)
+    """The source of each value by key."""
     unverified: tuple[str, ...] = ()
+    """Keys whose value was not checked against its source."""
 
 
 @dataclass(frozen=True)
@@ -135,13 +153,17 @@ class CostSpec:
     device_price_usd: NonNegativeFloat | None = None
     """owned: one device with its share of node, network and storage."""
     useful_years: PositiveFloat = 4.0
+    """owned: the years over which the price is spread."""
     utilisation: Annotated[float, Range(0, 1, includes_low=False)] = 0.8
     """Fraction of those years in which some job pays for the device."""
     operation_ratio: NonNegativeFloat = 0.08
     """Staff, space and repairs per year, over the price."""
     known_within: dict[str, float] = field(default_factory=dict)
+    """The uncertainty of each value: 2 means between half and twice the value with a probability of 90%."""
     sources: dict[str, str] = field(default_factory=dict)
+    """The source of each value by key."""
     unverified: tuple[str, ...] = ()
+    """Keys whose value was not checked against its source."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +173,11 @@ class SlurmSpec:
     job_name: str | None = None
     """null: trainspec-<recipe>."""
     partition: str | None = None
+    """The partition that the job is submitted to (`--partition`)."""
     account: str | None = None
+    """The account that is charged (`--account`)."""
     qos: str | None = None
+    """The quality of service (`--qos`)."""
     time: str | None = None
     """`2:00:00` or `3-00:00:00`; text, so quote it in YAML."""
     gpus_per_node: str | None = None
@@ -164,6 +189,7 @@ class SlurmSpec:
     exclusive: bool = True
     """Take whole nodes."""
     constraint: str | None = None
+    """Features that nodes must have (`--constraint`), such as `h100&ib`."""
     exclude: str | None = None
     """Nodes to avoid, such as `node[3,7]`."""
     dependency: str | None = None
@@ -173,6 +199,7 @@ class SlurmSpec:
     container_image: str | None = None
     """For srun with the pyxis plugin; trainspec must be installed outside it too, at the same path."""
     container_mounts: str | None = None
+    """Folders that the container sees, such as `/scratch:/scratch,/data:/data:ro`."""
     sbatch_lines: tuple[str, ...] = ()
     """Further options, copied verbatim after `#SBATCH` into job.sbatch."""
     setup: tuple[str, ...] = ()
@@ -188,21 +215,26 @@ class SlurmSpec:
 @dataclass(frozen=True)
 class ClusterSpec:
     num_nodes: PositiveInt = 1
+    """Nodes of the run."""
     devices_per_node: AutoInt = AUTO
     """Processes per node, one per device; auto: every GPU, or two processes on a machine without GPUs."""
     device: Literal["cpu", "cuda"] | Auto = AUTO
     """auto: cuda if there is a GPU, else cpu."""
     name: str = ""
+    """The cluster's name, as plans and reports show it."""
     accelerator: AcceleratorSpec | None = None
     """null: the accelerator of this machine."""
     scaleup_devices: PositiveInt | None = None
     """Devices joined by the fast links; null: those of a node. 72 in a GB200 NVL72 rack of 4-device nodes."""
     link_gb_per_s: NonNegativeFloat | None = None
     """One direction, per device; null: the accelerator's."""
-    nic_gbit_per_s: NonNegativeFloat = 0.0
-    """Between nodes, one direction, per device (a node's NICs over its devices)."""
+    nic_gbit_per_s: NonNegativeFloat | None = None
+    """Bandwidth between nodes, one direction, per device (a node's NICs over its devices); null: as is usual for the
+    accelerator."""
     nic_kind: NetworkKind = "infiniband"
+    """The network between nodes: its latency and its efficiency follow from it."""
     fabric: FabricSpec = field(default_factory=FabricSpec)
+    """The tiers of the network, from the fastest links to the slowest."""
     host_link_gb_per_s: PositiveFloat = 50.0
     """Device to host memory, one direction, for offload."""
     host_memory_gb: NonNegativeFloat = 2048.0
@@ -213,10 +245,15 @@ class ClusterSpec:
     efficiency: dict[str, float] | None = None
     """Corrections of the planner's efficiencies for this cluster, as `trainspec backtest --fit` writes them."""
     reliability: ReliabilitySpec = field(default_factory=ReliabilitySpec)
+    """How often devices fail, and how long it takes until a run goes on."""
     site: SiteSpec = field(default_factory=SiteSpec)
+    """The building and its electricity."""
     power: PowerSpec = field(default_factory=PowerSpec)
+    """The power that a node takes."""
     cost: CostSpec = field(default_factory=CostSpec)
+    """The cost of a device-hour."""
     slurm: SlurmSpec = field(default_factory=SlurmSpec)
+    """Options of Slurm jobs, for `trainspec sbatch`."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainspec_cli.spec.field_types import AUTO, Auto
+from trainspec_cli.spec.field_types import AUTO, Auto, NonNegativeInt
 
 WireFormat = Literal["full", "bf16", "int8", "int4"]
 
@@ -24,6 +24,9 @@ class CommSpec:
     """Parameters, as dp_shard's ranks gather them. Norms and biases always travel in full."""
     across_nodes: WireFormat | Auto | None = None
     """Gradients, where the ranks of an exchange lie on several nodes; null: as `gradients`."""
+    bucket_bytes: NonNegativeInt | None = None
+    """Gradients of a rank that are summed in one exchange, at least, on CPUs (on GPUs each block's are); 0: each
+    block's. null: the run tries a few sizes in its first steps, unless `scheduler` is off, and each block's are."""
 
     @property
     def fixed(self) -> WireFormats:

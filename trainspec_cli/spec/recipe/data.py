@@ -13,6 +13,7 @@ class TokenizerSpec:
     """A byte-level BPE, trained on the data unless a file is named."""
 
     vocab_size: Annotated[int, Range(257)] = 4096
+    """The size of the vocabulary that is trained."""
     path: str | None = None
     """A `tokenizer.json` of the `tokenizers` library; `vocab_size` is then that file's."""
     end_of_document: str | None = None
@@ -40,6 +41,7 @@ class PhantomSpec:
     samples: PositiveInt = 1024
     """Training samples per epoch; held-out samples come on top."""
     seed: NonNegativeInt = 0
+    """The seed that volumes are drawn from."""
 
 
 SampleSource = Literal["phantom", "images", "volumes"]
@@ -56,7 +58,8 @@ class DataSpec:
 
     `arrow` is a Hugging Face dataset as `save_to_disk` writes it; `nanogpt` and `megatron` are files of token ids, read
     in place; `mixture` draws from several sources by weight.
-    `chat` is JSON lines (or tables) of conversations (`messages`) or completions (`prompt`, `completion`).
+    `chat` is conversations (`messages`, ShareGPT or Alpaca) or completions (`prompt`, `completion`), each file in one
+    format: JSON lines, a JSON array, or a table.
     `images` is a folder with a sub-folder of pictures per class, `volumes` a folder of image and label pairs.
     """
     path: str | None = None
@@ -64,11 +67,13 @@ class DataSpec:
     text_field: str = "text"
     """The field of each JSON line, or the column of a table, that holds the text."""
     tokenizer: TokenizerSpec = field(default_factory=TokenizerSpec)
+    """What turns text into tokens."""
     heldout_fraction: Annotated[float, Range(0, 1, includes_low=False, includes_high=False)] = 0.02
     """Fraction of the documents or samples (chosen by a hash of each) held out for evaluation."""
     max_bytes: PositiveInt | None = None
     """Read at most this much text."""
     phantom: PhantomSpec = field(default_factory=PhantomSpec)
+    """The synthetic volumes (phantom only)."""
     document_masks: bool = False
     """Attention stays within each document of a sample; conversations are always kept apart."""
     chat_template: str | None = None

@@ -27,7 +27,8 @@ class TierSpec:
     latency_us: NonNegativeFloat | None = None
     """Added by each message that crosses the tier, one way; null: the planner's own figure for a hop."""
     kind: NetworkKind | None = None
-    """What collectives reach of the bandwidth depends on it; null: `cluster.nic_kind`. Not of the first tier."""
+    """The kind of network, which decides what part of the bandwidth collectives reach; null: `cluster.nic_kind`. The
+    first tier has none."""
 
 
 @dataclass(frozen=True)
@@ -41,23 +42,24 @@ class PlanesSpec:
     planes: PositiveInt
     """1: an ordinary fabric, to compare with."""
     nic_gbit_per_s: PositiveFloat
-    """Of a NIC, all its ports together. Each device has one NIC."""
+    """Bandwidth of a NIC, all its ports together. Each device has one NIC."""
     switch_tbit_per_s: PositiveFloat
-    """Of a switch, one direction: its ports times their speed."""
+    """Bandwidth of a switch, one direction: its ports times their speed."""
     switch_tiers: Literal[2, 3] = 2
+    """Tiers of switches in each plane."""
     entropy_values: PositiveInt = 256
     """Paths that a queue pair sprays over, spread evenly over the planes."""
     detect_s: NonNegativeFloat = 0.001
-    """From a path's failure until its losses are taken for one, and other paths of its plane are used."""
+    """Time from a path's failure until its losses are taken for one, and other paths of its plane are used."""
     probe_s: PositiveFloat = 1.0
-    """Between two probes of a path that is assumed bad."""
+    """Time between two probes of a path that is assumed bad."""
     flap_s: PositiveFloat = 60.0
     """How long a link that flaps is down."""
     network_fraction: Fraction = 0.084
-    """Of the failures that end a job on an ordinary fabric, those of links and switches, which planes survive."""
+    """Fraction of failures ending a job on an ordinary fabric that are of links and switches; planes survive them."""
     fatal_fraction: Fraction = 0.0
-    """Of those, the failures of a NIC's own transceiver, which carries all of its ports: its queue pairs end, and the
-    job with them. No rate is published; 0 is the best case."""
+    """Fraction of those that are failures of a NIC's own transceiver, which carries all of its ports: its queue pairs
+    end, and the job with them. No rate is published; 0 is the best case."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ class FabricSpec:
     """Tiers of a network, innermost first. Without tiers one network reaches every device at the NICs' speed."""
 
     name: str = ""
+    """The fabric's name, as plans show it."""
     tiers: tuple[TierSpec, ...] = ()
+    """The tiers of links, the innermost first; empty: the links within nodes, and the network between them."""
     nic_wiring: NicWiring | None = None
     """How the NICs of a node with several are joined: rails, each number of NIC to a switch of its own; one_switch, all
     to the same one; null: not known."""

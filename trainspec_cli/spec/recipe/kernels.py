@@ -112,13 +112,21 @@ class KernelSpec:
     """A backend for each operation, or auto: the fastest correct one, measured once on this machine."""
 
     attention: str = TORCH
+    """The backend of attention."""
     rms_norm: str = TORCH
+    """The backend of RMSNorm."""
     swiglu: str = TORCH
+    """The backend of SwiGLU."""
     rope: str = TORCH
+    """The backend of the rotary embedding."""
     linear_cross_entropy: str = TORCH
+    """The backend of the output head with its loss."""
     grouped_matmul: str = TORCH
+    """The backend of the experts' matrix products."""
     ssd_scan: str = TORCH
+    """The backend of the state-space scan."""
     adamw: str = TORCH
+    """The backend of the AdamW update."""
 
     @property
     def by_op(self) -> dict[str, str]:

@@ -23,21 +23,29 @@ class LayoutSpec:
     """The layout as the recipe asks for it; the planner resolves `auto`."""
 
     dp_replicate: AutoInt = AUTO
+    """Replicas of the shards: data-parallel ranks that each hold all of the state."""
     dp_shard: AutoInt = AUTO
+    """Data-parallel ranks that the state is sharded over (ZeRO)."""
     cp: AutoInt = 1
+    """Ranks that a sequence is divided over (context parallelism)."""
     tp: AutoInt = 1
+    """Ranks that each matrix is divided over (tensor parallelism)."""
     pp: AutoInt = 1
+    """Stages that the layers are divided into (pipeline parallelism)."""
     ep: AutoInt = 1
+    """Ranks that the experts are divided over (expert parallelism), out of the data-parallel ones."""
     zero_stage: ZeroStage | Auto = 3
     """What dp_shard shards (ZeRO, arXiv:1910.02054): 1 the optimizer state, 2 the gradients too, 3 the parameters too.
 
-    In the engine 3 frees the gathered parameters after each forward; 2 keeps them until the backward is done.
+    In the engine 3 frees the gathered parameters after each forward; 1 and 2 keep them until the last backward of a
+    step is done.
     """
     etp: AutoInt = 1
     """Tensor parallelism inside each expert."""
     sequence_parallel: bool = True
     """With tp: norms and residuals are split along the sequence (arXiv:2205.05198)."""
     pipeline_schedule: PipelineSchedule | Auto = "1f1b"
+    """The order in which a pipeline's stages process micro-batches."""
     virtual_stages: AutoInt = 1
     """Chunks of layers a pipeline stage holds (the interleaved schedule needs 2 or more)."""
     stage_layers: tuple[PositiveInt, ...] | None = None
@@ -98,6 +106,12 @@ class Layout:
         return self.zero_stage == 3 and self.dp_shard > 1
 
     @property
+    def keeps_parameters(self) -> bool:
+        """Parameters are gathered once a step and kept for all of its micro-batches: below ZeRO-3, and where no rank
+        has but a part of them."""
+        return self.zero_stage < 3 or (self.shards == 1 and (self.ep == 1 or self.expert_shards == 1))
+
+    @property
     def exchanges_every_backward(self) -> bool:
         """Gradients are reduced after every micro-batch, and not once a step.
 
@@ -114,6 +128,15 @@ class Layout:
     def splits_backward(self) -> bool:
         """One stage has nobody to wait for: its backward is never split, whatever the schedule."""
         return self.pp > 1 and self.pipeline_schedule in SPLIT_SCHEDULES
+
+    @property
+    def bubble_part(self) -> float:
+        """The part of the other stages' one micro-batch that a stage waits while the pipeline fills and drains.
+
+        1F1B and GPipe: all of it; interleaved divides it by the chunks that a rank holds (arXiv:2104.04473); ZB-H1
+        fills it with weight gradients down to a third (arXiv:2401.10241).
+        """
+        return 1 / 3 if self.pipeline_schedule == "zero_bubble" else 1 / self.virtual_stages
 
     @property
     def chunks_per_rank(self) -> int:

@@ -40,19 +40,29 @@ class DecoderModel:
     """
 
     num_layers: PositiveInt
+    """Layers, each with attention and a feed-forward."""
     hidden_size: PositiveInt
+    """Width of a token's vector between the layers."""
     num_heads: PositiveInt
+    """Attention heads."""
     num_kv_heads: PositiveInt
+    """Heads of keys and values (grouped-query attention); as many as `num_heads` in plain attention."""
     head_dim: PositiveInt
+    """Width of a head."""
     ffn_size: PositiveInt
     """Width of the feed-forward (a gated one, SwiGLU, has three matrices of hidden_size x ffn_size)."""
     vocab_size: PositiveInt
+    """Tokens that the model knows."""
     family: Literal["decoder"] = "decoder"
+    """The family of models: decoder."""
     name: str = ""
+    """The model's name, as plans and reports show it."""
     tied_embeddings: bool = False
     """Input embedding and output head share one matrix."""
     rope_theta: PositiveFloat = 10_000.0
+    """The base of the rotary frequencies."""
     norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square in RMSNorm."""
     gated_mlp: bool = True
     """False: two matrices (GPT, MPT, Nemotron) instead of three."""
     learned_positions: NonNegativeInt = 0
@@ -62,7 +72,9 @@ class DecoderModel:
     global_attention_every: NonNegativeInt = 1
     """With a window: every n-th layer attends to everything; 0: none does."""
     mla: LatentAttentionSpec | None = None
+    """Latent attention in place of grouped-query attention; null: none."""
     experts: ExpertSpec | None = None
+    """A mixture of experts in place of the feed-forward; null: none."""
     prediction_layers: NonNegativeInt = 0
     """Extra layers that predict further tokens (multi-token prediction, DeepSeek-V3). The planner counts them; the
     engine does not build them."""
@@ -78,6 +90,7 @@ class DecoderModel:
     attention_sinks: bool = False
     """A learned logit a head that takes part in the softmax and carries no value (gpt_oss)."""
     rope_scaling: RopeScaling | None = None
+    """Rotary frequencies stretched for longer sequences; null: none."""
 
     unit: ClassVar[Literal["tokens"]] = "tokens"
     record: ClassVar[FamilyRecord] = FamilyRecord(
@@ -139,28 +152,47 @@ class HybridModel:
     """
 
     hidden_size: PositiveInt
+    """Width of a token's vector between the layers."""
     vocab_size: PositiveInt
+    """Tokens that the model knows."""
     mamba_layers: NonNegativeInt
+    """State-space layers (Mamba-2)."""
     attention_layers: NonNegativeInt = 0
+    """Attention layers."""
     mlp_layers: NonNegativeInt = 0
+    """Feed-forward layers."""
     expert_layers: NonNegativeInt = 0
+    """Layers of a mixture of experts."""
     num_heads: NonNegativeInt = 0
+    """Attention heads."""
     num_kv_heads: NonNegativeInt = 0
+    """Heads of keys and values (grouped-query attention)."""
     head_dim: PositiveInt = 128
+    """Width of an attention head."""
     ffn_size: NonNegativeInt = 0
+    """Width of the feed-forward."""
     gated_mlp: bool = False
+    """True: three matrices (SwiGLU) instead of two."""
     experts: ExpertSpec | None = None
+    """The experts of `expert_layers`; null: none."""
     mamba_expand: PositiveInt = 2
     """Inner width over hidden width."""
     mamba_head_dim: PositiveInt = 64
+    """Width of a state-space head."""
     mamba_num_heads: PositiveInt | None = None
     """null: mamba_expand x hidden_size / mamba_head_dim."""
     mamba_state_size: PositiveInt = 128
+    """States of each channel of a state-space layer."""
     mamba_groups: PositiveInt = 8
+    """Groups of heads that share the scan's inputs B and C."""
     family: Literal["hybrid"] = "hybrid"
+    """The family of models: hybrid."""
     name: str = ""
+    """The model's name, as plans and reports show it."""
     tied_embeddings: bool = False
+    """Input embedding and output head share one matrix."""
     norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square in RMSNorm."""
     activation: Activation = "silu"
     """The activation of the feed-forward and the experts."""
     layer_pattern: str = ""
@@ -249,12 +281,15 @@ class ConvModel:
     blocks: tuple[PositiveInt, ...] = (3, 4, 6, 3)
     """Blocks a stage (resnet)."""
     in_channels: PositiveInt = 3
+    """Channels of a sample."""
     num_classes: PositiveInt = 1000
     """Classes of a sample, or for a U-Net of each voxel; class 0 of voxels is the background."""
     groups: PositiveInt = 1
     """Groups of the 3x3 convolutions: 32 in ResNeXt-50 32x4d."""
     family: Literal["conv"] = "conv"
+    """The family of models: conv."""
     name: str = ""
+    """The model's name, as plans and reports show it."""
 
     unit: ClassVar[Literal["samples"]] = "samples"
     record: ClassVar[FamilyRecord] = FamilyRecord(
@@ -299,3 +334,5 @@ class ConvModel:
 
 TextModel = DecoderModel | HybridModel
 ModelSpec = TextModel | ConvModel
+AUTO_FAMILY = "auto"
+"""The `family` of a model that the checkpoint of `init.from` describes."""

@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 from trainspec_cli.spec.field_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
 SINK_DIMS = 8
-"""By so much heads grow where a sink's logit travels with the queries: kernels want multiples of 8."""
+"""Dims by which heads grow where a sink's logit travels with the queries: kernels want multiples of 8."""
 CONV_TAPS = 4
 """Tokens that a state-space layer's convolution sees."""
 SCAN_BLOCK = 128
 """Tokens of a block of a scan: the products within grow with it, the states between shrink."""
 STEM_CHANNELS = 64
-"""Of a ResNet's first convolution."""
+"""Channels of a ResNet's first convolution."""
 LOSS_CHUNK_BYTES = 128 * 2**20
 """Logits that the loss holds at once, as fp32."""
 
@@ -26,7 +26,7 @@ def loss_chunk_tokens(vocab_rows: int, chunk_bytes: int = LOSS_CHUNK_BYTES) -> i
 
 
 Mixer = Literal["attention", "latent", "feed_forward", "experts", "mamba"]
-"""What can stand behind a norm of a layer of a model of text."""
+"""Parts that can stand behind a norm of a layer of a model of text."""
 Activation = Literal["silu", "gelu", "relu2"]
 """relu2 is the square of relu (Nemotron)."""
 
@@ -36,11 +36,15 @@ class LatentAttentionSpec:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): keys and values pass through a low-rank latent."""
 
     kv_lora_rank: PositiveInt
+    """Width of the latent that keys and values pass through."""
     q_lora_rank: NonNegativeInt = 0
     """0: the queries are projected directly."""
     qk_nope_head_dim: PositiveInt = 128
+    """Width of the part of a query's or key's head that is not rotated."""
     qk_rope_head_dim: PositiveInt = 64
+    """Width of the part that is rotated."""
     v_head_dim: PositiveInt = 128
+    """Width of a value's head."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,9 @@ class RopeScaling:
     """llama3 (arXiv:2407.21783): long waves slowed down, short ones kept. yarn (arXiv:2309.00071): by turns within
     the original length, and softer scores."""
     factor: Annotated[float, Range(1)]
+    """Sequences are so many times longer than the model was trained on first."""
     original_seq_len: PositiveInt
+    """Tokens of a sequence that the model was trained on first."""
     low_freq_factor: PositiveFloat = 1.0
     """llama3: waves longer than original_seq_len / this are slowed by the whole factor."""
     high_freq_factor: PositiveFloat = 4.0
@@ -69,8 +75,11 @@ class ExpertSpec:
     """A mixture of experts instead of the feed-forward."""
 
     num_experts: PositiveInt
+    """Experts of a layer, of which a token visits some."""
     top_k: PositiveInt
+    """Experts that a token visits."""
     expert_ffn_size: PositiveInt
+    """Width of an expert."""
     shared_experts: NonNegativeInt = 0
     """Experts that every token visits, each of `shared_expert_ffn_size`."""
     shared_expert_ffn_size: PositiveInt | None = None
@@ -93,6 +102,7 @@ class ExpertSpec:
     """Experts are divided into groups; a token's experts come from the `top_groups` groups whose two best score
     highest."""
     top_groups: PositiveInt = 1
+    """Groups of experts that a token may choose from."""
     balance_rate: NonNegativeFloat = 0.0
     """Balancing without a loss (arXiv:2408.15664): after each step the choice of an expert that was visited less than
     the mean is made likelier by so much, of the others less likely; 0: none."""

@@ -10,10 +10,13 @@ from trainspec_cli.spec.field_types import Fraction, NonNegativeFloat, NonNegati
 
 @dataclass(frozen=True)
 class ScheduleSpec:
-    """Learning rate over the run, a pure function of the step (see `policy/schedule.py`)."""
+    """Learning rate over the run, a pure function of the step (see `policy/batch/learning_rate.py`)."""
 
     kind: Literal["constant", "cosine", "wsd"] = "cosine"
+    """constant; cosine: down to `final_lr_ratio` by a half cosine; wsd: constant, then falling over the last
+    `decay_fraction`."""
     warmup_steps: NonNegativeInt = 0
+    """Steps over which the rate rises from 0 to its peak."""
     decay_fraction: Fraction = 0.2
     """wsd: the last fraction of the run, over which the rate falls."""
     final_lr_ratio: Fraction = 0.1
@@ -29,11 +32,18 @@ class ScheduleSpec:
 @dataclass(frozen=True)
 class OptimSpec:
     lr: PositiveFloat
+    """The learning rate at its peak."""
     name: Literal["adamw", "sgd"] = "adamw"
+    """The optimizer."""
     beta1: Annotated[float, Range(0, 1, includes_high=False)] = 0.9
+    """adamw: decay of the average of the gradients."""
     beta2: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
+    """adamw: decay of the average of their squares."""
     eps: PositiveFloat = 1e-8
+    """adamw: added to the root of that average."""
     weight_decay: NonNegativeFloat = 0.1
     """Applied only to matrices (not to norms and biases)."""
     grad_clip_norm: PositiveFloat | None = 1.0
+    """The norm over all gradients to which larger ones are clipped; null: they are not."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
+    """The course of the learning rate over the run."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainspec_cli.reading.files import expand
+from trainspec_cli.reading.hub_cache import HubName, hub_name, locate_checkpoint
 from trainspec_cli.spec.field_types import (
     AUTO,
     Auto,
@@ -37,10 +38,11 @@ HUGGING_FACE = "hf:"
 
 @dataclass(frozen=True)
 class CheckpointSpec:
-    interval_steps: AutoInt | None = None
+    interval_steps: AutoInt | None = AUTO
     """Steps between checkpoints; null writes one only at the end (and on a stop).
 
-    auto: as often as the checkpoints' measured cost and the cluster's failure rate ask for (Daly 2006).
+    auto: the first after a minute of training, so that shorter runs write the last alone; then as often as the
+    checkpoints' measured cost and the cluster's failure rate ask for (Daly 2006), every one to ten minutes.
     """
     mode: Literal["async", "sync"] = "async"
     """async: training waits for a copy in memory, which is then written in the background; sync: until it is on
@@ -53,6 +55,8 @@ class CheckpointSpec:
     """
     keep_last: PositiveInt = 2
     """Older whole checkpoints are removed."""
+    keep_best: bool = False
+    """Write a checkpoint at each evaluation with the lowest held-out loss so far, and keep it beside the last ones."""
 
 
 @dataclass(frozen=True)
@@ -68,36 +72,64 @@ class PrecisionSpec:
 @dataclass(frozen=True)
 class InitSpec:
     from_: str | None = None
-    """`hf:FOLDER`, a Hugging Face checkpoint, or the folder of a run of trainspec; null: drawn from the seed.
+    """`hf:FOLDER`, a Hugging Face checkpoint; `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`, one that the Hub's cache on this
+    machine holds; or the folder of a run of trainspec. null: drawn from the seed.
 
     Only weights are loaded: the optimizer, the step and the data start from the beginning.
     """
 
     @property
     def hugging_face(self) -> Path | None:
+        """The folder of a Hugging Face checkpoint; None of other weights."""
+        return None if self._named is None else locate_checkpoint(self._named)
+
+    @property
+    def hub_name(self) -> HubName | None:
+        """The name of a checkpoint on the Hub; None of other weights."""
+        return None if self._named is None else hub_name(self._named)
+
+    @property
+    def _named(self) -> str | None:
+        """The text behind `hf:`."""
         if self.from_ is None or not self.from_.startswith(HUGGING_FACE):
             return None
-        return expand(self.from_.removeprefix(HUGGING_FACE))
+        return self.from_.removeprefix(HUGGING_FACE)
 
     @property
     def run(self) -> Path | None:
-        return None if self.from_ is None or self.hugging_face else expand(self.from_)
+        return None if self.from_ is None or self._named is not None else expand(self.from_)
 
 
 @dataclass(frozen=True)
 class TrainSection:
     max_steps: PositiveInt
     """Steps of `batching.global_batch_size` samples, which together are the run's samples. A batch that changes
-    (`batching.schedule`) trains as many in another number of steps."""
+    (`batching.schedule`) trains as many in another number of steps. `tokens` or `epochs` may be given in its place."""
+    tokens: PositiveInt | None = None
+    """In place of `max_steps`: tokens that the run trains (samples, for images and volumes), rounded up to whole steps.
+
+    The run is over when they are trained, also where steps had fewer samples (`batching.on_loss: shrink`).
+    """
+    epochs: PositiveFloat | None = None
+    """In place of `max_steps`: how many times the run trains every sample of the data, which is counted for that; 0.5
+    is half of them. As with `tokens`, the samples say when the run is over."""
     seed: NonNegativeInt = 0
+    """The seed of the weights and the order of samples."""
     max_skipped_steps: PositiveInt = 10
     """A step whose loss or gradients are not finite updates nothing; this many in a row end the run."""
     eval_interval_steps: PositiveInt | None = None
     """Steps between evaluations on the held-out text; null: one at the end."""
+    early_stop_evals: PositiveInt | None = None
+    """Evaluations in a row without a new lowest held-out loss that end the run, as done; null: it makes all steps."""
     sample_interval_steps: PositiveInt | None = None
     """Steps between samples of text that the model writes (`sample`); null: one at the end."""
     log_interval_steps: PositiveInt = 10
     """Steps between log lines if the output is not a terminal."""
+
+    @property
+    def counts_samples(self) -> bool:
+        """Return whether the run was asked for by what it trains, not by its steps."""
+        return self.tokens is not None or self.epochs is not None
 
 
 @dataclass(frozen=True)
@@ -105,15 +137,21 @@ class SampleSection:
     """Text that the trained model writes at the end."""
 
     prompt: str = ""
+    """The text that the sample goes on from."""
     max_new_tokens: NonNegativeInt = 0
     """0 writes nothing."""
     temperature: NonNegativeFloat = 0.8
+    """Divides the logits before a token is drawn; 0 takes the likeliest."""
 
 
 @dataclass(frozen=True)
 class RunSection:
     dir: str | Auto = AUTO
     """The run folder; auto is runs/<recipe>/<time>."""
+    name: str = ""
+    """A name by which commands find the run below ./runs, such as `trainspec report NAME`."""
+    tags: tuple[str, ...] = ()
+    """Words by which `trainspec runs --tag WORD` chooses runs."""
     stop_grace_s: PositiveFloat = 60.0
     """A worker that has not ended this long after a stop request is killed."""
     node_timeout_s: PositiveFloat = 30.0
@@ -140,19 +178,31 @@ class TrackingSection:
 @dataclass(frozen=True)
 class RunSpec:
     model: ModelSpec
+    """The model that is trained: its family and sizes."""
     data: DataSpec
+    """The data that it is trained on."""
     optim: OptimSpec
+    """The optimizer and the learning rate."""
     batching: BatchingSpec
+    """The batch of a step, and its division."""
     train: TrainSection
+    """How long the run trains, and how often it evaluates."""
     description: str = ""
     """One line for `trainspec recipes`."""
     init: InitSpec = field(default_factory=InitSpec)
+    """The weights that the run begins with."""
     lora: LoraSpec = field(default_factory=LoraSpec)
+    """Low-rank adapters in place of training all weights."""
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
+    """The hardware: this machine, or a described cluster."""
     layout: LayoutSpec = field(default_factory=LayoutSpec)
+    """How the work is distributed over ranks: data, tensor, pipeline, context and expert parallelism."""
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)
+    """The formats in which the run computes, sums and multiplies."""
     comm: CommSpec = field(default_factory=CommSpec)
+    """The formats in which gradients and parameters travel."""
     kernels: KernelSpec = field(default_factory=KernelSpec)
+    """The implementation of each operator."""
     compile: bool = False
     """torch.compile each block."""
     recompute: Recompute | Auto = "none"
@@ -160,10 +210,22 @@ class RunSpec:
     offload: Offload | Auto = "none"
     """The state that is kept in host memory between its uses."""
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    """When checkpoints are written and removed."""
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
+    """How a run survives failures."""
     scheduler: SchedulerSpec = field(default_factory=SchedulerSpec)
+    """The part that follows the cluster's real speeds while the run goes on."""
     fault: str = ""
     """Faults to inject, such as `kill(group=1,step=40)`; several are separated by `;`."""
     sample: SampleSection = field(default_factory=SampleSection)
+    """Text that the trained model writes."""
     tracking: TrackingSection = field(default_factory=TrackingSection)
+    """Other places to record events."""
     run: RunSection = field(default_factory=RunSection)
+    """The run folder, its name, and limits of its processes."""
+
+    @property
+    def ends_by_samples(self) -> bool:
+        """Return whether the run is over when its samples are trained, in however many steps, and not at `max_steps`:
+        where the batch changes, and where the recipe says how much is trained."""
+        return self.batching.schedule.kind != "constant" or self.train.counts_samples

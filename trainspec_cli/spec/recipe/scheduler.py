@@ -13,7 +13,7 @@ Changeable = Literal["shares", "layers", "layout", "nodes"]
 
 
 STAGES = ("pp", "pipeline_schedule", "virtual_stages")
-"""What a cut into stages depends on."""
+"""The keys that a cut into stages depends on."""
 
 
 @dataclass(frozen=True)

@@ -33,14 +33,14 @@ class Exchange:
     """The outermost that it crosses."""
     message_bytes: float
     per_step: float
-    """How often one rank does it in a step."""
+    """Number of times that one rank does it in a step."""
     algorithm: Algorithm
     time_s: float
-    """Of one, by that algorithm."""
+    """Time of one, by that algorithm."""
     ring_s: float
-    """Of one, by a flat ring; the same for what has no ring."""
+    """Time of one, by a flat ring; the same for what has no ring."""
     bucket_bytes: float | None = None
-    """For gradients and parameters that go in buckets: b* = sqrt(S a B) of S bytes in all, latency a, bandwidth B."""
+    """Best size where gradients and parameters go in buckets: sqrt(S a B) of S bytes in all, latency a, bandwidth B."""
 
 
 @dataclass(frozen=True)
@@ -86,3 +86,12 @@ class Blueprint:
     tuner: tuple[TunerRow, ...] = ()
     sorts_nodes: bool = False
     """The cost depends on which nodes lie together: Slurm's nodes are to be sorted by switch."""
+
+    @property
+    def sums_replicas_in_tiers(self) -> bool:
+        """Gradients are summed over replicas inside each node first."""
+        return any(
+            exchange.operation == "all_reduce" and exchange.algorithm == "hierarchical"
+            for exchange in self.exchanges
+            if exchange.axis in ("dp", "dp_replicate")
+        )

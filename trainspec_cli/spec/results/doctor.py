@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.results.tools import LinksResult, SpeedResult
 
@@ -17,7 +18,7 @@ class Check:
     status: Status
     found: str
     advice: str = ""
-    """What to do about it."""
+    """The remedy."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class NodeReport:
     heard_at: float | None = None
     """Unix seconds by the first node's clock when the report came; None for this node's own report."""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         plain = to_plain(self) | {"speed": to_plain(self.speed) if self.speed else {}}
         return {key: value for key, value in plain.items() if key != "heard_at" or value is not None}
 
@@ -48,5 +49,5 @@ class Diagnosis:
     links: LinksResult | None
     """None for a single process."""
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         return to_plain(self) | {"hosts": [report.as_json() for report in self.hosts]}

@@ -42,21 +42,21 @@ class Goodput:
     failures: float
     """Over the run."""
     mtbf_s: float
-    """Of the whole job."""
+    """Mean time between failures of the whole job."""
     checkpoint_interval_s: float
-    """Of work, between checkpoints."""
+    """Time of work between checkpoints."""
     checkpoint_interval_steps: int
     optimal_interval_s: float
     """Daly's interval; the same as the interval unless the recipe sets its own."""
     checkpoint_s: float
-    """For which one checkpoint holds training up."""
+    """Time for which one checkpoint holds training up."""
     checkpoint_bytes: float
     restart_s: float
     """The time from a failure to the first new work after a restart."""
     wall_time_s: float
     """Expected, of the whole run."""
     layout: str = ""
-    """Where it takes another one than the run's."""
+    """The layout, where it is another one than the run's."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class RunForecast:
     """Samples, for a model of images."""
     wall_time_s: Interval
     goodput: Goodput
-    """Under the recipe's `resilience.mode`."""
+    """Goodput under the recipe's `resilience.mode`."""
     energy_joules: Interval | None
     """None where the power of the accelerator is not known."""
     carbon_kg: Interval | None
@@ -92,4 +92,4 @@ class RunForecast:
     assumptions: tuple[Assumption, ...] = ()
     notes: tuple[str, ...] = ()
     batches: tuple[BatchForecast, ...] = ()
-    """In their order; empty for a constant batch, and for one that follows what the run will measure."""
+    """Sizes of the batch in order; empty for a constant batch, and for one that follows what the run will measure."""

@@ -32,13 +32,13 @@ class Shortage:
     """The memory of a rank ran out."""
 
     failed: MemorySetting
-    """With the samples of the micro-batch that failed."""
+    """The setting in force, with the samples of the micro-batch that failed."""
     layout: str
     """The axes of the layout in force, which a run may change between two steps."""
     used_bytes: int | None = None
-    """What the process held; None where nobody could ask."""
+    """Memory that the process held; None where nobody could ask."""
     limit_bytes: int | None = None
-    """What it may hold."""
+    """Memory that the process may hold."""
     was_killed: bool = False
     """The kernel killed a process; else an allocation failed."""
 

@@ -89,17 +89,17 @@ class Plan:
     """Groups of processes, each with the whole model in `layout`; above 1 they survive one another."""
 
     largest_micro_batch_size: int | None = None
-    """What memory allows, as far as the scheduler asks; None where that is not known."""
+    """The most that memory allows, as far as the scheduler asks; None where that is not known."""
 
     memory_ladder: tuple[MemorySetting, ...] = ()
-    """The settings that a run takes in turn where its memory runs out (`policy/memory.py`), each with less memory than
-    the one before; empty where it ends."""
+    """The settings that a run takes in turn where its memory runs out (`policy/recovery/memory.py`), each with less
+    memory than the one before; empty where it ends."""
 
     largest_stage_layers: int | None = None
     """Layers that memory allows on a pipeline rank, as far as the scheduler asks; None where that is not known."""
 
     layer_flops: tuple[float, ...] = ()
-    """Of a micro-batch's forward, by layer, by which the scheduler moves layers; empty without a pipeline."""
+    """Operations of a micro-batch's forward by layer, by which the scheduler moves layers; empty without a pipeline."""
     head_flops: float = 0.0
 
     kernels: KernelSpec = field(default_factory=KernelSpec)
@@ -115,10 +115,10 @@ class Plan:
     """Layouts that the recipe changes to while the run goes on, in the order of their steps."""
 
     prediction: LocalPrediction | None = None
-    """Of a run on this machine's CPU; None where no probe speaks of it."""
+    """Memory and time of a run on this machine's CPU; None where no probe speaks of it."""
 
     blueprint: Blueprint | None = None
-    """Of a run on several nodes whose network is described; None elsewhere."""
+    """Communication of a run on several nodes whose network is described; None elsewhere."""
 
     @property
     def memory_setting(self) -> MemorySetting:

@@ -20,7 +20,7 @@ class PlanesFigures:
     switch_tiers: int
     port_gbit_per_s: float
     most_nics: int
-    """That the tiers can join."""
+    """The most NICs that the tiers can join."""
     switches_per_nic: float
     optics_per_nic: float
     """Transceivers of a NIC's speed: two ends for each tier of links."""
@@ -36,11 +36,11 @@ class SprayedEvent:
 
     name: str
     lowest_speed: float
-    """Of the undisturbed speed, once the paths that were lost are no longer used."""
+    """Fraction of the undisturbed speed, once the paths that were lost are no longer used."""
     slow_s: float
-    """Until the job has its speed again."""
+    """Time until the job has its speed again."""
     lost_s: float
-    """Of undisturbed training."""
+    """Time of undisturbed training that is lost."""
     touched: float
     """Part of the queue pairs that had a path through it."""
     most_bad_paths: int
@@ -56,7 +56,7 @@ class PlanesPlan:
     figures: PlanesFigures
     single: PlanesFigures
     t1_switches: int
-    """In each plane, as many as the job's NICs need."""
+    """Switches of the first tier in each plane, as many as the job's NICs need."""
     events: tuple[SprayedEvent, ...]
     dips_per_day: float
     """Failures of the network that cost a dip, and would end a job on one plane."""

@@ -88,21 +88,30 @@ class Candidate:
     """Executed FLOPs, recomputed work included, over the same peak."""
     peak_memory_bytes: float
     memory_limit_bytes: float
+    fit_probability: float
+    """By the measured error of predicted memory."""
+    expected_step_s: float
+    """The step with that in it: what does not fit costs a start, and goes on more slowly with less memory."""
     memory: tuple[MemoryBreakdown, ...]
     """One for each pipeline stage."""
     time: StepTime
-    """Where the batch changes: of a step of the size that trains most of the samples, as is every other figure."""
+    """Times of a step; where the batch changes, of the size that trains most samples, as is every other figure."""
     sized_steps: tuple[SizedStep, ...] = ()
-    """Where the batch changes: steps of its sizes, or of some of many, smallest first."""
+    """Steps of the batch's sizes where it changes, or of some of many, smallest first."""
 
     @property
     def fits(self) -> bool:
         return self.peak_memory_bytes <= self.memory_limit_bytes
 
+    @property
+    def fullest_memory(self) -> MemoryBreakdown:
+        """The memory of the pipeline stage that takes most."""
+        return max(self.memory, key=lambda stage: stage.total_bytes, default=MemoryBreakdown())
+
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """The search result for a cluster: the layouts that fit, fastest first, and why the others do not."""
+    """The search result for a cluster: the layouts that fit, best first, and why the others do not."""
 
     params: int
     active_params: int
@@ -111,7 +120,9 @@ class CapacityPlan:
     world_size: int
     tokens_per_step: int
     candidates: tuple[Candidate, ...]
-    """Fastest first; those that do not fit come last, smallest first, and only when nothing fits."""
+    """Layouts that fit, the shortest expected step first; where nothing fits, those that do not."""
+    safest: Candidate | None = None
+    """The layout that most probably fits, of those whose step is a tenth longer than the best one's at most."""
     rejected: dict[str, int] = field(default_factory=dict)
     """Layouts refused, counted by reason."""
     advice: tuple[str, ...] = ()
@@ -125,6 +136,13 @@ class CapacityPlan:
 
 
 @dataclass(frozen=True)
+class PlannedLink:
+    axis: str
+    bytes_per_s: float
+    """Bytes that a rank sends in the largest exchange along the axis."""
+
+
+@dataclass(frozen=True)
 class LocalPrediction:
     time_s: dict[str, float]
     """A step's parts, named as in the step events."""
@@ -132,6 +150,8 @@ class LocalPrediction:
     """Bytes of one process at its peak, by cause: what a run measures."""
     beside: dict[str, float] = field(default_factory=dict)
     """Bytes that a GPU needs beside what its allocator hands out, and a run does not measure."""
+    links: tuple[PlannedLink, ...] = ()
+    """Links of the axes that are looked at."""
 
     @property
     def step_time_s(self) -> float:

@@ -12,7 +12,7 @@ PROBED_TOKENS = 1024
 """Tokens that go through the probed matrix products and attention."""
 PROBED_HEADS = 4
 PROBED_HEAD_SIZES = (16, 64)
-"""Of the probed attention: a head costs its scores and softmax, whatever its size, and products that grow with it."""
+"""Sizes of the probed heads: a head costs its scores and softmax, whatever its size, and products that grow with it."""
 
 
 BUSY = 0.1
@@ -65,7 +65,7 @@ class Reference:
 
     plan: Plan
     parts_s: dict[str, float]
-    """Of a step, named as in the step events."""
+    """Times of a step's parts, named as in the step events."""
     grown_bytes: float
     """Resident memory that it added to the process."""
 
@@ -82,9 +82,9 @@ class MachineProbe:
     large: Reference
     matmul: MatmulCurves
     attention: Passes
-    """Over the sequence length, for `PROBED_TOKENS` tokens and `PROBED_HEADS`, of the larger head size."""
+    """Attention by sequence length, for `PROBED_TOKENS` tokens and `PROBED_HEADS`, of the larger head size."""
     attention_narrow: Passes
-    """Of the smaller head size."""
+    """Attention of the smaller head size."""
     norm: Passes
     """This and what follows over elements."""
     rope: Passes

@@ -11,7 +11,7 @@ class SimulatedPace:
 
     wall_s: float
     samples_per_s: float
-    """On average."""
+    """Mean rate of the run."""
     by_step: tuple[float, ...]
     """Samples a second of each step."""
 
@@ -31,9 +31,10 @@ class SimulatedDecision:
     before_s: float
     """The slowest rank's computing in a step as it was, by the confirmed speeds; of another layout, the whole step."""
     expected_s: float
-    """As it is expected to be; with other layers or another layout, once speeds are known again and shares follow."""
+    """The same as expected after the decision; with other layers or another layout, once speeds are known again and
+    shares follow."""
     achieved_s: float
-    """As it was in the decision's first step."""
+    """The same in the decision's first step."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Simulation:
     description: str
     steps: int
     step_s: float
-    """Of an undisturbed step."""
+    """Seconds of an undisturbed step."""
     global_batch_size: int
     data_parallel_ranks: int
     replica_groups: int
@@ -60,7 +61,8 @@ class Simulation:
     ideal_real: SimulatedPace
     """The same, if samples could be cut."""
     won_back: float | None
-    """Of the time lost without the scheduler, over what whole samples allow to win back; None where that is nothing."""
+    """Fraction won back of the time lost without the scheduler, relative to what whole samples allow; None where that
+    is nothing."""
     won_back_of_real: float | None
     """The same, over what the speeds alone allow."""
     decisions: tuple[SimulatedDecision, ...]

@@ -52,7 +52,7 @@ class TraceResult:
     peak_by_cause: dict[str, float]
     flops: float
     comm_bytes: dict[str, float]
-    """By mesh axis and collective: `dp_shard all_gather`."""
+    """Bytes by mesh axis and collective: `dp_shard all_gather`."""
     seconds: float = 0.0
     """Time that the trace took."""
 
@@ -65,10 +65,10 @@ class ExportRequest:
     checkpoint: str
     output: str
     dtype: str
-    """As safetensors names it."""
+    """The dtype as safetensors names it."""
     max_file_bytes: int
-    adapters_alone: bool = False
-    """PEFT's file of a run's LoRA adapters, and not the whole weights with them merged in."""
+    what: Literal["merged", "adapters", "base"] = "merged"
+    """The whole weights with LoRA adapters merged in, PEFT's file of the adapters alone, or the weights below them."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class PairRate:
 
     hosts: tuple[str, ...]
     bytes_per_s: float
-    """With the largest message."""
+    """Rate of the largest message."""
     sizes: tuple[PingRate, ...]
 
 
@@ -155,6 +155,8 @@ class CertifyRun:
     """Train the steps after `save_at` a second time, from the checkpoint."""
     continues: str | None
     """The run whose checkpoint this one begins with."""
+    exchanges: int = 1
+    """How often those gradients are computed and exchanged, with no update between; their mean is left."""
     weights: tuple[float, ...] = ()
     """The shares of the data-parallel ranks of each batch, in any unit; none: they are equal."""
     live: bool = False
@@ -169,7 +171,7 @@ class CertifyRequest:
     folder: str
     """Below it each run leaves NAME/result.json (a `CertifyRunResult`), gradients.stage*.npz and weights.stage*.npz."""
     runs: dict[str, CertifyRun]
-    """By name, in order."""
+    """Runs by name, in order."""
 
 
 @dataclass(frozen=True)

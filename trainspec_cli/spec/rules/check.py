@@ -26,6 +26,7 @@ from trainspec_cli.spec.rules.fabric import FABRIC_RULES
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES, check_kernels, find_compiler
 from trainspec_cli.spec.rules.model import MODEL_RULES, divisors
 from trainspec_cli.spec.rules.relayout import RELAYOUT_RULES
+from trainspec_cli.spec.rules.run import RUN_RULES
 from trainspec_cli.spec.rules.values import TEXT_RULES, forget_out_of_range
 from trainspec_cli.spec.unknown import UnknownTouched
 
@@ -51,9 +52,10 @@ def check(spec: RunSpec) -> list[Problem]:
         tokenizer,
         uncertainty,
         ownership,
+        half_precision,
         largest_micro_batch,
     ]
-    rules += [memory_copies, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
+    rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
     rules += [*RELAYOUT_RULES, *TEXT_RULES]
     return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
 
@@ -227,6 +229,14 @@ def ownership(spec: RunSpec) -> Iterator[Problem]:
         yield Problem(code="missing_value", path=path, message=message, hint=f"type {path}=<dollars>, or cost=owned")
 
 
+def half_precision(spec: RunSpec) -> Iterator[Problem]:
+    """The planner counts the rates that a chip does not name from that of bf16, or of fp16 where it has no bf16."""
+    chip, path = spec.cluster.accelerator, "cluster.accelerator.bf16_tflops"
+    if chip is not None and chip.bf16_tflops == chip.fp16_tflops == 0:
+        message = f"`{path}` is 0, and `cluster.accelerator.fp16_tflops` too; one of them is needed"
+        yield Problem("missing_value", message, path, f"type {path}=<the rate of the chip's data sheet>")
+
+
 def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
     """The scheduler cannot stay below the micro-batch that every rank begins with."""
     usual, most = spec.batching.micro_batch_size, spec.scheduler.max_micro_batch_size
@@ -283,13 +293,6 @@ def shared_memory(spec: RunSpec) -> Iterator[Problem]:
     path = "checkpoint.memory_interval_steps"
     if spec.checkpoint.memory_interval_steps is not None and not Path("/dev/shm").is_dir():
         yield _lacking("no_shared_memory", path, f"`{path}` needs /dev/shm, which this node lacks", f"type {path}=null")
-
-
-def memory_copies(spec: RunSpec) -> Iterator[Problem]:
-    path = "checkpoint.memory_interval_steps"
-    if spec.checkpoint.memory_interval_steps is not None and spec.resilience.mode == "elastic":
-        message = f"`{path}` is set, and with resilience=elastic every replica group holds the newest state already"
-        yield Problem(code="unsupported", path=path, message=message, hint=f"type {path}=null, or resilience=restart")
 
 
 def _lacking(code: str, path: str, message: str, hint: str) -> Problem:

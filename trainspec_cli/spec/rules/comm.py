@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainspec_cli.spec.recipe.run import RunSpec
 
 GRADIENTS, PARAMETERS, ACROSS = "comm.gradients", "comm.parameters", "comm.across_nodes"
+BUCKETS = "comm.bucket_bytes"
 LEFT_OPEN = ("full", AUTO, None)
 """Values that ask for no fewer bits."""
 
@@ -55,6 +56,21 @@ def exchanged(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Pr
     if comm.parameters != "full" and layout.shards == 1:
         message = f"`{PARAMETERS}` is {comm.parameters}, and in this layout ({described}) no rank gathers parameters"
         yield Problem("unsupported", message, PARAMETERS, f"type {PARAMETERS}=full, or layout=fsdp")
+
+
+def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:
+    """Refuse a size of buckets where the gradients of several blocks never go together."""
+    size, why = spec.comm.bucket_bytes, ""
+    if not size:
+        return
+    if device == "cuda":
+        why = "on GPUs FSDP2 sums the gradients of each block by themselves"
+    elif layout.shards * layout.dp_replicate == 1:
+        why = f"in this layout ({layout.describe()}) no ranks sum gradients"
+    elif spec.comm.gradients not in LEFT_OPEN or spec.comm.across_nodes not in LEFT_OPEN:
+        why = "in fewer bits each block's gradients travel by themselves"
+    if why:
+        yield Problem("unsupported", f"`{BUCKETS}` is {size:,}, and {why}", BUCKETS, f"type {BUCKETS}=null")
 
 
 COMM_RULES = (fp32_sums, parameter_format, several_nodes)

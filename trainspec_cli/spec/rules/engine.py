@@ -26,19 +26,16 @@ TRAINED: dict[str, tuple[Any, ...]] = {
 """The values that this version's engine and launcher take; the first is the one to type."""
 
 
-CLOSED_AXES = ("cp", "tp", "pp", "ep", "etp")
-"""What a launch sets to 1 where it is `auto`."""
-
-
 def close_axes(spec: RunSpec) -> RunSpec:
-    """`spec` with the axes beside data parallelism set to 1, where they are `auto`."""
-    if spec.layout is UNKNOWN:
+    """Return `spec` with the axes beside data parallelism set to 1 where they are `auto`, as a launch has them."""
+    old = spec.layout
+    if old is UNKNOWN:
         return spec
-    closed: dict[str, Any] = {axis: 1 for axis in CLOSED_AXES if _is_auto(getattr(spec.layout, axis))}
-    return replace(spec, layout=replace(spec.layout, **closed))
+    cp, tp, pp, ep, etp = (1 if _is_auto(size) else size for size in (old.cp, old.tp, old.pp, old.ep, old.etp))
+    return replace(spec, layout=replace(old, cp=cp, tp=tp, pp=pp, ep=ep, etp=etp))
 
 
-def _is_auto(value: Any) -> bool:
+def _is_auto(value: object) -> bool:
     return value is not UNKNOWN and value == AUTO
 
 

@@ -63,6 +63,18 @@ def _sizes(described: tuple[TierSpec, ...], spec: RunSpec) -> Iterator[Problem]:
             yield Problem("out_of_range", message, path, hint)
 
 
+def network(spec: RunSpec) -> Iterator[Problem]:
+    """Several nodes are joined by links that carry something."""
+    cluster = spec.cluster
+    described = cluster.fabric.tiers[1:]
+    is_described = bool(described) and all(tier.gbit_per_s for tier in described)
+    if cluster.nic_gbit_per_s == 0 and cluster.num_nodes > 1 and not is_described:
+        path = "cluster.nic_gbit_per_s"
+        message = f"`{path}` is 0, and {cluster.num_nodes} nodes exchange data over their NICs"
+        hint = f"type {path}=400, or what a device has, in Gbit/s; null takes what is usual for the accelerator"
+        yield Problem("out_of_range", message, path, hint)
+
+
 def planes(spec: RunSpec) -> Iterator[Problem]:
     """A switch has a whole, even number of ports, half of which go up, and the tiers join every device's NIC."""
     found, per_node = spec.cluster.fabric.planes, spec.cluster.devices_per_node
@@ -86,4 +98,4 @@ def planes(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("out_of_range", message, path, hint)
 
 
-FABRIC_RULES = (tiers, planes)
+FABRIC_RULES = (tiers, network, planes)

@@ -18,7 +18,7 @@ def forget_out_of_range(section: Any, prefix: str = "") -> tuple[Any, list[Probl
 
     null and auto are in every range. The sections of a list are looked through one by one.
     """
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     problems: list[Problem] = []
     ranges = ranges_of(section.__class__)
     for field in fields(section):

@@ -32,7 +32,7 @@ from trainspec_cli.launch.backend.nodes.messages import (
 )
 from trainspec_cli.launch.backend.nodes.wire import Wire
 from trainspec_cli.launch.job.job import Job
-from trainspec_cli.policy.run_state import (
+from trainspec_cli.policy.recovery.run_state import (
     AgentsFailed,
     Event,
     GroupEnded,

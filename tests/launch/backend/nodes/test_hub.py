@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
-import select
+import selectors
 import socket
 import threading
 import time
@@ -199,7 +199,9 @@ def test_a_stranger_is_heard_for_no_more_than_a_handshake(hub: Hub) -> None:
 
 
 def _receive_while_polling(stranger: socket.socket, hub: Hub) -> bytes:
-    poll_until(hub, lambda: select.select([stranger], [], [], 0)[0])
+    with selectors.DefaultSelector() as selector:  # any descriptor, as there are many after other tests
+        selector.register(stranger, selectors.EVENT_READ)
+        poll_until(hub, lambda: selector.select(0))
     return stranger.recv(100)
 
 

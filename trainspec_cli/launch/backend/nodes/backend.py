@@ -25,7 +25,7 @@ from trainspec_cli.launch.backend.spawn import start_guard
 from trainspec_cli.launch.job.job import ENGINE, Job, next_log_folder, own_modules
 from trainspec_cli.launch.job.place import allow_connections, listen, listening_address
 from trainspec_cli.launch.rendezvous.address import Rendezvous
-from trainspec_cli.policy import run_state
+from trainspec_cli.policy.recovery import run_state
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import Fence, GenerationRecord, create_secret

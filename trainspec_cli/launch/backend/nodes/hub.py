@@ -13,7 +13,7 @@ from trainspec_cli.launch.backend.nodes.wire import Knock, Wire
 from trainspec_cli.spec.results.doctor import NodeReport
 
 MAX_ACCEPTED = 256
-"""In one poll: a flood of connections does not keep the hub from its agents."""
+"""The most connections that are accepted in one poll: a flood of them does not keep the hub from its agents."""
 
 
 def max_knocks(num_nodes: int) -> int:
@@ -34,13 +34,13 @@ class RemoteNode:
     loss: str = ""
     """Why it counts as lost."""
     lost_at_s: float = -math.inf
-    """When one that had come was lost (monotonic)."""
+    """Monotonic time when one that had come was lost."""
     refusal: str = ""
     """Why it cannot take part."""
     report: NodeReport | None = None
-    """What its examination found."""
+    """The findings of its examination."""
     admitted: bool = False
-    """Whether workers may start there."""
+    """True where workers may start there."""
 
     @property
     def is_gone(self) -> bool:

@@ -45,12 +45,12 @@ class WorkerExited:
 
     group: int
     number: int
-    """Of the group's starts."""
+    """The number of the group's start."""
     rank: int
-    """Among all of the run's."""
+    """The rank among all of the run's."""
     summary: str
     was_killed: bool = False
-    """By SIGKILL."""
+    """True for SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class GroupExited:
     oom_kills: int = 0
     """Processes that the kernel has killed since the start because memory had run out."""
     memory_bytes: int = 0
-    """Of the node where it has, or its container's limit."""
+    """Memory of the node, or its container's limit."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ CALL_TIMEOUT_S = 60.0
 LINE_BYTES = 2**22
 """A peer that sends a longer line, or leaves as much unread, is cut off."""
 SHOWN_BYTES = 80
-"""Of a line that is no message."""
+"""Bytes that are shown of a line that is no message."""
 
 
 def call_hub(address: tuple[str, int], secret: bytes) -> Wire:

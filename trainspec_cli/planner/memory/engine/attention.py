@@ -86,7 +86,7 @@ class Heads:
     samples: int
     length: int
     rows: float
-    """Of queries, over all of their heads."""
+    """Rows of the queries, over all of their heads."""
     window: int | None
     sinks: bool
 

@@ -22,7 +22,7 @@ class BlockProfile:
 
     forward: tuple[Stretch, ...]
     backward: tuple[Stretch, ...]
-    """With the output's gradient, which takes its place, and the parameters'."""
+    """The backward's stretches, with the gradients of the output, which takes its place, and of the parameters."""
     put_off: float
     """Kept from a backward of inputs until that of weights, where schedules split them."""
 

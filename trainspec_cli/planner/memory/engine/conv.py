@@ -57,7 +57,7 @@ class ConvPart:
     beside: int | None = None
     """The number of that one."""
     is_first: bool = False
-    """What comes in needs no gradient."""
+    """True where the input needs no gradient."""
 
     def sources(self, tape: Tape) -> list[Value]:
         leaves = [tape.leaf(elements) for elements in self.entering]

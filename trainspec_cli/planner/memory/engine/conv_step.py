@@ -36,8 +36,8 @@ class _ConvReplay:
         self.given, self.model = run, cast("ConvModel", run.model)
         self.width = WIDTHS[run.compute]
         self.account = Account()
-        frees = run.layout.zero_stage == 3
-        self.sharding = Sharding(self.account, self.width, WIDTHS[run.reduce], frees=frees)
+        keeps = run.layout.keeps_parameters
+        self.sharding = Sharding(self.account, self.width, WIDTHS[run.reduce], keeps=keeps)
         net = network(self.model, run.samples)
         self.stem = _profiled(net.stem, self.width, "none") if net.stem else None
         self.head = _profiled(net.head, self.width, "none")
@@ -53,7 +53,7 @@ class _ConvReplay:
         self._hold_state()
         for left in reversed(range(self.given.micro_batches)):
             self._forward()
-            self._backward(exchanges=left == 0 or self.given.layout.exchanges_every_backward)
+            self._backward(last=left == 0)
         return self.account.at_peak
 
     def _hold_state(self) -> None:
@@ -84,7 +84,8 @@ class _ConvReplay:
         narrow = self.width < MASTER_WIDTH
         return self.given.samples * self.model.in_channels * prod(self.model.input_size) * self.width * narrow
 
-    def _backward(self, exchanges: bool) -> None:
+    def _backward(self, *, last: bool) -> None:
+        exchanges = last or self.given.layout.exchanges_every_backward
         sharding, held = self.sharding, dict.fromkeys(range(len(self.blocks)), 0.0)
         sharding.prefetch(self.blocks[-1].own)
         self._work(self.head, forward=False)
@@ -97,12 +98,12 @@ class _ConvReplay:
                 held[block.part.beside] = 2 * block.part.entering[1] * self.width
                 self.account.add("activations", held[block.part.beside])
             sharding.make_gradient(block.own)
-            sharding.after_backward(block.own, exchanges)
+            sharding.after_backward(block.own, exchanges=exchanges, last=last)
         if self.stem:
             self._work(self.stem, forward=False)
         sharding.make_gradient(self.outside)
         self.account.add("activations", -self._images_bytes())
-        sharding.after_backward(self.outside, exchanges)
+        sharding.after_backward(self.outside, exchanges=exchanges, last=last)
         if exchanges:
             sharding.end_backward()
 

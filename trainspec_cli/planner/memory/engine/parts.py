@@ -22,7 +22,7 @@ class Shape:
     layout: Layout
     samples: int
     seq_len: int
-    """Of this rank's part of the sequence."""
+    """Length of this rank's part of the sequence."""
     width: float
     """Bytes of an element in the compute format."""
     fp8: bool = False
@@ -35,7 +35,7 @@ class Shape:
 
     @property
     def outside_tokens(self) -> float:
-        """Between the regions of tensor parallelism."""
+        """Return the tokens between the regions of tensor parallelism."""
         return self.tokens / (self.layout.tp if self.layout.sequence_parallel else 1)
 
     @property
@@ -80,7 +80,7 @@ def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: 
 
 
 def region(tape: Tape, x: Value, shape: Shape, part: Part) -> Value:
-    """Between two exchanges over tp. With several samples the exchange along the sequence needs copies."""
+    """Record a part between two exchanges over tp. With several samples that along the sequence needs copies."""
     tp, whole = shape.layout.tp, shape.tokens * shape.hidden
     if tp == 1:
         return part(tape, x, shape)

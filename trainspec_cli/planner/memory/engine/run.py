@@ -35,7 +35,7 @@ class EngineRun:
     layout: Layout
     seq_len: int
     samples: int
-    """Of a micro-batch."""
+    """Samples of a micro-batch."""
     micro_batches: int
     compute: str
     reduce: str

@@ -31,14 +31,15 @@ class Sharded:
 
 
 class Sharding:
-    """The sharded parameters of one stage. `frees`: parameters are freed after a forward (ZeRO-3)."""
+    """The sharded parameters of one stage. `keeps`: they are gathered once a step; else they are freed after each
+    forward and each backward."""
 
-    def __init__(self, account: Account, width: float, reduce_width: float, *, frees: bool):
-        self.account, self.width, self.reduce_width, self.frees = account, width, reduce_width, frees
+    def __init__(self, account: Account, width: float, reduce_width: float, *, keeps: bool):
+        self.account, self.width, self.reduce_width, self.keeps = account, width, reduce_width, keeps
         self.buffer_bytes = 0.0
-        """Of the last forward's all-gather."""
+        """Bytes of the last forward's all-gather."""
         self.reduced_bytes = 0.0
-        """Of the last reduce-scatter."""
+        """Bytes of the last reduce-scatter."""
 
     def gather(self, part: Sharded) -> None:
         """Gather the part's parameters in a forward."""
@@ -61,7 +62,7 @@ class Sharding:
         self.buffer_bytes = 0.0
 
     def free_after_forward(self, part: Sharded) -> None:
-        if self.frees and part.unit.shards > 1:
+        if not self.keeps and part.unit.shards > 1:
             self.free(part)
 
     def free(self, part: Sharded) -> None:
@@ -99,9 +100,11 @@ class Sharding:
         self.account.add("temporaries", size - part.gradient_bytes)
         part.gradient_bytes = size
 
-    def after_backward(self, part: Sharded, exchanges: bool) -> None:
-        """Free the parameters; where nothing is exchanged yet, gradients take the format of the exchange."""
-        self.free(part)
+    def after_backward(self, part: Sharded, *, exchanges: bool, last: bool) -> None:
+        """Free the parameters, unless micro-batches follow for which they are kept; where nothing is exchanged yet,
+        gradients take the format of the exchange."""
+        if last or not self.keeps:
+            self.free(part)
         if not exchanges and part.gradient_bytes and self.reduce_width != self.width and not part.accumulated_bytes:
             part.accumulated_bytes = part.unit.trained.full * self.reduce_width
             self.account.add("temporaries", part.accumulated_bytes)

@@ -22,9 +22,9 @@ class ScanSizes:
     heads: float
     groups: float
     inner: float
-    """Of a token, over all heads."""
+    """Inner channels of a token, over all heads."""
     states: float
-    """Of a token, over all groups."""
+    """State channels of a token, over all groups."""
 
     @property
     def tokens(self) -> float:

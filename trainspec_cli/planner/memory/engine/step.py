@@ -46,9 +46,9 @@ class _Block:
     profile: BlockProfile
     own: Sharded
     experts: Sharded | None
-    """Where they are spread, sharded by themselves."""
+    """Experts, where they are spread and sharded by themselves."""
     whole_experts: Unit
-    """Those that are not."""
+    """Experts, where they are not."""
 
     @property
     def units(self) -> list[Sharded]:
@@ -83,8 +83,7 @@ class _Replay:
         held = cut_layers(self.model.num_layers, self.layout)[stage] if stages > 1 else range(self.model.num_layers)
         first, last = stage == 0, stage == stages - 1
         outside = Sharded(freeze(outside_unit(self.model, self.layout, first, last), self.given.lora))
-        frees = self.layout.zero_stage == 3
-        sharding = Sharding(self.account, self.width, self.reduce_width, frees=frees)
+        sharding = Sharding(self.account, self.width, self.reduce_width, keeps=self.layout.keeps_parameters)
         blocks = [self._block(self.layers[layer]) for layer in held]
         return _Stage(first, last, blocks, outside, sharding, self.micro_batches)
 
@@ -155,7 +154,7 @@ class _Replay:
         stage.left -= 1
         if stage.left == 0:
             for part in _units(stage):
-                stage.sharding.after_backward(part, exchanges=True)
+                stage.sharding.after_backward(part, exchanges=True, last=True)
             stage.sharding.end_backward()
 
     # Parts of them
@@ -201,12 +200,12 @@ class _Replay:
                 sharding.make_early_gradient(block.own)
             else:
                 sharding.make_gradient(block.own)
-            sharding.after_backward(block.own, exchanges)
+            sharding.after_backward(block.own, exchanges=exchanges, last=stage.left == 0)
         sharding.make_gradient(stage.outside)
         account.add("activations", -self.message_bytes - self._angles_bytes())
         if not stage.last:
             account.add("temporaries", -self.message_bytes)
-        sharding.after_backward(stage.outside, exchanges)
+        sharding.after_backward(stage.outside, exchanges=exchanges, last=stage.left == 0)
         if exchanges:
             sharding.end_backward()
 
@@ -236,7 +235,7 @@ class _Replay:
             sharding.prefetch(_before(stage, experts))
         elif event == "reduce":
             sharding.make_gradient(experts)
-            sharding.after_backward(experts, exchanges is True)
+            sharding.after_backward(experts, exchanges=exchanges is True, last=stage.left == 0)
 
     def _loss_backward(self, stage: _Stage) -> None:
         account, hidden, width = self.account, self.model.hidden_size, self.width

@@ -19,7 +19,7 @@ PRECISE = 4.0
 INDEX = 8.0
 """Bytes of an index."""
 Event = Literal["gather", "free", "gather_again", "reduce"]
-"""Of experts that are sharded by themselves within a block: before and after their forward, and their backward."""
+"""Events of experts sharded by themselves within a block: before and after their forward, and their backward."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Stretch:
     peak: float
     """Bytes, as the block alone counts them."""
     live: float
-    """At its end."""
+    """Bytes that are live at its end."""
     then: Event | None = None
 
 
@@ -104,17 +104,17 @@ class Tape:
         self.is_saving = True
         """False: nothing is saved for a backward, as in a forward that will be done again."""
         self.kept: list[Storage] | None = None
-        """Where results of costly operations are kept, for a selective recomputation; None: nowhere."""
+        """The place of kept results of costly operations, for a selective recomputation; None: they are not kept."""
         self.recalled: deque[Storage] = deque()
         """Such results, which the second forward takes instead of making them."""
         self.put_off: list[tuple[Storage, Storage]] | None = None
-        """What the weights' gradients need, where they are computed later; None: at once."""
+        """Storages that the weights' gradients need, where they are computed later; None: at once."""
         self.saves_left = float("inf")
         """After so many saves the second forward ends: nothing more is allocated."""
         self.saves = 0
         self.stretches: list[Stretch] = []
         self._inner_leaves: list[Node] | None = None
-        """Of what is sharded by itself, while it is worked on."""
+        """Leaves of the part that is sharded by itself, while it is worked on."""
         self._numbers = count()
 
     def new(self, elements: float, width: float | None = None) -> Value:

@@ -26,7 +26,7 @@ class Unit:
     early: float = 0.0
     """Elements whose gradients come with those of the inputs, where schedules put off those of linear layers."""
     adapters: tuple[Matrix, ...] | None = None
-    """Those of `matrices` that alone are trained; None: all are."""
+    """The `matrices` that alone are trained; None: all are."""
 
     @cached_property
     def trained(self) -> Unit:

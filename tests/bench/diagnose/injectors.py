@@ -1,0 +1,127 @@
+"""How each mechanism is done to a live run, and undone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+from lab.quota import Quota
+
+from .cases import Case, Injection
+from .live_run import LiveRun
+from .processor import Bursts, Competitors, pin
+
+
+class Removable(Protocol):
+    def remove(self) -> object: ...
+
+
+FEWEST, MOST = 3, 8
+"""Competitors for a core."""
+
+Inject = Callable[[LiveRun, Injection], Removable | None]
+
+
+def prepare(run: LiveRun, case: Case) -> None:
+    """Do what must be so from the beginning, for all steps to be alike but for the injection."""
+    for injection in case.injections:
+        if injection.mechanism == "lengths":
+            _in_all_ranks(run, injection)
+
+
+def settle(run: LiveRun, case: Case) -> None:
+    """Once all ranks run: the one whose core will be shared has it to itself, the others have the other cores."""
+    for injection in case.injections:
+        if injection.mechanism == "competitors":
+            cores = _cores(injection)
+            for rank in range(case.ranks):
+                pin(run.worker(rank), cores if rank == injection.rank else os.sched_getaffinity(0) - cores)
+
+
+def inject(run: LiveRun, injection: Injection) -> Removable | None:
+    """Begin; return what ends it again, None where nothing outlives the run."""
+    return INJECTORS[injection.mechanism](run, injection)
+
+
+def _cores(injection: Injection) -> set[int]:
+    """Return the core that a rank and its competitors share."""
+    cores = sorted(os.sched_getaffinity(0))
+    assert injection.rank is not None and len(cores) > 1, "a core for one rank, and others for the rest"
+    return {cores[injection.rank % len(cores)]}
+
+
+def _quota(run: LiveRun, injection: Injection) -> Removable:
+    """The rank, or each of the node's ranks, gets so much less of a core that its own work takes longer."""
+    ranks = [injection.rank] if injection.node is None else list(run.case.ranks_of_node(injection.node))
+    more_s = injection.strength * run.recent_step_s()
+    shares = [own_s / (own_s + more_s) for own_s in (run.processor_step_s(rank) for rank in ranks)]
+    quota = Quota(100 * sum(shares))
+    for rank in ranks:
+        quota.hold(run.worker(rank))
+    return quota
+
+
+def _competitors(run: LiveRun, injection: Injection) -> Removable:
+    """So many processes share the rank's core with it that its own work takes longer, `FEWEST` at least."""
+    assert injection.rank is not None
+    more = injection.strength * run.recent_step_s() / run.processor_step_s(injection.rank)
+    return Competitors(max(FEWEST, min(MOST, round(more))), _cores(injection))
+
+
+def _cable(run: LiveRun, injection: Injection) -> None:
+    """`strength`: of `loss` percent of packets, of `delay` milliseconds each way."""
+    assert run.hosts is not None and injection.node is not None
+    host = injection.node + 1
+    match injection.mechanism:
+        case "rate":
+            longer_s = injection.strength * run.recent_step_s()
+            run.hosts.limit_rate(host, f"{8e-6 * run.step_bytes(injection.node) / longer_s:.1f}mbit")
+        case "loss":
+            run.hosts.lose(host, injection.strength)
+        case "delay":
+            run.hosts.delay(host, injection.strength)
+
+
+def _stop(run: LiveRun, injection: Injection) -> None:
+    assert injection.rank is not None
+    run.worker(injection.rank).suspend()
+
+
+def _in_rank(run: LiveRun, injection: Injection) -> None:
+    """`strength`: as the function of this name in `inside/sitecustomize.py` takes it."""
+    assert injection.rank is not None
+    run.order(injection.rank, injection.mechanism, injection.strength)
+
+
+def _in_all_ranks(run: LiveRun, injection: Injection) -> None:
+    for rank in range(run.case.ranks):
+        run.order(rank, injection.mechanism, injection.strength)
+
+
+def _bursts(run: LiveRun, injection: Injection) -> Removable:
+    """`strength`: seconds of a burst."""
+    return Bursts(injection.strength, run.case.seed)
+
+
+def _nothing(run: LiveRun, injection: Injection) -> None:
+    """The recipe or `prepare` has done it."""
+
+
+INJECTORS: dict[str, Inject] = {
+    "quota": _quota,
+    "node_quota": _quota,
+    "competitors": _competitors,
+    "rate": _cable,
+    "loss": _cable,
+    "delay": _cable,
+    "slow_reads": _in_rank,
+    "garbage": _in_rank,
+    "leak": _in_rank,
+    "spin": _in_rank,
+    "stop": _stop,
+    "slow_disk": _in_all_ranks,
+    "burst": _bursts,
+    "lengths": _nothing,
+    "stage": _nothing,
+}

@@ -1,0 +1,109 @@
+"""What `trainspec diagnose` finds in generated telemetry, how long it takes, and what recording takes of a step.
+
+`python tests/bench/diagnosis.py [--ranks 16384] [--steps 64] [--cases 20]`: one rank of so many is slow, at a random
+place, from a random step on, by a random factor; every part of a step has noise of its own: it differs by 2%, and 1% of
+them take half as long again. Prints how many were named with cause and place, and the processor time to conclude.
+`--recording 400`: reads and writes the counters so often, and prints the processor time of each, beside a window of
+half a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from lab.telemetry import Telemetry
+
+from trainspec_cli.engine.observe.clock import QueuedTime, StepClock
+from trainspec_cli.engine.observe.counters import WINDOW_S, StepCounters
+from trainspec_cli.policy.diagnosis.conclude import conclude
+from trainspec_cli.rundir.event_types.event import PARTS
+from trainspec_cli.rundir.events import EventWriter
+
+CASES = ("slow_device", "slow_loader", "host_bound", "slow_node")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=16_384)
+    parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--cases", type=int, default=20)
+    parser.add_argument("--recording", type=int, default=400)
+    options = parser.parse_args()
+    print_found(options)
+    print_recording(options.recording)
+
+
+def print_found(options: argparse.Namespace) -> None:
+    random = np.random.default_rng(0)
+    right, times_s = 0, []
+    for number in range(options.cases):
+        cause, rank = CASES[number % len(CASES)], int(random.integers(options.ranks))
+        first, factor = int(random.integers(5, options.steps // 2)), float(random.uniform(1.25, 3))
+        telemetry = Telemetry(ranks=options.ranks, steps=options.steps, ranks_of_node=8, seed=number)
+        place = disturb(telemetry, cause, rank, first, factor)
+        evidence = telemetry.evidence()
+        began_s = time.process_time()
+        found = conclude(evidence)
+        times_s.append(time.process_time() - began_s)
+        is_right = [(one.cause, one.rank, one.node) for one in found] == [(cause, *place)]
+        right += is_right
+        if not is_right:
+            print(f"{cause} at {place}, {factor:.2f} times: {[(one.cause, one.rank, one.node) for one in found][:3]}")
+    print(f"{options.ranks} ranks, {options.steps} steps, load {os.getloadavg()[0]:.1f}")
+    print(f"{right} of {options.cases} named with cause and place, and nothing else")
+    print(f"to conclude: median processor time {statistics.median(times_s):.2f} s, longest {max(times_s):.2f} s")
+
+
+def disturb(telemetry: Telemetry, cause: str, rank: int, first: int, factor: float) -> tuple[int | None, int | None]:
+    """Disturb a run; return the (rank, node) that is to be named."""
+    seconds = (factor - 1) * telemetry.compute_s
+    if cause == "slow_loader":
+        telemetry.add("data_wait", rank, seconds, first)
+    elif cause == "host_bound":
+        telemetry.add("other", rank, seconds, first)
+    elif cause == "slow_device":
+        telemetry.slow(rank, factor, first, cpu_s=seconds)
+    else:
+        node = telemetry.nodes[rank]
+        for one in range(node * telemetry.ranks_of_node, (node + 1) * telemetry.ranks_of_node):
+            telemetry.slow(one, factor, first, cpu_s=seconds)
+        return None, node
+    return rank, None
+
+
+def print_recording(windows: int) -> None:
+    """Print what a window's counters take, with their line on disk, and what a step's own readings take."""
+    batch = [(torch.zeros(8, 512, dtype=torch.int64), torch.zeros(8, 512, dtype=torch.int64))]
+    counters, clock = StepCounters(torch.device("cpu")), StepClock(torch.device("cpu"))
+    parts_s = dict.fromkeys(PARTS, WINDOW_S)
+    with tempfile.TemporaryDirectory() as folder:
+        writer = EventWriter(Path(folder) / "rank00000.jsonl", 0)
+        taken_s = []
+        for step in range(windows):
+            began_s = time.thread_time()
+            event = counters.note_step(step, parts_s, QueuedTime(0.0, 0.0), batch, (1e-4, time.time()))
+            assert event is not None, "every step ends a window"
+            writer.write(event)
+            taken_s.append(time.thread_time() - began_s)
+        writer.close()
+    exchanges_s = []
+    for _ in range(windows):
+        began_s = time.thread_time()
+        with clock.collective():
+            pass
+        exchanges_s.append(time.thread_time() - began_s)
+    each_s = statistics.median(taken_s)
+    print(f"a window's counters: {each_s * 1e3:.3f} ms of processor time, {each_s / WINDOW_S:.3%} of {WINDOW_S} s")
+    print(f"an exchange's own readings: {statistics.median(exchanges_s) * 1e6:.1f} us")
+    counters.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The events of a run folder as evidence."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from diagnosis.conftest import connection
+
+from trainspec_cli.diagnosis.gather import RunReader, read_run, shape_of
+from trainspec_cli.policy.diagnosis.conclude import conclude
+from trainspec_cli.rundir.event_types.failures import RetryEvent
+from trainspec_cli.rundir.event_types.observed import HangEvent
+
+
+def test_a_slow_rank_is_found_in_the_folder_alone(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 40)
+    run.steps(41, 60, slow=3)
+    (verdict,) = conclude(read_run(run.run).evidence())
+    assert (verdict.cause, verdict.rank, verdict.until_step) == ("slow_device", 3, None)
+    assert abs(verdict.since_step - 41) <= 2
+    assert verdict.cost_s == pytest.approx(0.15, rel=0.05)
+
+
+def test_the_plan_gives_the_shape(folder):
+    run = folder(num_nodes=2, devices_per_node=4, replica_groups=2, layout={"pp": 2}, steps=70)
+    shape = shape_of(run.run)
+    assert (shape.ranks, shape.nodes, shape.total_steps) == (8, (0, 0, 0, 0, 1, 1, 1, 1), 70)
+    assert shape.kinds == (0, 0, 1, 1, 0, 0, 1, 1)
+
+
+def test_counters_of_a_window_are_spread_over_its_steps_and_readings_stand_at_its_end(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 6)
+    run.counters(2, 4, steps=4, gc_s=0.4, rss_bytes=900, agreed_s=0.002)
+    evidence = read_run(run.run).evidence()
+    assert evidence.counter("gc_s")[:, 2] == pytest.approx([0.1] * 4 + [np.nan] * 2, nan_ok=True)
+    assert evidence.counter("rss_bytes")[:, 2] == pytest.approx([np.nan] * 3 + [900] + [np.nan] * 2, nan_ok=True)
+    assert evidence.counter("agreed_s")[0, 2] == 0.002
+    assert np.isnan(evidence.counter("available_bytes")).all()
+    assert np.isnan(evidence.counter("gc_s")[:, 0]).all()
+
+
+def test_connections_are_matched_by_the_addresses_of_their_ends(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 4)
+    run.counters(0, 4, steps=2, connections=(connection("a:1", "b:2"), connection("a:5", "c:6", resent=0)))
+    run.counters(3, 4, steps=2, connections=(connection("b:2", "a:1", sent_bytes=10),))
+    found = {one.ranks: one for one in read_run(run.run).evidence().connections}
+    assert set(found) == {(0, 3), (3, 0), (0, 0)}
+    assert found[0, 3].sent_bytes == pytest.approx([np.nan, np.nan, 2000, 2000], nan_ok=True)
+    assert found[0, 3].resent[3] == 1.0
+    assert found[0, 3].rtt_s[3] == 0.01
+
+
+def test_a_start_forgets_what_an_earlier_one_made_beyond_it(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 20)
+    run.counters(0, 20, steps=10, gc_s=1.0)
+    run.start(step=8)
+    run.steps(9, 12)
+    evidence = read_run(run.run).evidence()
+    assert evidence.steps.tolist() == list(range(1, 13))
+    assert np.isnan(evidence.counter("gc_s")).all()
+
+
+def test_steps_that_not_all_ranks_have_written_wait(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 5)
+    reader = RunReader(run.run, shape_of(run.run))
+    reader.read()
+    run.write(0, run.step(6))
+    assert reader.read() == 1
+    assert reader.evidence().steps.tolist() == [1, 2, 3, 4, 5]
+    assert reader.step == 5
+
+
+def test_old_steps_are_forgotten_while_a_run_is_followed(folder):
+    run = folder()
+    run.start()
+    reader = RunReader(run.run, shape_of(run.run), remembered_steps=10)
+    for first in range(1, 60, 5):
+        run.steps(first, first + 4)
+        reader.read()
+    assert 10 <= len(reader.evidence().steps) <= 20
+
+
+def test_a_long_history_is_read_from_near_its_end(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 300)
+    reader = RunReader(run.run, shape_of(run.run), remembered_steps=20)
+    assert 4 * 20 <= reader.read() < 4 * 100
+    steps = reader.evidence().steps
+    assert len(steps) >= 20 and steps[-1] == 300
+    run.steps(301, 302)
+    assert reader.read() == 8
+    assert RunReader(run.run, shape_of(run.run)).read() == 4 * 303, "a diagnosis afterwards reads everything"
+
+
+def test_a_stall_names_the_silent_rank_once_the_others_had_time_to_report(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 5)
+    for rank in (0, 1, 3):
+        run.stall(rank, 6)
+    reader = RunReader(run.run, shape_of(run.run))
+    reader.read()
+    assert reader.evidence(time.time()).stalls == {}
+    (verdict,) = conclude(reader.evidence(time.time() + 2))
+    assert (verdict.cause, verdict.rank, verdict.since_step) == ("hang", 2, 6)
+    assert "the others wait in gloo:all_reduce" in verdict.evidence
+    run.steps(6, 6)
+    reader.read()
+    assert reader.evidence(time.time() + 2).stalls == {}, "it came back"
+
+
+def test_a_hang_that_ended_a_start_is_told_of_afterwards(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 5)
+    for rank in range(4):
+        run.stall(rank, 6, waiting=rank != 1)
+    hang = {"step": 6, "waited_s": 9.0, "deadline_s": 8.0, "host": "h", "waits_in": None, "collectives": {}}
+    for rank in range(4):
+        run.write(rank, HangEvent(waiting=rank != 1, stack="in sleep", **hang))
+    run.start(step=5)
+    run.steps(6, 9)
+    (verdict,) = conclude(read_run(run.run).evidence())
+    assert (verdict.cause, verdict.rank) == ("hang", 1)
+    assert verdict.evidence[0] == "step 6 has taken 9 s, and 1 s are the most it took"
+
+
+def test_steps_that_were_made_again_are_time_outs_that_came_back(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 40)
+    run.write(0, RetryEvent(step=20), RetryEvent(step=24))
+    verdict = conclude(read_run(run.run).evidence())[0]
+    assert (verdict.cause, verdict.since_step, verdict.until_step) == ("network_timeouts", 20, 24)

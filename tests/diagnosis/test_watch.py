@@ -1,0 +1,65 @@
+"""Verdicts of a run that goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainspec_cli.diagnosis.watch import LONGEST_S, DiagnosisWatch
+from trainspec_cli.rundir.event_types.observed import VerdictEvent
+from trainspec_cli.rundir.events import read_log
+
+
+@pytest.fixture
+def watching(folder):
+    run = folder()
+    run.start()
+    now = [100.0]
+    told = []
+    watch = DiagnosisWatch(run.run, clock=lambda: now[0])
+
+    def look():
+        now[0] += LONGEST_S
+        watch.look(lambda event: told.append((event.verdict.cause, event.verdict.rank, event.is_over)))
+        return told
+
+    return run, look
+
+
+def test_a_verdict_is_told_once_when_two_looks_show_it_and_again_when_it_is_over(watching):
+    run, look = watching
+    run.steps(1, 30)
+    assert look() == []
+    run.steps(31, 40, slow=1)
+    assert look() == []
+    assert look() == [("slow_device", 1, False)]
+    assert len(look()) == 1
+    run.steps(41, 60)
+    assert look() == [("slow_device", 1, False), ("slow_device", 1, True)]
+    written = [event for event in read_log(run.run.verdicts) if isinstance(event, VerdictEvent)]
+    assert [(event.is_over, event.step) for event in written] == [(False, 40), (True, 60)]
+    assert written[1].verdict.until_step == pytest.approx(40, abs=2)
+
+
+def test_a_hang_is_told_at_once(watching, monkeypatch):
+    run, look = watching
+    run.steps(1, 5)
+    for rank in (0, 1, 3):
+        run.stall(rank, 6)
+    monkeypatch.setattr("trainspec_cli.diagnosis.gather.SILENT_S", 0.0)
+    assert look() == [("hang", 2, False)]
+
+
+def test_a_damaged_plan_ends_the_watch_and_not_the_run(watching):
+    run, look = watching
+    run.run.plan_json.write_text("[")
+    assert look() == look() == []
+
+
+def test_a_watch_that_begins_late_reads_no_more_than_the_steps_it_remembers(watching, monkeypatch):
+    run, look = watching
+    monkeypatch.setattr("trainspec_cli.diagnosis.watch.REMEMBERED_STEPS", 20)
+    parsed = []
+    monkeypatch.setattr("trainspec_cli.diagnosis.gather.RankHistory.take", lambda _, event: parsed.append(event))
+    run.steps(1, 200)
+    look()
+    assert 4 * 20 <= len(parsed) < 4 * 100

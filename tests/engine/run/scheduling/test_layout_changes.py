@@ -1,0 +1,94 @@
+"""Which layout a run is to have: by earlier starts, by its recipe, by its scheduler, and by the supervisor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.engine.run.scheduling.directives import Directives, planned_by, read_directives
+from trainspec_cli.engine.run.scheduling.relayout import DueLayout, LayoutChanges
+from trainspec_cli.policy.scheduling.moved_layers import LayerChange
+from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.proposals import ProposalRecord
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
+from trainspec_cli.spec.results.plan import PlannedLayout
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+PIPELINE, DATA, SHARDED = Layout(pp=2), Layout(dp_replicate=2), Layout(dp_shard=2)
+PROPOSED = ProposalRecord(
+    number=1,
+    before=PIPELINE,
+    layout=DATA,
+    micro_batch_size=4,
+    grad_accum_steps=1,
+    largest_micro_batch_size=7,
+    largest_stage_layers=None,
+    before_s=2.0,
+    expected_s=1.5,
+    reason="rank 1 is slow",
+)
+MOVED = LayerChange((3, 1), 2.0, 1.6, "pipeline rank 1 is slow")
+
+
+class Changes:
+    def __init__(self, folder: Path, mode: str = "auto", **changes: Any):
+        plan = build_plan(Case("dense"), "cpu")
+        spec = replace(plan.spec, scheduler=SchedulerSpec(mode=mode))  # type: ignore[arg-type]
+        self.plan = replace(plan, spec=spec, **{"layout": PIPELINE, "devices_per_node": 2, **changes})
+        self.path, journal = RunDir(folder).directives, SimpleNamespace(write=lambda event: None)
+        self.directives = Directives(RunDir(folder), journal, PIPELINE, recalls=True)  # type: ignore[arg-type]
+        state: Any = SimpleNamespace(mesh=SimpleNamespace(layout=PIPELINE))
+        self.layouts = LayoutChanges(self.plan, state, self.directives)
+
+    def due(self, step: int, *wanted: Any) -> DueLayout | None:
+        return self.layouts.due(step, self.plan, *wanted)
+
+    @property
+    def written(self) -> list[DirectiveEvent]:
+        return read_directives(self.path)
+
+
+def test_a_proposal_goes_the_way_of_a_planned_change(tmp_path: Path) -> None:
+    run = Changes(tmp_path)
+    due = run.due(9, None, PROPOSED)
+    assert due == DueLayout(PlannedLayout(9, DATA, 4, 1, 7, None), "rank 1 is slow", None, 2.0, 1.5)
+    assert run.written == []
+
+
+def test_advice_is_written_down_and_changes_nothing(tmp_path: Path) -> None:
+    run = Changes(tmp_path, "advise")
+    assert run.due(9, MOVED, PROPOSED) is None
+    advice, moved = run.written
+    assert (advice.kind, advice.applied, advice.before, advice.layout) == ("layout", False, PIPELINE, DATA)
+    assert (advice.reason, advice.before_s, advice.expected_s) == ("advice: rank 1 is slow", 2.0, 1.5)
+    assert (moved.kind, moved.applied, moved.reason) == ("layers", False, "advice: pipeline rank 1 is slow")
+
+
+def test_a_proposal_for_another_layout_than_the_present_one_is_void(tmp_path: Path) -> None:
+    run = Changes(tmp_path)
+    void = replace(PROPOSED, before=SHARDED)
+    assert run.due(9, None, void) is None
+    due = run.due(9, MOVED, void)
+    assert due is not None and due.planned.layout == replace(PIPELINE, stage_layers=(3, 1))
+
+
+def test_what_the_recipe_plans_comes_first(tmp_path: Path) -> None:
+    run = Changes(tmp_path, changes=(PlannedLayout(9, SHARDED, 4, 1),))
+    due = run.due(9, None, PROPOSED)
+    assert due is not None and (due.planned.layout, due.reason) == (SHARDED, "the recipe plans it")
+
+
+def test_a_resumed_run_divides_its_samples_by_what_the_directive_says_of_memory(tmp_path: Path) -> None:
+    """Shares are followed in micro-batches of the same sizes, so that the bits are the same."""
+    run = Changes(tmp_path, "advise")
+    run.due(9, None, PROPOSED)
+    (written,) = run.written
+    assert planned_by(written, run.plan) == PlannedLayout(9, DATA, 4, 1, 7, None)

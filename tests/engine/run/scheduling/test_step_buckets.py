@@ -1,0 +1,129 @@
+"""Ranks try sizes of buckets alike, whatever each of them waits for, and go on with the best."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.engine.run.scheduling.buckets import StepBuckets
+from trainspec_cli.policy.scheduling.buckets import ONE_BY_ONE, ROUNDS, WARM_STEPS
+from trainspec_cli.rundir.event_types.decisions import BucketsEvent
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.results.blueprint import Blueprint, Exchange
+from trainspec_cli.spec.results.plan import Plan
+
+RANKS, BLOCK = 2, 1000
+PLAN = build_plan(Case("dense", Layout(dp_shard=2)), "cpu")
+
+
+class Directives:
+    def __init__(self, known: dict[str, int] | None = None):
+        self.buckets, self.written = dict(known or {}), list[BucketsEvent]()
+
+    def note_buckets(self, event: BucketsEvent) -> None:
+        self.written.append(event)
+
+
+class Run:
+    """Two ranks, the second of which has twice the gradients; `waits_s` is what a size takes."""
+
+    def __init__(self, waits_s: Any, plan: Plan = PLAN, *, can_join: bool = True, known: dict[str, int] | None = None):
+        self.waits_s, self.directives, self.samples = waits_s, Directives(known), set[int]()
+        self.sums = [
+            SimpleNamespace(
+                bucket_bytes=0, holds_back=False, can_join=can_join, waited_s=0.0, sizes_bytes=[BLOCK] * 8 * (rank + 1)
+            )
+            for rank in range(RANKS)
+        ]
+        states: list[Any] = [SimpleNamespace(sums=one) for one in self.sums]
+        self.ranks = [StepBuckets(plan, state, self.directives, None) for state in states]  # type: ignore[arg-type]
+        self.used: list[int] = []
+
+    def make(self, steps: int) -> None:
+        for step in range(len(self.used), len(self.used) + steps):
+            for rank, sums in zip(self.ranks, self.sums, strict=True):
+                rank.begin()
+                sums.holds_back = step in self.samples
+            figures = torch.tensor([[0.5, *rank.figures] for rank in self.ranks], dtype=torch.float64)
+            (size,) = {sums.bucket_bytes for sums in self.sums}
+            self.used.append(size)
+            for number, (rank, sums) in enumerate(zip(self.ranks, self.sums, strict=True)):
+                others, own = rank.split(figures)
+                assert others.tolist() == [[0.5]] * RANKS, "figures of others stay theirs"
+                sums.waited_s = 99.0 if sums.holds_back else self.waits_s(size) * (1 + number)
+                rank.note_step(step + 1, 1.0, own)
+
+
+def quickest_at_4000(size: int) -> float:
+    return 0.1 + abs(size - 4000) / 1e5
+
+
+def test_the_best_size_is_found_written_down_and_kept() -> None:
+    run = Run(quickest_at_4000)
+    run.make(40)
+    assert run.used[: WARM_STEPS + 1] == [ONE_BY_ONE] * (WARM_STEPS + 1)
+    assert set(run.used[-10:]) == {4000}
+    first, again = run.directives.written
+    assert first == again, "rank 0 alone writes it"
+    assert (first.bucket_bytes, first.layout) == (4000, PLAN.layout.describe())
+    assert [one.bucket_bytes for one in first.tries] == [0, 4000, 16_000]
+    waited_s = {one.bucket_bytes: one.waited_s for one in first.tries}
+    assert waited_s == {size: pytest.approx(1.5 * quickest_at_4000(size)) for size in waited_s}
+    assert all(not rank.figures for rank in run.ranks), "nothing more is exchanged"
+
+
+def test_steps_that_show_the_links_do_not_count() -> None:
+    run = Run(quickest_at_4000)
+    run.samples = {step for step in range(60) if step % 3}
+    run.make(60)
+    assert run.used[-1] == 4000
+    assert max(one.waited_s for one in run.directives.written[0].tries) < 1.0
+
+
+@pytest.mark.parametrize("fixed", [0, 12_345])
+def test_the_recipes_size_is_taken_as_it_is(fixed: int) -> None:
+    spec = replace(PLAN.spec, comm=replace(PLAN.spec.comm, bucket_bytes=fixed))
+    run = Run(quickest_at_4000, replace(PLAN, spec=spec))
+    run.make(20)
+    assert set(run.used) == {fixed} and not run.directives.written
+
+
+def test_a_resumed_run_takes_what_was_found_in_its_layout() -> None:
+    run = Run(quickest_at_4000, known={PLAN.layout.describe(): 777})
+    run.make(20)
+    assert set(run.used) == {777}
+    other = Run(quickest_at_4000, known={"another layout": 777})
+    other.make(20)
+    assert 4000 in other.used
+
+
+def test_nothing_is_tried_where_nothing_can_be_won() -> None:
+    off = replace(PLAN, spec=replace(PLAN.spec, scheduler=replace(PLAN.spec.scheduler, mode="off")))
+    for run in (Run(lambda size: 0.001), Run(quickest_at_4000, can_join=False), Run(quickest_at_4000, off)):
+        run.make(40)
+        assert set(run.used) == {ONE_BY_ONE} and not run.directives.written
+        assert all(not rank.figures for rank in run.ranks)
+
+
+def test_the_blueprints_size_is_tried_first() -> None:
+    exchange = Exchange("dp", "reduce_scatter", 2, "network", 1.0, 1.0, "ring", 1.0, 1.0, bucket_bytes=5000.4)
+    gathers = replace(exchange, operation="all_gather", bucket_bytes=3000.0)
+    run = Run(lambda size: 0.5, replace(PLAN, blueprint=Blueprint("nodes", (), (), (), 1.0, 1.0, (gathers, exchange))))
+    run.make(40)
+    assert run.used[WARM_STEPS + 1] == run.used[-1] == 5000
+
+
+def test_another_layout_is_learnt_anew() -> None:
+    run = Run(quickest_at_4000)
+    run.make(40)
+    other = build_plan(Case("dense", Layout(dp_replicate=2)), "cpu")
+    for rank, sums in zip(run.ranks, run.sums, strict=True):
+        rank.adopt(other, SimpleNamespace(sums=sums))  # type: ignore[arg-type]
+    assert {sums.bucket_bytes for sums in run.sums} == {0}
+    run.make(4 * ROUNDS + WARM_STEPS + 4)
+    assert [event.layout for event in run.directives.written[::2]] == [PLAN.layout.describe(), other.layout.describe()]

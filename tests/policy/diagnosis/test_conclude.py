@@ -1,0 +1,282 @@
+"""Verdicts on generated telemetry: cause, place, since when and at what price; none where only noise is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lab.telemetry import Telemetry
+
+from trainspec_cli.policy.diagnosis.conclude import ADVICE, conclude
+from trainspec_cli.policy.diagnosis.evidence import RunEvidence, Stall
+from trainspec_cli.spec.results.verdict import CAUSES, RunVerdict
+
+
+def heaviest(telemetry: Telemetry) -> RunVerdict:
+    return conclude(telemetry.evidence())[0]
+
+
+def names(evidence: RunEvidence) -> list[str]:
+    return [verdict.cause for verdict in conclude(evidence)]
+
+
+def longer(seconds: float) -> dict[str, float]:
+    return {"cpu_s": seconds}
+
+
+@pytest.mark.parametrize(
+    ("counters", "cause", "why"),
+    [
+        ({"cpu_s": 0.1}, "slow_device", "more processor time"),
+        ({}, "slow_device", "the system counts no reason"),
+        ({"throttled_s": 0.1, "queued_s": 0.1}, "slow_device", "a quota"),
+        ({"queued_s": 0.1}, "stolen_cores", "other processes"),
+        ({"major_faults": 300.0}, "memory_pressure", "pages back from disk"),
+        ({"tokens": 2048.0, "cpu_s": 0.1}, "uneven_lengths", "50% more work"),
+        ({"attended": 2048.0 * 512, "cpu_s": 0.1}, "uneven_lengths", "50% more work"),
+    ],
+)
+def test_a_slow_rank_is_named_with_what_its_counters_say(counters, cause, why):
+    (verdict,) = conclude(Telemetry().slow(5, 1.5, **counters).evidence())
+    assert (verdict.cause, verdict.rank, verdict.node, verdict.link) == (cause, 5, None, None)
+    assert abs(verdict.since_step - 61) <= 2
+    assert verdict.cost_s == pytest.approx(0.1, rel=0.1)
+    assert why in verdict.evidence[1]
+    assert verdict.confidence > 0.9
+    assert verdict.advice == ADVICE[cause]
+
+
+def test_two_slow_ranks_are_both_named_the_slower_first():
+    found = conclude(Telemetry().slow(2, 1.3, cpu_s=0.06).slow(6, 1.6, first=80, throttled_s=0.12).evidence())
+    assert [(one.cause, one.rank) for one in found] == [("slow_device", 6), ("slow_device", 2)]
+
+
+def test_what_ended_is_told_with_its_end():
+    (verdict,) = conclude(Telemetry().slow(1, 1.5, 40, 70, cpu_s=0.1).evidence())
+    assert abs(verdict.since_step - 41) <= 2
+    assert verdict.until_step is not None
+    assert abs(verdict.until_step - 70) <= 2
+
+
+@pytest.mark.parametrize("ranks_of_node", [2, 4])
+def test_a_node_is_named_where_all_its_ranks_are_slow(ranks_of_node):
+    telemetry = Telemetry(ranks_of_node=ranks_of_node)
+    for rank in range(ranks_of_node, 2 * ranks_of_node):
+        telemetry.slow(rank, 1.5, cpu_s=0.1)
+    (verdict,) = conclude(telemetry.evidence())
+    assert (verdict.cause, verdict.node, verdict.rank) == ("slow_node", 1, None)
+
+
+def test_the_two_ranks_of_a_run_are_told_apart():
+    verdict = heaviest(Telemetry(ranks=2).slow(0, 1.5, cpu_s=0.1))
+    assert (verdict.cause, verdict.rank) == ("slow_device", 0)
+
+
+def test_a_single_rank_is_held_against_its_past():
+    telemetry = Telemetry(ranks=1)
+    telemetry.transfers_s[:] = 0
+    assert heaviest(telemetry.slow(0, 1.5, throttled_s=0.1)).cause == "slow_device"
+
+
+@pytest.mark.parametrize("part", ["data_wait", "other"])
+def test_parts_of_a_step_tell_the_loader_from_the_host(part):
+    verdict = heaviest(Telemetry().add(part, 3, 0.08))
+    assert (verdict.cause, verdict.rank) == ({"data_wait": "slow_loader", "other": "host_bound"}[part], 3)
+    assert verdict.cost_s == pytest.approx(0.08, rel=0.1)
+
+
+def test_a_loader_that_all_ranks_wait_for_has_no_rank():
+    verdict = heaviest(Telemetry().add("data_wait", slice(None), 0.08))
+    assert (verdict.cause, verdict.rank) == ("slow_loader", None)
+    assert "8 of 8 ranks" in verdict.evidence[0]
+
+
+def test_a_quota_that_starves_the_loader_too_is_the_devices():
+    telemetry = Telemetry().slow(3, 2.0, throttled_s=0.2).add("data_wait", 3, 0.05)
+    found = conclude(telemetry.evidence())
+    assert [(one.cause, one.rank) for one in found] == [("slow_device", 3)]
+
+
+def test_garbage_is_told_from_a_slow_device_though_it_comes_now_and_then():
+    telemetry = Telemetry()
+    telemetry.parts_s["backward"][60::6, 4] += 0.6
+    telemetry.counters["gc_s"][60::6, 4] += 0.6
+    (verdict,) = conclude(telemetry.evidence())
+    assert (verdict.cause, verdict.rank) == ("garbage_collection", 4)
+    assert verdict.cost_s == pytest.approx(0.1, rel=0.25)
+
+
+def test_compiling_again_is_named():
+    telemetry = Telemetry()
+    telemetry.parts_s["forward"][20::10] += 1.0
+    telemetry.counters["compiles"][20::10] += 1
+    verdict = heaviest(telemetry)
+    assert (verdict.cause, verdict.since_step) == ("recompilation", 21)
+    assert verdict.cost_s == pytest.approx(0.1, rel=0.2)
+
+
+def test_checkpoints_are_named_by_what_they_cost_a_step():
+    telemetry = Telemetry()
+    telemetry.parts_s["checkpoint"][19::20, 0] = 2.0
+    verdict = heaviest(telemetry)
+    assert (verdict.cause, verdict.rank) == ("checkpoint_writing", None)
+    assert verdict.cost_s == pytest.approx(0.1, rel=0.05)
+
+
+def test_a_stage_with_more_layers_is_unbalanced():
+    telemetry = Telemetry(stages=4)
+    for rank in (4, 5):
+        telemetry.slow(rank, 1.6, first=0)
+    verdict = heaviest(telemetry)
+    assert (verdict.cause, verdict.rank) == ("unbalanced_stage", 4)
+    assert verdict.evidence[0].startswith("stage 2 (rank 4, 5) computes")
+
+
+def test_steps_that_wait_for_the_longest_samples_are_uneven():
+    telemetry = Telemetry()
+    longest = telemetry.random.integers(0, 8, telemetry.steps)
+    telemetry.counters["attended"][np.arange(120), longest] *= 1.5
+    telemetry.parts_s["forward"][np.arange(120), longest] += 0.1
+    verdict = heaviest(telemetry)
+    assert (verdict.cause, verdict.rank) == ("uneven_lengths", None)
+
+
+def test_links_are_told_apart():
+    narrow = heaviest(Telemetry().narrow([(2, 3)], 4.0))
+    assert (narrow.cause, narrow.link) == ("narrow_link", (2, 3))
+    assert narrow.cost_s == pytest.approx(0.15, rel=0.1)
+    delayed = heaviest(Telemetry().delay((5, 6), 0.01))
+    assert (delayed.cause, delayed.link) == ("delayed_link", (5, 6))
+    lossy = Telemetry(resent={(0, 1): 20.0}).narrow([], 3.0)
+    assert (heaviest(lossy).cause, heaviest(lossy).link) == ("lossy_link", (0, 1))
+
+
+def test_a_link_that_has_always_lost_segments_is_named():
+    telemetry = Telemetry(resent={(0, 1): 20.0})
+    telemetry.transfers_s[:] = 0.2
+    assert (heaviest(telemetry).cause, heaviest(telemetry).link) == ("lossy_link", (0, 1))
+
+
+def test_a_narrow_port_of_one_of_three_nodes_is_the_nodes():
+    telemetry = Telemetry(ranks=6, ranks_of_node=2)
+    verdict = heaviest(telemetry.narrow([(1, 2), (3, 4)], 4.0))
+    assert (verdict.cause, verdict.node) == ("narrow_link", 1)
+
+
+def test_late_ranks_are_no_slow_link():
+    """The others wait for the slow rank in their exchanges; it waits for nobody."""
+    assert names(Telemetry().slow(7, 2.5, cpu_s=0.3).evidence()) == ["slow_device"]
+
+
+def test_transfers_that_are_long_because_the_machine_is_loaded_are_no_slow_link():
+    telemetry = Telemetry().narrow([], 4.0)
+    telemetry.counters["queued_s"][60:] += 0.15
+    assert set(names(telemetry.evidence())) <= {"noise", "as_planned"}
+
+
+def test_other_tenants_that_slow_all_ranks_are_noise():
+    telemetry = Telemetry()
+    for rank in range(8):
+        telemetry.slow(rank, 1.5, queued_s=0.1)
+    assert heaviest(telemetry).cause == "noise"
+
+
+def test_a_leak_is_named_with_the_step_at_which_memory_ends():
+    telemetry = Telemetry()
+    grown = 5e6 * np.maximum(0, np.arange(120) - 30)
+    telemetry.counters["rss_bytes"][:, 2] += grown
+    telemetry.counters["available_bytes"] -= grown[:, None]
+    (verdict,) = [one for one in conclude(telemetry.evidence()) if one.cause == "memory_leak"]
+    assert verdict.rank == 2
+    assert verdict.full_step == pytest.approx(30 + 1e10 / 5e6, rel=0.01)
+    assert abs(verdict.since_step - 31) <= 5
+
+
+def test_memory_that_fills_a_cache_and_stays_is_no_leak():
+    telemetry = Telemetry()
+    telemetry.counters["rss_bytes"][:, 2] += 5e8 * np.minimum(1, np.arange(120) / 40)
+    assert names(telemetry.evidence()) == ["as_planned"]
+
+
+def stall(waiting: bool, number: int = 7) -> Stall:
+    return Stall(
+        121, 3.0, 0.3, waiting, "gloo:all_reduce of 8" if waiting else None, {"world": number}, "in train_step"
+    )
+
+
+def test_a_rank_that_hangs_is_named_before_its_time_out():
+    stalls = {rank: stall(waiting=True) for rank in range(8)}
+    silent = {rank: one for rank, one in stalls.items() if rank != 7}
+    verdict = heaviest(Telemetry(stalls=silent))
+    assert (verdict.cause, verdict.rank, verdict.since_step) == ("hang", 7, 121)
+    assert "the others wait in gloo:all_reduce of 8" in verdict.evidence
+    elsewhere = heaviest(Telemetry(stalls=stalls | {6: stall(waiting=False)}))
+    assert (elsewhere.rank, elsewhere.evidence[-1]) == (6, "rank 6 is at\nin train_step")
+    behind = heaviest(Telemetry(stalls=stalls | {1: stall(waiting=True, number=6)}))
+    assert behind.rank == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("noise", [0.01, 0.1])
+def test_a_healthy_run_is_as_planned(seed, noise):
+    found = conclude(Telemetry(steps=400, noise=noise, seed=seed).evidence())
+    assert [one.cause for one in found] == ["as_planned"]
+    assert "would help most" in found[0].advice
+
+
+def test_few_steps_say_nothing():
+    assert conclude(Telemetry(steps=6).evidence()) == ()
+
+
+DISTURBED = st.sampled_from(["slow", "quota", "loader", "host"])
+
+
+def disturb(telemetry: Telemetry, kind: str, rank: int) -> Telemetry:
+    if kind == "slow":
+        return telemetry.slow(rank, 1.6, cpu_s=0.12)
+    if kind == "quota":
+        return telemetry.slow(rank, 1.6, throttled_s=0.12)
+    return telemetry.add({"loader": "data_wait", "host": "other"}[kind], rank, 0.1)
+
+
+@settings(max_examples=8, deadline=None)
+@given(kind=DISTURBED, rank=st.integers(0, 7), order=st.permutations(range(8)))
+def test_permuting_the_ranks_permutes_the_places(kind, rank, order):
+    evidence = disturb(Telemetry(), kind, rank).evidence()
+    moved = replace(
+        evidence,
+        parts_s={name: series[:, order] for name, series in evidence.parts_s.items()},
+        counters={name: series[:, order] for name, series in evidence.counters.items()},
+        connections=(),
+        nodes=tuple(evidence.nodes[place] for place in order),
+    )
+    (before,), (after,) = conclude(replace(evidence, connections=())), conclude(moved)
+    assert after.cause == before.cause
+    assert before.rank == rank
+    assert after.rank == list(order).index(rank)
+
+
+@settings(max_examples=8, deadline=None)
+@given(kind=DISTURBED, scale=st.sampled_from([1.0, 3.0, 20.0]))
+def test_slower_machines_have_the_same_verdicts(kind, scale):
+    """All times scaled: the same causes and places, at a scaled price."""
+    evidence = disturb(Telemetry(), kind, 2).evidence()
+    scaled = replace(
+        evidence,
+        parts_s={name: scale * series for name, series in evidence.parts_s.items()},
+        counters={
+            name: scale * series if name.endswith("_s") else series for name, series in evidence.counters.items()
+        },
+        connections=(),
+    )
+    (before,), (after,) = conclude(replace(evidence, connections=())), conclude(scaled)
+    assert after.place == before.place
+    assert after.since_step == before.since_step
+    assert after.cost_s == pytest.approx(scale * before.cost_s)
+
+
+def test_every_cause_but_as_planned_has_advice():
+    assert set(ADVICE) == set(CAUSES) - {"as_planned"}

@@ -1,0 +1,142 @@
+"""`trainspec complete LINE`: the words that may end a command line, one a line; what shells call at a press of Tab.
+
+It must answer at once, so it does without typer, hydra and rich: options are read from the sources of the commands, and
+keys from the recipe's dataclasses.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+RUN_FIRST = ("resume", "watch", "logs", "stop", "report", "diagnose", "export")
+"""Commands whose first argument is a run."""
+RUNS_AFTER = (("runs", "compare"), ("runs", "rm"))
+"""Commands of commands that take any number of runs."""
+WITH_KEYS = ("plan", "launch", "sbatch", "kernels", "validate", "show", "resume")
+"""Commands that take `key=value`."""
+RUNS, RUN_FILE, LAST = "runs", "run.json", "last"
+MOST_FOLDERS = 2_000
+"""Folders below ./runs that are looked through."""
+
+
+def complete(line: str, commands: Iterable[str]) -> list[str]:
+    """Return the words that the last one of `line` may become; `line` is what was typed up to the cursor."""
+    *before, word = line.split(" ")
+    before = [other for other in before if other]
+    found = _candidates(before[1:], word, list(commands))
+    return list(dict.fromkeys(candidate for candidate in found if candidate.startswith(word)))
+
+
+def _candidates(before: Sequence[str], word: str, commands: Sequence[str]) -> Iterator[str]:
+    """`before` are the words between the program and the one that is completed."""
+    if not before:
+        yield from commands
+        return
+    command, *rest = before
+    given = [other for other in rest if not other.startswith("-")]
+    module = _parse(command) if command in commands else None
+    below = [] if module is None else [name for name, _ in _commands(module)]
+    if module is not None and below and not given:
+        yield from _options(module, command) if word.startswith("-") else below
+    elif module is not None and word.startswith("-"):
+        yield from _options(module, given[0] if below else command)
+    elif (command in RUN_FIRST and not given) or (command, *given[:1]) in RUNS_AFTER:
+        yield from (LAST, *_runs(Path(RUNS)))
+    elif command == "list":
+        yield from ("accelerators", "clusters", "models")
+    elif command == "completion":
+        yield from ("bash", "zsh", "fish")
+    elif command == "explain":
+        yield from (key.removesuffix("=") for key in _keys(word, takes_recipe=False))
+    elif command == "schema" and not given:
+        from trainspec_cli.compose.folders import DISTURB, find_folders
+        from trainspec_cli.compose.origins import RECIPE
+
+        yield from (RECIPE, DISTURB, *find_folders(Path.cwd()).groups())
+    elif command in WITH_KEYS:
+        yield from _values(word) if "=" in word else _keys(word, takes_recipe=command not in RUN_FIRST)
+
+
+def _runs(folder: Path) -> Iterator[str]:
+    for number, (root, below, files) in enumerate(os.walk(folder)):
+        if number >= MOST_FOLDERS:
+            return
+        if RUN_FILE in files:
+            below.clear()
+            yield root
+
+
+def _keys(word: str, *, takes_recipe: bool) -> Iterator[str]:
+    """Yield recipes' keys level by level: `optim=`, `optim.`, and below it `optim.lr=`."""
+    from trainspec_cli.compose.folders import find_folders
+    from trainspec_cli.spec.recipe.run import RunSpec
+    from trainspec_cli.spec.structure import known_paths
+
+    if takes_recipe:
+        yield "recipe="
+    yield from (f"{group}=" for group in find_folders(Path.cwd()).groups())
+    depth = word.count(".")
+    paths = {path: path.split(".") for path in known_paths(RunSpec)}
+    sections = {path.rpartition(".")[0] for path in paths}
+    for path, parts in paths.items():
+        if len(parts) == depth + 1:
+            yield f"{path}." if path in sections else f"{path}="
+
+
+def _values(word: str) -> Iterator[str]:
+    """Yield `key=value` for each value that is known."""
+    from trainspec_cli.compose.folders import NAMED_SECTIONS, find_folders
+
+    key = word.partition("=")[0]
+    folders = find_folders(Path.cwd())
+    if key == "recipe":
+        values: Iterable[str] = folders.recipe_names()
+    elif options := folders.options(NAMED_SECTIONS.get(key, key)):
+        values = options
+    else:
+        from trainspec_cli.spec.recipe.run import RunSpec
+        from trainspec_cli.spec.structure import known_choices
+
+        values = known_choices(RunSpec, key)
+    yield from (f"{key}={value}" for value in values)
+
+
+def _parse(name: str) -> ast.Module:
+    return ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+
+
+def _commands(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Yield a module's commands of its own: functions with `@app.command(...)`."""
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and any("app.command" in ast.unparse(one) for one in node.decorator_list):
+            yield node.name, node
+
+
+def _options(module: ast.Module, command: str) -> Iterator[str]:
+    """Yield the options of the function `command`: each argument's own `--name`, or the one that typer makes of it."""
+    shared = ast.parse(Path(__file__).with_name("options.py").read_text(encoding="utf-8"))
+    aliases = {
+        target.id: node.value
+        for source in (shared, module)
+        for node in source.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    yield "--help"
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and node.name == command:
+            for argument in (*node.args.args, *node.args.kwonlyargs):
+                hint = argument.annotation
+                hint = aliases.get(hint.id, hint) if isinstance(hint, ast.Name) else hint
+                yield from _names(argument.arg, hint)
+
+
+def _names(argument: str, hint: ast.expr | None) -> Iterator[str]:
+    for node in ast.walk(hint) if hint else ():
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "typer.Option":
+            given = [text.value for text in node.args if isinstance(text, ast.Constant)]
+            yield from (str(name) for name in given) if given else [f"--{argument.replace('_', '-')}"]

@@ -1,0 +1,45 @@
+"""`trainspec diagnose`: what slows a run, where, since when, and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainspec_cli.cli.options import AsJson, Html, RunArgument, page_origin, write_page
+from trainspec_cli.report.verdicts import describe_event, render_verdicts
+from trainspec_cli.report.verdicts_page import render_verdicts_page
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.diagnose import diagnose_run, follow_verdicts, report_of, trace_to
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.json_text import json_text
+
+Watch = Annotated[bool, typer.Option("--watch", help="Follow the run, and print what changes, until it ends.")]
+
+
+Trace = Annotated[
+    Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace of all ranks, for ui.perfetto.dev.")
+]
+
+
+def diagnose(
+    run: RunArgument, as_json: AsJson = False, html: Html = None, watch: Watch = False, trace: Trace = None
+) -> None:
+    """Name what slows a run, live or finished: cause, place, cost, proof and remedy, heaviest first."""
+    if trace is not None:
+        trace_to(run, trace)
+    for event in follow_verdicts(run) if watch else ():
+        shown = json_text(to_plain(event), indent=None) if as_json else describe_event(event)
+        print(shown, flush=True)
+    if html:
+        report = report_of(run)
+        verdicts = report.verdicts
+        write_page(html, render_verdicts_page(report, page_origin()))
+    else:
+        verdicts = diagnose_run(run)
+    if as_json:
+        found = {"verdicts": [to_plain(one) for one in verdicts]}
+        print(json_text(found, indent=None if watch else 2))
+    else:
+        PrintableConsole().show(render_verdicts(verdicts))

@@ -1,0 +1,55 @@
+"""`trainspec explain KEY`: what a key of a recipe means, and what it may be."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import fill
+from typing import Annotated
+
+import typer
+
+from trainspec_cli.cli.options import AsJson
+from trainspec_cli.compose.folders import NAMED_SECTIONS, find_folders
+from trainspec_cli.errors import Problem, RecipeError, closest
+from trainspec_cli.spec.explain import KeyMeaning
+from trainspec_cli.spec.explain import explain as explain_key
+from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.structure import known_paths
+
+WIDTH = 100
+
+
+def explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A dotted key, such as optim.lr, or a section.")],
+    as_json: AsJson = False,
+) -> None:
+    """Print what a key of a recipe means: its unit, what it may be, and its default."""
+    found, options = list(explain_key(RunSpec, key)), find_folders(Path.cwd()).options(NAMED_SECTIONS.get(key, key))
+    if not found:
+        near = closest(key, known_paths(RunSpec))
+        hint = f"type trainspec explain {near}" if near else "trainspec show recipe=NAME lists the keys of a recipe"
+        raise RecipeError(Problem("unknown_key", f"recipes have no key `{key}`", key, hint))
+    if as_json:
+        print(json_text({"key": key, "options": options, "meanings": [asdict(one) for one in found]}))
+        return
+    print("\n\n".join(dict.fromkeys(_text(one, several=len({other.doc for other in found}) > 1) for one in found)))
+    if options:
+        print(_line("options", ", ".join(options)))
+
+
+def _text(found: KeyMeaning, *, several: bool) -> str:
+    rows = {
+        "meaning": " ".join(found.doc.split()),
+        "unit": found.unit,
+        "value": found.value,
+        "default": "none: it must be given" if found.default is None else found.default,
+        "keys": ", ".join(found.below),
+    }
+    title = f"{found.key} ({found.of})" if several else found.key
+    return "\n".join([title, *(_line(name, text) for name, text in rows.items() if text)])
+
+
+def _line(name: str, text: str) -> str:
+    return fill(text, WIDTH, initial_indent=f"  {name:<9}", subsequent_indent=" " * 11, break_on_hyphens=False)

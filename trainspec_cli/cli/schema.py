@@ -1,0 +1,68 @@
+"""`trainspec schema [GROUP]`: the JSON Schema by which editors check and complete recipes and the files of a group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainspec_cli.compose.folders import DISTURB, find_folders
+from trainspec_cli.compose.origins import RECIPE
+from trainspec_cli.errors import Problem, RecipeError, closest
+from trainspec_cli.json_value import JsonObject
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.spec.json_schema import group_schema, recipe_schema, sections_of_group
+from trainspec_cli.spec.json_text import json_text
+
+
+def schema(
+    group: Annotated[
+        str | None,
+        typer.Argument(metavar="GROUP", help="A folder of conf, such as optim; the schema of a recipe without it."),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option("--write", metavar="FOLDER", help="Write recipe.json and GROUP.json of every group there."),
+    ] = None,
+) -> None:
+    """Print the JSON Schema of a recipe, or of the files of conf/GROUP, for editors.
+
+    An editor with yaml-language-server reads the one that a comment of the file names:
+
+    # yaml-language-server: $schema=../conf/schema/recipe.json
+    """
+    groups = find_folders(Path.cwd()).groups()
+    names = [RECIPE, *filter(sections_of_group, groups), DISTURB]
+    if group is not None and group not in names:
+        raise RecipeError(_unknown(group, names))
+    if write is None:
+        print(json_text(_schema_of(group or RECIPE, groups)))
+        return
+    for name in [group] if group else names:
+        print(f"wrote {_write(write / f'{name}.json', _schema_of(name, groups))}")
+
+
+def _schema_of(name: str, groups: list[str]) -> JsonObject:
+    if name == DISTURB:
+        from trainspec_cli.session.disturbance import disturbance_schema  # loads the planner
+
+        return disturbance_schema()
+    return recipe_schema(groups) if name == RECIPE else group_schema(name, groups)
+
+
+def _unknown(group: str, names: list[str]) -> Problem:
+    near = closest(group, names)
+    hint = f"type trainspec schema {near}" if near else f"there are: {', '.join(names)}"
+    return Problem("unknown_group", f"there is no schema of `{group}`", hint=hint)
+
+
+def _write(file: Path, content: JsonObject) -> Path:
+    try:
+        write_json(file, content)
+    except OSError as error:
+        hint = "choose a folder that you may write to"
+        raise RecipeError(
+            Problem("output_exists", f"{file} cannot be written: {error.strerror}", "--write", hint)
+        ) from error
+    return file

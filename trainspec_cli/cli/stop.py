@@ -1,0 +1,29 @@
+"""`trainspec stop`: end a run from another terminal."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from trainspec_cli.cli.options import AsJson, RunArgument
+from trainspec_cli.spec.json_text import json_text
+
+Now = Annotated[bool, typer.Option("--now", help="Do not wait for a checkpoint.")]
+
+
+def stop(run: RunArgument, now: Now = False, as_json: AsJson = False) -> None:
+    """Ask a run to write a checkpoint and end, as Ctrl-C does where it was started, and wait for that."""
+    from trainspec_cli.session.find import find_own_run
+    from trainspec_cli.session.follow import stop as stop_run
+
+    found = find_own_run(run)
+    asked = "asked to stop" if now else "asked to write a checkpoint and stop"
+    status = stop_run(found, at_once=now, on_asked=lambda: print(f"{found.root}: {asked}", file=sys.stderr))
+    if as_json:
+        print(json_text({"run": str(found.root), "status": status, "step": found.newest_step}))
+        return
+    print(f"{status}; its newest checkpoint is of step {found.newest_step}" if found.newest_step else status)
+    if status != "done" and found.newest_step:
+        print(f"resume      trainspec resume {run}")

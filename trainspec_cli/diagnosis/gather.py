@@ -1,0 +1,295 @@
+"""The events of all ranks -> the evidence that verdicts are drawn from; read again and again while a run goes on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trainspec_cli.policy.diagnosis.evidence import (
+    COUNTERS,
+    READINGS,
+    Connection,
+    Figures,
+    LinkSlowdown,
+    RunEvidence,
+    Stall,
+)
+from trainspec_cli.reading.files import read_object
+from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
+from trainspec_cli.rundir.event_types.event import PARTS, Event
+from trainspec_cli.rundir.event_types.failures import RetryEvent
+from trainspec_cli.rundir.event_types.observed import CountersEvent, HangEvent, LinkEvent, StallEvent
+from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
+from trainspec_cli.rundir.events import EventTail
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import Absent
+
+SILENT_S = 1.5
+"""A rank that has not reported a stall so long after the first one that did is silent."""
+ALL_STEPS = 2**31
+STEP_BYTES = 1024
+"""Bytes that a rank writes of a step, about, with its part of the counters."""
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """The places of a run's ranks, by its plan."""
+
+    ranks: int
+    devices_per_node: int
+    groups: int = 1
+    stages: int = 1
+    total_steps: int | None = None
+    planned_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def group_ranks(self) -> int:
+        return self.ranks // self.groups
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(rank // self.devices_per_node for rank in range(self.ranks))
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The pipeline stage of each rank: `pp` is the outermost axis of a group's mesh."""
+        of_stage = max(1, self.group_ranks // self.stages)
+        return tuple(rank % self.group_ranks // of_stage for rank in range(self.ranks))
+
+
+def shape_of(run: RunDir) -> RunShape:
+    """Return the shape that plan.json gives a run, of any version that names its nodes and its layout.
+
+    Raises UnreadableFileError.
+    """
+    plan = read_object(run.plan_json)
+
+    def whole(plain: object, name: str, otherwise: int) -> int:
+        value = plain.get(name) if isinstance(plain, dict) else None
+        return value if isinstance(value, int) and value > 0 else otherwise
+
+    devices = whole(plan, "devices_per_node", 1)
+    spec = plan.get("spec")
+    train = spec.get("train") if isinstance(spec, dict) else None
+    steps = whole(plan, "steps", 0) or whole(train, "max_steps", 0)
+    prediction = plan.get("prediction")
+    planned = prediction.get("time_s") if isinstance(prediction, dict) else None
+    return RunShape(
+        ranks=whole(plan, "num_nodes", 1) * devices,
+        devices_per_node=devices,
+        groups=whole(plan, "replica_groups", 1),
+        stages=whole(plan.get("layout"), "pp", 1),
+        total_steps=steps or None,
+        planned_s={name: float(one) for name, one in planned.items() if isinstance(one, int | float)}
+        if isinstance(planned, dict)
+        else {},
+    )
+
+
+@dataclass
+class RankHistory:
+    """The steps of one rank that hold, as it has written them."""
+
+    steps: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """Step -> seconds by part, in the order of `PARTS`, and those in which it had no processor."""
+    counters: list[CountersEvent] = field(default_factory=list)
+    stall: Stall | None = None
+    """The report of the step after the last one; `stalled_at` is the Unix time when it was written."""
+    stalled_at: float = 0.0
+    is_hung: bool = False
+    """The stall has come to end the start."""
+    ended_by: Stall | None = None
+    """The hang that ended an earlier start."""
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, StepEvent):
+            queued_s = np.nan if isinstance(event.queued_s, Absent) else event.queued_s
+            self.steps[event.step] = (*(event.time_s.get(name, 0.0) for name in PARTS), queued_s)
+            self.stall, self.is_hung = None, False
+        elif isinstance(event, CountersEvent):
+            self.counters.append(event)
+        elif isinstance(event, StallEvent | HangEvent):
+            self._note_stall(event)
+        elif isinstance(event, StartEvent):
+            self._begin(event.step)
+
+    def _note_stall(self, event: StallEvent | HangEvent) -> None:
+        usual_s = event.usual_s if isinstance(event, StallEvent) else self.stall.usual_s if self.stall else 0.0
+        self.stalled_at, self.is_hung = event.time, isinstance(event, HangEvent)
+        place = event.waiting, event.waits_in, event.collectives, event.stack
+        self.stall = Stall(event.step, event.waited_s, usual_s, *place)
+
+    def _begin(self, step: int) -> None:
+        """Begin a start that goes on after `step`: what an earlier one made beyond it is made again."""
+        self.ended_by = self.stall if self.is_hung else self.ended_by
+        self.stall, self.is_hung = None, False
+        self.steps = {made: parts for made, parts in self.steps.items() if made <= step}
+        self.counters = [event for event in self.counters if event.step <= step]
+
+    def forget_before(self, step: int) -> None:
+        self.steps = {made: parts for made, parts in self.steps.items() if made >= step}
+        self.counters = [event for event in self.counters if event.step >= step]
+
+
+def event_paths(run: RunDir, shape: RunShape) -> Iterator[Path]:
+    """Yield the file of each rank's events; ranks of replica groups are counted through."""
+    for rank in range(shape.ranks):
+        if shape.groups > 1:
+            yield run.group_events(*divmod(rank, shape.group_ranks))
+        else:
+            yield run.events(rank)
+
+
+class RunReader:
+    """Reads a run's folder: `read` takes in what is new, `evidence` returns what is known.
+
+    With `remembered_steps` it begins near the end of each file: as far back as so many steps reach, about.
+    """
+
+    def __init__(self, run: RunDir, shape: RunShape, remembered_steps: int = ALL_STEPS):
+        self.shape, self._remembered = shape, remembered_steps
+        last_bytes = None if remembered_steps == ALL_STEPS else remembered_steps * STEP_BYTES
+        self.histories = [RankHistory() for _ in range(shape.ranks)]
+        self._tails = [EventTail(path, last_bytes) for path in event_paths(run, shape)]
+        self._links: list[LinkSlowdown] = []
+        self._retried: set[int] = set()
+        self.changed: DirectiveEvent | None = None
+        """The last change of the layout: the ranks' work is another since then."""
+        self.device_name = ""
+
+    def read(self) -> int:
+        """Take in the new events of all ranks; return how many there were."""
+        count = 0
+        for rank, tail in enumerate(self._tails):
+            events = tail.read()
+            count += len(events)
+            self._take(rank, events)
+        return count
+
+    def _take(self, rank: int, events: Iterable[Event]) -> None:
+        history = self.histories[rank]
+        for event in events:
+            history.take(event)
+            if isinstance(event, LinkEvent):
+                self._links.append(
+                    LinkSlowdown(
+                        event.axis, event.ranks, event.since_step, event.before_bytes_per_s, event.now_bytes_per_s
+                    )
+                )
+            elif isinstance(event, RetryEvent):
+                self._retried.add(event.step)
+            elif isinstance(event, DirectiveEvent) and event.applied and event.kind in ("layers", "layout"):
+                if self.changed is None or event.step >= self.changed.step:
+                    self.changed = event
+            elif isinstance(event, StartEvent):
+                self.device_name = event.device_name
+        newest = max(history.steps, default=0)
+        if len(history.steps) > 2 * self._remembered:
+            history.forget_before(newest - self._remembered)
+
+    @property
+    def step(self) -> int:
+        """Return the newest step that every rank has made."""
+        return min((max(history.steps, default=0) for history in self.histories), default=0)
+
+    def evidence(self, now: float | None = None) -> RunEvidence:
+        """Return what is known of the steps that every rank has written down, in the layout of the newest; `now`: Unix
+        time while the run goes on."""
+        made = [np.fromiter(history.steps, dtype=np.int64) for history in self.histories]
+        common = reduce(np.intersect1d, made) if made else np.zeros(0, dtype=np.int64)
+        steps = common[common > self.changed.step] if self.changed else common
+        rows = np.array([[history.steps[step] for step in steps.tolist()] for history in self.histories])
+        rows = rows.reshape(len(self.histories), len(steps), len(PARTS) + 1)
+        return RunEvidence(
+            steps=steps,
+            parts_s={name: rows[:, :, place].T.copy() for place, name in enumerate(PARTS)},
+            counters={**self._counters(steps), "queued_s": rows[:, :, -1].T.copy()},
+            nodes=self.shape.nodes,
+            kinds=self.shape.kinds,
+            connections=tuple(_connections(self.histories, steps)),
+            stalls=self._stalls(now),
+            link_slowdowns=tuple(self._links),
+            retried_steps=tuple(sorted(self._retried)),
+            total_steps=self.shape.total_steps,
+            planned_s=self.shape.planned_s,
+        )
+
+    def _counters(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
+        if not any(history.counters for history in self.histories):
+            return {}
+        series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in COUNTERS if name != "queued_s"}
+        for rank, history in enumerate(self.histories):
+            for event in history.counters:
+                where = _window(steps, event)
+                for name in series:
+                    value = getattr(event, "queued_s" if name == "exposed_queued_s" else name)
+                    if isinstance(value, Absent):
+                        continue
+                    if name in READINGS:
+                        series[name][where, rank][-1:] = value
+                    else:
+                        series[name][where, rank] = value if name == "agreed_s" else value / event.steps
+        return series
+
+    def _stalls(self, now: float | None) -> dict[int, Stall]:
+        """Return the ranks' reports of the step after the newest one that any has made; none while others may still
+        come. Where no step hangs, those of the hang that ended an earlier start."""
+        last = max((max(history.steps, default=0) for history in self.histories), default=0)
+        found = {
+            rank: history.stall
+            for rank, history in enumerate(self.histories)
+            if history.stall is not None and history.stall.step > last
+        }
+        if now is not None and any(now - self.histories[rank].stalled_at < SILENT_S for rank in found):
+            return {}
+        if not found and now is None:
+            ended = {rank: history.ended_by for rank, history in enumerate(self.histories)}
+            return {rank: stall for rank, stall in ended.items() if stall is not None}
+        return found
+
+
+def _window(steps: npt.NDArray[np.int64], event: CountersEvent) -> slice:
+    """Return where the steps of a window of counters stand."""
+    first, last = np.searchsorted(steps, [event.step - event.steps + 1, event.step + 1]).tolist()
+    return slice(first, last)
+
+
+CONNECTION_FIGURES = ("sent_bytes", "segments", "resent", "timeouts", "busy_s")
+
+
+def _connections(histories: Sequence[RankHistory], steps: npt.NDArray[np.int64]) -> Iterator[Connection]:
+    """Yield what the ranks counted of their connections, all between two ranks in one direction as one."""
+    owner = {
+        (one.local, one.peer): rank
+        for rank, history in enumerate(histories)
+        for event in history.counters
+        for one in event.connections
+    }
+    of_pair: dict[tuple[int, int], dict[str, Figures]] = defaultdict(lambda: _unknown(len(steps)))
+    for rank, history in enumerate(histories):
+        for event in history.counters:
+            where = _window(steps, event)
+            for one in event.connections:
+                series = of_pair[rank, owner.get((one.peer, one.local), rank)]
+                for name in CONNECTION_FIGURES:
+                    series[name][where] = np.nan_to_num(series[name][where]) + getattr(one, name) / event.steps
+                series["rtt_s"][where] = np.fmax(series["rtt_s"][where], one.rtt_s)
+    for ranks, series in sorted(of_pair.items()):
+        yield Connection(ranks, **series)
+
+
+def _unknown(steps: int) -> dict[str, Figures]:
+    return {name: np.full(steps, np.nan) for name in (*CONNECTION_FIGURES, "rtt_s")}
+
+
+def read_run(run: RunDir) -> RunReader:
+    """Return what is known of a run as it stands. Raises UnreadableFileError where its plan is damaged."""
+    reader = RunReader(run, shape_of(run))
+    reader.read()
+    return reader

@@ -1,0 +1,275 @@
+"""Counters of the operating system and the interpreter for this process, read at a step's end every few steps.
+
+The main thread makes the step: the kernel counts its processor time (`schedstat`), for how long its control group was
+held back by a quota (`cpu.stat`), pages read back from disk, and what became of the segments of its connections
+(`TCP_INFO`). The interpreter tells of garbage collection. A counter that this system does not have is 0; where it
+cannot be told from 0, it is left out.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.comm.connections import ConnectionCounter
+from trainspec_cli.engine.observe.clock import QueuedTime
+from trainspec_cli.engine.observe.processor import ProcessorClock
+from trainspec_cli.rundir.event_types.observed import CountersEvent
+from trainspec_cli.spec.canonical import ABSENT
+
+WINDOW_S = 0.5
+"""The counters are read so often at the most: reading and writing take a thousandth of that."""
+REMEMBERED_STEPS = 8
+CGROUPS = Path("/sys/fs/cgroup")
+PAGE_BYTES = resource.getpagesize()
+
+
+class GarbageClock:
+    """Adds up the processor time that the interpreter collects garbage in: what other processes take is none of it."""
+
+    def __init__(self) -> None:
+        self.seconds, self.runs, self._began_s = 0.0, 0, 0.0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, _info: object) -> None:
+        if phase == "start":
+            self._began_s = time.thread_time()
+        else:
+            self.seconds += time.thread_time() - self._began_s
+            self.runs += 1
+
+    def close(self) -> None:
+        gc.callbacks.remove(self._note)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counters that only grow, as they stand."""
+
+    cpu_s: float = 0.0
+    throttled_s: float = 0.0
+    steal_s: float = 0.0
+    memory_stall_s: float = 0.0
+    major_faults: int = 0
+    gc_s: float = 0.0
+    gc_runs: int = 0
+    compiles: int = 0
+    allocator_retries: int = 0
+
+    def since(self, before: Counts) -> Counts:
+        """Return by how much each has grown; 0 where it was set back, as a virtual machine's may be when it moves."""
+        return Counts(**{name: max(0, now - getattr(before, name)) for name, now in vars(self).items()})
+
+
+@dataclass
+class WindowWork:
+    """Work that the batches of a window ask of a rank."""
+
+    tokens: int = 0
+    attended: int = 0
+    """The sum of the squares of the lengths within which tokens attend to one another."""
+
+    def add(self, micro_batches: Sequence[MicroBatch]) -> None:
+        for tokens, *others in micro_batches:
+            self.tokens += tokens.numel()
+            documents = others[1] if len(others) > 1 else None
+            if documents is None or documents.is_cuda:
+                self.attended += tokens.numel() * tokens.shape[-1]
+            else:
+                rows = documents.reshape(-1, documents.shape[-1])
+                self.attended += sum(int(torch.bincount(row - row.min()).square().sum()) for row in rows)
+
+
+@dataclass
+class Window:
+    """The steps since the counters were read last."""
+
+    before: Counts
+    began_s: float
+    steps: int = 0
+    work: WindowWork = field(default_factory=WindowWork)
+    agreed_s: list[float] = field(default_factory=list)
+    own_s: float = 0.0
+    queued_s: float = 0.0
+
+
+class StepCounters:
+    """`note_step` is called by every rank after each step."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._garbage = device, GarbageClock()
+        self._connections = ConnectionCounter()
+        self._recent_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        self._process, self._processor = ProcessCounters(), ProcessorClock()
+        self._window = Window(self._counts(), time.perf_counter())
+
+    def note_step(
+        self,
+        step: int,
+        parts_s: dict[str, float],
+        queued: QueuedTime,
+        micro_batches: Sequence[MicroBatch],
+        agreement: tuple[float, float],
+    ) -> CountersEvent | None:
+        """Take in a step; return the counts of the window that ends with it, if one does.
+
+        `agreement`: the seconds of the exchange that ends each step, and the Unix time when this rank left it.
+        """
+        window, (agreed_s, left_at) = self._window, agreement
+        self._recent_s.append(sum(parts_s.values()))
+        window.steps += 1
+        window.work.add(micro_batches)
+        window.agreed_s.append(agreed_s)
+        window.queued_s += queued.exposed_s
+        window.own_s += sum(seconds for part, seconds in parts_s.items() if part != "exposed_comm")
+        if step % window_steps(median(self._recent_s)):
+            return None
+        now = self._counts()
+        self._window = Window(now, time.perf_counter())
+        return self._event(step, window, now, left_at)
+
+    def _event(self, step: int, window: Window, now: Counts, left_at: float) -> CountersEvent:
+        memory = self._process.memory()
+        return CountersEvent(
+            step=step,
+            steps=window.steps,
+            wall_s=self._window.began_s - window.began_s,
+            own_s=window.own_s,
+            queued_s=window.queued_s,
+            **vars(now.since(window.before)),
+            rss_bytes=memory.rss_bytes,
+            swap_bytes=memory.swap_bytes,
+            available_bytes=ABSENT if memory.available_bytes is None else memory.available_bytes,
+            tokens=window.work.tokens,
+            attended=window.work.attended,
+            agreed_s=min(window.agreed_s),
+            left_at=left_at,
+            connections=self._connections.cut(),
+        )
+
+    def _counts(self) -> Counts:
+        process = self._process
+        return Counts(
+            cpu_s=self._processor.read()[0],
+            throttled_s=process.throttled_s(),
+            steal_s=process.steal_s(),
+            memory_stall_s=process.memory_stall_s(),
+            major_faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
+            gc_s=self._garbage.seconds,
+            gc_runs=self._garbage.runs,
+            compiles=_compiles(),
+            allocator_retries=_allocator_retries(self._device),
+        )
+
+    def close(self) -> None:
+        self._garbage.close()
+        self._processor.close()
+
+
+def window_steps(step_s: float) -> int:
+    """Return after how many steps the counters are read: a power of two, so that ranks whose steps differ a little
+    end most of their windows with the same step."""
+    steps = 1
+    while 2 * steps * step_s <= WINDOW_S and steps < 1024:
+        steps *= 2
+    return steps
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    rss_bytes: int = 0
+    swap_bytes: int = 0
+    available_bytes: int | None = None
+    """Memory that the process may still take: the least of the node's and of its control groups'."""
+
+
+class ProcessCounters:
+    """Counters of this process in /proc and /sys; elsewhere than on Linux all are 0."""
+
+    def throttled_s(self) -> float:
+        """Return how long quotas have held back the control group of this process, and those above it."""
+        total_s = 0.0
+        for folder in _control_groups("cpu"):
+            for line in _read(folder / "cpu.stat").splitlines():
+                name, _, value = line.partition(" ")
+                if name in THROTTLED:
+                    total_s += int(value) * THROTTLED[name]
+        return total_s
+
+    def steal_s(self) -> float:
+        """Return the time for which the node's processors were taken by other virtual machines."""
+        ticks = _read("/proc/stat").partition("\n")[0].split()
+        return int(ticks[8]) / os.sysconf("SC_CLK_TCK") if len(ticks) > 8 else 0.0
+
+    def memory_stall_s(self) -> float:
+        """Return for how long some process of the node has waited for memory to be freed or read back."""
+        some = _read("/proc/pressure/memory").partition("\n")[0]
+        return int(some.rpartition("total=")[2]) / 1e6 if "total=" in some else 0.0
+
+    def memory(self) -> MemoryState:
+        fields = _read("/proc/self/statm").split()
+        status = _read("/proc/self/status").partition("VmSwap:")[2].split()
+        rss_bytes = int(fields[1]) * PAGE_BYTES if fields else 0
+        return MemoryState(rss_bytes, int(status[0]) * 1024 if status else 0, _available_bytes())
+
+
+THROTTLED = {"throttled_usec": 1e-6, "throttled_time": 1e-9}
+"""The name in `cpu.stat` -> its unit in seconds, of control groups of version 2 and 1."""
+LIMITS = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+
+
+def _available_bytes() -> int | None:
+    free = _read("/proc/meminfo").partition("MemAvailable:")[2].split()
+    left = [int(free[0]) * 1024] if free else []
+    for folder in _control_groups("memory"):
+        for limit, usage in LIMITS:
+            texts = _read(folder / limit).strip(), _read(folder / usage).strip()
+            if all(text.isdigit() for text in texts):
+                left.append(max(0, int(texts[0]) - int(texts[1])))
+    return min(left, default=None)
+
+
+def _control_groups(controller: str) -> list[Path]:
+    """Return the folders of this process's control group and those above it, without the root. A process may be moved
+    to another group at any time."""
+    for line in _read("/proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and (CGROUPS / "cgroup.controllers").exists():
+            root = CGROUPS
+        elif controller in controllers.split(","):
+            root = CGROUPS / controllers
+        else:
+            continue
+        own = root / path.lstrip("/")
+        return [folder for folder in (own, *own.parents) if folder != root and root in folder.parents]
+    return []
+
+
+def _read(path: Path | str) -> str:
+    """Return the text of a small file of the kernel; empty where this system has none."""
+    with suppress(OSError), open(path, encoding="ascii", errors="replace") as file:  # noqa: PTH123 - a str is quicker
+        return file.read()
+    return ""
+
+
+def _compiles() -> int:
+    """Return how many graphs torch has compiled."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo is not None else 0
+
+
+def _allocator_retries(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0

@@ -1,0 +1,148 @@
+"""Time exchanges by mesh axis: the transfer, apart from the waiting for the last rank.
+
+In a sampled step the ranks of an exchange meet before it, at a barrier. How long a rank waits there is how much earlier
+it came than the last one, which waits least. What follows is the transfer, of all ranks at once. Where every rank ends
+with the last byte, the least time of a rank in the exchange as a whole would do without a barrier; on gloo a rank whose
+line out is slow ends first, since the kernel has taken what it sends.
+
+Exchanges on a GPU run on streams of their own, and are not timed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from trainspec_cli.engine.comm.exchange import TimeCollective
+from trainspec_cli.engine.observe.clock import StepClock
+from trainspec_cli.policy.scheduling.links import TIMED_EXCHANGES, Transfer, transfer_of
+
+GROUPS = "groups"
+"""The axis of replica groups."""
+
+
+class LinkTimer:
+    """Called around each exchange of one process group, by all its ranks alike, with the bytes that a rank sends."""
+
+    def __init__(self, clock: StepClock, group: dist.ProcessGroup, *, is_hidden: bool = False):
+        """`is_hidden`: other work goes on beside the exchanges, unless they are timed."""
+        self._clock, self._group, self._is_hidden = clock, group, is_hidden
+        self._is_sampled = False
+        self._calls, self._stride = 0, 1
+        """Every `_stride`-th exchange of a sampled step is timed."""
+        self._timed: list[tuple[float, float, float]] = []
+        """(bytes, seconds, seconds of waiting)"""
+        self._meeting_s = 0.0
+
+    @contextmanager
+    def __call__(self, sent_bytes: float | None = None) -> Iterator[bool]:
+        """Count what is inside as exposed communication; yields whether it is timed, and has to be done when it is
+        left. That may not depend on how many bytes there are, which experts' ranks do not have in common."""
+        with self._clock.collective():
+            if sent_bytes is None or not self._is_next_timed():
+                yield False
+                return
+            waited_s = self._meet()
+            if not self._timed:
+                self._meeting_s = self._meet()  # nobody is late for a second one
+            started_s = time.perf_counter()
+            yield True
+            self._timed.append((sent_bytes, time.perf_counter() - started_s, waited_s))
+
+    def _is_next_timed(self) -> bool:
+        self._calls += 1
+        return self._is_sampled and (self._calls - 1) % self._stride == 0
+
+    def _meet(self) -> float:
+        """Wait for all ranks; return how long that took."""
+        started_s = time.perf_counter()
+        dist.barrier(self._group)
+        return time.perf_counter() - started_s
+
+    def begin(self, is_sampled: bool) -> None:
+        self._is_sampled, self._calls = is_sampled, 0
+        self._timed.clear()
+
+    def end(self) -> None:
+        """End a step: the next sampled one times as many of its exchanges as are wanted."""
+        self._is_sampled, self._stride = False, max(1, -(-self._calls // TIMED_EXCHANGES))
+
+    @property
+    def timed(self) -> Sequence[tuple[float, float, float]]:
+        """Return bytes, seconds and seconds of waiting of each exchange that was timed in the last sampled step."""
+        return self._timed
+
+    @property
+    def cost_s(self) -> float:
+        """Return what the sample took that the step would not have: its meetings, and exchanges that are hidden
+        otherwise."""
+        meetings_s = (len(self._timed) + 1) * self._meeting_s if self._timed else 0.0
+        return meetings_s + (sum(seconds for _, seconds, _ in self._timed) if self._is_hidden else 0.0)
+
+
+class LinkTimers:
+    """The timers of a train state, by axis. Each process group has a timer of its own, also where two are of one axis:
+    at its barrier ranks meet in the thread, and in the order, in which they call that group alone."""
+
+    def __init__(self, clock: StepClock):
+        self._clock = clock
+        self._timers: dict[tuple[str, str], LinkTimer] = {}
+        self._across = Transfer()
+        self._held_back_bytes = Counter[str]()
+        """Bytes that this rank sends in a sampled step along each axis, and beside other work in any other."""
+        self.is_due: Callable[[int], bool] = lambda _step: False
+        """True where the step after so many updates is to be sampled; other replica groups hear of it before."""
+
+    def of(self, axis: str, group: dist.ProcessGroup, *, is_hidden: bool = False) -> TimeCollective:
+        """Return what times the exchanges of `group`, one of this rank's along `axis`; the same one every time."""
+        if self._clock.on_gpu or group.size() == 1:
+            return self._clock.collective
+        key = axis, group.group_name
+        return self._timers.setdefault(key, LinkTimer(self._clock, group, is_hidden=is_hidden))
+
+    def of_held_back(self, axis: str, group: dist.ProcessGroup) -> TimeCollective:
+        """Return what times exchanges that go on beside other work but for sampled steps, which is what these cost."""
+        time_exchange = self.of(axis, group)
+
+        @contextmanager
+        def timed(sent_bytes: float | None = None) -> Iterator[bool]:
+            self._held_back_bytes[axis] += round(sent_bytes or 0)
+            with time_exchange(sent_bytes) as has_to_end:
+                yield has_to_end
+
+        return timed
+
+    def begin(self, is_sampled: bool) -> None:
+        """Begin a step, sampled on every rank or on none."""
+        self._across = Transfer()
+        self._held_back_bytes.clear()
+        for timer in self._timers.values():
+            timer.begin(is_sampled)
+
+    def end(self) -> None:
+        for timer in self._timers.values():
+            timer.end()
+
+    def note_across(self, sent_bytes: float, seconds: float, waited_s: float) -> None:
+        """Take in an exchange between replica groups, all held back until they had met, which took `waited_s`."""
+        self._across = Transfer(sent_bytes, seconds, waited_s)
+
+    def transfer(self, axis: str) -> Transfer:
+        """Return what the last sampled step has shown of `axis`."""
+        if axis == GROUPS:
+            return self._across
+        return transfer_of(
+            [one for (of_axis, _), timer in self._timers.items() if of_axis == axis for one in timer.timed]
+        )
+
+    @property
+    def cost_s(self) -> float:
+        held_back_s = self._across.seconds
+        for axis, held_back_bytes in self._held_back_bytes.items():
+            if (one := self.transfer(axis)).sent_bytes:
+                held_back_s += one.seconds * held_back_bytes / one.sent_bytes
+        return sum(timer.cost_s for timer in self._timers.values()) + held_back_s

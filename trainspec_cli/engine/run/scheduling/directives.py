@@ -1,0 +1,217 @@
+"""The directives of a run: those of its earlier starts, which a resumed run follows, and those that it adds.
+
+They are numbered over all starts, and rank 0 writes them down before a step is made with them. Shares are of the layout
+that was in force when they were given: with another one they are passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from trainspec_cli.engine.comm.json_collectives import broadcast_json, errors_together
+from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal, Journal
+from trainspec_cli.reading.files import UnreadableFileError, unreadable
+from trainspec_cli.rundir.event_types.decisions import AchievedEvent, BucketsEvent, DirectiveEvent
+from trainspec_cli.rundir.events import read_log
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import ABSENT, Absent, to_plain
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.records import read_record
+from trainspec_cli.spec.results.plan import Plan, PlannedLayout
+
+OF_LAYOUT = ("layers", "layout")
+
+
+class Directives:
+    """Called by every rank of the replica group together."""
+
+    def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal, layout: Layout, *, recalls: bool):
+        """`layout` is that of the plan. Not `recalls`: none of an earlier start is followed.
+
+        Raises MachineError, on every rank, where one cannot be followed.
+        """
+        self._log = DirectiveLog(run_dir, journal)
+        self._earlier = recall(run_dir.directives) if recalls else []
+        """Directives of earlier starts, by number."""
+        self.buckets = recall_buckets(run_dir.directives) if recalls else {}
+        """Sizes of buckets that earlier starts have found, by layout."""
+        self._layouts = leading_on(self._earlier, layout)
+        self._number = len(self._earlier)
+        self._layout_number = 0
+        """The number of the directive whose layout is in force; 0: the plan's."""
+        self.last_pause_s: float | None = None
+        """The time that the last change of layout took in this start."""
+
+    def write(self, event: DirectiveEvent) -> DirectiveEvent:
+        """Number a directive and write it down; return it as it stands there."""
+        self._number += 1
+        numbered = replace(event, number=self._number)
+        if event.kind in OF_LAYOUT and event.applied:
+            self._layout_number = self._number
+            self.last_pause_s = event.pause_s or None
+        self._write(numbered)
+        return numbered
+
+    def note_effect(self, event: AchievedEvent) -> None:
+        self._write(event)
+
+    def note_buckets(self, event: BucketsEvent) -> None:
+        self._write(event)
+
+    def _write(self, event: DirectiveEvent | AchievedEvent | BucketsEvent) -> None:
+        if dist.get_rank() == 0:
+            self._log.write(event)
+
+    def close(self) -> None:
+        self._log.close()
+
+    # What a resumed run follows
+
+    def shares_of_layout(self, ranks: int, *, applied: bool) -> list[DirectiveEvent]:
+        """Return the shares of `ranks` data-parallel ranks that were given in the layout in force."""
+        given, layout_number = [], 0
+        for one in self._earlier:
+            if one.kind in OF_LAYOUT:
+                layout_number = one.number if one.applied else layout_number
+            elif layout_number == self._layout_number and len(one.counts) == ranks and one.applied == applied:
+                given.append(one)
+        return given
+
+    def due_layout(self, step: int) -> DirectiveEvent | None:
+        """Return the newest change of layout that is to be followed after `step` updates and is not yet in force."""
+        return next((one for one in reversed(self._layouts_ahead) if one.step <= step), None)
+
+    @property
+    def has_layout_ahead(self) -> bool:
+        """Return whether a change of layout is still to be followed."""
+        return bool(self._layouts_ahead)
+
+    @property
+    def _layouts_ahead(self) -> list[DirectiveEvent]:
+        return [one for one in self._layouts if one.applied and one.number > self._layout_number]
+
+    def follow_layout(self, directive: DirectiveEvent) -> None:
+        """Note that the layout of an earlier start's directive is in force."""
+        self._layout_number = directive.number
+
+    def has_changed_layout(self, step: int) -> bool:
+        """Return whether an earlier start has changed the layout, or tried to, after `step` updates or more."""
+        return any(one.step >= step for one in self._layouts)
+
+
+def leading_on(earlier: Sequence[DirectiveEvent], layout: Layout) -> list[DirectiveEvent]:
+    """Return the changes of layout that begin with `layout` and lead on from one another: a run that is resumed in
+    another layout than it had follows none."""
+    chain = []
+    for one in earlier:
+        if one.kind in OF_LAYOUT and one.before == layout:
+            chain.append(one)
+            layout = _layout_of(one) if one.applied else layout
+    return chain
+
+
+def follows_earlier(plan: Plan, group: int | None) -> bool:
+    """Return whether a start of `plan` follows the directives of those before it. Replica groups are not resumed to the
+    bit."""
+    return group is None and (watches_speeds(plan, group) or bool(plan.changes))
+
+
+def watches_speeds(plan: Plan, group: int | None) -> bool:
+    """Return whether the scheduler could change anything: shares of several ranks or groups, layers of stages, the
+    layout of several ranks, or which nodes take part."""
+    scheduler = plan.spec.scheduler
+    divided = plan.layout.data_parallel_size > 1 or group is not None
+    could_change = {
+        "shares": divided,
+        "layers": largest_stage_layers(plan) is not None,
+        "layout": plan.group_size > 1 and group is None,
+        "nodes": plan.num_nodes > 1,
+    }
+    return scheduler.mode != "off" and any(could_change[what] for what in scheduler.may_change)
+
+
+def largest_stage_layers(plan: Plan) -> int | None:
+    """Return the layers that a pipeline rank may hold: what memory allows; where nobody knows that, what the recipe
+    says; None where no layers move."""
+    wanted = plan.spec.scheduler.max_stage_layers
+    if plan.layout.pp == 1 or not plan.layer_flops:
+        return None
+    if plan.largest_stage_layers is not None:
+        return plan.largest_stage_layers
+    return None if wanted == AUTO else int(wanted)
+
+
+def planned_by(directive: DirectiveEvent, plan: Plan) -> PlannedLayout:
+    """Return the layout that a directive changed to, with what memory allows there: as it says itself, or as `plan`
+    knows of the one of these axes."""
+    assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
+    layout, sizes = _layout_of(directive), (directive.micro_batch_size, directive.micro_batches)
+    most, most_layers = directive.largest_micro_batch_size, directive.largest_stage_layers
+    if not isinstance(most, Absent) and not isinstance(most_layers, Absent):
+        return PlannedLayout(directive.step, layout, *sizes, most, most_layers)
+    ways: list[Plan | PlannedLayout] = [plan, *plan.changes]
+    alike = (one for one in ways if replace(one.layout, stage_layers=layout.stage_layers) == layout)
+    known = next(alike, None)
+    return PlannedLayout(
+        directive.step,
+        layout,
+        *sizes,
+        None if known is None else known.largest_micro_batch_size,
+        None if known is None else known.largest_stage_layers,
+    )
+
+
+def _layout_of(directive: DirectiveEvent) -> Layout:
+    assert isinstance(directive.layout, Layout), "a change of layout has one"
+    return directive.layout
+
+
+def recall(path: Path) -> list[DirectiveEvent]:
+    """Return the directives of earlier starts, which rank 0 reads for all."""
+    plain: list[object] = []
+    with errors_together():
+        if dist.get_rank() == 0:
+            plain = [to_plain(directive) for directive in read_directives(path)]
+    return broadcast_json(plain, _read_all)
+
+
+def recall_buckets(path: Path) -> dict[str, int]:
+    """Return the sizes of buckets that earlier starts have found, by layout; rank 0 reads them for all."""
+    found: dict[str, object] = {}
+    with errors_together():
+        if dist.get_rank() == 0:
+            events = (event for event in read_log(path) if isinstance(event, BucketsEvent))
+            found = {event.layout: event.bucket_bytes for event in events}
+    return broadcast_json(found, lambda plain: dict(plain))
+
+
+def _read_all(lines: Sequence[Any]) -> list[DirectiveEvent]:
+    return [read_record(DirectiveEvent, line) for line in lines]
+
+
+def read_directives(path: Path) -> list[DirectiveEvent]:
+    """Return a run's directives, without those of replica groups. Raises UnreadableFileError where a line is damaged,
+    missing or of a later version: without it the run would silently compute other bits."""
+    events = [event for event in read_log(path) if isinstance(event, DirectiveEvent)]
+    found = [event for event in events if not isinstance(event.group, int) and event.kind != "group_shares"]
+    for number, directive in enumerate(found, 1):
+        if directive.number != number:
+            raise _unfollowed(path, f"has directive {directive.number} where {number} must be: lines are missing")
+        if directive.kind not in ("shares", *OF_LAYOUT):
+            raise _unfollowed(path, f"has a directive of the kind `{directive.kind}`, which this version does not know")
+        sizes = (directive.micro_batch_size, directive.micro_batches)
+        if not (sum(directive.counts) and all(isinstance(size, int) and size for size in sizes)):
+            raise _unfollowed(path, f"has a directive that divides nothing (number {number})")
+        if directive.kind in OF_LAYOUT and ABSENT in (directive.before, directive.layout):
+            raise _unfollowed(path, f"has a directive without a layout (number {number})")
+    return found
+
+
+def _unfollowed(path: Path, why: str) -> UnreadableFileError:
+    return unreadable(path, why, f"to go on in other ways than before, take {path.name} out of the run's folder")

@@ -1,0 +1,244 @@
+"""The speed of the links of each mesh axis, measured in a step now and then and exchanged in the next one.
+
+A sample's figures travel with the exchange that every step makes for its loss, as the ranks' own speeds do. Rank 0
+learns from them how fast the links are, and says with the exchange after that when the next sample is taken: soon
+where a link or the steps' time has changed, else as seldom as the rank asks to which it costs most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.engine.observe.links import GROUPS
+from trainspec_cli.engine.parallel.line_times import neighbours, time_messages
+from trainspec_cli.engine.run.supervisor_link import SupervisorLink
+from trainspec_cli.policy.scheduling.links import (
+    FIRST_SAMPLE_STEPS,
+    AxisLinks,
+    LinkChange,
+    LinkSpeed,
+    SampleTimes,
+    Transfer,
+    sampling_interval,
+)
+from trainspec_cli.policy.scheduling.shares import reporting_interval
+from trainspec_cli.rundir.event_types.observed import LinkEvent, LinkRate, LinksEvent
+from trainspec_cli.spec.canonical import ABSENT
+from trainspec_cli.spec.results.links import MeasuredLink
+from trainspec_cli.spec.results.plan import Plan
+
+AHEAD, BACK = "pp", "pp back"
+"""Messages of a pipeline's ranks to the next stage and to the one before; a link is two neighbours and both ways."""
+PER_AXIS = 3
+"""A rank reports a `Transfer` of each axis, and then what the sample cost it and how long its steps take."""
+REMEMBERED = 5
+FIRST_WRITTEN, WRITTEN_SAMPLES = 8, 50
+"""The speeds are written down after so many samples, then after every so many, at a change and at the end."""
+
+
+class StepLinks:
+    """Called by every rank of the replica group together. On a GPU, and with `scheduler=off`, nothing is measured."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        state: TrainState,
+        journal: Journal | GroupJournal,
+        group: int | None,
+        supervisor: SupervisorLink,
+    ):
+        """`group`: the replica group, where there are several; the supervisor learns nothing of theirs."""
+        self._journal, self._group, self._supervisor = journal, group, supervisor
+        self.adopt(plan, state)
+
+    def adopt(self, plan: Plan, state: TrainState) -> None:
+        """Begin with the layout of `plan`, which is in force: links are learnt anew."""
+        self._state = state
+        is_measured = plan.spec.scheduler.mode != "off" and state.device.type != "cuda"
+        self._links = links_of(state, self._group) if is_measured else {}
+        self._columns = [*self._links, *([BACK] if AHEAD in self._links else [])]
+        change = plan.spec.scheduler.change
+        self._axes = [AxisLinks(axis, links, change) for axis, links in self._links.items() if dist.get_rank() == 0]
+        planned = plan.prediction.links if plan.prediction else ()
+        self._planned = {link.axis: link.bytes_per_s for link in planned}
+        self._due: int | None = None
+        """The step after so many updates is sampled."""
+        state.links.is_due = lambda step: step == self._due
+        self._is_sampled, self._width = False, 0
+        """The step that was begun last: whether it is sampled, and how many figures of this class it exchanges."""
+        self.figures = list[float]()
+        """The report of this rank in the exchange of the next step; empty where none was sampled."""
+        self.steps_to_sample = 0
+        """Rank 0 says so in the exchange of the next step; 0 where it says nothing, as all others do."""
+        self._times = SampleTimes(change)
+        self._steps_s, self._costs_s = deque[float](maxlen=REMEMBERED), deque[float](maxlen=REMEMBERED)
+        self._learning_s = 0.0
+        self._samples = 0
+        self._supervisor.links = ()
+        self._confirmed = list[list[LinkSpeed]]()
+
+    def begin(self, step: int) -> None:
+        """Begin the step after update `step`, or begin it again."""
+        if not self._links:
+            return
+        if self._due is None or (step > self._due and not self.figures):
+            self._due = step + FIRST_SAMPLE_STEPS
+        self._is_sampled, self._width = step == self._due, len(self.figures)
+        self._state.links.begin(self._is_sampled)
+        if self._state.sums is not None:
+            self._state.sums.holds_back = self._is_sampled
+
+    def finish(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """The step is made."""
+        if not self._links:
+            return
+        timers = self._state.links
+        timers.end()
+        if not self._is_sampled:
+            return
+        of_axis = {axis: timers.transfer(axis) for axis in self._links}
+        cost_s = timers.cost_s + self._learning_s
+        if AHEAD in self._links:
+            started_s = time.perf_counter()
+            of_axis |= self._time_pipeline(micro_batches[0][0])
+            cost_s += time.perf_counter() - started_s
+        transfers = [of_axis[column] for column in self._columns]
+        self.figures = [figure for one in transfers for figure in (one.sent_bytes, one.seconds, one.waited_s)]
+        self.figures += [cost_s, median(self._steps_s or [0.0])]
+
+    def _time_pipeline(self, tokens: Tensor) -> dict[str, Transfer]:
+        stages = self._state.stages
+        message = torch.zeros_like(stages.hidden.like(tokens), device=self._state.device)
+        with self._state.clock.collective():
+            times_s = time_messages(stages.layout, stages.lines, message)
+        ahead, back = (Transfer(message.nbytes, seconds) if seconds else Transfer() for seconds in times_s)
+        return {AHEAD: ahead, BACK: back}
+
+    def split(self, figures: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the figures (ranks, F) of a step without those of links, and those of links."""
+        others = figures.shape[1] - self._width
+        return figures[:, :others], figures[:, others:]
+
+    def note_step(self, step: int, step_s: float, figures: Tensor, steps_to_sample: int) -> None:
+        """Take in the step that made update `step` in `step_s`, what all ranks reported of links in it, and what rank 0
+        said of the next sample."""
+        if not self._links:
+            return
+        if steps_to_sample:
+            self._due, self.steps_to_sample = step + steps_to_sample - 1, 0
+        if not self._is_sampled:
+            self._steps_s.append(step_s)
+        if not figures.numel():
+            self._ask_for_sample(step, step_s)
+            return
+        assert self._due is not None, "a step was sampled"
+        started_s = time.perf_counter()
+        sampled_step, reported = self._due + 1, figures.tolist()
+        self._costs_s.append(max(cost_s for *_, cost_s, _ in reported))
+        steps_s = max(step_s for *_, step_s in reported)
+        self.figures = []
+        if self._axes:
+            self._learn(sampled_step, reported)
+            usual, least = sampling_interval(self._costs_s, steps_s), reporting_interval(len(reported), steps_s)
+            is_undecided = any(axis.is_undecided for axis in self._axes)
+            self.steps_to_sample = self._times.steps_to_next(usual, least, is_undecided=is_undecided)
+        self._learning_s = time.perf_counter() - started_s
+
+    def _ask_for_sample(self, step: int, step_s: float) -> None:
+        """Ask for a sample where steps take another time than before, and none is coming or on its way."""
+        is_coming = self._is_sampled or self._due == step or self.steps_to_sample
+        if self._axes and not is_coming and self._times.note_step(step_s):
+            self.steps_to_sample = 1
+
+    def _learn(self, step: int, reported: Sequence[Sequence[float]]) -> None:
+        by_column = {
+            column: [Transfer(*row[PER_AXIS * place : PER_AXIS * (place + 1)]) for row in reported]
+            for place, column in enumerate(self._columns)
+        }
+        changes = [(one.axis, one.note(step, self._of_links(one.axis, by_column))) for one in self._axes]
+        self._samples += 1
+        self._tell()
+        for axis, change in changes:
+            if change is not None:
+                self._write_change(step, axis, change)
+        is_due = self._samples == FIRST_WRITTEN or self._samples % WRITTEN_SAMPLES == 0
+        if is_due or any(change is not None for _, change in changes):
+            self.write_speeds(step)
+
+    def _tell(self) -> None:
+        """Let the supervisor know of speeds that have been confirmed."""
+        confirmed = [axis.confirmed for axis in self._axes]
+        if self._group is not None or confirmed == self._confirmed:
+            return
+        self._confirmed = confirmed
+        self._supervisor.links = tuple(
+            MeasuredLink(
+                axis=axis.axis,
+                ranks=link.ranks,
+                bytes_per_s=link.bytes_per_s,
+                noise=link.noise,
+                sent_bytes=link.sent_bytes,
+            )
+            for axis, links in zip(self._axes, confirmed, strict=True)
+            for link in links
+        )
+
+    def _of_links(self, axis: str, by_column: dict[str, list[Transfer]]) -> list[list[Transfer]]:
+        """Return the transfers of the ranks of each link; of two neighbours what each sends to the other."""
+        if axis == AHEAD:
+            return [[by_column[AHEAD][first], by_column[BACK][second]] for first, second in self._links[axis]]
+        return [[by_column[axis][rank] for rank in ranks] for ranks in self._links[axis]]
+
+    def _write_change(self, step: int, axis: str, change: LinkChange) -> None:
+        self._journal.write(
+            LinkEvent(
+                step=step,
+                since_step=change.since_step,
+                axis=axis,
+                ranks=change.ranks,
+                before_bytes_per_s=change.before_bytes_per_s,
+                now_bytes_per_s=change.now_bytes_per_s,
+                changed_links=change.links,
+                group=ABSENT if self._group is None else self._group,
+            )
+        )
+
+    def write_speeds(self, step: int) -> None:
+        """Write down how fast the slowest link of each axis is, where that is known."""
+        rates = [self._rate(one) for one in self._axes if one.slowest is not None]
+        if rates:
+            group = ABSENT if self._group is None else self._group
+            self._journal.write(LinksEvent(step=step, links=tuple(rates), group=group))
+
+    def _rate(self, axis: AxisLinks) -> LinkRate:
+        speed = axis.slowest
+        assert speed is not None, "it was sampled"
+        return LinkRate(
+            axis=axis.axis,
+            links=len(axis),
+            planned_bytes_per_s=self._planned.get(axis.axis, ABSENT),
+            **vars(speed),
+        )
+
+
+def links_of(state: TrainState, group: int | None) -> dict[str, list[tuple[int, ...]]]:
+    """Return the ranks of each link by axis: the groups that exchange, two neighbours of a pipeline, and where there
+    are several replica groups each rank, with those of its number in the others."""
+    mesh, layout = state.mesh, state.mesh.layout
+    links = mesh.links()
+    if layout.pp > 1:
+        pipelines = mesh.axes.mesh.flatten(1).T.tolist()
+        links[AHEAD] = [(ranks[low], ranks[high]) for ranks in pipelines for low, high in neighbours(layout)]
+    if group is not None:
+        links[GROUPS] = [(rank,) for rank in range(dist.get_world_size())]
+    return links

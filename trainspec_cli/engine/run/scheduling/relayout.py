@@ -1,0 +1,239 @@
+"""Change the layout of a run that goes on: the same processes, other groups, other parts of the state.
+
+The order is: meet in the new groups; build the new stages without values (nothing that a rank does alone has happened
+to the old state yet); move the state, bucket by bucket; let go of the old modules. Whatever fails on a rank before the
+last bucket has arrived takes all of them back to the state before.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.checkpoint.moves import BUCKET_BYTES
+from trainspec_cli.engine.checkpoint.reshard import ReshardError, agree_on_failure, reshard
+from trainspec_cli.engine.mesh import Mesh, build_mesh
+from trainspec_cli.engine.observe.device import free_bytes
+from trainspec_cli.engine.run.scheduling.directives import Directives, planned_by
+from trainspec_cli.errors import WorkerError
+from trainspec_cli.policy.batch.division import even_division_of
+from trainspec_cli.policy.scheduling.moved_layers import LayerChange, with_stages
+from trainspec_cli.rundir.event_types.decisions import ADVICE, DirectiveEvent
+from trainspec_cli.rundir.proposals import ProposalRecord
+from trainspec_cli.spec.canonical import ABSENT
+from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
+from trainspec_cli.spec.results.plan import Plan, PlannedLayout
+
+Prepare = Callable[[int, int], None]
+
+
+class RelayoutError(Exception):
+    """The layout could not be changed; the message says why, the same on every rank. The old state is as it was."""
+
+
+@dataclass(frozen=True)
+class Relayout:
+    """A change that was made."""
+
+    state: TrainState
+    pause_s: float
+    moved_bytes: int
+    """Bytes of parameters, moments and buffers, sent from rank to rank."""
+    peak_bytes: int
+    """The most of them that one rank held meanwhile, messages included."""
+
+
+@dataclass(frozen=True)
+class DueLayout:
+    """A layout that the next step is to be made in."""
+
+    planned: PlannedLayout
+    reason: str
+    followed: DirectiveEvent | None = None
+    """The directive of an earlier start that asked for it."""
+    before_s: float = 0.0
+    expected_s: float = 0.0
+    """What the slowest rank computes in a step as it is, and is expected to; for another layout than the same with
+    other cuts, the step's own seconds. 0 where nobody has measured it."""
+
+
+class LayoutChanges:
+    """Decides which layout the run is to have, by what earlier starts have done and what the recipe plans."""
+
+    def __init__(self, plan: Plan, state: TrainState, directives: Directives):
+        self._planned, self._directives = list(plan.changes), directives
+        self.meshes, self.bucket_bytes = Meshes(state.mesh), BUCKET_BYTES
+
+    def due(
+        self, step: int, plan: Plan, decided: LayerChange | None = None, proposed: ProposalRecord | None = None
+    ) -> DueLayout | None:
+        """Return the layout that the run changes to after `step` updates, if any. Of several that are due, as after a
+        resume, it is the last; `decided` is what the scheduler asks for, and `proposed` the supervisor."""
+        if followed := self._directives.due_layout(step):
+            return DueLayout(planned_by(followed, plan), followed.reason, followed)
+        due = [planned for planned in self._planned if planned.step <= step]
+        self._planned = [planned for planned in self._planned if planned.step > step]
+        if due and not self._directives.has_changed_layout(due[-1].step) and due[-1].layout != plan.layout:
+            return DueLayout(due[-1], "the recipe plans it")
+        wanted = [_proposed(step, proposed)] if proposed is not None and proposed.before == plan.layout else []
+        wanted += [] if decided is None else [_moved(step, plan, decided)]
+        return next((due for due in wanted if self._takes(step, plan, due)), None)
+
+    def _takes(self, step: int, plan: Plan, due: DueLayout) -> bool:
+        """Return whether a change that is wanted is made. What is advice alone is written down."""
+        if plan.spec.scheduler.mode == "auto":
+            return True
+        self._directives.write(_directive(step, due, plan, ADVICE + due.reason))
+        return False
+
+    def change(
+        self, step: int, due: DueLayout, before: Plan, after: Plan, state: TrainState, prepare: Prepare
+    ) -> tuple[Relayout, DirectiveEvent] | None:
+        """Change to the layout of `after`, and write that down; None where a rank could not, and all is as it was."""
+        try:
+            done = change_layout(state, after, self.meshes, prepare, self.bucket_bytes)
+        except RelayoutError as error:
+            if due.followed is not None:
+                raise _cannot_follow(due.followed, error) from error
+            self._directives.write(_directive(step, due, before, f"the layout stays as it was: {error}"))
+            return None
+        if due.followed is not None:
+            self._directives.follow_layout(due.followed)
+            return done, due.followed
+        return done, self._directives.write(_directive(step, due, before, due.reason, done))
+
+
+def _proposed(step: int, record: ProposalRecord) -> DueLayout:
+    wanted = record.proposal
+    return DueLayout(wanted.planned_from(step), wanted.reason, None, wanted.before_s, wanted.expected_s)
+
+
+def _moved(step: int, plan: Plan, decided: LayerChange) -> DueLayout:
+    """Return the plan's layout with another cut."""
+    planned = PlannedLayout(
+        step,
+        with_stages(plan.layout, decided.stage_layers),
+        plan.micro_batch_size,
+        plan.grad_accum_steps,
+        plan.largest_micro_batch_size,
+        plan.largest_stage_layers,
+    )
+    return DueLayout(planned, decided.reason, None, decided.before_s, decided.after_s)
+
+
+def _cannot_follow(followed: DirectiveEvent, error: RelayoutError) -> WorkerError:
+    message = f"the layout of directive {followed.number}, which this run has followed before, cannot be made: {error}"
+    return WorkerError(message, code="cannot_move", hint="give the run more memory, or start it again from its recipe")
+
+
+def _directive(step: int, due: DueLayout, plan: Plan, reason: str, done: Relayout | None = None) -> DirectiveEvent:
+    """`done` None: it could not be."""
+    planned, even = due.planned, even_division_of(plan.with_layout(due.planned))
+    return DirectiveEvent(
+        step=step,
+        number=0,
+        kind=kind_of(plan.layout, planned.layout),
+        applied=done is not None,
+        counts=even.counts(plan.spec.batching.global_batch_size),
+        micro_batch_size=planned.micro_batch_size,
+        micro_batches=planned.grad_accum_steps,
+        reason=reason,
+        before_s=due.before_s,
+        expected_s=due.expected_s,
+        before=plan.layout,
+        layout=planned.layout,
+        largest_micro_batch_size=planned.largest_micro_batch_size,
+        largest_stage_layers=planned.largest_stage_layers,
+        pause_s=done.pause_s if done else ABSENT,
+        moved_bytes=done.moved_bytes if done else ABSENT,
+        peak_bytes=done.peak_bytes if done else ABSENT,
+    )
+
+
+def kind_of(before: Layout, after: Layout) -> Literal["layers", "layout"]:
+    """Return `layers` where nothing but the cut into stages changes."""
+    return "layers" if replace(before, stage_layers=after.stage_layers) == after else "layout"
+
+
+class Meshes:
+    """The process groups of the layouts that a run has had. They are kept: a run goes back to a layout, and each group
+    has connections and threads, which torch does not give back while anything refers to it."""
+
+    def __init__(self, *known: Mesh):
+        self._known = {_shape(mesh.layout): mesh for mesh in known}
+
+    def of(self, layout: Layout, device_type: str) -> Mesh:
+        """Return the groups of `layout`, made now where they are new. Called by every rank together."""
+        shape = _shape(layout)
+        if shape not in self._known:
+            self._known[shape] = build_mesh(layout, device_type)
+        return replace(self._known[shape], layout=layout)
+
+
+def _shape(layout: Layout) -> tuple[int, ...]:
+    """Return what the groups depend on: the axes, and the rank of the last stage."""
+    axes = (getattr(layout, axis) for axis in (*MESH_AXES, "ep"))
+    return (*axes, layout.rank_of_stage(layout.num_stages - 1))
+
+
+def change_layout(
+    state: TrainState,
+    plan: Plan,
+    meshes: Meshes,
+    prepare: Prepare = lambda bucket, buckets: None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Relayout:
+    """Return the state in the layout of `plan`; that of `state` is gone then. Called by every rank together.
+
+    `prepare` and `bucket_bytes`: as of `reshard`. Raises RelayoutError, and leaves `state` as it was, where a rank
+    could not go on.
+    """
+    started = time.perf_counter()
+    new = _build(state, plan, meshes.of(plan.layout, state.device.type))
+    try:
+        where = state.device if plan.offload == "none" else torch.device("cpu")
+        moved = reshard(state.held, new.held, prepare, partial(free_bytes, where), bucket_bytes)
+    except ReshardError as error:
+        raise RelayoutError(str(error)) from error
+    _forget(state)
+    dist.barrier()
+    return Relayout(new, time.perf_counter() - started, moved.moved_bytes, moved.peak_bytes)
+
+
+def _build(state: TrainState, plan: Plan, mesh: Mesh) -> TrainState:
+    """Build the new stages, which no rank waits for; agree that all of them stand."""
+    new, failure = None, ""
+    try:
+        new = build_train_state(plan, state.device, mesh, state.clock, state.wire, fill=False)
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    if reason := agree_on_failure(failure):
+        new = None
+        _collect(state)
+        raise RelayoutError(reason)
+    assert new is not None, "all ranks have built theirs"
+    return new
+
+
+def _forget(state: TrainState) -> None:
+    """Let go of modules that refer to one another in circles, before the next step needs the memory."""
+    if state.sums is not None:
+        state.sums.close()
+    state.stages.parts.clear()
+    state.shares.clear()
+    state.optimizer.state.clear()
+    _collect(state)
+
+
+def _collect(state: TrainState) -> None:
+    gc.collect()
+    if state.device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,258 @@
+"""The scheduler at work: every rank's speed travels with the step's own exchange, and shares change between steps.
+
+All ranks see the same speeds and decide the same by the same function, so a directive needs no exchange of its own.
+Rank 0 writes it down before it takes effect. A resumed run follows what stands there, at the same steps, and so
+computes the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.run.scheduling.directives import Directives, largest_stage_layers, watches_speeds
+from trainspec_cli.engine.run.scheduling.effects import Effects
+from trainspec_cli.engine.run.supervisor_link import SupervisorLink
+from trainspec_cli.policy.batch.division import Division, OwnSamples, even_division_of
+from trainspec_cli.policy.partition.problem import LayerTimes
+from trainspec_cli.policy.scheduling.moved_layers import LayerChange, LayerScheduler
+from trainspec_cli.policy.scheduling.shares import (
+    ChangeCost,
+    ShareChange,
+    ShareScheduler,
+    exchange_each_s,
+    reporting_interval,
+    samples_per_s,
+)
+from trainspec_cli.policy.scheduling.speeds import SETTLING_S, Speed, SpeedTracker, slowest
+from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
+from trainspec_cli.spec.canonical import ABSENT
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.results.plan import Plan
+
+
+class Figures(NamedTuple):
+    """The figures that a rank reports in each step."""
+
+    fixed_s: float
+    per_sample_s: float
+    noise: float
+    """Its speed."""
+    change_s: float
+    """A change of shares was seen to cost it so much."""
+    last_s: float
+    """It computed so long in its last step."""
+    waited_s: float
+    """And waited so long for the exchanges of each micro-batch."""
+    proposal: float
+    """The number of the newest layout that the supervisor proposes, which rank 0 knows."""
+
+
+class StepScheduler:
+    """Called by every rank of the replica group together."""
+
+    def __init__(self, plan: Plan, state: TrainState, directives: Directives, group: int | None, link: SupervisorLink):
+        """`group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
+        directives is followed again, and the supervisor learns none of their speeds.
+        """
+        self._group, self._directives, self._link = group, directives, link
+        self.adopt(plan, state)
+
+    def adopt(self, plan: Plan, state: TrainState) -> None:
+        """Begin with the layout of `plan`, which is in force: speeds are learnt anew."""
+        spec = plan.spec.scheduler
+        self._mode = spec.mode if watches_speeds(plan, self._group) else "off"
+        self._layout = plan.layout
+        keeps_micro_batches = plan.spec.model.unit == "samples"
+        self._even = even_division_of(plan)
+        self._largest = largest_micro_batch(plan)
+        self._shares = ShareScheduler(self._even, self._largest, spec.change, keeps_micro_batches=keeps_micro_batches)
+        self._may_change = spec.may_change
+        self._layers = layer_scheduler(plan, self._even, self._largest) if "layers" in spec.may_change else None
+        self._total_steps = plan.total_steps
+        self.decided_layers: LayerChange | None = None
+        """Layers that are to move before the next step."""
+        self.is_proposed = False
+        """The supervisor proposes a layout that the ranks have not taken up."""
+        self._rows, self._pipelines = ranks_of_data(state), ranks_of_pipelines(state)
+        self._ranks, self._interval_steps = plan.group_size, reporting_interval(plan.group_size)
+        self._tracker = SpeedTracker(spec.change, SETTLING_S)
+        self._change_cost = ChangeCost()
+        self._last_s = (0.0, 0.0)
+        self.rate = 0.0
+        """Samples that the replica group computes a second by its confirmed speeds, where shares of groups follow it; 0
+        where they are not known."""
+        self._decided: tuple[ShareChange, int] | None = None
+        """The change that the next step begins with, and the samples of a step."""
+        self._effects = Effects(self._directives)
+        self._ahead = list[DirectiveEvent]()
+        """Shares of an earlier start for steps that are now made again."""
+        if self._mode != "off" and self._group is None:
+            self._ahead = self._directives.shares_of_layout(len(self._even.weights), applied=self._mode == "auto")
+
+    # Before a step
+
+    def divide(self, step: int) -> Division:
+        """Return how the samples of the step after update `step` are divided."""
+        reached = [directive for directive in self._ahead if directive.step <= step]
+        if reached:
+            self._ahead = [directive for directive in self._ahead if directive.step > step]
+            self._shares.follow(division_of(self._even, reached[-1], self._largest))
+        elif self._decided is not None:
+            self._give(step, *self._decided)
+            self._decided = None
+        return self._shares.division if self._mode == "auto" else self._even
+
+    def limit(self, micro_batch_size: int) -> None:
+        """Let no rank process more samples together from now on: memory has run out."""
+        self._even = replace(self._even, micro_batch_size=min(self._even.micro_batch_size, micro_batch_size))
+        self._largest = min(self._largest, micro_batch_size)
+        self._shares.limit(micro_batch_size)
+
+    def figures(self, step: int) -> list[float]:
+        """Return what this rank reports in the exchange of the step after update `step`: `Figures`, or none."""
+        if self._mode == "off" or step % self._interval_steps:
+            return []
+        speed = self._tracker.speed or Speed(0.0, 0.0)
+        proposal = self._link.look(step) if self._group is None else 0
+        change_s = self._change_cost.seconds
+        return list(Figures(speed.fixed_s, speed.per_sample_s, speed.noise, change_s, *self._last_s, proposal))
+
+    # After it
+
+    def note_step(
+        self, step: int, own: OwnSamples, parts_s: Mapping[str, float], samples: int, figures: Tensor
+    ) -> None:
+        """Take in where this rank's time of a step went, and the `figures` (ranks, `Figures`) of all ranks.
+
+        `samples` are those of the replica group. On a GPU the step after it has begun.
+        """
+        if self._mode == "off":
+            return
+        micro_batches, compute_s = len(own.sizes), parts_s["forward"] + parts_s["backward"]
+        self._tracker.note(own.samples, micro_batches, compute_s, parts_s["exposed_comm"])
+        self._change_cost.note(own.samples, micro_batches, parts_s["data_wait"] + compute_s)
+        self._last_s = compute_s, parts_s["exposed_comm"] / micro_batches
+        if not figures.numel():
+            return
+        reported = [Figures(*one) for one in figures.tolist()]
+        exchange_s = exchange_each_s(self._layout, min(one.waited_s for one in reported))
+        slowest_s = max(one.last_s for one in reported)
+        whole_s = sum(seconds for part, seconds in parts_s.items() if part != "checkpoint")
+        counts = self._shares.division.counts(samples)
+        known = [read_speed(one.fixed_s, one.per_sample_s, one.noise) for one in reported]
+        slowest_step_s = slowest_s + micro_batches * exchange_s
+        self._effects.note_step(step, slowest_step_s, whole_s, knows_speeds=None not in known)
+        speeds = [slowest([known[rank] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
+        if self._mode == "auto" and self._group is not None and "shares" in self._may_change:
+            self.rate = samples_per_s(speeds)
+        if self._ahead or self._directives.has_layout_ahead:
+            return
+        self._tell(step, slowest_step_s, micro_batches, counts, known)
+        self.is_proposed = self._link.is_news(int(reported[0].proposal))
+        steps, change_s = self._interval_steps, max(one.change_s for one in reported)
+        self._interval_steps = reporting_interval(self._ranks, slowest_s)
+        division = self._shares.division
+        decides_shares = "shares" in self._may_change
+        if decides_shares and (change := self._shares.note_step(samples, speeds, exchange_s, steps, change_s)):
+            self._decided = change, samples
+        if self._layers is not None and self._group is None:
+            stages = [
+                [slowest([known[rank] for rank in ranks], n) for ranks in row]
+                for row, n in zip(self._pipelines, counts, strict=True)
+            ]
+            left, pause_s = self._total_steps - step, self._directives.last_pause_s
+            self.decided_layers = self.decided_layers or self._layers.note_step(
+                samples, division, stages, left, pause_s, steps
+            )
+
+    def _tell(
+        self, step: int, step_s: float, micro_batches: int, counts: Sequence[int], known: Sequence[Speed | None]
+    ) -> None:
+        """Let the supervisor know, which decides on what the ranks cannot."""
+        if self._group is not None or not self._link.writes:
+            return
+        samples = [0] * self._ranks
+        for row, count in zip(self._rows, counts, strict=True):
+            for rank in row:
+                samples[rank] = count
+        self._link.tell(step, step_s, self._layout, micro_batches, samples, known)
+
+    def _give(self, step: int, change: ShareChange, samples: int) -> None:
+        division = change.division
+        directive = DirectiveEvent(
+            step=step,
+            number=0,
+            applied=self._mode == "auto",
+            counts=division.counts(samples),
+            micro_batch_size=division.micro_batch_size,
+            micro_batches=division.count_micro_batches(samples),
+            reason=change.reason,
+            before_s=change.before_s,
+            expected_s=change.after_s,
+            group=ABSENT if self._group is None else self._group,
+        )
+        directive = self._directives.write(directive)
+        if directive.applied:
+            self._effects.watch(directive)
+
+    def watch(self, directive: DirectiveEvent) -> None:
+        """Measure what a directive of the layout has come to; it is in force."""
+        self._effects.watch(directive)
+
+
+def largest_micro_batch(plan: Plan) -> int:
+    """Return the samples that a rank may process together: what the recipe and memory allow; where nobody knows what
+    memory does, what the recipe says."""
+    if plan.largest_micro_batch_size is not None:
+        return plan.largest_micro_batch_size
+    wanted = plan.spec.scheduler.max_micro_batch_size
+    return plan.micro_batch_size if wanted == AUTO else max(plan.micro_batch_size, int(wanted))
+
+
+def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: int) -> Division:
+    """Return the division that a directive asks for, in as many more micro-batches as memory and schedule need now.
+    Even shares stay even, of any batch."""
+    assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
+    samples = sum(directive.counts)
+    if (directive.counts, directive.micro_batches) == (even.counts(samples), even.count_micro_batches(samples)):
+        return even
+    return replace(
+        even,
+        weights=tuple(map(float, directive.counts)),
+        micro_batch_size=min(directive.micro_batch_size, largest_micro_batch),
+        micro_batches=math.ceil(directive.micro_batches / even.turns) * even.turns,
+    )
+
+
+def read_speed(fixed_s: float, per_sample_s: float, noise: float = 0.0) -> Speed | None:
+    """Return a speed as it was reported; None for a rank that does not know its own yet."""
+    return Speed(fixed_s, per_sample_s, noise) if 0 < per_sample_s < math.inf else None
+
+
+def layer_scheduler(plan: Plan, even: Division, largest_micro_batch: int) -> LayerScheduler | None:
+    """Return what decides on moved layers; None where none may move."""
+    most = largest_stage_layers(plan)
+    if most is None:
+        return None
+    times = LayerTimes(plan.layer_flops, 0.0, plan.head_flops)
+    return LayerScheduler(plan.layout, times, most, even, largest_micro_batch, plan.spec.scheduler.change)
+
+
+def ranks_of_pipelines(state: TrainState) -> list[list[list[int]]]:
+    """Return for each data-parallel rank and each of its pipeline ranks the ranks that share the work of its stages."""
+    mesh = state.mesh.axes.mesh  # (pp, dp_replicate, dp_shard, cp, tp)
+    rows = mesh.permute(1, 2, 0, 3, 4).flatten(3).flatten(0, 1)
+    return [[[int(rank) for rank in ranks] for ranks in row] for row in rows.tolist()]
+
+
+def ranks_of_data(state: TrainState) -> list[list[int]]:
+    """Return the ranks of each data-parallel rank: all that work on the same samples."""
+    mesh = state.mesh.axes.mesh  # (pp, dp_replicate, dp_shard, cp, tp)
+    rows = mesh.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
+    return [[int(rank) for rank in row] for row in rows.tolist()]

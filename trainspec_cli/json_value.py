@@ -1,0 +1,19 @@
+"""Plain values on their way to or from a JSON file or a socket."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+JsonObject: TypeAlias = dict[str, JsonValue]
+
+
+def flatten(data: JsonObject, prefix: str = "") -> JsonObject:
+    """Map dotted paths to values, for every value that is not a section."""
+    flat: JsonObject = {}
+    for key, value in data.items():
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,133 @@
+"""The verdicts on a run: what slows it, heaviest first, or what bounds it where nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from trainspec_cli.policy.diagnosis.evidence import RunEvidence
+from trainspec_cli.policy.diagnosis.links import find_retries, find_slow_links
+from trainspec_cli.policy.diagnosis.memory import find_memory
+from trainspec_cli.policy.diagnosis.outlook import Outlook
+from trainspec_cli.policy.diagnosis.planned import as_planned
+from trainspec_cli.policy.diagnosis.ranks import OwnTimes, find_common_slowness, find_slow_ranks
+from trainspec_cli.policy.diagnosis.waste import find_waste
+from trainspec_cli.policy.recovery.hang import Whereabouts, find_late
+from trainspec_cli.spec.results.verdict import Cause, RunVerdict, heaviest_first
+
+LEAST_STEPS = 8
+"""Fewer steps than this say nothing, but for a hang."""
+WARM_STEPS = 2
+"""The first steps compile, connect and allocate."""
+
+ADVICE: dict[Cause, str] = {
+    "slow_device": "trainspec doctor; scheduler=auto gives the rank fewer samples",
+    "stolen_cores": "end what else runs there; scheduler=auto gives the rank fewer samples",
+    "slow_node": "trainspec doctor on the node; scheduler=auto leaves it out",
+    "narrow_link": "trainspec doctor; comm=int8 sends fewer bytes",
+    "lossy_link": "look at the cable, the port and its errors: ethtool -S",
+    "delayed_link": "look for another path; larger batching.global_batch_size exchanges less often",
+    "unbalanced_stage": "scheduler=auto moves layers, or layout.stage_layers",
+    "uneven_lengths": "scheduler=auto gives late ranks fewer samples; documents of like length in a batch",
+    "slow_loader": "a faster or local disk, or more cores to read with",
+    "garbage_collection": "find what makes cycles of objects: gc.set_debug(gc.DEBUG_STATS)",
+    "host_bound": "compile=true; larger micro-batches",
+    "recompilation": "keep shapes the same: TORCH_LOGS=recompiles names what differs",
+    "checkpoint_writing": "checkpoint.mode=async, or a larger checkpoint.interval_steps",
+    "memory_leak": "trainspec resume from a checkpoint before that step",
+    "memory_pressure": "recompute=selective, or smaller micro-batches",
+    "hang": "the stack shows where it stands; resilience.hang_floor_s ends the run sooner",
+    "network_timeouts": "look at the switch and the ports for flaps",
+    "noise": "run on a machine of its own",
+}
+
+
+NO_OUTLOOK = Outlook("the planner was not asked: this rests on the measured parts alone")
+
+
+def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: NO_OUTLOOK) -> tuple[RunVerdict, ...]:
+    """Return the verdicts on a run, heaviest first; on one that goes well what bounds it, and what would help.
+
+    `look_ahead` asks the planner for that, which may take as long as a search over layouts.
+    """
+    verdicts = _hang(evidence)
+    warm = without_first(evidence, WARM_STEPS)
+    if len(warm.steps) >= LEAST_STEPS:
+        steps_s = dict(zip(warm.steps.tolist(), warm.part(*warm.parts_s).max(axis=1).tolist(), strict=True))
+        times = OwnTimes(warm)
+        verdicts += find_waste(warm, times) + find_slow_ranks(warm, times) + find_slow_links(warm)
+        verdicts += find_retries(warm, steps_s) + find_memory(warm)
+        verdicts = _explained(verdicts + find_common_slowness(warm, times))
+        if all(one.cause == "noise" for one in verdicts):
+            verdicts += as_planned(warm, look_ahead())
+    advised = [replace(one, advice=one.advice or ADVICE.get(one.cause, "")) for one in verdicts]
+    return heaviest_first(_joined(advised))
+
+
+def without_first(evidence: RunEvidence, steps: int) -> RunEvidence:
+    """Return the evidence without its first steps."""
+    return replace(
+        evidence,
+        steps=evidence.steps[steps:],
+        parts_s={name: series[steps:] for name, series in evidence.parts_s.items()},
+        counters={name: series[steps:] for name, series in evidence.counters.items()},
+        connections=tuple(
+            replace(one, **{name: series[steps:] for name, series in vars(one).items() if name != "ranks"})
+            for one in evidence.connections
+        ),
+    )
+
+
+def _hang(evidence: RunEvidence) -> list[RunVerdict]:
+    """Return the ranks that the others wait for, in a step that takes far longer than usual."""
+    if not evidence.stalls:
+        return []
+    places = {rank: Whereabouts(stall.waiting, stall.collectives) for rank, stall in evidence.stalls.items()}
+    late, why = find_late(places, evidence.ranks)
+    longest = max(evidence.stalls.values(), key=lambda stall: stall.waited_s)
+    waits_in = next((one.waits_in for rank, one in evidence.stalls.items() if rank not in late and one.waits_in), None)
+    text = f"step {longest.step} has taken {longest.waited_s:.3g} s, and {longest.usual_s:.3g} s are the most it took"
+    others = (f"the others wait in {waits_in}",) if waits_in else ()
+    found = RunVerdict(
+        cause="hang", since_step=longest.step, cost_s=longest.waited_s, confidence=0.5, evidence=(text, why, *others)
+    )
+    return [
+        replace(found, rank=rank, confidence=0.95, evidence=(*found.evidence, *_stack(evidence, rank))) for rank in late
+    ] or [found]
+
+
+def _stack(evidence: RunEvidence, rank: int) -> tuple[str, ...]:
+    stall = evidence.stalls.get(rank)
+    return (f"rank {rank} is at\n{stall.stack}",) if stall else (f"rank {rank} gives no sign of life",)
+
+
+def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
+    """Leave out what another verdict explains: load of the machine is no news where its cause is named, nor a rank that
+    had the longest samples for some steps where all ranks' samples are uneven."""
+    all_uneven = any(one.cause == "uneven_lengths" and one.rank is None for one in verdicts)
+    named = [
+        one
+        for one in verdicts
+        if one.cause != "noise" and not (all_uneven and one.cause == "uneven_lengths" and one.rank is not None)
+    ]
+    common = [one for one in verdicts if one.cause == "noise"]
+    return named + [one for one in common if not any(_overlaps(one, other) for other in named)]
+
+
+def _overlaps(one: RunVerdict, other: RunVerdict) -> bool:
+    return (one.until_step is None or one.until_step >= other.since_step) and (
+        other.until_step is None or other.until_step >= one.since_step
+    )
+
+
+def _joined(verdicts: list[RunVerdict]) -> list[RunVerdict]:
+    """Join verdicts of one cause and place: it came back."""
+    joined: dict[tuple[object, ...], RunVerdict] = {}
+    for one in sorted(verdicts, key=lambda one: one.since_step):
+        known = joined.get(one.place)
+        if known is None:
+            joined[one.place] = one
+        else:
+            heavier = max(known, one, key=lambda each: each.cost_s)
+            joined[one.place] = replace(heavier, since_step=known.since_step, until_step=one.until_step)
+    return list(joined.values())

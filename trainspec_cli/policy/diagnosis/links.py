@@ -1,0 +1,279 @@
+"""Links that are narrow, lose segments or delay them; and exchanges that time out and come back.
+
+A rank that is late makes the others wait, but not itself: the rank that waits least in a step shows how long the
+transfer takes. The small exchange that ends each step shows the latency, whatever the bandwidth. Of each
+connection, segments that were sent again, round-trip times, and bytes over the time that they were under way tell what
+it is and where.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainspec_cli.policy.diagnosis.episodes import NOISE_FACTOR, Episode, deviation, find_episodes, smoothed, usual
+from trainspec_cli.policy.diagnosis.evidence import Connection, Figures, RunEvidence
+from trainspec_cli.policy.diagnosis.ranks import LEAST_SHARE, STEADY, confidence, until
+from trainspec_cli.spec.results.verdict import Cause, RunVerdict
+
+LOST = 1e-3
+"""Fraction of segments sent again above which a connection loses some."""
+LOST_SEGMENTS = 5
+RECENT_STEPS = 16
+TIMEOUTS = 0.5
+"""Time-outs as a fraction of the segments sent again, from which on the path is away for a while, and loses no single
+segments."""
+LATER_S, LATER = 5e-4, 1.0
+"""The latency has grown where it is longer by so much, and by this fraction of what is usual."""
+LOADED, OF_RTT = 0.2, 0.3
+"""A longer latency is a link's where round trips show this part of it. Behind a relay they show none, and the ranks
+must not lack a processor for more than such a part of a step."""
+OF_NOISE = 0.5
+"""A transfer's excess of which waiting for processors is such a part says nothing of a link."""
+LONG_STEPS_S = 3.0
+"""A transfer is long for so much time of a run, before a link is blamed for it."""
+
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Path:
+    """The connections between two ranks, both ways, in an episode."""
+
+    ranks: Pair
+    resent: float
+    segments: float
+    timeouts: float
+    rate: float
+    """Bytes a second while anything was under way; 0 where it is not known."""
+    usual_rate: float
+    """The same at other times."""
+    rtt_s: float
+    usual_rtt_s: float
+
+
+def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
+    if evidence.ranks < 2:
+        return []
+    exposed_s = evidence.parts_s["exposed_comm"]
+    step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
+    transfer_s = exposed_s.min(axis=1)
+    excess_s = transfer_s - usual(transfer_s)
+    least_s = LEAST_SHARE * np.maximum(usual(step_s), smoothed(step_s))
+    limit = np.maximum(least_s, NOISE_FACTOR * deviation(transfer_s))
+    episodes = find_episodes(excess_s, limit, step_s, LONG_STEPS_S)
+    verdicts = [_explain(evidence, one) for one in episodes if one.steadiness >= STEADY]
+    found = [one for one in verdicts if one is not None]
+    return found or _always_lossy(evidence, transfer_s, step_s)
+
+
+def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
+    """Return what makes the transfers of an episode long; None where the machine's load does, or nothing is known."""
+    paths = _paths(evidence.connections, episode)
+    resent, timeouts = sum(path.resent for path in paths), sum(path.timeouts for path in paths)
+    segments = sum(path.segments for path in paths)
+    latency_s = _rise(evidence.counter("agreed_s"), episode, np.nanmin)
+    usual_s = float(np.nan_to_num(np.nanpercentile(_over_ranks(evidence.counter("agreed_s"), np.nanmin), 25)))
+    worst: Path | None
+    if resent >= LOST_SEGMENTS and resent > LOST * segments:
+        worst = max(paths, key=lambda path: path.resent)
+        if timeouts > TIMEOUTS * resent:
+            text = f"{timeouts:.0f} time-outs of connections, which then went on"
+            return _verdict(evidence, episode, "network_timeouts", worst, paths, lambda path: path.timeouts, text)
+        text = f"{resent / segments:.2%} of segments were sent again, most of them between ranks {_names(worst.ranks)}"
+        return _verdict(evidence, episode, "lossy_link", worst, paths, lambda path: path.resent, text)
+    names = ("queued_s", "exposed_queued_s", "throttled_s")
+    if sum(_rise(evidence.counter(name), episode, np.nanmean) for name in names) > OF_NOISE * episode.excess:
+        return None
+    if latency_s > max(LATER_S, LATER * usual_s):
+        worst = max(paths, key=lambda path: path.rtt_s - path.usual_rtt_s, default=None)
+        shows_rtt = worst is not None and worst.rtt_s - worst.usual_rtt_s >= OF_RTT * latency_s
+        may_hide_rtt = any(len(set(path.ranks)) == 1 for path in paths)  # a relay answers in the other end's place
+        if not shows_rtt and (_is_loaded(evidence, episode) or not may_hide_rtt):
+            return None
+        now_s = latency_s + usual_s
+        text = f"the small exchange that ends a step takes {now_s * 1e3:.3g} ms, {usual_s * 1e3:.3g} usually"
+        return _verdict(
+            evidence, episode, "delayed_link", worst, paths, lambda path: path.rtt_s - path.usual_rtt_s, text
+        )
+    measured = [path for path in paths if path.rate > 0 and path.usual_rate > 0]
+    worst = min(measured, key=lambda path: path.rate / path.usual_rate, default=None)
+    if worst is None and not evidence.link_slowdowns:
+        return None
+    text = f"exchanges take {episode.excess * 1e3:.3g} ms longer a step, on the rank that waits least too"
+    return _verdict(
+        evidence, episode, "narrow_link", worst, paths, lambda path: _slowness(path.rate, path.usual_rate), text
+    )
+
+
+def _is_loaded(evidence: RunEvidence, episode: Episode) -> bool:
+    """Return whether the ranks lack a processor for so much of an episode that exchanges wait for them."""
+    names = ("queued_s", "exposed_queued_s")
+    queued_s = sum(float(np.nan_to_num(evidence.counter(name)[episode.where]).mean()) for name in names)
+    step_s = float(evidence.part(*evidence.parts_s)[episode.where].mean())
+    return queued_s > LOADED * step_s
+
+
+def _verdict(
+    evidence: RunEvidence,
+    episode: Episode,
+    cause: Cause,
+    worst: Path | None,
+    paths: Sequence[Path],
+    badness: Callable[[Path], float],
+    text: str,
+) -> RunVerdict:
+    sentences = [text, f"since then the transfers of a step take {episode.excess * 1e3:.3g} ms longer"]
+    link: tuple[int, ...] | None = None
+    if worst is not None:
+        link = worst.ranks
+        if cause == "narrow_link":
+            sentences.append(
+                f"between ranks {_names(worst.ranks)} {worst.rate / 1e6:.3g} MB/s are carried, "
+                f"{worst.usual_rate / 1e6:.3g} at other times"
+            )
+        elif cause == "delayed_link":
+            sentences.append(f"round trips between ranks {_names(worst.ranks)} take {worst.rtt_s * 1e3:.3g} ms")
+    since_step = int(evidence.steps[episode.first])
+    slowdowns = [one for one in evidence.link_slowdowns if one.now_bytes_per_s < one.before_bytes_per_s]
+    if slowdowns and link is None:
+        slowest = max(slowdowns, key=lambda one: one.before_bytes_per_s / one.now_bytes_per_s)
+        link = slowest.ranks
+        sentences.append(f"the {slowest.axis} exchanges of ranks {_names(link)} have become slower")
+    return RunVerdict(
+        cause=cause,
+        node=_node_of(evidence, paths, badness),
+        link=link,
+        since_step=since_step,
+        until_step=None if cause == "lossy_link" and _loses_still(evidence) else until(evidence, episode),
+        cost_s=episode.excess,
+        confidence=confidence(episode),
+        evidence=tuple(sentences),
+    )
+
+
+def _resent(evidence: RunEvidence) -> Figures:
+    """Return the segments that all connections together sent again, (T,)."""
+    whole: Figures = np.sum([np.nan_to_num(one.resent) for one in evidence.connections], axis=0)
+    return whole
+
+
+def _loses_still(evidence: RunEvidence) -> bool:
+    """Return whether segments are lost in the newest steps too, though the load of the machine may hide their price."""
+    return bool(_resent(evidence)[-RECENT_STEPS:].sum() >= 1)
+
+
+def _always_lossy(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
+    """Return a link that has lost segments all along, so that no change shows it."""
+    if not len(step_s):
+        return []
+    first = int(np.argmax(_resent(evidence) > 0)) if evidence.connections else 0
+    whole = Episode(first, len(step_s) - 1, float(np.median(transfer_s[first:])), 1.0)
+    paths = _paths(evidence.connections, whole)
+    worst = max(paths, key=lambda path: path.resent, default=None)
+    is_costly = whole.excess > LEAST_SHARE * float(usual(step_s))
+    if worst is None or not is_costly or worst.resent < 4 * max(LOST_SEGMENTS, LOST * worst.segments):
+        return []
+    text = f"{worst.resent / worst.segments:.2%} of segments between ranks {_names(worst.ranks)} were sent again"
+    return [_verdict(evidence, whole, "lossy_link", worst, paths, lambda path: path.resent, text)]
+
+
+def _node_of(evidence: RunEvidence, paths: Sequence[Path], badness: Callable[[Path], float]) -> int | None:
+    """Return the node that all bad paths lead to or from, where there are other nodes between which paths are well."""
+    nodes = sorted(set(evidence.nodes))
+    between = [path for path in paths if _ends(evidence, path)[0] != _ends(evidence, path)[1]]
+    if len(nodes) < 3 or not between:
+        return None
+    with_node = {node: [badness(path) for path in between if node in _ends(evidence, path)] for node in nodes}
+    without = {node: [badness(path) for path in between if node not in _ends(evidence, path)] for node in nodes}
+    for node in nodes:
+        if with_node[node] and without[node] and min(with_node[node]) > 2 * max(max(without[node]), 0.0):
+            return node
+    return None
+
+
+def _ends(evidence: RunEvidence, path: Path) -> Pair:
+    return evidence.nodes[path.ranks[0]], evidence.nodes[path.ranks[1]]
+
+
+def _paths(connections: Sequence[Connection], episode: Episode) -> list[Path]:
+    of_pair: dict[Pair, list[Connection]] = defaultdict(list)
+    for connection in connections:
+        first, second = sorted(connection.ranks)
+        of_pair[first, second].append(connection)
+    return [_path(ranks, of_pair[ranks], episode) for ranks in sorted(of_pair)]
+
+
+def _path(ranks: Pair, connections: Sequence[Connection], episode: Episode) -> Path:
+    inside = np.zeros(len(connections[0].sent_bytes), dtype=bool)
+    inside[episode.where] = True
+
+    def total(name: str, where: Figures | np.ndarray = inside) -> float:
+        return float(sum(np.nansum(getattr(one, name)[where]) for one in connections))
+
+    def median_rtt_s(where: np.ndarray) -> float:
+        seen = np.concatenate([one.rtt_s[where] for one in connections])
+        return float(np.nanmedian(seen)) if np.isfinite(seen).any() else 0.0
+
+    def rate(where: np.ndarray) -> float:
+        busy_s = total("busy_s", where)
+        return total("sent_bytes", where) / busy_s if busy_s > 0 else 0.0
+
+    return Path(
+        ranks,
+        total("resent"),
+        max(1.0, total("segments")),
+        total("timeouts"),
+        rate(inside),
+        rate(~inside),
+        median_rtt_s(inside),
+        median_rtt_s(~inside),
+    )
+
+
+def _rise(series: Figures, episode: Episode, over_ranks: Callable[..., Figures]) -> float:
+    """Return by how much a counter of all ranks is above its usual level in an episode; 0 where it is not known."""
+    whole = _over_ranks(series, over_ranks)
+    inside = whole[episode.where]
+    if not np.isfinite(inside).any():
+        return 0.0
+    return float(np.nanmedian(inside) - np.nanpercentile(whole, 25))
+
+
+def _over_ranks(series: Figures, over_ranks: Callable[..., Figures]) -> Figures:
+    """Return a counter (T,) over all ranks; NaN where a rank's is not known, 0 throughout where none is."""
+    if not np.isfinite(series).any():
+        return np.zeros(len(series))
+    whole = np.full(len(series), np.nan)
+    known = np.isfinite(series).any(axis=1)
+    whole[known] = over_ranks(series[known], axis=1)
+    return whole
+
+
+def _slowness(rate: float, usual_rate: float) -> float:
+    return usual_rate / rate if rate > 0 and usual_rate > 0 else 0.0
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return " and ".join(map(str, ranks))
+
+
+def find_retries(evidence: RunEvidence, steps_s: Mapping[int, float]) -> list[RunVerdict]:
+    """Return exchanges between replica groups that failed and were made again; `steps_s` is what these steps took."""
+    if not evidence.retried_steps:
+        return []
+    first, last = min(evidence.retried_steps), max(evidence.retried_steps)
+    lost_s = sum(steps_s.get(step, 0.0) for step in evidence.retried_steps)
+    return [
+        RunVerdict(
+            cause="network_timeouts",
+            since_step=first,
+            until_step=last,
+            cost_s=lost_s / (last - first + 1),
+            confidence=0.9,
+            evidence=(f"{len(evidence.retried_steps)} steps were made again because an exchange had failed",),
+        )
+    ]

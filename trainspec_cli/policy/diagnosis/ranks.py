@@ -1,0 +1,325 @@
+"""Ranks, nodes, or all ranks together, that take longer than they should for their own part of a step.
+
+All ranks end a step together, so the step's time tells nothing: a rank's own part does, which the others wait for. It
+is held against that of the ranks that do the same work, and, where there are none, against the rank's own past. The
+kernel's counters tell why: a quota, other processes on its processor, memory, or more work; what is left is the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trainspec_cli.policy.diagnosis.episodes import (
+    CONFIRMING_S,
+    CONFIRMING_STEPS,
+    NOISE_FACTOR,
+    Episode,
+    deviation,
+    find_episodes,
+    smoothed,
+    usual,
+)
+from trainspec_cli.policy.diagnosis.evidence import OWN_PARTS, Figures, RunEvidence
+from trainspec_cli.spec.results.verdict import Cause, RunVerdict
+
+LEAST_SHARE = 0.1
+"""Causes that cost less than this part of a step are not reported."""
+STOLEN_S, COMMON_S = 8.0, 8.0
+"""Other work takes a rank's processor, or slows all ranks, for so long at least: it comes and goes."""
+LEFT_S = 60.0
+"""Other work that has left a processor again before so long was noise."""
+UNCOUNTED_STEPS = 6
+"""So many steps show what no counter does."""
+OF_PEERS = 0.3
+"""Where the peers' time without a processor rises by such a part of a rank's excess, the whole machine is loaded."""
+STEADY = 0.6
+"""Fraction of an episode's steps that are slow where other work could be the reason."""
+EXPLAINS = 0.4
+"""A counter explains an excess of which it is such a part."""
+PAGES = 20.0
+"""Pages read back from disk in a step, beside which memory is short."""
+MORE_WORK = 0.5
+"""A rank with more work is as slow as that asks for, where the work's growth is such a part of the time's."""
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank in an episode; `cause` is what the counters say."""
+
+    rank: int
+    episode: Episode
+    cause: Cause
+    why: str
+
+
+class OwnTimes:
+    """The own parts of each rank's steps, and what they should be."""
+
+    def __init__(self, evidence: RunEvidence):
+        self.evidence = evidence
+        gc_s = np.nan_to_num(evidence.counter("gc_s"))
+        parts = [name for name in OWN_PARTS if name not in ("data_wait", "checkpoint")]
+        throttled_s = np.nan_to_num(evidence.counter("throttled_s"))
+        self.queued_s: Figures = np.maximum(0.0, np.nan_to_num(evidence.counter("queued_s")) - throttled_s)
+        """(T, R): time without a processor, which other processes had; a thread that a quota holds back waits, too."""
+        self.own_s: Figures = np.maximum(0.0, evidence.part(*parts) - gc_s - self.queued_s)
+        """(T, R): without waiting for data or a processor, checkpoints and garbage collection, which are looked at by
+        themselves."""
+        self.step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
+        """(T,)"""
+        self.usual_step_s = float(usual(self.step_s))
+        self.expected_s = self.expect(self.own_s)
+        """(T, R)"""
+
+    def expect(self, series: Figures) -> Figures:
+        """Return what each rank's figures should be: the median of the ranks that do the same work, of two the lower
+        one; of a rank alone what is usual of itself."""
+        kinds = np.array(self.evidence.kinds)
+        expected = np.empty_like(series)
+        for kind in np.unique(kinds):
+            of_kind = np.flatnonzero(kinds == kind)
+            times = series[:, of_kind]
+            if len(of_kind) > 1:
+                middle = (len(of_kind) - 1) // 2
+                expected[:, of_kind] = np.partition(times, middle, axis=1)[:, middle : middle + 1]
+            else:
+                expected[:, of_kind] = usual(times)
+        return expected
+
+    def limit(self, series: Figures | None = None) -> Figures:
+        """Return above what a series of seconds (T,) counts: a part of the steps around it, and beyond the noise of its
+        single steps."""
+        noise = 0.0 if series is None else NOISE_FACTOR * float(deviation(series))
+        return np.maximum(LEAST_SHARE * np.maximum(self.usual_step_s, smoothed(self.step_s)), noise)
+
+
+def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
+    """Return the ranks that are slower than the others that do the same work; whole nodes where all of theirs are."""
+    slow = []
+    knows_queued = bool(np.isfinite(evidence.counter("queued_s")).any())
+    confirming_s = CONFIRMING_S if knows_queued else STOLEN_S  # else it may be other work, which comes and goes
+    for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s):
+        cause, why = explain(evidence, times, rank, episode)
+        is_counted = cause not in ("uneven_lengths", "host_bound")
+        if is_counted or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
+            slow.append(Slow(rank, episode, cause, why))
+    queued_by_peers_s = times.expect(times.queued_s)
+    for rank, episode in _suspects(times, times.queued_s - queued_by_peers_s, STOLEN_S):
+        of_peers_s = queued_by_peers_s[:, rank]
+        rise_s = float(np.median(of_peers_s[episode.where]) - usual(of_peers_s))
+        if episode.steadiness >= STEADY and rise_s < OF_PEERS * episode.excess:
+            why = f"other processes have its processor for {_ms(episode.excess)} more of each step than its peers'"
+            goes_on = until(evidence, episode) is None or times.step_s[episode.where].sum() >= LEFT_S
+            slow.append(Slow(rank, episode, "stolen_cores" if goes_on else "noise", why))
+    return _verdicts(evidence, times, slow)
+
+
+def _suspects(times: OwnTimes, excess_s: Figures, confirming_s: float) -> Iterator[tuple[int, Episode]]:
+    """Yield the ranks and the episodes in which a series (T, R) of them lies above its limit."""
+    confirming_steps = CONFIRMING_STEPS + int(math.log10(excess_s.shape[1]) / 2)  # chance has more ranks to strike
+    above = (excess_s > LEAST_SHARE * times.usual_step_s).sum(axis=0)
+    for rank in np.flatnonzero(above >= confirming_steps).tolist():
+        series = excess_s[:, rank]
+        for episode in find_episodes(series, times.limit(series), times.step_s, confirming_s):
+            if episode.steps >= confirming_steps:
+                yield rank, episode
+
+
+def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> tuple[Cause, str]:
+    """Return why a rank is slow in an episode, by how its counters differ from its peers'."""
+    peers = [
+        other for other in range(evidence.ranks) if other != rank and evidence.kinds[other] == evidence.kinds[rank]
+    ]
+    excess_s = episode.excess
+
+    def more(name: str) -> float:
+        return _difference(evidence.counter(name), rank, peers, episode)
+
+    if more("throttled_s") > EXPLAINS * excess_s:
+        return "slow_device", f"a quota holds its control group back for {_ms(more('throttled_s'))} a step"
+    if more("major_faults") > PAGES or more("memory_stall_s") > EXPLAINS * excess_s:
+        return "memory_pressure", f"it reads {more('major_faults'):.0f} more pages back from disk in a step than others"
+    if (work := _more_work(evidence, times, rank, peers, episode)) is not None:
+        return "uneven_lengths", f"its samples ask for {work:.0%} more work than those of its peers"
+    if _part_difference(evidence, "other", rank, peers, episode) > 0.5 * excess_s:
+        return "host_bound", "the time passes between the passes, in Python"
+    busy_s = more("cpu_s")
+    if np.isfinite(busy_s) and busy_s > EXPLAINS * excess_s:
+        return "slow_device", f"the same work takes {_ms(busy_s)} more processor time a step than on its peers"
+    return "slow_device", "it computes longer than its peers, and the system counts no reason"
+
+
+def _more_work(
+    evidence: RunEvidence, times: OwnTimes, rank: int, peers: Sequence[int], episode: Episode
+) -> float | None:
+    """Return by which fraction a rank has more work than its peers, where that explains its time."""
+    if not peers:
+        return None
+    expected_s = float(np.median(times.expected_s[episode.where, rank]))
+    for name in ("tokens", "attended"):
+        work = evidence.counter(name)[episode.where]
+        own, others = _mean(work[:, rank]), _mean(work[:, list(peers)])
+        if others > 0 and own / others - 1 > MORE_WORK * episode.excess / max(expected_s, 1e-9):
+            return own / others - 1
+    return None
+
+
+def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episode) -> float:
+    """Return by how much a rank's counter is above its peers' median in an episode, or, where it has none, above its
+    own outside it; NaN where it is not known."""
+    inside = _mean(series[episode.where, rank])
+    if peers:
+        others = _means(series[episode.where][:, list(peers)])
+        return inside - float(np.median(others[np.isfinite(others)])) if np.isfinite(others).any() else float("nan")
+    outside = np.delete(series[:, rank], np.arange(episode.first, episode.last + 1))
+    return inside - (_mean(outside) if np.isfinite(outside).any() else 0.0)
+
+
+def _part_difference(evidence: RunEvidence, part: str, rank: int, peers: Sequence[int], episode: Episode) -> float:
+    return _difference(evidence.parts_s[part], rank, peers, episode)
+
+
+def _mean(values: Figures) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def _means(values: Figures) -> Figures:
+    """Return the mean over the first axis of what is known; NaN where nothing is."""
+    known = np.isfinite(values)
+    counts = known.sum(axis=0)
+    with np.errstate(invalid="ignore"):
+        means: Figures = np.where(known, values, 0.0).sum(axis=0) / np.where(counts, counts, np.nan)
+    return means if np.isfinite(means).any() else np.array([np.nan])
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+# Nodes
+
+
+def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[RunVerdict]:
+    verdicts, of_nodes, sizes = [], list[Slow](), Counter(evidence.nodes)
+    for node in sorted({evidence.nodes[one.rank] for one in slow}):
+        if sizes[node] < 2 or len(sizes) == 1:
+            continue
+        if common := _common([one for one in slow if evidence.nodes[one.rank] == node], sizes[node]):
+            of_nodes += common
+            verdicts.append(_node_verdict(evidence, node, common))
+    verdicts += [_rank_verdict(evidence, times, one) for one in slow if one not in of_nodes]
+    return verdicts
+
+
+def _common(of_node: Sequence[Slow], ranks: int) -> list[Slow]:
+    """Return the episodes of a node that all of its ranks share; none where one of them is well."""
+    longest = max(of_node, key=lambda one: one.episode.last - one.episode.first)
+    shared = [one for one in of_node if one.episode.covers(longest.episode) > 0.5]
+    return shared if len({one.rank for one in shared}) == ranks else []
+
+
+def _node_verdict(evidence: RunEvidence, node: int, common: Sequence[Slow]) -> RunVerdict:
+    causes = [one.cause for one in common]
+    often: Cause = max(sorted(set(causes)), key=causes.count)
+    first = min(common, key=lambda one: one.episode.first)
+    last = max(common, key=lambda one: one.episode.last)
+    worst = max(common, key=lambda one: one.episode.excess)
+    return RunVerdict(
+        cause="slow_node" if often in ("slow_device", "stolen_cores", "host_bound") else often,
+        node=node,
+        since_step=int(evidence.steps[first.episode.first]),
+        until_step=until(evidence, last.episode),
+        cost_s=worst.episode.excess,
+        confidence=min(confidence(one.episode) for one in common),
+        evidence=(f"all {len({one.rank for one in common})} ranks of node {node} are slow: {worst.why}",),
+    )
+
+
+def _rank_verdict(evidence: RunEvidence, times: OwnTimes, slow: Slow) -> RunVerdict:
+    episode, rank = slow.episode, slow.rank
+    own_s = float(np.median(times.own_s[episode.where, rank] + times.queued_s[episode.where, rank]))
+    expected_s = own_s - episode.excess
+    return RunVerdict(
+        cause=slow.cause,
+        rank=None if slow.cause == "noise" else rank,
+        since_step=int(evidence.steps[episode.first]),
+        until_step=until(evidence, episode),
+        cost_s=episode.excess,
+        confidence=confidence(episode),
+        evidence=(
+            f"rank {rank} (node {evidence.nodes[rank]}) takes {_ms(own_s)} for its part of a step, its peers "
+            f"{_ms(expected_s)}",
+            slow.why,
+        ),
+    )
+
+
+def until(evidence: RunEvidence, episode: Episode) -> int | None:
+    """Return the last step of an episode; None where it may go on."""
+    return None if episode.last >= len(evidence.steps) - 2 else int(evidence.steps[episode.last])
+
+
+def confidence(episode: Episode) -> float:
+    """Return how sure an episode is: how many of its steps show it, and more of them the surer."""
+    return round(min(0.99, episode.steadiness * (1 - 0.5 / episode.steps)), 2)
+
+
+# All ranks together
+
+
+def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
+    """Return why all ranks compute longer than at other times, where they do: other tenants, a quota of the node."""
+    ranks = evidence.ranks
+    middle = (ranks - 1) // 2
+    common_s = np.partition(times.own_s + times.queued_s, middle, axis=1)[:, middle]
+    excess_s = common_s - usual(common_s)
+    found = find_episodes(excess_s, times.limit(excess_s), times.step_s, COMMON_S)
+    verdicts = [_explain_common(evidence, one) for one in found if one.steadiness >= STEADY]
+    return _as_one([one for one in verdicts if one is not None])
+
+
+def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
+    def rise(name: str) -> float:
+        """Return by how much a counter's mean over the ranks is above its usual level."""
+        series = _means(evidence.counter(name).T)
+        if len(series) != len(evidence.steps) or not np.isfinite(series).any():
+            return float("nan")
+        return _mean(series[episode.where]) - float(np.nanpercentile(series, 25))
+
+    excess_s = episode.excess
+    if rise("tokens") > 0 or rise("attended") > 0:
+        return None
+    found = RunVerdict(
+        cause="noise",
+        since_step=int(evidence.steps[episode.first]),
+        until_step=until(evidence, episode),
+        cost_s=excess_s,
+        confidence=confidence(episode),
+        evidence=(f"all ranks take {_ms(excess_s)} longer for their parts of a step than at other times",),
+    )
+    if rise("throttled_s") > EXPLAINS * excess_s:
+        node = evidence.nodes[0] if len(set(evidence.nodes)) == 1 else None
+        why = f"a quota holds their control groups back for {_ms(rise('throttled_s'))} a step"
+        return replace(found, cause="slow_node", node=node, evidence=(*found.evidence, why))
+    if rise("memory_stall_s") > EXPLAINS * excess_s or rise("major_faults") > PAGES:
+        why = f"processes wait {_ms(rise('memory_stall_s'))} a step for memory"
+        return replace(found, cause="memory_pressure", evidence=(*found.evidence, why))
+    if rise("queued_s") + np.nan_to_num(rise("steal_s")) > EXPLAINS * excess_s:
+        why = f"they wait {_ms(rise('queued_s'))} more of each step for a processor, which other processes have"
+        return replace(found, evidence=(*found.evidence, why))
+    return replace(found, confidence=round(found.confidence / 2, 2))
+
+
+def _as_one(verdicts: Sequence[RunVerdict]) -> list[RunVerdict]:
+    """Join what comes and goes: one verdict a cause and place, since it came first, at its mean price."""
+    joined: dict[tuple[object, ...], RunVerdict] = {}
+    for one in verdicts:
+        known = joined.get(one.place)
+        joined[one.place] = one if known is None else replace(known, until_step=one.until_step)
+    return list(joined.values())

@@ -1,0 +1,238 @@
+"""How fast a rank computes: its time for a micro-batch by the samples in it, and when that has changed.
+
+A rank's own compute time shows its speed; a whole step's does not, since all ranks wait for the slowest. A change is
+confirmed when several steps in a row lie beyond what the rank's own noise explains, fewer where they lie far beyond it;
+Greyhound (arXiv:2410.12588) confirms changes of 10% and more, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import NamedTuple
+
+FIRST_STEPS = 8
+"""A rank's first speed is learnt from so many steps, and from more where they differ."""
+SKIPPED_STEPS = 2
+"""The first steps after a start, or with other shares, compile and warm up: they say nothing."""
+CONFIRMING_STEPS = 3
+"""The number of steps in a row that confirm a change."""
+PLAIN, PLAIN_STEPS, PLAIN_S = 2.0, 2, 30.0
+"""A change is plain that is so many times what could be noise: so many steps in a row confirm it, once they have taken
+so many seconds. What runs beside the training (a checkpoint that is written, say) is over in less."""
+SETTLING_S = 1.0
+"""Other work of a machine that takes less time than this, in short steps, is no change of a rank's speed."""
+REFINING_STEPS = 10
+"""After a change, of the speed or of the shares, so many steps that show none set the speed to their median: the few
+that confirmed it are noisy."""
+REMEMBERED_STEPS = 50
+TELLING = 0.25
+"""Sizes of micro-batches that are closer than this fraction do not tell what is fixed from what grows with them: the
+steps' noise would be taken for it."""
+OFF_THE_LINE = 0.15
+"""Micro-batches whose size is other by this fraction may take another time than the line that was assumed says."""
+NOISE_FACTOR = 4.0
+"""A step is beyond the noise at so many standard deviations (median absolute deviation x 1.4826)."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a micro-batch's forward and backward: `fixed_s` and `per_sample_s` for each sample in it."""
+
+    fixed_s: float
+    per_sample_s: float
+    noise: float = field(default=0.0, compare=False)
+    """The fraction by which the speed may be off: the steps that it was learnt from differ."""
+
+    def time_s(self, samples: float, micro_batches: int) -> float:
+        """Return the seconds that `samples` in so many micro-batches take."""
+        return micro_batches * self.fixed_s + samples * self.per_sample_s
+
+    def scaled(self, factor: float) -> Speed:
+        return Speed(self.fixed_s * factor, self.per_sample_s * factor, self.noise)
+
+
+class _Seen(NamedTuple):
+    """A rank's speed as one step shows it."""
+
+    pace: float
+    """Its computing time, over the time that its speed lets expect."""
+    passed_s: float
+    """The step's own time."""
+
+
+class SpeedTracker:
+    """One rank's speed, learnt from its own steps."""
+
+    def __init__(self, change: float, settling_s: float = 0.0):
+        """`change`: the smallest relative change that is confirmed. `settling_s`: steps that show a speed, or a change
+        of it, take so many seconds at least."""
+        self._change, self._settling_s = change, settling_s
+        self._speed: Speed | None = None
+        self._learnt = StepShape(0, 1)
+        """The shape of the steps that the speed was learnt from."""
+        self._learning = list[_Seen]()
+        """Steps that the next speed is learnt from; a pace is in seconds here."""
+        self._paces: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+        """Measured time over expected time, of steps that showed no change."""
+        self._departed = list[_Seen]()
+        """The last steps in a row that did."""
+        self._unrefined: list[float] | None = None
+        """The same of the steps since a change; None where the speed is refined."""
+        self._refined_at = StepShape(0, 1)
+        self._shape, self._steps = StepShape(0, 1), 0
+        """The shape of the last steps, and how many in a row had it."""
+
+    @property
+    def speed(self) -> Speed | None:
+        """Return the confirmed speed; None until enough steps were seen."""
+        return self._speed
+
+    def note(self, samples: int, micro_batches: int, compute_s: float, waited_s: float = 0.0) -> None:
+        """Take in a step of so many samples, of which this rank's own computing took `compute_s`. `waited_s`: beside
+        that it waited for the others, which shows nothing of its speed, but that time goes by."""
+        shape = StepShape(samples, micro_batches)
+        if shape != self._shape:
+            self._begin(shape)
+        self._steps += 1
+        if self._steps <= SKIPPED_STEPS or not samples or compute_s <= 0:
+            return
+        if self._speed is None or self._learnt.differs(shape):
+            self._learn(_Seen(compute_s, compute_s + waited_s))
+        else:
+            expected_s = self._speed.time_s(*shape)
+            self._compare(_Seen(compute_s / expected_s, compute_s + waited_s), self._speed)
+
+    def _begin(self, shape: StepShape) -> None:
+        """Begin steps of another shape. Micro-batches that are as large as before need no warming up."""
+        if shape.samples and shape.apart(self._refined_at) >= OFF_THE_LINE:
+            self._unrefined = []
+        if not shape.sizes <= self._shape.sizes:
+            self._steps = 0
+            self._departed.clear()
+        self._learning.clear()
+        self._shape = shape
+
+    def _learn(self, seen: _Seen) -> None:
+        """Learn until the median is known well enough not to be taken for a change."""
+        self._learning.append(seen)
+        measured_s = median(one.pace for one in self._learning)
+        paces = [one.pace / measured_s for one in self._learning]
+        if sum(one.passed_s for one in self._learning) < self._settling_s or not self._tell(paces):
+            return
+        found = Speed(0.0, measured_s / self._shape.samples)
+        if self._speed is not None:
+            found = through(self._learnt, self._speed, self._shape, measured_s)
+        self._learnt = self._refined_at = self._shape
+        self._unrefined = None if len(paces) >= FIRST_STEPS else []
+        self._learning.clear()
+        self._paces.extend(paces)
+        self._believe(found, len(paces))
+
+    def _believe(self, speed: Speed, steps: int) -> None:
+        """Take over a speed that is the median of so many steps; a median is off by 1.25 deviations over their root."""
+        self._speed = replace(speed, noise=1.25 * self._limit(self._paces) / math.sqrt(steps))
+
+    def _tell(self, paces: Sequence[float]) -> bool:
+        """Return whether steps of these paces are enough to learn a speed from; where the rank's noise is known, few
+        are."""
+        steps, least = len(paces), CONFIRMING_STEPS if len(self._paces) >= FIRST_STEPS else FIRST_STEPS
+        noise = max(self._limit(self._paces), self._limit(paces)) / math.sqrt(steps)
+        return steps >= least and (noise <= self._change or steps >= REMEMBERED_STEPS)
+
+    def _compare(self, seen: _Seen, speed: Speed) -> None:
+        pace, noise = seen.pace, max(self._change, self._limit(self._paces))
+        if abs(pace - 1) <= noise:
+            self._departed.clear()
+            self._paces.append(pace)
+            self._refine(pace, speed)
+            return
+        same_side = [earlier for earlier in self._departed if (earlier.pace > 1) == (pace > 1)]
+        self._departed = [*same_side, seen]
+        if self._is_confirmed(noise):
+            paces = [one.pace for one in self._departed]
+            self._believe(speed.scaled(median(paces)), len(paces))
+            self._departed.clear()
+            self._unrefined = []
+
+    def _is_confirmed(self, noise: float) -> bool:
+        """Return whether the departed steps are a change of the rank's speed."""
+        least = min(max(one.pace, 1 / one.pace) for one in self._departed)
+        seconds = sum(one.passed_s for one in self._departed)
+        if least > 1 + PLAIN * noise and seconds >= max(PLAIN_S, self._settling_s):
+            return len(self._departed) >= PLAIN_STEPS
+        return len(self._departed) >= CONFIRMING_STEPS and seconds >= self._settling_s
+
+    def _refine(self, pace: float, speed: Speed) -> None:
+        """Set the speed anew where that is due after a change, or where the remembered steps together show a change
+        that no single one does."""
+        if self._unrefined is not None:
+            self._unrefined.append(pace)
+            if len(self._unrefined) == REFINING_STEPS:
+                self._scale(speed, self._unrefined)
+                self._unrefined, self._refined_at = None, self._shape
+        elif len(self._paces) == REMEMBERED_STEPS and abs(median(self._paces) - 1) > self._change:
+            self._scale(speed, list(self._paces)[REMEMBERED_STEPS // 2 :])  # more than half have changed
+
+    def _scale(self, speed: Speed, paces: Sequence[float]) -> None:
+        factor = median(paces)
+        self._paces = deque((pace / factor for pace in self._paces), REMEMBERED_STEPS)
+        self._believe(speed.scaled(factor), len(paces))
+
+    @staticmethod
+    def _limit(paces: Collection[float]) -> float:
+        """Return how far a step may be from the median of `paces` by their own noise; 0 where too few are known."""
+        if len(paces) < FIRST_STEPS:
+            return 0.0
+        return NOISE_FACTOR * spread(paces)[1]
+
+
+def spread(values: Collection[float]) -> tuple[float, float]:
+    """Return the median and the standard deviation (median absolute deviation x 1.4826), which outliers hardly move."""
+    middle = median(values)
+    return middle, 1.4826 * median(abs(value - middle) for value in values)
+
+
+def slowest(speeds: Sequence[Speed | None], samples: float) -> Speed | None:
+    """Return the speed of ranks that work on the same samples: the slowest one's; None until all are known."""
+    known = [speed for speed in speeds if speed is not None]
+    return max(known, key=lambda speed: speed.time_s(samples, 1)) if len(known) == len(speeds) else None
+
+
+class StepShape(NamedTuple):
+    """A rank's samples in a step."""
+
+    samples: int
+    micro_batches: int
+
+    @property
+    def sizes(self) -> set[int]:
+        """Return how many samples a micro-batch has."""
+        return {self.samples // self.micro_batches, -(-self.samples // self.micro_batches)}
+
+    def differs(self, other: StepShape) -> bool:
+        """Return whether the two shapes' times tell what is fixed from what grows with the samples."""
+        return self.apart(other) >= TELLING
+
+    def apart(self, other: StepShape) -> float:
+        """Return the relative difference of the micro-batches' sizes: a micro-batch's time depends on its own alone."""
+        sizes = self.samples / self.micro_batches, other.samples / other.micro_batches
+        return abs(sizes[0] - sizes[1]) / max(sizes)
+
+
+def through(before: StepShape, known: Speed, now: StepShape, measured_s: float) -> Speed:
+    """Return the speed that explains both the time known for one shape and that measured for another.
+
+    Where no fixed part of 0 or more does, the device itself has become slower or faster: the known speed is scaled.
+    """
+    known_s = known.time_s(*before)
+    determinant = before.micro_batches * now.samples - now.micro_batches * before.samples
+    if determinant:
+        fixed_s = (known_s * now.samples - measured_s * before.samples) / determinant
+        per_sample_s = (measured_s * before.micro_batches - known_s * now.micro_batches) / determinant
+        if fixed_s >= 0 and per_sample_s > 0:
+            return Speed(fixed_s, per_sample_s)
+    return known.scaled(measured_s / known.time_s(*now))

@@ -1,0 +1,49 @@
+"""The planner's word on a run that nothing slows, from its folder and what is known of its machine."""
+
+from __future__ import annotations
+
+from trainspec_cli.diagnosis.gather import RunReader
+from trainspec_cli.errors import TrainspecError
+from trainspec_cli.launch.job.machine import detect
+from trainspec_cli.launch.measuring import probe_path, read_probe
+from trainspec_cli.planner.what_if import ALONE, look_ahead
+from trainspec_cli.policy.diagnosis.outlook import Outlook
+from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.spec.canonical import Absent
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.plan import Plan, PlannedLayout
+
+
+def outlook_of(run: RunDir, reader: RunReader) -> Outlook:
+    """Return what the planner says of the layout that the run has now. A plan of another version says nothing."""
+    try:
+        plan = _in_force(read_plan(run), reader.changed)
+    except TrainspecError as error:
+        return Outlook(f"{error.problems[0].message}: {ALONE}")
+    if plan.device == "cuda":
+        return look_ahead(plan, _machine_of(plan, reader.device_name), None)
+    machine = detect(look_for_gpus=False)
+    return look_ahead(plan, machine, read_probe(probe_path(plan, machine)))
+
+
+def _machine_of(plan: Plan, device_name: str) -> Machine:
+    """Return the GPUs that the workers have found, wherever that was."""
+    gpu_names = (device_name,) * plan.devices_per_node if device_name else ()
+    return Machine(hostname="", cpu_cores=1, memory_bytes=0, gpu_names=gpu_names)
+
+
+def _in_force(plan: Plan, change: DirectiveEvent | None) -> Plan:
+    """Return the plan in the layout that it was changed to last."""
+    if change is None or isinstance(change.layout, Absent):
+        return plan
+    size, number = change.micro_batch_size, change.micro_batches
+    return plan.with_layout(
+        PlannedLayout(
+            step=change.step,
+            layout=change.layout,
+            micro_batch_size=plan.micro_batch_size if isinstance(size, Absent) else size,
+            grad_accum_steps=plan.grad_accum_steps if isinstance(number, Absent) else number,
+        )
+    )

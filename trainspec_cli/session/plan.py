@@ -1,0 +1,71 @@
+"""The plan of a recipe with all that stands beside it, for `trainspec plan` and for Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from trainspec_cli.errors import PlanError, Problem, TrainspecError
+from trainspec_cli.launch.measuring import trace_plan
+from trainspec_cli.planner.capacity import accelerator_of, blueprint_of
+from trainspec_cli.planner.memory.engine import tensors_by_cause
+from trainspec_cli.planner.planes.plan import plan_planes
+from trainspec_cli.planner.run.forecast import forecast_run
+from trainspec_cli.planner.search.advice import advise
+from trainspec_cli.planner.search.auto import as_plan, is_run
+from trainspec_cli.planner.search.variants import plan_on_what_divides, plan_other_recovery
+from trainspec_cli.report.plan.report import PlanReport
+from trainspec_cli.report.plan.trace import TraceReport, compare_trace
+from trainspec_cli.session.disturbance import load_disturbance, simulate_disturbed
+from trainspec_cli.session.load import load_for_planning, this_machine
+from trainspec_cli.session.no_recipe import with_defaults
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.prediction import CapacityPlan
+from trainspec_cli.spec.rules.engine import check_built
+
+
+def plan_recipe(arguments: Sequence[str], *, trace: bool = False) -> PlanReport:
+    """Plan a recipe on its cluster. Raises RecipeError where it is wrong; `best` is None where nothing fits."""
+    arguments, defaults = with_defaults(arguments)
+    loaded, disturbed = load_for_planning(arguments), load_disturbance(arguments)
+    spec, machine = _on_machine(loaded.spec)
+    try:
+        spec, capacity = plan_on_what_divides(spec, machine)
+    except TrainspecError as error:
+        raise type(error)(loaded.composed.locate(error.problems)) from error
+    best = capacity.best
+    if best is None:
+        capacity = replace(capacity, advice=tuple(advise(spec, machine)))
+    run = forecast_run(spec, capacity, best, plan_other_recovery(spec, machine)) if best else None
+    return PlanReport(
+        spec,
+        capacity,
+        run,
+        blueprint=blueprint_of(best, spec, machine) if best and capacity.world_size > 1 else None,
+        defaults=defaults,
+        planes=plan_planes(spec.cluster, capacity.world_size),
+        simulation=simulate_disturbed(disturbed, spec, best, machine) if disturbed and best else None,
+        trace=_trace(spec, capacity) if trace and capacity.candidates else None,
+    )
+
+
+def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:
+    """Trace the fastest candidate that the engine runs. Raises PlanError where it runs none of those shown."""
+    candidate = next((candidate for candidate in capacity.candidates if is_run(candidate, spec)), None)
+    if candidate is None:
+        reasons = "; ".join(dict.fromkeys(problem.message for problem in check_built(spec)))
+        got = f"the engine builds none of the layouts that are shown, so none can be traced{reasons and ': '}{reasons}"
+        raise PlanError(Problem("unsupported", got, hint="pin a layout, such as layout.tp=1 layout.pp=1"))
+    compute: Literal["bf16", "fp32"] = "fp32" if spec.precision.compute == "fp32" else "bf16"
+    traced = as_plan(spec, candidate, capacity, compute)
+    return compare_trace(candidate, capacity, trace_plan(traced), tensors_by_cause(traced))
+
+
+def _on_machine(spec: RunSpec) -> tuple[RunSpec, Machine | None]:
+    """A cluster that names no accelerator is this machine."""
+    if spec.cluster.accelerator is not None:
+        return spec, None
+    machine = this_machine(spec)
+    return replace(spec, cluster=replace(spec.cluster, accelerator=accelerator_of(machine))), machine

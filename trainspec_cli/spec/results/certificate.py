@@ -1,0 +1,66 @@
+"""A certificate: what was measured of the training spec's clauses, on which machine, under a digest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.records import number
+
+Figure = Annotated[float, number(-math.inf, math.inf)] | str
+"""A measured number, or a text; a certificate holds as text what is not finite."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One clause on one case."""
+
+    clause: str
+    case: str
+    passed: bool
+    figures: dict[str, Figure] = field(default_factory=dict)
+    bound: float | None = None
+
+    @property
+    def measured(self) -> float:
+        """The figure that is held against the bound; 0 or 1 for clauses that allow no error."""
+        numbers = [value for value in self.figures.values() if isinstance(value, float)]
+        return numbers[0] if self.bound is not None and numbers else float(not self.passed)
+
+
+@dataclass(frozen=True)
+class ClauseSummary:
+    """One clause, and the worst of its cases."""
+
+    id: str
+    level: str
+    """MUST or SHOULD."""
+    title: str
+    cases: int
+    failed: int
+    worst: Figure | None
+    """The worst case's figure; null where the clause was not measured."""
+    bound: float | None
+    worst_case: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    schema: str
+    spec_version: str
+    spec_sha256: str = ""
+    """Digest of the document that the clauses stand in."""
+    date: str = ""
+    machine: Machine
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of the software, by package."""
+    whole: bool
+    """True if nothing was left out by `--only`, so that the verdict speaks of the spec."""
+    verdict: str
+    """`kept` where every MUST that was measured holds, else `broken`."""
+    clauses: tuple[ClauseSummary, ...]
+    findings: tuple[Finding, ...]
+    digest: str = ""
+    """SHA-256 of everything else, as canonical JSON."""

@@ -1,0 +1,47 @@
+"""Rules for checkpoints, evaluations and the name of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from trainspec_cli.errors import Problem
+
+if TYPE_CHECKING:
+    from trainspec_cli.spec.recipe.run import RunSpec
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+
+
+def memory_copies(spec: RunSpec) -> Iterator[Problem]:
+    path = "checkpoint.memory_interval_steps"
+    if spec.checkpoint.memory_interval_steps is not None and spec.resilience.mode == "elastic":
+        message = f"`{path}` is set, and with resilience=elastic every replica group holds the newest state already"
+        yield Problem(code="unsupported", path=path, message=message, hint=f"type {path}=null, or resilience=restart")
+
+
+def run_name(spec: RunSpec) -> Iterator[Problem]:
+    """A run is found by its name, which must not look like a folder, an option or `last`."""
+    name = spec.run.name
+    if name and (not RUN_NAME.fullmatch(name) or name == "last"):
+        message = f"`run.name` is {name!r}; letters, digits, `_`, `-` and `.` make a name, and `last` is the newest run"
+        yield Problem("bad_name", message, "run.name", "such as run.name=baseline-2")
+
+
+def heldout(spec: RunSpec) -> Iterator[Problem]:
+    """What follows the held-out loss needs evaluations, which one replica group remembers alone."""
+    wanted = {
+        "checkpoint.keep_best": spec.checkpoint.keep_best,
+        "train.early_stop_evals": spec.train.early_stop_evals is not None,
+    }
+    for path in (path for path, is_wanted in wanted.items() if is_wanted):
+        if spec.train.eval_interval_steps is None:
+            message = f"`{path}` follows the held-out loss, and `train.eval_interval_steps` is null"
+            yield Problem("missing_value", message, path, "type train.eval_interval_steps=100, or another number")
+        if spec.resilience.mode == "elastic":
+            message = f"`{path}` is set, and with resilience=elastic a group that comes back knows no evaluations"
+            yield Problem("unsupported", message, path, "leave it out, or type resilience=restart")
+
+
+RUN_RULES = (memory_copies, heldout, run_name)
