@@ -8,14 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from lab.waiting import wait_for
 
 from trainspec_cli.launch.measuring import probe_path
 from trainspec_cli.rundir.files import read_json, write_json
@@ -127,13 +126,6 @@ def test_a_resume_refuses_what_the_checkpoint_depends_on(
     }
 
 
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-
-
 def hear_ctrl_c() -> None:
     """A shell starts what runs in its background with SIGINT ignored, which the program respects and inherits."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -156,7 +148,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_resume_goes_on(
     descendants = psutil.Process(running.pid).children(recursive=True)
     refused = trainspec("resume", "runs/tiny/stopped")
     running.send_signal(signal.SIGINT)
-    output = running.communicate(timeout=120)[0]
+    output = running.communicate()[0]
 
     assert (refused.returncode, "is still running" in refused.stderr) == (2, True)
     assert running.returncode == 6

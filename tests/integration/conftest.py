@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from lab.waiting import wait_for
 
 from trainspec_cli.launch.backend.processes import rank_of, workers_among
 from trainspec_cli.rundir.events import read_events
@@ -50,7 +50,7 @@ def trainspec_in(tmp_path: Path, environment: dict[str, str]) -> Trainspec:
     def run(procs: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         join = ["bash", "-c", 'echo $$ > "$0"; exec "$@"', str(procs)]
         command = [*join, sys.executable, "-m", "trainspec_cli", *arguments]
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
 
     return run
 
@@ -83,17 +83,10 @@ def undisturbed(whole: RunDir) -> str:
     return str(json.loads(whole.result_json.read_text())["weights_sha256"])
 
 
-def _run(
-    place: Path, environment: dict[str, str], *arguments: str, timeout_s: float = 300
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "trainspec_cli", *arguments],
-        cwd=place,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
+def _run(place: Path, environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `trainspec ARGUMENTS` for as long as pytest's own limit lets it: a shared machine may be slow."""
+    command = [sys.executable, "-m", "trainspec_cli", *arguments]
+    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -125,12 +118,11 @@ def read_result(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
     return lambda run: json.loads((tmp_path / run / "result.json").read_text())
 
 
-def _wait_for_step(run_dir: RunDir, step: int, process: subprocess.Popen[str], timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not any(e["type"] == "step" and e["step"] >= step for e in read_events(run_dir.events(0))):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"step {step} was not reached"
-        time.sleep(0.005)
+def _wait_for_step(run_dir: RunDir, step: int, process: subprocess.Popen[str]) -> None:
+    def reached() -> bool:
+        return any(e["type"] == "step" and e["step"] >= step for e in read_events(run_dir.events(0)))
+
+    wait_for(reached, process, every_s=0.005)
 
 
 def _workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:

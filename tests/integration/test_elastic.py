@@ -2,12 +2,11 @@
 
 import json
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from lab.groups import changes, check_nothing_was_lost, losses, own_events, run_events
+from lab.waiting import wait_for
 
 from trainspec_cli.rundir.paths import RunDir
 
@@ -19,25 +18,17 @@ ELASTIC = (
 """A group that this machine holds up for two seconds is not taken for dead."""
 
 
-def wait_for(process: subprocess.Popen[str], condition, timeout_s: float = 240) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 def run_until_healed(start_trainspec, root: Path, fault: str, group: int, *arguments: str) -> RunDir:
     """An elastic run that is stopped some steps after `group` has come back; the steps until then are slow and few."""
     run = RunDir(root / "elastic")
     other = 1 - group
     slow = f"fault={fault}(group={group},step=5); slow(group={other},step=6,seconds=0.2,steps=10000)"
     process = start_trainspec("launch", *ELASTIC, ENDLESS, "run.dir=elastic", slow, *arguments)
-    wait_for(process, lambda: ("joined", group) in changes(run))
+    wait_for(lambda: ("joined", group) in changes(run), process)
     joined = run_events(run, "recovery")[-1]["step"]
-    wait_for(process, lambda: max(losses(run)) >= joined + 5)
+    wait_for(lambda: max(losses(run)) >= joined + 5, process)
     process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate()[0]
     assert process.returncode == 6, output
     return run
 
@@ -140,13 +131,10 @@ def test_groups_whose_supervisor_is_killed_save_and_end(start_trainspec, tmp_pat
     process = start_trainspec(
         "launch", *ELASTIC, ENDLESS, "run.dir=elastic", "fault=slow(step=5,seconds=0.1,steps=9999)"
     )
-    wait_for(process, lambda: max(losses(run), default=0) >= 10)
+    wait_for(lambda: max(losses(run), default=0) >= 10, process)
     process.kill()
     process.wait(20)
-    deadline = time.monotonic() + 60
-    while not run.checkpoint_steps():
-        assert time.monotonic() < deadline, "nothing was saved"
-        time.sleep(0.1)
+    wait_for(run.checkpoint_steps)
     check_nothing_was_lost(run)
 
 

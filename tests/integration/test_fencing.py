@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
+from lab.waiting import wait_for
 
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.events import read_events
@@ -20,13 +19,10 @@ def test_a_worker_stops_when_a_newer_start_owns_the_run(start_trainspec, tmp_pat
     run = RunDir(tmp_path / "run")
     endless = ("train.max_steps=1000000", "checkpoint.interval_steps=1000000", "batching.global_batch_size=2")
     process = start_trainspec("launch", "recipe=tiny", *endless, "run.dir=run")
-    deadline = time.monotonic() + 120
-    while len(steps_of(run)) < 5:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    wait_for(lambda: len(steps_of(run)) >= 5, process)
     assert generations.newest(run) == 1
     assert generations.begin(run) == 2
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate()[0]
     assert process.returncode == 5, said
     assert "fenced off: start 2 owns the run now" in said
     assert run.checkpoint_steps() == []

@@ -58,7 +58,7 @@ def test_the_choice_stands_in_the_run_folder_and_a_resumed_run_keeps_it(trainspe
 
 @pytest.mark.slow
 def test_auto_measures_every_operation_of_the_run(trainspec, tmp_path):
-    ended = trainspec("launch", *RECIPE, "run.dir=measured", timeout_s=600)
+    ended = trainspec("launch", *RECIPE, "run.dir=measured")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "measuring kernels on this machine, once" in ended.stdout
     figures = read_json(tmp_path / "measured" / "kernels.json")["figures"]

@@ -40,7 +40,7 @@ def test_kill_9_of_one_worker_then_resume(
     while not RunDir(tmp_path / "killed").checkpoint_steps():
         time.sleep(0.005)
     workers_of(process)[1].kill()
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate()[0]
     assert process.returncode == 5, said
     assert "SIGKILL" in said
     assert read_result("killed")["status"] == "failed"
@@ -62,7 +62,7 @@ def test_a_stopped_run_goes_on_at_the_next_sample(
     process = start_trainspec("launch", *WHOLE, "checkpoint.interval_steps=null", "run.dir=stopped", slow_from(5))
     wait_for_step(RunDir(tmp_path / "stopped"), 5, process)
     process.send_signal(number)
-    said = process.communicate(timeout=120)[0]
+    said = process.communicate()[0]
     assert process.returncode == 6, said
     stopped = read_result("stopped")
     assert (stopped["status"], stopped["exit_code"]) == ("stopped", 6)

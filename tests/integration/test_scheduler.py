@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.waiting import wait_for
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
@@ -122,11 +123,7 @@ def test_a_run_killed_after_a_directive_follows_it_again(
         "launch", *RECIPE, "train.max_steps=28", slow_for(1000), "scheduler=auto", "run.dir=first"
     )
     first = RunDir(tmp_path / "first")
-    deadline = time.monotonic() + 240
-    while not directives(first):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "there was no directive"
-        time.sleep(0.01)
+    wait_for(lambda: directives(first), process, every_s=0.01)
     kill_everything(process)
     (given,) = directives(first)
     assert first.checkpoint_steps()[-1] == 10

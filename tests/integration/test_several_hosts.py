@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from integration.conftest import slow_from
 from lab.groups import changes, check_nothing_was_lost, losses, own_events, run_events
 from lab.ports import free_port
+from lab.waiting import wait_for
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
@@ -48,11 +48,7 @@ def steps_of(run: RunDir) -> list[int]:
 
 
 def wait_for_step(run: RunDir, step: int, process) -> None:
-    deadline = time.monotonic() + 240
-    while max(steps_of(run), default=0) < step:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"step {step} was not reached"
-        time.sleep(0.05)
+    wait_for(lambda: max(steps_of(run), default=0) >= step, process)
 
 
 @pytest.mark.slow
@@ -62,10 +58,10 @@ def test_two_hosts_train_stop_and_resume(start_hosts, tmp_path):
     hosts = start_hosts("launch", *SMALL, "train.max_steps=60", "run.preflight=false", slow_from(5))
     wait_for_step(run, 5, hosts[0])
     hosts[0].send_signal(signal.SIGINT)
-    said = [host.communicate(timeout=240)[0] for host in hosts]
+    said = [host.communicate()[0] for host in hosts]
     assert [host.returncode for host in hosts] == [6, 6], said
     hosts = start_hosts("resume", str(run.root))
-    said = [host.communicate(timeout=240)[0] for host in hosts]
+    said = [host.communicate()[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], said
     assert steps_of(run) == list(range(1, 61)), "no step twice, none left out"
 
@@ -79,7 +75,7 @@ def test_a_host_that_dies_ends_the_run_within_its_deadline_and_is_named(start_ho
     family = [psutil.Process(hosts[1].pid), *psutil.Process(hosts[1].pid).children(recursive=True)]
     for process in family:
         process.suspend()
-    said = hosts[0].communicate(timeout=120)[0]
+    said = hosts[0].communicate()[0]
     for process in family:
         process.kill()
     assert hosts[0].returncode == 5, said
@@ -90,11 +86,7 @@ def test_a_host_that_dies_ends_the_run_within_its_deadline_and_is_named(start_ho
 
 def wait_for_change(run: RunDir, change: tuple[str, int], process) -> int:
     """-> the step that it came with."""
-    deadline = time.monotonic() + 120
-    while change not in changes(run):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"{change} was not seen"
-        time.sleep(0.05)
+    wait_for(lambda: change in changes(run), process)
     return int(run_events(run, "recovery")[-1]["step"])
 
 
@@ -103,7 +95,7 @@ def stop_after_join(run: RunDir, hosts) -> None:
     joined = wait_for_change(run, ("joined", 1), hosts[0])
     wait_for_step(run, joined + 5, hosts[0])
     hosts[0].send_signal(signal.SIGINT)
-    said = [host.communicate(timeout=120)[0] for host in hosts]
+    said = [host.communicate()[0] for host in hosts]
     assert [host.returncode for host in hosts] == [6] * len(hosts), said
 
 
@@ -152,7 +144,7 @@ def test_a_run_ends_well_without_a_host_that_died(start_hosts, kill_everything, 
     first, second = start_hosts("launch", *ELASTIC, "train.max_steps=60", "cluster.devices_per_node=1", f"fault={SLOW}")
     wait_for_step(run, 8, first)
     kill_everything(second)
-    said = first.communicate(timeout=120)[0]
+    said = first.communicate()[0]
     assert first.returncode == 0, said
     assert "node 1 (" in said
     assert "it starts again when its nodes are back" in said
@@ -204,13 +196,10 @@ def test_a_slow_host_is_left_out_and_the_run_goes_on_without_it(start_hosts, tra
     scheduler = ("scheduler=auto", "scheduler.may_change=[nodes]", "scheduler.change=1")
     slow = "fault=throttle(step=10,rank=2,seconds=8,steps=1000000)"
     hosts = start_hosts("launch", *recipe, *scheduler, slow, ENDLESS, nnodes=3)
-    deadline = time.monotonic() + 500
-    while len(told := [event for event in directives_of(run) if event["type"].startswith("nodes")]) < 2:
-        assert hosts[0].poll() is None, hosts[0].communicate()[0]
-        assert time.monotonic() < deadline, f"no node was left out, or nothing measured after that: {told}"
-        time.sleep(0.1)
+    wait_for(lambda: len(nodes_told(run)) >= 2, hosts[0], every_s=0.1)
+    told = nodes_told(run)
     hosts[0].send_signal(signal.SIGINT)
-    said = [host.communicate(timeout=120)[0] for host in hosts]
+    said = [host.communicate()[0] for host in hosts]
     assert [host.returncode for host in hosts] == [6, 6, 6], said
     assert "the run starts again without it" in said[0]
     given, achieved = told
@@ -224,6 +213,10 @@ def test_a_slow_host_is_left_out_and_the_run_goes_on_without_it(start_hosts, tra
     alone = trainspec("launch", *recipe, f"train.max_steps={last}", "run.dir=alone")
     assert alone.returncode == 0, alone.stdout + alone.stderr
     assert losses(run) == pytest.approx(losses(RunDir(tmp_path / "alone")), rel=1e-4)
+
+
+def nodes_told(run: RunDir) -> list[dict[str, Any]]:
+    return [event for event in directives_of(run) if event["type"].startswith("nodes")]
 
 
 def directives_of(run: RunDir) -> list[dict[str, Any]]:

@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from lab.waiting import wait_for
 
 from trainspec_cli.launch.job.claim import is_running
 from trainspec_cli.rundir.files import read_json
@@ -47,13 +47,6 @@ def environment(place: Path) -> dict[str, str]:
 def no_traceback(place: Path) -> Iterator[None]:
     yield
     assert list((place / "tmp").glob("trainspec-*.txt")) == []
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def has_stepped(run: RunDir) -> bool:

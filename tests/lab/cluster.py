@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 
 from lab.hosts import SWITCH_ADDRESS, Hosts
+from lab.waiting import PATIENCE_S
 from trainspec_cli.launch.backend.processes import rank_of
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -94,13 +95,13 @@ class Cluster:
     def state(self, job: str) -> str:
         return self.show(job)["JobState"]
 
-    def wait(self, job: str, timeout_s: float = 300) -> dict[str, str]:
+    def wait(self, job: str) -> dict[str, str]:
         """Until the job has ended for good; -> what Slurm says of it."""
-        self.wait_until(lambda: self.state(job) in ENDED, f"job {job} to end", timeout_s)
+        self.wait_until(lambda: self.state(job) in ENDED, f"job {job} to end")
         return self.show(job)
 
-    def wait_until(self, holds: Callable[[], object], what: str, timeout_s: float = 120) -> None:
-        deadline = time.monotonic() + timeout_s
+    def wait_until(self, holds: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
         while not holds():
             assert time.monotonic() < deadline, f"waited in vain for {what}\n{self.run('squeue')}\n{self.run('sinfo')}"
             time.sleep(0.1)

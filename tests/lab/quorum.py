@@ -13,7 +13,7 @@ from torch import Tensor
 from trainspec_cli.engine.elastic import membership
 from trainspec_cli.wire.rendezvous import FormedQuorum
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 600.0
 
 
 class DiedError(Exception):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lab.tracing import fork_context
+from lab.waiting import PATIENCE_S
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ def run_ranks(
     script: Path,
     ranks: Sequence[Sequence[object]],
     environment: Mapping[str, str] | None = None,
-    timeout_s: float = 240,
+    timeout_s: float = PATIENCE_S,
 ) -> list[Ended]:
     """Run `script` with each rank's arguments, beside one another, on one thread each."""
     with tempfile.TemporaryDirectory() as folder:
@@ -43,9 +44,9 @@ def run_ranks(
         return [Ended(code, file.read_text() if file.exists() else "") for code, file in zip(codes, files, strict=True)]
 
 
-def outputs(script: Path, ranks: Sequence[Sequence[object]], timeout_s: float = 240) -> list[str]:
+def outputs(script: Path, ranks: Sequence[Sequence[object]]) -> list[str]:
     """Return what each rank has printed; all must have ended well."""
-    ended = run_ranks(script, ranks, timeout_s=timeout_s)
+    ended = run_ranks(script, ranks)
     assert [rank.code for rank in ended] == [0] * len(ranks)
     return [rank.printed for rank in ended]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,16 +48,3 @@ def make_job(tmp_path: Path, make_plan: Callable[..., Plan], machine: Machine) -
         return build_job(make_plan(stop_grace_s), tmp_path / "run", machine, worker=(STANDIN, mode))
 
     return make
-
-
-@pytest.fixture
-def eventually() -> Callable[[Callable[[], object]], None]:
-    """Wait until a condition holds; fail when it does not within a minute."""
-
-    def wait(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, "waited in vain"
-            time.sleep(0.05)
-
-    return wait

@@ -17,6 +17,7 @@ from typing import Any, get_type_hints
 
 import psutil
 import pytest
+from lab.waiting import wait_for
 
 from trainspec_cli.certify.cases import Case
 from trainspec_cli.certify.runs import Run
@@ -113,13 +114,11 @@ def test_a_tool_that_takes_too_long_is_ended(folders: Path, tmp_path: Path, monk
     assert list(folders.glob("trainspec-*")) == []
 
 
-def test_ctrl_c_leaves_nothing(
-    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Callable[..., None]
-) -> None:
+def test_ctrl_c_leaves_nothing(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARTED", str(tmp_path / "started"))
 
     def interrupt() -> None:
-        eventually((tmp_path / "started").is_file)
+        wait_for((tmp_path / "started").is_file)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -131,7 +130,7 @@ def test_ctrl_c_leaves_nothing(
     assert list(folders.glob("trainspec-*")) == []
 
 
-def test_a_killed_caller_leaves_no_process(tmp_path: Path, eventually: Callable[..., None]) -> None:
+def test_a_killed_caller_leaves_no_process(tmp_path: Path) -> None:
     code = (
         "from dataclasses import replace; from trainspec_cli.launch.tools import SPEED, run_tool;"
         "from trainspec_cli.spec.results.tools import SpeedRequest;"
@@ -140,10 +139,10 @@ def test_a_killed_caller_leaves_no_process(tmp_path: Path, eventually: Callable[
     started = tmp_path / "started"
     environment = {**os.environ, "STARTED": str(started), "TMPDIR": str(tmp_path)}
     caller = subprocess.Popen([sys.executable, "-c", code], env=environment)
-    eventually(lambda: started.is_file() and started.read_text())
+    wait_for(lambda: started.is_file() and started.read_text())
     caller.kill()
     caller.wait()
-    eventually(lambda: not alive([int(pid) for pid in started.read_text().split()]))
+    wait_for(lambda: not alive([int(pid) for pid in started.read_text().split()]))
 
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.name)

@@ -50,6 +50,15 @@ def test_wider_and_sooner_links_divide_a_probed_exchange_between_them(layout: La
     assert (1 - wider["exposed_comm"]) + (1 - sooner["exposed_comm"]) == pytest.approx(0.5), "each halves its own part"
 
 
+def test_an_exchange_that_was_probed_as_faster_than_the_empty_one_can_be_planned() -> None:
+    """Other programs may hold up the shortest exchanges of a probe more than the longer ones."""
+    disturbed = Curve(EXCHANGE.sizes, (9.0, 3.0, 2.0, 4.0, 5.0))
+    probe = as_told(replace(RAW, all_reduce=disturbed, all_gather=disturbed, reduce_scatter=disturbed))
+    outlook = look_ahead(made(), MACHINE, probe)
+    assert 0.0 < factors(outlook, SOONER)["exposed_comm"] <= 1.0
+    assert factors(outlook, WIDER)["exposed_comm"] == pytest.approx(1.0), "their bytes take no time"
+
+
 def test_a_faster_processor_halves_the_passes_and_the_waiting_for_them() -> None:
     outlook = look_ahead(made(), MACHINE, as_told(RAW))
     assert factors(outlook, FASTER) == dict.fromkeys(("forward", "backward", "optimizer", WAITING), 0.5)

@@ -111,8 +111,8 @@ class Watch:
     def log(self, run: Path) -> str:
         return "".join(log.read_text() for log in sorted((run / "logs").glob("slurm-*.log")))
 
-    def wait_for_step(self, run: Path, step: int, timeout_s: float = 120) -> None:
-        self._slurm.wait_until(lambda: max(steps_of(run), default=0) >= step, f"step {step}", timeout_s)
+    def wait_for_step(self, run: Path, step: int) -> None:
+        self._slurm.wait_until(lambda: max(steps_of(run), default=0) >= step, f"step {step}")
 
     def next_step_after(self, run: Path, moment: float) -> float:
         """Seconds from `moment` to the first step of a later start."""
@@ -125,7 +125,7 @@ class Watch:
             found[:] = [steps[0] - moment] if starts and steps else []
             return bool(found)
 
-        self._slurm.wait_until(look, "a step of the next start", timeout_s=240)
+        self._slurm.wait_until(look, "a step of the next start")
         return found[0]
 
 
@@ -147,7 +147,7 @@ def sbatch(slurm: Cluster, environment: dict[str, str], tmp_path: Path) -> Sbatc
         program = [*slurm.beside_controller, sys.executable, "-m", "trainspec_cli"]
         command = [*program, "sbatch", *kept, *arguments, "--submit", "--json"]
         env = slurm.environment | environment
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return str(json.loads(done.stdout)["job_id"])
 
@@ -162,7 +162,7 @@ def doctor(slurm: Cluster, environment: dict[str, str], tmp_path: Path) -> Calla
         command = f"{sys.executable} -m trainspec_cli doctor cluster.device=cpu cluster.devices_per_node=1 --json"
         asked = (f"--nodes={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=100M", "--output=doctor.json")
         job = slurm.run("sbatch", "--parsable", *asked, "--wrap", command, cwd=tmp_path, env=environment)
-        ended = slurm.wait(job, timeout_s=480)
+        ended = slurm.wait(job)
         said = (tmp_path / "doctor.json").read_text()
         assert "{" in said, said
         return ended["ExitCode"], json.loads(said[said.index("{") :])

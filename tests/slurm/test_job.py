@@ -108,7 +108,7 @@ def test_a_time_limit_saves_and_requeues_until_that_was_often_enough(
     run = tmp_path / "runs/limit"
     limits = ("cluster.slurm.time='00:02:00'", "cluster.slurm.warn_s=30", "cluster.slurm.max_requeues=1")
     job = sbatch("run.dir=runs/limit", "train.max_steps=1000000", "checkpoint.interval_steps=100000", *limits)
-    ended = slurm.wait(job, timeout_s=480)
+    ended = slurm.wait(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "6:0", "1"), watch.log(run)
     steps = watch.steps(run)
     assert steps == list(range(1, len(steps) + 1)), "no step twice, none left out"

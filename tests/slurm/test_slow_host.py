@@ -27,7 +27,7 @@ def slow_node(slurm: Cluster) -> Iterator[str]:
 def test_a_slow_host_is_refused_before_the_workers_start(
     slurm: Cluster, sbatch, watch, slow_node: str, tmp_path: Path
 ) -> None:
-    ended = slurm.wait(sbatch("run.dir=runs/slow", "run.preflight=true"), timeout_s=480)
+    ended = slurm.wait(sbatch("run.dir=runs/slow", "run.preflight=true"))
     said = watch.log(tmp_path / "runs/slow")
     assert (ended["JobState"], ended["ExitCode"]) == ("FAILED", "4:0"), said
     assert f"{slow_node} is slowest at matrix products" in said

@@ -194,11 +194,15 @@ def _computed_s(plan: Plan, probe: MachineProbe) -> float:
 
 
 def _with_links(probe: MachineProbe, transfers: float, latency: float) -> MachineProbe:
-    """Return the probe as if exchanges' bytes, and their latency, took so many times as long."""
+    """Return the probe as if exchanges' bytes, and their latency, took so many times as long.
+
+    On a busy machine some exchange may have been measured as faster than the empty one: its bytes took no time, then.
+    """
 
     def changed(curve: Curve) -> Curve:
         call_s = curve.seconds[0]
-        return replace(curve, seconds=tuple(latency * call_s + transfers * (one - call_s) for one in curve.seconds))
+        moved_s = (max(0.0, seconds - call_s) for seconds in curve.seconds)
+        return replace(curve, seconds=tuple(latency * call_s + transfers * each for each in moved_s))
 
     def small(parts_s: Parts) -> dict[str, float]:
         return {**parts_s, "exposed_comm": latency * parts_s["exposed_comm"]}

@@ -405,7 +405,7 @@ def test_an_ordinary_run_imports_nothing_of_replica_groups() -> None:
         "import sys, trainspec_cli.engine.run.trainer\n"
         "print([name for name in sys.modules if 'engine.elastic' in name or name.endswith('replica_groups')])"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "[]"
 
 

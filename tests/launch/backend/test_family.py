@@ -12,14 +12,13 @@ from dataclasses import replace
 
 import psutil
 import pytest
+from lab.waiting import wait_for
 
 from trainspec_cli.environment_names import GROUP
 from trainspec_cli.launch.backend import processes
 from trainspec_cli.launch.backend.family import Family
 from trainspec_cli.launch.backend.spawn import start
 from trainspec_cli.launch.job.job import Job
-
-Eventually = Callable[[Callable[[], object]], None]
 
 PARENT = """
 import subprocess, sys, time
@@ -48,28 +47,26 @@ def names(members: list[psutil.Process]) -> list[str]:
     return sorted("sleep" if "sleep" in member.name() else "parent" for member in members)
 
 
-def start_parent(job: Job, family: Family, eventually: Eventually) -> subprocess.Popen[bytes]:
+def start_parent(job: Job, family: Family) -> subprocess.Popen[bytes]:
     parent = start((sys.executable, "-c", PARENT), job)
-    eventually(lambda: names(family.members()) == ["parent", "sleep", "sleep"])
+    wait_for(lambda: names(family.members()) == ["parent", "sleep", "sleep"])
     return parent
 
 
-def test_all_that_descends_from_a_job_is_ended_with_it(job: Job, family: Family, eventually: Eventually) -> None:
-    parent = start_parent(job, family, eventually)
+def test_all_that_descends_from_a_job_is_ended_with_it(job: Job, family: Family) -> None:
+    parent = start_parent(job, family)
     assert family.kill() == []
     assert parent.wait() == -9
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux alone")
-def test_orphans_are_found_ended_and_reaped(
-    job: Job, family: Family, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parent = start_parent(job, family, eventually)
+def test_orphans_are_found_ended_and_reaped(job: Job, family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = start_parent(job, family)
     monkeypatch.setattr("trainspec_cli.launch.backend.family.EXEC_TIMEOUT_S", 0.0)  # they are past their exec
     children = psutil.Process(parent.pid).children()
     parent.kill()
     parent.wait()
-    eventually(lambda: [child.ppid() for child in children] == [os.getpid()] * 2)
+    wait_for(lambda: [child.ppid() for child in children] == [os.getpid()] * 2)
     assert names(family.members()) == ["sleep", "sleep"]
     assert family.kill() == []
     assert not any(psutil.pid_exists(child.pid) for child in children)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import psutil
 import pytest
+from lab.waiting import wait_for
 
 from trainspec_cli.launch.backend import processes
 from trainspec_cli.launch.backend.local import LocalBackend
@@ -186,30 +187,28 @@ def start_supervisor(job: Job) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", program])
 
 
-def test_nothing_outlives_a_supervisor_that_was_killed(
-    make_job: MakeJob, eventually: Callable[[Callable[[], object]], None]
-) -> None:
+def test_nothing_outlives_a_supervisor_that_was_killed(make_job: MakeJob) -> None:
     job = make_job("endless")
     supervisor = start_supervisor(job)
-    eventually(lambda: both_training(job))
+    wait_for(lambda: both_training(job))
     supervisor.kill()
     supervisor.wait()
-    eventually(lambda: not processes.members(job.launch_id))
+    wait_for(lambda: not processes.members(job.launch_id))
     assert json.loads(job.run.result_json.read_text())["status"] == "stopped"
 
 
 @pytest.mark.parametrize("moment", ["torchrun starts", "workers hear"])
 def test_workers_that_have_not_begun_are_given_no_time_when_their_supervisor_is_killed(
-    make_job: MakeJob, eventually: Callable[[Callable[[], object]], None], moment: str
+    make_job: MakeJob, moment: str
 ) -> None:
     """They hear the request and do not follow it: nothing of theirs is lost."""
     job = make_job("mute", stop_grace_s=600.0)
     supervisor = start_supervisor(job)
     if moment == "torchrun starts":
-        eventually(lambda: processes.members(job.launch_id))
+        wait_for(lambda: processes.members(job.launch_id))
     else:
-        eventually((job.root / "listening1").exists)
+        wait_for((job.root / "listening1").exists)
     supervisor.kill()
     supervisor.wait()
-    eventually(lambda: not processes.members(job.launch_id))
+    wait_for(lambda: not processes.members(job.launch_id))
     assert not job.run.result_json.exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from lab.waiting import wait_for
 
 from trainspec_cli.environment_names import GROUP, START
 from trainspec_cli.launch.backend import node_processes, processes
@@ -74,27 +75,27 @@ def test_a_node_has_its_part_of_a_group_and_its_number_within_it(
 class Node:
     """The second of two nodes, with a replica group of one rank; or one node with a run of one group."""
 
-    def __init__(self, job: Job, plan: Plan | None, place: NodePlace | None, eventually: Callable[..., None]):
-        self.job, self.processes, self._eventually = job, NodeProcesses(job, plan, place), eventually
+    def __init__(self, job: Job, plan: Plan | None, place: NodePlace | None):
+        self.job, self.processes = job, NodeProcesses(job, plan, place)
         self._received: list[ProcessMessage] = []
 
     def receive(self, kind: type) -> ProcessMessage:
         """The next message, which has to be of this kind."""
-        self._eventually(lambda: self._received or self._received.extend(self.processes.poll()))
+        wait_for(lambda: self._received or self._received.extend(self.processes.poll()))
         assert isinstance(self._received[0], kind), self._received
         return self._received.pop(0)
 
     def workers(self, count: int) -> list[psutil.Process]:
-        self._eventually(lambda: len(processes.workers(LAUNCH)) == count)
+        wait_for(lambda: len(processes.workers(LAUNCH)) == count)
         return processes.workers(LAUNCH)
 
 
 @pytest.fixture
-def open_node(eventually) -> Iterator[Callable[..., Node]]:
+def open_node() -> Iterator[Callable[..., Node]]:
     opened: list[Node] = []
 
     def make(job: Job, plan: Plan | None = None, place: NodePlace | None = None) -> Node:
-        opened.append(Node(job, plan, place, eventually))
+        opened.append(Node(job, plan, place))
         return opened[-1]
 
     yield make
@@ -135,17 +136,17 @@ def only(open_node, make_job) -> Callable[[str], Node]:
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
 def test_of_two_groups_on_a_node_one_is_ended_alone(
-    open_node, make_job, make_plan, eventually, end: str, monkeypatch: pytest.MonkeyPatch
+    open_node, make_job, make_plan, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_processes, "torchrun_command", lambda *_: ("env", "RANK=0", "sleep", "600"))
     job, plan = make_job("endless"), replace(make_plan(), replica_groups=2)
     node = open_node(replace(job, environment={**job.environment, "TRAINSPEC_LAUNCH_ID": LAUNCH}), plan)
     for group in range(2):
         node.processes.start(group, 1)
-    eventually(lambda: {worker.name() for worker in node.workers(2)} == {"sleep"})
+    wait_for(lambda: {worker.name() for worker in node.workers(2)} == {"sleep"})
     getattr(node.processes, end)(1)
     messages = []
-    eventually(lambda: messages.extend(node.processes.poll()) or GroupExited in map(type, messages))
+    wait_for(lambda: messages.extend(node.processes.poll()) or GroupExited in map(type, messages))
     assert {message.group for message in messages} == {1}
     (left,) = processes.workers(LAUNCH)
     assert left.environ()[GROUP] == "0"
@@ -168,30 +169,30 @@ def test_a_group_is_started_fails_is_killed_and_started_again(second: Node) -> N
         assert second.processes.poll() == [], "once"
 
 
-def test_a_killed_worker_that_torchrun_has_reaped_is_said_to_be_killed(second: Node, eventually) -> None:
+def test_a_killed_worker_that_torchrun_has_reaped_is_said_to_be_killed(second: Node) -> None:
     """torchrun itself ends with 1; an agent that was held up sees no more than that."""
     second.processes.start(1, 1)
     (worker,) = second.workers(1)
     torchrun = psutil.Process(worker.ppid())
     worker.kill()
-    eventually(lambda: torchrun.status() == psutil.STATUS_ZOMBIE)
+    wait_for(lambda: torchrun.status() == psutil.STATUS_ZOMBIE)
     exited = second.receive(WorkerExited)
     assert exited.was_killed and "was killed by SIGKILL" in exited.summary
     assert second.receive(GroupExited).exit_code == 1
 
 
-def test_a_request_to_stop_is_noted_and_ends_well(second: Node, eventually) -> None:
+def test_a_request_to_stop_is_noted_and_ends_well(second: Node) -> None:
     second.processes.start(1, 1)
-    eventually(second.job.run.events(0).is_file)
+    wait_for(second.job.run.events(0).is_file)
     second.processes.stop()
     assert second.receive(GroupExited) == GroupExited(1, 1, 0)
     assert was_stop_noted(second.job.run, 1)
 
 
-def test_orphans_are_reported_once_and_asked_to_save_without_noting_a_stop(only, eventually) -> None:
+def test_orphans_are_reported_once_and_asked_to_save_without_noting_a_stop(only) -> None:
     node = only("endless")
     node.processes.start(0, 1)
-    eventually(lambda: all(node.job.run.events(rank).is_file() for rank in (0, 1)))
+    wait_for(lambda: all(node.job.run.events(rank).is_file() for rank in (0, 1)))
     psutil.Process(node.workers(2)[0].ppid()).kill()
     node.receive(WorkerExited)
     node.receive(WorkersOrphaned)
@@ -202,11 +203,11 @@ def test_orphans_are_reported_once_and_asked_to_save_without_noting_a_stop(only,
     assert node.job.run.checkpoint_steps()
 
 
-def test_a_run_of_one_group_has_the_time_to_report_a_failed_worker(only, eventually) -> None:
+def test_a_run_of_one_group_has_the_time_to_report_a_failed_worker(only) -> None:
     """Nothing is killed, or reported, before its torchrun has listed how the workers ended."""
     node = only("endless")
     node.processes.start(0, 1)
-    eventually(lambda: all(node.job.run.events(rank).is_file() for rank in (0, 1)))
+    wait_for(lambda: all(node.job.run.events(rank).is_file() for rank in (0, 1)))
     node.workers(2)[1].kill()
     assert node.receive(WorkerExited).rank == 1
     assert node.receive(GroupExited).exit_code == 1

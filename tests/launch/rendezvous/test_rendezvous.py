@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from lab.waiting import wait_for
 
 from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import MachineError
@@ -193,10 +194,7 @@ def test_it_starts_again_on_its_own_port(rendezvous: Rendezvous, connect) -> Non
     number = first.receive(20)["quorum"]
     rendezvous.kill()
     rendezvous._process.wait(20)
-    deadline = time.monotonic() + 20
-    while not rendezvous.keep_alive():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
+    wait_for(rendezvous.keep_alive)
     assert not rendezvous.keep_alive()
     assert rendezvous.address == before
     again = connect()

@@ -23,7 +23,7 @@ SENDS_NOTHING = ("ZeRO-1 to ZeRO-3", "data to experts", "replicas to a pipeline 
 
 
 def found_by_ranks(folder: Path, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    printed = outputs(WORKER, [(folder / "meeting", rank, *names) for rank in range(2)], timeout_s=400)
+    printed = outputs(WORKER, [(folder / "meeting", rank, *names) for rank in range(2)])
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
 

@@ -97,9 +97,7 @@ class Lab:
         self.events.clear()
 
     def wait_until(self, holds: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 60
         while not holds():
-            assert time.monotonic() < deadline, self.events
             self.poll()
             time.sleep(0.01)
 
