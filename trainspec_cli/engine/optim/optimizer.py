@@ -16,13 +16,13 @@ from torch import Tensor
 
 from trainspec_cli.engine.comm.exchange import TimeCollective
 from trainspec_cli.engine.optim.adamw8bit import AdamW8bit, is_quantised
-from trainspec_cli.engine.optim.guarded import GuardedOptimizer, start_adamw
+from trainspec_cli.engine.optim.guarded import Group, GuardedOptimizer, start_adamw
 from trainspec_cli.engine.optim.muon import Muon, is_hidden_matrix
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.recipe.optim import OptimSpec
 
 
-def fused(groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+def fused(groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
     """One kernel for all parameters, clipping and the guard in it (`guarded_update`)."""
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
 
@@ -51,11 +51,11 @@ def build_optimizer(
     return optimizer
 
 
-def _groups(shares: Sequence[Share], optim: OptimSpec) -> list[dict[str, Any]]:
+def _groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
     """Return groups of parameters by whether they decay, without empty ones."""
     matrices = [share.local for share in shares if share.parameter.dim() > 1]
     vectors = [share.local for share in shares if share.parameter.dim() <= 1]
-    groups: list[dict[str, Any]] = [
+    groups: list[Group] = [
         {"params": matrices, "weight_decay": optim.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]

@@ -30,7 +30,9 @@ def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time:
     sent = [[parts[number] for number in range(to, len(parts), ranks)] for to in range(ranks)]
     mine = range(rank, len(parts), ranks)
     shapes = [_shapes(parts[number], own[number]) for number in mine]
-    received = _swap(sent, [[of_ranks[sender] for of_ranks in shapes] for sender in range(ranks)], group, time)
+    received = _swap(
+        sent, [[of_ranks[sender] for of_ranks in shapes] for sender in range(ranks)], parts[0], group, time
+    )
     wholes = [
         torch.cat([received[sender][place] for sender in range(ranks)], own[number].dim)
         for place, number in enumerate(mine)
@@ -52,7 +54,9 @@ def scatter_own(
     cut = [whole.split(own[number].sizes, own[number].dim) for number, whole in zip(mine, held, strict=True)]
     numbers = [list(range(sender, len(like), ranks)) for sender in range(ranks)]
     sent = [[pieces[to] for pieces in cut] for to in range(ranks)]
-    received = _swap(sent, [[like[number].shape for number in of_sender] for of_sender in numbers], group, time)
+    received = _swap(
+        sent, [[like[number].shape for number in of_sender] for of_sender in numbers], like[0], group, time
+    )
     by_number = {
         number: part
         for of_sender, came in zip(numbers, received, strict=True)
@@ -77,12 +81,13 @@ def _resized(part: Tensor, dim: int, size: int) -> torch.Size:
 def _swap(
     sent: Sequence[Sequence[Tensor]],
     shapes: Sequence[Sequence[torch.Size]],
+    like: Tensor,
     group: dist.ProcessGroup,
     time: TimeCollective,
 ) -> list[list[Tensor]]:
-    """Send `sent[r]` to rank r; return what came from each rank, of `shapes`."""
-    like = next(tensor for tensors in sent for tensor in tensors)
-    out = torch.cat([tensor.reshape(-1) for tensors in sent for tensor in tensors])
+    """Send `sent[r]` to rank r; return what came from each rank, of `shapes`, all in the format of `like`. A rank may
+    have nothing to send."""
+    out = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
     out_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
     in_sizes = [sum(math.prod(shape) for shape in of_rank) for of_rank in shapes]
     received = like.new_empty(sum(in_sizes))
