@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainspec_cli.engine.optim.adamw8bit import dequantise, dynamic_map, quantise
+from trainspec_cli.engine.optim.adamw8bit import Codebook, dynamic_map
 from trainspec_cli.engine.optim.muon import Muon
 from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update
 from trainspec_cli.engine.shares import Cut, Share
@@ -51,9 +51,10 @@ def test_the_map_is_the_papers() -> None:
 def test_every_value_becomes_the_nearest_of_the_map(signed: bool) -> None:
     x = drawn(1, 3, ROW) * torch.tensor([[1e-9], [1.0], [0.0]])
     x = x if signed else x.abs()
-    codes, scales = quantise(x, signed=signed)
+    book = Codebook.make(CPU, signed=signed)
+    codes, scales = book.quantise(x)
     assert codes.dtype == torch.uint8 and codes.shape == x.shape and scales.shape == (3, 3)
-    found, values = dequantise(codes, scales, signed=signed), dynamic_map(CPU, signed=signed)
+    found, values = book.dequantise(codes, scales), book.values
     for block in range(3):
         own = slice(256 * block, 256 * (block + 1))
         assert torch.equal(scales[:, block], x[:, own].abs().amax(1))
@@ -66,7 +67,8 @@ def test_a_second_moment_is_not_rounded_to_nothing() -> None:
     """A first moment that is left is divided by its root."""
     second = torch.full((1, 256), 1e-12)
     second[0, 0] = 1.0
-    assert dequantise(*quantise(second, signed=False), signed=False).amin() > 0
+    book = Codebook.make(CPU, signed=False)
+    assert book.dequantise(*book.quantise(second)).amin() > 0
 
 
 def test_three_steps_are_those_written_out() -> None:
@@ -75,7 +77,7 @@ def test_three_steps_are_those_written_out() -> None:
         for name, shape in (("w", (ROWS, ROW)), ("small", (8, 256)), ("norm", (5000,)))
     )
     optimizer, shares = build_optimizer([share, small, norm], SPEC), [share, small, norm]
-    weight = share.local.detach().clone()
+    weight, books = share.local.detach().clone(), [Codebook.make(CPU, signed=signed) for signed in (True, False)]
     first, second = torch.zeros_like(weight), torch.zeros_like(weight)
     usual = [Share(one.name, torch.nn.Parameter(one.parameter.detach().clone())) for one in (small, norm)]
     adamw = build_optimizer(usual, OptimSpec(**{**SPEC.__dict__, "name": "adamw"}))
@@ -88,8 +90,8 @@ def test_three_steps_are_those_written_out() -> None:
         weight *= 1 - 0.03 * 0.2
         weight -= 0.03 * (first / (1 - 0.7**step)) / ((second / (1 - 0.8**step)).sqrt() + 1e-3)
         first, second = (
-            torch.cat([dequantise(*quantise(row[None], signed=signed), signed=signed) for row in moment])
-            for moment, signed in ((first, True), (second, False))
+            torch.cat([book.dequantise(*book.quantise(row[None])) for row in moment])
+            for moment, book in zip((first, second), books, strict=True)
         )
     torch.testing.assert_close(share.local.detach(), weight, rtol=1e-4, atol=1e-4)
     for own, other in zip(shares[1:], usual, strict=True):

@@ -10,8 +10,9 @@ Shapes: R rows, C values of a row, N blocks of a row, K values of a block.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +40,6 @@ def row_dim(shape: torch.Size) -> int:
     return 2 if len(shape) == 3 else 1
 
 
-@cache
 def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
     """Return the 256 values of the dynamic tree of 8 bits, in order (arXiv:2110.02861, section 1.3).
 
@@ -48,36 +48,43 @@ def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
     """
     values = [0.0, 1.0]
     for exponent in range(EXPONENTS):
-        borders = torch.linspace(0.1, 1, 2 ** (exponent + (0 if signed else 1)) + 1, dtype=torch.float64)
-        middles = ((borders[:-1] + borders[1:]) / 2 * 10.0 ** (exponent + 1 - EXPONENTS)).tolist()
+        parts = 2 ** (exponent + (0 if signed else 1))
+        borders = [0.1 + 0.9 * part / parts for part in range(parts + 1)]
+        middles = [(low + high) / 2 * 10.0 ** (exponent + 1 - EXPONENTS) for low, high in pairwise(borders)]
         values += middles + ([-middle for middle in middles] if signed else [])
-    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+    return torch.tensor(sorted(values), device=device)
 
 
-@cache
-def _borders(device: torch.device, *, signed: bool) -> Tensor:
-    """Return the limits between the values of the map, above each of which the next one is nearer."""
-    values = dynamic_map(device, signed=signed)
-    return (values[:-1] + values[1:]) / 2
+@dataclass(frozen=True)
+class Codebook:
+    """The values that codes stand for, by which moments are quantised."""
 
+    values: Tensor
+    borders: Tensor
+    """The limits between the values, above each of which the next one is nearer."""
+    signed: bool
 
-def quantise(values_RC: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """-> (codes_RC of uint8, scales_RN): of each value the nearest in the map.
+    @staticmethod
+    def make(device: torch.device, *, signed: bool) -> Codebook:
+        values = dynamic_map(device, signed=signed)
+        return Codebook(values, (values[:-1] + values[1:]) / 2, signed)
 
-    Without a sign, nothing but a block of zeros becomes 0: the root of a second moment divides the first, and a first
-    moment beside it may be left.
-    """
-    blocks_RNK = _blocks(values_RC)
-    scales_RN = blocks_RNK.abs().amax(-1)
-    divisors = torch.where(scales_RN > 0, scales_RN, 1.0)
-    codes = torch.bucketize(blocks_RNK / divisors[..., None], _borders(values_RC.device, signed=signed), out_int32=True)
-    codes = codes if signed else codes.clamp_(min=1)
-    return codes.to(torch.uint8).flatten(1)[:, : values_RC.shape[1]], scales_RN
+    def quantise(self, values_RC: Tensor) -> tuple[Tensor, Tensor]:
+        """-> (codes_RC of uint8, scales_RN): of each value the nearest in the map.
 
+        Without a sign, nothing but a block of zeros becomes 0: the root of a second moment divides the first, and a
+        first moment beside it may be left.
+        """
+        blocks_RNK = _blocks(values_RC)
+        scales_RN = blocks_RNK.abs().amax(-1)
+        divisors_RN = torch.where(scales_RN > 0, scales_RN, 1.0)
+        codes = torch.bucketize(blocks_RNK / divisors_RN[..., None], self.borders, out_int32=True)
+        codes = codes if self.signed else codes.clamp_(min=1)
+        return codes.to(torch.uint8).flatten(1)[:, : values_RC.shape[1]], scales_RN
 
-def dequantise(codes_RC: Tensor, scales_RN: Tensor, *, signed: bool) -> Tensor:
-    values_RNK = _blocks(dynamic_map(codes_RC.device, signed=signed)[codes_RC.int()])
-    return (values_RNK * scales_RN[..., None]).flatten(1)[:, : codes_RC.shape[1]]
+    def dequantise(self, codes_RC: Tensor, scales_RN: Tensor) -> Tensor:
+        values_RNK = _blocks(self.values[codes_RC.int()])
+        return (values_RNK * scales_RN[..., None]).flatten(1)[:, : codes_RC.shape[1]]
 
 
 def _blocks(x_RC: Tensor) -> Tensor:
@@ -87,7 +94,12 @@ def _blocks(x_RC: Tensor) -> Tensor:
 
 
 class AdamW8bit(GuardedOptimizer):
-    """Groups with the rule `quantised` have moments of 8 bits."""
+    """Groups with a rule have moments of 8 bits."""
+
+    def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
+        super().__init__(groups, lr, betas, eps)
+        device = self.param_groups[0]["params"][0].device
+        self.books = Codebook.make(device, signed=True), Codebook.make(device, signed=False)
 
     def start_rule(self, parameter: Tensor, like: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         lead, row = parameter.shape[: row_dim(parameter.shape)], parameter.shape[row_dim(parameter.shape) :]
@@ -112,20 +124,21 @@ class AdamW8bit(GuardedOptimizer):
             rows = max(1, CHUNK_VALUES // flat["weight"].shape[1])
             for start in range(0, len(flat["weight"]), rows):
                 chunk = {name: tensor[start : start + rows] for name, tensor in flat.items()}
-                _update_rows(chunk, state["step"], group, guard)
+                self._update_rows(chunk, state["step"], group, guard)
 
-
-def _update_rows(rows: dict[str, Tensor], step: Tensor, group: Group, guard: Guard) -> None:
-    """Update some rows of the weight and its moments in place, as arXiv:1711.05101 does, in fp32."""
-    beta1, beta2 = group["betas"]
-    gradient = rows["gradient"] / guard.scale
-    first = dequantise(rows["exp_avg"], rows["exp_avg_scale"], signed=True).lerp_(gradient, 1 - beta1)
-    second = dequantise(rows["exp_avg_sq"], rows["exp_avg_sq_scale"], signed=False)
-    second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-    for name, moment, signed in (("exp_avg", first, True), ("exp_avg_sq", second, False)):
-        codes, scales = quantise(moment, signed=signed)
-        guard.set_(rows[name], codes)
-        guard.set_(rows[f"{name}_scale"], scales)
-    denominator = (second / (1 - beta2**step)).sqrt_().add_(group["eps"])
-    change = first.div_(denominator).mul_(group["lr"] / (1 - beta1**step))
-    guard.set_(rows["weight"], rows["weight"] * (1 - group["lr"] * group["weight_decay"]) - change)
+    def _update_rows(self, rows: dict[str, Tensor], step: Tensor, group: Group, guard: Guard) -> None:
+        """Update some rows of the weight and its moments in place, as arXiv:1711.05101 does, in fp32."""
+        beta1, beta2 = group["betas"]
+        gradient = rows["gradient"] / guard.scale
+        first_book, second_book = self.books
+        first = first_book.dequantise(rows["exp_avg"], rows["exp_avg_scale"]).lerp_(gradient, 1 - beta1)
+        second = second_book.dequantise(rows["exp_avg_sq"], rows["exp_avg_sq_scale"])
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        for name, moment, book in (("exp_avg", first, first_book), ("exp_avg_sq", second, second_book)):
+            codes, scales = book.quantise(moment)
+            guard.set_(rows[name], codes)
+            guard.set_(rows[f"{name}_scale"], scales)
+        del gradient, codes, scales
+        denominator = second.div_(1 - beta2**step).sqrt_().add_(group["eps"])
+        change = first.div_(denominator).mul_(group["lr"] / (1 - beta1**step))
+        guard.set_(rows["weight"], (rows["weight"] * (1 - group["lr"] * group["weight_decay"])).sub_(change))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.optim import ON_DEVICE
+from trainspec_cli.spec.recipe.optim import BLOCK, ON_DEVICE
+from trainspec_cli.spec.rules.layout import size_of
 
 if TYPE_CHECKING:
     from trainspec_cli.spec.recipe.run import RunSpec
@@ -34,13 +35,23 @@ def offloaded_state(spec: RunSpec) -> Iterator[Problem]:
 
 
 def blocks_of_changed_layouts(spec: RunSpec) -> Iterator[Problem]:
-    """tp cuts rows of some matrices, and each rank quantises its part in blocks of its own."""
-    if spec.optim.name != "adamw8bit":
+    """tp cuts rows of some matrices, and each rank quantises its part in blocks of its own: those of another tp are the
+    same where every part is some blocks."""
+    model = spec.model
+    if spec.optim.name != "adamw8bit" or model.unit == "samples":
         return
+    rows = {
+        "num_heads x head_dim": getattr(model, "num_heads", 0) * getattr(model, "head_dim", 0),
+        "ffn_size": getattr(model, "ffn_size", 0),
+        "mamba_heads x mamba_head_dim": getattr(model, "mamba_heads", 0) * getattr(model, "mamba_head_dim", 0),
+    }
     for place, change in enumerate(spec.scheduler.changes):
-        if (tp := change.of(spec.layout).tp) != spec.layout.tp:
+        sizes = [size_of(spec.layout, "tp"), size_of(change.of(spec.layout), "tp")]
+        uneven = [name for name, row in rows.items() if row % (max(sizes) * BLOCK)]
+        if sizes[0] != sizes[1] and uneven:
             path = f"scheduler.changes.{place}.tp"
-            message = f"layout.tp is {tp} from step {change.step} on, and blocks of adamw8bit do not follow another tp"
+            message = f"`{NAME}` is adamw8bit, and layout.tp {sizes[0]} and {sizes[1]} cut rows of `model` {uneven[0]}"
+            message += f" ({rows[uneven[0]]}) into other blocks of {BLOCK}"
             yield Problem("unsupported", message, path, f"type ~{path}, or {NAME}=adamw")
 
 
