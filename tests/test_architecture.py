@@ -140,7 +140,7 @@ def test_a_name_of_a_class_means_one_thing() -> None:
 
 UNTYPED = {
     "engine/kernels/adamw.py": "torch's parameter groups",
-    "engine/optim/optimizer.py": "torch's parameter groups",
+    "engine/optim/guarded.py": "torch's parameter groups",
     "engine/parallel/recompute.py": "keyword arguments of torch's checkpoint()",
 }
 """Files that may hold values without types by name, and what these are. Records are dataclasses; a plain value on its

@@ -46,6 +46,22 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class Split:
+    """A tensor whose parts along `dim` lie on the ranks of `group`, in order, each of `size` / ranks, rounded up, as
+    far as there is something left."""
+
+    dim: int
+    size: int
+    group: dist.ProcessGroup
+
+    @property
+    def sizes(self) -> list[int]:
+        ranks = self.group.size()
+        part = -(-self.size // ranks)
+        return [max(0, min(part, self.size - rank * part)) for rank in range(ranks)]
+
+
+@dataclass(frozen=True)
 class Share:
     name: str
     """The name in the whole model, whatever the layout."""
@@ -87,6 +103,28 @@ class Share:
             dim, start = _shard_start(self.parameter)
             offsets[dim] += start
         return torch.Size(offsets)
+
+    @property
+    def splits(self) -> tuple[Split, ...]:
+        """Return how the full parameter is put together from local parts: the innermost split first."""
+        found = []
+        if isinstance(self.parameter, DTensor):
+            (placement,) = self.parameter.placements
+            assert isinstance(placement, Shard), "FSDP2 shards over one axis"
+            size = self.parameter.shape[placement.dim]
+            found.append(Split(placement.dim, size, self.parameter.device_mesh.get_group()))
+        if self.cut:
+            found.append(Split(self.cut.dim, self.cut.full_size, self.cut.group))
+        return tuple(split for split in found if split.group.size() > 1)
+
+    def place_of(self, state: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """-> (offsets, full shape) of a tensor of the optimizer's state: one like the local part, or one that has in
+        its last dimension so many values for each row (scales of blocks), along which only a cut divides it."""
+        if state.shape == self.local.shape:
+            return tuple(self.offsets), tuple(self.full_shape)
+        rows, values = state.dim() - 1, state.shape[-1]
+        index, count = (self.cut.index, self.cut.count) if self.cut and self.cut.dim >= rows else (0, 1)
+        return (*self.offsets[:rows], index * values), (*self.full_shape[:rows], count * values)
 
     def part_of(self, full: Tensor) -> Tensor:
         """The local part of `full`, a view."""

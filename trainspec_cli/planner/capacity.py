@@ -14,6 +14,7 @@ from trainspec_cli.planner.hardware.topology import Fabric, NetworkTier
 from trainspec_cli.planner.memory.fit import SURELY, expected_step_s, fit_probability
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
+from trainspec_cli.planner.optimizer import moment_bytes
 from trainspec_cli.planner.run.batches import main_size, predict_sizes
 from trainspec_cli.planner.search.search import (
     ABOUT,
@@ -259,7 +260,6 @@ def software_of(spec: RunSpec, sharded: bool) -> Software:
     Parameters sharded (ZeRO-3): one fp32 copy; else weights in the compute format and fp32 masters.
     """
     gradient = 2.0 if spec.precision.reduce == "bf16" else 4.0
-    moments = 8.0 if spec.optim.name == "adamw" else 0.0
     return Software(
         attention_generation=2,
         fused_kernels=spec.compile,
@@ -268,7 +268,8 @@ def software_of(spec: RunSpec, sharded: bool) -> Software:
         reduce_bytes=gradient,
         wire=spec.comm.fixed,
         grad_bytes=gradient,
-        moment_bytes=moments,
+        optimizer=spec.optim.name,
+        moment_bytes=moment_bytes(spec.model, spec.optim.name, spec.lora),
         weight_bytes=4.0 if sharded else 2.0,
         master_bytes=0.0 if sharded else 4.0,
     )

@@ -57,13 +57,15 @@ class Run:
     changes: dict[str, Any] = field(default_factory=dict)
     """Of the model, mostly fewer layers."""
     lora: LoraSpec = field(default_factory=LoraSpec)
+    optimizer: Any = "adamw"
 
     @property
     def name(self) -> str:
         axes = ".".join(f"{axis}={size}" for axis, size in self.axes.items()) or "one"
         adapters = f" lora {self.lora.rank}" * bool(self.lora.rank)
         batch = f"{self.micro_batches}x{self.samples}x{self.seq_len}"
-        return f"{self.model} {axes} {batch} {self.recompute} {self.compute}{adapters}"
+        optimizer = f" {self.optimizer}" * (self.optimizer != "adamw")
+        return f"{self.model} {axes} {batch} {self.recompute} {self.compute}{adapters}{optimizer}"
 
 
 def fsdp(size: int, **axes: Any) -> dict[str, Any]:
@@ -178,6 +180,8 @@ DEFAULT_RUNS = (
     Run("resnet_tiny", fsdp(4, zero_stage=2, pipeline_schedule="zero_bubble"), samples=2, micro_batches=4),
     Run("llama_6m", {}, samples=4, seq_len=512, lora=LORA),
     Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, lora=FEW),
+    Run("llama_6m", fsdp(2), samples=4, seq_len=512, optimizer="adamw8bit"),
+    Run("llama_6m", fsdp(2), samples=4, seq_len=512, optimizer="muon"),
 )
 
 
@@ -198,6 +202,7 @@ def plan_of(run: Run) -> Plan:
         batching=replace(base.spec.batching, global_batch_size=batch),
         precision=replace(base.spec.precision, reduce=run.reduce, matmul=run.matmul),
         lora=run.lora,
+        optim=replace(base.spec.optim, name=run.optimizer),
     )
     return replace(
         base,

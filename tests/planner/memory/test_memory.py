@@ -226,7 +226,7 @@ def test_an_eager_run_of_the_engine_is_counted_tensor_by_tensor(layout: Layout, 
     ("changes", "counts"),
     [
         ({"software": replace(EAGER, reduce_bytes=2.0)}, {"reduce": "bf16"}),
-        ({"software": replace(EAGER, moment_bytes=0.0)}, {"optimizer": "sgd"}),
+        ({"software": replace(EAGER, optimizer="sgd", moment_bytes=0.0)}, {"optimizer": "sgd"}),
         ({"compute": "fp32", "matmul": "fp32"}, {"compute": "fp32", "matmul": "fp32"}),
         ({"micro_batch_size": 2.0, "grad_accum": 3}, {"samples": 2, "micro_batches": 3}),
         ({"seq_len": 1024}, {"seq_len": 1024}),

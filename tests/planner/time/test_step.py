@@ -197,9 +197,10 @@ def test_a_device_waits_where_launching_takes_longer(
 def test_the_optimizer_reads_and_writes_its_shard_of_the_state() -> None:
     """100 / 8 dense and 40 / 4 expert parameters: a gradient of 4 bytes, master weights and moments twice, a weight."""
     setup, params = setup_of(Layout(dp_shard=8, ep=2, zero_stage=1)), 100 / 8 + 40 / 4
-    assert optimizer_s(LAYER, setup, RATES, EFF) == pytest.approx(2 * params * (4 + 2 * 4 + 2 * 8 + 2) / 10)
-    assert optimizer_s(LAYER, replace(setup, trainable=0.5), RATES, EFF) == pytest.approx(params * 30 / 10)
-    offloaded = optimizer_s(LAYER, replace(setup, offload_optimizer=True), RATES, EFF)
+    groups = axis_groups(setup.layout, setup.fabric, EFF)
+    assert optimizer_s(LAYER, setup, RATES, groups, EFF) == pytest.approx(2 * params * (4 + 2 * 4 + 2 * 8 + 2) / 10)
+    assert optimizer_s(LAYER, replace(setup, trainable=0.5), RATES, groups, EFF) == pytest.approx(params * 30 / 10)
+    offloaded = optimizer_s(LAYER, replace(setup, offload_optimizer=True), RATES, groups, EFF)
     assert offloaded == pytest.approx(params * 6 / 50e9 + params * 30 / 100e9)
 
 

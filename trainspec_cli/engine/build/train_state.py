@@ -238,7 +238,7 @@ def build_train_state(
         links=links,
         stages=_join_stages(plan, parts, Lines(mesh.group("pp"), mesh.upstream, device), queue, clock, noise),
         shares=shares,
-        optimizer=_build_plan_optimizer(plan, shares, fill=fill),
+        optimizer=_build_plan_optimizer(plan, shares, clock, fill=fill),
         late_sums=_late_sums(plan, mesh, exchanges, shares, partials),
         positions_S=positions_S,
         routers=routers_of(list(parts.values())),
@@ -274,11 +274,13 @@ def _join_stages(
     return Stages(plan.layout, parts, lines, queue, _hidden(plan), clock, throttle, Allowance(), noise)
 
 
-def _build_plan_optimizer(plan: Plan, shares: Sequence[Share], *, fill: bool) -> torch.optim.Optimizer:
+def _build_plan_optimizer(
+    plan: Plan, shares: Sequence[Share], clock: StepClock, *, fill: bool
+) -> torch.optim.Optimizer:
     """Build the optimizer of the trained shares; moments have no memory yet if not `fill`."""
     trained = [share for share in shares if share.is_trained]
     update, zeros = load_kernel("adamw", plan.kernels.adamw), torch.zeros_like if fill else without_memory
-    return build_optimizer(trained, plan.spec.optim, update, zeros)
+    return build_optimizer(trained, plan.spec.optim, update, zeros, clock.collective)
 
 
 def _spread_stage(

@@ -100,7 +100,7 @@ class Held:
 
 
 def _part(name: str, share: Share, tensor: Tensor) -> TensorPart:
-    return TensorPart(name, tensor, tuple(share.offsets), tuple(share.full_shape))
+    return TensorPart(name, tensor, *share.place_of(tensor))
 
 
 def kept_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:

@@ -1,24 +1,34 @@
 """The optimizer of an OptimSpec, and one guarded update: clip by the global norm, skip where anything is not finite.
 
 Both happen inside the fused kernel, through the two tensors that it takes for mixed precision: `grad_scale` divides
-every gradient, `found_inf` makes the update (and its step count) a no-op. So the host never waits to decide.
+every gradient, `found_inf` makes the update (and its step count) a no-op. So the host never waits to decide. Optimizers
+written here (`guarded.py`) take the same two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainspec_cli.engine.comm.exchange import TimeCollective
+from trainspec_cli.engine.optim.adamw8bit import AdamW8bit, is_quantised
+from trainspec_cli.engine.optim.guarded import Group, GuardedOptimizer, start_adamw
+from trainspec_cli.engine.optim.muon import Muon, is_hidden_matrix
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.recipe.optim import OptimSpec
 
 
-def fused(groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
+def fused(groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:
     """One kernel for all parameters, clipping and the guard in it (`guarded_update`)."""
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def untimed(_sent_bytes: float | None = None) -> nullcontext[bool]:
+    return nullcontext(False)
 
 
 def build_optimizer(
@@ -26,15 +36,14 @@ def build_optimizer(
     optim: OptimSpec,
     adamw: Callable[..., Any] = fused,
     moment_like: Callable[[Tensor], Tensor] = torch.zeros_like,
+    time: TimeCollective = untimed,
 ) -> torch.optim.Optimizer:
-    """Matrices decay, norms and biases do not. `moment_like` makes the first moments of a parameter."""
-    matrices = [share.local for share in shares if share.parameter.dim() > 1]
-    vectors = [share.local for share in shares if share.parameter.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": optim.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    """Matrices decay, norms and biases do not. `moment_like` makes the state of a parameter from a tensor of its shape
+    and dtype; `time` is called around exchanges that an update makes.
+    """
+    if optim.name in _RULES:
+        return _build_guarded(shares, optim, moment_like, time)
+    groups = _groups(shares, optim)
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
     optimizer = adamw(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
@@ -42,15 +51,42 @@ def build_optimizer(
     return optimizer
 
 
+def _groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
+    """Return groups of parameters by whether they decay, without empty ones."""
+    matrices = [share.local for share in shares if share.parameter.dim() > 1]
+    vectors = [share.local for share in shares if share.parameter.dim() <= 1]
+    groups: list[Group] = [
+        {"params": matrices, "weight_decay": optim.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+_RULES: dict[str, Callable[[Share], bool]] = {"adamw8bit": is_quantised, "muon": is_hidden_matrix}
+"""Optimizers that update some parameters by a rule of their own, and which; all others train by AdamW."""
+
+
+def _build_guarded(
+    shares: Sequence[Share], optim: OptimSpec, moment_like: Callable[[Tensor], Tensor], time: TimeCollective
+) -> GuardedOptimizer:
+    by_rule = [share for share in shares if _RULES[optim.name](share)]
+    rest = [share for share in shares if not _RULES[optim.name](share)]
+    own = [group | {"rule": optim.name, "momentum": optim.momentum} for group in _groups(by_rule, optim)]
+    groups, betas = [*own, *_groups(rest, optim)], (optim.beta1, optim.beta2)
+    optimizer: GuardedOptimizer
+    if optim.name == "muon":
+        optimizer = Muon(groups, by_rule, optim.lr, betas, optim.eps, time)
+    else:
+        optimizer = AdamW8bit(groups, optim.lr, betas, optim.eps)
+    optimizer.start_state(moment_like)
+    return optimizer
+
+
 def _start_moments(optimizer: torch.optim.AdamW, moment_like: Callable[[Tensor], Tensor]) -> None:
     """Make the moments that the first update would make, so that a checkpoint can be loaded before any update."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": moment_like(parameter),
-                "exp_avg_sq": moment_like(parameter),
-            }
+            optimizer.state[parameter] = start_adamw(parameter, moment_like)
 
 
 def without_memory(parameter: Tensor) -> Tensor:

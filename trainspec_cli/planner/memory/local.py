@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainspec_cli.planner.memory.feedback import feedback_bytes
+from trainspec_cli.planner.optimizer import moment_bytes
 from trainspec_cli.planner.time.local import COMPUTE_BYTES, micro_tokens, unit_params
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.model_parts import loss_chunk_tokens
@@ -34,8 +35,7 @@ def copy_bytes(plan: Plan) -> float:
     """The state copied aside to be written: the ranks share out what is theirs together. In host memory it is held
     twice."""
     checkpoint = plan.spec.checkpoint
-    moments = 8 if plan.spec.optim.name == "adamw" else 0
-    held = (4 + moments) * plan.params / plan.world_size
+    held = (4 + moment_bytes(plan.spec.model, plan.spec.optim.name, plan.spec.lora)) * plan.params / plan.world_size
     if checkpoint.memory_interval_steps is not None:
         return 2 * held
     return held if checkpoint.interval_steps is not None and checkpoint.mode == "async" else 0.0
@@ -62,7 +62,7 @@ def parameter_bytes(plan: Plan, model: DecoderModel) -> float:
 
 def step_bytes(plan: Plan, model: DecoderModel) -> dict[str, float]:
     """Bytes that the first step allocates: the optimizer's moments last, all else is freed and allocated again."""
-    moments = 8 if plan.spec.optim.name == "adamw" else 0
+    moments = moment_bytes(model, plan.spec.optim.name, plan.spec.lora)
     formats = COMPUTE_BYTES[plan.compute] + COMPUTE_BYTES[plan.spec.precision.reduce]
     own = plan.params / plan.layout.dp_shard
     return {

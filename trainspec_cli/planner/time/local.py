@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainspec_cli.planner.optimizer import UPDATE_BYTES, matrix_share, newton_schulz_flops
 from trainspec_cli.planner.time.wire import ENCODING_BYTES, GRADIENT_BYTES
 from trainspec_cli.spec.recipe.comm import WireFormat
 from trainspec_cli.spec.recipe.model import DecoderModel
@@ -20,6 +21,8 @@ from trainspec_cli.spec.results.prediction import PlannedLink
 from trainspec_cli.spec.results.probe import PROBED_HEAD_SIZES, PROBED_HEADS, PROBED_TOKENS, Curve, MachineProbe
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
+ADAMW_TRAFFIC_BYTES = 28.0
+"""Bytes that one kernel of AdamW moves, a value: it reads a gradient, and reads and writes a weight and two moments."""
 CAST_BYTES = 6.0
 """Bytes that a cast from fp32 to bf16 moves through memory, a value."""
 
@@ -96,8 +99,22 @@ def curve_parts_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[
     ):
         parts[part] = plan.grad_accum_steps * (parts[part] + model.num_layers * block_s + outside_s)
     parts["exposed_comm"] += collectives_s(plan, model, probe)
-    parts["optimizer"] += probe.optimizer.beyond_call(plan.params / plan.layout.dp_shard)
+    parts["optimizer"] += update_s(plan, model, probe)
     return parts
+
+
+def update_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> float:
+    """Seconds of an update, beyond its calls' own cost: AdamW's as measured; of other optimizers by what their
+    operations move beside AdamW's, and Newton-Schulz as the products of matrices that it consists of."""
+    name, own = plan.spec.optim.name, plan.params / plan.layout.dp_shard
+    usual_s = probe.optimizer.beyond_call(own)
+    if name == "adamw8bit":
+        return usual_s * UPDATE_BYTES[name] / ADAMW_TRAFFIC_BYTES
+    if name == "muon":
+        elements = sum(newton_schulz_flops(model)) / plan.layout.dp_shard / (2 * PROBED_TOKENS)
+        products_s = _products_s(probe.matmul.forward, int(elements), PROBED_TOKENS)
+        return usual_s * (1 + matrix_share(model) * UPDATE_BYTES[name] / ADAMW_TRAFFIC_BYTES) + products_s
+    return usual_s
 
 
 def block_pass(plan: Plan, model: DecoderModel, probe: MachineProbe) -> _Pass:

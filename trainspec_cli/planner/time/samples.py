@@ -93,7 +93,7 @@ def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Effic
         gradients_each_s=scale * each_s,
         gradients_once_s=scale * once_s,
         gradients_tier=_tier(groups["dp"]),
-        rest_s=scale * (optimizer_s(slowest, setup, once.rates, eff) + _fill_sends_s(setup, groups["pp"], eff))
+        rest_s=scale * (optimizer_s(slowest, setup, once.rates, groups, eff) + _fill_sends_s(setup, groups["pp"], eff))
         + between_s,
     )
 

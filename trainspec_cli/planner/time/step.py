@@ -7,10 +7,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import cast
 
 from trainspec_cli.planner.hardware.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s
-from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.rates import Efficiency, matmul_flops_per_s
 from trainspec_cli.planner.hardware.topology import Group, axis_groups
+from trainspec_cli.planner.optimizer import UPDATE_BYTES, WIRE_BYTES, matrix_share, newton_schulz_flops
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.compute import LayerTime, Rates, layer_time, rates_of, ungrouped
 from trainspec_cli.planner.time.wire import gather_s, scatter_s, sum_s
@@ -18,6 +20,7 @@ from trainspec_cli.planner.workload import embedding_work, head_work, layer_work
 from trainspec_cli.planner.workload.work import Work
 from trainspec_cli.policy.pipeline import cut_layers
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import TextModel
 from trainspec_cli.spec.results.prediction import StepTime
 
 
@@ -178,7 +181,7 @@ def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff:
         ep_comm_s=micro * 2 * part.comm.ep,
         pp_comm_s=sends,
         bubble_s=bubble,
-        optimizer_s=optimizer_s(part, setup, rates, eff),
+        optimizer_s=optimizer_s(part, setup, rates, groups, eff),
         dp_comm_s=data_parallel_s(part, setup, groups, eff),
         host_s=micro * host_wait_s(part, times[slowest], setup, eff) + between,
     )
@@ -262,14 +265,33 @@ def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency
     return max(0.0, launches * eff.launch_s - device_s)
 
 
-def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, eff: Efficiency) -> float:
-    """Gradients, master weights and moments through memory once each way; over the host link when offloaded."""
+def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> float:
+    """Gradients, master weights and moments through memory once each way; over the host link when offloaded. Where an
+    update is several operations, what each of them reads and writes."""
     layout, software = setup.layout, setup.software
     params = setup.trainable * (part.params / layout.shards + part.expert_params / layout.expert_shards)
     traffic = params * (software.grad_bytes + 2 * software.master_bytes + 2 * software.moment_bytes + 2)
     if setup.offload_optimizer:
         return params * (software.grad_bytes + 2) / (setup.fabric.host_link_gb_per_s * 1e9) + traffic / 100e9
-    return eff.optimizer_passes * traffic / rates.memory
+    if software.optimizer == "adamw8bit":
+        traffic += params * UPDATE_BYTES["adamw8bit"]
+    usual_s = eff.optimizer_passes * traffic / rates.memory
+    return usual_s + (orthogonalise_s(params, setup, rates, groups, eff) if software.optimizer == "muon" else 0.0)
+
+
+def orthogonalise_s(params: float, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> float:
+    """Seconds of muon's own: operations on this rank's `params`, matrices that travel to the rank that has them whole
+    and back, and Newton-Schulz on those that it has. The ranks of dp_shard, cp and tp divide a model's matrices among
+    them, and each stage has its own; experts are whole."""
+    layout, model = setup.layout, cast("TextModel", setup.model)
+    dense, experts = newton_schulz_flops(model)
+    spread = layout.expert_ranks if layout.ep > 1 else layout.shards
+    flops = (dense / (layout.shards * layout.tp) + experts / spread) / layout.pp
+    hidden = params * matrix_share(model)
+    sent_bytes = 2 * WIRE_BYTES * hidden
+    travel_s = sum(all_to_all_s(groups[axis], sent_bytes, 1, eff) for axis in ("dp_shard", "tp"))
+    rate = matmul_flops_per_s(setup.fabric.chip, "bf16", eff)
+    return UPDATE_BYTES["muon"] * hidden / rates.memory + flops / rate + travel_s
 
 
 def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:

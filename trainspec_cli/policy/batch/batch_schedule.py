@@ -23,7 +23,7 @@ from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.batching import largest_size
 
-OPTIMIZER_RULES: Mapping[str, ShrinkRule] = {"adamw": "sqrt", "sgd": "linear"}
+OPTIMIZER_RULES: Mapping[str, ShrinkRule] = {"adamw": "sqrt", "adamw8bit": "sqrt", "muon": "sqrt", "sgd": "linear"}
 """How the learning rate follows the batch, by optimizer. One that is not here has no rule for a growing batch: under
 Muon, a ramp is reported to cost loss."""
 

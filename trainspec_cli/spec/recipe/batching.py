@@ -36,7 +36,7 @@ class BatchScheduleSpec:
     (arXiv:2510.14717). noise: the batch follows the measured gradient noise scale (arXiv:1812.06162)."""
     lr_rule: Literal["optimizer", "sqrt", "linear", "none"] = "optimizer"
     """The factor on the learning rate for a larger batch: its square root (arXiv:2205.10287), in proportion
-    (arXiv:1706.02677), or none. optimizer: sqrt for adamw, linear for sgd."""
+    (arXiv:1706.02677), or none. optimizer: linear for sgd, sqrt for all others."""
     stages: tuple[RampStage, ...] = ()
     """ramp: the sizes after the first, in their order."""
     growth: Annotated[float, Range(1.05, 16)] = 1.5

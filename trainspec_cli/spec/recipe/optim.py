@@ -7,6 +7,14 @@ from typing import Annotated, Literal
 
 from trainspec_cli.spec.field_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Range
 
+OptimizerName = Literal["adamw", "sgd", "muon", "adamw8bit"]
+ON_DEVICE: tuple[OptimizerName, ...] = ("muon", "adamw8bit")
+"""Optimizers whose state and update stay on the device that trains."""
+BLOCK = 256
+"""adamw8bit: values of a row that share a scale; a row ends its last block."""
+QUANTISED_SIZE, QUANTISED_ROW = 4096, 64
+"""adamw8bit: a tensor with fewer values, or with shorter rows, keeps moments of fp32; so does every vector."""
+
 
 @dataclass(frozen=True)
 class ScheduleSpec:
@@ -33,14 +41,18 @@ class ScheduleSpec:
 class OptimSpec:
     lr: PositiveFloat
     """The learning rate at its peak."""
-    name: Literal["adamw", "sgd"] = "adamw"
-    """The optimizer."""
+    name: OptimizerName = "adamw"
+    """The optimizer: adamw (arXiv:1711.05101); sgd; muon, which orthogonalises the momentum of the matrices inside of
+    blocks, and trains all else by adamw at the same rate (arXiv:2502.16982); adamw8bit, with moments of 8 bits
+    (arXiv:2110.02861)."""
     beta1: Annotated[float, Range(0, 1, includes_high=False)] = 0.9
-    """adamw: decay of the average of the gradients."""
+    """adamw, adamw8bit, and what muon leaves to adamw: decay of the average of the gradients."""
     beta2: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
-    """adamw: decay of the average of their squares."""
+    """The same optimizers: decay of the average of their squares."""
     eps: PositiveFloat = 1e-8
-    """adamw: added to the root of that average."""
+    """The same optimizers: added to the root of that average."""
+    momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
+    """muon: decay of the average of a matrix's gradients (Nesterov's)."""
     weight_decay: NonNegativeFloat = 0.1
     """Applied only to matrices (not to norms and biases)."""
     grad_clip_norm: PositiveFloat | None = 1.0

@@ -9,6 +9,7 @@ from typing import cast
 
 from trainspec_cli.planner.memory.engine.blocks import BlockProfile, profile
 from trainspec_cli.planner.memory.engine.conv import ConvPart, ConvTape, network
+from trainspec_cli.planner.memory.engine.optimizer import state_bytes, update_bytes
 from trainspec_cli.planner.memory.engine.run import WIDTHS, Account, EngineRun
 from trainspec_cli.planner.memory.engine.sharding import MASTER_WIDTH, Sharded, Sharding
 from trainspec_cli.planner.memory.engine.tape import INDEX
@@ -54,12 +55,15 @@ class _ConvReplay:
         for left in reversed(range(self.given.micro_batches)):
             self._forward()
             self._backward(last=left == 0)
+        self.account.touch(update_bytes(self.given.optimizer, [unit.unit for unit in self._units()], [], self.width))
         return self.account.at_peak
 
     def _hold_state(self) -> None:
         own = sum(unit.unit.own for unit in self._units())
         self.account.add("parameters", own * MASTER_WIDTH)
-        self.account.add("optimizer", own * (2 * MASTER_WIDTH if self.given.optimizer == "adamw" else 0.0))
+        self.account.add(
+            "optimizer", sum(state_bytes(self.given.optimizer, unit.unit, in_block=True) for unit in self._units())
+        )
         pixels, model = prod(self.model.input_size), self.model
         sample = model.in_channels * pixels * 4.0 + INDEX * (pixels if model.segments else 1)
         self.account.add("temporaries", sample * self.given.samples * self.given.micro_batches)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from trainspec_cli.planner.memory.engine.blocks import BlockProfile, profile_block
+from trainspec_cli.planner.memory.engine.optimizer import state_bytes, update_bytes
 from trainspec_cli.planner.memory.engine.parts import Shape
 from trainspec_cli.planner.memory.engine.run import WIDTHS, Account, EngineRun
 from trainspec_cli.planner.memory.engine.sharding import MASTER_WIDTH, Sharded, Sharding
@@ -104,18 +105,33 @@ class _Replay:
         for action in actions(self.layout, self.micro_batches)[self.rank]:
             _ACTIONS[action.kind](self, action)
         self._sum_late()
+        self._update()
         return self.account.at_peak
 
     def _hold_state(self) -> None:
         units = [unit for stage in self.stages.values() for unit in _units(stage)]
         own = sum(part.unit.own for part in units)
-        moments = 2 * MASTER_WIDTH if self.given.optimizer == "adamw" else 0.0
         tables = len(self.stages) * self.given.seq_len * self._angles_of_token_bytes()
         self.account.add("parameters", own * MASTER_WIDTH + tables)
-        self.account.add("optimizer", sum(part.unit.trained.own for part in units) * moments)
+        self.account.add("optimizer", self._optimizer_bytes())
         self.account.add("temporaries", 16.0 * self.shape.tokens * self.given.micro_batches)
         if self.layout.pp > 1:  # one that came early, and one that was sent
             self.account.add("temporaries", 2 * self.message_bytes)
+
+    def _optimizer_bytes(self) -> float:
+        blocks, outside = self._trained()
+        own = sum(state_bytes(self.given.optimizer, unit, in_block=True) for unit in blocks)
+        return own + sum(state_bytes(self.given.optimizer, unit, in_block=False) for unit in outside)
+
+    def _trained(self) -> tuple[list[Unit], list[Unit]]:
+        """-> (the units of the blocks that the rank holds, those outside of them)"""
+        stages = self.stages.values()
+        blocks = [sharded.unit for stage in stages for block in stage.blocks for sharded in block.units]
+        return blocks, [stage.outside.unit for stage in stages]
+
+    def _update(self) -> None:
+        """Gradients are left of the passes, besides what lasts."""
+        self.account.touch(update_bytes(self.given.optimizer, *self._trained(), self.width))
 
     def _sum_late(self) -> None:
         """Sum the gradients of experts that all ranks of tp hold: all are copied, and then into one piece."""

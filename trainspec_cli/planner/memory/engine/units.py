@@ -123,10 +123,10 @@ def _mixture(model: DecoderModel, layout: Layout) -> Iterator[Matrix]:
     if spec.shared_gate:
         yield 1, hidden
     if layout.ep == 1:
-        yield from ((experts, rows * row) for experts, rows, row in _experts(model, 1))
+        yield from ((experts, rows * row) for experts, rows, row in expert_matrices(model, 1))
 
 
-def _experts(model: DecoderModel, ep: int) -> Iterator[tuple[int, int, int]]:
+def expert_matrices(model: DecoderModel, ep: int) -> Iterator[tuple[int, int, int]]:
     spec, hidden = model.experts, model.hidden_size
     assert spec is not None
     held, up = spec.num_experts // ep, spec.expert_ffn_size * (2 if model.gated_mlp else 1)
@@ -140,7 +140,7 @@ def experts_unit(model: TextModel, layout: Layout) -> Unit:
     by rows."""
     decoder = model.as_decoder
     shards = layout.expert_ranks // layout.ep
-    shapes = list(_experts(decoder, layout.ep))
+    shapes = list(expert_matrices(decoder, layout.ep))
     if shapes[0][0] % shards == 0:
         return Unit(tuple((experts, rows * row) for experts, rows, row in shapes), shards)
     return Unit(tuple((rows, experts * row) for experts, rows, row in shapes), shards, reorders=shards > 1)
@@ -149,7 +149,7 @@ def experts_unit(model: TextModel, layout: Layout) -> Unit:
 def whole_experts(model: TextModel, layer: Layer, layout: Layout) -> Unit:
     """Return the experts that are part of a block's own unit."""
     decoder = model.as_decoder
-    held = _experts(decoder, 1) if "experts" in layer.mixers and layout.ep == 1 else ()
+    held = expert_matrices(decoder, 1) if "experts" in layer.mixers and layout.ep == 1 else ()
     return Unit(tuple((experts, rows * row) for experts, rows, row in held), layout.shards)
 
 

@@ -1,0 +1,144 @@
+"""AdamW with both moments in 8 bits (Dettmers et al. 2022, arXiv:2110.02861), in plain operations of torch.
+
+A moment is the code of each value, by the paper's dynamic map, and an fp32 scale for each block of a row: its largest
+magnitude. Blocks end with rows, so that a block lies on one rank wherever rows are spread: every ZeRO layout has the
+same blocks, computes the same update, and reads the others' checkpoints.
+
+Shapes: R rows, C values of a row, N blocks of a row, K values of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainspec_cli.engine.optim.guarded import Group, Guard, GuardedOptimizer
+from trainspec_cli.engine.shares import Share
+from trainspec_cli.spec.recipe.optim import BLOCK, QUANTISED_ROW, QUANTISED_SIZE
+
+EXPONENTS = 7
+"""Powers of ten that the map covers."""
+CHUNK_VALUES = 2**24
+"""Values that are updated at a time, in fp32."""
+
+
+def is_quantised(share: Share) -> bool:
+    """Return whether the moments of a parameter are kept in 8 bits, which is alike in all layouts."""
+    shape = share.full_shape
+    return len(shape) > 1 and shape.numel() >= QUANTISED_SIZE and math.prod(shape[row_dim(shape) :]) >= QUANTISED_ROW
+
+
+def row_dim(shape: torch.Size) -> int:
+    """Return the first dimension of a row: of stacked matrices (experts) the last, else the second, so that a filter
+    is a row."""
+    return 2 if len(shape) == 3 else 1
+
+
+def dynamic_map(device: torch.device, *, signed: bool) -> Tensor:
+    """Return the 256 values of the dynamic tree of 8 bits, in order (arXiv:2110.02861, section 1.3).
+
+    In each power of ten from 1e-7 to 1 are twice as many as in the one below, evenly spread: the magnitudes' bits after
+    the exponent; those without a sign have one bit more. Besides there are 0 and 1.
+    """
+    values = [0.0, 1.0]
+    for exponent in range(EXPONENTS):
+        parts = 2 ** (exponent + (0 if signed else 1))
+        borders = [0.1 + 0.9 * part / parts for part in range(parts + 1)]
+        middles = [(low + high) / 2 * 10.0 ** (exponent + 1 - EXPONENTS) for low, high in pairwise(borders)]
+        values += middles + ([-middle for middle in middles] if signed else [])
+    return torch.tensor(sorted(values), device=device)
+
+
+@dataclass(frozen=True)
+class Codebook:
+    """The values that codes stand for, by which moments are quantised."""
+
+    values: Tensor
+    borders: Tensor
+    """The limits between the values, above each of which the next one is nearer."""
+    signed: bool
+
+    @staticmethod
+    def make(device: torch.device, *, signed: bool) -> Codebook:
+        values = dynamic_map(device, signed=signed)
+        return Codebook(values, (values[:-1] + values[1:]) / 2, signed)
+
+    def quantise(self, values_RC: Tensor) -> tuple[Tensor, Tensor]:
+        """-> (codes_RC of uint8, scales_RN): of each value the nearest in the map.
+
+        Without a sign, nothing but a block of zeros becomes 0: the root of a second moment divides the first, and a
+        first moment beside it may be left.
+        """
+        blocks_RNK = _blocks(values_RC)
+        scales_RN = blocks_RNK.abs().amax(-1)
+        divisors_RN = torch.where(scales_RN > 0, scales_RN, 1.0)
+        codes = torch.bucketize(blocks_RNK / divisors_RN[..., None], self.borders, out_int32=True)
+        codes = codes if self.signed else codes.clamp_(min=1)
+        return codes.to(torch.uint8).flatten(1)[:, : values_RC.shape[1]], scales_RN
+
+    def dequantise(self, codes_RC: Tensor, scales_RN: Tensor) -> Tensor:
+        values_RNK = _blocks(self.values[codes_RC.int()])
+        return (values_RNK * scales_RN[..., None]).flatten(1)[:, : codes_RC.shape[1]]
+
+
+def _blocks(x_RC: Tensor) -> Tensor:
+    """Return x by blocks, the last of a row filled up with zeros."""
+    missing = -x_RC.shape[1] % BLOCK
+    return (F.pad(x_RC, (0, missing)) if missing else x_RC).unflatten(1, (-1, BLOCK))
+
+
+class AdamW8bit(GuardedOptimizer):
+    """Groups with a rule have moments of 8 bits."""
+
+    def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
+        super().__init__(groups, lr, betas, eps)
+        device = self.param_groups[0]["params"][0].device
+        self.books = Codebook.make(device, signed=True), Codebook.make(device, signed=False)
+
+    def start_rule(self, parameter: Tensor, like: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        lead, row = parameter.shape[: row_dim(parameter.shape)], parameter.shape[row_dim(parameter.shape) :]
+        blocks = -(-row.numel() // BLOCK)
+        state = {"step": torch.zeros((), device=parameter.device)}
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[moment] = like(parameter.new_empty(parameter.shape, dtype=torch.uint8))
+            state[f"{moment}_scale"] = like(parameter.new_empty((*lead, blocks)))
+        return state
+
+    def update_group(self, group: Group, guard: Guard) -> None:
+        for parameter in group["params"]:
+            if parameter.grad is None or not parameter.numel():
+                continue
+            state, dim = self.state[parameter], row_dim(parameter.shape)
+            guard.set_(state["step"], state["step"] + 1)
+            flat = {
+                name: tensor.flatten(0, dim - 1).flatten(1)
+                for name, tensor in (state | {"weight": parameter, "gradient": parameter.grad}).items()
+                if tensor.dim()
+            }
+            rows = max(1, CHUNK_VALUES // flat["weight"].shape[1])
+            for start in range(0, len(flat["weight"]), rows):
+                chunk = {name: tensor[start : start + rows] for name, tensor in flat.items()}
+                self._update_rows(chunk, state["step"], group, guard)
+
+    def _update_rows(self, rows: dict[str, Tensor], step: Tensor, group: Group, guard: Guard) -> None:
+        """Update some rows of the weight and its moments in place, as arXiv:1711.05101 does, in fp32."""
+        beta1, beta2 = group["betas"]
+        gradient = rows["gradient"] / guard.scale
+        first_book, second_book = self.books
+        first = first_book.dequantise(rows["exp_avg"], rows["exp_avg_scale"]).lerp_(gradient, 1 - beta1)
+        second = second_book.dequantise(rows["exp_avg_sq"], rows["exp_avg_sq_scale"])
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        for name, moment, book in (("exp_avg", first, first_book), ("exp_avg_sq", second, second_book)):
+            codes, scales = book.quantise(moment)
+            guard.set_(rows[name], codes)
+            guard.set_(rows[f"{name}_scale"], scales)
+        del gradient, codes, scales
+        denominator = second.div_(1 - beta2**step).sqrt_().add_(group["eps"])
+        change = first.div_(denominator).mul_(group["lr"] / (1 - beta1**step))
+        guard.set_(rows["weight"], (rows["weight"] * (1 - group["lr"] * group["weight_decay"])).sub_(change))

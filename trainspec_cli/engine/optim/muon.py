@@ -1,0 +1,103 @@
+"""Muon (K. Jordan 2024, kellerjordan.github.io/posts/muon; Liu et al. 2025, arXiv:2502.16982).
+
+The momentum of each matrix inside of a block is orthogonalised by Newton-Schulz steps, and scaled so that an update is
+as large, by root mean square, as AdamW's usually is: all else trains by AdamW at the same rate and weight decay. Newton
+and Schulz need whole matrices. Where ranks hold parts, each gets some matrices whole, and sends their parts back.
+Experts that are stacked are matrices each. The steps are computed in bf16 on a GPU, and in fp32 on a CPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from trainspec_cli.engine.comm.exchange import TimeCollective
+from trainspec_cli.engine.optim.guarded import Group, Guard, GuardedOptimizer
+from trainspec_cli.engine.optim.whole import gather_own, scatter_own
+from trainspec_cli.engine.shares import Share, Split
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+SMALLEST_NORM = 1e-7
+RMS = 0.2
+"""Root mean square of an update of AdamW (arXiv:2502.16982, section 2.2)."""
+
+
+def is_hidden_matrix(share: Share) -> bool:
+    """Return whether a parameter is a matrix inside of a block, or a stack of them; the taps of convolutions, which
+    mix no channels, and stacked biases are none."""
+    *owner, leaf = share.name.split(".")
+    depthwise = any(part.startswith("conv_") for part in owner)
+    return owner[:1] == ["blocks"] and len(share.full_shape) in (2, 3) and not leaf.endswith("bias") and not depthwise
+
+
+@torch.no_grad()
+def orthogonalise(matrices: Tensor) -> Tensor:
+    """Return about U V^T of a matrix U S V^T, or of each of a stack, computed in its dtype."""
+    a, b, c = COEFFICIENTS
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices
+    x = x / x.flatten(-2).norm(dim=-1).clamp(min=SMALLEST_NORM)[..., None, None]
+    multiply_add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+class Muon(GuardedOptimizer):
+    """Updates by Muon the groups with that rule; `shares` are those of their parameters, in order."""
+
+    def __init__(
+        self,
+        groups: Sequence[Group],
+        shares: Sequence[Share],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        time: TimeCollective,
+        compute: torch.dtype | None = None,
+    ):
+        super().__init__(groups, lr, betas, eps)
+        self.batches, self.time, self.compute = list(_batches(shares)), time, compute
+
+    def start_rule(self, parameter: Tensor, like: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        return {"momentum_buffer": like(parameter)}
+
+    def update_group(self, group: Group, guard: Guard) -> None:
+        for shares in self.batches:
+            updates = [self._take_gradient(share.local, group["momentum"], guard) for share in shares]
+            splits = [_splits_of_matrix(share) for share in shares]
+            whole = [orthogonalise(matrix) for matrix in gather_own(updates, splits, self.time)]
+            for share, update in zip(shares, scatter_own(whole, updates, splits, self.time), strict=True):
+                lr, weight = group["lr"], share.local
+                scaled = lr * RMS * math.sqrt(max(share.full_shape[-2:]))
+                guard.set_(weight, (weight * (1 - lr * group["weight_decay"])).sub_(update, alpha=scaled))
+
+    def _take_gradient(self, weight: Tensor, momentum: float, guard: Guard) -> Tensor:
+        """Add the gradient to the momentum; return Nesterov's, in the format that is computed in."""
+        buffer = self.state[weight]["momentum_buffer"]
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad / guard.scale
+        averaged = buffer.lerp(gradient, 1 - momentum)
+        guard.set_(buffer, averaged)
+        compute = self.compute or (torch.bfloat16 if weight.is_cuda else weight.dtype)
+        return gradient.lerp_(averaged, momentum).to(compute)
+
+
+def _splits_of_matrix(share: Share) -> tuple[Split, ...]:
+    """Return the splits that divide single matrices; those of a stack leave them whole."""
+    return tuple(split for split in share.splits if split.dim >= len(share.full_shape) - 2)
+
+
+def _batches(shares: Sequence[Share]) -> Iterator[list[Share]]:
+    """Yield shares that the same ranks hold, as many at a time as there are ranks."""
+    by_groups: dict[tuple[str, ...], list[Share]] = {}
+    for share in shares:
+        groups = tuple(split.group.group_name for split in _splits_of_matrix(share))
+        by_groups.setdefault(groups, []).append(share)
+    for alike in by_groups.values():
+        ranks = math.prod(split.group.size() for split in _splits_of_matrix(alike[0]))
+        yield from (alike[start : start + ranks] for start in range(0, len(alike), ranks))
