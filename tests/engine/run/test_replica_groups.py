@@ -331,9 +331,9 @@ def test_what_a_packet_loses_in_few_bits_is_added_to_the_same_packet_of_the_next
 def test_a_group_that_heals_says_that_what_its_gradients_had_lost_is_gone(gradients: str, warnings: int) -> None:
     written: list[Any] = []
     compression = Compression(inside=gradients, across=gradients)
-    if exchange := compression.of("groups.0.4", 4, inside=True):
-        if exchange.feedback is not None:
-            exchange.feedback.settled.fill_(0.5)
+    exchange = compression.of("groups.0.4", 4, inside=True)
+    if exchange is not None and exchange.feedback is not None:
+        exchange.feedback.settled.fill_(0.5)
     run = SimpleNamespace(state=SimpleNamespace(compression=compression))
     groups: Any = SimpleNamespace(_run=run, journal=SimpleNamespace(write=written.append))
     ReplicaGroups._begin_without_losses(groups, 7)
