@@ -12,7 +12,7 @@ from lab.sysfs import Sysfs
 from trainspec_cli.__main__ import run
 from trainspec_cli.cli import fabric
 from trainspec_cli.doctor.fabric import discover
-from trainspec_cli.doctor.fabric.discover import Told, links_here
+from trainspec_cli.doctor.fabric.discover import NodeLinks, Told, links_here
 from trainspec_cli.session.load import load_for_planning
 from trainspec_cli.spec.recipe.fabric import TierSpec
 
@@ -167,6 +167,17 @@ def test_measured_nodes_that_slurm_does_not_know_are_named(here: Path, capsys: p
     (here / "topology.txt").write_text(TREE.replace("gpu", "node"))
     assert run(["fabric", "--measured", str(measured(here))]) == 0
     assert "gpu1, gpu2, gpu5 of" in " ".join(capsys.readouterr().out.split())
+
+
+def test_switches_within_a_scale_up_domain_are_no_tiers() -> None:
+    """Four nodes of 4 below a leaf switch, in a rack whose NVLink joins 16 devices, or more."""
+    node = NodeLinks("node", (), "nothing")
+    tiers = {
+        domain: [tier.spec.name for tier in discover.discover(node, Told(TREE, ""), None, 4, domain).tiers]
+        for domain in (None, 8, 16, 72)
+    }
+    leaf, alone = ["node", "level0", "network"], ["node", "network"]
+    assert tiers == {None: leaf, 8: leaf, 16: alone, 72: alone}
 
 
 def test_a_command_that_is_not_there_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -82,10 +82,10 @@ def fabric(
 
 
 def _discover(arguments: list[str], gpus: Path | None, topology: Path | None, measured: Path | None) -> FoundFabric:
-    devices = _devices_per_node(arguments)
+    devices, scaleup_devices = _sizes(arguments)
     node = links_of_file(Told(read_text(gpus), str(gpus))) if gpus else links_here()
     switches = _switches(topology) if topology else topology_here()
-    return discover(node, switches, (_pairs(measured), str(measured)) if measured else None, devices)
+    return discover(node, switches, (_pairs(measured), str(measured)) if measured else None, devices, scaleup_devices)
 
 
 def _switches(file: Path) -> Told:
@@ -96,13 +96,13 @@ def _switches(file: Path) -> Told:
     return Told(text, str(file))
 
 
-def _devices_per_node(arguments: list[str]) -> int | None:
-    """Return what the command line says; None: as many as are found."""
+def _sizes(arguments: list[str]) -> tuple[int | None, int | None]:
+    """Return the devices of a node and of a scale-up domain by the command line; None where it does not say."""
     if not arguments:
-        return None
+        return None, None
     named = any(argument.startswith("recipe=") for argument in arguments)
-    spec = load_for_planning([*([] if named else [DEFAULT_RECIPE]), *arguments]).spec
-    return None if spec.cluster.devices_per_node == AUTO else int(spec.cluster.devices_per_node)
+    cluster = load_for_planning([*([] if named else [DEFAULT_RECIPE]), *arguments]).spec.cluster
+    return None if cluster.devices_per_node == AUTO else int(cluster.devices_per_node), cluster.scaleup_devices
 
 
 def _pairs(file: Path) -> tuple[PairRate, ...]:

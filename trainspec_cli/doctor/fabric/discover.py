@@ -56,12 +56,18 @@ def discover(
     topology: Told,
     measured: tuple[Sequence[PairRate], str] | None = None,
     devices_per_node: int | None = None,
+    scaleup_devices: int | None = None,
 ) -> FoundFabric:
-    """Return the fabric that a node, Slurm's topology and measured links make together."""
+    """Return the fabric that a node, Slurm's topology and measured links make together.
+
+    `scaleup_devices`, where it is given, are joined by the fast links: Slurm's levels within them are no tiers.
+    """
     devices = devices_per_node or len(node.gpus) or min(2, usable_cores())
     inside, remarks = node_tiers(node.gpus, node.gpus_source, devices)
     network = network_of(node.gpus, node.nics, node.interfaces, devices, node.nics_source)
     levels = read_levels(topology.text)
+    if scaleup_devices:
+        levels = [level for level in levels if level.most_nodes * devices > scaleup_devices]
     between = network_tiers(network, levels, topology.source, devices)
     facts = [*_node_facts(node, network), _switches_fact(levels, topology)]
     if measured:
