@@ -30,6 +30,7 @@ from trainspec_cli.cli.main import COMMANDS, load_command
         ("trainspec launch --no", ["--node-rank"], ["--force"]),
         ("trainspec data pre", ["prepare"], ["info"]),
         ("trainspec data info --", ["--verify"], ["--source"]),
+        ("trainspec fabric --", ["--topology", "--json"], ["--html"]),
         ("trainspec runs ", ["compare", "prune"], ["--memory"]),
         ("trainspec runs --", ["--memory"], ["--yes"]),
         ("trainspec runs compare a la", ["last"], ["launch"]),

@@ -1,29 +1,14 @@
-"""The network as the kernel and Slurm show it."""
+"""The network as the kernel shows it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
+from lab.sysfs import Sysfs
 
-from trainspec_cli.doctor.network import (
-    Nic,
-    check_nics,
-    check_switches,
-    count_hosts,
-    nodes_below_switches,
-    read_nics,
-)
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.doctor.network import check_nics, read_interfaces, read_nics
 from trainspec_cli.spec.results.doctor import Check
-
-TOPOLOGY = """\
-SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=gpu[001-016]
-SwitchName=leaf2 Level=0 LinkSpeed=1 Nodes=gpu[017-030],login
-SwitchName=row1 Level=1 LinkSpeed=1 Nodes=gpu[001-030],login Switches=leaf[1-2]
-SwitchName=row2 Level=1 LinkSpeed=1 Nodes=gpu[031-090] Switches=leaf[3-6]
-SwitchName=top Level=2 LinkSpeed=1 Nodes=gpu[001-090],login Switches=row[1-2]
-"""
+from trainspec_cli.spec.results.fabric import Nic
 
 
 def make_nic(folder: Path, name: str, rate: str, numa: str = "0", state: str = "4: ACTIVE") -> None:
@@ -58,31 +43,21 @@ def test_different_rates_are_warned_of(tmp_path: Path) -> None:
     assert check.status == "warn" and "mlx5_0 400, mlx5_1 100" in check.found
 
 
-@pytest.mark.parametrize(
-    ("hosts", "number"),
-    [("gpu[001-004,7],login", 6), ("a", 1), ("a,b", 2), ("n[1-2],m[5]", 3), ("rack[1-2]-gpu", 2), ("n[09-11]", 3)],
-)
-def test_names_of_a_host_list_are_counted(hosts: str, number: int) -> None:
-    assert count_hosts(hosts) == number
-
-
-def test_switches_become_tiers_that_a_plan_takes() -> None:
-    assert nodes_below_switches(TOPOLOGY) == [16, 60, 91]
-    [check] = check_switches(TOPOLOGY, 8)
-    key = check.found.partition(": ")[2]
-    assert key.startswith("cluster.fabric.tiers=[{name: domain},{name: level0,devices: 128},")
-    spec = load_for_planning(["recipe=llama3_70b", "cluster=h100", "cluster.num_nodes=90", key]).spec
-    assert [tier.devices for tier in spec.cluster.fabric.tiers] == [None, 128, 480, None]
-
-
-@pytest.mark.parametrize(
-    "topology", ["", "No topology information available\n", "SwitchName=s1 Level=0 LinkSpeed=1 Nodes=node[1-4]\n"]
-)
-def test_one_switch_or_none_is_no_tier(topology: str) -> None:
-    assert list(check_switches(topology, 8)) == []
-
-
-def test_a_level_that_joins_nothing_is_left_out() -> None:
-    text = "SwitchName=a Level=0 Nodes=n[1-4]\nSwitchName=b Level=1 Nodes=n[1-4]\nSwitchName=c Level=2 Nodes=n[1-8]\n"
-    [check] = check_switches(text, 1)
-    assert "up to 4, 8 nodes" in check.found and "level1" not in check.found
+def test_interfaces_that_are_up_and_real_are_read(tmp_path: Path) -> None:
+    """A bond counts for the interfaces in it; the kernel writes -1, or refuses to say, where there is no speed."""
+    made = Sysfs(tmp_path)
+    made.interface("eth0", "100000", path="pci0000:00/0000:00:03.0")
+    made.interface("eth1", "-1", path="pci0000:00/0000:00:04.0")
+    made.interface("eth2", "25000", state="down", path="pci0000:00/0000:00:05.0")
+    slave = made.interface("eth3", "25000", path="pci0000:00/0000:00:06.0")
+    bond = made.interface("bond0", "50000")
+    (bond / "bonding").mkdir()
+    (slave / "master").symlink_to(bond)
+    made.interface("docker0", "10000")
+    found = read_interfaces(tmp_path / "class/net")
+    assert [(one.name, one.gbit_per_s, one.kind) for one in found] == [
+        ("bond0", 50.0, "ethernet"),
+        ("eth0", 100.0, "ethernet"),
+        ("eth1", None, "ethernet"),
+    ]
+    assert found[1].pci_path == ("pci0000:00", "0000:00:03.0")

@@ -15,7 +15,8 @@ from trainspec_cli.cli.options import AsJson
 from trainspec_cli.doctor.diagnosis import diagnose
 from trainspec_cli.doctor.examine import Examined, examine_here, examine_nodes
 from trainspec_cli.doctor.measured_fabric import check_fabric
-from trainspec_cli.doctor.network import check_switches, read_nics
+from trainspec_cli.doctor.network import read_nics
+from trainspec_cli.doctor.switches import check_switches
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.backend.nodes.backend import Reach, agent_command
 from trainspec_cli.launch.slurm import commands as slurm

@@ -25,6 +25,7 @@ COMMANDS = {
     "export": "write a run's weights as a Hugging Face folder",
     "backtest": "predict a table of measured runs, and show the errors",
     "doctor": "check that this node, or each of a Slurm job, is fit to train",
+    "fabric": "discover how GPUs, NICs and nodes are joined, as tiers that a plan takes",
     "kernels": "measure which kernels are fastest here, for a recipe",
     "certify": "test this engine, on these chips, against the open training spec",
     "validate": "find all problems of a recipe at once",

@@ -4,41 +4,67 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from statistics import median
 
+from trainspec_cli.spec.recipe.fabric import TierSpec
 from trainspec_cli.spec.results.doctor import Check
 from trainspec_cli.spec.results.tools import PairRate
 
 APART = 2.0
 """Links of nodes that share a switch and of nodes that do not differ by this factor, or cannot be told apart."""
 
+EFFICIENCY = "cluster.efficiency={nic: 1}"
+"""What a plan with measured rates is given: they are what collectives reach."""
+
 
 def check_fabric(pairs: Sequence[PairRate], devices_per_node: int, nics_per_node: int) -> Iterator[Check]:
-    """Say which tiers the measured links would be; nothing without links.
-
-    Two processes had their nodes' NICs for themselves in each measurement, and share them in a run: a device's share is
-    that of its NIC where it has one (`nics_per_node`; 0: TCP over one interface).
-    """
+    """Say which tiers the measured links would be; nothing without links."""
     if not pairs:
         return
-    share = min(1.0, max(1, nics_per_node) / devices_per_node)
     groups = nodes_near_one_another(pairs)
-    ends = [{host} for host in hosts_of(pairs)] if groups is None else groups
-    inside = [pair for pair in pairs if any(set(pair.hosts) <= group for group in ends)]
-    across = [pair for pair in pairs if pair not in inside]
-    middle = f"{{name: near,devices: {len(ends[0]) * devices_per_node},{_tier(inside, share)}}}," if inside else ""
-    keys = f"cluster.fabric.tiers=[{{name: domain}},{middle}{{name: network,{_tier(across, share)}}}]"
+    tiers = ",".join(map(_written, measured_tiers(pairs, groups, devices_per_node, nics_per_node)))
     found = "links between nodes as measured"
     if groups is not None:
         found += f", nearer among {' and among '.join(', '.join(sorted(group)) for group in groups)}"
-    yield Check("fabric", "ok", f"{found}: '{keys}' 'cluster.efficiency={{nic: 1}}'")
+    yield Check("fabric", "ok", f"{found}: 'cluster.fabric.tiers=[{{name: domain}},{tiers}]' '{EFFICIENCY}'")
 
 
-def _tier(pairs: Sequence[PairRate], share: float) -> str:
-    """Measured rates are what collectives reach, which the planner takes of the fastest kind of network."""
+def measured_tiers(
+    pairs: Sequence[PairRate], groups: Sequence[set[str]] | None, devices_per_node: int, nics_per_node: int
+) -> list[TierSpec]:
+    """Return the tiers beyond a node: between nodes of one of `groups`, where there are any, and between all."""
+    ends = groups or [{host} for host in hosts_of(pairs)]
+    inside = [pair for pair in pairs if any(set(pair.hosts) <= group for group in ends)]
+    across = [pair for pair in pairs if pair not in inside]
+    network = measured_tier(TierSpec("network"), across, devices_per_node, nics_per_node)
+    if not inside:
+        return [network]
+    near = TierSpec("near", devices=len(ends[0]) * devices_per_node)
+    return [measured_tier(near, inside, devices_per_node, nics_per_node), network]
+
+
+def measured_tier(tier: TierSpec, pairs: Sequence[PairRate], devices_per_node: int, nics_per_node: int) -> TierSpec:
+    """Return a tier with the usual rate and latency of `pairs`, which are not empty.
+
+    Two processes had their nodes' NICs for themselves in each measurement, and share them in a run: a device's share is
+    that of its NIC where it has one (`nics_per_node`; 0: TCP over one interface). Measured rates are what collectives
+    reach, which the planner takes of the fastest kind of network (`EFFICIENCY`).
+    """
+    share = min(1.0, max(1, nics_per_node) / devices_per_node)
     gbit_per_s = median(pair.bytes_per_s for pair in pairs) * 8 / 1e9 * share
     latency_us = median(_latency_s(pair) for pair in pairs) * 1e6
-    return f"gbit_per_s: {gbit_per_s:.3g},latency_us: {latency_us:.3g},kind: infiniband"
+    return replace(tier, gbit_per_s=_short(gbit_per_s), latency_us=_short(latency_us), kind="infiniband")
+
+
+def _short(figure: float) -> float:
+    return float(f"{figure:.3g}")
+
+
+def _written(tier: TierSpec) -> str:
+    size = f"devices: {tier.devices}," if tier.devices else ""
+    rates = f"gbit_per_s: {tier.gbit_per_s:g},latency_us: {tier.latency_us:g}"
+    return f"{{name: {tier.name},{size}{rates},kind: {tier.kind}}}"
 
 
 def _latency_s(pair: PairRate) -> float:

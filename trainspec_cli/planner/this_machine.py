@@ -64,7 +64,7 @@ def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
 
 PASSING = ("gradients", "activations", "loss", "logits", "collectives", "fragmentation")
 """Causes of memory that a process has none of between two steps."""
-STATE = ("parameters", "optimizer")
+STATE = ("parameters", "optimizer", "error feedback")
 MOVING_BYTES = 2.0 * 2**26
 """A bucket of the state that is being moved (`engine/checkpoint/moves.py`), and its messages."""
 
@@ -75,7 +75,7 @@ def moving_bytes(before: LocalPrediction, after: LocalPrediction) -> float:
     At most both lie there whole: a rank may get all that is new to it before it gives anything away.
     """
     kept = sum(size for cause, size in before.memory.items() if cause not in PASSING)
-    return kept + sum(after.memory[cause] for cause in STATE) + MOVING_BYTES + sum(before.beside.values())
+    return kept + sum(after.memory.get(cause, 0.0) for cause in STATE) + MOVING_BYTES + sum(before.beside.values())
 
 
 # GPUs

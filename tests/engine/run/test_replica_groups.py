@@ -27,7 +27,7 @@ from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
-from trainspec_cli.engine.run.replica_groups import START, ReplicaGroups
+from trainspec_cli.engine.run.replica_groups import HEALS_WITHOUT_LOST, START, ReplicaGroups
 from trainspec_cli.engine.run.scheduling.pace import StepPace
 from trainspec_cli.engine.run.shortage.out_of_memory import PassesOutOfMemory
 from trainspec_cli.engine.run.signals import StopRequest
@@ -325,6 +325,20 @@ def test_what_a_packet_loses_in_few_bits_is_added_to_the_same_packet_of_the_next
     packet = torch.ones(5)
     ReplicaGroups._sum_packet(groups, SimpleNamespace(compression=compression), 3, packet)  # type: ignore[arg-type]
     assert asked == [(("groups.3.5", 5), {"inside": True}), (packet, "format")]
+
+
+@pytest.mark.parametrize(("gradients", "warnings"), [("int8", 1), ("bf16", 0), ("full", 0)])
+def test_a_group_that_heals_says_that_what_its_gradients_had_lost_is_gone(gradients: str, warnings: int) -> None:
+    written: list[Any] = []
+    compression = Compression(inside=gradients, across=gradients)
+    exchange = compression.of("groups.0.4", 4, inside=True)
+    if exchange is not None and exchange.feedback is not None:
+        exchange.feedback.settled.fill_(0.5)
+    run = SimpleNamespace(state=SimpleNamespace(compression=compression))
+    groups: Any = SimpleNamespace(_run=run, journal=SimpleNamespace(write=written.append))
+    ReplicaGroups._begin_without_losses(groups, 7)
+    assert [(event.step, event.message) for event in written] == [(7, HEALS_WITHOUT_LOST)] * warnings
+    assert not any(feedback.settled.any() for feedback in compression.feedbacks.values())
 
 
 def test_two_groups_that_leave_at_once_cost_as_much_as_one(lab: Callable[..., Lab]) -> None:

@@ -33,6 +33,7 @@ from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data
 from trainspec_cli.engine.parallel.expert import apply_expert_parallel
 from trainspec_cli.engine.parallel.float8 import apply_float8
 from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
+from trainspec_cli.engine.parallel.lost_gradients import ModuleLosses
 from trainspec_cli.engine.parallel.noise import Held as HeldGradient
 from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
@@ -120,6 +121,8 @@ class TrainState:
     wire: WireMeter = field(default_factory=WireMeter)
     sums: GradientSums | None = None
     """The sums of gradients over data-parallel ranks beside the backward; None on a GPU, and where one rank has all."""
+    losses: list[ModuleLosses] = field(default_factory=list)
+    """What compressed exchanges of gradients have lost, by module."""
 
     @property
     def parts(self) -> list[Any]:
@@ -142,6 +145,7 @@ class Exchanges:
     links: LinkTimers
     wire: WireMeter
     compression: Compression
+    losses: list[ModuleLosses] = field(default_factory=list)
     replica_tiers: Tiers | None = None
     """Tiers in which gradients are summed over replicas; None: one all-reduce."""
     sums: GradientSums | None = None
@@ -215,7 +219,8 @@ def build_train_state(
     wire.find_connections()
     wire.reserve(mesh.connections_of_sums, "gradients")
     links = LinkTimers(clock)
-    exchanges = _with_sums(Exchanges(clock, links, wire, compression, _replica_tiers(plan, mesh)), mesh)
+    tiers = _replica_tiers(plan, mesh)
+    exchanges = _with_sums(Exchanges(clock, links, wire, compression, replica_tiers=tiers), mesh)
     cp, tp = (_peers(mesh, links, axis) for axis in ("cp", "tp"))
     queue, noise = WeightQueue(), NoiseProbe(device, cp, tp, Peers(mesh.ends, clock.collective))
     for stage in plan.layout.stages_of_rank(mesh.rank("pp")):
@@ -246,6 +251,7 @@ def build_train_state(
         compression=compression,
         wire=wire,
         sums=exchanges.sums,
+        losses=exchanges.losses,
     )
 
 
@@ -371,6 +377,7 @@ def _data_parallel(
         parameter_codec=_parameter_codec(plan),
         sums=exchanges.sums,
         route=exchanges.routes.get,
+        losses=exchanges.losses,
         name=name,
     )
 

@@ -75,7 +75,9 @@ class Held:
     optimizer: torch.optim.Optimizer
     feedback: Mapping[str, Tensor] = field(default_factory=dict)
     """Losses of compressed exchanges of gradients on this rank, by a name that no other rank or layout has. It is
-    saved and loaded, and stays behind where the state moves to another layout or replica group."""
+    saved and loaded, and stays behind where the state is copied to another replica group."""
+    lost: Sequence[TensorPart] = ()
+    """The same as shares of the parameters, as which they move to another layout; made for that alone."""
 
     def parts(self) -> list[TensorPart]:
         """Return the live tensors as parts `model.*` and `optimizer.*`, without empty ones."""
@@ -90,6 +92,7 @@ class Held:
         return [part.tensor for part in sorted(self.parts(), key=lambda part: (part.name, part.offsets))]
 
     def _parts(self) -> Iterator[TensorPart]:
+        yield from self.lost
         for share in unique_shares(self.shares):
             yield _part(f"model.{share.name}", share, share.local.detach())
             for key, value in self.optimizer.state[share.local].items():

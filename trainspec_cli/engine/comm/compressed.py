@@ -178,6 +178,12 @@ class Compression:
         return self.inside == self.across == "full"
 
     @property
+    def feeds_back(self) -> bool:
+        """Return whether some format keeps what it loses."""
+        formats = {self.inside, self.across} - {"full"}
+        return any(GRADIENT_CODECS[name].feeds_back for name in formats)
+
+    @property
     def saved(self) -> dict[str, Tensor]:
         """Return what a checkpoint holds, by name."""
         names = self.feedbacks if self.saved_as else ()

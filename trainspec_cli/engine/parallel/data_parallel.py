@@ -33,6 +33,7 @@ from trainspec_cli.engine.comm.exchange import (
     sent_bytes,
 )
 from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
+from trainspec_cli.engine.parallel.lost_gradients import ModuleLosses
 from trainspec_cli.engine.parallel.noise import (
     Columns,
     HeldBy,
@@ -69,6 +70,8 @@ class DataParallel:
     """The sums of gradients on gloo; None: FSDP2 and its hooks make them."""
     route: Callable[[str], Route | None] = lambda axis: None
     """Returns how `sums` goes from the shards' axis (dp_shard or expert_shard) on; None where one rank has all."""
+    losses: list[ModuleLosses] = field(default_factory=list)
+    """What the modules' compressed exchanges lose; they are added here as they are sharded."""
     name: str = "stage0"
     """A name that tells the exchanges of this module from those of others on the same rank."""
 
@@ -113,6 +116,9 @@ def _shard(
     row = sum(trained_columns(module, mesh.size()))
     replicas = how.compression.of_group(f"{how.name}.{name}.replicas", row, how.replicas.group)
     shards = how.compression.of_group(f"{how.name}.{name}.shards", row * mesh.size(), mesh.get_group())
+    over_shards, over_replicas = (None if one is None else one.feedback for one in (shards, replicas))
+    if over_shards is not None or over_replicas is not None:
+        how.losses.append(ModuleLosses(module, mesh.get_group(), how.replicas.group, over_shards, over_replicas))
     axis = "expert_shard" if experts else "dp_shard"
     route = how.route(axis)
     if how.sums is not None and route is not None:

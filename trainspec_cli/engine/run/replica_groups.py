@@ -36,8 +36,10 @@ from trainspec_cli.policy.scheduling.shares import describe_rates, group_weights
 from trainspec_cli.reading.files import read_field, read_object
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.rundir.event_types.failures import RecoveryEvent, RetryEvent
+from trainspec_cli.rundir.event_types.training import WarningEvent
 
 WAIT_S = 0.1
+HEALS_WITHOUT_LOST = "what this replica group's compressed gradients had lost is in no other group: it starts from zero"
 USUAL_STEPS = 20
 """A stall is the time of a step beyond the median of so many before it."""
 
@@ -106,8 +108,8 @@ class ReplicaGroups:
             self._go_on_from(progress)
             self._taking_part = self._membership.agree(progress.step)
             if self._taking_part.healed:
-                self._run.state.compression.clear()
                 progress = TrainProgress(self._taking_part.step, int(self._samples))
+                self._begin_without_losses(progress.step)
                 self._go_on_from(progress)
             elif not self._taking_part.step and not self._has_restored:  # every group has died
                 self._has_restored, progress = True, restore()
@@ -125,6 +127,13 @@ class ReplicaGroups:
                 if roll.stop or self.finished_without:
                     return StepStart(progress, stop=True)
                 time.sleep(WAIT_S)
+
+    def _begin_without_losses(self, step: int) -> None:
+        """The other groups keep what their own compressed gradients have lost; what this one's had is gone with it."""
+        compression = self._run.state.compression
+        compression.clear()
+        if compression.feeds_back:
+            self.journal.write(WarningEvent(step=step, message=HEALS_WITHOUT_LOST))
 
     def _go_on_from(self, progress: TrainProgress) -> None:
         self._progress = progress

@@ -29,7 +29,7 @@ from trainspec_cli.engine.run.scheduling.buckets import StepBuckets
 from trainspec_cli.engine.run.scheduling.directives import Directives, follows_earlier
 from trainspec_cli.engine.run.scheduling.links import StepLinks
 from trainspec_cli.engine.run.scheduling.pace import StepPace
-from trainspec_cli.engine.run.scheduling.relayout import LayoutChanges
+from trainspec_cli.engine.run.scheduling.relayout import DROPS_LOST, LayoutChanges
 from trainspec_cli.engine.run.scheduling.step_scheduler import StepScheduler
 from trainspec_cli.engine.run.shortage.relief import MemoryRelief
 from trainspec_cli.engine.run.step import StepOutcome, train_step
@@ -212,6 +212,8 @@ class Trainer:
             if done is not None:
                 changed, directive = done
                 self._adopt(plan, changed.state)
+                if changed.drops_lost:
+                    self.journal.write(WarningEvent(step=step, message=DROPS_LOST))
                 if due.followed is None and directive.before_s:
                     self.scheduler.watch(directive)
         self.clock.restart()

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.engine.build.lost_gradients import has_other_losses, lost_parts, parts_to_fill, take_lost
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.checkpoint.moves import BUCKET_BYTES
 from trainspec_cli.engine.checkpoint.reshard import ReshardError, agree_on_failure, reshard
@@ -33,6 +34,7 @@ from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 
 Prepare = Callable[[int, int], None]
+DROPS_LOST = "what compressed gradients had lost is not sent in this layout, in part or as a whole: it starts from zero"
 
 
 class RelayoutError(Exception):
@@ -49,6 +51,8 @@ class Relayout:
     """Bytes of parameters, moments and buffers, sent from rank to rank."""
     peak_bytes: int
     """The most of them that one rank held meanwhile, messages included."""
+    drops_lost: bool = False
+    """Some of what compressed gradients had lost is of exchanges that this layout does not make, or not in few bits."""
 
 
 @dataclass(frozen=True)
@@ -200,12 +204,16 @@ def change_layout(
     new = _build(state, plan, meshes.of(plan.layout, state.device.type))
     try:
         where = state.device if plan.offload == "none" else torch.device("cpu")
-        moved = reshard(state.held, new.held, prepare, partial(free_bytes, where), bucket_bytes)
+        before = replace(state.held, lost=lost_parts(state))
+        after = replace(new.held, lost=parts_to_fill(new))
+        moved = reshard(before, after, prepare, partial(free_bytes, where), bucket_bytes)
     except ReshardError as error:
         raise RelayoutError(str(error)) from error
+    dropped = torch.tensor([int(take_lost(new, list(after.lost)) or has_other_losses(state))])
     _forget(state)
-    dist.barrier()
-    return Relayout(new, time.perf_counter() - started, moved.moved_bytes, moved.peak_bytes)
+    dist.all_reduce(dropped, dist.ReduceOp.MAX)
+    paused_s = time.perf_counter() - started
+    return Relayout(new, paused_s, moved.moved_bytes, moved.peak_bytes, bool(dropped.item()))
 
 
 def _build(state: TrainState, plan: Plan, mesh: Mesh) -> TrainState:
@@ -229,6 +237,7 @@ def _forget(state: TrainState) -> None:
         state.sums.close()
     state.stages.parts.clear()
     state.shares.clear()
+    state.losses.clear()
     state.optimizer.state.clear()
     _collect(state)
 

@@ -1,0 +1,155 @@
+"""`trainspec fabric`: discover how the devices of this machine and its nodes are joined, as the group `fabric`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainspec_cli.cli.options import AsJson
+from trainspec_cli.compose.folders import SUFFIX, find_folders, shipped_data
+from trainspec_cli.doctor.fabric.discover import Told, discover, links_here, links_of_file, topology_here
+from trainspec_cli.doctor.fabric.group_file import render_group
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.reading.files import read_object, read_text, unreadable
+from trainspec_cli.report.fabric import render_fabric
+from trainspec_cli.rundir.files import write_text
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.results.fabric import FoundFabric
+from trainspec_cli.spec.results.tools import LinksResult, PairRate
+
+DEFAULT_RECIPE = "recipe=quickstart"
+GROUP = Path("conf/fabric")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="key=value",
+        help="A cluster's keys where its nodes are others than this one: cluster.devices_per_node=8, or cluster=h100.",
+        show_default=False,
+    ),
+]
+Write = Annotated[
+    Path | None,
+    typer.Option("--write", metavar="FILE", help="Write it as an option of the group: conf/fabric/NAME.yaml."),
+]
+Gpus = Annotated[
+    Path | None,
+    typer.Option("--gpus", metavar="FILE", help="The links of another node: what `nvidia-smi topo -m` printed there."),
+]
+Topology = Annotated[
+    Path | None,
+    typer.Option("--topology", metavar="FILE", help="What `scontrol show topology` printed, or Slurm's topology.conf."),
+]
+Measured = Annotated[
+    Path | None,
+    typer.Option(
+        "--measured", metavar="FILE", help="What `trainspec doctor --json` printed in a job of several nodes."
+    ),
+]
+
+
+def fabric(
+    arguments: Arguments = None,
+    write: Write = None,
+    gpus: Gpus = None,
+    topology: Topology = None,
+    measured: Measured = None,
+    as_json: AsJson = False,
+) -> None:
+    """Discover the fabric: the links of this node's GPUs, its NICs and NUMA nodes, and the switches that Slurm knows.
+
+    No GPU is needed, and none is used. What is found becomes tiers that trainspec plan fabric=NAME takes; each says
+    where it is from, and what cannot be found is named.
+    """
+    if write:
+        _check_target(write)
+    found = _discover(arguments or [], gpus, topology, measured)
+    if write:
+        _write(write, found)
+    if as_json:
+        print(json_text(found.as_json()))
+        return
+    PrintableConsole(highlight=False, soft_wrap=True).show(render_fabric(found))
+    print(_next(write))
+
+
+def _discover(arguments: list[str], gpus: Path | None, topology: Path | None, measured: Path | None) -> FoundFabric:
+    devices, scaleup_devices = _sizes(arguments)
+    node = links_of_file(Told(read_text(gpus), str(gpus))) if gpus else links_here()
+    switches = _switches(topology) if topology else topology_here()
+    return discover(node, switches, (_pairs(measured), str(measured)) if measured else None, devices, scaleup_devices)
+
+
+def _switches(file: Path) -> Told:
+    text = read_text(file)
+    if not re.search(r"^\s*(SwitchName|BlockName)=", text, re.MULTILINE | re.IGNORECASE):
+        hint = "scontrol show topology > topology.txt, or give Slurm's topology.conf"
+        raise unreadable(file, "names no SwitchName=... and no BlockName=...", hint)
+    return Told(text, str(file))
+
+
+def _sizes(arguments: list[str]) -> tuple[int | None, int | None]:
+    """Return the devices of a node and of a scale-up domain by the command line; None where it does not say."""
+    if not arguments:
+        return None, None
+    named = any(argument.startswith("recipe=") for argument in arguments)
+    cluster = load_for_planning([*([] if named else [DEFAULT_RECIPE]), *arguments]).spec.cluster
+    return None if cluster.devices_per_node == AUTO else int(cluster.devices_per_node), cluster.scaleup_devices
+
+
+def _pairs(file: Path) -> tuple[PairRate, ...]:
+    """Return the links between nodes of a doctor's report. Raises MachineError where it has none."""
+    content = read_object(file)
+    hint = "inside a job of two nodes or more: trainspec doctor --json > doctor.json"
+    if not isinstance(content.get("links"), dict):
+        raise unreadable(file, "holds no measured links", hint)
+    try:
+        pairs = from_plain(LinksResult, content["links"]).pairs
+    except RecipeError as error:
+        raise unreadable(file, f"holds no measured links: {error.problems[0].message}", hint) from error
+    if any(not pair.sizes or pair.bytes_per_s <= 0 for pair in pairs):
+        raise unreadable(file, "holds a link without a rate", hint)
+    if not pairs:
+        raise unreadable(file, "holds no links between nodes: one node was examined", hint)
+    return pairs
+
+
+def _check_target(file: Path) -> None:
+    """Raise RecipeError for a file that is there, or that no recipe could name."""
+    hint = f"such as --write {GROUP / 'mine.yaml'}"
+    if file.suffix != SUFFIX or not _NAME.fullmatch(file.stem):
+        raise RecipeError(Problem("output_exists", f"--write {file} is no NAME{SUFFIX} of letters, digits, _ . and -",
+                                  "--write", hint))  # fmt: skip
+    if file.exists():
+        message = f"{file} exists, and may hold what you have filled in"
+        raise RecipeError(Problem("output_exists", message, "--write", f"remove it, or choose another: {hint}"))
+    if (shipped_data() / GROUP / file.name).is_file():
+        message = f"{file.stem} is a fabric that ships with trainspec, and yours would take its place"
+        raise RecipeError(Problem("output_exists", message, "--write", hint))
+
+
+def _write(file: Path, found: FoundFabric) -> None:
+    has_schema = (file.parent.parent / "schema" / "fabric.json").is_file()
+    try:
+        write_text(file, render_group(found, file.stem, has_schema=has_schema))
+    except OSError as error:
+        message = f"--write {file} cannot be written: {error.strerror}"
+        raise RecipeError(
+            Problem("output_exists", message, "--write", "choose a folder that you may write to")
+        ) from error
+
+
+def _next(file: Path | None) -> str:
+    if file is None:
+        return f"to plan with it: trainspec fabric --write {GROUP / 'mine.yaml'}, and trainspec plan ... fabric=mine"
+    if file.resolve().parent in [folder / "fabric" for folder in find_folders(Path.cwd()).conf]:
+        return f"wrote {file}: trainspec plan ... fabric={file.stem}"
+    return f"wrote {file}: fabric={file.stem} is found below ./{GROUP} of the folder that you plan in"

@@ -1,0 +1,128 @@
+"""Read from the kernel (/sys) which GPUs a node has, what PCIe joins them by, and its NUMA nodes and cores."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainspec_cli.doctor.network import own_text, pci_path
+from trainspec_cli.spec.results.fabric import FoundGpu, Nic, NumaNode
+
+SYS = Path("/sys")
+_SPEED = re.compile(r"([\d.]+) GT/s")
+_MEMORY = re.compile(r"MemTotal:\s+(\d+) kB")
+GPU_VENDORS = ("0x10de", "0x1002")
+"""NVIDIA and AMD."""
+GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
+"""PCI classes of VGA and 3D controllers, other displays, and processing accelerators."""
+CODING = {2.5: 8 / 10, 5.0: 8 / 10, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 242 / 256}
+"""Gigatransfers a second of a PCIe lane -> the part of them that is data (PCI Express Base Specification 1 to 6)."""
+MOST_LANES = 32
+
+
+@dataclass(frozen=True)
+class PciGpu:
+    """A GPU as PCI shows it, without a driver."""
+
+    path: tuple[str, ...]
+    """The PCI addresses from the host bridge down to it."""
+    numa_node: int | None
+    cores: str
+    gbit_per_s: float | None
+    """Of its PCIe link, one direction."""
+
+
+def read_gpus(root: Path = SYS) -> list[PciGpu]:
+    """Return the GPUs by PCI address, the order in which nvidia-smi numbers them."""
+    folders = sorted((root / "bus/pci/devices").glob("*"))
+    return [_gpu(folder) for folder in folders if _is_gpu(folder)]
+
+
+def _is_gpu(folder: Path) -> bool:
+    return own_text(folder / "vendor") in GPU_VENDORS and own_text(folder / "class")[:6] in GPU_CLASSES
+
+
+def _gpu(folder: Path) -> PciGpu:
+    numa = own_text(folder / "numa_node")
+    cores = own_text(folder / "local_cpulist")
+    return PciGpu(pci_path(folder), int(numa) if numa.isdigit() else None, cores, _link_gbit_per_s(folder))
+
+
+def _link_gbit_per_s(folder: Path) -> float | None:
+    """Return what the link carries: the lanes that are in use, at the most that both of its ends can.
+
+    An idle GPU lowers the speed of its link, and not its width.
+    """
+    above = folder.resolve().parent
+    speeds = [_SPEED.match(own_text(end / "max_link_speed")) for end in (folder, above)]
+    known = [float(speed[1]) for speed in speeds if speed]
+    width = own_text(folder / "current_link_width")
+    if not known or not width.isdigit() or not 0 < int(width) <= MOST_LANES or min(known) not in CODING:
+        return None
+    return round(min(known) * CODING[min(known)] * int(width), 1)
+
+
+def link_between(first: Sequence[str], second: Sequence[str], *, same_numa_node: bool) -> str:
+    """Return the link of two PCI devices by the addresses above them, in the words of `nvidia-smi topo -m`."""
+    shared = next(
+        (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
+        min(len(first), len(second)),
+    )
+    if shared == 0:
+        return "NODE" if same_numa_node else "SYS"
+    if shared == 1:
+        return "PHB"
+    below_switch = max(len(first), len(second)) - shared  # a port of the switch, and the device
+    return "PIX" if below_switch <= 2 else "PXB"
+
+
+def describe_gpus(found: Sequence[PciGpu], nics: Sequence[Nic]) -> list[FoundGpu]:
+    """Return the GPUs with the links that PCI shows; NVLink is not among them."""
+    names = [f"GPU{number}" for number in range(len(found))]
+    return [
+        FoundGpu(
+            name,
+            links={other: _link(gpu, far.path, far.numa_node) for other, far in zip(names, found, strict=True)
+                   if other != name},
+            nics={nic.name: _link(gpu, nic.pci_path, nic.numa_node) for nic in nics if nic.pci_path},
+            cores=gpu.cores,
+            numa_node=gpu.numa_node,
+            pcie_gbit_per_s=gpu.gbit_per_s,
+        )
+        for name, gpu in zip(names, found, strict=True)
+    ]  # fmt: skip
+
+
+def _link(gpu: PciGpu, path: Sequence[str], numa_node: int | None) -> str:
+    same = gpu.numa_node is not None and gpu.numa_node == numa_node
+    return link_between(gpu.path, path, same_numa_node=same or (gpu.numa_node is None and numa_node is None))
+
+
+def complete(matrix: Sequence[FoundGpu], found: Sequence[PciGpu]) -> list[FoundGpu]:
+    """Add to the GPUs of the matrix what PCI alone says, where both show as many."""
+    if len(matrix) != len(found):
+        return list(matrix)
+    return [
+        replace(
+            gpu,
+            cores=gpu.cores or pci.cores,
+            numa_node=pci.numa_node if gpu.numa_node is None else gpu.numa_node,
+            pcie_gbit_per_s=pci.gbit_per_s,
+        )
+        for gpu, pci in zip(matrix, found, strict=True)
+    ]
+
+
+def read_numa_nodes(root: Path = SYS) -> list[NumaNode]:
+    """Return the NUMA nodes that have cores, by number."""
+    folders = (root / "devices/system/node").glob("node[0-9]*")
+    by_number = sorted((int(folder.name.removeprefix("node")), folder) for folder in folders)
+    return [NumaNode(number, cores, _memory(folder)) for number, folder in by_number
+            if (cores := own_text(folder / "cpulist"))]  # fmt: skip
+
+
+def _memory(folder: Path) -> int | None:
+    found = _MEMORY.search(own_text(folder / "meminfo"))
+    return int(found[1]) * 1024 if found else None

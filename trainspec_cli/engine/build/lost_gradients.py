@@ -1,0 +1,88 @@
+"""Take what compressed gradients have lost from one layout to another, beside parameters and moments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.checkpoint.parts import TensorPart
+from trainspec_cli.engine.comm.exchange import all_reduce_
+from trainspec_cli.engine.optim.optimizer import without_memory
+from trainspec_cli.engine.shares import Share
+
+PREFIX = "lost."
+
+
+@torch.no_grad()
+def lost_parts(state: TrainState) -> list[TensorPart]:
+    """Return this rank's shares of what the sums of gradients lack, in bf16; none where no format feeds back.
+
+    Called by every rank together.
+    """
+    if not state.compression.feeds_back:
+        return []
+    flat = {id(parameter): lost for losses in state.losses for parameter, lost in losses.sum_up()}
+    found: dict[int, Tensor] = {}
+    for share in _trained(state):
+        local = share.local
+        lost = flat.get(id(share.parameter), torch.zeros(local.numel(), device=state.device))
+        found[id(share.parameter)] = lost[: local.numel()].view(local.shape)
+    for late in state.late_sums:
+        for share in late.shares:
+            whole = found[id(share.parameter)].contiguous()
+            if late.peers.size > 1:
+                all_reduce_(whole, late.peers.group)
+            found[id(share.parameter)] = whole
+    by_name: dict[str, TensorPart] = {}
+    for share in _trained(state):
+        lost = found[id(share.parameter)]
+        if (earlier := by_name.get(share.name)) is not None:  # a tied embedding stands on two stages of this rank
+            lost = lost + earlier.tensor
+        by_name[share.name] = _part(share, lost.bfloat16())
+    return [part for part in by_name.values() if part.tensor.numel()]
+
+
+def parts_to_fill(state: TrainState) -> list[TensorPart]:
+    """Return the parts that `lost_parts` would have in this layout, without memory."""
+    if not state.compression.feeds_back:
+        return []
+    by_name = {share.name: share for share in _trained(state)}
+    parts = [_part(share, _without_memory(share, state.device)) for share in by_name.values()]
+    return [part for part in parts if part.tensor.numel()]
+
+
+def take_lost(state: TrainState, parts: list[TensorPart]) -> bool:
+    """Give the exchanges of `state` what `parts` hold; return whether something stays that no exchange here feeds back.
+
+    Where gradients are summed again over other ranks later, each of them takes an equal part.
+    """
+    takers = {id(share.parameter): late.peers.size for late in state.late_sums for share in late.shares}
+    left = {part.name.removeprefix(PREFIX): part.tensor for part in parts}
+    names = {id(share.parameter): share.name for share in _trained(state)}
+
+    def share_of(parameter: nn.Parameter) -> Tensor:
+        lost = left.pop(names[id(parameter)], None)
+        return torch.zeros(0, device=state.device) if lost is None else lost / takers.get(id(parameter), 1)
+
+    for losses in state.losses:
+        losses.take(share_of)
+    return any(bool(lost.any()) for lost in left.values())
+
+
+def has_other_losses(state: TrainState) -> bool:
+    """Return whether exchanges beside those within the layout have lost something: those of replica groups."""
+    moved = {id(kept) for losses in state.losses for kept in (losses.over_shards, losses.over_replicas)}
+    return any(bool(kept.settled.any()) for kept in state.compression.feedbacks.values() if id(kept) not in moved)
+
+
+def _without_memory(share: Share, device: torch.device) -> Tensor:
+    return without_memory(torch.empty(share.local.shape, dtype=torch.bfloat16, device=device))
+
+
+def _trained(state: TrainState) -> list[Share]:
+    return [share for share in state.shares if share.is_trained]
+
+
+def _part(share: Share, lost: Tensor) -> TensorPart:
+    return TensorPart(f"{PREFIX}{share.name}", lost, tuple(share.offsets), tuple(share.full_shape))
