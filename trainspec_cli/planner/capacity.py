@@ -259,7 +259,6 @@ def software_of(spec: RunSpec, sharded: bool) -> Software:
     Parameters sharded (ZeRO-3): one fp32 copy; else weights in the compute format and fp32 masters.
     """
     gradient = 2.0 if spec.precision.reduce == "bf16" else 4.0
-    moments = 8.0 if spec.optim.name == "adamw" else 0.0
     return Software(
         attention_generation=2,
         fused_kernels=spec.compile,
@@ -268,7 +267,7 @@ def software_of(spec: RunSpec, sharded: bool) -> Software:
         reduce_bytes=gradient,
         wire=spec.comm.fixed,
         grad_bytes=gradient,
-        moment_bytes=moments,
+        moment_bytes=spec.optim.moment_bytes,
         weight_bytes=4.0 if sharded else 2.0,
         master_bytes=0.0 if sharded else 4.0,
     )

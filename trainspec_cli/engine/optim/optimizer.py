@@ -27,19 +27,24 @@ def build_optimizer(
     adamw: Callable[..., Any] = fused,
     moment_like: Callable[[Tensor], Tensor] = torch.zeros_like,
 ) -> torch.optim.Optimizer:
-    """Matrices decay, norms and biases do not. `moment_like` makes the first moments of a parameter."""
+    """`moment_like` makes the first moments of a parameter."""
+    groups = parameter_groups(shares, optim)
+    if optim.name == "sgd":
+        return torch.optim.SGD(groups, lr=optim.lr, fused=True)
+    optimizer = adamw(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
+    _start_moments(optimizer, moment_like)
+    return optimizer
+
+
+def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[dict[str, Any]]:
+    """Return torch's groups of parameters: matrices decay, norms and biases do not."""
     matrices = [share.local for share in shares if share.parameter.dim() > 1]
     vectors = [share.local for share in shares if share.parameter.dim() <= 1]
     groups = [
         {"params": matrices, "weight_decay": optim.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, fused=True)
-    optimizer = adamw(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
-    _start_moments(optimizer, moment_like)
-    return optimizer
+    return [group for group in groups if group["params"]]
 
 
 def _start_moments(optimizer: torch.optim.AdamW, moment_like: Callable[[Tensor], Tensor]) -> None:

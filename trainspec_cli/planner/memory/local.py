@@ -34,7 +34,7 @@ def copy_bytes(plan: Plan) -> float:
     """The state copied aside to be written: the ranks share out what is theirs together. In host memory it is held
     twice."""
     checkpoint = plan.spec.checkpoint
-    moments = 8 if plan.spec.optim.name == "adamw" else 0
+    moments = plan.spec.optim.moment_bytes
     held = (4 + moments) * plan.params / plan.world_size
     if checkpoint.memory_interval_steps is not None:
         return 2 * held
@@ -62,7 +62,7 @@ def parameter_bytes(plan: Plan, model: DecoderModel) -> float:
 
 def step_bytes(plan: Plan, model: DecoderModel) -> dict[str, float]:
     """Bytes that the first step allocates: the optimizer's moments last, all else is freed and allocated again."""
-    moments = 8 if plan.spec.optim.name == "adamw" else 0
+    moments = plan.spec.optim.moment_bytes
     formats = COMPUTE_BYTES[plan.compute] + COMPUTE_BYTES[plan.spec.precision.reduce]
     own = plan.params / plan.layout.dp_shard
     return {

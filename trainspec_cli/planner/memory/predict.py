@@ -78,7 +78,7 @@ def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:
         reduce="bf16" if setup.software.reduce_bytes == 2.0 else "fp32",
         recompute=recompute,
         matmul=setup.matmul,
-        optimizer="adamw" if setup.software.moment_bytes else "sgd",
+        moment_bytes=setup.software.moment_bytes,
         lora=setup.lora,
     )
 

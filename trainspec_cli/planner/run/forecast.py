@@ -26,9 +26,9 @@ SEEDS = 24
 STEP_TIME_KNOWN_WITHIN = 1.21
 """Nine in ten runs of sources that the efficiencies were not fitted to lie within 20.9% of the prediction, of models
 within 20.6% (tests/bench/planner_generality.py, 1092 published runs); of those fitted to, within 19.0%."""
-CHECKPOINT_BYTES = {"adamw": 12.0, "sgd": 4.0}
-FROZEN_BYTES = 4.0
-"""A parameter: fp32 values, and AdamW's two moments. Published checkpoints weigh 12.8 to 13.2."""
+WEIGHT_BYTES = 4.0
+"""A parameter in a checkpoint, in fp32, without the optimizer's state. With that of AdamW it is 12; published
+checkpoints weigh 12.8 to 13.2."""
 RESTART_KEYS = ("mtbf_device_hours", "detect_s", "swap_s", "start_s")
 ELASTIC_KEYS = ("job_wide_fraction", "shrink_stall_s", "rejoin_stall_s", "heal_gb_per_s")
 OWNED_KEYS = ("device_price_usd", "useful_years", "utilisation", "operation_ratio")
@@ -160,7 +160,7 @@ def describe_job(
 
 def checkpoint_bytes(spec: RunSpec, params: int) -> float:
     """Size of one checkpoint: parameters and optimizer state, which frozen ones (LoRA) have none of."""
-    return (FROZEN_BYTES if spec.lora.rank else CHECKPOINT_BYTES[spec.optim.name]) * params
+    return (WEIGHT_BYTES + (0.0 if spec.lora.rank else spec.optim.moment_bytes)) * params
 
 
 @dataclass(frozen=True)

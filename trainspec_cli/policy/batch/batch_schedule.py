@@ -85,7 +85,7 @@ def schedule_batches(spec: RunSpec) -> BatchSchedule:
         optim=spec.optim,
         max_steps=spec.train.max_steps,
         start_samples=batching.global_batch_size,
-        lr_rule=OPTIMIZER_RULES[spec.optim.name] if rule == "optimizer" else rule,
+        lr_rule=OPTIMIZER_RULES.get(spec.optim.name, "none") if rule == "optimizer" else rule,
         stages=(BatchStage(0, batching.global_batch_size), *_later_stages(spec)),
     )
 

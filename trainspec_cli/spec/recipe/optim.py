@@ -29,12 +29,22 @@ class ScheduleSpec:
         return self.final_lr_ratio if falls else 1.0
 
 
+MOMENT_BYTES = {"adamw": 8.0, "sgd": 0.0}
+"""The bytes of state that an optimizer of the engine keeps of each parameter, in fp32."""
+Option = bool | int | float | str | tuple[float, ...] | None
+
+
 @dataclass(frozen=True)
 class OptimSpec:
     lr: PositiveFloat
     """The learning rate at its peak."""
-    name: Literal["adamw", "sgd"] = "adamw"
-    """The optimizer."""
+    name: Literal["adamw", "sgd"] | str = "adamw"
+    """The optimizer; one's own as `FILE.py:NAME`, `package.module:NAME`, or by a name that a package registered."""
+    options: dict[str, Option] = field(default_factory=dict)
+    """Further arguments of one's own optimizer, by name."""
+    state_bytes: NonNegativeFloat | None = None
+    """The bytes of state that one's own optimizer keeps of each parameter: 8 for two averages in fp32. The plan counts
+    with them; a run measures them before its first step, and refuses another number."""
     beta1: Annotated[float, Range(0, 1, includes_high=False)] = 0.9
     """adamw: decay of the average of the gradients."""
     beta2: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
@@ -47,3 +57,13 @@ class OptimSpec:
     """The norm over all gradients to which larger ones are clipped; null: they are not."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     """The course of the learning rate over the run."""
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether the optimizer is the user's own code."""
+        return self.name not in MOMENT_BYTES
+
+    @property
+    def moment_bytes(self) -> float:
+        """The bytes of state that the optimizer keeps of each parameter."""
+        return MOMENT_BYTES[self.name] if not self.is_own else self.state_bytes or 0.0

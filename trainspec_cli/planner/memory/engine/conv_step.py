@@ -59,7 +59,7 @@ class _ConvReplay:
     def _hold_state(self) -> None:
         own = sum(unit.unit.own for unit in self._units())
         self.account.add("parameters", own * MASTER_WIDTH)
-        self.account.add("optimizer", own * (2 * MASTER_WIDTH if self.given.optimizer == "adamw" else 0.0))
+        self.account.add("optimizer", own * self.given.moment_bytes)
         pixels, model = prod(self.model.input_size), self.model
         sample = model.in_channels * pixels * 4.0 + INDEX * (pixels if model.segments else 1)
         self.account.add("temporaries", sample * self.given.samples * self.given.micro_batches)

@@ -40,7 +40,8 @@ class EngineRun:
     compute: str
     reduce: str
     recompute: Recompute
-    optimizer: str
+    moment_bytes: float
+    """Of each trained parameter: the state of the optimizer."""
     matmul: str = "compute"
     lora: LoraSpec = field(default_factory=LoraSpec)
 
@@ -56,7 +57,7 @@ def run_of(plan: Plan) -> EngineRun:
         plan.compute,
         spec.precision.reduce,
         plan.recompute,
-        spec.optim.name,
+        spec.optim.moment_bytes,
         spec.precision.matmul,
         spec.lora,
     )

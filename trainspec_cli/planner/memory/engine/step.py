@@ -109,10 +109,9 @@ class _Replay:
     def _hold_state(self) -> None:
         units = [unit for stage in self.stages.values() for unit in _units(stage)]
         own = sum(part.unit.own for part in units)
-        moments = 2 * MASTER_WIDTH if self.given.optimizer == "adamw" else 0.0
         tables = len(self.stages) * self.given.seq_len * self._angles_of_token_bytes()
         self.account.add("parameters", own * MASTER_WIDTH + tables)
-        self.account.add("optimizer", sum(part.unit.trained.own for part in units) * moments)
+        self.account.add("optimizer", sum(part.unit.trained.own for part in units) * self.given.moment_bytes)
         self.account.add("temporaries", 16.0 * self.shape.tokens * self.given.micro_batches)
         if self.layout.pp > 1:  # one that came early, and one that was sent
             self.account.add("temporaries", 2 * self.message_bytes)

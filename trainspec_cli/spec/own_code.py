@@ -1,0 +1,28 @@
+"""The code of one's own that a recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainspec_cli.extensions.kinds import OPTIMIZER, ExtensionKind
+from trainspec_cli.extensions.source import Extension, find
+from trainspec_cli.spec.recipe.run import RunSpec
+
+KINDS: tuple[ExtensionKind, ...] = (OPTIMIZER,)
+"""The extension points, by the order in which a run comes to them."""
+
+
+def own_code_of(spec: RunSpec) -> Iterator[Extension]:
+    """Yield what the recipe names: nothing where it names only what ships with trainspec."""
+    if spec.optim.is_own:
+        yield own_optimizer(spec)
+
+
+def own_optimizer(spec: RunSpec) -> Extension:
+    return Extension(OPTIMIZER, OPTIMIZER.key, spec.optim.name, tuple(spec.optim.options))
+
+
+def describe_code(spec: RunSpec) -> Iterator[str]:
+    """Yield a line for each piece of code that a run of the recipe executes, which is checked already."""
+    for extension in own_code_of(spec):
+        yield f"{extension.path} runs {find(extension).describe()}"
