@@ -132,8 +132,16 @@ def test_a_file_is_imported_once_for_all_keys_that_name_it(folder: Path) -> None
 @pytest.mark.parametrize(
     ("source", "words", "hint"),
     [
-        ("x = 1\nraise ValueError('boo')\nmake = 1\n", "raised ValueError: boo while it was imported ({file}:2: raise", ""),
-        ("import nopackage\nmake = 1\n", "ModuleNotFoundError: No module named 'nopackage'", "type pip install nopackage"),
+        (
+            "x = 1\nraise ValueError('boo')\nmake = 1\n",
+            "raised ValueError: boo while it was imported ({file}:2: raise",
+            "",
+        ),
+        (
+            "import nopackage\nmake = 1\n",
+            "ModuleNotFoundError: No module named 'nopackage'",
+            "type pip install nopackage",
+        ),
         ("import mine\nmake = 1\n", "No module named 'mine'", "a file that is named stands alone"),
         ("import json\njson.loads('{{')\nmake = 1\n", "({file}:2: json.loads", ""),
         ("make = 3\n", "make of {file}, a int; a function or class is needed", ""),

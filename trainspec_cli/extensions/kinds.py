@@ -33,3 +33,5 @@ class ExtensionKind:
 
 
 OPTIMIZER = ExtensionKind("optim.name", "trainspec.optimizers", ("groups",), ("lr",))
+CALLBACK = ExtensionKind("train.callbacks", "trainspec.callbacks", ("run",))
+TRACKER = ExtensionKind("tracking.trackers", "trainspec.trackers", ("run",))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainspec_cli.extensions.kinds import OPTIMIZER, ExtensionKind
+from trainspec_cli.extensions.kinds import CALLBACK, OPTIMIZER, TRACKER, ExtensionKind
 from trainspec_cli.extensions.source import Extension, find
 from trainspec_cli.spec.recipe.run import RunSpec
 
-KINDS: tuple[ExtensionKind, ...] = (OPTIMIZER,)
+KINDS: tuple[ExtensionKind, ...] = (OPTIMIZER, CALLBACK, TRACKER)
 """The extension points, by the order in which a run comes to them."""
 
 
@@ -16,10 +16,20 @@ def own_code_of(spec: RunSpec) -> Iterator[Extension]:
     """Yield what the recipe names: nothing where it names only what ships with trainspec."""
     if spec.optim.is_own:
         yield own_optimizer(spec)
+    yield from own_callbacks(spec)
+    yield from own_trackers(spec)
 
 
 def own_optimizer(spec: RunSpec) -> Extension:
     return Extension(OPTIMIZER, OPTIMIZER.key, spec.optim.name, tuple(spec.optim.options))
+
+
+def own_callbacks(spec: RunSpec) -> list[Extension]:
+    return [Extension(CALLBACK, CALLBACK.key, text) for text in spec.train.callbacks]
+
+
+def own_trackers(spec: RunSpec) -> list[Extension]:
+    return [Extension(TRACKER, TRACKER.key, text) for text in spec.tracking.trackers]
 
 
 def describe_code(spec: RunSpec) -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.extensions.source import problems_of
-from trainspec_cli.spec.own_code import own_optimizer
+from trainspec_cli.spec.own_code import own_callbacks, own_optimizer, own_trackers
 from trainspec_cli.spec.recipe.optim import MOMENT_BYTES
 
 if TYPE_CHECKING:
@@ -43,4 +43,9 @@ def _unused_by_built_in(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, path, "leave it out, or type optim.name=FILE.py:NAME")
 
 
-OWN_CODE_RULES = (optimizer,)
+def watchers(spec: RunSpec) -> Iterator[Problem]:
+    for extension in (*own_callbacks(spec), *own_trackers(spec)):
+        yield from problems_of(extension)
+
+
+OWN_CODE_RULES = (optimizer, watchers)
