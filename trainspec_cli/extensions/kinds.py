@@ -35,3 +35,4 @@ class ExtensionKind:
 OPTIMIZER = ExtensionKind("optim.name", "trainspec.optimizers", ("groups",), ("lr",))
 CALLBACK = ExtensionKind("train.callbacks", "trainspec.callbacks", ("run",))
 TRACKER = ExtensionKind("tracking.trackers", "trainspec.trackers", ("run",))
+SOURCE = ExtensionKind("data.source", "trainspec.datasets")

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainspec_cli.errors import MachineError, Problem
+from trainspec_cli.extensions.kinds import SOURCE
 from trainspec_cli.extensions.source import MAX_SOURCE_BYTES, find, source_sha256
 from trainspec_cli.reading.files import exists, read_bytes, read_object
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain, to_plain
-from trainspec_cli.spec.own_code import own_code_of
+from trainspec_cli.spec.own_code import own_code_of, worker_code_of
 from trainspec_cli.spec.recipe.run import RunSpec
 
 DIGEST_CHARS = 12
@@ -39,7 +40,11 @@ class KeptCode:
 def keep_code(spec: RunSpec, run: RunDir) -> None:
     """Copy the sources that the recipe names into the run's folder, and note their digests; older copies stay."""
     files: dict[str, KeptFile] = {}
+    before = read_code(run).files
     for extension in own_code_of(spec):
+        if extension.kind is SOURCE and before:  # read when the run began; it need not be there any more
+            files |= {path: file for path, file in before.items() if extension.path in file.keys}
+            continue
         source = find(extension)
         if source.file is None:
             continue
@@ -70,7 +75,7 @@ def check_code(spec: RunSpec, run: RunDir) -> None:
     """Raise MachineError where the code that a worker is about to run is not the one that the start has noted: it was
     changed meanwhile, or another node has another file there."""
     noted = read_code(run).files
-    for extension in own_code_of(spec):
+    for extension in worker_code_of(spec):
         source = find(extension)
         if source.file is None:
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from trainspec_cli.spec.field_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Range
+from trainspec_cli.spec.field_types import Fraction, NonNegativeFloat, NonNegativeInt, Option, PositiveFloat, Range
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,6 @@ class ScheduleSpec:
 
 MOMENT_BYTES = {"adamw": 8.0, "sgd": 0.0}
 """The bytes of state that an optimizer of the engine keeps of each parameter, in fp32."""
-Option = bool | int | float | str | tuple[float, ...] | None
 
 
 @dataclass(frozen=True)

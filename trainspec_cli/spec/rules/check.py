@@ -155,7 +155,7 @@ def data_path(spec: RunSpec) -> Iterator[Problem]:
         elif spec.data.path is not None:
             message = "`data.path` is given, but each part of data=mixture has a path of its own"
             yield Problem("unsupported", message, "data.path", "type data.path=null")
-    else:
+    elif not spec.data.is_own:
         yield from _source_path(spec.data.source, spec.data.path, "data")
     for group in ("mixture", "validation"):
         for name, part in getattr(spec.data, group).items():

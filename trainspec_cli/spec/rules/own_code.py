@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.extensions.source import problems_of
-from trainspec_cli.spec.own_code import own_callbacks, own_optimizer, own_trackers
+from trainspec_cli.spec.own_code import own_callbacks, own_optimizer, own_source, own_trackers
+from trainspec_cli.spec.recipe.data import SOURCES
 from trainspec_cli.spec.recipe.optim import MOMENT_BYTES
 
 if TYPE_CHECKING:
@@ -48,4 +49,17 @@ def watchers(spec: RunSpec) -> Iterator[Problem]:
         yield from problems_of(extension)
 
 
-OWN_CODE_RULES = (optimizer, watchers)
+def source(spec: RunSpec) -> Iterator[Problem]:
+    data = spec.data
+    if data.is_own:
+        yield from problems_of(own_source(data), SOURCES)
+        if data.path is not None:
+            message = f"`data.path` is {data.path}, which one's own source is not given"
+            hint = f"type data.path=null data.options.path={data.path}"
+            yield Problem("unsupported", message, "data.path", hint)
+    elif data.options:
+        message = f"`data.options` is for a source of one's own, and `data.source` is {data.source}"
+        yield Problem("unsupported", message, "data.options", "leave it out, or type data.source=FILE.py:NAME")
+
+
+OWN_CODE_RULES = (source, optimizer, watchers)
