@@ -80,8 +80,8 @@ def test_code_is_found_by_file_module_and_registered_name_and_not_run(
         ("mine.py:", (), "wrong_type", "ends in no name of a function or class", "type optim.name=mine.py:NAME"),
         ("mine.txt:make", (), "missing_package", "names the module mine.txt, and no package mine", "pip install mine"),
         ("a/b:make", (), "wrong_type", "FILE.py:NAME or package.module:NAME is needed", "ends in .py"),
-        ("adamv", (), "wrong_choice", "is 'adamv'; adamw, sprint, ", "did you mean `adamw`?"),
-        ("sprnt", (), "wrong_choice", "is 'sprnt'; adamw, sprint, ", "did you mean `sprint`?"),
+        ("adamv", (), "wrong_choice", "is 'adamv'; adamw, sprint, ", "did you mean optim.name=adamw?"),
+        ("sprnt", (), "wrong_choice", "is 'sprnt'; adamw, sprint, ", "did you mean optim.name=sprint?"),
         ("ownpack.dep:make", (), "missing_package", "ownpack has no module dep", "did you mean `deep`?"),
         ("nopack.x:make", (), "missing_package", "no package nopack is installed", "type pip install nopack"),
         (

@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from trainspec_cli.errors import Problem, RecipeError, did_you_mean
+from trainspec_cli.errors import Problem, RecipeError, closest, did_you_mean
 from trainspec_cli.extensions.kinds import ExtensionKind
 from trainspec_cli.reading.files import exists, expand, read_bytes
 from trainspec_cli.trust import why_not_trusted
@@ -121,8 +121,11 @@ def _unknown_word(extension: Extension, built_in: Iterable[str], own: Iterable[s
     known = sorted({*built_in, *own})
     shown = f"{', '.join(known)}, " if known else ""
     message = f"`{extension.path}` is {extension.text!r}; {shown}{FORM} is needed"
-    hint = did_you_mean(extension.text, known) or (
-        f"a package that brings it registers it as {extension.kind.group} (docs/extending.md)"
+    near = closest(extension.text, known)
+    hint = (
+        f"did you mean {extension.path}={near}?"
+        if near
+        else (f"a package that brings it registers it as {extension.kind.group} (docs/extending.md)")
     )
     return _refuse(extension, "wrong_choice", message, hint)
 

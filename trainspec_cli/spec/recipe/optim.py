@@ -39,11 +39,6 @@ class OptimSpec:
     """The learning rate at its peak."""
     name: Literal["adamw", "sgd"] | str = "adamw"
     """The optimizer; one's own as `FILE.py:NAME`, `package.module:NAME`, or by a name that a package registered."""
-    options: dict[str, Option] = field(default_factory=dict)
-    """Further arguments of one's own optimizer, by name."""
-    state_bytes: NonNegativeFloat | None = None
-    """The bytes of state that one's own optimizer keeps of each parameter: 8 for two averages in fp32. The plan counts
-    with them; a run measures them before its first step, and refuses another number."""
     beta1: Annotated[float, Range(0, 1, includes_high=False)] = 0.9
     """adamw: decay of the average of the gradients."""
     beta2: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
@@ -56,6 +51,11 @@ class OptimSpec:
     """The norm over all gradients to which larger ones are clipped; null: they are not."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     """The course of the learning rate over the run."""
+    options: dict[str, Option] = field(default_factory=dict)
+    """Further arguments of one's own optimizer, by name."""
+    state_bytes: NonNegativeFloat | None = None
+    """The bytes of state that one's own optimizer keeps of each parameter: 8 for two averages in fp32. The plan counts
+    with them; a run measures them before its first step, and refuses another number."""
 
     @property
     def is_own(self) -> bool:
