@@ -65,8 +65,6 @@ class DataSpec:
     `images` is a folder with a sub-folder of pictures per class, `volumes` a folder of image and label pairs.
     One's own code that gives documents: `FILE.py:NAME`, `package.module:NAME`, or a name that a package registered.
     """
-    options: dict[str, Option] = field(default_factory=dict)
-    """Arguments of one's own code, by name."""
     path: str | None = None
     """File, folder or glob; python_stdlib and phantom need none."""
     text_field: str = "text"
@@ -89,6 +87,8 @@ class DataSpec:
     """The sources by name (mixture only)."""
     validation: dict[str, PartSpec] = field(default_factory=dict)
     """Further evaluation texts by name, each used whole; their weights are ignored."""
+    options: dict[str, Option] = field(default_factory=dict)
+    """Arguments of one's own code, by name."""
 
     @property
     def is_own(self) -> bool:
