@@ -133,6 +133,7 @@ def test_a_state_that_is_loaded_over_that_of_later_updates_is_taken(lion: Any) -
     start = Held(shares, [], optimizer).tensors()
     kept = [tensor.clone() for tensor in start]
     train(optimizer, shares, range(3))
+    assert [optimizer.state[share.local]["updates"].item() for share in shares] == [3] * len(shares)
     for tensor, old in zip(Held(shares, [], optimizer).tensors(), kept, strict=True):
         tensor.copy_(old)
     train(optimizer, shares, range(2))
