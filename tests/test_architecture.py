@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "trainspec_cli"
 
 DOORS = {
     "reading": set(),
+    "extensions": set(),
     "compose": set(),
     "spec": set(),
     "policy": {"spec"},
@@ -62,7 +63,10 @@ DOORS = {
 }
 """Room -> the rooms it may import. `FREE` modules are free to all."""
 
-FREE = {"environment_names", "errors", "json_value", "node", "printable", "reading", "trust", "units", "__version__"}
+FREE = {
+    *("environment_names", "errors", "extensions", "json_value", "node", "printable", "reading", "trust", "units"),
+    "__version__",
+}
 TORCH = {"torch", "torchao", "triton", "liger_kernel", "fla"}
 ASSEMBLERS = {"build", "run", "tools", "__main__"}
 """Folders of the engine that join the others; the others import neither them nor one another, but for `comm`."""
@@ -141,6 +145,7 @@ def test_a_name_of_a_class_means_one_thing() -> None:
 UNTYPED = {
     "engine/kernels/adamw.py": "torch's parameter groups",
     "engine/optim/guarded.py": "torch's parameter groups",
+    "engine/optim/own.py": "torch's parameter groups",
     "engine/parallel/recompute.py": "keyword arguments of torch's checkpoint()",
 }
 """Files that may hold values without types by name, and what these are. Records are dataclasses; a plain value on its

@@ -45,8 +45,8 @@ def test_an_argument_takes_the_place_of_a_runs_own_value() -> None:
 
     seen: list[object] = []
     own: JsonObject = {"train": {"max_steps": 5, "epochs": 7.0, "tokens": None}}
-    composed = amend("mine", own, ["train.tokens=6"], complete)
+    composed = amend("mine", own, ["train.tokens=6"], [complete])
     assert seen == [{"tokens": 6}]
     assert composed.data["train"] == {"tokens": 6, "max_steps": 9}
     assert composed.origins["train.max_steps"] == composed.origins["train.tokens"]
-    assert amend("mine", own, [], lambda *_: Completion({}, "")).data == own
+    assert amend("mine", own, [], []).data == own

@@ -76,8 +76,9 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
          "quote it, to make it text: 'sample.prompt=\"5\"'"),
         ("data.path", {"x": 1}, "wrong_type", "`data.path` is a section (keys x); text or null is needed",
          "type data.path=<text or null>"),
-        ("optim.name", "adam", "wrong_choice", "`optim.name` is 'adam'; adamw or sgd is needed",
-         "did you mean optim.name=adamw?"),
+        ("optim.schedule.kind", "cosin", "wrong_choice",
+         "`optim.schedule.kind` is 'cosin'; constant, cosine or wsd is needed",
+         "did you mean optim.schedule.kind=cosine?"),
         ("cluster.device", "gpu", "wrong_choice", "`cluster.device` is 'gpu'; cpu, cuda or auto is needed",
          "type cluster.device=<cpu, cuda or auto>"),
         ("layout.zero_stage", 4, "wrong_choice", "`layout.zero_stage` is 4; 1, 2, 3 or auto is needed",
@@ -86,8 +87,8 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
          "did you mean layout.tp=auto?"),
         ("train", "max_steps:3", "wrong_type",
          "`train` is 'max_steps:3'; a section with the keys max_steps, tokens, epochs, "
-         "seed, max_skipped_steps, eval_interval_steps, early_stop_evals, sample_interval_steps, log_interval_steps "
-         "is needed", "put a space after the colon"),
+         "seed, max_skipped_steps, eval_interval_steps, early_stop_evals, sample_interval_steps, log_interval_steps, "
+         "callbacks is needed", "put a space after the colon"),
         ("sample", None, "wrong_type",
          "`sample` is null; a section with the keys prompt, max_new_tokens, temperature is needed",
          "its keys are set one by one, such as sample.prompt"),
@@ -108,7 +109,8 @@ def test_what_is_refused(data, path: str, value: Any, code: str, message: str, h
         ("micro_batch", "did you mean `batching.micro_batch_size`?"),
         ("path", "did you mean `data.path` or `data.tokenizer.path`?"),
         ("optim.warmup-step", "did you mean `optim.schedule.warmup_steps`?"),
-        ("optim.zzz", "`optim` has: lr, name, beta1, beta2, eps, weight_decay, grad_clip_norm, schedule"),
+        ("optim.zzz", "`optim` has: lr, name, beta1, beta2, eps, weight_decay, grad_clip_norm, schedule, "
+         "options, state_bytes"),
         ("zzz", f"a recipe has: {', '.join(field.name for field in dataclasses.fields(RunSpec))}"),
     ],
 )  # fmt: skip

@@ -6,6 +6,7 @@ from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.report.problems import render_json
 from trainspec_cli.session.data import check_data
 from trainspec_cli.session.load import Loaded, examine, machine_of_draft, plan_on, require
+from trainspec_cli.spec.own_code import describe_code
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.check import check_machine
 from trainspec_cli.units import format_count
@@ -25,7 +26,8 @@ def validate(arguments: RecipeArguments, as_json: AsJson = False) -> None:
     plan = plan_on(loaded, machine)
     about_data = check_data(loaded)
     summary = _summary(examined.composed.recipe, plan)
-    print(render_json([]) if as_json else "; ".join(filter(None, (summary, about_data))))
+    code = [f"\n{line}" for line in describe_code(examined.draft)]
+    print(render_json([]) if as_json else "; ".join(filter(None, (summary, about_data))) + "".join(code))
 
 
 def _summary(recipe: str, plan: Plan) -> str:

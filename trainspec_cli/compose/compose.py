@@ -120,9 +120,9 @@ def _not_here(argument: Argument) -> Problem:
     return problem_at(argument.number, "unknown_key", message, "leave it out, or type trainspec plan", DISTURB)
 
 
-def amend(recipe: str, values: JsonObject, arguments: Sequence[str], complete: Complete) -> Composed:
-    """Apply `key=value` arguments to values that were composed before, such as a run's own, and let `complete` fill in
-    what follows from them.
+def amend(recipe: str, values: JsonObject, arguments: Sequence[str], completions: Iterable[Complete]) -> Composed:
+    """Apply `key=value` arguments to values that were composed before, such as a run's own; each of `completions` fills
+    in what follows from them.
 
     Groups and recipes are not looked up: `model=x` is a value here.
     """
@@ -135,11 +135,16 @@ def amend(recipe: str, values: JsonObject, arguments: Sequence[str], complete: C
         for path in value_paths(argument.key, argument.value)
     }
     keep_last(config, given(_as_written(config)), origins, ())
-    completion = complete(resolve(config)[0], frozenset())
-    data, unresolved = resolve(_apply(completion, config, origins))
+    failed: set[str] = set()
+    for complete in completions:
+        completion = complete(resolve(config)[0], frozenset())
+        config = _apply(completion, config, origins)
+        problems += completion.problems
+        failed |= completion.failed
+    data, unresolved = resolve(config)
     cwd = Path.cwd()
-    located = tuple(locate([*problems, *completion.problems, *unresolved], origins, arguments, cwd))
-    return Composed(recipe, data, origins, tuple(arguments), cwd, located, completion.failed)
+    located = tuple(locate([*problems, *unresolved], origins, arguments, cwd))
+    return Composed(recipe, data, origins, tuple(arguments), cwd, located, frozenset(failed))
 
 
 def _is_default(group: str, selection: Selection, origins: Origins) -> bool:

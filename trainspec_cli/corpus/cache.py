@@ -10,6 +10,7 @@ from pathlib import Path
 
 from trainspec_cli.corpus.chat import describe
 from trainspec_cli.corpus.manifest import SCHEMA
+from trainspec_cli.corpus.own_source import source_facts
 from trainspec_cli.corpus.publish import cannot_write
 from trainspec_cli.environment_names import CACHE
 from trainspec_cli.reading.files import expand
@@ -53,7 +54,8 @@ def _location() -> Path:
 def cached_folder(data: DataSpec, files: list[Path]) -> Path:
     """Return the cache folder for `data` read from `files` in their present state (path, size, modification time)."""
     facts = json.dumps(_facts(data, files), sort_keys=True, allow_nan=False)
-    return cache_dir() / "tokens" / f"{data.source}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    kind = "own" if data.is_own else data.source
+    return cache_dir() / "tokens" / f"{kind}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
 
 def _facts(data: DataSpec, files: list[Path]) -> dict[str, object]:
@@ -63,13 +65,15 @@ def _facts(data: DataSpec, files: list[Path]) -> dict[str, object]:
         "schema": SCHEMA,
         "tokenizers": tokenizers.__version__,
         "python": sys.version if data.source == "python_stdlib" else None,
-        "source": data.source,
+        "source": source_facts(data) if data.is_own else data.source,
         "text_field": data.text_field if data.source in ("jsonl", "parquet", "arrow") else None,
         "heldout_fraction": data.heldout_fraction,
         "max_bytes": data.max_bytes,
         "tokenizer": _tokenizer_facts(data),
         **describe(data),
-        "files": [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files],
+        "files": []
+        if data.is_own
+        else [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files],
     }
 
 

@@ -12,6 +12,7 @@ from trainspec_cli.corpus.cache import cached_folder, make_cache
 from trainspec_cli.corpus.chat_formats import ChatFormat
 from trainspec_cli.corpus.collection import write_collection
 from trainspec_cli.corpus.manifest import TOKENIZER_FILE
+from trainspec_cli.corpus.own_source import source_files, write_own
 from trainspec_cli.corpus.publish import publishing
 from trainspec_cli.corpus.samples import num_samples
 from trainspec_cli.corpus.shards import TokenFolder
@@ -51,9 +52,13 @@ def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
 def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = None) -> None:
     """Write `folder`, which must not exist or be empty. Raises as `prepare` does, and FileExistsError."""
     check_options(data)
-    files = find_files(data)
+    files = source_files(data) if data.is_own else find_files(data)
     with publishing(folder.expanduser().resolve()) as temporary:
-        if data.source in token_files.SOURCES:
+        if data.is_own:
+            report = on_progress or (lambda phase, done: None)
+            described: dict[str, str | int | None] = {"source": data.source, "max_bytes": data.max_bytes}
+            write_own(data, temporary, lambda text, file: write_tokens(text, [file], temporary, report, described))
+        elif data.source in token_files.SOURCES:
             token_files.write_foreign(data, files, temporary)
         else:
             write_tokens(data, files, temporary, on_progress or (lambda phase, done: None))
@@ -110,7 +115,7 @@ def _token_folder(data: DataSpec) -> Path:
 
 def _prepare_cached(data: DataSpec, on_progress: OnProgress | None) -> Path:
     check_options(data)
-    folder = cached_folder(data, find_files(data))
+    folder = cached_folder(data, source_files(data) if data.is_own else find_files(data))
     if not folder.exists():
         make_cache()
         with suppress(FileExistsError):  # another process made the same folder meanwhile

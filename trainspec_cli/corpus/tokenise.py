@@ -49,8 +49,15 @@ BATCH_CONVERSATIONS = 512
 """Conversations encoded in one call, over all cores."""
 
 
-def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: OnProgress) -> None:
-    """Write shards, tokenizer and manifest into `folder`. Raises RecipeError if the text is empty or malformed."""
+def write_tokens(
+    data: DataSpec,
+    files: list[Path],
+    folder: Path,
+    on_progress: OnProgress,
+    described: dict[str, str | int | None] | None = None,
+) -> None:
+    """Write shards, tokenizer and manifest into `folder`. Raises RecipeError if the text is empty or malformed.
+    `described`: what the manifest says of the source; None: what `data` does."""
     scan = _scan(data, files, on_progress)
     rule = HeldoutRule.from_scan(scan, data.heldout_fraction)
     tokenizer = _build_tokenizer(data, files, scan, rule, on_progress)
@@ -72,7 +79,7 @@ def write_tokens(data: DataSpec, files: list[Path], folder: Path, on_progress: O
         vocab_size_asked=vocab_size if data.tokenizer.path else data.tokenizer.vocab_size,
         end_of_document_id=end_id,
         tokenizer_sha256=bpe.digest(tokenizer),
-        source=_describe_source(data, formats),
+        source=described or _describe_source(data, formats),
         heldout_fraction=data.heldout_fraction,
         xz_bits_per_byte=xz_bits_per_byte,
         train=summaries["train"],

@@ -268,8 +268,8 @@ def software_of(spec: RunSpec, sharded: bool) -> Software:
         reduce_bytes=gradient,
         wire=spec.comm.fixed,
         grad_bytes=gradient,
-        optimizer=spec.optim.name,
-        moment_bytes=moment_bytes(spec.model, spec.optim.name, spec.lora),
+        optimizer=spec.optim.kept_state,
+        moment_bytes=moment_bytes(spec.model, spec.optim.kept_state, spec.lora),
         weight_bytes=4.0 if sharded else 2.0,
         master_bytes=0.0 if sharded else 4.0,
     )

@@ -9,7 +9,7 @@ from trainspec_cli.planner.memory.engine.units import block_unit, expert_matrice
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import ModelSpec, TextModel
-from trainspec_cli.spec.recipe.optim import BLOCK, OptimizerName
+from trainspec_cli.spec.recipe.optim import BLOCK, KeptState, OptimizerName
 
 ALONE = Layout()
 ADAMW_BYTES = 8.0
@@ -25,16 +25,18 @@ WIRE_BYTES = 2.0
 
 
 @lru_cache(maxsize=256)
-def moment_bytes(model: ModelSpec, name: OptimizerName, lora: LoraSpec) -> float:
+def moment_bytes(model: ModelSpec, optimizer: KeptState, lora: LoraSpec) -> float:
     """Return the bytes of the optimizer's state, a trained parameter, on average."""
-    if name in ("adamw", "sgd"):
-        return ADAMW_BYTES if name == "adamw" else 0.0
+    if isinstance(optimizer, float):
+        return optimizer
+    if optimizer in ("adamw", "sgd"):
+        return ADAMW_BYTES if optimizer == "adamw" else 0.0
     if model.unit == "samples":
-        return QUANTISED_BYTES if name == "adamw8bit" else ADAMW_BYTES
+        return QUANTISED_BYTES if optimizer == "adamw8bit" else ADAMW_BYTES
     blocks = [block_unit(model, layer, ALONE, lora) for layer in model.layer_list]
     outside = [] if lora.rank else [outside_unit(model, ALONE, first=True, last=True)]
-    total = sum(state_bytes(name, unit, in_block=True) for unit in blocks)
-    total += sum(state_bytes(name, unit, in_block=False) for unit in outside)
+    total = sum(state_bytes(optimizer, unit, in_block=True) for unit in blocks)
+    total += sum(state_bytes(optimizer, unit, in_block=False) for unit in outside)
     return total / sum(unit.trained.full for unit in (*blocks, *outside))
 
 

@@ -9,7 +9,7 @@ from trainspec_cli.spec.recipe.comm import WireFormats
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import ModelSpec
-from trainspec_cli.spec.recipe.optim import OptimizerName
+from trainspec_cli.spec.recipe.optim import KeptState
 from trainspec_cli.units import GIB
 
 
@@ -69,7 +69,7 @@ class Software:
     """The formats in which gradients and parameters travel."""
     master_bytes: float = 4.0
     """Bytes of the parameter that the optimizer updates, when weights are kept in the compute format beside it."""
-    optimizer: OptimizerName = "adamw"
+    optimizer: KeptState = "adamw"
     moment_bytes: float = 8.0
     """Bytes of the optimizer's moments, a parameter."""
     bucket_bytes: float = 0.3 * GIB

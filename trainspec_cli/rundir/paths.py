@@ -21,6 +21,7 @@ RUN/
   hosts.txt       the Slurm job's nodes by number, where the plan places them
   plan_all_nodes.json  the plan before nodes were left out, which a resume goes back to
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
+  code.json       the files of one's own code, with digests     code/  their copies
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class RunDir:
         self.verdicts = self.root / "verdicts.jsonl"
         self.speeds_json = self.root / "speeds.json"
         self.proposal_json = self.root / "proposal.json"
+        self.code = self.root / "code"
+        self.code_json = self.root / "code.json"
         self.kernels_json = self.root / "kernels.json"
         self.versions_json = self.root / "versions.json"
         self.command_txt = self.root / "command.txt"

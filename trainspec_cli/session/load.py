@@ -71,10 +71,11 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     """Find everything that is wrong with a recipe, whatever the machine."""
     from trainspec_cli.compose.compose import compose_arguments  # loads hydra, which the help of a command does without
     from trainspec_cli.session.initial import check_weights, complete  # as above
+    from trainspec_cli.session.own_code import absolute_code  # as above
     from trainspec_cli.session.run_length import complete_steps  # as above
 
     aside = () if to_run else OF_PLANNING
-    composed = compose_arguments(arguments, cwd, (complete, complete_steps), aside)
+    composed = compose_arguments(arguments, cwd, (*absolute_code(cwd), complete, complete_steps), aside)
     draft, mistyped = build(RunSpec, composed.data)
     draft = _without_failed(draft, composed)
     checked = [*check(close_axes(draft)), *check_engine(draft)] if to_run else check(draft)

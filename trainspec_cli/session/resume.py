@@ -114,11 +114,12 @@ def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOption
 def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     """Return the run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
     from trainspec_cli.compose.compose import amend  # loads hydra, which the help of a command does without
+    from trainspec_cli.session.own_code import absolute_code  # as above
     from trainspec_cli.session.run_length import complete_changed_steps  # as above
 
     values = to_plain(old.spec)
     complete = partial(complete_changed_steps, own=values, folder=read_data_dir(run))
-    composed = amend(read_run_record(run).recipe, values, changes, complete)
+    composed = amend(read_run_record(run).recipe, values, changes, (*absolute_code(), complete))
     draft, mistyped = build(RunSpec, composed.data)
     mistyped = [problem for problem in mistyped if not follows(problem, composed)]
     broken = [*check(draft), *check_engine(draft)]

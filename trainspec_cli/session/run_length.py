@@ -72,6 +72,9 @@ def count_samples(spec: RunSpec, folder: str | None) -> int:
     """Return the training samples of an epoch; text is prepared for that. Raises RecipeError where there are none to
     count."""
     data, model = spec.data, spec.model
+    if data.is_own and folder is None:
+        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and to count the samples of {data.source} it would have to run"
+        raise RecipeError(Problem("unsupported", message, EPOCHS, f"type {TOKENS}=<tokens> in its place"))
     if data.source == "mixture":
         message = f"`{EPOCHS}` is {spec.train.epochs:g}, and the parts of data=mixture come round at different times"
         raise RecipeError(Problem("unsupported", message, EPOCHS, f"type {TOKENS}=<tokens> in its place"))

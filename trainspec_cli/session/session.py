@@ -24,6 +24,7 @@ from trainspec_cli.launch.notify import NOBODY, Notify
 from trainspec_cli.launch.signals import StopRequests
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.memory import newest_copy
+from trainspec_cli.rundir.own_code import describe_changed_code
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan_of_all_nodes
 from trainspec_cli.scheduler.advisor import LayoutAdvisor, Layouts, decides_layouts
@@ -37,6 +38,7 @@ from trainspec_cli.session.predict import predict, with_known_limits
 from trainspec_cli.session.run import run
 from trainspec_cli.session.select_kernels import select_kernels
 from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.own_code import describe_code
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.kernels import KernelTable
 from trainspec_cli.spec.results.plan import Plan
@@ -157,13 +159,15 @@ def _write(session: Session, job: Job, plan: Plan, data_folder: Path | None, ker
     """Write down what is started, while the run is claimed; say from where a run goes on."""
     if isinstance(session.begins, Loaded):
         write_launch(job, plan, session.begins.origin, data_folder, kernels)
+        session.console.report(*describe_code(plan.spec))
         return
+    changed_code = list(describe_changed_code(job.run))
     before = read_plan_of_all_nodes(job.run)
     goes_on = generations.newest(job.run) > 0 or plan.spec != before.spec
     from_step = job.run.newest_step if goes_on else None
     write_resume(job, plan, sys.argv[1:], from_step, kernels, session.data_folder)
     if goes_on:
-        session.console.report(*_describe_start(job.run, before, plan))
+        session.console.report(*_describe_start(job.run, before, plan), *changed_code)
 
 
 def _describe_start(run: RunDir, before: Plan, plan: Plan) -> Iterator[str]:

@@ -39,6 +39,8 @@ AUTO: Literal["auto"] = "auto"
 """A value that the planner resolves before launch. A worker never sees one."""
 Auto = Literal["auto"]
 AutoInt = PositiveInt | Auto
+Option = bool | int | float | str | tuple[float, ...] | None
+"""An argument of one's own code."""
 
 
 @cache

@@ -206,7 +206,7 @@ def test_an_eager_run_of_the_engine_is_counted_tensor_by_tensor(layout: Layout, 
     """And what no tensor takes is added: holes, communicators, the context, and the reserve over all."""
     setup = setup_of(layout=layout, software=EAGER)
     found = predict_memory(setup, recompute)
-    wanted = EngineRun(setup.model, layout, 8192, 1, 8, "bf16", "fp32", recompute, "adamw", "bf16")  # type: ignore[arg-type]
+    wanted = EngineRun(setup.model, layout, 8192, 1, 8, "bf16", "fp32", recompute, 8.0, "bf16")  # type: ignore[arg-type]
     wanted = replace(wanted, layout=replace(layout, sequence_parallel=False))
     assert len(found) == layout.pp and len(set(found[:-1])) <= 1
     for stage, rank in ((found[0], 0), (found[-1], layout.pp - 1)):
@@ -236,7 +236,7 @@ def test_an_eager_run_of_the_engine_is_counted_tensor_by_tensor(layout: Layout, 
 def test_a_setup_is_counted_with_its_formats_and_sizes(changes: dict[str, object], counts: dict[str, object]) -> None:
     setup = setup_of(**{"layout": Layout(dp_shard=8), "software": EAGER} | changes)
     layout = replace(setup.layout, sequence_parallel=False)
-    run = EngineRun(setup.model, layout, 8192, 1, 8, "bf16", "fp32", "none", "adamw", "bf16")
+    run = EngineRun(setup.model, layout, 8192, 1, 8, "bf16", "fp32", "none", 8.0, "bf16")
     peak = engine_peak(replace(run, **counts), 0).by_cause  # type: ignore[arg-type]
     (found,) = predict_memory(setup, "none")
     assert found.activations_bytes == peak["activations"] + peak["temporaries"]

@@ -52,6 +52,7 @@ DEFAULTS: dict[str, Any] = {
         "path": None,
         "text_field": "text",
         "tokenizer": {"vocab_size": 4096, "path": None, "end_of_document": None},
+        "options": {},
         "heldout_fraction": 0.02,
         "max_bytes": None,
         "phantom": {"samples": 1024, "seed": 0},
@@ -70,6 +71,8 @@ DEFAULTS: dict[str, Any] = {
         "weight_decay": 0.1,
         "grad_clip_norm": 1.0,
         "schedule": {"kind": "cosine", "warmup_steps": 0, "decay_fraction": 0.2, "final_lr_ratio": 0.1},
+        "options": {},
+        "state_bytes": None,
     },
     "batching": {
         "global_batch_size": 9,
@@ -97,6 +100,7 @@ DEFAULTS: dict[str, Any] = {
         "early_stop_evals": None,
         "sample_interval_steps": None,
         "log_interval_steps": 10,
+        "callbacks": [],
     },
     "description": "",
     "init": {"from": None},
@@ -239,7 +243,7 @@ DEFAULTS: dict[str, Any] = {
     },
     "fault": "",
     "sample": {"prompt": "", "max_new_tokens": 0, "temperature": 0.8},
-    "tracking": {"tensorboard": False, "wandb": False, "mlflow": False, "project": "trainspec"},
+    "tracking": {"tensorboard": False, "wandb": False, "mlflow": False, "project": "trainspec", "trackers": []},
     "run": {"dir": "auto", "name": "", "tags": [], "stop_grace_s": 60.0, "node_timeout_s": 30.0, "preflight": True},
 }
 

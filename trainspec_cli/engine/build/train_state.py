@@ -27,6 +27,7 @@ from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.observe.links import LinkTimers
 from trainspec_cli.engine.optim.optimizer import build_optimizer, without_memory
+from trainspec_cli.engine.optim.own import build_own_optimizer
 from trainspec_cli.engine.parallel.balance import routers_of, sum_over_sequence
 from trainspec_cli.engine.parallel.context import apply_context_parallel, held_positions
 from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel
@@ -285,6 +286,8 @@ def _build_plan_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of the trained shares; moments have no memory yet if not `fill`."""
     trained = [share for share in shares if share.is_trained]
+    if plan.spec.optim.is_own:
+        return build_own_optimizer(trained, plan.spec, zeros=torch.zeros_like if fill else without_memory)
     update, zeros = load_kernel("adamw", plan.kernels.adamw), torch.zeros_like if fill else without_memory
     return build_optimizer(trained, plan.spec.optim, update, zeros, clock.collective)
 

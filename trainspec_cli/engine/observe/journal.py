@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from trainspec_cli.engine.observe.own import OptionalCodeError, watchers_of
 from trainspec_cli.rundir.event_types.decisions import BucketsEvent, MemoryEvent, SchedulerEvent
 from trainspec_cli.rundir.event_types.event import Event
-from trainspec_cli.rundir.event_types.training import EvalEvent, SampleEvent, SetFigures, StartEvent, StepEvent
+from trainspec_cli.rundir.event_types.training import (
+    EvalEvent,
+    SampleEvent,
+    SetFigures,
+    StartEvent,
+    StepEvent,
+    WarningEvent,
+)
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
@@ -129,25 +138,33 @@ class Journal:
         self._events = EventWriter(run_dir.events(rank), rank)
         self._fence = Fence.of_worker(run_dir)
         tracked = spec if rank == 0 else None
-        self._trackers = [
+        self._trackers: list[Tracker] = [
             make(run_dir, tracked) for key, make in TRACKERS.items() if tracked and getattr(tracked.tracking, key)
         ]
+        self._trackers += watchers_of(spec, run_dir, rank) if spec else []
 
     def write(self, event: Event) -> None:
         """Raises WorkerError where a newer start owns the run."""
         self._fence.check_now_and_then()
         self._events.write(event)
-        for tracker in self._trackers:
-            tracker.record(event)
+        for tracker in self._trackers.copy():
+            try:
+                tracker.record(event)
+            except OptionalCodeError as error:
+                self._trackers.remove(tracker)
+                self._events.write(WarningEvent(step=getattr(event, "step", 0), message=str(error)))
 
     def events_of(self, rank: int) -> Path:
         """Return the file that another rank writes its events to."""
         return self._run_dir.events(rank)
 
     def close(self) -> None:
-        self._events.close()
-        for tracker in self._trackers:
-            tracker.close()
+        try:
+            for tracker in self._trackers:
+                with suppress(OptionalCodeError):
+                    tracker.close()
+        finally:
+            self._events.close()
 
 
 class GroupJournal:

@@ -43,7 +43,7 @@ def build_optimizer(
     """
     if optim.name in _RULES:
         return _build_guarded(shares, optim, moment_like, time)
-    groups = _groups(shares, optim)
+    groups = parameter_groups(shares, optim)
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
     optimizer = adamw(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), eps=optim.eps)
@@ -51,8 +51,8 @@ def build_optimizer(
     return optimizer
 
 
-def _groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
-    """Return groups of parameters by whether they decay, without empty ones."""
+def parameter_groups(shares: Sequence[Share], optim: OptimSpec) -> list[Group]:
+    """Return torch's groups of parameters: matrices decay, norms and biases do not."""
     matrices = [share.local for share in shares if share.parameter.dim() > 1]
     vectors = [share.local for share in shares if share.parameter.dim() <= 1]
     groups: list[Group] = [
@@ -71,8 +71,8 @@ def _build_guarded(
 ) -> GuardedOptimizer:
     by_rule = [share for share in shares if _RULES[optim.name](share)]
     rest = [share for share in shares if not _RULES[optim.name](share)]
-    own = [group | {"rule": optim.name, "momentum": optim.momentum} for group in _groups(by_rule, optim)]
-    groups, betas = [*own, *_groups(rest, optim)], (optim.beta1, optim.beta2)
+    own = [group | {"rule": optim.name, "momentum": optim.momentum} for group in parameter_groups(by_rule, optim)]
+    groups, betas = [*own, *parameter_groups(rest, optim)], (optim.beta1, optim.beta2)
     optimizer: GuardedOptimizer
     if optim.name == "muon":
         optimizer = Muon(groups, by_rule, optim.lr, betas, optim.eps, time)

@@ -13,6 +13,7 @@ from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.policy.recovery.memory import with_reliefs
 from trainspec_cli.reading.files import read_field, read_object
 from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.own_code import check_code
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.results.plan import Plan
@@ -26,6 +27,7 @@ def work(run_dir: RunDir, stop: StopRequest) -> None:
     digest = read_field(run_dir.run_json, about, "digest", str)
     device = join_processes(plan.device)
     plan = with_reliefs(plan, recall_reliefs(plan, run_dir))
+    check_code(plan.spec, run_dir)
     state = build_train_state(plan, device)
     if not run_dir.checkpoint_steps():
         load_initial(plan, state)

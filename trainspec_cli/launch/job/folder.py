@@ -20,6 +20,7 @@ from trainspec_cli.launch.job.job import Job, render_command
 from trainspec_cli.launch.job.provenance import git_state, versions
 from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.files import read_json, write_json, write_text
+from trainspec_cli.rundir.own_code import keep_code
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import Resume, RunRecord, read_run_record, write_run_record
 from trainspec_cli.spec.canonical import Absent, digest, to_plain
@@ -164,6 +165,7 @@ def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
     if kernels is not None:
         write_json(job.run.kernels_json, to_plain(kernels))
     write_json(job.run.plan_json, to_plain(plan))
+    keep_code(plan.spec, job.run)
     write_communication(plan, job.run)
     job.run.plan_of_all_nodes.unlink(missing_ok=True)
     write_text(job.run.command_txt, render_command(job.command, job.environment, Path.cwd()))

@@ -35,7 +35,8 @@ def copy_bytes(plan: Plan) -> float:
     """The state copied aside to be written: the ranks share out what is theirs together. In host memory it is held
     twice."""
     checkpoint = plan.spec.checkpoint
-    held = (4 + moment_bytes(plan.spec.model, plan.spec.optim.name, plan.spec.lora)) * plan.params / plan.world_size
+    moments = moment_bytes(plan.spec.model, plan.spec.optim.kept_state, plan.spec.lora)
+    held = (4 + moments) * plan.params / plan.world_size
     if checkpoint.memory_interval_steps is not None:
         return 2 * held
     return held if checkpoint.interval_steps is not None and checkpoint.mode == "async" else 0.0
@@ -62,7 +63,7 @@ def parameter_bytes(plan: Plan, model: DecoderModel) -> float:
 
 def step_bytes(plan: Plan, model: DecoderModel) -> dict[str, float]:
     """Bytes that the first step allocates: the optimizer's moments last, all else is freed and allocated again."""
-    moments = moment_bytes(model, plan.spec.optim.name, plan.spec.lora)
+    moments = moment_bytes(model, plan.spec.optim.kept_state, plan.spec.lora)
     formats = COMPUTE_BYTES[plan.compute] + COMPUTE_BYTES[plan.spec.precision.reduce]
     own = plan.params / plan.layout.dp_shard
     return {

@@ -160,7 +160,7 @@ def describe_job(
 
 def checkpoint_bytes(spec: RunSpec, params: int) -> float:
     """Size of one checkpoint: parameters and optimizer state, which frozen ones (LoRA) have none of."""
-    moments = 0.0 if spec.lora.rank else moment_bytes(spec.model, spec.optim.name, spec.lora)
+    moments = 0.0 if spec.lora.rank else moment_bytes(spec.model, spec.optim.kept_state, spec.lora)
     return (VALUE_BYTES + moments) * params
 
 

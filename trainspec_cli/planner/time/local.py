@@ -106,14 +106,14 @@ def curve_parts_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[
 def update_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> float:
     """Seconds of an update, beyond its calls' own cost: AdamW's as measured; of other optimizers by what their
     operations move beside AdamW's, and Newton-Schulz as the products of matrices that it consists of."""
-    name, own = plan.spec.optim.name, plan.params / plan.layout.dp_shard
+    optimizer, own = plan.spec.optim.kept_state, plan.params / plan.layout.dp_shard
     usual_s = probe.optimizer.beyond_call(own)
-    if name == "adamw8bit":
-        return usual_s * UPDATE_BYTES[name] / ADAMW_TRAFFIC_BYTES
-    if name == "muon":
+    if optimizer == "adamw8bit":
+        return usual_s * UPDATE_BYTES[optimizer] / ADAMW_TRAFFIC_BYTES
+    if optimizer == "muon":
         elements = sum(newton_schulz_flops(model)) / plan.layout.dp_shard / (2 * PROBED_TOKENS)
         products_s = _products_s(probe.matmul.forward, int(elements), PROBED_TOKENS)
-        return usual_s * (1 + matrix_share(model) * UPDATE_BYTES[name] / ADAMW_TRAFFIC_BYTES) + products_s
+        return usual_s * (1 + matrix_share(model) * UPDATE_BYTES[optimizer] / ADAMW_TRAFFIC_BYTES) + products_s
     return usual_s
 
 

@@ -24,8 +24,7 @@ from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.batching import largest_size
 
 OPTIMIZER_RULES: Mapping[str, ShrinkRule] = {"adamw": "sqrt", "adamw8bit": "sqrt", "muon": "sqrt", "sgd": "linear"}
-"""How the learning rate follows the batch, by optimizer. One that is not here has no rule for a growing batch: under
-Muon, a ramp is reported to cost loss."""
+"""How the learning rate follows the batch, by optimizer. One that is not here has no rule for a growing batch."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def schedule_batches(spec: RunSpec) -> BatchSchedule:
         optim=spec.optim,
         max_steps=spec.train.max_steps,
         start_samples=batching.global_batch_size,
-        lr_rule=OPTIMIZER_RULES[spec.optim.name] if rule == "optimizer" else rule,
+        lr_rule=OPTIMIZER_RULES.get(spec.optim.name, "none") if rule == "optimizer" else rule,
         stages=(BatchStage(0, batching.global_batch_size), *_later_stages(spec)),
     )
 

@@ -18,6 +18,7 @@ from trainspec_cli.report.plan.report import PlanReport, SweepPoint, SweepReport
 from trainspec_cli.report.plan.simulation import render_simulation
 from trainspec_cli.report.plan.trace import render_trace
 from trainspec_cli.report.rich_text import Text
+from trainspec_cli.spec.own_code import describe_code
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.forecast import Assumption, BatchForecast, Goodput, Interval, RunForecast
 from trainspec_cli.spec.results.prediction import Candidate
@@ -75,6 +76,8 @@ def _header(plan: PlanReport) -> RenderableType:
     if run := plan.run:
         step = f"{labels.batch_label(plan)} samples a step"
         lines.append(("run", f"{format_count(run.tokens)} {unit} in {run.steps:,} steps, {step}"))
+    if code := list(describe_code(plan.spec)):
+        lines.append(("code", "\n".join(code)))
     if plan.defaults:
         lines.append(("assumed", labels.defaults_label(plan)))
     return _pairs(lines, bold=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
-from trainspec_cli.spec.field_types import NonNegativeInt, PositiveInt, Range
+from trainspec_cli.spec.field_types import NonNegativeInt, Option, PositiveInt, Range
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,15 @@ class PhantomSpec:
 SampleSource = Literal["phantom", "images", "volumes"]
 SAMPLE_SOURCES = get_args(SampleSource)
 """Sources of convolutional networks, whose samples are images or volumes. All other sources become tokens."""
+SOURCES = (*get_args(Documents), "mixture", *SAMPLE_SOURCES)
+"""The sources that ship with trainspec."""
 
 
 @dataclass(frozen=True)
 class DataSpec:
     seq_len: PositiveInt
     """Tokens per sample; 1 for images and volumes."""
-    source: Literal[Documents, "mixture", SampleSource]
+    source: Literal[Documents, "mixture", SampleSource] | str
     """`tokens` is a folder that `trainspec data prepare` wrote; text is prepared at launch and cached.
 
     `arrow` is a Hugging Face dataset as `save_to_disk` writes it; `nanogpt` and `megatron` are files of token ids, read
@@ -61,6 +63,7 @@ class DataSpec:
     `chat` is conversations (`messages`, ShareGPT or Alpaca) or completions (`prompt`, `completion`), each file in one
     format: JSON lines, a JSON array, or a table.
     `images` is a folder with a sub-folder of pictures per class, `volumes` a folder of image and label pairs.
+    One's own code that gives documents: `FILE.py:NAME`, `package.module:NAME`, or a name that a package registered.
     """
     path: str | None = None
     """File, folder or glob; python_stdlib and phantom need none."""
@@ -84,6 +87,13 @@ class DataSpec:
     """The sources by name (mixture only)."""
     validation: dict[str, PartSpec] = field(default_factory=dict)
     """Further evaluation texts by name, each used whole; their weights are ignored."""
+    options: dict[str, Option] = field(default_factory=dict)
+    """Arguments of one's own code, by name."""
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether the documents come from the user's own code."""
+        return self.source not in SOURCES
 
     @property
     def masks_documents(self) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
-from trainspec_cli.spec.field_types import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, Range
+from trainspec_cli.spec.field_types import Fraction, NonNegativeFloat, NonNegativeInt, Option, PositiveFloat, Range
 
 OptimizerName = Literal["adamw", "sgd", "muon", "adamw8bit"]
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+KeptState = OptimizerName | float
+"""What is kept of each parameter: by the name of an optimizer of the engine, or the bytes of one's own."""
 ON_DEVICE: tuple[OptimizerName, ...] = ("muon", "adamw8bit")
 """Optimizers whose state and update stay on the device that trains."""
 BLOCK = 256
@@ -41,10 +44,10 @@ class ScheduleSpec:
 class OptimSpec:
     lr: PositiveFloat
     """The learning rate at its peak."""
-    name: OptimizerName = "adamw"
+    name: OptimizerName | str = "adamw"
     """The optimizer: adamw (arXiv:1711.05101); sgd; muon, which orthogonalises the momentum of the matrices inside of
     blocks, and trains all else by adamw at the same rate (arXiv:2502.16982); adamw8bit, with moments of 8 bits
-    (arXiv:2110.02861)."""
+    (arXiv:2110.02861). One's own is `FILE.py:NAME`, `package.module:NAME`, or a name that a package registered."""
     beta1: Annotated[float, Range(0, 1, includes_high=False)] = 0.9
     """adamw, adamw8bit, and what muon leaves to adamw: decay of the average of the gradients."""
     beta2: Annotated[float, Range(0, 1, includes_high=False)] = 0.95
@@ -59,3 +62,18 @@ class OptimSpec:
     """The norm over all gradients to which larger ones are clipped; null: they are not."""
     schedule: ScheduleSpec = field(default_factory=ScheduleSpec)
     """The course of the learning rate over the run."""
+    options: dict[str, Option] = field(default_factory=dict)
+    """Further arguments of one's own optimizer, by name."""
+    state_bytes: NonNegativeFloat | None = None
+    """The bytes of state that one's own optimizer keeps of each parameter: 8 for two averages in fp32. The plan counts
+    with them; a run measures them before its first step, and refuses another number."""
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether the optimizer is the user's own code."""
+        return self.name not in OPTIMIZERS
+
+    @property
+    def kept_state(self) -> KeptState:
+        """What says how much state the optimizer keeps of each parameter."""
+        return self.name if self.name in OPTIMIZERS else self.state_bytes or 0.0

@@ -125,6 +125,9 @@ class TrainSection:
     """Steps between samples of text that the model writes (`sample`); null: one at the end."""
     log_interval_steps: PositiveInt = 10
     """Steps between log lines if the output is not a terminal."""
+    callbacks: tuple[str, ...] = ()
+    """Classes of one's own that are told of steps, evaluations and checkpoints: `FILE.py:NAME`, `package.module:NAME`,
+    or a name that a package registered."""
 
     @property
     def counts_samples(self) -> bool:
@@ -173,6 +176,9 @@ class TrackingSection:
     """MLflow, in the run folder unless `MLFLOW_TRACKING_URI` names a server."""
     project: str = "trainspec"
     """The project name in Weights & Biases and MLflow."""
+    trackers: tuple[str, ...] = ()
+    """Trackers of one's own, which record every event of rank 0: `FILE.py:NAME`, `package.module:NAME`, or a name that
+    a package registered."""
 
 
 @dataclass(frozen=True)

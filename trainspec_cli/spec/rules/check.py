@@ -26,6 +26,7 @@ from trainspec_cli.spec.rules.fabric import FABRIC_RULES
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES, check_kernels, find_compiler
 from trainspec_cli.spec.rules.model import MODEL_RULES, divisors
 from trainspec_cli.spec.rules.optim import OPTIM_RULES
+from trainspec_cli.spec.rules.own_code import OWN_CODE_RULES
 from trainspec_cli.spec.rules.relayout import RELAYOUT_RULES
 from trainspec_cli.spec.rules.run import RUN_RULES
 from trainspec_cli.spec.rules.values import TEXT_RULES, forget_out_of_range
@@ -57,7 +58,7 @@ def check(spec: RunSpec) -> list[Problem]:
         largest_micro_batch,
     ]
     rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
-    rules += [*OPTIM_RULES, *RELAYOUT_RULES, *TEXT_RULES]
+    rules += [*OPTIM_RULES, *RELAYOUT_RULES, *TEXT_RULES, *OWN_CODE_RULES]
     return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
 
 
@@ -155,7 +156,7 @@ def data_path(spec: RunSpec) -> Iterator[Problem]:
         elif spec.data.path is not None:
             message = "`data.path` is given, but each part of data=mixture has a path of its own"
             yield Problem("unsupported", message, "data.path", "type data.path=null")
-    else:
+    elif not spec.data.is_own:
         yield from _source_path(spec.data.source, spec.data.path, "data")
     for group in ("mixture", "validation"):
         for name, part in getattr(spec.data, group).items():

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from trainspec_cli.planner.memory.engine.units import Matrix, Unit
 from trainspec_cli.spec.recipe.model_parts import CONV_TAPS
-from trainspec_cli.spec.recipe.optim import BLOCK, QUANTISED_ROW, QUANTISED_SIZE
+from trainspec_cli.spec.recipe.optim import BLOCK, QUANTISED_ROW, QUANTISED_SIZE, KeptState
 
 MOMENT = 4.0
 """Bytes of a moment that is not quantised, and of a block's scale."""
@@ -19,15 +19,17 @@ MATRICES_AT_ONCE = 9
 the parts that are exchanged and those that arrive."""
 
 
-def state_bytes(optimizer: str, unit: Unit, *, in_block: bool) -> float:
+def state_bytes(optimizer: KeptState, unit: Unit, *, in_block: bool) -> float:
     """Return the bytes of the optimizer's state of a unit's trained parameters, on the rank with the largest part."""
     return sum(
         _bytes_of_row(optimizer, (rows, row), in_block) * -(-rows // unit.shards) for rows, row in unit.trained.matrices
     )
 
 
-def _bytes_of_row(optimizer: str, matrix: Matrix, in_block: bool) -> float:
+def _bytes_of_row(optimizer: KeptState, matrix: Matrix, in_block: bool) -> float:
     rows, row = matrix
+    if isinstance(optimizer, float):
+        return optimizer * row
     if optimizer == "sgd":
         return 0.0
     if optimizer == "muon" and in_block and is_hidden(matrix):
@@ -45,7 +47,7 @@ def is_hidden(matrix: Matrix) -> bool:
     return matrix[1] not in (1, CONV_TAPS)
 
 
-def update_bytes(optimizer: str, blocks: Iterable[Unit], outside: Iterable[Unit], width: float) -> float:
+def update_bytes(optimizer: KeptState, blocks: Iterable[Unit], outside: Iterable[Unit], width: float) -> float:
     """Return the bytes of an update's temporaries, of which the largest parameter has the most; muon computes in a
     format of `width` bytes."""
     of_blocks = [matrix for unit in blocks for matrix in unit.trained.matrices]

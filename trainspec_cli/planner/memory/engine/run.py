@@ -12,6 +12,7 @@ from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import ModelSpec, TextModel
 from trainspec_cli.spec.recipe.model_parts import Layer
+from trainspec_cli.spec.recipe.optim import KeptState
 from trainspec_cli.spec.recipe.run import Recompute
 from trainspec_cli.spec.results.plan import Plan
 
@@ -40,7 +41,7 @@ class EngineRun:
     compute: str
     reduce: str
     recompute: Recompute
-    optimizer: str
+    optimizer: KeptState
     matmul: str = "compute"
     lora: LoraSpec = field(default_factory=LoraSpec)
 
@@ -56,7 +57,7 @@ def run_of(plan: Plan) -> EngineRun:
         plan.compute,
         spec.precision.reduce,
         plan.recompute,
-        spec.optim.name,
+        spec.optim.kept_state,
         spec.precision.matmul,
         spec.lora,
     )

@@ -1,0 +1,92 @@
+"""A whole run of one's own source, optimizer, callback and tracker: killed, resumed, and with an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from integration.conftest import Trainspec
+
+pytestmark = pytest.mark.slow
+
+CODE = """
+import torch
+
+def squares(count):
+    for number in range(count):
+        yield {"text": f"The square of {number} is {number * number}."}
+
+class Momentum(torch.optim.Optimizer):
+    def __init__(self, groups, lr, decay=0.9):
+        super().__init__(groups, {"lr": lr, "decay": decay})
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["updates"], state["average"] = 0, torch.zeros_like(p)
+                state["updates"] += 1
+                state["average"].lerp_(p.grad, 1 - group["decay"])
+                p.sub_(state["average"], alpha=group["lr"] / state["updates"] ** 0.5)
+                FAULT
+
+class Watch:
+    every_rank = True
+    def __init__(self, run):
+        self.file = (run.folder / f"seen{run.rank}.txt").open("a")
+    def on_step(self, event):
+        torch.rand(1)
+        self.file.write(f"{event.step} ")
+    def on_end(self, event):
+        self.file.write(event.status)
+        self.file.close()
+
+class Types:
+    def __init__(self, run):
+        self.file = (run.folder / "types.txt").open("a")
+    def record(self, event):
+        self.file.write(f"{event.type} ")
+    def close(self):
+        self.file.close()
+"""
+RECIPE = (
+    *("recipe=tiny", "data.source=mine.py:squares", "data.options.count=4000", "~data.max_bytes"),
+    *("optim.name=mine.py:Momentum", "optim.state_bytes=4", "optim.options.decay=0.8"),
+    *("train.callbacks=[mine.py:Watch]", "tracking.trackers=[mine.py:Types]"),
+    *("checkpoint.interval_steps=5", "train.max_steps=12", "cluster.devices_per_node=2", "layout.dp_shard=2"),
+)
+
+
+def result(folder: Path) -> dict[str, object]:
+    read: dict[str, object] = json.loads((folder / "result.json").read_text())
+    return read
+
+
+def test_a_run_of_ones_own_code_is_the_same_after_a_kill_and_keeps_its_code(
+    trainspec: Trainspec, tmp_path: Path
+) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text(CODE.replace("FAULT", ""))
+    for run, *more in (("whole",), ("killed", "fault=kill(rank=1,step=7)")):
+        ended = trainspec("launch", *RECIPE, f"run.dir={run}", *more)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert f"optim.name runs Momentum of {code}" in ended.stdout + ended.stderr
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert result(whole)["weights_sha256"] == result(killed)["weights_sha256"]
+    assert (whole / "seen0.txt").read_text() == (whole / "seen1.txt").read_text()
+    assert (whole / "seen0.txt").read_text() == " ".join(map(str, range(1, 13))) + " done"
+    assert {"start", "step", "eval", "checkpoint", "end"} <= set((whole / "types.txt").read_text().split())
+    kept = json.loads((whole / "code.json").read_text())["files"][str(code)]
+    assert set(kept["keys"]) == {"data.source", "optim.name", "train.callbacks", "tracking.trackers"}
+    assert (whole / "code" / kept["copy"]).read_text() == code.read_text()
+
+    code.write_text(CODE.replace("FAULT", 'if state["updates"] > 13: raise ValueError("enough")'))
+    (tmp_path / "elsewhere").mkdir()
+    ended = trainspec("resume", "whole", "train.max_steps=+4")
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 5, said
+    assert f"{code} has changed since the last start" in said
+    line = 1 + CODE.splitlines().index(" " * 16 + "FAULT")
+    assert f"Momentum raised ValueError: enough in an update ({code}:{line}, in step: if state" in said
+    assert "Traceback" not in said

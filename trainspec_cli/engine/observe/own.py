@@ -1,0 +1,137 @@
+"""Callbacks and trackers of one's own: classes that are told of a run's events, and cannot change its numbers.
+
+They get the events as the run folder has them, and not the model; what they draw from random generators is put back. So
+a run trains the same bits with them and without.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainspec_cli.errors import Problem, RecipeError, WorkerError, did_you_mean
+from trainspec_cli.extensions.load import load, own_errors
+from trainspec_cli.extensions.source import Extension
+from trainspec_cli.json_value import JsonObject
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.own_code import own_callbacks, own_trackers
+from trainspec_cli.spec.recipe.run import RunSpec
+
+CALLBACK_METHODS = {kind: f"on_{kind}" for kind in ("start", "step", "eval", "checkpoint", "sample", "warning", "end")}
+"""Methods of a callback, by the type of event."""
+TRACKER_METHODS = ("record", "close")
+
+
+class OptionalCodeError(Exception):
+    """Code that is marked `optional` has failed: the run goes on without it."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What callbacks and trackers know of their run."""
+
+    folder: Path
+    """The run folder."""
+    rank: int
+    recipe: JsonObject
+    """The whole recipe, as plain values."""
+
+
+class OwnWatcher:
+    """Tells an object of one's own of events, for which it has methods."""
+
+    def __init__(self, extension: Extension, made: Any, methods: Mapping[str, Callable[[Event], object]]):
+        """`methods` are those called for an event, by its type; "" stands for all types."""
+        self._extension, self._made, self._methods = extension, made, methods
+
+    def record(self, event: Event) -> None:
+        """Raises WorkerError where the code fails, OptionalCodeError where the run is to go on without it."""
+        method = self._methods.get(event.type) or self._methods.get("")
+        if method is not None:
+            self._call(f"at {event.type} of step {getattr(event, 'step', 0)}", lambda: method(event))
+
+    def close(self) -> None:
+        if close := getattr(self._made, "close", None):
+            self._call("when it was closed", close)
+
+    def _call(self, when: str, call: Callable[[], object]) -> None:
+        try:
+            with own_errors(self._extension, when), keeping_generators():
+                call()
+        except WorkerError as error:
+            if getattr(self._made, "optional", False):
+                raise OptionalCodeError(f"{error}; the run goes on without it") from error
+            raise
+
+
+def watchers_of(spec: RunSpec, run_dir: RunDir, rank: int) -> list[OwnWatcher]:
+    """Make the callbacks and trackers that the recipe names for this rank: rank 0 has all, the others those whose class
+    says `every_rank = True`. Raises RecipeError for classes that are wrong."""
+    facts = RunFacts(run_dir.root.resolve(), rank, to_plain(spec))
+    found = [_make_callback(extension, facts, spec) for extension in own_callbacks(spec)]
+    found += [_make_tracker(extension, facts) for extension in own_trackers(spec)]
+    return [watcher for watcher in found if watcher is not None]
+
+
+def _make_callback(extension: Extension, facts: RunFacts, spec: RunSpec) -> OwnWatcher | None:
+    made_of = load(extension)
+    known = CALLBACK_METHODS.values()
+    names = [name for name in dir(made_of) if name.startswith("on_")]
+    if unknown := [name for name in names if name not in known]:
+        message = f"`{extension.path}`: {extension.text} has a method `{unknown[0]}`, which nothing calls"
+        hint = did_you_mean(unknown[0], known) or f"callbacks have {', '.join(known)}"
+        raise RecipeError(Problem("unknown_name", message, extension.path, hint))
+    if not names:
+        message = f"`{extension.path}`: {extension.text} has none of {', '.join(known)}"
+        raise RecipeError(Problem("missing_value", message, extension.path, "such as def on_step(self, event): ..."))
+    on_every_rank = getattr(made_of, "every_rank", False)
+    if on_every_rank and spec.resilience.mode == "elastic":
+        message = f"`{extension.path}`: {extension.text} is for every rank, and with resilience=elastic one is told"
+        raise RecipeError(Problem("unsupported", message, extension.path, "type resilience=restart"))
+    if facts.rank and not on_every_rank:
+        return None
+    made = _make(extension, made_of, facts)
+    return OwnWatcher(
+        extension, made, {kind: getattr(made, name) for kind, name in CALLBACK_METHODS.items() if name in names}
+    )
+
+
+def _make_tracker(extension: Extension, facts: RunFacts) -> OwnWatcher | None:
+    made_of = load(extension)
+    if missing := [name for name in TRACKER_METHODS if not hasattr(made_of, name)]:
+        message = f"`{extension.path}`: {extension.text} has no method `{missing[0]}`; trackers have record and close"
+        hint = "define record(self, event) and close(self)"
+        raise RecipeError(Problem("missing_value", message, extension.path, hint))
+    if facts.rank:
+        return None
+    made = _make(extension, made_of, facts)
+    return OwnWatcher(extension, made, {"": made.record})
+
+
+def _make(extension: Extension, made_of: Callable[..., Any], facts: RunFacts) -> Any:
+    with own_errors(extension, "when it was made", RecipeError), keeping_generators():
+        return made_of(facts)
+
+
+@contextmanager
+def keeping_generators() -> Iterator[None]:
+    """Put the random generators of Python, numpy and torch back to where they were before the block."""
+    numpy: Any = sys.modules.get("numpy")
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    python, arrays = random.getstate(), numpy.random.get_state() if numpy else None
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy:
+                numpy.random.set_state(arrays)

@@ -1,0 +1,312 @@
+"""An optimizer of one's own (`optim.name=FILE.py:make`), with what the engine asks of any: updates that are skipped or
+clipped as a whole, and state that is saved and loaded in every layout.
+
+The engine hands it this rank's part of each parameter, so it has to be elementwise: an element's update may depend on
+the element, its gradient and its state alone. That, and the state that it keeps, are tried on small tensors before the
+run begins (`try_out`), not believed.
+
+Most optimizers make their state in the first update. A checkpoint may have to be loaded before, so the state lies ready
+here in the same entries, with a flag that says whether the optimizer has begun to keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainspec_cli.engine.optim.optimizer import parameter_groups
+from trainspec_cli.engine.shares import Share
+from trainspec_cli.errors import Problem, RecipeError, WorkerError
+from trainspec_cli.extensions.load import load, own_errors
+from trainspec_cli.extensions.source import Extension
+from trainspec_cli.spec.own_code import own_optimizer
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import RunSpec
+
+Entry = Tensor | int | float | bool
+Make = Callable[..., torch.optim.Optimizer]
+STARTED = "trainspec_started"
+"""The entry of each parameter's state that says whether the other entries are in use: 1 after the first update."""
+OWN_TO_THE_ENGINE = ("params", "lr")
+"""What the engine changes in a group of parameters."""
+
+TRIAL_UPDATES = 3
+TRIAL_SIDE = 6
+AGREEMENT = 1e-5
+"""The relative difference to which an update of a whole tensor and of its parts have to agree: vectorised kernels round
+the ends of tensors differently."""
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """The form of an entry of a parameter's state."""
+
+    shaped: bool
+    """Of the parameter's shape; else a number, or a tensor that holds one."""
+    dtype: torch.dtype
+    kind: type = Tensor
+    """What the optimizer keeps it as: a tensor, or a number of Python's, which is saved as fp64."""
+    device: str = "cpu"
+    """The kind of device that a tensor lies on."""
+
+    @staticmethod
+    def of(value: Entry) -> StateForm:
+        if isinstance(value, Tensor):
+            return StateForm(value.dim() > 0, value.dtype, device=value.device.type)
+        return StateForm(shaped=False, dtype=torch.float64, kind=type(value))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What an optimizer has shown on small tensors."""
+
+    forms: Mapping[int, Mapping[str, StateForm]]
+    """The entries of its state, for a parameter of so many dimensions."""
+    state_bytes: float
+    """The bytes of state that it keeps of each parameter; of matrices, where these differ."""
+
+
+def build_own_optimizer(
+    shares: Sequence[Share], spec: RunSpec, zeros: Callable[[Tensor], Tensor] = torch.zeros_like
+) -> OwnOptimizer:
+    """Build the optimizer that the recipe names, after a trial. `zeros` makes the state's memory. Raises RecipeError
+    for code that is wrong, or that cannot be trained with in parts."""
+    extension, optim = own_optimizer(spec), spec.optim
+    call = load(extension)
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        with own_errors(extension, "when the optimizer was made", RecipeError):
+            made = call(groups, lr=optim.lr, **{name: _option(value) for name, value in optim.options.items()})
+        if not isinstance(made, torch.optim.Optimizer):
+            message = f"`{extension.path}`: {extension.text} returned {type(made).__name__}"
+            raise RecipeError(Problem("wrong_type", f"{message}; a torch.optim.Optimizer is needed", extension.path))
+        return made
+
+    device = shares[0].local.device if shares else torch.device("cpu")
+    trial = try_out(make, extension, {2} | {share.parameter.dim() for share in shares}, device)
+    _check_state_bytes(extension, optim, trial.state_bytes)
+    groups = parameter_groups(shares, optim)
+    made = make([dict(group) for group in groups])
+    _check_groups(extension, made, groups)
+    return OwnOptimizer(made, extension, trial, zeros)
+
+
+def _option(value: object) -> object:
+    """YAML has lists where Python's optimizers take pairs."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check_state_bytes(extension: Extension, optim: OptimSpec, found_bytes: float) -> None:
+    if optim.state_bytes != found_bytes:
+        path = "optim.state_bytes"
+        message = (
+            f"`{path}` is {optim.state_bytes:g}, and {extension.text} keeps {found_bytes:g} bytes of each parameter"
+        )
+        raise RecipeError(Problem("contradiction", message, path, f"type {path}={found_bytes:g}"))
+
+
+def _check_groups(extension: Extension, made: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """The optimizer updates every parameter that it was given, and nothing else."""
+    given = {id(parameter) for group in groups for parameter in group["params"]}
+    taken = [id(parameter) for group in made.param_groups for parameter in group["params"]]
+    if set(taken) != given:
+        message = (
+            f"`{extension.path}`: {extension.text} updates {len(taken)} of the {len(given)} parameters it was given"
+        )
+        raise RecipeError(Problem("wrong_type", message, extension.path, "pass its groups on to torch.optim.Optimizer"))
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """Updates by one's own optimizer; `state` holds what is saved, as tensors."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        extension: Extension,
+        trial: Trial,
+        zeros: Callable[[Tensor], Tensor] = torch.zeros_like,
+    ):
+        super().__init__(inner.param_groups, {})
+        self.param_groups = inner.param_groups
+        self._inner, self._extension, self._trial = inner, extension, trial
+        self._made_at_once = {parameter: set(inner.state.get(parameter, {})) for parameter in self._parameters()}
+        self.found_inf: Tensor | None = None
+        self.grad_scale: Tensor | None = None
+        for parameter in self._parameters():
+            self.state[parameter] = self._saved(parameter, zeros)
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _saved(self, parameter: nn.Parameter, zeros: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Return what is saved of a parameter's state before the first update."""
+        saved = {STARTED: torch.zeros(())}
+        own = self._inner.state.get(parameter, {})
+        for name, form in self._forms(parameter).items():
+            value = own.get(name)
+            if isinstance(value, Tensor):
+                saved[name] = value
+            elif form.shaped:
+                saved[name] = zeros(parameter.detach().to(form.dtype))
+            else:
+                saved[name] = torch.tensor(value or 0, dtype=form.dtype, device=form.device)
+        return saved
+
+    def _forms(self, parameter: nn.Parameter) -> Mapping[str, StateForm]:
+        return self._trial.forms[parameter.dim()]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update, unless `found_inf` is 1; gradients are divided by `grad_scale`. The host waits to read the first."""
+        found_inf, grad_scale, self.found_inf, self.grad_scale = self.found_inf, self.grad_scale, None, None
+        if found_inf is not None and found_inf.item():
+            return
+        parameters = self._parameters()
+        if grad_scale is not None:
+            torch._foreach_div_([one.grad for one in parameters if one.grad is not None], grad_scale)
+        for parameter in parameters:
+            self._hand_over(parameter)
+        settings = _settings(self._inner)
+        with own_errors(self._extension, "in an update", passes=_is_no_fault):
+            self._inner.step()
+        if changed := _first_difference(settings, _settings(self._inner)):
+            raise self._refuse(f"changed `{changed}` of its parameter groups, which no checkpoint holds", changed)
+        for parameter in parameters:
+            self._take_over(parameter)
+
+    def _hand_over(self, parameter: nn.Parameter) -> None:
+        """Give the optimizer the state that is saved, which may have been loaded; none before its first update."""
+        saved, own = self.state[parameter], self._inner.state[parameter]
+        if not saved[STARTED].item():
+            for name in set(own) - self._made_at_once[parameter]:
+                del own[name]
+            return
+        for name, form in self._forms(parameter).items():
+            own[name] = saved[name] if form.kind is Tensor else form.kind(saved[name].item())
+
+    def _take_over(self, parameter: nn.Parameter) -> None:
+        """Save what the optimizer keeps by now. Raises WorkerError where that has another form than in its trial."""
+        saved, forms = {STARTED: torch.ones(())}, self._forms(parameter)
+        for name, value in _kept(self._inner.state[parameter]).items():
+            if forms.get(name) != StateForm.of(value) or (forms[name].shaped and _shape(value) != parameter.shape):
+                raise self._refuse(f"keeps `{name}` in another form than in its first updates", name)
+            saved[name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        if lost := forms.keys() - saved.keys():
+            raise self._refuse(f"no longer keeps `{min(lost)}`", min(lost))
+        self.state[parameter] = saved
+
+    def _refuse(self, what: str, name: str) -> WorkerError:
+        message = f"`{self._extension.path}`: {self._extension.text} {what}"
+        hint = f"keep {name} in `self.state[parameter]`, made in the first update"
+        return WorkerError(Problem("own_code", message, self._extension.path, hint))
+
+
+def _shape(value: Entry) -> torch.Size:
+    return value.shape if isinstance(value, Tensor) else torch.Size()
+
+
+def _kept(state: Mapping[str, Any]) -> dict[str, Entry]:
+    """Return the entries of a parameter's state that hold something."""
+    return {str(name): value for name, value in state.items() if value is not None}
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
+    """Return the numbers in the groups of parameters, but for those that the engine sets."""
+    return [
+        {
+            name: value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
+            for name, value in group.items()
+            if name not in OWN_TO_THE_ENGINE and (not isinstance(value, Tensor) or value.device.type == "cpu")
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def _first_difference(before: Sequence[Mapping[str, object]], after: Sequence[Mapping[str, object]]) -> str:
+    names = (name for one, other in zip(before, after, strict=True) for name in other if one.get(name) != other[name])
+    return next(names, "")
+
+
+def _is_no_fault(error: Exception) -> bool:
+    """Return whether memory ran out or a peer was lost, which the run deals with as everywhere else."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError, torch.distributed.DistError)):
+        return True
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+# The trial
+
+
+def try_out(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    extension: Extension,
+    dims: Iterable[int],
+    device: torch.device,
+) -> Trial:
+    """Make some updates of small tensors of so many dimensions, whole and cut into two parts. Raises RecipeError where
+    the parts come to other values than the whole, or the state is of a kind that cannot be saved."""
+    forms = {}
+    for dim in sorted(dims):
+        whole, forms[dim] = _train(make, extension, dim, 1, device)
+        cut, _ = _train(make, extension, dim, 2, device)
+        if not torch.allclose(whole, cut, rtol=AGREEMENT, atol=AGREEMENT):
+            message = (
+                f"`{extension.path}`: {extension.text} updates a tensor otherwise than its parts: it is not "
+                "elementwise, and the engine shards parameters"
+            )
+            hint = "an element's update may depend on its own value, gradient and state alone (docs/extending.md)"
+            raise RecipeError(Problem("unsupported", message, extension.path, hint))
+    shaped = [form.dtype.itemsize for form in forms[2].values() if form.shaped]
+    return Trial(forms, float(sum(shaped)))
+
+
+def _train(
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    extension: Extension,
+    dim: int,
+    parts: int,
+    device: torch.device,
+) -> tuple[Tensor, dict[str, StateForm]]:
+    """Make `TRIAL_UPDATES` updates of a tensor in so many parts. -> (its values, the entries of the state)."""
+    generator = torch.Generator().manual_seed(dim)
+
+    def draw() -> list[Tensor]:
+        drawn = torch.randn((TRIAL_SIDE,) * dim, generator=generator).to(device)
+        return [part.clone() for part in drawn.chunk(parts)] if dim else [drawn]
+
+    parameters = [nn.Parameter(part, requires_grad=False) for part in draw()]
+    optimizer = make([{"params": parameters, "weight_decay": 0.1 if dim > 1 else 0.0}])
+    found: dict[str, StateForm] = {}
+    for update in range(TRIAL_UPDATES):
+        for parameter, gradient in zip(parameters, draw(), strict=True):
+            parameter.grad = gradient
+        with own_errors(extension, "in an update of small tensors before the run", RecipeError), torch.no_grad():
+            optimizer.step()
+        entries = _forms_of(extension, optimizer, parameters[0])
+        if update and entries != found:
+            message = f"`{extension.path}`: {extension.text} keeps other entries of state from update to update"
+            hint = "make all of them in the first update"
+            raise RecipeError(Problem("unsupported", message, extension.path, hint))
+        found = entries
+    return torch.cat([parameter.detach().flatten() for parameter in parameters]), found
+
+
+def _forms_of(extension: Extension, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, StateForm]:
+    found = {}
+    for name, value in _kept(optimizer.state.get(parameter, {})).items():
+        is_saved = isinstance(value, (bool, int, float)) or (
+            isinstance(value, Tensor) and value.shape in (parameter.shape, torch.Size())
+        )
+        if not is_saved:
+            got = f"a tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            message = (
+                f"`{extension.path}`: {extension.text} keeps `{name}`, {got}, of a parameter of "
+                f"{tuple(parameter.shape)}; tensors of the parameter's shape and single numbers are needed"
+            )
+            raise RecipeError(Problem("unsupported", message, extension.path))
+        found[name] = StateForm.of(value)
+    return found

@@ -1,0 +1,50 @@
+"""The code of one's own that a recipe names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainspec_cli.extensions.kinds import CALLBACK, OPTIMIZER, SOURCE, TRACKER, ExtensionKind
+from trainspec_cli.extensions.source import Extension, find
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.run import RunSpec
+
+KINDS: tuple[ExtensionKind, ...] = (SOURCE, OPTIMIZER, CALLBACK, TRACKER)
+"""The extension points, by the order in which a run comes to them."""
+
+
+def own_code_of(spec: RunSpec) -> Iterator[Extension]:
+    """Yield what the recipe names: nothing where it names only what ships with trainspec."""
+    if spec.data.is_own:
+        yield own_source(spec.data)
+    yield from worker_code_of(spec)
+
+
+def worker_code_of(spec: RunSpec) -> Iterator[Extension]:
+    """Yield what the workers of a run import: all but the source of the data, which is read before they start."""
+    if spec.optim.is_own:
+        yield own_optimizer(spec)
+    yield from own_callbacks(spec)
+    yield from own_trackers(spec)
+
+
+def own_source(data: DataSpec) -> Extension:
+    return Extension(SOURCE, SOURCE.key, data.source, tuple(data.options))
+
+
+def own_optimizer(spec: RunSpec) -> Extension:
+    return Extension(OPTIMIZER, OPTIMIZER.key, spec.optim.name, tuple(spec.optim.options))
+
+
+def own_callbacks(spec: RunSpec) -> list[Extension]:
+    return [Extension(CALLBACK, CALLBACK.key, text) for text in spec.train.callbacks]
+
+
+def own_trackers(spec: RunSpec) -> list[Extension]:
+    return [Extension(TRACKER, TRACKER.key, text) for text in spec.tracking.trackers]
+
+
+def describe_code(spec: RunSpec) -> Iterator[str]:
+    """Yield a line for each piece of code that a run of the recipe executes, which is checked already."""
+    for extension in own_code_of(spec):
+        yield f"{extension.path} runs {find(extension).describe()}"

@@ -1,0 +1,65 @@
+"""Rules for one's own code: it is there, it can be called as the engine does, and the recipe says what it needs.
+
+Nothing of it runs for that: `extensions.source` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from trainspec_cli.errors import Problem
+from trainspec_cli.extensions.source import problems_of
+from trainspec_cli.spec.own_code import own_callbacks, own_optimizer, own_source, own_trackers
+from trainspec_cli.spec.recipe.data import SOURCES
+from trainspec_cli.spec.recipe.optim import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from trainspec_cli.spec.recipe.run import RunSpec
+
+
+def optimizer(spec: RunSpec) -> Iterator[Problem]:
+    if not spec.optim.is_own:
+        yield from _unused_by_built_in(spec)
+        return
+    problems = list(problems_of(own_optimizer(spec), OPTIMIZERS))
+    yield from problems
+    if problems:
+        return
+    path = "optim.state_bytes"
+    if spec.optim.state_bytes is None:
+        message = f"`{path}` has no value: the plan cannot know what {spec.optim.name} keeps of each parameter"
+        yield Problem("missing_value", message, path, f"type {path}=8 for two averages in fp32, 4 for one, 0 for none")
+    schedule = spec.batching.schedule
+    if schedule.kind != "constant" and schedule.lr_rule == "optimizer":
+        path = "batching.schedule.lr_rule"
+        message = f"`{path}` is optimizer, and {spec.optim.name} has no rule for a batch that changes"
+        yield Problem("missing_value", message, path, f"type {path}=sqrt, linear or none")
+
+
+def _unused_by_built_in(spec: RunSpec) -> Iterator[Problem]:
+    given = {"optim.options": bool(spec.optim.options), "optim.state_bytes": spec.optim.state_bytes is not None}
+    for path in (path for path, is_given in given.items() if is_given):
+        message = f"`{path}` is for an optimizer of one's own, and `optim.name` is {spec.optim.name}"
+        yield Problem("unsupported", message, path, "leave it out, or type optim.name=FILE.py:NAME")
+
+
+def watchers(spec: RunSpec) -> Iterator[Problem]:
+    for extension in (*own_callbacks(spec), *own_trackers(spec)):
+        yield from problems_of(extension)
+
+
+def source(spec: RunSpec) -> Iterator[Problem]:
+    data = spec.data
+    if data.is_own:
+        yield from problems_of(own_source(data), SOURCES)
+        if data.path is not None:
+            message = f"`data.path` is {data.path}, which one's own source is not given"
+            hint = f"type data.path=null data.options.path={data.path}"
+            yield Problem("unsupported", message, "data.path", hint)
+    elif data.options:
+        message = f"`data.options` is for a source of one's own, and `data.source` is {data.source}"
+        yield Problem("unsupported", message, "data.options", "leave it out, or type data.source=FILE.py:NAME")
+
+
+OWN_CODE_RULES = (source, optimizer, watchers)
