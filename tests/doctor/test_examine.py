@@ -77,7 +77,7 @@ def test_a_node_whose_chips_do_not_compute_fails_with_the_reason(
 def test_a_nodes_report_is_one_line_of_json(
     runs: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", list(examine.node_command(plan(1), tmp_path)[2:]))
+    monkeypatch.setattr(sys, "argv", list(examine.node_command(plan(1), tmp_path)[1:]))
     examine.main()
     (line,) = capsys.readouterr().out.splitlines()
     report = json.loads(line)

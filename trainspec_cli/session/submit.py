@@ -23,9 +23,11 @@ from trainspec_cli.launch.slurm.script import array_log, check_folder, log_of, r
 from trainspec_cli.rundir.files import write_text
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.container import check_container, folders_read, unseen_image
 from trainspec_cli.session.data import prepare_data
 from trainspec_cli.session.load import Loaded, load, plan_for
 from trainspec_cli.session.sweep import Sweep, sweep_arguments
+from trainspec_cli.session.time_limit import short_limit
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -82,6 +84,14 @@ def _check_alike(plans: Sequence[Plan]) -> None:
     if len(sizes) > 1:
         message = "the runs of the sweep ask for different nodes or options of Slurm, and an array has one of each"
         raise RecipeError(Problem("usage", message, hint="sweep them one by one"))
+
+
+def warnings(runs: Sequence[PlannedRun]) -> list[str]:
+    """Return what may go wrong with the job, each once: a time limit that is too short, an image that is not there."""
+    found = (
+        line for run in runs for line in (*short_limit(run.plan, _machine_of_job(run.loaded)), *unseen_image(run.plan))
+    )
+    return list(dict.fromkeys(found))
 
 
 def shell_lines(spec: RunSpec) -> dict[str, list[str]]:
@@ -142,15 +152,19 @@ class Submission:
 def write_submission(runs: Sequence[PlannedRun], *, force: bool = False) -> Submission:
     """Make each run's folder and its script, where submitting it again goes on with the run; the script of an array
     lies beside its runs."""
-    roots, (first, *_) = [_make_run(run) for run in runs], runs
+    first = runs[0]
+    check_container(first.plan)
+    made = [_make_run(run) for run in runs]
+    roots = [root for root, _ in made]
     recipe, argv, cwd = first.loaded.composed.recipe, sys.argv[1:], Path.cwd()
     with private_files():
-        for root in roots:
-            text = render_script(first.plan, [root], recipe, argv, cwd, force=force)
+        for root, needed in made:
+            text = render_script(first.plan, [root], recipe, argv, cwd, needed, force=force)
             write_text(RunDir(root).job_sbatch, text)
         if len(roots) == 1:
             return Submission(roots, RunDir(roots[0]).job_sbatch, text)
-        text = render_script(first.plan, roots, recipe, argv, cwd, force=force)
+        needed = [folder for _, folders in made for folder in folders]
+        text = render_script(first.plan, roots, recipe, argv, cwd, needed, force=force)
         script = array_log(roots).parent / f"{roots[0].name}.sbatch"
         write_text(script, text)
         return Submission(roots, script, text)
@@ -166,8 +180,9 @@ def submit(submission: Submission) -> str:
     return job_id
 
 
-def _make_run(run: PlannedRun) -> Path:
-    """Write down all that a launch writes before its workers start, and make the folder of the job's logs."""
+def _make_run(run: PlannedRun) -> tuple[Path, list[Path]]:
+    """Write down all that a launch writes before its workers start, and make the folder of the job's logs. Return the
+    run's folder, and those outside it that a container must see."""
     plan, wanted = run.plan, run.plan.spec.run.dir
     check_folder(Path.cwd() if wanted == AUTO else Path(wanted).absolute())
     data_folder = prepare_data(run.loaded, PrintableConsole(stderr=True))
@@ -176,4 +191,4 @@ def _make_run(run: PlannedRun) -> Path:
         log_of(root).parent.mkdir(parents=True, exist_ok=True)
         job = build_nodes_job(plan, root, Reach("", ("sbatch", str(root / "job.sbatch"))))
         write_launch(job, plan, run.loaded.origin, data_folder)
-    return root
+    return root, folders_read(plan, data_folder)

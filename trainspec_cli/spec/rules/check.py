@@ -27,6 +27,7 @@ from trainspec_cli.spec.rules.kernels import KERNEL_RULES, check_kernels, find_c
 from trainspec_cli.spec.rules.model import MODEL_RULES, divisors
 from trainspec_cli.spec.rules.relayout import RELAYOUT_RULES
 from trainspec_cli.spec.rules.run import RUN_RULES
+from trainspec_cli.spec.rules.slurm import SLURM_RULES
 from trainspec_cli.spec.rules.values import TEXT_RULES, forget_out_of_range
 from trainspec_cli.spec.unknown import UnknownTouched
 
@@ -56,7 +57,7 @@ def check(spec: RunSpec) -> list[Problem]:
         largest_micro_batch,
     ]
     rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
-    rules += [*RELAYOUT_RULES, *TEXT_RULES]
+    rules += [*RELAYOUT_RULES, *SLURM_RULES, *TEXT_RULES]
     return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
 
 
