@@ -56,7 +56,7 @@ def test_every_node_of_a_job_reports(runs: list[tuple[Any, ...]], tmp_path: Path
     ((tool, request, (_, of, by, wanted), shared),) = runs
     assert (tool, request, shared, links) == (examine.LINKS, LinksRequest("cpu"), tmp_path, LINKS)
     assert of is job and by is reach
-    assert wanted.command == (sys.executable, "-m", "trainspec_cli.doctor.examine", str(tmp_path), "cpu", "fp32", "1")
+    assert wanted.command == ("-m", "trainspec_cli.doctor.examine", str(tmp_path), "cpu", "fp32", "1")
     wanted.judge(["a report"])
     assert reports == ["a report"], "none is refused"
 
