@@ -182,6 +182,7 @@ def test_apptainer_starts_the_agent_on_each_node(
     (environment / "bin").mkdir(parents=True)
     (environment / "pyvenv.cfg").touch()
     python = f"{environment}/bin/python"
+    Path(python).symlink_to("/usr/bin/python3")
     slurm = SlurmSpec(
         container_runtime=runtime,
         container_gpus=gpus,
@@ -203,11 +204,35 @@ def test_apptainer_starts_the_agent_on_each_node(
     assert f'[ -z "${{NCCL_IB_HCA+set}}" ] || export {prefix}ENV_NCCL_IB_HCA="$NCCL_IB_HCA"\n' in text
 
 
-def test_the_environment_of_the_containers_python_is_mounted(tmp_path: Path) -> None:
-    (tmp_path / "conda-meta").mkdir()
+def test_the_environment_of_the_containers_python_is_mounted_with_its_own_base(tmp_path: Path) -> None:
+    conda, virtual = tmp_path / "conda", tmp_path / "virtual"
+    (conda / "conda-meta").mkdir(parents=True)
+    (virtual / "bin").mkdir(parents=True)
+    (virtual / "pyvenv.cfg").touch()
+    (virtual / "bin/python").symlink_to(conda / "bin/python3.11")
     own = f"{PACKAGE}:/opt/trainspec/trainspec_cli:ro"
-    for python, expected in ((f"{tmp_path}/bin/python", [f"{tmp_path}:{tmp_path}"]), ("/opt/conda/bin/python", [])):
-        assert mounts(SlurmSpec(container_python=python), []) == [own, *expected]
+    for python, expected in (
+        (f"{conda}/bin/python", [conda]),
+        (f"{virtual}/bin/python", [virtual, conda]),
+        ("/opt/no/such/bin/python", []),
+        ("python3.12", []),
+    ):
+        assert mounts(SlurmSpec(container_python=python), []) == [own, *(f"{one}:{one}" for one in expected)]
+
+
+def test_folders_are_mounted_where_they_lie_and_by_their_names(tmp_path: Path) -> None:
+    """A folder of runs is often a link to a larger disk: inside, the link needs what it leads to."""
+    work, scratch, other = tmp_path / "work", tmp_path / "scratch", tmp_path / "other"
+    for folder in (work, scratch, other / "data"):
+        folder.mkdir(parents=True)
+    (work / "runs").symlink_to(scratch)
+    (tmp_path / "data").symlink_to(other / "data")
+    needed = [work, work / "runs" / "a", work / ".." / "beside", tmp_path / "data", work / "below"]
+    expected = [
+        *((folder, folder) for folder in (work, scratch / "a", tmp_path / "beside", other / "data")),
+        (other / "data", tmp_path / "data"),
+    ]
+    assert mounts(SlurmSpec(), needed)[1:] == [f"{source}:{target}" for source, target in expected]
 
 
 @pytest.mark.parametrize("folder", ["/", "/a:b", "/a,b"])

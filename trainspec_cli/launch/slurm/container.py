@@ -7,6 +7,7 @@ apptainer.org/docs/user/latest/cli/apptainer_exec.html.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ INSIDE = {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
 """The image's Python sees no modules of the Python outside, nor those below a home that is mounted."""
 OF_ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
 """What a virtual or conda environment has at its root."""
+OF_SYSTEM = (Path("/"), Path("/usr"), Path("/usr/local"))
+"""Where an image has programs of its own."""
 PREFIXES = {"apptainer": "APPTAINERENV_", "singularity": "SINGULARITYENV_"}
 """Variables that begin so are set inside, without that, over the image's own."""
 
@@ -33,7 +36,17 @@ def mounts(slurm: SlurmSpec, needed: Iterable[Path]) -> list[str]:
     package = Path(trainspec_cli.__file__).resolve().parent
     own = [_mount(package, f"{HOME}/{package.name}:ro")]
     folders = [*needed, *_environment_of(slurm.container_python)]
-    return [*own, *(_mount(folder, str(folder)) for folder in _outermost(folders)), *_asked(slurm)]
+    return [*own, *(_mount(source, str(target)) for source, target in _places(folders)), *_asked(slurm)]
+
+
+def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
+    """Yield each folder where it really lies, and also by its own name where that leads there by a link outside of all
+    that is mounted. A folder below another is mounted with it."""
+    by_name = {Path(os.path.normpath(folder)): folder.resolve() for folder in folders}
+    real = _outermost(by_name.values())
+    names = _outermost([*real, *(name for name in by_name if name not in real)])
+    yield from ((folder, folder) for folder in real)
+    yield from ((by_name[name], name) for name in names if name in by_name and name != by_name[name])
 
 
 def _asked(slurm: SlurmSpec) -> Iterator[str]:
@@ -57,10 +70,13 @@ def _outermost(folders: Iterable[Path]) -> list[Path]:
 
 
 def _environment_of(python: str) -> list[Path]:
-    """Return the environment that a path to a Python is in, where it is one of this machine's."""
+    """Return the environment that a path to a Python is in, where it is one of this machine's, and the installation
+    that a virtual one is made of, where that lies outside the system's folders."""
     root = Path(python).parent.parent
-    is_environment = Path(python).is_absolute() and any((root / name).exists() for name in OF_ENVIRONMENT)
-    return [root] if is_environment else []
+    if not Path(python).is_absolute() or not any((root / name).exists() for name in OF_ENVIRONMENT):
+        return []
+    base = (root / "bin" / "python").resolve().parent.parent
+    return [root, *([] if base in (*OF_SYSTEM, root.resolve()) else [base])]
 
 
 def srun_options(slurm: SlurmSpec, folder: Path, mounted: Sequence[str]) -> list[str]:
