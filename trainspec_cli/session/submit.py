@@ -1,7 +1,7 @@
 """Runs as Slurm jobs: written down as a launch writes them before its workers start, with the script that trains them.
 
-Lines of shell that a recipe brings, and that come from a file that another user owns or that everyone may write, are
-submitted only with --allow-setup. root's files are trusted, and so is the command line.
+Lines of shell and images of containers that a recipe brings, and that come from a file that another user owns or that
+everyone may write, are submitted only with --allow-setup. root's files are trusted, and so is the command line.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ from trainspec_cli.session.load import Loaded, load, plan_for
 from trainspec_cli.session.sweep import Sweep, sweep_arguments
 from trainspec_cli.session.time_limit import short_limit
 from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.cluster import Machine, SlurmSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.trust import private_files, why_not_trusted
+
+DEFAULT_PYTHON = SlurmSpec.container_python
+"""The image's own, which is shown with it."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +98,15 @@ def warnings(runs: Sequence[PlannedRun]) -> list[str]:
 
 
 def shell_lines(spec: RunSpec) -> dict[str, list[str]]:
-    """Return the lines of the recipe that its batch script takes as they are."""
+    """Return the lines of the recipe that its batch script takes as they are, and what runs in their place inside a
+    container."""
     slurm = spec.cluster.slurm
-    return {"setup": list(slurm.setup), "sbatch_lines": list(slurm.sbatch_lines)}
+    lines = {"setup": list(slurm.setup), "sbatch_lines": list(slurm.sbatch_lines)}
+    if slurm.container_image is not None:
+        lines["container_image"] = [slurm.container_image]
+        if slurm.container_python != DEFAULT_PYTHON:
+            lines["container_python"] = [slurm.container_python]
+    return lines
 
 
 def render_shell_lines(loaded: Loaded) -> str:

@@ -228,7 +228,7 @@ class SlurmSpec:
     """Shell commands before the job begins, such as `module load cuda` or `export NCCL_IB_HCA=mlx5`; the environment
     that was active at submission is activated after them. They run as you: `trainspec sbatch` shows them, and submits
     those of a file that another user owns, or that everyone may write, only with --allow-setup. The same goes for
-    `sbatch_lines`."""
+    `sbatch_lines` and `container_image`."""
     warn_s: NonNegativeInt = 120
     """How long before the time limit (or a preemption that sends the job's signal) the run saves and ends."""
     max_requeues: NonNegativeInt = 10
