@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
 from trainspec_cli.__main__ import run
+from trainspec_cli.spec.recipe.cluster import SlurmSpec
 
 
 def test_a_key(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,3 +31,17 @@ def test_a_misspelt_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", "optim.lrr"]) == 2
     told = capsys.readouterr().err
     assert "recipes have no key `optim.lrr`" in told and "hint: type trainspec explain optim.lr\n" in told
+
+
+def test_a_key_by_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    for field in fields(SlurmSpec):
+        assert run(["explain", f"slurm.{field.name}", "--json"]) == 0
+        (meaning,) = json.loads(capsys.readouterr().out)["meanings"]
+        assert meaning["key"] == f"cluster.slurm.{field.name}" and meaning["doc"]
+    assert run(["explain", "slurm.tim"]) == 2
+    assert "hint: type trainspec explain cluster.slurm.time\n" in capsys.readouterr().err
+
+
+def test_the_shipped_file_has_every_key_of_slurm_below_a_comment() -> None:
+    text = (Path(__file__).parents[2] / "conf/slurm/default.yaml").read_text()
+    assert re.findall(r"^# .*\n(\w+):", text, re.MULTILINE) == [field.name for field in fields(SlurmSpec)]

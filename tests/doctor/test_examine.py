@@ -56,7 +56,7 @@ def test_every_node_of_a_job_reports(runs: list[tuple[Any, ...]], tmp_path: Path
     ((tool, request, (_, of, by, wanted), shared),) = runs
     assert (tool, request, shared, links) == (examine.LINKS, LinksRequest("cpu"), tmp_path, LINKS)
     assert of is job and by is reach
-    assert wanted.command == (sys.executable, "-m", "trainspec_cli.doctor.examine", str(tmp_path), "cpu", "fp32", "1")
+    assert wanted.command == ("-m", "trainspec_cli.doctor.examine", str(tmp_path), "cpu", "fp32", "1")
     wanted.judge(["a report"])
     assert reports == ["a report"], "none is refused"
 
@@ -77,7 +77,7 @@ def test_a_node_whose_chips_do_not_compute_fails_with_the_reason(
 def test_a_nodes_report_is_one_line_of_json(
     runs: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", list(examine.node_command(plan(1), tmp_path)[2:]))
+    monkeypatch.setattr(sys, "argv", list(examine.node_command(plan(1), tmp_path)[1:]))
     examine.main()
     (line,) = capsys.readouterr().out.splitlines()
     report = json.loads(line)

@@ -146,7 +146,7 @@ class Cluster:
         for node in range(1, self.count + 1):
             if f"node{node}" not in self._daemons:
                 self.power_on(node)
-        self.wait_until(self._all_idle, "idle nodes", 240)
+        self.wait_until(self._all_idle, "idle nodes")
 
     def stop(self) -> list[str]:
         """-> what still ran when no job was left and the daemons had ended; it is killed."""
@@ -176,7 +176,7 @@ class Cluster:
         self._daemons["slurmctld"] = _daemon(self.folder / "slurmctld.pid")
         for node in range(1, self.count + 1):
             self._start_node(node)
-        self.wait_until(self._all_idle, "idle nodes", START_TIMEOUT_S)
+        self.wait_until(self._all_idle, "idle nodes")
 
     def _start_node(self, node: int) -> None:
         inside = self.hosts.inside(node) if self.hosts else []

@@ -174,4 +174,6 @@ def test_a_torchrun_that_was_killed_is_the_cause_of_what_its_workers_only_follow
 
 def test_an_end_without_a_failure_is_explained_by_its_exit_code(job: Job) -> None:
     assert explain_end(job, 3, []).headline == "torchrun ended with exit code 3"
+    of_nodes = replace(job, nodes=(0, 1), command=("srun", "agent"))
+    assert explain_end(of_nodes, 3, []).headline == "srun ended with exit code 3 before any node had started a worker"
     assert explain_end(job, 0, []).headline == "the workers ended without leaving a result"

@@ -113,8 +113,9 @@ def test_lines_of_others_are_submitted_when_that_is_asked_for(
 
 
 def test_options_of_others_are_refused_too(submit: Submit, recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`--output` could write into any file of the user's."""
-    recipe.write_text(RECIPE.replace("setup", "sbatch_lines").replace("module load cuda", "--output=/home/me/.bashrc"))
+    """`--error` could write into any file of the user's."""
+    lines = RECIPE.replace("setup", "sbatch_lines").replace("export A=1", "--mail-type=END")
+    recipe.write_text(lines.replace("module load cuda", "--error=/home/me/.bashrc"))
     made_open(recipe)
     assert submit() == 2
     assert "`cluster.slurm.sbatch_lines` would run as you" in capsys.readouterr().err

@@ -18,11 +18,12 @@ from trainspec_cli.doctor.measured_fabric import check_fabric
 from trainspec_cli.doctor.network import read_nics
 from trainspec_cli.doctor.switches import check_switches
 from trainspec_cli.errors import MachineError
-from trainspec_cli.launch.backend.nodes.backend import Reach, agent_command
+from trainspec_cli.launch.backend.nodes.backend import Reach
 from trainspec_cli.launch.slurm import commands as slurm
-from trainspec_cli.launch.slurm.script import srun_command
+from trainspec_cli.launch.slurm.script import start_command
 from trainspec_cli.report.findings import render_diagnosis
 from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.container import folders_read
 from trainspec_cli.session.load import Loaded, load, plan_for, this_machine
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -87,7 +88,8 @@ def _examine(loaded: Loaded) -> Examined:
 def _examine_job(loaded: Loaded, machine: Machine) -> Examined:
     """Examine from the job's first node, by srun; below ./runs, which the nodes share."""
     plan = plan_for(loaded, machine).as_one_group
-    reach = Reach(slurm.own_address(), (*srun_command(plan), *agent_command()))
+    start = start_command(plan, Path.cwd(), [Path.cwd(), *folders_read(plan, None)])
+    reach = Reach(slurm.own_address(), tuple(start))
     with private_files():
         SHARED.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=SHARED) as folder:

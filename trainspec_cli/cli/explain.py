@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.compose.folders import NAMED_SECTIONS, find_folders
+from trainspec_cli.compose.folders import NAMED_SECTIONS, Folders, find_folders
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.spec.explain import KeyMeaning
 from trainspec_cli.spec.explain import explain as explain_key
+from trainspec_cli.spec.json_schema import path_of_group
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.structure import known_paths
@@ -22,13 +23,18 @@ WIDTH = 100
 
 
 def explain(
-    key: Annotated[str, typer.Argument(metavar="KEY", help="A dotted key, such as optim.lr, or a section.")],
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="A dotted key, such as optim.lr or slurm.time, or a section.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Print what a key of a recipe means: its unit, what it may be, and its default."""
-    found, options = list(explain_key(RunSpec, key)), find_folders(Path.cwd()).options(NAMED_SECTIONS.get(key, key))
+    folders = find_folders(Path.cwd())
+    options = folders.options(NAMED_SECTIONS.get(key, key))
+    path = _path(key, folders)
+    found = list(explain_key(RunSpec, path))
     if not found:
-        near = closest(key, known_paths(RunSpec))
+        near = closest(path, known_paths(RunSpec))
         hint = f"type trainspec explain {near}" if near else "trainspec show recipe=NAME lists the keys of a recipe"
         raise RecipeError(Problem("unknown_key", f"recipes have no key `{key}`", key, hint))
     if as_json:
@@ -37,6 +43,14 @@ def explain(
     print("\n\n".join(dict.fromkeys(_text(one, several=len({other.doc for other in found}) > 1) for one in found)))
     if options:
         print(_line("options", ", ".join(options)))
+
+
+def _path(key: str, folders: Folders) -> str:
+    """Return the key in a recipe of one that begins with a group's own name: `slurm.time` is `cluster.slurm.time`."""
+    first, dot, rest = key.partition(".")
+    is_group = first in folders.groups() and not any(explain_key(RunSpec, first))
+    section = path_of_group(first) if is_group else ""
+    return f"{section}{dot}{rest}" if section else key
 
 
 def _text(found: KeyMeaning, *, several: bool) -> str:

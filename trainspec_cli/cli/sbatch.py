@@ -42,15 +42,17 @@ def sbatch(
     print(session.render_shell_lines(first), end="", file=sys.stderr)
     if submit and not allow_setup:
         session.check_own_lines(runs)
+    warnings = session.warnings(runs)
     submission = session.write_submission(runs, force=force)
     job_id = session.submit(submission) if submit else None
     folders = [str(root) for root in submission.roots]
     if as_json:
-        made = {"script": str(submission.script), "runs": folders, "job_id": job_id}
+        made = {"script": str(submission.script), "runs": folders, "job_id": job_id, "warnings": warnings}
         print(json_text({**made, **session.shell_lines(first.spec)}))
     elif submit:
         print(job_id)
     else:
         print(submission.text, end="")
     lines = [*(f"run folder  {folder}" for folder in folders), f"script      {submission.script}"]
+    lines += [f"warning     {warning}" for warning in warnings]
     print("\n".join(lines), file=sys.stderr)

@@ -46,9 +46,9 @@ def examine_nodes(plan: Plan, reach: Reach, folder: Path) -> Examined:
 
 
 def node_command(plan: Plan, folder: Path) -> tuple[str, ...]:
-    """Return the command that examines one node; `folder` is where the run is kept."""
+    """Return Python's arguments for the examination of one node; `folder` is where the run is kept."""
     what = (plan.device, plan.compute, str(plan.devices_per_node))
-    return (sys.executable, "-m", "trainspec_cli.doctor.examine", str(folder), *what)
+    return ("-m", "trainspec_cli.doctor.examine", str(folder), *what)
 
 
 def examine_node(folder: Path, device: Device, compute: Compute, devices: int) -> NodeReport:

@@ -212,6 +212,9 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
         return Explanation(f"torchrun was ended by {signal.Signals(-code).name}, and its workers with it")
     if code:
         logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
+        if job.nodes and not any(job.logs.glob("node*/torchrun.log")):  # what is there is the starter's own output
+            headline = f"{Path(job.command[0]).name} ended with exit code {code} before any node had started a worker"
+            return Explanation(headline, logs, "look at its own messages; a container's image must be on every node")
         return Explanation(f"torchrun ended with exit code {code}", logs)
     if any(isinstance(event, EndEvent) for event in list(tail_events(job.run.events(0)))[-1:]):
         return Explanation("the workers got a signal to end, but nobody had asked the run to stop")

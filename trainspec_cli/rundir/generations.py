@@ -73,7 +73,7 @@ class GenerationRecord:
     logs: str
     worker: tuple[str, ...]
     examine: tuple[str, ...]
-    """A command; empty: the nodes are not examined."""
+    """Arguments of Python, each node's own; empty: the nodes are not examined."""
     nodes: tuple[int, ...] = ()
     """The job's numbers of its nodes, in the order of their places: from `num_nodes` on they stand by. Empty: each has
     the place of its number."""

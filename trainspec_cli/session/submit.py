@@ -1,7 +1,7 @@
 """Runs as Slurm jobs: written down as a launch writes them before its workers start, with the script that trains them.
 
-Lines of shell that a recipe brings, and that come from a file that another user owns or that everyone may write, are
-submitted only with --allow-setup. root's files are trusted, and so is the command line.
+Lines of shell and images of containers that a recipe brings, and that come from a file that another user owns or that
+everyone may write, are submitted only with --allow-setup. root's files are trusted, and so is the command line.
 """
 
 from __future__ import annotations
@@ -23,14 +23,19 @@ from trainspec_cli.launch.slurm.script import array_log, check_folder, log_of, r
 from trainspec_cli.rundir.files import write_text
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.container import check_container, folders_read, unseen_image
 from trainspec_cli.session.data import prepare_data
 from trainspec_cli.session.load import Loaded, load, plan_for
 from trainspec_cli.session.sweep import Sweep, sweep_arguments
+from trainspec_cli.session.time_limit import short_limit
 from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.cluster import Machine, SlurmSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.trust import private_files, why_not_trusted
+
+DEFAULT_PYTHON = SlurmSpec.container_python
+"""The image's own, which is shown with it."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,24 @@ def _check_alike(plans: Sequence[Plan]) -> None:
         raise RecipeError(Problem("usage", message, hint="sweep them one by one"))
 
 
+def warnings(runs: Sequence[PlannedRun]) -> list[str]:
+    """Return what may go wrong with the job, each once: a time limit that is too short, an image that is not there."""
+    found = (
+        line for run in runs for line in (*short_limit(run.plan, _machine_of_job(run.loaded)), *unseen_image(run.plan))
+    )
+    return list(dict.fromkeys(found))
+
+
 def shell_lines(spec: RunSpec) -> dict[str, list[str]]:
-    """Return the lines of the recipe that its batch script takes as they are."""
+    """Return the lines of the recipe that its batch script takes as they are, and what runs in their place inside a
+    container."""
     slurm = spec.cluster.slurm
-    return {"setup": list(slurm.setup), "sbatch_lines": list(slurm.sbatch_lines)}
+    lines = {"setup": list(slurm.setup), "sbatch_lines": list(slurm.sbatch_lines)}
+    if slurm.container_image is not None:
+        lines["container_image"] = [slurm.container_image]
+        if slurm.container_python != DEFAULT_PYTHON:
+            lines["container_python"] = [slurm.container_python]
+    return lines
 
 
 def render_shell_lines(loaded: Loaded) -> str:
@@ -142,15 +161,19 @@ class Submission:
 def write_submission(runs: Sequence[PlannedRun], *, force: bool = False) -> Submission:
     """Make each run's folder and its script, where submitting it again goes on with the run; the script of an array
     lies beside its runs."""
-    roots, (first, *_) = [_make_run(run) for run in runs], runs
+    first = runs[0]
+    check_container(first.plan)
+    made = [_make_run(run) for run in runs]
+    roots = [root for root, _ in made]
     recipe, argv, cwd = first.loaded.composed.recipe, sys.argv[1:], Path.cwd()
     with private_files():
-        for root in roots:
-            text = render_script(first.plan, [root], recipe, argv, cwd, force=force)
+        for root, needed in made:
+            text = render_script(first.plan, [root], recipe, argv, cwd, needed, force=force)
             write_text(RunDir(root).job_sbatch, text)
         if len(roots) == 1:
             return Submission(roots, RunDir(roots[0]).job_sbatch, text)
-        text = render_script(first.plan, roots, recipe, argv, cwd, force=force)
+        needed = [folder for _, folders in made for folder in folders]
+        text = render_script(first.plan, roots, recipe, argv, cwd, needed, force=force)
         script = array_log(roots).parent / f"{roots[0].name}.sbatch"
         write_text(script, text)
         return Submission(roots, script, text)
@@ -166,8 +189,9 @@ def submit(submission: Submission) -> str:
     return job_id
 
 
-def _make_run(run: PlannedRun) -> Path:
-    """Write down all that a launch writes before its workers start, and make the folder of the job's logs."""
+def _make_run(run: PlannedRun) -> tuple[Path, list[Path]]:
+    """Write down all that a launch writes before its workers start, and make the folder of the job's logs. Return the
+    run's folder, and those outside it that a container must see."""
     plan, wanted = run.plan, run.plan.spec.run.dir
     check_folder(Path.cwd() if wanted == AUTO else Path(wanted).absolute())
     data_folder = prepare_data(run.loaded, PrintableConsole(stderr=True))
@@ -176,4 +200,4 @@ def _make_run(run: PlannedRun) -> Path:
         log_of(root).parent.mkdir(parents=True, exist_ok=True)
         job = build_nodes_job(plan, root, Reach("", ("sbatch", str(root / "job.sbatch"))))
         write_launch(job, plan, run.loaded.origin, data_folder)
-    return root
+    return root, folders_read(plan, data_folder)

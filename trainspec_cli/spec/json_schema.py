@@ -77,14 +77,20 @@ def plain_schema(name: str, section: type) -> JsonObject:
 
 
 def sections_of_group(group: str) -> list[type]:
-    """Return the dataclasses that an option of a group may be; empty if no section of a recipe has the group's name.
+    """Return the dataclasses that an option of a group may be; empty if no section of a recipe has the group's name."""
+    path = path_of_group(group)
+    return _sections_at(RunSpec, path) if path else []
+
+
+def path_of_group(group: str) -> str:
+    """Return the section that an option of a group fills; empty if no section of a recipe has the group's name.
 
     `optim` is `optim`, `fabric` is `cluster.fabric`: of several the one nearest to the root.
     """
     ending = f".{group.replace('/', '.')}"
     paths = [path for path in dict.fromkeys(known_paths(RunSpec)) if f".{path}".endswith(ending)]
-    found = (_sections_at(RunSpec, path) for path in sorted(paths, key=lambda path: path.count(".")))
-    return next(filter(None, found), [])
+    nearest = sorted(paths, key=lambda path: path.count("."))
+    return next((path for path in nearest if _sections_at(RunSpec, path)), "")
 
 
 def _sections_at(root: type, path: str) -> list[type]:

@@ -270,9 +270,19 @@ def _hint(wanted: Any, value: Any, path: str) -> str:
             return f"did you mean {path}={meant}?"
     if wanted is bool:
         return f"type {path}=true or {path}=false"
-    if wanted is str and isinstance(value, (int, float)):
-        return f"""quote it, to make it text: '{path}="{show_value(value)}"'"""
+    if wanted in (str, str | None) and isinstance(value, (int, float)):
+        return f"""quote it, to make it text: '{path}="{show_value(value)}"'{_as_written_with_colons(value)}"""
     return f"type {path}=<{describe(wanted)}>"
+
+
+def _as_written_with_colons(value: float) -> str:
+    """YAML 1.1 reads 2:00:00 as a number to the base of 60: who wrote that means other text than the number's."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 60:
+        return ""
+    minutes, seconds = divmod(value, 60)
+    hours, minutes = divmod(minutes, 60)
+    written = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return f'; or "{written}", which YAML reads as that number without the quotation marks'
 
 
 def choices_of(wanted: Any) -> tuple[Any, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,12 +17,15 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+import trainspec_cli
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.launch.slurm.container import mounts
 from trainspec_cli.launch.slurm.script import check_folder, render_script, srun_command
 from trainspec_cli.printable import is_printable
-from trainspec_cli.spec.recipe.cluster import SlurmSpec
+from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, SlurmSpec
 from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.slurm import gpus_of_node
 from trainspec_cli.spec.rules.values import slurm_text
 
 
@@ -63,14 +67,16 @@ def render(make_plan, tmp_path: Path):
         name: str = "run",
         recipe: str = "tiny",
         argv: tuple[str, ...] = ("sbatch", "recipe=tiny"),
+        needed: tuple[Path, ...] = (),
+        accelerator: AcceleratorSpec | None = None,
     ) -> str:
         plan: Plan = make_plan()
-        cluster = replace(plan.spec.cluster, slurm=slurm)
+        cluster = replace(plan.spec.cluster, slurm=slurm, accelerator=accelerator)
         plan = replace(
             plan, spec=replace(plan.spec, cluster=cluster), num_nodes=4, device=device, replica_groups=groups
         )
         folders = [tmp_path / f"{name} {i}" for i in range(roots)]
-        return render_script(plan, folders, recipe, argv, tmp_path)
+        return render_script(plan, folders, recipe, argv, tmp_path, needed)
 
     return make
 
@@ -115,11 +121,124 @@ def test_nothing_is_exported_through_sbatch_or_srun(render) -> None:
     assert "--export" not in render()
 
 
-def test_a_container_is_for_srun(render) -> None:
-    text = render(SlurmSpec(container_image="/images/torch.sqsh", container_mounts="/data:/data"))
-    (srun,) = [line for line in text.splitlines() if line.strip().startswith("srun")]
-    assert "--container-image=/images/torch.sqsh --container-mounts=/data:/data" in srun
+@pytest.mark.parametrize(
+    ("slurm", "expected"),
+    [
+        (SlurmSpec(gpus_per_node="h100"), ["--gpus-per-node=h100:2"]),
+        (SlurmSpec(gpu_request="gres"), ["--gres=gpu:2"]),
+        (SlurmSpec(gpu_request="gres", gpus_per_node="h100"), ["--gres=gpu:h100:2"]),
+        (SlurmSpec(gpu_request="gpus_per_task", gpus_per_node="a100:4"), ["--gpus-per-task=a100:4"]),
+        (SlurmSpec(gpu_request="none"), []),
+    ],
+)
+def test_gpus_are_asked_for_as_the_site_wants_it(render, slurm: SlurmSpec, expected: list[str]) -> None:
+    asked = options(render(slurm, device="cuda"))
+    assert [option for option in asked if re.match("--(gpus|gres)", option)] == expected
+
+
+def starts(text: str) -> tuple[list[str], list[str]]:
+    """-> srun with its options, and the command that it starts on each node"""
+    srun, agent = text.partition(' "$run" \\\n')[2].strip().split(" \\\n  ")
+    return shlex.split(srun), shlex.split(agent)
+
+
+PACKAGE = Path(trainspec_cli.__file__).parent
+INSIDE = ["PYTHONNOUSERSITE=1", "PYTHONPATH=/opt/trainspec", "PYTHONSAFEPATH=1"]
+
+
+def test_pyxis_is_told_by_srun_what_the_container_is(render, tmp_path: Path) -> None:
+    image = "nvcr.io#nvidia/pytorch:25.01-py3"
+    slurm = SlurmSpec(container_image=image, container_mounts="/data:/data:ro,/scratch", container_env=("A", "B"))
+    text = render(slurm, device="cuda")
+    srun, agent = starts(text)
+    own = f"{PACKAGE}:/opt/trainspec/trainspec_cli:ro,{tmp_path}:{tmp_path}"
+    assert srun[-4:] == [
+        f"--container-image={image}",
+        f"--container-mounts={own},/data:/data:ro,/scratch:/scratch",
+        f"--container-workdir={tmp_path}",
+        "--container-env=A,B",
+    ]
     assert not [option for option in options(text) if option.startswith("--container")]
+    assert agent[0] == "env" and set(INSIDE) < set(agent)
+    assert agent[-3:] == ["python3", "-m", "trainspec_cli.launch.backend.nodes.agent"]
+    assert sys.executable not in agent, "that is the Python outside"
+
+
+@pytest.mark.parametrize(
+    ("runtime", "gpus", "device", "vendor", "option"),
+    [
+        ("apptainer", "auto", "cuda", None, "--nv"),
+        ("apptainer", "auto", "cuda", "nvidia", "--nv"),
+        ("singularity", "auto", "cuda", "amd", "--rocm"),
+        ("apptainer", "amd", "cuda", None, "--rocm"),
+        ("apptainer", "none", "cuda", "nvidia", None),
+        ("apptainer", "auto", "cpu", None, None),
+    ],
+)
+def test_apptainer_starts_the_agent_on_each_node(
+    render, tmp_path: Path, runtime: Any, gpus: Any, device: str, vendor: str | None, option: str | None
+) -> None:
+    environment = tmp_path / "venv"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "pyvenv.cfg").touch()
+    python = f"{environment}/bin/python"
+    Path(python).symlink_to("/usr/bin/python3")
+    slurm = SlurmSpec(
+        container_runtime=runtime,
+        container_gpus=gpus,
+        container_python=python,
+        container_image="torch.sif",
+        container_mounts="/data:/data:ro",
+        container_env=("NCCL_IB_HCA",),
+    )
+    chip = AcceleratorSpec("chip", vendor, 1.0, 1.0, 1.0) if vendor else None
+    text = render(slurm, device=device, needed=(Path("/elsewhere"), tmp_path / "below"), accelerator=chip)
+    srun, agent = starts(text)
+    assert srun[-1] == "--mpi=none"
+    mounts = (f"{PACKAGE}:/opt/trainspec/trainspec_cli:ro", f"{tmp_path}:{tmp_path}", "/elsewhere:/elsewhere")
+    binds = [word for mount in (*mounts, "/data:/data:ro") for word in ("--bind", mount)]
+    begins = [runtime, "exec", *([option] if option else []), *binds, "--pwd", str(tmp_path), "torch.sif", "env"]
+    assert agent[: len(begins)] == begins, "the venv is below the job's folder, which is mounted"
+    assert agent[-3:] == [python, "-m", "trainspec_cli.launch.backend.nodes.agent"]
+    prefix = runtime.upper()
+    assert f'[ -z "${{NCCL_IB_HCA+set}}" ] || export {prefix}ENV_NCCL_IB_HCA="$NCCL_IB_HCA"\n' in text
+
+
+def test_the_environment_of_the_containers_python_is_mounted_with_its_own_base(tmp_path: Path) -> None:
+    conda, virtual = tmp_path / "conda", tmp_path / "virtual"
+    (conda / "conda-meta").mkdir(parents=True)
+    (virtual / "bin").mkdir(parents=True)
+    (virtual / "pyvenv.cfg").touch()
+    (virtual / "bin/python").symlink_to(conda / "bin/python3.11")
+    own = f"{PACKAGE}:/opt/trainspec/trainspec_cli:ro"
+    for python, expected in (
+        (f"{conda}/bin/python", [conda]),
+        (f"{virtual}/bin/python", [virtual, conda]),
+        ("/opt/no/such/bin/python", []),
+        ("python3.12", []),
+    ):
+        assert mounts(SlurmSpec(container_python=python), []) == [own, *(f"{one}:{one}" for one in expected)]
+
+
+def test_folders_are_mounted_where_they_lie_and_by_their_names(tmp_path: Path) -> None:
+    """A folder of runs is often a link to a larger disk: inside, the link needs what it leads to."""
+    work, scratch, other = tmp_path / "work", tmp_path / "scratch", tmp_path / "other"
+    for folder in (work, scratch, other / "data"):
+        folder.mkdir(parents=True)
+    (work / "runs").symlink_to(scratch)
+    (tmp_path / "data").symlink_to(other / "data")
+    needed = [work, work / "runs" / "a", work / ".." / "beside", tmp_path / "data", work / "below"]
+    expected = [
+        *((folder, folder) for folder in (work, scratch / "a", tmp_path / "beside", other / "data")),
+        (other / "data", tmp_path / "data"),
+    ]
+    assert mounts(SlurmSpec(), needed)[1:] == [f"{source}:{target}" for source, target in expected]
+
+
+@pytest.mark.parametrize("folder", ["/", "/a:b", "/a,b"])
+def test_a_folder_that_cannot_be_mounted_is_refused(folder: str) -> None:
+    with pytest.raises(RecipeError, match="cannot be mounted by that name"):
+        mounts(SlurmSpec(container_image="x"), [Path(folder)])
 
 
 @pytest.mark.parametrize(("roots", "task"), [(1, "0"), (3, "2")])
@@ -168,6 +287,8 @@ def test_text_is_refused_or_reaches_slurm_as_it_is(
     assume(not is_refused(root))
     text = render(slurm, name=name, recipe=recipe, argv=("sbatch", argument))
     plain = options(render(SlurmSpec(job_name="x"), name="run"))
+    if gpus := texts.get("gpus_per_node"):
+        texts = {**texts, "gpus_per_node": gpus_of_node(gpus, 2) or gpus}
     expected = {f"--{DIRECTIVES[key]}={value}" for key, value in texts.items() if key in DIRECTIVES}
     found = options(text)
     assert expected <= set(found)

@@ -9,32 +9,44 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from trainspec_cli.environment_names import CACHE
+from trainspec_cli.corpus.cache import cache_dir
+from trainspec_cli.environment_names import CACHE, HUB_MIRROR
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launch.backend.nodes.backend import agent_command
+from trainspec_cli.launch.backend.nodes.backend import AGENT, agent_command
 from trainspec_cli.launch.job.job import own_modules
+from trainspec_cli.launch.slurm import container
+from trainspec_cli.launch.slurm.activation import activation_lines
 from trainspec_cli.printable import on_one_line
+from trainspec_cli.reading.hub_cache import hub_cache
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.slurm import gpus_of_node
 
 DRIVER = "trainspec_cli.session.slurm_job"
 """The module that the script finally executes."""
 
-ASKED = (
-    *("partition", "account", "qos", "time", "gpus_per_node"),
-    *("cpus_per_task", "mem", "constraint", "exclude", "dependency"),
-)
+ASKED = ("partition", "account", "qos", "time", "cpus_per_task", "mem", "constraint", "exclude", "dependency")
 """Fields of `cluster.slurm` that are options of sbatch by the same names."""
 _PLAIN_WORD = re.compile(r"[\w.,:;/@%+=*&|()\[\]{}^~!?<>$-]+", re.ASCII)
 
-KEPT = (CACHE,)
+KEPT = (CACHE, HUB_MIRROR)
 """Variables of the submitting shell that the script sets; the rest comes from the site."""
 
 
 def render_script(
-    plan: Plan, roots: Sequence[Path], recipe: str, argv: Sequence[str], folder: Path, *, force: bool = False
+    plan: Plan,
+    roots: Sequence[Path],
+    recipe: str,
+    argv: Sequence[str],
+    folder: Path,
+    needed: Sequence[Path] = (),
+    *,
+    force: bool = False,
 ) -> str:
-    """Return the script. Several `roots` make an array with one task each; the job starts in `folder`. `force`: train
-    although the plan is predicted not to fit."""
+    """Return the script. Several `roots` make an array with one task each; the job starts in `folder`. `needed`: what
+    the runs read and a container must see, beside `folder` and their own folders. `force`: train although the plan is
+    predicted not to fit. Raises RecipeError where a container cannot see a folder."""
+    slurm, own = plan.spec.cluster.slurm, [root.parent if len(roots) > 1 else root for root in roots]
+    srun, agent = _start(plan, folder, [folder, *own, *needed], by_hostfile=places_nodes(plan))
     lines = [
         "#!/bin/bash",
         f"# trainspec {on_one_line(shlex.join(argv))}",
@@ -42,13 +54,15 @@ def render_script(
         "",
         f"cd {shlex.quote(str(folder))}",
         *(f"export {name}={shlex.quote(value)}" for name, value in sorted(_variables().items())),
-        *plan.spec.cluster.slurm.setup,
+        *slurm.setup,
+        *activation_lines(os.environ, sys.prefix, sys.executable),
+        *container.exports(slurm),
         "",
         *_choose_root(roots),
         "# Begins or resumes the run, watches over it, requeues it at the time limit, and ends with its exit code.",
         f'exec {shlex.join([sys.executable, "-m", DRIVER, *(["--force"] if force else [])])} "$run" \\',
-        f"  {shlex.join(srun_command(plan, by_hostfile=places_nodes(plan)))} \\",
-        f"  {shlex.join(agent_command())}",
+        f"  {shlex.join(srun)} \\",
+        f"  {shlex.join(agent)}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -93,10 +107,20 @@ def _options(plan: Plan, roots: Sequence[Path], recipe: str) -> Iterator[str]:
 
 
 def _asked(plan: Plan) -> Iterator[str]:
-    slurm = plan.spec.cluster.slurm
-    gpus = slurm.gpus_per_node or (str(plan.devices_per_node) if plan.device == "cuda" else None)
-    given = {name: getattr(slurm, name) for name in ASKED} | {"gpus_per_node": gpus}
+    given = {name: getattr(plan.spec.cluster.slurm, name) for name in ASKED}
     yield from (_option(name.replace("_", "-"), str(value)) for name, value in given.items() if value is not None)
+    yield from _gpus(plan)
+
+
+def _gpus(plan: Plan) -> Iterator[str]:
+    """Yield the option that asks for a node's GPUs, in the site's own way; srun takes them from the job."""
+    slurm = plan.spec.cluster.slurm
+    asked = slurm.gpus_per_node or (str(plan.devices_per_node) if plan.device == "cuda" else None)
+    if asked is None or slurm.gpu_request == "none":
+        return
+    gpus = gpus_of_node(asked, plan.devices_per_node) or asked
+    is_gres = slurm.gpu_request == "gres"
+    yield _option(slurm.gpu_request.replace("_", "-"), f"gpu:{gpus}" if is_gres else gpus)
 
 
 def _option(name: str, value: str) -> str:
@@ -120,6 +144,11 @@ def _variables() -> dict[str, str]:
     return {"PYTHONUNBUFFERED": "1", **own_modules(), **kept}
 
 
+def _caches() -> dict[str, str]:
+    """Return the folders of caches by name: a home inside a container need not be that outside."""
+    return {CACHE: str(cache_dir().absolute()), "HF_HUB_CACHE": str(hub_cache().absolute())}
+
+
 def _choose_root(roots: Sequence[Path]) -> Iterator[str]:
     if len(roots) == 1:
         yield f"run={shlex.quote(str(roots[0]))}"
@@ -130,20 +159,36 @@ def _choose_root(roots: Sequence[Path]) -> Iterator[str]:
     yield "run=${runs[$SLURM_ARRAY_TASK_ID]}"
 
 
+def start_command(plan: Plan, folder: Path, needed: Sequence[Path]) -> list[str]:
+    """Return the command that starts an agent on each node, in the container if there is one, which sees `needed`."""
+    srun, agent = _start(plan, folder, needed)
+    return [*srun, *agent]
+
+
+def _start(
+    plan: Plan, folder: Path, needed: Sequence[Path], *, by_hostfile: bool = False
+) -> tuple[list[str], list[str]]:
+    """Return srun with its options, and what it starts on each node."""
+    slurm, srun = plan.spec.cluster.slurm, srun_command(plan, by_hostfile=by_hostfile)
+    if slurm.container_image is None:
+        return srun, list(agent_command())
+    mounted = container.mounts(slurm, needed)
+    inside = [*container.program(plan, folder, mounted), *container.python(slurm, {**_variables(), **_caches()})]
+    return [*srun, *container.srun_options(slurm, folder, mounted)], [*inside, *AGENT]
+
+
 def srun_command(plan: Plan, *, by_hostfile: bool = False) -> list[str]:
     """Return the srun command with one task per node. A failed task does not end the others; their agents report.
 
     `by_hostfile`: tasks are numbered by the hostfile that the job writes (`placing.py`).
     """
     slurm, nodes = plan.spec.cluster.slurm, plan.num_nodes
-    container = {"container-image": slurm.container_image, "container-mounts": slurm.container_mounts}
     return [
         *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
         *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
         *_outliving(plan),
         *(["--distribution=arbitrary"] if by_hostfile else []),
         *("--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered", "--mpi=none"),
-        *(f"--{name}={value}" for name, value in container.items() if value is not None),
     ]
 
 

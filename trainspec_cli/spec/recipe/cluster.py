@@ -179,13 +179,19 @@ class SlurmSpec:
     qos: str | None = None
     """The quality of service (`--qos`)."""
     time: str | None = None
-    """`2:00:00` or `3-00:00:00`; text, so quote it in YAML."""
+    """The time limit (`--time`), in one of Slurm's forms: minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; 0 asks
+    for none. It is text, so quote it in YAML, which reads 2:00:00 as a number."""
     gpus_per_node: str | None = None
-    """`h100:8`; null: `cluster.devices_per_node`, if the device is cuda."""
+    """GPUs of a node as type and number (`h100:8`), number (`8`), or type (`h100`) with the run's own number; null:
+    `cluster.devices_per_node`, if the device is cuda."""
+    gpu_request: Literal["gpus_per_node", "gres", "gpus_per_task", "none"] = "gpus_per_node"
+    """The option by which the site gives GPUs: `--gpus-per-node=h100:8`, `--gres=gpu:h100:8`, `--gpus-per-task=h100:8`
+    (a node has one task), or none, where a partition gives whole nodes."""
     cpus_per_task: PositiveInt | None = None
     """CPUs per node; null: all of a whole node (see `exclusive`)."""
     mem: str | None = None
-    """Memory per node, such as `512G`; `0G` is all of it."""
+    """Memory per node (`--mem`): a whole number with K, M, G or T, such as `512G`; without one, megabytes; `0` is all
+    of it. It is text, so quote a plain number."""
     exclusive: bool = True
     """Take whole nodes."""
     constraint: str | None = None
@@ -196,16 +202,33 @@ class SlurmSpec:
     """`afterok:1234`, `singleton`."""
     array_parallel: PositiveInt | None = None
     """Jobs of a sweep's array that may run at once; null: all."""
+    container_runtime: Literal["pyxis", "apptainer", "singularity"] = "pyxis"
+    """What runs `container_image` on each node: Slurm's pyxis plugin (`srun --container-image`), or the program of this
+    name (`apptainer exec`)."""
     container_image: str | None = None
-    """For srun with the pyxis plugin; trainspec must be installed outside it too, at the same path."""
+    """The image that the run trains in, such as `/images/torch.sqsh` (pyxis) or `/images/torch.sif` (apptainer); null:
+    no container. The job's supervisor stays outside, where srun is; its nodes' agents and workers run inside."""
     container_mounts: str | None = None
-    """Folders that the container sees, such as `/scratch:/scratch,/data:/data:ro`."""
+    """Further folders that the container sees, such as `/scratch:/scratch,/data:/data:ro`. What the run itself needs is
+    mounted without being named: trainspec, the run's folder, the folder of `sbatch`, the data, the weights that it
+    begins with, and the cache."""
+    container_python: str = "python3"
+    """The image's Python that has torch, by name or path. A path into a virtual or conda environment of the submitting
+    machine has that environment mounted too."""
+    container_gpus: Literal["auto", "nvidia", "amd", "none"] = "auto"
+    """The option that lets Apptainer's containers see GPUs: `--nv`, `--rocm`, or none; auto: by the accelerator's
+    vendor, nvidia where it is not known. pyxis leaves that to the site's hooks."""
+    container_env: tuple[str, ...] = ()
+    """Variables whose value outside holds inside too where the image sets another, such as `[NCCL_IB_HCA]`; those that
+    the image does not set are passed on without that."""
     sbatch_lines: tuple[str, ...] = ()
-    """Further options, copied verbatim after `#SBATCH` into job.sbatch."""
+    """Further options, each line copied verbatim after `#SBATCH` into job.sbatch, such as `--mail-type=END`. One that
+    contradicts what the script asks for is refused."""
     setup: tuple[str, ...] = ()
-    """Shell commands before the job begins, such as `module load cuda` or `export NCCL_IB_HCA=mlx5`. They run as you:
-    `trainspec sbatch` shows them, and submits those of a file that another user owns, or that everyone may write, only
-    with --allow-setup. The same goes for `sbatch_lines`."""
+    """Shell commands before the job begins, such as `module load cuda` or `export NCCL_IB_HCA=mlx5`; the environment
+    that was active at submission is activated after them. They run as you: `trainspec sbatch` shows them, and submits
+    those of a file that another user owns, or that everyone may write, only with --allow-setup. The same goes for
+    `sbatch_lines` and `container_image`."""
     warn_s: NonNegativeInt = 120
     """How long before the time limit (or a preemption that sends the job's signal) the run saves and ends."""
     max_requeues: NonNegativeInt = 10

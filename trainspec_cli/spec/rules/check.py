@@ -29,6 +29,7 @@ from trainspec_cli.spec.rules.optim import OPTIM_RULES
 from trainspec_cli.spec.rules.own_code import OWN_CODE_RULES
 from trainspec_cli.spec.rules.relayout import RELAYOUT_RULES
 from trainspec_cli.spec.rules.run import RUN_RULES
+from trainspec_cli.spec.rules.slurm import SLURM_RULES
 from trainspec_cli.spec.rules.values import TEXT_RULES, forget_out_of_range
 from trainspec_cli.spec.unknown import UnknownTouched
 
@@ -58,7 +59,7 @@ def check(spec: RunSpec) -> list[Problem]:
         largest_micro_batch,
     ]
     rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
-    rules += [*OPTIM_RULES, *RELAYOUT_RULES, *TEXT_RULES, *OWN_CODE_RULES]
+    rules += [*OPTIM_RULES, *RELAYOUT_RULES, *SLURM_RULES, *TEXT_RULES, *OWN_CODE_RULES]
     return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
 
 

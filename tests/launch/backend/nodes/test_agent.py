@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -155,9 +154,7 @@ def test_a_node_is_examined_before_anything_runs(
     tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch, program: str, reports: list[Message]
 ) -> None:
     agent_end, hub_end = socket.socketpair()
-    record = GenerationRecord(
-        *(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",)), (sys.executable, "-c", program)
-    )
+    record = GenerationRecord(*(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",)), ("-c", program))
     examined = Agent(Wire(agent_end), RunDir(tmp_path), make_plan(), record, 1, PatientRequests())
     hub = Wire(hub_end)
     if reports:
@@ -260,7 +257,7 @@ def test_a_hub_that_is_not_reached_is_named_with_the_way_there(monkeypatch: pyte
 
 def test_an_examination_without_an_end_is_given_up(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    sleeper = (sys.executable, "-c", "import time; time.sleep(600)")
+    sleeper = ("-c", "import time; time.sleep(600)")
     lab.agent._record = replace(lab.record, examine=sleeper)
 
     def sleep(seconds: float) -> None:

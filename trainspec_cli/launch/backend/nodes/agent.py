@@ -210,7 +210,8 @@ class Agent:
     def _examine(self) -> None:
         """Report to the hub what this node can do."""
         with tempfile.TemporaryFile() as output:
-            examining = subprocess.Popen(self._record.examine, stdin=subprocess.DEVNULL, stdout=output)
+            command = (sys.executable, *self._record.examine)
+            examining = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output)
             deadline = time.monotonic() + EXAMINE_TIMEOUT_S
             while examining.poll() is None and self._listen() and time.monotonic() < deadline:
                 pass

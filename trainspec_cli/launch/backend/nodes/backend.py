@@ -35,6 +35,8 @@ from trainspec_cli.spec.results.plan import Plan
 
 JOIN_TIMEOUT_S = 300.0
 """Nodes may start this much later than the first (a slow prologue, an image to fetch)."""
+AGENT = ("-m", "trainspec_cli.launch.backend.nodes.agent")
+"""Arguments of Python; the run's folder and the generation follow them."""
 END_TIMEOUT_S = 12.0
 """An agent that was asked to end and has not after this long is given up: it ends what it runs by itself when it no
 longer hears the hub."""
@@ -66,7 +68,7 @@ def reach_from_here(endpoint: str) -> Reach:
 def agent_command(node: int | None = None) -> tuple[str, ...]:
     """Return the command of an agent; without a number it takes that of its Slurm task."""
     number = () if node is None else ("--node", str(node))
-    return (sys.executable, "-m", "trainspec_cli.launch.backend.nodes.agent", *number)
+    return (sys.executable, *AGENT, *number)
 
 
 def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
@@ -88,7 +90,7 @@ class Examination:
     """Every node is examined before its workers start."""
 
     command: tuple[str, ...]
-    """Run on each node; prints its report as JSON in its last line."""
+    """Arguments of Python, which runs with them on each node; prints its report as JSON in its last line."""
     judge: Callable[[Sequence[NodeReport]], None]
     """Takes the reports of all nodes, by number. Raises MachineError where one is not fit."""
 

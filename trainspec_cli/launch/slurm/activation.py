@@ -1,0 +1,46 @@
+"""The Python environment that was active at submission, as the job's script takes it up again.
+
+The job's Python is named by its full path and needs no activation; what it starts may need the environment's programs
+and variables (a compiler, libraries' folders).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from trainspec_cli.printable import on_one_line
+
+
+def activation_lines(environ: Mapping[str, str], prefix: str, python: str) -> Iterator[str]:
+    """Yield the lines of the script, and comments that say which environment and why. `prefix` and `python` are those
+    of the Python that runs trainspec."""
+    if modules := environ.get("LOADEDMODULES"):
+        names = on_one_line(", ".join(modules.split(":")))
+        yield f"# Modules loaded at submission: {names}. sbatch passes their variables on; a site that does not"
+        yield "# (--export=NONE) needs them in cluster.slurm.setup: the lines above come before the environment."
+    virtual, conda = environ.get("VIRTUAL_ENV"), environ.get("CONDA_PREFIX")
+    if virtual and _is_same(virtual, prefix) and Path(virtual, "bin/activate").is_file():
+        yield "# The virtual environment that was active at submission, and that trainspec is installed in."
+        yield f". {shlex.quote(f'{virtual}/bin/activate')}"
+    elif conda and _is_same(conda, prefix) and (tool := environ.get("CONDA_EXE") or environ.get("MAMBA_EXE")):
+        yield "# The conda environment that was active at submission, and that trainspec is installed in."
+        yield from _activate_conda(tool, conda)
+    else:
+        active = virtual or conda
+        why = f"{on_one_line(active)} was active, and trainspec is not installed there" if active else "none was active"
+        yield f"# No environment is activated: {why}. {on_one_line(python)} is named by its path."
+
+
+def _activate_conda(tool: str, root: str) -> Iterator[str]:
+    """conda and mamba name the shell in different words: `conda shell.bash hook`, `micromamba shell hook --shell bash`
+    (docs.conda.io, mamba.readthedocs.io)."""
+    name = Path(tool).name
+    hook = [tool, "shell.bash", "hook"] if name == "conda" else [tool, "shell", "hook", "--shell", "bash"]
+    yield f'eval "$({shlex.join(hook)})"'
+    yield f"{'conda' if name == 'conda' else shlex.quote(name)} activate {shlex.quote(root)}"
+
+
+def _is_same(folder: str, prefix: str) -> bool:
+    return Path(folder).resolve() == Path(prefix).resolve()

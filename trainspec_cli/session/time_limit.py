@@ -1,0 +1,48 @@
+"""Whether a job's time limit is as long as its run is predicted to train."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trainspec_cli.launch.measuring import probe_path, read_probe
+from trainspec_cli.planner.this_machine import is_known, is_predictable, predict_device, predict_local
+from trainspec_cli.spec.recipe.cluster import Machine, SlurmSpec
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.slurm import time_limit_s
+from trainspec_cli.units import format_duration
+
+
+def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
+    """Yield a warning with both figures where the limit is shorter; nothing where no prediction can be made."""
+    slurm = plan.spec.cluster.slurm
+    limit_s, trains_s = time_limit_s(slurm.time) if slurm.time is not None else None, _predicted_s(plan, machine)
+    if limit_s is None or trains_s is None or trains_s <= limit_s - slurm.warn_s:
+        return
+    shorter = (
+        f"cluster.slurm.time is {slurm.time} ({format_duration(limit_s)}, of which the last {slurm.warn_s} s are for "
+        f"the checkpoint), and the run is predicted to train for {format_duration(trains_s)}"
+    )
+    yield f"{shorter}: {_outlook(slurm, math.ceil(trains_s / (limit_s - slurm.warn_s)))}"
+
+
+def _outlook(slurm: SlurmSpec, jobs: int) -> str:
+    """Say how often the job would be requeued: each start goes on from the newest checkpoint."""
+    if slurm.max_requeues == 0:
+        return "it will be stopped there, and not be requeued (cluster.slurm.max_requeues=0)"
+    if jobs - 1 > slurm.max_requeues:
+        return f"it needs at least {jobs - 1:,} requeues, and gets {slurm.max_requeues} (cluster.slurm.max_requeues)"
+    return f"it will be requeued at least {'once' if jobs == 2 else f'{jobs - 1} times'}"
+
+
+def _predicted_s(plan: Plan, machine: Machine) -> float | None:
+    """Return the time of all steps, without start, checkpoints and evaluations: on GPUs that the catalogue knows, and
+    on CPUs like this machine's where that was probed."""
+    plan = plan.as_one_group
+    if is_known(plan, machine):
+        step_s = predict_device(plan, machine).step_time_s
+    elif is_predictable(plan) and (probe := read_probe(probe_path(plan, machine))) is not None:
+        step_s = predict_local(plan, probe).step_time_s
+    else:
+        return None
+    return step_s * plan.spec.train.max_steps
