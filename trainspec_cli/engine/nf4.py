@@ -79,9 +79,9 @@ def pair_table(device: torch.device | str) -> Tensor:
     return torch.stack([book[byte // 16], book[byte % 16]], dim=1)
 
 
-def magnitude_table(device: torch.device | str) -> Tensor:
-    """Return the 256 values in [-1, 1] of the dynamic format, ascending: 0, 1, and in each of seven decades the middles
-    of equal intervals, twice as many as in the decade below."""
+def _dynamic_levels() -> tuple[float, ...]:
+    """Return 0, 1, and in each of seven decades the middles of equal intervals, twice as many as in the decade below,
+    with both signs."""
     positive = [0.0, 1.0]
     negative = []
     for exponent in range(7):
@@ -89,7 +89,15 @@ def magnitude_table(device: torch.device | str) -> Tensor:
         middles = ((ends[:-1] + ends[1:]) / 2 * 10.0 ** (exponent - 6)).tolist()
         positive += middles
         negative += [-middle for middle in middles]
-    return torch.tensor(sorted([*negative, *positive]), device=device)
+    return tuple(sorted([*negative, *positive]))
+
+
+DYNAMIC = _dynamic_levels()
+"""The 256 values in [-1, 1] of the dynamic 8-bit format, ascending."""
+
+
+def magnitude_table(device: torch.device | str) -> Tensor:
+    return torch.tensor(DYNAMIC, device=device)
 
 
 @torch.no_grad()
