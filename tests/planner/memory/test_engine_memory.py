@@ -161,7 +161,6 @@ ADAPTER_RUNS = (
     Run("llama3_8b", {"pp": 2, "dp_shard": 2}, micro_batches=4, lora=LORA),
     Run("llama3_70b", fsdp(8), lora=LORA),
     Run("mixtral_8x7b", fsdp(8, ep=8), samples=2, changes={"num_layers": 8}, lora=LORA),
-    Run("llama3_8b", {}, samples=2, seq_len=2048, lora=NF4),
     Run("qwen3_0_6b", fsdp(2, tp=2), samples=4, seq_len=2048, recompute="selective", lora=FEW_NF4),
     Run("llama3_70b", {"pp": 2, "dp_shard": 2}, micro_batches=4, recompute="full", lora=NF4),
 )

@@ -72,6 +72,15 @@ def test_adapters_say_what_they_begin_with() -> None:
     assert line.endswith("training adapters of an `init.from`, not all weights")
 
 
+def test_a_base_in_four_bits_is_suggested_where_adapters_alone_do_not_fit() -> None:
+    one = ("recipe=llama3_8b", "cluster=h100", "cluster.accelerator=rtx_4090", "cluster.num_nodes=1")
+    one += ("cluster.devices_per_node=1",)
+    (line,) = (line for line in advice_for(one) if "lora" in line)
+    assert typed(line)[-2:] == ["lora.rank=16", "lora.base=nf4"] and "training adapters" in line
+    (line,) = (line for line in advice_for((*one, "lora.rank=8")) if "lora" in line)
+    assert typed(line)[-1] == "lora.base=nf4" and "training adapters" not in line
+
+
 def test_open_axes_keep_what_is_no_axis() -> None:
     spec = load_for_planning(["recipe=llama3_8b", "layout.etp=2", "layout.sequence_parallel=false"]).spec
     opened = open_layout(spec)

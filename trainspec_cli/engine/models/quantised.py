@@ -47,6 +47,11 @@ class QuantisedLinear(nn.Module):
         row, column = (cut.start, 0) if cut.dim == 0 else (0, cut.start)
         self._place = Place(row, column, columns)
 
+    def weight(self, dtype: torch.dtype) -> Tensor:
+        """Return this rank's part of W (F, D), dequantised."""
+        held = self.nf4_codes, self.nf4_magnitudes, self.nf4_scales, self.nf4_pairs, self.nf4_levels
+        return _weight(held, self._place, dtype)
+
     def forward(self, x: Tensor) -> Tensor:
         tables = self.nf4_pairs, self.nf4_levels
         held = self.nf4_codes, self.nf4_magnitudes, self.nf4_scales

@@ -87,25 +87,15 @@ def quantised_base(spec: RunSpec) -> Iterator[Problem]:
     if spec.offload != "none":
         message = f"`offload` is {spec.offload}, which keeps parameters in host memory; 4-bit ones stay on the device"
         yield Problem("unsupported", message, "offload", "type offload=none")
-    inputs = {
-        "hidden_size": model.hidden_size,
-        "ffn_size": model.ffn_size,
-        "head_dim": model.num_heads * model.head_dim,
-    }
-    for field, size in inputs.items():
+    heads, tp = model.num_heads * model.head_dim, size_of(spec.layout, "tp")
+    for field, size in (("hidden_size", model.hidden_size), ("ffn_size", model.ffn_size), ("head_dim", heads)):
         if size % 2:
             message = f"4-bit weights are held in pairs, and rows of {size} (`model.{field}`) do not divide by 2"
             yield Problem("not_divisible", message, "lora.base", "type lora.base=full")
-    tp = size_of(spec.layout, "tp")
-    for field in ("ffn_size", "head_dim"):  # what the matrices take in that tp cuts along their rows
-        if tp > 1 and inputs[field] % (tp * NF4_BLOCK):
-            fitting = ", ".join(str(n) for n in range(1, tp) if n == 1 or inputs[field] % (n * NF4_BLOCK) == 0)
-            message = (
-                f"rows of {inputs[field]} (`model.{field}`) do not divide into {tp} (layout.tp) x blocks of {NF4_BLOCK}"
-            )
-            yield Problem(
-                "not_divisible", message, "layout.tp", f"type lora.base=full, or layout.tp as one of {fitting}"
-            )
+        elif tp > 1 and field != "hidden_size" and size % (tp * NF4_BLOCK):  # tp cuts rows of these
+            largest = max(n for n in range(1, tp) if n == 1 or size % (n * NF4_BLOCK) == 0)
+            message = f"rows of {size} (`model.{field}`) do not divide into {tp} (layout.tp) x blocks of {NF4_BLOCK}"
+            yield Problem("not_divisible", message, "layout.tp", f"type layout.tp={largest}, or lora.base=full")
 
 
 def documents(spec: RunSpec) -> Iterator[Problem]:
