@@ -57,9 +57,8 @@ def quantised_parameters(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def names_of(weight: str) -> tuple[str, ...]:
-    """Return the names of the tensors that stand for the matrix of that name where it is quantised."""
-    owner = weight.rpartition(".")[0]
-    return tuple(f"{owner}.{leaf}" for leaf in TENSORS)
+    """Return the names of the tensors that stand for a layer's `weight`, of that name, where it is quantised."""
+    return tuple(f"{weight.removesuffix('weight')}{leaf}" for leaf in TENSORS)
 
 
 def restore(held: Nf4) -> Tensor:

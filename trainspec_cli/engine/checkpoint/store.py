@@ -120,7 +120,8 @@ def _fill_quantised(folder: Path, manifest: CheckpointManifest, held: Held) -> s
 def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Return whole parameters by name, in fp32, read by this process alone, and dequantised."""
     manifest = read_manifest(folder)
-    quantised = {name for name in shapes if f"{PREFIX}{names_of(name)[0]}" in manifest.tensors}
+    weights = (name for name in shapes if name.endswith(".weight"))
+    quantised = {name for name in weights if f"{PREFIX}{names_of(name)[0]}" in manifest.tensors}
     tensors = {name: torch.empty(shape) for name, shape in shapes.items() if name not in quantised}
     parts = [TensorPart.whole(f"{PREFIX}{name}", tensor) for name, tensor in tensors.items()]
     fill_parts(folder, manifest, parts)
