@@ -116,7 +116,7 @@ def test_a_quantised_matrix_is_cut_over_tp_and_copied_over_the_rest() -> None:
         held_bytes = sum(share.local.nbytes for share in state.shares if "nf4" in share.name)
     assert len(wanted) == 4 * 7
     assert 8 * held_bytes < 4.2 * sum(weight.numel() for weight in wanted.values())
-    with built(replace(plan, layout=Layout(dp_shard=2, tp=2)), 3) as state:
+    with built(replace(plan, layout=Layout(dp_shard=2, tp=2), devices_per_node=4), 3) as state:
         copies = {share.name: share.copies for share in state.shares}
         assert copies["blocks.0.attention.q.nf4_codes"] == 2
         assert copies["blocks.0.attention.q.nf4_scales"] == 4
