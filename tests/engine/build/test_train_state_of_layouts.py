@@ -109,7 +109,7 @@ def test_frozen_embeddings_are_not_summed_and_only_adapters_are_updated() -> Non
 def test_a_quantised_matrix_is_cut_over_tp_and_copied_over_the_rest() -> None:
     """The parts are those of the whole matrix quantised, so that no layout changes a value."""
     plan = plan_of("dense", Layout())
-    model = replace(plan.spec.model, num_heads=8, ffn_size=256)
+    model = replace(plan.spec.model, num_heads=8, ffn_size=1024)
     plan = replace(plan, spec=replace(plan.spec, model=model, lora=LoraSpec(rank=2, base="nf4")))
     with built(plan, 0) as state:
         wanted = dequantised(state)
