@@ -180,6 +180,18 @@ def test_adapters_of_a_run_without_a_folder_have_their_base_beside_them(
     assert not (tmp_path / "out" / "config.json").exists(), "transformers would take the folder for a whole model"
 
 
+def test_adapters_beside_four_bits_have_a_card_that_says_so(
+    make: Make, requests: list[ExportRequest], tmp_path: Path
+) -> None:
+    lora = LoraSpec(rank=4, base="nf4")
+    write_adapters(Export(make(lora=lora, init=InitSpec(f"hf:{tmp_path / 'base'}")), 4), tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f'base_model: "{tmp_path / "base"}"' in card and 'bnb_4bit_quant_type="nf4"' in card
+    write_adapters(Export(make(lora=lora, init=InitSpec("another/run")), 4), tmp_path / "beside")
+    card = (tmp_path / "beside" / "README.md").read_text()
+    assert str(tmp_path / "beside" / "base") in card and "dequantised" in card
+
+
 CHAT = DataSpec(8, "chat", "chat.jsonl", chat_template="chatml", tokenizer=TokenizerSpec(vocab_size=300))
 
 

@@ -42,8 +42,13 @@ def _sha256(tensor: Tensor) -> str:
 @torch.no_grad()
 def local_digest(shares: Sequence[Share]) -> Tensor:
     """Return the sum of this rank's bits as whole numbers, (1,) int64: any one flip changes it."""
-    sums = [share.local.detach().view(torch.int32).sum(dtype=torch.int64) for share in shares if share.local.numel()]
+    sums = [_words(share.local.detach()).sum(dtype=torch.int64) for share in shares if share.local.numel()]
     return torch.stack(sums).sum(0, keepdim=True) if sums else torch.zeros(1, dtype=torch.int64)
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the bits of `tensor` as whole numbers."""
+    return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.int32)
 
 
 def diverging_groups(digests: Sequence[Tensor]) -> list[int]:

@@ -39,8 +39,8 @@ class Cut:
     def _part(self) -> int:
         return -(-self.full_size // self.count)
 
-    def part_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return this rank's part of a whole parameter, in memory of its own."""
+    def part_of(self, parameter: Tensor) -> nn.Parameter:
+        """Return this rank's part of a whole tensor, in memory of its own."""
         part = parameter.detach().narrow(self.dim, self.start, self.size).contiguous()
         return nn.Parameter(part, parameter.requires_grad)
 

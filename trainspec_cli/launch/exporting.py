@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F1
 """-> (as safetensors names it, as config.json does)"""
 BASE = "base"
 """The folder of the weights below the adapters, where no other folder holds them."""
+CARD = "README.md"
+"""The model card of adapters whose base was quantised."""
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """Keys that are taken from the config.json that a run began with."""
 
@@ -149,8 +152,32 @@ def write_adapters(wanted: Export, output: Path) -> str:
         by_name = named.name if named and named.revision == "main" else None
         above = by_name or str((base or output / BASE).absolute())
         write_json(temporary / ADAPTER_CONFIG, adapter_config(plan.spec.lora, above))
+        if plan.spec.lora.is_quantised:
+            (temporary / CARD).write_text(_card(plan, above, is_dequantised=base is None), encoding="utf-8")
         _write_tensors(wanted, temporary, "adapters")
     return "LoRA adapters"
+
+
+def _card(plan: Plan, base: str, *, is_dequantised: bool) -> str:
+    """Return a model card that says what the adapters were trained beside."""
+    lines = ["---", "library_name: peft", f"base_model: {json.dumps(base)}", "---", ""]
+    lines += [
+        "LoRA adapters that were trained beside a base in 4-bit NormalFloat (nf4, blocks of 64, double quantisation;"
+    ]
+    lines += [
+        "QLoRA, arXiv:2305.14314). The matrices of the blocks were quantised; embedding, head and norms were not."
+    ]
+    if is_dequantised:
+        lines += ["The weights of the base here are those that they were trained beside, dequantised."]
+    else:
+        compute = DTYPES[plan.compute][1] if plan.compute in DTYPES else "float32"
+        lines += ["The base is named in full precision. To load it as it was in training:", "", "```python"]
+        lines += [
+            "BitsAndBytesConfig(",
+            '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,',
+        ]
+        lines += [f"    bnb_4bit_compute_dtype=torch.{compute},", ")", "```"]
+    return "\n".join([*lines, ""])
 
 
 def how_to_load(output: Path) -> list[str]:

@@ -249,6 +249,7 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
         compute=compute,
         matmul=matmul,
         trainable=workload.trained_share(spec.model, spec.lora),
+        sharded=workload.sharded_share(spec.model, spec.lora),
         lora=spec.lora,
     )
 

@@ -104,6 +104,8 @@ class Setup:
     software: Software = field(default_factory=Software)
     trainable: float = 1.0
     """Part of the parameters that have gradients: below 1 for adapters (LoRA), whose base needs no weight gradients."""
+    sharded: float = 1.0
+    """Part of the parameters that sharding spreads and gathers: below 1 where adapters' base is quantised."""
     lora: LoraSpec = field(default_factory=LoraSpec)
     offload_optimizer: bool = False
     offload_layers: float = 0.0

@@ -17,6 +17,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir, read_section
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES
+from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import AUTO_FAMILY, DecoderModel, ModelSpec
 from trainspec_cli.spec.recipe.run import InitSpec, RunSpec
 from trainspec_cli.spec.structure import build, choose_section
@@ -112,8 +113,8 @@ def _check_run(run: RunDir, spec: RunSpec) -> None:
     if not run.checkpoint_steps():
         raise RecipeError(Problem("missing_file", f"{run.root} holds no whole checkpoint", "init.from"))
     lora = read_section(run, "lora")
-    if lora.get("rank") and lora != to_plain(spec.lora):
-        message = f"{run.root} trained LoRA adapters of other sizes, which would be left behind"
+    if lora.get("rank") and to_plain(LoraSpec()) | lora != to_plain(spec.lora):
+        message = f"{run.root} trained LoRA adapters of other sizes, or beside another base, which would be left behind"
         hint = f"merge them first: trainspec export {run.root} --output FOLDER, then init.from=hf:FOLDER"
         raise RecipeError(Problem("contradiction", message, "lora", hint))
 

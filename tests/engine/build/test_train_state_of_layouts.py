@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.engine.build.kernel_loading import load_kernel
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.models.quantised import QuantisedLinear
 from trainspec_cli.engine.parallel.context import RingCore
 from trainspec_cli.engine.tools.trace import fake_world
 from trainspec_cli.spec.recipe.kernels import KernelSpec
@@ -103,6 +104,33 @@ def test_frozen_embeddings_are_not_summed_and_only_adapters_are_updated() -> Non
         updated = {id(p) for group in state.optimizer.param_groups for p in group["params"]}
         assert updated == {id(share.local) for share in state.shares if "lora_" in share.name}
         assert 0 < len(updated) < len(state.shares)
+
+
+def test_a_quantised_matrix_is_cut_over_tp_and_copied_over_the_rest() -> None:
+    """The parts are those of the whole matrix quantised, so that no layout changes a value."""
+    plan = plan_of("dense", Layout())
+    model = replace(plan.spec.model, num_heads=8, ffn_size=1024)
+    plan = replace(plan, spec=replace(plan.spec, model=model, lora=LoraSpec(rank=2, base="nf4")))
+    with built(plan, 0) as state:
+        wanted = dequantised(state)
+        held_bytes = sum(share.local.nbytes for share in state.shares if "nf4" in share.name)
+    assert len(wanted) == 4 * 7
+    assert 8 * held_bytes < 4.2 * sum(weight.numel() for weight in wanted.values())
+    with built(replace(plan, layout=Layout(dp_shard=2, tp=2), devices_per_node=4), 3) as state:
+        copies = {share.name: share.copies for share in state.shares}
+        assert copies["blocks.0.attention.q.nf4_codes"] == 2
+        assert copies["blocks.0.attention.q.nf4_scales"] == 4
+        found = dequantised(state)
+    for name, weight in wanted.items():
+        dim = 1 if name.endswith(("out", "down")) else 0
+        assert found[name].equal(weight.chunk(2, dim)[1]), name
+
+
+def dequantised(state: TrainState) -> dict[str, torch.Tensor]:
+    layers = {
+        name: one for part in state.parts for name, one in part.named_modules() if isinstance(one, QuantisedLinear)
+    }
+    return {name: layer.weight(torch.float32) for name, layer in layers.items()}
 
 
 def test_stages_of_a_v_stand_on_both_ends() -> None:

@@ -1,4 +1,4 @@
-"""The engine's peak from arithmetic against a trace of the real step: 66 layouts, families and sizes.
+"""The engine's peak from arithmetic against a trace of the real step: 70 layouts, families and sizes.
 
 pytest -m slow -s tests/planner/memory/test_engine_memory.py     # all of them, with a table
 """
@@ -62,7 +62,7 @@ class Run:
     @property
     def name(self) -> str:
         axes = ".".join(f"{axis}={size}" for axis, size in self.axes.items()) or "one"
-        adapters = f" lora {self.lora.rank}" * bool(self.lora.rank)
+        adapters = f" lora {self.lora.rank}" * bool(self.lora.rank) + " nf4" * self.lora.is_quantised
         batch = f"{self.micro_batches}x{self.samples}x{self.seq_len}"
         optimizer = f" {self.optimizer}" * (self.optimizer != "adamw")
         return f"{self.model} {axes} {batch} {self.recompute} {self.compute}{adapters}{optimizer}"
@@ -152,6 +152,7 @@ CONV_RUNS = (
     Run("unet3d", {"dp_replicate": 4}, samples=2, micro_batches=2, compute="fp32"),
 )
 LORA, FEW = LoraSpec(rank=16), LoraSpec(rank=8, targets=("q", "v"))
+NF4, FEW_NF4 = replace(LORA, base="nf4"), replace(FEW, base="nf4")
 ADAPTER_RUNS = (
     Run("llama_tiny", {}, samples=8, seq_len=256, lora=FEW, micro_batches=2),
     Run("qwen3_0_6b", fsdp(2), samples=4, seq_len=2048, lora=FEW, micro_batches=2),
@@ -162,6 +163,8 @@ ADAPTER_RUNS = (
     Run("llama3_8b", {"pp": 2, "dp_shard": 2}, micro_batches=4, lora=LORA),
     Run("llama3_70b", fsdp(8), lora=LORA),
     Run("mixtral_8x7b", fsdp(8, ep=8), samples=2, changes={"num_layers": 8}, lora=LORA),
+    Run("qwen3_0_6b", fsdp(2, tp=2), samples=4, seq_len=2048, recompute="selective", lora=FEW_NF4),
+    Run("llama3_70b", {"pp": 2, "dp_shard": 2}, micro_batches=4, recompute="full", lora=NF4),
 )
 FAMILIES = {
     "dense": DENSE_RUNS,
@@ -182,6 +185,7 @@ DEFAULT_RUNS = (
     Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512, lora=FEW),
     Run("llama_6m", fsdp(2), samples=4, seq_len=512, optimizer="adamw8bit"),
     Run("llama_6m", fsdp(2), samples=4, seq_len=512, optimizer="muon"),
+    Run("llama_6m", fsdp(2), samples=4, seq_len=512, lora=NF4),
 )
 
 

@@ -15,6 +15,7 @@ from trainspec_cli.spec.recipe.layout import LayoutSpec
 
 FOUR_4090 = ("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=1", "cluster.devices_per_node=4")
 FOUR_4090 += ("cluster.accelerator=rtx_4090",)
+NF4 = ["lora.rank=16", "lora.base=nf4"]
 PINNED = ("layout.tp=1", "layout.pp=1", "layout.cp=1", "recompute=none")
 
 
@@ -36,7 +37,7 @@ def typed(line: str) -> list[str]:
             ("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=1", *PINNED, "batching.micro_batch_size=2"),
             [["recompute=full"], ["layout=auto", "recompute=auto"]],
         ),
-        (("recipe=llama3_405b", "cluster=h100", "cluster.num_nodes=1"), [["cluster.num_nodes=16"]]),
+        (("recipe=llama3_405b", "cluster=h100", "cluster.num_nodes=1"), [NF4, ["cluster.num_nodes=16"]]),
     ],
     ids=["four 4090s", "a pinned layout", "far too large"],
 )  # fmt: skip
@@ -70,6 +71,13 @@ def test_adapters_are_not_suggested_to_what_takes_none() -> None:
 def test_adapters_say_what_they_begin_with() -> None:
     (line,) = (line for line in advice_for(FOUR_4090) if line.startswith("lora"))
     assert line.endswith("training adapters of an `init.from`, not all weights")
+
+
+@pytest.mark.slow
+def test_a_base_in_four_bits_is_suggested_to_adapters_that_do_not_fit() -> None:
+    lines = advice_for(("recipe=llama3_405b", "cluster=h100", "cluster.num_nodes=1", "lora.rank=8"))
+    (line,) = (line for line in lines if "lora" in line)
+    assert typed(line)[-1] == "lora.base=nf4" and "training adapters" not in line
 
 
 def test_open_axes_keep_what_is_no_axis() -> None:

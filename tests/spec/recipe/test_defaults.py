@@ -104,7 +104,7 @@ DEFAULTS: dict[str, Any] = {
     },
     "description": "",
     "init": {"from": None},
-    "lora": {"rank": 0, "alpha": 16.0, "targets": ["q", "k", "v", "out", "gate", "up", "down"]},
+    "lora": {"rank": 0, "alpha": 16.0, "targets": ["q", "k", "v", "out", "gate", "up", "down"], "base": "full"},
     "cluster": {
         "num_nodes": 1,
         "devices_per_node": "auto",

@@ -8,6 +8,8 @@ from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.rules.engine import check_engine
 from trainspec_cli.spec.structure import structure
 
+NF4 = {"lora.rank": 4, "lora.base": "nf4"}
+
 
 @pytest.mark.parametrize(
     ("changes", "path", "words", "hint"),
@@ -54,6 +56,12 @@ def test_an_illegal_layout_is_refused_with_its_reason(make_spec, changes, path, 
         ({"lora.rank": 4, "precision.matmul": "fp8"}, "precision.matmul", "layers with adapters do not multiply"),
         ({"lora.rank": 4, "lora.targets": ["q", "gates"]}, "lora.targets", "there are q, k, v"),
         ({"lora.rank": 4, "lora.targets": []}, "lora.targets", "`lora.targets` is []"),
+        ({"lora.base": "nf4"}, "lora.base", "weights that are trained are kept in full"),
+        (NF4 | {"offload": "optimizer"}, "offload", "4-bit ones stay on the device"),
+        (NF4 | {"model.experts": {"num_experts": 4, "top_k": 2, "expert_ffn_size": 64}}, "lora.base", "routed experts"),
+        (NF4 | {"model.mla": {"kv_lora_rank": 8}}, "lora.base", "latent attention"),
+        (NF4 | {"model.ffn_size": 129}, "lora.base", "rows of 129 (`model.ffn_size`) do not divide by 2"),
+        (NF4 | {"layout.tp": 2, "model.ffn_size": 192}, "layout.tp", "(`model.ffn_size`) do not divide into 2"),
         ({"data.document_masks": True, "model.learned_positions": 64}, "data.document_masks", "rotary positions"),
         ({"data.document_masks": True, "layout.cp": 2}, "layout.cp", "documents' masks"),
         ({"layout.cp": 2, "model.sliding_window": 16}, "layout.context_method", "`model.sliding_window`"),
@@ -72,6 +80,7 @@ def test_adapters_documents_and_whole_attention(make_spec, changes, path, words)
     [
         {"lora.rank": 4, "layout.pipeline_schedule": "zbv"},  # one stage splits no backward
         {"lora.rank": 4, "layout.pp": 2},
+        {"lora.rank": 4, "lora.base": "nf4", "layout.pp": 2},
         {"data.document_masks": True},
         {"layout.cp": 2, "layout.context_method": "ulysses", "model.sliding_window": 16},
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.image import DTYPES
@@ -16,6 +16,7 @@ from trainspec_cli.engine.checkpoint.manifest import read_manifest, verify_files
 from trainspec_cli.engine.checkpoint.store import load_weights
 from trainspec_cli.engine.comm.json_collectives import errors_together
 from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
+from trainspec_cli.engine.quantised_shares import QuantisedMatrix, split_quantised
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.huggingface.folder import list_names, open_weights
@@ -52,7 +53,9 @@ def load_folder(folder: Path, model: DecoderModel, shares: Sequence[Share]) -> N
     """
     tensors = MappedTensors(open_weights(folder, model))
     by_name = {parameter.name: parameter.pieces for parameter in parameters(model)}
-    faults = [fault for share in shares for fault in _fill(share, by_name.get(share.name, ()), tensors)]
+    plain, quantised = split_quantised(shares)
+    faults = [fault for share in plain for fault in _fill(share, by_name.get(share.name, ()), tensors)]
+    faults += [fault for matrix in quantised for fault in _quantise(matrix, by_name[matrix.name], tensors)]
     if faults:
         message = f"{folder} holds {NOT_FINITE}: {list_names(list(dict.fromkeys(faults)))}"
         hint = "download it again, or name another folder in init.from"
@@ -71,6 +74,14 @@ def _fill(share: Share, pieces: Sequence[Piece], tensors: MappedTensors) -> Iter
         if not is_finite(filled):
             count = count_not_finite(tensors.box(piece).to(filled.dtype))
             yield f"{count:,} of {math.prod(piece.shape):,} in {piece.tensor} ({tensors.file(piece).name})"
+
+
+def _quantise(matrix: QuantisedMatrix, pieces: Sequence[Piece], tensors: MappedTensors) -> list[str]:
+    """Read a whole matrix and keep this rank's part in 4 bits; -> as `_fill`."""
+    whole = Share(matrix.name, nn.Parameter(torch.empty(matrix.full_shape), requires_grad=False))
+    faults = list(_fill(whole, pieces, tensors))
+    matrix.fill(whole.local)
+    return faults
 
 
 class MappedTensors:

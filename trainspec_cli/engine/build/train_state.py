@@ -24,6 +24,7 @@ from trainspec_cli.engine.comm.wire_bytes import WireMeter
 from trainspec_cli.engine.mesh import Mesh, build_mesh, split_by_tier
 from trainspec_cli.engine.models.experts import sort_by_expert
 from trainspec_cli.engine.models.lora import apply_lora
+from trainspec_cli.engine.models.quantised import place_quantised
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.observe.links import LinkTimers
 from trainspec_cli.engine.optim.optimizer import build_optimizer, without_memory
@@ -40,6 +41,7 @@ from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
 from trainspec_cli.engine.parallel.recompute import apply_recompute
 from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_parameters
+from trainspec_cli.engine.quantised_shares import is_quantised, quantised_parameters, split_quantised
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.policy.pipeline import Kind, cut_layers
 from trainspec_cli.spec.recipe.layout import Layout
@@ -229,8 +231,9 @@ def build_train_state(
         if plan.layout.splits_backward:
             queue.apply(part)
         parts[stage] = part
-        held = [_share(plan, name, parameter, cuts) for name, parameter in part.named_parameters()]
         allocate(part, device, offload=plan.offload != "none")
+        named = (*part.named_parameters(), *quantised_parameters(part))
+        held = [_share(plan, name, parameter, cuts) for name, parameter in named]
         if fill:
             materialise(part, held, device, plan.spec.train.seed, positions_S)
         else:
@@ -306,6 +309,7 @@ def _spread_stage(
     if plan.spec.precision.matmul == "fp8":
         apply_float8(part.block_modules(), emulate=plan.device == "cpu")
     cuts, partial = _cut(part, plan.layout, mesh, exchanges.links)
+    place_quantised(part, cuts)
     for norm in part.norm_modules():
         norm.ranks = Peers(mesh.stage.get_group(), exchanges.clock.collective)
     apply_recompute(part.block_modules(), plan.recompute, compiled=plan.spec.compile)
@@ -392,9 +396,10 @@ def _parameter_codec(plan: Plan) -> Codec | None:
 
 
 def _share(plan: Plan, name: str, parameter: nn.Parameter, cuts: dict[str, Cut]) -> Share:
-    """Replicas hold copies, and so do the ranks of tp where a parameter is not cut; a tied embedding stands twice."""
+    """Replicas hold copies, and so do the ranks of tp where a parameter is not cut, and those of all data parallelism
+    where it is quantised; a tied embedding stands twice."""
     layout = plan.layout
-    copies = layout.dp_replicate * (1 if name in cuts else layout.tp)
+    copies = layout.dp_replicate * (1 if name in cuts else layout.tp) * (layout.shards if is_quantised(name) else 1)
     return Share(name, parameter, cuts.get(name), copies * (2 if _is_twin(plan, name) else 1))
 
 
@@ -459,10 +464,15 @@ def materialise(
     Each parameter has a generator of its own, seeded by the run's seed and its name, so that its values depend
     neither on the layout nor on the order; one full parameter at a time is held.
     """
-    for share in shares:
+    plain, quantised = split_quantised(shares)
+    for share in plain:
         full = torch.empty(share.full_shape, dtype=share.parameter.dtype, device=device)
         model.init_parameter(share.name, full, parameter_generator(seed, share.name, device))
         share.local.copy_(share.part_of(full))
+    for matrix in quantised:
+        full = torch.empty(matrix.full_shape, device=device)
+        model.init_parameter(matrix.name, full, parameter_generator(seed, matrix.name, device))
+        matrix.fill(full)
     start_buffers(model, device, positions_S)
 
 

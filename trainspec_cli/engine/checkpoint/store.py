@@ -25,6 +25,8 @@ from trainspec_cli.engine.checkpoint.memory import CopyLocation, fetch, find_new
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, copy_twins, overlap, rng_parts, set_rng, slices
 from trainspec_cli.engine.comm.json_collectives import errors_together
 from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
+from trainspec_cli.engine.nf4 import Nf4, shapes_of
+from trainspec_cli.engine.quantised_shares import names_of, restore, split_quantised
 from trainspec_cli.rundir.paths import RunDir
 
 PREFIX = "model."
@@ -96,18 +98,41 @@ def load_weights(folder: Path, held: Held) -> None:
     Raises MachineError if the checkpoint is of another model.
     """
     manifest = read_manifest(folder)
-    parts = [part for part in held.parts() if part.name.startswith(PREFIX)]
+    in_full = _fill_quantised(folder, manifest, held)
+    parts = [part for part in held.parts() if part.name.startswith(PREFIX) and part.name not in in_full]
     new = {part.name for part in parts if part.name.endswith(ADAPTERS) and part.name not in manifest.tensors}
     fill_parts(folder, manifest, [part for part in parts if part.name not in new])
     copy_twins(held.shares, held.optimizer)
 
 
+def _fill_quantised(folder: Path, manifest: CheckpointManifest, held: Held) -> set[str]:
+    """Quantise what `held` has in 4 bits and the checkpoint in full; -> the names of the parts so filled."""
+    filled: set[str] = set()
+    for matrix in split_quantised(held.shares)[1]:
+        if f"{PREFIX}{matrix.name}" in manifest.tensors:
+            full = torch.empty(matrix.full_shape)
+            fill_parts(folder, manifest, [TensorPart.whole(f"{PREFIX}{matrix.name}", full)])
+            matrix.fill(full)
+            filled |= {f"{PREFIX}{share.name}" for share in matrix.parts}
+    return filled
+
+
 def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return whole parameters by name, in fp32, read by this process alone."""
-    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    """Return whole parameters by name, in fp32, read by this process alone, and dequantised."""
+    manifest = read_manifest(folder)
+    weights = (name for name in shapes if name.endswith(".weight"))
+    quantised = {name for name in weights if f"{PREFIX}{names_of(name)[0]}" in manifest.tensors}
+    tensors = {name: torch.empty(shape) for name, shape in shapes.items() if name not in quantised}
     parts = [TensorPart.whole(f"{PREFIX}{name}", tensor) for name, tensor in tensors.items()]
-    fill_parts(folder, read_manifest(folder), parts)
-    return tensors
+    fill_parts(folder, manifest, parts)
+    return tensors | {name: _read_quantised(folder, manifest, name, shapes[name]) for name in quantised}
+
+
+def _read_quantised(folder: Path, manifest: CheckpointManifest, name: str, shape: tuple[int, ...]) -> Tensor:
+    held = Nf4(*(torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in shapes_of(*shape)))
+    names = (f"{PREFIX}{each}" for each in names_of(name))
+    fill_parts(folder, manifest, [TensorPart.whole(*each) for each in zip(names, held, strict=True)])
+    return restore(held)
 
 
 # Only overlapping slices are read, and nothing is unpickled

@@ -19,6 +19,7 @@ from trainspec_cli.engine.models.lora import init_down
 from trainspec_cli.engine.models.mamba2 import MAMBA_INIT, Mamba2
 from trainspec_cli.engine.models.moe import MixtureOfExperts, Router
 from trainspec_cli.engine.models.norm import RMSNorm
+from trainspec_cli.engine.models.quantised import QuantisedLinear
 from trainspec_cli.spec.recipe.model import TextModel
 
 INIT_STD = 0.02
@@ -53,6 +54,12 @@ class LanguageModel(nn.Module):
         "blocks.*.ffn.shared.gate.weight": 0,
         "blocks.*.ffn.shared.up.weight": 0,
         "blocks.*.ffn.shared.down.weight": 1,
+        "blocks.*.attention.[qkv].nf4_[cm]*": 0,
+        "blocks.*.attention.kv.nf4_[cm]*": 0,
+        "blocks.*.attention.out.nf4_[cm]*": 1,
+        "blocks.*.ffn.gate.nf4_[cm]*": 0,
+        "blocks.*.ffn.up.nf4_[cm]*": 0,
+        "blocks.*.ffn.down.nf4_[cm]*": 1,
         "blocks.*.mamba.out.weight": 1,
         "blocks.*.mamba.*": 0,
     }
@@ -171,5 +178,5 @@ class LanguageModel(nn.Module):
             full.normal_(0.0, self.residual_std if into_residual else INIT_STD, generator=generator)
 
     def init_buffers(self) -> None:
-        for router in self.balance_modules():
-            router.init_buffers()
+        for module in self._all(Router, QuantisedLinear):
+            module.init_buffers()

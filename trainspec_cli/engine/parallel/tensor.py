@@ -35,15 +35,16 @@ def apply_tensor_parallel(model: Any, peers: Peers, *, sequence_parallel: bool) 
 
 
 def cut_parameters(model: nn.Module, patterns: dict[str, int], peers: Peers) -> dict[str, Cut]:
-    """Replace each parameter whose name fits a pattern by this rank's part along the pattern's dimension."""
+    """Replace each parameter or buffer whose name fits a pattern by this rank's part along the pattern's dimension."""
     cuts: dict[str, Cut] = {}
-    for name, parameter in list(model.named_parameters()):
+    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
         dim = next((dim for pattern, dim in patterns.items() if fnmatchcase(name, pattern)), None)
         if dim is None:
             continue
         cut = cuts[name] = Cut(dim, parameter.shape[dim], peers.rank, peers.size, peers.group)
         owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, cut.part_of(parameter))
+        part = cut.part_of(parameter)
+        setattr(model.get_submodule(owner), leaf, part if isinstance(parameter, nn.Parameter) else part.detach())
     return cuts
 
 

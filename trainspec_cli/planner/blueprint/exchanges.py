@@ -106,7 +106,9 @@ def _of_parameters(setup: Setup, once: MicroBatch) -> Iterator[Need]:
         if layout.shards_parameters:
             shard = "expert_dp" if expert else "dp_shard"
             accum = setup.grad_accum
-            yield Need(f"dp_shard{label}", shard, "all_gather", weights * params, 2.0 * accum, is_bucketed=True)
+            yield Need(
+                f"dp_shard{label}", shard, "all_gather", weights * setup.sharded * params, 2.0 * accum, is_bucketed=True
+            )
             yield Need(f"dp_shard{label}", shard, "reduce_scatter", gradients * params, accum, is_bucketed=True)
             if not expert:
                 own = gradients * params / (layout.dp_shard * layout.cp)

@@ -15,6 +15,7 @@ from trainspec_cli.planner.workload import embedding_work, head_work, layer_kind
 from trainspec_cli.planner.workload.work import Work
 from trainspec_cli.policy.pipeline import layers_per_rank
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
+from trainspec_cli.spec.recipe.lora import NF4_BLOCK, NF4_SCALE_BLOCK
 from trainspec_cli.spec.results.prediction import MemoryBreakdown
 from trainspec_cli.units import GIB
 
@@ -43,6 +44,8 @@ class MemoryModel:
     and a plan that is under ends out of memory where one that is over wastes a little."""
 
 
+NF4_BYTES = (4 + 8 / NF4_BLOCK + 32 / (NF4_BLOCK * NF4_SCALE_BLOCK)) / 8
+"""Bytes of a weight in 4-bit NormalFloat, with its part of the scales."""
 DEFAULT_MEMORY = MemoryModel()
 USABLE = 0.97
 """Fraction of a device's memory that can be used before allocation fails or thrashes."""
@@ -142,6 +145,8 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
     if ends:
         each = max(each, 2.0)
     weights = each * params / (shards if stage == 3 else 1)
+    if setup.lora.is_quantised and not ends:
+        weights = NF4_BYTES * params + each * trained / (shards if stage == 3 else 1)
     gradients = software.grad_bytes * trained / (shards if stage >= 2 else 1)
     if stage == 3 and software.weight_bytes == 4.0:
         gradients = 4.0 * trained / shards
@@ -152,9 +157,11 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
 
 def gathered_bytes(layer: LayerMemory, outside: float, setup: Setup) -> float:
     """ZeRO-3: two layers' parameters and a layer's gradients unsharded, and the embedding and head."""
+    params = layer.params + layer.expert_params
+    if setup.lora.is_quantised:  # about the largest matrix in 2 bytes, and in 6 on the way
+        return 2.0 * params + (2.0 * outside if setup.layout.shards_parameters else 0.0)
     if not setup.layout.shards_parameters:
         return 0.0
-    params = layer.params + layer.expert_params
     gradient = (setup.software.reduce_bytes + 2.0) * params * min(1.0, setup.trainable * 1e3)
     return 2 * 2.0 * params + gradient + 2.0 * outside
 

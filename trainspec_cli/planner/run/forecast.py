@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.planner.memory.frameworks import DEFAULT_MEMORY
+from trainspec_cli.planner.memory.frameworks import DEFAULT_MEMORY, NF4_BYTES
 from trainspec_cli.planner.optimizer import moment_bytes
 from trainspec_cli.planner.planes.plan import dip_share, ending_failures
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.batches import expect_work
 from trainspec_cli.planner.run.cost import expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.planner.run.uncertainty import propagate, within
+from trainspec_cli.planner.workload.adapters import quantised_params
 from trainspec_cli.policy.recovery import cadence, reliability
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.resilience import RecoveryMode, ResilienceSpec
@@ -160,8 +161,10 @@ def describe_job(
 
 def checkpoint_bytes(spec: RunSpec, params: int) -> float:
     """Size of one checkpoint: parameters and optimizer state, which frozen ones (LoRA) have none of."""
-    moments = 0.0 if spec.lora.rank else moment_bytes(spec.model, spec.optim.kept_state, spec.lora)
-    return (VALUE_BYTES + moments) * params
+    if not spec.lora.rank:
+        return (VALUE_BYTES + moment_bytes(spec.model, spec.optim.kept_state, spec.lora)) * params
+    quantised = quantised_params(spec.model, spec.lora)
+    return VALUE_BYTES * (params - quantised) + NF4_BYTES * quantised
 
 
 @dataclass(frozen=True)

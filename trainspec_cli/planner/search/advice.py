@@ -36,6 +36,14 @@ OPEN: Change = (
 )
 OFFLOADED: Change = ("offload=optimizer", lambda spec: replace(spec, offload="optimizer"))
 ADAPTERS: Change = (f"lora.rank={RANK}", lambda spec: replace(spec, lora=replace(spec.lora, rank=RANK)))
+BESIDE_NF4: Change = (
+    f"lora.rank={RANK} lora.base=nf4",
+    lambda spec: spec if spec.lora.rank else replace(spec, lora=replace(spec.lora, rank=RANK, base="nf4")),
+)
+QUANTISED: Change = (
+    "lora.base=nf4",
+    lambda spec: replace(spec, lora=replace(spec.lora, base="nf4")) if spec.lora.rank else spec,
+)
 ADAPTERS_NOTE = "training adapters of an `init.from`, not all weights"
 SINGLE: tuple[Change, ...] = (
     ("recompute=full", lambda spec: spec if spec.recompute == AUTO else replace(spec, recompute="full")),
@@ -46,14 +54,17 @@ SINGLE: tuple[Change, ...] = (
 )
 TOGETHER = ((OPEN, OFFLOADED), (OPEN, ADAPTERS))
 """Tried where neither of the two suffices."""
+IN_4_BITS = ((BESIDE_NF4,), (QUANTISED,), (OPEN, BESIDE_NF4), (OPEN, QUANTISED))
+"""Tried where adapters beside a base in full do not fit."""
 
 
 def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
     """Yield the changes with which the run fits, those that change least first, and the smallest number of nodes."""
     fabric, eff = describe_fabric(spec.cluster, machine), efficiency_of(spec.cluster)
     fitting: set[str] = set()
-    for changes in (*((change,) for change in SINGLE), *TOGETHER):
-        if fitting & {words for words, _ in changes}:
+    with_adapters = False
+    for changes in (*((change,) for change in SINGLE), *TOGETHER, *IN_4_BITS):
+        if fitting & {words for words, _ in changes} or (changes in IN_4_BITS and with_adapters):
             continue
         changed = spec
         for _, apply in changes:
@@ -61,7 +72,9 @@ def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
         found = _find_fastest(changed, spec, fabric, eff)
         if found:
             fitting |= {changes[0][0]} if len(changes) == 1 else set()
-            note = f", {ADAPTERS_NOTE}" if ADAPTERS in changes else ""
+            has_adapters = bool({ADAPTERS, BESIDE_NF4} & set(changes))
+            with_adapters |= has_adapters or QUANTISED in changes
+            note = f", {ADAPTERS_NOTE}" if has_adapters else ""
             yield _describe(" ".join(words for words, _ in changes), found) + note
     yield from _more_nodes(spec, fabric, eff)
 

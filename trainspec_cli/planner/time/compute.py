@@ -182,6 +182,7 @@ def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> Layer
     slow = ungrouped(work, setup, eff)
     products, backward, passes, casts = slow * products, slow * backward, slow * passes, slow * casts
     waits = work.serial_kernels * eff.kernel_s
+    casts += dequantise_s(work, setup, rates)
     memory = (passes + casts + waits, 0.0 if work.frozen else (2 - work.leaf) * passes + casts)
     return LayerTime(products, backward, attention_f, attention_b, *memory, launches(work, setup), work.experts)
 
@@ -192,7 +193,12 @@ CAST_KERNELS = {"fp8": 3, "mxfp8": 6, "nvfp4": 8}
 
 def launches(work: Work, setup: Setup) -> float:
     """Launched forward: each expert's inputs and weights are cast apart, even where its products are grouped."""
-    return work.kernels + CAST_KERNELS.get(setup.matmul, 0) * sum(gemm.count for gemm in work.gemms if gemm.wide)
+    dequantised = NF4_KERNELS * len(work.gemms) if setup.lora.is_quantised else 0
+    return (
+        work.kernels
+        + dequantised
+        + CAST_KERNELS.get(setup.matmul, 0) * sum(gemm.count for gemm in work.gemms if gemm.wide)
+    )
 
 
 def accumulate_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> float:
@@ -215,6 +221,19 @@ def ungrouped(work: Work, setup: Setup, eff: Efficiency) -> float:
     if setup.software.grouped_experts or work.experts <= 1:
         return 1.0
     return 1.0 + (eff.experts_ungrouped - 1.0) * math.log2(work.experts) / 4
+
+
+NF4_TRAFFIC_BYTES, NF4_FUSED_BYTES, NF4_KERNELS = 22.5, 2.5, 14
+"""Memory traffic of dequantising a weight, by kernels one after another (codes to indices, looked up in fp32, scaled,
+and written as computed with) and by a compiled one; and the number of the former."""
+
+
+def dequantise_s(work: Work, setup: Setup, rates: Rates) -> float:
+    """Dequantising the frozen weights of a pass, before they are multiplied by."""
+    if not setup.lora.is_quantised:
+        return 0.0
+    each = NF4_FUSED_BYTES if setup.software.fused_kernels else NF4_TRAFFIC_BYTES
+    return each * sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms if gemm.wide) / rates.memory
 
 
 def cast_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> float:

@@ -320,7 +320,8 @@ def fully_sharded_s(
     """ZeRO-3: each micro-batch gathers parameters forward and backward and scatters gradients."""
     shard, software = groups["dp_shard"], setup.software
     expert = groups["expert_dp"]
-    gather = gather_s(shard, 2.0 * part.params, setup, eff) + gather_s(expert, 2.0 * part.expert_params, setup, eff)
+    gather = gather_s(shard, 2.0 * setup.sharded * part.params, setup, eff)
+    gather += gather_s(expert, 2.0 * part.expert_params, setup, eff)
     scatter = setup.trainable * scatter_s(shard, software.reduce_bytes * part.params, setup, eff)
     scatter += setup.trainable * scatter_s(expert, software.reduce_bytes * part.expert_params, setup, eff)
     replicas = groups["dp_replicate"]

@@ -10,7 +10,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from trainspec_cli.planner.workload.adapters import adapted_decoder, adapter_params
+from trainspec_cli.planner.workload.adapters import adapted_decoder, adapter_params, quantised_params
 from trainspec_cli.planner.workload.work import Gemm, Kinds, Layers, Work
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
@@ -54,6 +54,11 @@ def count_active_params(model: ModelSpec) -> int:
 def trained_share(model: ModelSpec, lora: LoraSpec) -> float:
     """Part of the parameters that have gradients."""
     return adapter_params(model, lora) / count_params(model) if adapted_decoder(model, lora) else 1.0
+
+
+def sharded_share(model: ModelSpec, lora: LoraSpec) -> float:
+    """Part of the parameters that sharding spreads and gathers; of quantised ones each rank has a copy."""
+    return 1.0 - quantised_params(model, lora) / count_params(model)
 
 
 def flops_per_token(model: ModelSpec, seq_len: int, lora: LoraSpec = WHOLE) -> float:

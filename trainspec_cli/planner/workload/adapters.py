@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from trainspec_cli.spec.recipe.lora import LoraSpec
+from trainspec_cli.spec.recipe.lora import NF4_BLOCK, NF4_SCALE_BLOCK, LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
 
 
@@ -38,6 +39,22 @@ def _feed_forward(model: DecoderModel, is_expert_layer: bool, tp: int) -> dict[s
         return {}
     up, down = (width // tp, model.hidden_size), (model.hidden_size, width // tp)
     return {"up": up, "down": down} | ({"gate": up} if model.gated_mlp else {})
+
+
+def quantised_bytes(rows: int, columns: int, tp: int = 1) -> float:
+    """Bytes of a rank's part of a matrix in 4-bit NormalFloat with double quantisation (arXiv:2305.14314, section 3): 4
+    bits a weight, 8 for the scale of a block; and of the whole matrix 32 for that of 256 scales, and their mean."""
+    blocks = rows * math.ceil(columns / NF4_BLOCK)
+    return rows * columns / 2 + blocks + 4.0 * (math.ceil(tp * blocks / NF4_SCALE_BLOCK) + 1)
+
+
+def quantised_params(model: ModelSpec, lora: LoraSpec) -> int:
+    """Weights that are kept in 4 bits: the matrices of all blocks."""
+    decoder = adapted_decoder(model, lora)
+    if decoder is None or not lora.is_quantised or decoder.experts is not None:
+        return 0
+    matrices = _attention(decoder, 1) | _feed_forward(decoder, False, 1)
+    return decoder.num_layers * sum(rows * columns for rows, columns in matrices.values())
 
 
 def adapted_decoder(model: ModelSpec, lora: LoraSpec) -> DecoderModel | None:

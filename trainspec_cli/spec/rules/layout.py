@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
-from trainspec_cli.spec.recipe.lora import TARGETS
+from trainspec_cli.spec.recipe.lora import NF4_BLOCK, TARGETS
+from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.run import RunSpec
 
 
@@ -52,6 +53,11 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
 def adapters(spec: RunSpec) -> Iterator[Problem]:
     """Adapters are plain layers beside frozen ones."""
     if not spec.lora.rank:
+        if spec.lora.base != "full":
+            message = (
+                f"`lora.base` is {spec.lora.base}, and `lora.rank` is 0: weights that are trained are kept in full"
+            )
+            yield Problem("contradiction", message, "lora.base", "type lora.rank=16, or lora.base=full")
         return
     if reason := spec.model.record.refuses.get("lora"):
         message = f"{reason}, and `model.family` is {spec.model.family}"
@@ -66,6 +72,30 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
     if unknown or not spec.lora.targets:
         message = f"`lora.targets` is {list(spec.lora.targets)}; there are {', '.join(TARGETS)}"
         yield Problem("wrong_choice", message, "lora.targets", "type lora.targets=[q,v]")
+
+
+def quantised_base(spec: RunSpec) -> Iterator[Problem]:
+    """4-bit matrices are those of dense layers; a rank of tp holds whole blocks of their rows."""
+    model = spec.model
+    if not spec.lora.is_quantised or not isinstance(model, DecoderModel):
+        return
+    if model.experts is not None or model.mla is not None:
+        kind = "routed experts" if model.experts is not None else "latent attention"
+        message = f"4 bits hold the matrices of attention and feed-forwards alone, and the model has {kind}"
+        yield Problem("unsupported", message, "lora.base", "type lora.base=full")
+        return
+    if spec.offload != "none":
+        message = f"`offload` is {spec.offload}, which keeps parameters in host memory; 4-bit ones stay on the device"
+        yield Problem("unsupported", message, "offload", "type offload=none")
+    heads, tp = model.num_heads * model.head_dim, size_of(spec.layout, "tp")
+    for field, size in (("hidden_size", model.hidden_size), ("ffn_size", model.ffn_size), ("head_dim", heads)):
+        if size % 2:
+            message = f"4-bit weights are held in pairs, and rows of {size} (`model.{field}`) do not divide by 2"
+            yield Problem("not_divisible", message, "lora.base", "type lora.base=full")
+        elif tp > 1 and field != "hidden_size" and size % (tp * NF4_BLOCK):  # tp cuts rows of these
+            largest = max(n for n in range(1, tp) if n == 1 or size % (n * NF4_BLOCK) == 0)
+            message = f"rows of {size} (`model.{field}`) do not divide into {tp} (layout.tp) x blocks of {NF4_BLOCK}"
+            yield Problem("not_divisible", message, "layout.tp", f"type layout.tp={largest}, or lora.base=full")
 
 
 def documents(spec: RunSpec) -> Iterator[Problem]:
@@ -195,7 +225,16 @@ def capacity(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("illegal_layout", message, f"layout.{cut[0]}", hint)
 
 
-LAYOUT_RULES = (tensor_parallel, context_parallel, pipeline, expert_parallel, capacity, adapters, documents)
+LAYOUT_RULES = (
+    tensor_parallel,
+    context_parallel,
+    pipeline,
+    expert_parallel,
+    capacity,
+    adapters,
+    quantised_base,
+    documents,
+)
 
 
 def _spread_alone(axis: str, reason: str) -> Problem:

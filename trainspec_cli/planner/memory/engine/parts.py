@@ -72,7 +72,10 @@ def norm(tape: Tape, x: Value, shape: Shape) -> Value:
 def linear(tape: Tape, x: Value, shape: Shape, name: str, outputs: int, inputs: int) -> Value:
     """A rank's part of a matrix, with its adapter beside it, if it has one."""
     tokens, rank = x.elements / inputs, shape.lora.rank
-    y = tape.linear(x, tape.leaf(outputs * inputs), tokens * outputs)
+    if shape.lora.is_quantised:
+        y = tape.dequantised_linear(x, outputs * inputs, tokens * outputs)
+    else:
+        y = tape.linear(x, tape.leaf(outputs * inputs), tokens * outputs)
     if not rank or name not in shape.lora.targets:
         return y
     narrow = tape.linear(x, tape.leaf(rank * inputs, frozen=False), tokens * rank)

@@ -112,7 +112,8 @@ class _Replay:
         units = [unit for stage in self.stages.values() for unit in _units(stage)]
         own = sum(part.unit.own for part in units)
         tables = len(self.stages) * self.given.seq_len * self._angles_of_token_bytes()
-        self.account.add("parameters", own * MASTER_WIDTH + tables)
+        quantised = sum(part.unit.quantised_bytes for part in units)
+        self.account.add("parameters", own * MASTER_WIDTH + quantised + tables)
         self.account.add("optimizer", self._optimizer_bytes())
         self.account.add("temporaries", 16.0 * self.shape.tokens * self.given.micro_batches)
         if self.layout.pp > 1:  # one that came early, and one that was sent

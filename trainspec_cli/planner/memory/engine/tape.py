@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
+from trainspec_cli.spec.recipe.lora import NF4_BLOCK, NF4_CHUNK
+
 PRECISE = 4.0
 """Bytes of an element in which scores, decays and statistics are taken."""
 INDEX = 8.0
 """Bytes of an index."""
+NF4_INDEX = 2.0
+"""Bytes of the index of a 4-bit weight, two of which share one of 4 bytes."""
 Event = Literal["gather", "free", "gather_again", "reduce"]
 """Events of experts sharded by themselves within a block: before and after their forward, and their backward."""
 
@@ -267,6 +271,30 @@ class Tape:
 
         out.node.backward = backward
         return out
+
+    def dequantised_linear(self, x: Value, weights: float, elements: float) -> Value:
+        """Multiply by a frozen matrix that is dequantised for it, forward and again backward."""
+        whole = weights * self.width
+        scales = PRECISE * weights / NF4_BLOCK
+        peak = whole + scales + min(weights, NF4_CHUNK) * (PRECISE + NF4_INDEX)
+        if self.saves < self.saves_left:
+            self._pass(peak)
+        out = self.apply((x,), elements, saved=(self.leaf(weights),), costly=True, scratch=(whole, whole))
+        if out.node is None or out.node.backward is None:
+            return out
+        multiply = out.node.backward
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            self._pass(peak)
+            return multiply(gradient)
+
+        out.node.backward = backward
+        return out
+
+    def _pass(self, size: float) -> None:
+        """Hold so many bytes for a moment."""
+        self.meter.grow(size)
+        self.meter.grow(-size)
 
     def norm(self, x: Value, weight: Value, rows: float) -> Value:
         """Record a norm of one kernel, which saves its input and a number a row."""

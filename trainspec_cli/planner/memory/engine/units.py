@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trainspec_cli.planner.workload.adapters import adapted_decoder, adapted_matrices
+from trainspec_cli.planner.workload.adapters import quantised_bytes as quantised_bytes_of
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel, TextModel
@@ -14,6 +15,8 @@ from trainspec_cli.spec.recipe.model_parts import CONV_TAPS, Layer
 
 Matrix = tuple[int, int]
 """(rows, elements of a row), after tensor parallelism."""
+NF4_TABLES_BYTES = 4.0 * (2 * 256 + 256)
+"""Tables of a quantised matrix: the two weights of each byte, and the levels of scales."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Unit:
     """Elements whose gradients come with those of the inputs, where schedules put off those of linear layers."""
     adapters: tuple[Matrix, ...] | None = None
     """The `matrices` that alone are trained; None: all are."""
+    quantised_bytes: float = 0.0
+    """Bytes of matrices in 4 bits, which are not among `matrices`: each rank keeps them whole."""
 
     @cached_property
     def trained(self) -> Unit:
@@ -59,8 +64,13 @@ def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -
     if decoder is None:
         return Unit(matrices, shards, early=early)
     sizes = adapted_matrices(decoder, "experts" in layer.mixers, lora, layout.tp)
+    quantised_bytes = 0.0
+    if lora.is_quantised:
+        held = [matrix for matrix in matrices if matrix[1] > 1]
+        quantised_bytes = sum(quantised_bytes_of(*matrix, layout.tp) + NF4_TABLES_BYTES for matrix in held)
+        matrices = tuple(matrix for matrix in matrices if matrix[1] == 1)
     adapters = tuple(half for rows, columns in sizes for half in ((lora.rank, columns), (rows, lora.rank)))
-    return Unit(matrices + adapters, shards, adapters=adapters)
+    return Unit(matrices + adapters, shards, adapters=adapters, quantised_bytes=quantised_bytes)
 
 
 def freeze(unit: Unit, lora: LoraSpec) -> Unit:

@@ -1,0 +1,162 @@
+"""4-bit NormalFloat with double quantisation, the storage of frozen weights in QLoRA (arXiv:2305.14314).
+
+A matrix's rows are cut into blocks of 64 weights; the last of a row may be shorter. Each weight is kept as the nearest
+of 16 quantiles of a normal distribution, times the block's largest magnitude. These magnitudes, less their mean, are
+quantised in turn: in blocks of 256 to 8 bits, in the dynamic format of arXiv:2110.02861. That makes 4 + 8 / 64 +
+32 / (64 * 256) = 4.127 bits a weight. Codes, mean and scales are those of bitsandbytes.
+
+Shapes: F a matrix's rows (outputs), D its columns (inputs), N its blocks in a row, G its blocks of magnitudes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainspec_cli.spec.recipe.lora import NF4_BLOCK, NF4_CHUNK, NF4_SCALE_BLOCK
+
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""The code book, as Appendix E of the paper prints it."""
+
+
+class Nf4(NamedTuple):
+    """A matrix, or a rank's part of one."""
+
+    codes: Tensor
+    """(F, D / 2) uint8: of two neighbours the first in the high four bits."""
+    magnitudes: Tensor
+    """(F, N) uint8: each block's largest magnitude."""
+    scales: Tensor
+    """(1 + G,) fp32 of the whole matrix: the mean of the magnitudes, then the largest distance to it in each block."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a rank's part among the blocks of the whole matrix."""
+
+    row: int = 0
+    column: int = 0
+    columns: int = 0
+    """Blocks in a row of the whole matrix; 0: as many as the part has."""
+
+
+def shapes_of(rows: int, columns: int) -> Nf4:
+    """Return a matrix's tensors on meta."""
+    blocks = -(-columns // NF4_BLOCK)
+    groups = -(-rows * blocks // NF4_SCALE_BLOCK)
+    return Nf4(
+        torch.empty((rows, columns // 2), dtype=torch.uint8, device="meta"),
+        torch.empty((rows, blocks), dtype=torch.uint8, device="meta"),
+        torch.empty(1 + groups, device="meta"),
+    )
+
+
+def pair_table(device: torch.device | str) -> Tensor:
+    """Return the two weights (256, 2) that each byte of codes stands for."""
+    book = torch.tensor(NF4, device=device)
+    byte = torch.arange(256, device=device)
+    return torch.stack([book[byte // 16], book[byte % 16]], dim=1)
+
+
+def _dynamic_levels() -> tuple[float, ...]:
+    """Return 0, 1, and in each of seven decades the middles of equal intervals, twice as many as in the decade below,
+    with both signs."""
+    positive = [0.0, 1.0]
+    negative = []
+    for exponent in range(7):
+        ends = torch.linspace(0.1, 1.0, 2**exponent + 1)
+        middles = ((ends[:-1] + ends[1:]) / 2 * 10.0 ** (exponent - 6)).tolist()
+        positive += middles
+        negative += [-middle for middle in middles]
+    return tuple(sorted([*negative, *positive]))
+
+
+DYNAMIC = _dynamic_levels()
+"""The 256 values in [-1, 1] of the dynamic 8-bit format, ascending."""
+
+
+def magnitude_table(device: torch.device | str) -> Tensor:
+    return torch.tensor(DYNAMIC, device=device)
+
+
+@torch.no_grad()
+def quantise(weight_FD: Tensor) -> Nf4:
+    """Return a whole fp32 matrix, of an even number of columns, in NF4."""
+    rows, columns = weight_FD.shape
+    blocks = F.pad(weight_FD, (0, -columns % NF4_BLOCK)).view(-1, NF4_BLOCK)
+    largest = blocks.abs().amax(dim=1)
+    scaled = blocks / torch.where(largest > 0, largest, 1.0)[:, None]
+    codes = _nearest(torch.tensor(NF4, device=weight_FD.device), scaled).view(rows, -1)[:, :columns]
+    packed = codes[:, ::2] * 16 + codes[:, 1::2]
+    magnitudes, scales = _quantise_magnitudes(largest)
+    return Nf4(packed, magnitudes.view(rows, -1), scales)
+
+
+def _quantise_magnitudes(largest: Tensor) -> tuple[Tensor, Tensor]:
+    mean = largest.mean()
+    groups = -(-len(largest) // NF4_SCALE_BLOCK)
+    centred = largest.new_zeros(groups * NF4_SCALE_BLOCK)
+    centred[: len(largest)] = largest - mean
+    grouped = centred.view(groups, NF4_SCALE_BLOCK)
+    furthest = grouped.abs().amax(dim=1)
+    scaled = grouped / torch.where(furthest > 0, furthest, 1.0)[:, None]
+    found = _nearest(magnitude_table(largest.device), scaled).flatten()[: len(largest)]
+    return found, torch.cat([mean[None], furthest])
+
+
+def _nearest(table: Tensor, values: Tensor) -> Tensor:
+    """Return the index of the nearest entry of an ascending table, as uint8."""
+    middles = (table[1:] + table[:-1]) / 2
+    return torch.bucketize(values, middles, out_int32=True).to(torch.uint8)
+
+
+def dequantise(held: Nf4, place: Place, pairs: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the weights (F, D) in `dtype`, rounded once from fp32. `pairs` and `levels` are the two tables."""
+    rows, columns = held.codes.shape[0], 2 * held.codes.shape[1]
+    largest_FN = magnitudes_of(held, place, levels)
+    weight_FD = torch.empty((rows, columns), dtype=dtype, device=held.codes.device)
+    step = max(1, NF4_CHUNK // columns)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        weight_FD[part] = _multiply_out(held.codes[part], largest_FN[part], pairs)
+    return weight_FD
+
+
+def _multiply_out(codes: Tensor, largest_FN: Tensor, pairs: Tensor) -> Tensor:
+    """Return the weights of some rows, fp32."""
+    values_FD = pairs.index_select(0, codes.flatten().int()).view(len(codes), -1)
+    blocks = values_FD.shape[1] // NF4_BLOCK
+    whole, rest = values_FD.split([blocks * NF4_BLOCK, values_FD.shape[1] - blocks * NF4_BLOCK], dim=1)
+    whole.unflatten(1, (blocks, NF4_BLOCK)).mul_(largest_FN[:, :blocks, None])
+    rest.mul_(largest_FN[:, blocks:])
+    return values_FD
+
+
+def magnitudes_of(held: Nf4, place: Place, levels: Tensor) -> Tensor:
+    """Return each block's largest magnitude (F, N), fp32. Blocks of them go on from row to row of the whole matrix."""
+    (rows, columns), device = held.magnitudes.shape, held.magnitudes.device
+    row_F1 = torch.arange(place.row, place.row + rows, device=device)[:, None]
+    column_N = torch.arange(place.column, place.column + columns, device=device)
+    group_FN = (row_F1 * (place.columns or columns) + column_N) // NF4_SCALE_BLOCK
+    return levels[held.magnitudes.int()] * held.scales[1:][group_FN] + held.scales[0]
