@@ -233,6 +233,9 @@ class ClusterSpec:
     accelerator."""
     nic_kind: NetworkKind = "infiniband"
     """The network between nodes: its latency and its efficiency follow from it."""
+    oversubscription: Annotated[float, Range(1)] | None = None
+    """How much more the devices below the outermost tier of the network can send than it passes on; 3 is written 3:1.
+    null: what the fabric's last tier says, and 1 for a cluster without tiers, whose one network joins the nodes."""
     fabric: FabricSpec = field(default_factory=FabricSpec)
     """The tiers of the network, from the fastest links to the slowest."""
     host_link_gb_per_s: PositiveFloat = 50.0
