@@ -25,6 +25,7 @@ from trainspec_cli.spec.rules.elastic import ELASTIC_RULES, fixed_groups
 from trainspec_cli.spec.rules.fabric import FABRIC_RULES
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES, check_kernels, find_compiler
 from trainspec_cli.spec.rules.model import MODEL_RULES, divisors
+from trainspec_cli.spec.rules.pools import POOL_RULES
 from trainspec_cli.spec.rules.relayout import RELAYOUT_RULES
 from trainspec_cli.spec.rules.run import RUN_RULES
 from trainspec_cli.spec.rules.values import TEXT_RULES, forget_out_of_range
@@ -55,7 +56,7 @@ def check(spec: RunSpec) -> list[Problem]:
         half_precision,
         largest_micro_batch,
     ]
-    rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
+    rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES, *POOL_RULES]
     rules += [*RELAYOUT_RULES, *TEXT_RULES]
     return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
 
