@@ -96,9 +96,7 @@ def _room(setup: Setup, limits_bytes: Sequence[float]) -> Room:
     rounds = setup.layout.num_stages // setup.layout.pp
     few, many = (estimate_memory(_with_layers(setup, each)) for each in (1, 2))
     layer = [(two.total_bytes - one.total_bytes) / rounds for one, two in zip(few, many, strict=True)]
-    left = [
-        limit - one.total_bytes + size * rounds for limit, one, size in zip(limits_bytes, few, layer, strict=True)
-    ]
+    left = [limit - one.total_bytes + size * rounds for limit, one, size in zip(limits_bytes, few, layer, strict=True)]
     return Room([[size] * setup.model.num_layers for size in layer], left)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trainspec_cli.errors import RecipeError
+from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner.capacity import describe_fabric
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
@@ -46,10 +46,14 @@ def _fabric(cluster: ClusterSpec, place: int) -> Fabric:
         return describe_fabric(cluster_of(cluster, cluster.pools[place]), None)
     except RecipeError as error:
         own = f"cluster.pools.{place}.accelerator"
-        texts = [(one, *(text.replace("cluster.accelerator", own) for text in (one.message, one.path, one.hint)))
-                 for one in error.problems]
-        problems = [replace(one, message=message, path=path, hint=hint) for one, message, path, hint in texts]
-        raise RecipeError(problems) from error
+        raise RecipeError([_of_pool(problem, own) for problem in error.problems]) from error
+
+
+def _of_pool(problem: Problem, own: str) -> Problem:
+    message, path, hint = (
+        text.replace("cluster.accelerator", own) for text in (problem.message, problem.path, problem.hint)
+    )
+    return replace(problem, message=message, path=path, hint=hint)
 
 
 def pool_names(pools: Sequence[PoolSpec]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.capacity import SHOWN, choose_safest, efficiency_of
@@ -11,7 +10,7 @@ from trainspec_cli.planner.capacity import assumptions as assumptions_of
 from trainspec_cli.planner.hardware.rates import peak_flops_per_s
 from trainspec_cli.planner.pools.describe import Pool, describe_pools, on_pools, pool_names
 from trainspec_cli.planner.pools.search import Placed, PoolSearch, stages_on
-from trainspec_cli.planner.run.batches import main_size, sizes_to_predict
+from trainspec_cli.planner.run.batches import sizes_to_predict
 from trainspec_cli.planner.run.forecast import forecast_run
 from trainspec_cli.planner.search.advice import OFFLOADED, OPEN
 from trainspec_cli.planner.search.search import share_recomputed
@@ -202,7 +201,9 @@ def _verdict(choices: Sequence[PoolChoice], pools: int) -> str:
     fewer = [choice for choice in choices if len(choice.pools) < pools and choice.tokens_per_s]
     if not whole.tokens_per_s:
         fitting = max(fewer, key=lambda choice: choice.tokens_per_s or 0.0, default=None)
-        return f"no layout over all pools fits; {_name(fitting)} is the fastest that does" if fitting else "nothing fits"
+        return (
+            f"no layout over all pools fits; {_name(fitting)} is the fastest that does" if fitting else "nothing fits"
+        )
     said = [_compare("faster", "slower", _gains(fewer, whole, "tokens_per_s"))]
     said.append(_compare("cheaper for each token", "dearer for each token", _gains(fewer, whole, "usd_per_token")))
     return "; ".join(line for line in said if line)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any, NamedTuple
 
 from trainspec_cli.planner.capacity import SLACK, software_of, start_s_a_step, template_of
 from trainspec_cli.planner.cut import is_open, room_within
@@ -31,7 +32,6 @@ from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.prediction import MemoryBreakdown
-
 
 KEPT = 2
 """Layouts of each way to use the pools that are kept for each that is shown: which fit is seen when every tensor is
@@ -55,6 +55,16 @@ class Placed:
 
     def peak_bytes(self, pool: int) -> float:
         return max(stage.total_bytes for stage in self.memory[pool])
+
+
+class _Unit(NamedTuple):
+    """What is tried with each recomputation."""
+
+    layout: Layout
+    micro_batch_size: int
+    micro_batches: int
+    placement: Placement
+    offloads: bool
 
 
 @dataclass
@@ -124,34 +134,37 @@ class PoolSearch:
     def _try_all(self, keep: int) -> None:
         """Try every layout, placed in every way, with each recomputation that the recipe leaves open."""
         space = Space(self.spec, self.pools[0].fabric.num_devices, self._scaleup_devices())
+        names = recompute_names(self.spec.recompute)
         offloads = (False, True) if self.spec.offload == AUTO else (self.spec.offload == "optimizer",)
+        units: list[tuple[float, int, _Unit]] = []
         for layout, micro, accum in space.layouts():
             placed = list(placements(layout, self.pools))
             self.refused[NOT_WHOLE] += not placed
             for placement, offload in product(placed, offloads):
-                for name in recompute_names(self.spec.recompute):
-                    if self._try(self._setups(layout, micro, accum, name, offload), placement, name, keep):
-                        break  # heavier recomputation of a layout that surely fits is only slower
+                unit = _Unit(layout, micro, accum, placement, offload)
+                lightest = self._setups(unit, names[0])
+                bound_s = self.watch.bound_s(lightest, placement, self.samples)
+                units.append((bound_s, len(units), unit))
+        for *_, unit in sorted(units):  # the most promising first, so that the others leave early
+            for name in names:
+                if self._try(self._setups(unit, name), unit.placement, name, keep):
+                    break  # heavier recomputation of a layout that surely fits is only slower
         self.refused.update(space.refused)
 
     def _scaleup_devices(self) -> int:
         """Return the devices that share fast links in every pool."""
         return min(pool.fabric.scaleup_devices for pool in self.pools)
 
-    def _setups(self, layout: Layout, micro: int, accum: int, name: str, offload: bool) -> Setups:
-        software = self._softwares[layout.shards_parameters]
-        return tuple(
-            replace(
-                template,
-                layout=layout,
-                micro_batch_size=float(micro),
-                grad_accum=accum,
-                recompute=RECOMPUTE[name],
-                software=software,
-                offload_optimizer=offload,
-            )
-            for template in self._templates
-        )
+    def _setups(self, unit: _Unit, name: str) -> Setups:
+        changes: dict[str, Any] = {
+            "layout": unit.layout,
+            "micro_batch_size": float(unit.micro_batch_size),
+            "grad_accum": unit.micro_batches,
+            "recompute": RECOMPUTE[name],
+            "software": self._softwares[unit.layout.shards_parameters],
+            "offload_optimizer": unit.offloads,
+        }
+        return tuple(replace(template, **changes) for template in self._templates)
 
     def _try(self, setups: Setups, placement: Placement, name: str, keep: int) -> bool:
         """-> whether heavier recomputation is no use: this surely fits, or is already too slow."""
@@ -161,7 +174,8 @@ class PoolSearch:
         if self.watch.bound_s(setups, placement, self.samples) >= worst_s:
             self.refused[SLOWER] += 1
             return True
-        if not placement.order and (over := self._least_part(setups, name)) > SLACK:
+        least = self._least_part_of_stages if placement.order else self._least_part
+        if (over := least(setups, placement, name)) > SLACK:
             return self._refuse(over, setups, placement, name)
         step = self.watch.step(setups, placement, self.samples)
         placed = Placed(setups, placement, name, step)
@@ -181,12 +195,22 @@ class PoolSearch:
             self._least_over, self._smallest = over, (setups, placement, name)
         return False
 
-    def _least_part(self, setups: Setups, name: str) -> float:
+    def _least_part(self, setups: Setups, _: Placement, name: str) -> float:
         """Return the estimated peak over the limit of the pool with the most memory, with whole micro-batches: those of
         the fastest pool are about as large, and another size of them is tried too."""
         most = max(range(len(self.pools)), key=lambda pool: self.pools[pool].limit_bytes)
         peak = peak_of(setups[most], self._layer_memory(setups[most], name))
         return peak / self.pools[most].limit_bytes
+
+    def _least_part_of_stages(self, setups: Setups, placement: Placement, name: str) -> float:
+        """Return the layers of the model over those that the stages of all pools have room for by the estimate, each as
+        the last of its pool, which keeps the fewest micro-batches."""
+        room = 0.0
+        for pool, (setup, described) in enumerate(zip(setups, self.pools, strict=True)):
+            layer, last = self._layer_memory(setup, name), stages_on(pool, placement, setup.layout)[-1]
+            one, two = (stage_memory(setup, last, number, layer, DEFAULT_MEMORY).total_bytes for number in (1, 2))
+            room += placement.ranks[pool] * max(0.0, 1 + (SLACK * described.limit_bytes - one) / (two - one))
+        return SLACK * setups[0].model.num_layers / max(room, 1e-9)
 
     def _rough_part(self, placed: Placed) -> float:
         """Return the estimated peak over the limit, of the pool that is nearest to its own."""

@@ -222,9 +222,7 @@ class Stopwatch:
             slowest = max(own, key=times_s.__getitem__)
             wait_s = micro_batches * (pace_s - times_s[slowest])
             part, own_s = ranks[slowest], times_s[slowest]
-            steps.append(
-                step_of_rank(part, own_s, drain_s + wait_s, setup, onces[pool].rates, groups[pool], eff)
-            )
+            steps.append(step_of_rank(part, own_s, drain_s + wait_s, setup, onces[pool].rates, groups[pool], eff))
             waits.append(wait_s)
         first = pool_of[times_s.index(pace_s)]
         unlike = [pool for pool in range(len(setups)) if self.pools[pool].fabric != self.pools[first].fabric]

@@ -281,10 +281,12 @@ def _of_planes(spec: RunSpec) -> list[Assumption]:
 
 def _of_accelerators(cluster: ClusterSpec, key: str, known_within: float = 1.0) -> list[Assumption]:
     """Of the cluster's accelerator, or of that of each pool."""
-    pools = [(f"cluster.pools.{place}", pool.accelerator) for place, pool in enumerate(cluster.pools)]
+    found: list[tuple[str, AcceleratorSpec | None]] = [("cluster", cluster.accelerator)]
+    if cluster.pools:
+        found = [(f"cluster.pools.{place}", pool.accelerator) for place, pool in enumerate(cluster.pools)]
     return [
         assumption
-        for path, accelerator in pools or [("cluster", cluster.accelerator)]
+        for path, accelerator in found
         for assumption in _of_accelerator(f"{path}.accelerator", accelerator, key, known_within)
     ]
 

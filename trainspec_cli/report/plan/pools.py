@@ -56,7 +56,12 @@ def choice_rows(plan: PoolsPlan) -> Iterator[tuple[str, ...]]:
     whole = plan.choices[0].tokens_per_s
     for choice in plan.choices:
         names = " + ".join(choice.pools) + (" alone" if len(choice.pools) == 1 else "")
-        how = names, WORDS[choice.division], labels.layout_label(choice.layout) if choice.layout else "nothing fits", f"{choice.devices:,}"
+        how = (
+            names,
+            WORDS[choice.division],
+            labels.layout_label(choice.layout) if choice.layout else "nothing fits",
+            f"{choice.devices:,}",
+        )
         yield *how, *_figures(choice, whole)
 
 

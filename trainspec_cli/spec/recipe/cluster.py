@@ -250,8 +250,8 @@ class ClusterSpec:
     accelerator: AcceleratorSpec | None = None
     """null: the accelerator of this machine."""
     pools: tuple[PoolSpec, ...] = ()
-    """Nodes of several kinds, for `trainspec plan`: `[h100_sxm*8x8, a100_sxm_80gb*4x8]` (accelerator*nodes x devices of a
-    node), or a list of their values. They stand in the place of `num_nodes`, `devices_per_node` and `accelerator`."""
+    """Nodes of several kinds, for `trainspec plan`: `[h100_sxm*8x8, a100_sxm_80gb*4x8]` (accelerator*nodes x devices of
+    a node), or a list of their values. They stand in the place of `num_nodes`, `devices_per_node` and `accelerator`."""
     pool_link_gbit_per_s: PositiveFloat | None = None
     """Bandwidth between pools, one direction, per device; null: that of the slower pool's NICs."""
     scaleup_devices: PositiveInt | None = None

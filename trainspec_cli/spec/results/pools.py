@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trainspec_cli.spec.recipe.layout import Layout
 
+
 @dataclass(frozen=True)
 class PoolChoice:
     """The best plan on some of the pools."""

@@ -42,7 +42,9 @@ def _is_auto(value: object) -> bool:
 
 def check_engine(spec: RunSpec) -> list[Problem]:
     """Return what this version's engine cannot run."""
-    return apply([*BUILT, only_planned, elastic_model, group_hosts, *(partial(trained_value, path) for path in TRAINED)], spec)
+    return apply(
+        [*BUILT, only_planned, elastic_model, group_hosts, *(partial(trained_value, path) for path in TRAINED)], spec
+    )
 
 
 def check_built(spec: RunSpec) -> list[Problem]:

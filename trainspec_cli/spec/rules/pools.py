@@ -1,4 +1,4 @@
-"""Rules for a cluster of several pools: what they leave no room for beside them, and what they cannot be joined with."""
+"""Rules for a cluster of several pools: what nothing is said beside, and what they cannot be joined with."""
 
 from __future__ import annotations
 
