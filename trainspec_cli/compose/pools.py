@@ -28,7 +28,7 @@ def write_out_pools(config: DictConfig, folders: Folders, cwd: Path) -> list[Pro
     problems: list[Problem] = []
     pools = cast("list[JsonValue]", OmegaConf.to_container(written, resolve=False))
     whole = [_write_out(pool, f"{POOLS}.{place}", folders, cwd, problems) for place, pool in enumerate(pools)]
-    OmegaConf.update(config, POOLS, whole, merge=False)
+    OmegaConf.update(config, POOLS, [] if problems else whole, merge=False)  # no problems that follow from these
     return problems
 
 
@@ -55,10 +55,10 @@ def _accelerator(name: str, path: str, folders: Folders, cwd: Path, problems: li
         hint = f"did you mean {near}? " if near else ""
         there_are = f"{'O' if hint else 'o'}ptions: {', '.join(options)}"
         problems.append(Problem("unknown_option", f"`{path}` has no option `{name}`", path, hint + there_are))
-        return "???"
+        return {}
     try:
         values: JsonObject = read_yaml(file, cwd).values()
     except RecipeError as error:
         problems += error.problems
-        return "???"
+        return {}
     return values

@@ -1,4 +1,4 @@
-"""How the ranks of a layout can lie on pools: every pool with whole replicas, or the stages of each pipeline on several.
+"""How the ranks of a layout can lie on pools: every pool with whole replicas, or each pipeline's stages on several.
 
 The ranks of a tensor-, context- or expert-parallel group always stay in one pool. Data-parallel ranks over all pools
 take samples by their speed; pipeline stages on pools of their own take layers by theirs.

@@ -38,7 +38,7 @@ def instead_of_nodes(spec: RunSpec) -> Iterator[Problem]:
     for key, (value, usual) in set_besides.items():
         if value != usual:
             message = f"`cluster.{key}` is {value}, and each of `{PATH}` says its own"
-            yield Problem("unsupported", message, f"cluster.{key}", f"leave it out, or leave out {PATH}")
+            yield Problem("unsupported", message, f"cluster.{key}", f"type cluster=auto, or leave out {PATH}")
 
 
 def number(spec: RunSpec) -> Iterator[Problem]:
