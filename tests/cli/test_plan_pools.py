@@ -32,34 +32,37 @@ def test_pools_are_in_the_json_and_on_the_page(capsys: pytest.CaptureFixture[str
     fast, slow = plan["best"]["pools"]
     assert fast["samples"] + slow["samples"] == 1024 and fast["samples"] > 2 * slow["samples"]
     assert [choice["division"] for choice in plan["pools"]["choices"]] == ["samples", "alone", "alone"]
-    assert plan["pools"]["verdict"] in page.read_text().replace("All pools", "all pools")
-    assert run(["plan", *PINNED, MIXED]) == 0
-    shown = capsys.readouterr().out
-    assert "8 H100-SXM-80GB on 1 node + 8 A100-SXM-80GB on 1 node" in shown and "All pools, and fewer" in shown
+    drawn = page.read_text()
+    assert plan["pools"]["verdict"] in drawn.replace("All pools", "all pools")
+    assert "8 H100-SXM-80GB on 1 node + 8 A100-SXM-80GB on 1 node" in drawn
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["cluster.pools=[h100_sxn*1x8]"], "did you mean h100_sxm?"),
-        (["cluster.pools=[h100_sxm*1by8]"], "write it as h100_sxm*8x8"),
-        (["cluster.pools=[{accelerator: h100_sxm, nodes: 1}]"], "did you mean `cluster.pools.0.num_nodes`?"),
-        (["cluster=h100", MIXED], "type cluster=auto"),
-        ([MIXED, "fabric=leaf_spine"], "type fabric=flat"),
-        ([MIXED, "disturb=slow_node"], "leave out disturb="),
-        ([MIXED, "cost=owned"], "write price_usd_per_device_hour in each"),
-        ([MIXED, "cluster.reliability.spare_nodes=1"], "count the spare nodes in a pool"),
-        (["cluster.oversubscription=0.5"], "type cluster.oversubscription=1 or more"),
+        (["cluster.pools=[h100_sxn*1x8, h100_sxm*1by8]"], ["did you mean h100_sxm?", "write it as h100_sxm*8x8"]),
+        (
+            [MIXED, "fabric=leaf_spine", "cost=owned", "cluster.reliability.spare_nodes=1"],
+            ["type fabric=flat", "write price_usd_per_device_hour in each", "count the spare nodes in a pool"],
+        ),
+        pytest.param(["cluster=h100", MIXED], ["type cluster=auto"], marks=pytest.mark.slow),
+        pytest.param([MIXED, "disturb=slow_node"], ["leave out disturb="], marks=pytest.mark.slow),
     ],
 )
 def test_what_does_not_go_with_pools_says_what_to_type(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["plan", *PINNED, *arguments]) == 2
-    assert said in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert all(hint in printed for hint in said) and "has no value" not in printed
 
 
-@pytest.mark.parametrize("command", ["launch", "validate", "sbatch"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "command", ["launch", pytest.param("validate", marks=SLOW), pytest.param("sbatch", marks=SLOW)]
+)
 def test_commands_that_start_a_run_name_the_live_scheduler(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

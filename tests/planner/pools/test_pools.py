@@ -33,9 +33,15 @@ FAST = AcceleratorSpec(
     tdp_w=700.0,
     price_usd_per_hour=3.0,
 )
-NO_WAITING = dict.fromkeys(
-    ("jitter", "step_s", "step_graphed_s", "launch_s", "collective_latency_s", "hop_latency_s", "kernel_s"), 0.0
-)
+NO_WAITING = {
+    "jitter": 0.0,
+    "step_s": 0.0,
+    "step_graphed_s": 0.0,
+    "launch_s": 0.0,
+    "collective_latency_s": 0.0,
+    "hop_latency_s": 0.0,
+    "kernel_s": 0.0,
+}
 SPEC = RunSpec(
     model=DecoderModel(8, 2048, 16, 16, 128, 8192, 8192),
     data=DataSpec(seq_len=2048, source="tokens"),
