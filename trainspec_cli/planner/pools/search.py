@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trainspec_cli.planner.capacity import SLACK, software_of, start_s_a_step, template_of
 from trainspec_cli.planner.cut import is_open, room_within
@@ -156,15 +156,18 @@ class PoolSearch:
         return min(pool.fabric.scaleup_devices for pool in self.pools)
 
     def _setups(self, unit: _Unit, name: str) -> Setups:
-        changes: dict[str, Any] = {
-            "layout": unit.layout,
-            "micro_batch_size": float(unit.micro_batch_size),
-            "grad_accum": unit.micro_batches,
-            "recompute": RECOMPUTE[name],
-            "software": self._softwares[unit.layout.shards_parameters],
-            "offload_optimizer": unit.offloads,
-        }
-        return tuple(replace(template, **changes) for template in self._templates)
+        return tuple(
+            replace(
+                template,
+                layout=unit.layout,
+                micro_batch_size=float(unit.micro_batch_size),
+                grad_accum=unit.micro_batches,
+                recompute=RECOMPUTE[name],
+                software=self._softwares[unit.layout.shards_parameters],
+                offload_optimizer=unit.offloads,
+            )
+            for template in self._templates
+        )
 
     def _try(self, setups: Setups, placement: Placement, name: str, keep: int) -> bool:
         """-> whether heavier recomputation is no use: this surely fits, or is already too slow."""
