@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from trainspec_cli.planner.capacity import efficiency_of, plan_capacity
 from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.pools.describe import describe_pools, on_pools
 from trainspec_cli.planner.pools.placement import Placement, groups_of, placements
 from trainspec_cli.planner.pools.plan import compare_pools, plan_pools
@@ -169,7 +170,8 @@ def test_groups_that_cut_layers_stay_in_a_pool_and_the_others_are_as_fast_as_the
     assert list(placements(layout, pools)) == [Placement((4, 2))]
     groups = groups_of(layout, Placement((4, 2)), pools, eff)
     assert all(not own["tp"].crosses for own in groups)
-    assert {own["dp"].nic_bytes_per_s for own in groups} == {groups[1]["dp"].nic_bytes_per_s}
+    narrow_bytes_per_s = axis_groups(layout, pools[1].fabric, eff)["dp"].nic_bytes_per_s
+    assert [own["dp"].nic_bytes_per_s for own in groups] == [narrow_bytes_per_s] * 2
     assert not list(placements(Layout(tp=8, cp=3), pools)), "a group would have ranks in both pools"
     crossing = [found for found in placements(Layout(tp=8, pp=3), pools) if found.order]
     assert {found.order for found in crossing} == {(0, 1), (1, 0)}
