@@ -20,6 +20,7 @@ from trainspec_cli.compose.hydra_session import GroupChoice
 from trainspec_cli.compose.interpolation import MISSING, InterpolationError, Resolver
 from trainspec_cli.compose.named_sections import choose_sections
 from trainspec_cli.compose.origins import COMMAND_LINE, RECIPE, Origin, Origins, locate, show_path
+from trainspec_cli.compose.pools import write_out_pools
 from trainspec_cli.compose.selection import Selection, is_choice, select
 from trainspec_cli.compose.yaml_file import read_yaml
 from trainspec_cli.errors import Problem, did_you_mean
@@ -93,6 +94,7 @@ def compose_arguments(
     config, parts, unforeseen = _compose_files(selection)
     values, of_named, misnamed = choose_sections(config, values, selection.folders, cwd)
     problems += selection.problems + unforeseen + misnamed + apply_arguments(config, values)
+    problems += write_out_pools(config, selection.folders, cwd)
     files = dict(_files(selection, parts))
     origins = _origins(files, of_named, values)
     keep_last(config, given(_as_written(config)), origins, list(files))

@@ -165,7 +165,9 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
         host_link_gb_per_s=cluster.host_link_gb_per_s,
         name=cluster.fabric.name,
     )
-    fabric = with_tiers(fabric, cluster.fabric.tiers)
+    fabric = with_tiers(fabric, oversubscribed(cluster.fabric.tiers, cluster.oversubscription))
+    if cluster.oversubscription is not None and not fabric.described:
+        fabric = replace(fabric, nic_gbit_per_s=fabric.nic_gbit_per_s / cluster.oversubscription)
     _check_links(fabric)
     return fabric
 
@@ -178,6 +180,13 @@ def _check_links(fabric: Fabric) -> None:
         message = f"`{path}` of {fabric.chip.name} has no value, and {joined} devices exchange data over these links"
         hint = f"type {path}=<GB/s of a device, one direction>: 63 on PCIe 5 x16, 450 on an H100's NVLink"
         raise RecipeError(Problem("missing_value", message, path, hint))
+
+
+def oversubscribed(tiers: tuple[TierSpec, ...], oversubscription: float | None) -> tuple[TierSpec, ...]:
+    """Return the tiers with the oversubscription of the last one as the cluster says it, where it says one."""
+    if oversubscription is None or not tiers:
+        return tiers
+    return *tiers[:-1], replace(tiers[-1], oversubscription=oversubscription)
 
 
 def with_tiers(fabric: Fabric, tiers: Sequence[TierSpec]) -> Fabric:

@@ -27,9 +27,10 @@ def is_open(layout: Layout, model: ModelSpec) -> bool:
     return layout.pp > 1 and layout.stage_layers is None and layout.num_stages <= model.num_layers
 
 
-def cut(times: LayerTimes, layout: Layout, room: Room | None = None) -> Layout:
-    """Return the layout with the best cut that keeps to `room`; as it is where that is the even one, or none does."""
-    counts = cut_by_times(times, layout, room=room, equal=AS_GOOD)
+def cut(times: LayerTimes, layout: Layout, room: Room | None = None, speeds: Sequence[float] = ()) -> Layout:
+    """Return the layout with the best cut that keeps to `room`; as it is where that is the even one, or none does.
+    `speeds`: of the pipeline ranks, where they differ."""
+    counts = cut_by_times(times, layout, speeds, room=room, equal=AS_GOOD)
     if counts is None or counts == cut_evenly(len(times.layers_s), layout.num_stages):
         return layout
     return replace(layout, stage_layers=counts)
@@ -76,21 +77,26 @@ def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, t
 
 def rough_room(setup: Setup, memory: Sequence[MemoryBreakdown]) -> Room:
     """Return what each rank's layers may take by the estimate of memory, which is scaled to the predicted `memory`."""
+    return room_within(setup, memory, [memory_limit_bytes(setup.fabric.chip)] * setup.layout.pp)
+
+
+def room_within(setup: Setup, memory: Sequence[MemoryBreakdown], limits_bytes: Sequence[float]) -> Room:
+    """Return the same where each rank has a limit of its own."""
     scale = _fullest_bytes(estimate_memory(setup)) / _fullest_bytes(memory)
-    return _room(setup, memory_limit_bytes(setup.fabric.chip) * scale)
+    return _room(setup, [limit * scale for limit in limits_bytes])
 
 
 def _fullest_bytes(stages: Sequence[MemoryBreakdown]) -> float:
     return max(stage.total_bytes for stage in stages)
 
 
-def _room(setup: Setup, limit_bytes: float) -> Room:
+def _room(setup: Setup, limits_bytes: Sequence[float]) -> Room:
     """Return the bytes that each rank's layers may take, and those of one layer there: the difference that one more in
-    each stage makes. `limit_bytes` is in the estimate's terms."""
+    each stage makes. `limits_bytes` are in the estimate's terms."""
     rounds = setup.layout.num_stages // setup.layout.pp
     few, many = (estimate_memory(_with_layers(setup, each)) for each in (1, 2))
     layer = [(two.total_bytes - one.total_bytes) / rounds for one, two in zip(few, many, strict=True)]
-    left = [limit_bytes - one.total_bytes + size * rounds for one, size in zip(few, layer, strict=True)]
+    left = [limit - one.total_bytes + size * rounds for limit, one, size in zip(limits_bytes, few, layer, strict=True)]
     return Room([[size] * setup.model.num_layers for size in layer], left)
 
 

@@ -16,6 +16,8 @@ DEFAULTS = "plan_defaults"
 TOKENS_A_PARAMETER = 20
 """arXiv:2203.15556, table 3: what trains a model of its size best for the compute."""
 SEQ_LEN, TOKENS_A_STEP = 4096, 2**22
+POOLS = "cluster.pools"
+"""Say what a cluster's nodes are, so that no other cluster stands in the place of what nobody has given."""
 LENGTHS = ("train.max_steps", "train.tokens", "train.epochs")
 
 
@@ -31,6 +33,8 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
         hint = "type recipe=NAME, or model=NAME cluster=NAME: trainspec list shows both"
         raise RecipeError(Problem("missing_value", "neither a recipe nor a model is named", RECIPE, hint))
     named = [*arguments, f"{RECIPE}={DEFAULTS}"]
+    if POOLS in given and "cluster" not in given:
+        named.append("cluster=auto")
     try:
         usual = _usual(examine(named, to_run=False).draft.model, arguments)
     except UnknownTouched:  # the model is wrong, which the plan reports

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from trainspec_cli.errors import PlanError, Problem, TrainspecError
+from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
 from trainspec_cli.launch.measuring import trace_plan
 from trainspec_cli.planner.capacity import accelerator_of, blueprint_of
 from trainspec_cli.planner.memory.engine import tensors_by_cause
 from trainspec_cli.planner.planes.plan import plan_planes
+from trainspec_cli.planner.pools.describe import on_pools
+from trainspec_cli.planner.pools.plan import advise_pools, compare_pools, plan_pools
 from trainspec_cli.planner.run.forecast import forecast_run
 from trainspec_cli.planner.search.advice import advise
 from trainspec_cli.planner.search.auto import as_plan, is_run
@@ -18,7 +20,7 @@ from trainspec_cli.planner.search.variants import plan_on_what_divides, plan_oth
 from trainspec_cli.report.plan.report import PlanReport
 from trainspec_cli.report.plan.trace import TraceReport, compare_trace
 from trainspec_cli.session.disturbance import load_disturbance, simulate_disturbed
-from trainspec_cli.session.load import load_for_planning, this_machine
+from trainspec_cli.session.load import Loaded, load_for_planning, this_machine
 from trainspec_cli.session.no_recipe import with_defaults
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -30,7 +32,11 @@ def plan_recipe(arguments: Sequence[str], *, trace: bool = False) -> PlanReport:
     """Plan a recipe on its cluster. Raises RecipeError where it is wrong; `best` is None where nothing fits."""
     arguments, defaults = with_defaults(arguments)
     loaded, disturbed = load_for_planning(arguments), load_disturbance(arguments)
-    spec, machine = _on_machine(loaded.spec)
+    if len(loaded.spec.cluster.pools) > 1:
+        if disturbed or trace:
+            raise RecipeError(_of_alike_nodes("disturb=" if disturbed else "--trace"))
+        return _plan_on_pools(loaded, defaults)
+    spec, machine = _on_machine(on_pools(loaded.spec, loaded.spec.cluster.pools))
     try:
         spec, capacity = plan_on_what_divides(spec, machine)
     except TrainspecError as error:
@@ -49,6 +55,26 @@ def plan_recipe(arguments: Sequence[str], *, trace: bool = False) -> PlanReport:
         simulation=simulate_disturbed(disturbed, spec, best, machine) if disturbed and best else None,
         trace=_trace(spec, capacity) if trace and capacity.candidates else None,
     )
+
+
+def _plan_on_pools(loaded: Loaded, defaults: tuple[str, ...]) -> PlanReport:
+    """Plan a cluster of several pools, beside each of them alone."""
+    spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
+    try:
+        capacity = plan_pools(spec)
+        compared = compare_pools(spec, capacity)
+    except TrainspecError as error:
+        raise type(error)(loaded.composed.locate(error.problems)) from error
+    best = capacity.best
+    if best is None:
+        capacity = replace(capacity, advice=tuple(advise_pools(spec, compared)))
+    run = forecast_run(spec, capacity, best) if best else None
+    return PlanReport(spec, capacity, run, defaults=defaults, pools=compared)
+
+
+def _of_alike_nodes(asked: str) -> Problem:
+    message = f"{asked} looks at one kind of node, and `cluster.pools` has several"
+    return Problem("unsupported", message, "cluster.pools", f"leave out {asked}, or name one cluster: cluster=h100")
 
 
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:

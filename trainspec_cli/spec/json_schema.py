@@ -15,6 +15,7 @@ from typing import Any, Literal
 from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.spec.explain import explain_field
 from trainspec_cli.spec.field_types import AUTO, Range, largest_of, ranges_of
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, PoolSpec
 from trainspec_cli.spec.recipe.kernels import KERNELS, KernelSpec
 from trainspec_cli.spec.recipe.model import AUTO_FAMILY
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -35,6 +36,13 @@ GROUPED_NUMBER: JsonObject = {
 }
 SHARED: JsonObject = {"reference": REFERENCE, "grouped_number": GROUPED_NUMBER}
 """Definitions beside those of the sections, which have the names of their dataclasses."""
+NAME: JsonObject = {"title": "name", "$comment": "The name of an option.", "type": "string"}
+SHORT_POOL: JsonObject = {"type": "string", "pattern": r"^[^*\s]+\s*\*\s*\d+(\s*x\s*\d+)?$"}
+SHORT_FORMS: dict[tuple[type, str], tuple[JsonObject, ...]] = {
+    (PoolSpec, "accelerator"): (NAME,),
+    (ClusterSpec, "pools"): ({"type": "array", "items": SHORT_POOL},),
+}
+"""What may stand in the place of a section: `write_out_pools` puts the section there."""
 TYPE_NAMES = {str: "string", bool: "boolean", type(None): "null"}
 
 
@@ -133,7 +141,8 @@ class _SchemaWriter:
     def _key(self, owner: type, field: dataclasses.Field[Any]) -> JsonObject:
         wanted = _wanted(owner, field.name)
         found: JsonObject = {"description": _description(owner, field), **_default(field)}
-        return found | _any_of([*self._alternatives(wanted, ranges_of(owner).get(field.name), field.name)])
+        alternatives = [*self._alternatives(wanted, ranges_of(owner).get(field.name), field.name)]
+        return found | _any_of([*alternatives, *SHORT_FORMS.get((owner, field.name), ())])
 
     def _alternatives(self, wanted: Any, limits: Range | None, name: str) -> Iterator[JsonObject]:
         """Yield a schema for each member of a union; where text is not one, a reference may stand for any of them."""

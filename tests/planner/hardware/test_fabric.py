@@ -6,18 +6,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from trainspec_cli.planner.capacity import describe_fabric
-from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.catalogue import find_accelerator, models
 from trainspec_cli.planner.hardware.collectives import all_gather_s, all_to_all_s, latency_s, reduce_scatter_s, send_s
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Crossing, Fabric, Group, axis_groups, group_of
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.session.load import load_for_planning
 from trainspec_cli.spec.recipe.cluster import ClusterSpec
 from trainspec_cli.spec.recipe.fabric import FabricSpec, TierSpec
 from trainspec_cli.spec.recipe.layout import Layout
 
 EFF = Efficiency()
+MODELS = models()
 FREE = replace(EFF, collective_latency_s=0.0, hop_latency_s=0.0, all_to_all=0.5)
 PRESETS = sorted(path.stem for path in (Path(__file__).parents[3] / "conf" / "fabric").glob("*.yaml"))
 DOMAIN, LEAF = TierSpec("nvlink"), TierSpec("leaf", 32)
@@ -46,6 +51,53 @@ def test_what_a_tier_leaves_open_is_the_clusters() -> None:
     assert (spine.devices, spine.gbit_per_s, spine.kind, spine.latency_s) == (128, 100, "roce", 3e-6)
     own = fabric(TierSpec("rack", 64, 1600, 2, 1), TierSpec("network"))
     assert (own.scaleup_devices, own.link_gb_per_s, own.link_latency_s) == (64, 100, 1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layout=st.sampled_from(
+        [
+            Layout(tp=8, pp=4, dp_shard=4, zero_stage=1),
+            Layout(dp_shard=8, dp_replicate=16),
+            Layout(dp_shard=128, ep=16),
+            Layout(cp=16, tp=8),
+        ]
+    ),
+    tiers=st.sampled_from([(), (DOMAIN, LEAF, TierSpec("spine", oversubscription=2))]),
+    ratios=st.tuples(st.floats(1, 16), st.floats(1, 16)).map(sorted),
+)
+def test_a_step_never_gets_shorter_where_the_network_is_oversubscribed_more(
+    layout: Layout, tiers: tuple[TierSpec, ...], ratios: list[float]
+) -> None:
+    model = MODELS["mixtral_8x7b" if layout.ep > 1 else "llama3_8b"]
+    low, high = (
+        estimate_step(Setup(model, layout, oversubscribed(*tiers, ratio=ratio), 4096, 1.0, 8), EFF) for ratio in ratios
+    )
+    assert low.total_s <= high.total_s * (1 + 1e-12)
+
+
+def test_one_to_one_changes_nothing_and_the_clusters_ratio_is_that_of_the_last_tier() -> None:
+    assert oversubscribed(ratio=1) == oversubscribed(ratio=None)
+    tiers = DOMAIN, LEAF, TierSpec("spine", oversubscription=3)
+    assert oversubscribed(*tiers, ratio=None) == oversubscribed(*tiers, ratio=3) == fabric(*tiers)
+    assert [tier.gbit_per_s for tier in oversubscribed(*tiers, ratio=8).network] == [400, 50]
+
+
+def test_bytes_that_cross_an_oversubscribed_network_take_as_many_times_as_long() -> None:
+    """Exchanges between nodes are three times as long at 3:1, those inside one as long as before."""
+    plain, narrow = (axis_groups(Layout(tp=8, pp=2, dp_shard=8), oversubscribed(ratio=n), FREE) for n in (1, 3))
+    for exchange_s in (lambda group: all_gather_s(group, 1e9, FREE), lambda group: send_s(group, 1e9, FREE)):
+        for axis, times in (("tp", 1), ("dp", 3), ("pp", 3)):
+            assert exchange_s(narrow[axis]) == pytest.approx(times * exchange_s(plain[axis]))
+    spread, wide = (group_of(oversubscribed(ratio=n), 16, 8, FREE) for n in (3, 1))
+    assert all_to_all_s(spread, 1e9, 1, FREE) == pytest.approx(3 * all_to_all_s(wide, 1e9, 1, FREE))
+
+
+def oversubscribed(*tiers: TierSpec, ratio: float | None) -> Fabric:
+    chip = find_accelerator("H100-SXM-80GB")
+    described = FabricSpec(tiers=tiers)
+    cluster = ClusterSpec(16, 8, accelerator=chip, nic_gbit_per_s=400.0, fabric=described, oversubscription=ratio)
+    return describe_fabric(cluster, None)
 
 
 def test_a_ring_in_the_order_of_the_tiers_leaves_an_element_once() -> None:

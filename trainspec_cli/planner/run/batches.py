@@ -40,15 +40,18 @@ def predict_sizes(setup: Setup, spec: RunSpec, eff: Efficiency) -> tuple[SizedSt
 
     Layout and micro-batch stay, and the number of micro-batches follows the size.
     """
-    sizes = sorted({phase.step_samples for phase in run_phases(schedule_batches(spec))})
-    if sizes == [spec.batching.global_batch_size]:
-        return ()
 
     def predict(samples: int) -> SizedStep:
         micro_batches = micro_batches_of(setup.layout, setup.micro_batch_size, samples)
         return SizedStep(samples, estimate_step(replace(setup, grad_accum=micro_batches), eff))
 
-    return tuple(map(predict, _spread(sizes)))
+    return tuple(map(predict, sizes_to_predict(spec)))
+
+
+def sizes_to_predict(spec: RunSpec) -> Sequence[int]:
+    """Return the sizes of a batch that changes, or some of many; none of one that does not."""
+    sizes = sorted({phase.step_samples for phase in run_phases(schedule_batches(spec))})
+    return () if sizes == [spec.batching.global_batch_size] else _spread(sizes)
 
 
 def main_size(spec: RunSpec) -> int:
@@ -72,7 +75,7 @@ def expect_work(spec: RunSpec, candidate: Candidate) -> RunWork:
     times = [_interpolate(candidate.sized_steps, phase.step_samples) for phase in phases]
     steps = sum(phase.steps for phase in phases)
     shares = [phase.steps / steps for phase in phases]
-    mean = _weigh(times, shares)
+    mean = weigh_times(times, shares)
     batches = tuple(
         BatchForecast(phase.step_samples, phase.steps, time.total_s) for phase, time in zip(phases, times, strict=True)
     )
@@ -84,11 +87,12 @@ def _interpolate(sized: Sequence[SizedStep], samples: int) -> StepTime:
     for below, above in pairwise(sized):
         if samples <= above.samples:
             part = (samples - below.samples) / (above.samples - below.samples)
-            return _weigh((below.time, above.time), (1 - part, part))
+            return weigh_times((below.time, above.time), (1 - part, part))
     return sized[-1].time
 
 
-def _weigh(times: Sequence[StepTime], shares: Sequence[float]) -> StepTime:
+def weigh_times(times: Sequence[StepTime], shares: Sequence[float]) -> StepTime:
+    """Return the mean of steps, part by part."""
     names = [field.name for field in fields(StepTime)]
     return StepTime(
         **{

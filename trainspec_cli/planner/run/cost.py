@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trainspec_cli.planner.run.uncertainty import propagate, within
@@ -109,6 +109,21 @@ def expect_energy(
     inputs["pue"] = within(cluster.site.pue, cluster.site.known_within.get("pue", 1))
     middle = parts({name: interval.value for name, interval in inputs.items()})
     return propagate(lambda of: sum(parts(of).values()), inputs), middle
+
+
+Cost = tuple[Interval | None, dict[str, float]]
+"""An energy or a price, and its parts; None where it is not known."""
+
+
+def add_costs(costs: Sequence[Cost]) -> Cost:
+    """Return the sum of the costs of several pools, which rest on the same wall time; None where one is not known."""
+    known = [interval for interval, _ in costs if interval is not None]
+    if len(known) < len(costs):
+        return None, {}
+    parts: dict[str, float] = {}
+    for _, own in costs:
+        parts = {name: parts.get(name, 0.0) + value for name, value in own.items()}
+    return Interval(*(sum(getattr(interval, end) for interval in known) for end in ("value", "low", "high"))), parts
 
 
 def expect_carbon(cluster: ClusterSpec, energy: Interval | None) -> Interval | None:

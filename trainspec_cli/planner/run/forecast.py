@@ -11,13 +11,15 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner.memory.frameworks import DEFAULT_MEMORY, NF4_BYTES
 from trainspec_cli.planner.optimizer import moment_bytes
 from trainspec_cli.planner.planes.plan import dip_share, ending_failures
+from trainspec_cli.planner.pools.describe import cluster_of
 from trainspec_cli.planner.run import goodput
-from trainspec_cli.planner.run.batches import expect_work
-from trainspec_cli.planner.run.cost import expect_carbon, expect_energy, expect_money, occupation
+from trainspec_cli.planner.run.batches import RunWork, expect_work
+from trainspec_cli.planner.run.cost import add_costs, expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.planner.run.uncertainty import propagate, within
 from trainspec_cli.planner.workload.adapters import quantised_params
 from trainspec_cli.policy.recovery import cadence, reliability
 from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec
 from trainspec_cli.spec.recipe.resilience import RecoveryMode, ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.forecast import Assumption, Goodput, Interval, RunForecast
@@ -58,9 +60,7 @@ def forecast_run(
     work = expect_work(spec, candidate)
     inputs = {"step_time_s": within(work.step_time_s, STEP_TIME_KNOWN_WITHIN), "goodput": chosen.goodput}
     wall_time_s = propagate(lambda of: work.steps * of["step_time_s"] / of["goodput"], inputs)
-    spent = occupation(chosen, work.time)
-    energy, energy_parts = expect_energy(spec.cluster, plan.world_size, wall_time_s, spent)
-    money, money_parts = expect_money(spec.cluster, plan.world_size, wall_time_s, energy)
+    energy, energy_parts, money, money_parts = _expect_costs(spec, plan, candidate, work, chosen, wall_time_s)
     return RunForecast(
         steps=work.steps,
         tokens=spec.train.max_steps * plan.tokens_per_step,
@@ -76,6 +76,22 @@ def forecast_run(
         notes=tuple(_notes(spec, candidate, chosen)),
         batches=work.batches,
     )
+
+
+def _expect_costs(
+    spec: RunSpec, plan: CapacityPlan, candidate: Candidate, work: RunWork, useful: Goodput, wall_time_s: Interval
+) -> tuple[Interval | None, dict[str, float], Interval | None, dict[str, float]]:
+    """-> (energy, its parts, money, its parts), added up over the cluster's pools, each with its own power, waiting and
+    price."""
+    shares = [(spec.cluster, plan.world_size, work.time)]
+    if candidate.pools:
+        clusters = [cluster_of(spec.cluster, pool) for pool in spec.cluster.pools]
+        shares = [(own, part.devices, part.time) for own, part in zip(clusters, candidate.pools, strict=True)]
+    energies, monies = [], []
+    for cluster, devices, time in shares:
+        energies.append(expect_energy(cluster, devices, wall_time_s, occupation(useful, time)))
+        monies.append(expect_money(cluster, devices, wall_time_s, energies[-1][0]))
+    return *add_costs(energies), *add_costs(monies)
 
 
 def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[ResilienceSpec, ...]:
@@ -226,10 +242,10 @@ def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption,
         Assumption("cluster.storage_gb_per_s", cluster.storage_gb_per_s, source=STORAGE_SOURCE),
         *_of("cluster.reliability", cluster.reliability, (*RESTART_KEYS, *spares, *elastic)),
         *_of_planes(spec),
-        *_of_accelerator(spec, "tdp_w"),
+        *_of_accelerators(cluster, "tdp_w"),
         *_of("cluster.power", cluster.power, ("busy", "waiting", "idle", "host")),
         *_of("cluster.site", cluster.site, ("pue", "carbon_g_per_kwh")),
-        *_of_price(spec),
+        *_of_price(cluster),
     )
 
 
@@ -267,21 +283,45 @@ def _of_planes(spec: RunSpec) -> list[Assumption]:
     ]
 
 
-def _of_accelerator(spec: RunSpec, key: str, known_within: float = 1.0) -> list[Assumption]:
-    accelerator = spec.cluster.accelerator
+def _of_accelerators(cluster: ClusterSpec, key: str, known_within: float = 1.0) -> list[Assumption]:
+    """Of the cluster's accelerator, or of that of each pool."""
+    found: list[tuple[str, AcceleratorSpec | None]] = [("cluster", cluster.accelerator)]
+    if cluster.pools:
+        found = [(f"cluster.pools.{place}", pool.accelerator) for place, pool in enumerate(cluster.pools)]
+    return [
+        assumption
+        for path, accelerator in found
+        for assumption in _of_accelerator(f"{path}.accelerator", accelerator, key, known_within)
+    ]
+
+
+def _of_accelerator(
+    path: str, accelerator: AcceleratorSpec | None, key: str, known_within: float = 1.0
+) -> list[Assumption]:
     if accelerator is None or not getattr(accelerator, key):
         return []
     sources = accelerator.sources or {}
     source = sources.get(key, sources.get("default", ""))
-    return [Assumption(f"cluster.accelerator.{key}", getattr(accelerator, key), known_within, source)]
+    return [Assumption(f"{path}.{key}", getattr(accelerator, key), known_within, source)]
 
 
-def _of_price(spec: RunSpec) -> list[Assumption]:
-    cluster = spec.cluster
+def _of_price(cluster: ClusterSpec) -> list[Assumption]:
     if cluster.cost.owned:
         electricity = _of("cluster.site", cluster.site, ("electricity_usd_per_kwh",))
         return _of("cluster.cost", cluster.cost, OWNED_KEYS) + electricity
+    if cluster.pools:
+        return [assumption for place in range(len(cluster.pools)) for assumption in _of_pool_price(cluster, place)]
     if cluster.cost.price_usd_per_device_hour is not None:
         return _of("cluster.cost", cluster.cost, ("price_usd_per_device_hour",))
     within = cluster.cost.known_within.get("price_usd_per_device_hour", 1.0)
-    return _of_accelerator(spec, "price_usd_per_hour", within)
+    return _of_accelerators(cluster, "price_usd_per_hour", within)
+
+
+def _of_pool_price(cluster: ClusterSpec, place: int) -> list[Assumption]:
+    pool, path = cluster.pools[place], f"cluster.pools.{place}"
+    if pool.price_usd_per_device_hour is not None:
+        return [Assumption(f"{path}.price_usd_per_device_hour", pool.price_usd_per_device_hour, source="the recipe")]
+    if cluster.cost.price_usd_per_device_hour is not None:
+        return _of("cluster.cost", cluster.cost, ("price_usd_per_device_hour",)) if place == 0 else []
+    within = cluster.cost.known_within.get("price_usd_per_device_hour", 1.0)
+    return _of_accelerator(f"{path}.accelerator", pool.accelerator, "price_usd_per_hour", within)

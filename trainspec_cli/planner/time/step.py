@@ -162,14 +162,26 @@ def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
 
 def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
     """Assemble a whole step under the setup's layout from the parts of a micro-batch."""
-    layout, rates = setup.layout, once.rates
-    ranks = rank_parts(once, layout)
+    ranks = rank_parts(once, setup.layout)
     times = [rank.time_s(setup) for rank in ranks]
     slowest = max(range(len(times)), key=times.__getitem__)
-    part, micro = ranks[slowest].whole, setup.grad_accum
-    again = recompute_part_s(ranks[slowest].layers, setup)
+    bubble = eff.bubble * bubble_s(times, setup.layout)
+    return step_of_rank(ranks[slowest], times[slowest], bubble, setup, once.rates, groups, eff)
+
+
+def step_of_rank(
+    rank: RankParts,
+    rank_s: float,
+    bubble: float,
+    setup: Setup,
+    rates: Rates,
+    groups: dict[str, Group],
+    eff: Efficiency,
+) -> StepTime:
+    """Return the step as one pipeline rank spends it, which takes `rank_s` a micro-batch and waits for `bubble`."""
+    part, micro = rank.whole, setup.grad_accum
+    again = recompute_part_s(rank.layers, setup)
     between = eff.step_graphed_s if setup.software.graphs else eff.step_s
-    bubble = eff.bubble * bubble_s(times, layout)
     sends = pipeline_sends_s(setup, groups["pp"], eff)
     busy = StepTime(
         matmul_s=micro * (part.time.matmul_f + part.time.matmul_b),
@@ -183,7 +195,7 @@ def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff:
         bubble_s=bubble,
         optimizer_s=optimizer_s(part, setup, rates, groups, eff),
         dp_comm_s=data_parallel_s(part, setup, groups, eff),
-        host_s=micro * host_wait_s(part, times[slowest], setup, eff) + between,
+        host_s=micro * host_wait_s(part, rank_s, setup, eff) + between,
     )
     return replace(busy, host_s=busy.host_s + waiting_share(setup, eff) * (busy.total_s - between))
 

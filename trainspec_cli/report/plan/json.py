@@ -6,6 +6,7 @@ from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.report.plan.report import PlanReport, SweepReport
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import finite_or_none
+from trainspec_cli.spec.recipe.cluster import PoolSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.forecast import Goodput, Interval, RunForecast
 from trainspec_cli.spec.results.prediction import Candidate
@@ -34,7 +35,7 @@ def plan_as_json(plan: PlanReport) -> JsonObject:
     }
     if plan.trace:
         content["trace"] = plan.trace.as_json()
-    parts = {"blueprint": plan.blueprint, "planes": plan.planes, "simulation": plan.simulation}
+    parts = {"blueprint": plan.blueprint, "planes": plan.planes, "simulation": plan.simulation, "pools": plan.pools}
     return content | {name: to_plain(part) for name, part in parts.items() if part}
 
 
@@ -61,18 +62,31 @@ def _model(plan: PlanReport) -> JsonObject:
 
 def _cluster(plan: PlanReport) -> JsonObject:
     cluster = plan.spec.cluster
-    return {
+    sizes = {pool.devices_per_node for pool in cluster.pools} or {plan.capacity.world_size // cluster.num_nodes}
+    pools: JsonObject = {"pools": [_pool(pool) for pool in cluster.pools]} if cluster.pools else {}
+    return pools | {
         "name": cluster.name,
         "accelerator": plan.device,
         "num_nodes": cluster.num_nodes,
-        "devices_per_node": plan.capacity.world_size // cluster.num_nodes,
+        "devices_per_node": sizes.pop() if len(sizes) == 1 else None,
         "world_size": plan.capacity.world_size,
         "site": cluster.site.name,
     }
 
 
+def _pool(pool: PoolSpec) -> JsonObject:
+    return {
+        "name": pool.name,
+        "accelerator": pool.accelerator.name,
+        "num_nodes": pool.num_nodes,
+        "devices_per_node": pool.devices_per_node,
+    }
+
+
 def _candidate(candidate: Candidate) -> JsonObject:
     plain = to_plain(candidate)
+    if not candidate.pools:
+        plain.pop("pools")
     return {
         **plain,
         "layout": _layout(candidate.layout),

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
 from trainspec_cli.report.plan.report import PlanReport
+from trainspec_cli.spec.recipe.cluster import PoolSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.forecast import Goodput, Interval, RunForecast
 from trainspec_cli.spec.results.prediction import Candidate
@@ -78,6 +79,18 @@ def layout_label(layout: Layout) -> str:
     return " · ".join(words) or "one device"
 
 
+def placed_label(candidate: Candidate) -> str:
+    """The layout, and what each pool has of a cluster of several: `samples 864 + 160`, or `layers 27 + 5`."""
+    layout = layout_label(candidate.layout)
+    return f"{layout} · {shared_label(candidate)}" if candidate.pools else layout
+
+
+def shared_label(candidate: Candidate) -> str:
+    """`samples 864 + 160`, or `layers 27 + 5`: what the pools share, in their order."""
+    shared = "layers" if candidate.pipelines_cross_pools else "samples"
+    return f"{shared} {' + '.join(f'{getattr(part, shared):,}' for part in candidate.pools)}"
+
+
 def cut_label(layout: Layout) -> str:
     return stages_label(layout.stage_layers) if layout.pp > 1 else ""
 
@@ -103,7 +116,7 @@ def batch_label(plan: PlanReport) -> str:
 def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     """(layout, micro-batch, recompute, step, units/s/device, MFU, HFU)"""
     rate = format_rate(candidate.tokens_per_s_per_gpu)
-    how = layout_label(candidate.layout), micro_batch_label(candidate), candidate.recompute
+    how = placed_label(candidate), micro_batch_label(candidate), candidate.recompute
     return (
         *how,
         format_duration(candidate.step_time_s),
@@ -130,8 +143,15 @@ def sweep_figures(best: Candidate, run: RunForecast, first: Candidate) -> tuple[
 
 
 def devices_label(plan: PlanReport) -> str:
+    if pools := plan.spec.cluster.pools:
+        return " + ".join(_devices_of(pool) for pool in pools)
     nodes = plan.spec.cluster.num_nodes
     return f"{plan.capacity.world_size:,} {plan.device} on {nodes:,} node{'s' * (nodes != 1)}"
+
+
+def _devices_of(pool: PoolSpec) -> str:
+    nodes = pool.num_nodes
+    return f"{nodes * pool.devices_per_node:,} {pool.accelerator.name} on {nodes:,} node{'s' * (nodes != 1)}"
 
 
 def model_label(plan: PlanReport) -> str:

@@ -38,6 +38,7 @@ from trainspec_cli.report.plan.planes import (
     figure_headings,
     figure_rows,
 )
+from trainspec_cli.report.plan.pools import PART_HEADINGS, choice_headings, choice_rows, part_rows, sentence
 from trainspec_cli.report.plan.report import PlanReport
 from trainspec_cli.report.plan.simulation import decision_rows, describe_won_back, event_lines, pace_rows
 from trainspec_cli.report.plan.text import assumption_row, run_rows
@@ -46,6 +47,7 @@ from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.forecast import Assumption, Goodput, RunForecast
 from trainspec_cli.spec.results.planes import PlanesPlan
+from trainspec_cli.spec.results.pools import PoolsPlan
 from trainspec_cli.spec.results.prediction import Candidate
 from trainspec_cli.spec.results.simulation import Simulation
 from trainspec_cli.units import format_bytes, format_count, format_duration
@@ -86,6 +88,8 @@ def body_of(plan: PlanReport) -> Iterator[str]:
         yield _memory(best)
     if plan.capacity.candidates:
         yield _step_times(plan.capacity.candidates)
+    if plan.pools:
+        yield _pools(plan.best, plan.pools, plan.spec.model.unit)
     if plan.blueprint:
         yield _blueprint(plan.blueprint)
     if plan.planes:
@@ -167,7 +171,7 @@ def _step_times(candidates: Sequence[Candidate]) -> str:
     scale = max(candidate.step_time_s for candidate in shown)
     rows = [
         (
-            f"{rank}  {labels.layout_label(candidate.layout)}",
+            f"{rank}  {labels.placed_label(candidate)}",
             render_bar(_phases(candidate), scale),
             format_duration(candidate.step_time_s),
         )
@@ -239,6 +243,13 @@ def _blueprint(blueprint: Blueprint) -> str:
     notes = "".join(map(note, setting_lines(blueprint)))
     text = f"Fabric {blueprint.fabric}, and the axes whose exchanges reach each tier. {said[0].upper()}{said[1:]}."
     return section("Communication", text, draw_tiers(blueprint) + table(headings, rows) + notes)
+
+
+def _pools(best: Candidate | None, pools: PoolsPlan, unit: str) -> str:
+    parts = table(PART_HEADINGS, [text_row(row) for row in part_rows(best)]) if best else ""
+    choices = table(choice_headings(unit), [text_row(row) for row in choice_rows(pools)])
+    text = f"What each pool does in a step of the best layout, and the best plans on fewer. {sentence(pools.verdict)}"
+    return section("Pools", text, parts + choices)
 
 
 def _planes(planes: PlanesPlan) -> str:

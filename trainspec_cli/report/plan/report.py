@@ -9,6 +9,7 @@ from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.forecast import RunForecast
 from trainspec_cli.spec.results.planes import PlanesPlan
+from trainspec_cli.spec.results.pools import PoolsPlan
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.results.simulation import Simulation
 
@@ -25,6 +26,8 @@ class PlanReport:
     planes: PlanesPlan | None = None
     simulation: Simulation | None = None
     trace: TraceReport | None = None
+    pools: PoolsPlan | None = None
+    """The plans on some of the pools of a cluster that has several."""
     defaults: tuple[str, ...] = ()
     """Overrides that stand for what nobody has given, where no recipe is named."""
 
@@ -41,6 +44,8 @@ class PlanReport:
     def device(self) -> str:
         """The accelerator's name, or the kind of device where the cluster names none."""
         cluster = self.spec.cluster
+        if cluster.pools:
+            return " + ".join(dict.fromkeys(pool.accelerator.name for pool in cluster.pools))
         return cluster.accelerator.name if cluster.accelerator else cluster.device
 
 

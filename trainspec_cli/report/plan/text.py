@@ -14,6 +14,7 @@ from trainspec_cli.report.plan import labels
 from trainspec_cli.report.plan.blueprint import render_blueprint
 from trainspec_cli.report.plan.labels import percent
 from trainspec_cli.report.plan.planes import render_planes
+from trainspec_cli.report.plan.pools import render_pools
 from trainspec_cli.report.plan.report import PlanReport, SweepPoint, SweepReport
 from trainspec_cli.report.plan.simulation import render_simulation
 from trainspec_cli.report.plan.trace import render_trace
@@ -43,6 +44,8 @@ def render_plan(plan: PlanReport, width: int = WIDE) -> RenderableType:
     parts: list[RenderableType] = [_header(plan), layouts]
     if best := plan.best:
         parts += [*_stages(best), _memory(best), _time(best)]
+    if plan.pools:
+        parts.append(render_pools(plan.best, plan.pools, plan.spec.model.unit))
     if plan.blueprint:
         parts.append(render_blueprint(plan.blueprint))
     if plan.planes:
@@ -106,7 +109,7 @@ def _candidates_narrow(plan: PlanReport) -> RenderableType:
         how = f"{labels.micro_batch_label(candidate)} samples, recompute {candidate.recompute}"
         table.add_row(
             str(rank),
-            Text.assemble(labels.layout_label(candidate.layout), "\n", (how, "bright_black")),
+            Text.assemble(labels.placed_label(candidate), "\n", (how, "bright_black")),
             format_duration(candidate.step_time_s),
             labels.format_rate(candidate.tokens_per_s_per_gpu),
             percent(candidate.mfu, 1),
@@ -201,8 +204,12 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     yield "failures", f"{recovery.failures:.3g}", "", f"one every {format_duration(recovery.mtbf_s)}"
     yield _checkpoint_row(recovery)
     power = "the accelerator's power is not known: type cluster.accelerator.tdp_w=<watts>"
+    if spec.cluster.pools:
+        power = "the power of a pool's accelerator is not known: its accelerator.tdp_w"
     owned = any(assumption.key == "cluster.cost.device_price_usd" for assumption in run.assumptions)
     price = power if owned else "type cluster.cost.price_usd_per_device_hour=<dollars>"
+    if spec.cluster.pools:
+        price = "a pool's price is not known: its price_usd_per_device_hour"
     grid = f"CO2e; grid: {spec.cluster.site.name}"
     yield _cost_row("energy", run.energy_joules, labels.format_energy, _shares(run.energy_parts_joules), power)
     yield _cost_row("carbon", run.carbon_kg, labels.format_mass, grid, power)

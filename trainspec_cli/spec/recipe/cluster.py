@@ -236,6 +236,31 @@ class SlurmSpec:
 
 
 @dataclass(frozen=True)
+class PoolSpec:
+    """Nodes of one kind, of a cluster that has several kinds."""
+
+    accelerator: AcceleratorSpec
+    """The accelerator of its nodes: the name of one in `trainspec list`, or its values."""
+    num_nodes: PositiveInt
+    """Nodes of the pool."""
+    devices_per_node: PositiveInt = 8
+    """Devices of each of its nodes."""
+    name: str = ""
+    """The pool's name, as plans show it; empty: the accelerator's."""
+    scaleup_devices: PositiveInt | None = None
+    """Devices joined by the fast links; null: those of a node."""
+    link_gb_per_s: NonNegativeFloat | None = None
+    """Of the fast links, one direction, per device; null: the accelerator's."""
+    nic_gbit_per_s: PositiveFloat | None = None
+    """Bandwidth between nodes, one direction, per device; null: `cluster.nic_gbit_per_s`, or as is usual for the
+    accelerator."""
+    nic_kind: NetworkKind | None = None
+    """The kind of network between its nodes; null: `cluster.nic_kind`."""
+    price_usd_per_device_hour: NonNegativeFloat | None = None
+    """Rent; null: `cluster.cost.price_usd_per_device_hour`, or the accelerator's own."""
+
+
+@dataclass(frozen=True)
 class ClusterSpec:
     num_nodes: PositiveInt = 1
     """Nodes of the run."""
@@ -247,6 +272,11 @@ class ClusterSpec:
     """The cluster's name, as plans and reports show it."""
     accelerator: AcceleratorSpec | None = None
     """null: the accelerator of this machine."""
+    pools: tuple[PoolSpec, ...] = ()
+    """Nodes of several kinds, for `trainspec plan`: `[h100_sxm*8x8, a100_sxm_80gb*4x8]` (accelerator*nodes x devices of
+    a node), or a list of their values. They stand in the place of `num_nodes`, `devices_per_node` and `accelerator`."""
+    pool_link_gbit_per_s: PositiveFloat | None = None
+    """Bandwidth between pools, one direction, per device; null: that of the slower pool's NICs."""
     scaleup_devices: PositiveInt | None = None
     """Devices joined by the fast links; null: those of a node. 72 in a GB200 NVL72 rack of 4-device nodes."""
     link_gb_per_s: NonNegativeFloat | None = None
@@ -256,6 +286,9 @@ class ClusterSpec:
     accelerator."""
     nic_kind: NetworkKind = "infiniband"
     """The network between nodes: its latency and its efficiency follow from it."""
+    oversubscription: Annotated[float, Range(1)] | None = None
+    """How much more the devices below the outermost tier of the network can send than it passes on; 3 is written 3:1.
+    null: what the fabric's last tier says, and 1 for a cluster without tiers, whose one network joins the nodes."""
     fabric: FabricSpec = field(default_factory=FabricSpec)
     """The tiers of the network, from the fastest links to the slowest."""
     host_link_gb_per_s: PositiveFloat = 50.0

@@ -71,6 +71,30 @@ class SizedStep:
 
 
 @dataclass(frozen=True)
+class PoolPart:
+    """What one pool does in a step."""
+
+    pool: str
+    accelerator: str
+    devices: int
+    stages: int
+    """Pipeline stages that it holds; 1 without a pipeline."""
+    layers: int
+    """Layers of the model that it computes."""
+    samples: int
+    """Samples of a step that go through it."""
+    micro_batch_size: int
+    """The largest of its micro-batches."""
+    time: StepTime
+    """Its step, waiting for other pools included (in `bubble_s` of a pipeline through several pools, else in
+    `host_s`)."""
+    waiting_s: float
+    """The part of it in which it waits for other pools."""
+    peak_memory_bytes: float
+    memory_limit_bytes: float
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One layout and its predicted memory and speed."""
 
@@ -98,6 +122,13 @@ class Candidate:
     """Times of a step; where the batch changes, of the size that trains most samples, as is every other figure."""
     sized_steps: tuple[SizedStep, ...] = ()
     """Steps of the batch's sizes where it changes, or of some of many, smallest first."""
+    pools: tuple[PoolPart, ...] = ()
+    """What each pool does, of a cluster of several."""
+
+    @property
+    def pipelines_cross_pools(self) -> bool:
+        """Each pipeline goes through several pools, which share its layers; else the pools share samples."""
+        return any(part.stages < self.layout.pp for part in self.pools)
 
     @property
     def fits(self) -> bool:

@@ -27,6 +27,7 @@ from trainspec_cli.spec.rules.kernels import KERNEL_RULES, check_kernels, find_c
 from trainspec_cli.spec.rules.model import MODEL_RULES, divisors
 from trainspec_cli.spec.rules.optim import OPTIM_RULES
 from trainspec_cli.spec.rules.own_code import OWN_CODE_RULES
+from trainspec_cli.spec.rules.pools import POOL_RULES
 from trainspec_cli.spec.rules.relayout import RELAYOUT_RULES
 from trainspec_cli.spec.rules.run import RUN_RULES
 from trainspec_cli.spec.rules.slurm import SLURM_RULES
@@ -58,8 +59,7 @@ def check(spec: RunSpec) -> list[Problem]:
         half_precision,
         largest_micro_batch,
     ]
-    rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
-    rules += [*OPTIM_RULES, *RELAYOUT_RULES, *SLURM_RULES, *TEXT_RULES, *OWN_CODE_RULES]
+    rules += [*OPTIM_RULES, *POOL_RULES, *RELAYOUT_RULES, *SLURM_RULES, *TEXT_RULES, *OWN_CODE_RULES]
     return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
 
 

@@ -37,7 +37,7 @@ def parameter_format(spec: RunSpec) -> Iterator[Problem]:
 
 
 def several_nodes(spec: RunSpec) -> Iterator[Problem]:
-    if spec.comm.across_nodes is not None and spec.cluster.num_nodes == 1:
+    if spec.comm.across_nodes is not None and spec.cluster.num_nodes == 1 and not spec.cluster.pools:
         message = f"`{ACROSS}` is {spec.comm.across_nodes}, and `cluster.num_nodes` is 1"
         yield Problem("unsupported", message, ACROSS, f"type {ACROSS}=null, or {GRADIENTS}={spec.comm.across_nodes}")
 

@@ -16,6 +16,7 @@ from trainspec_cli.spec.rules.check import Rule, apply
 from trainspec_cli.spec.rules.elastic import wanted_groups, whole_hosts
 from trainspec_cli.spec.rules.layout import LAYOUT_RULES, pipeline_of, size_of
 from trainspec_cli.spec.rules.model import family_training
+from trainspec_cli.spec.rules.pools import only_planned
 from trainspec_cli.spec.unknown import UNKNOWN
 
 TRAINED: dict[str, tuple[Any, ...]] = {
@@ -41,7 +42,9 @@ def _is_auto(value: object) -> bool:
 
 def check_engine(spec: RunSpec) -> list[Problem]:
     """Return what this version's engine cannot run."""
-    return apply([*BUILT, elastic_model, group_hosts, *(partial(trained_value, path) for path in TRAINED)], spec)
+    return apply(
+        [*BUILT, only_planned, elastic_model, group_hosts, *(partial(trained_value, path) for path in TRAINED)], spec
+    )
 
 
 def check_built(spec: RunSpec) -> list[Problem]:
