@@ -126,17 +126,26 @@ class StepScheduler:
     # After it
 
     def note_step(
-        self, step: int, own: OwnSamples, parts_s: Mapping[str, float], samples: int, figures: Tensor
+        self,
+        step: int,
+        own: OwnSamples,
+        parts_s: Mapping[str, float],
+        samples: int,
+        figures: Tensor,
+        *,
+        shows_speed: bool = True,
     ) -> None:
         """Take in where this rank's time of a step went, and the `figures` (ranks, `Figures`) of all ranks.
 
-        `samples` are those of the replica group. On a GPU the step after it has begun.
+        `samples` are those of the replica group. On a GPU the step after it has begun. `shows_speed`: the step took no
+        longer on this rank than it needs, as one does that is profiled.
         """
         if self._mode == "off":
             return
         micro_batches, compute_s = len(own.sizes), parts_s["forward"] + parts_s["backward"]
-        self._tracker.note(own.samples, micro_batches, compute_s, parts_s["exposed_comm"])
-        self._change_cost.note(own.samples, micro_batches, parts_s["data_wait"] + compute_s)
+        if shows_speed:
+            self._tracker.note(own.samples, micro_batches, compute_s, parts_s["exposed_comm"])
+            self._change_cost.note(own.samples, micro_batches, parts_s["data_wait"] + compute_s)
         self._last_s = compute_s, parts_s["exposed_comm"] / micro_batches
         if not figures.numel():
             return
