@@ -70,6 +70,45 @@ def test_a_node_is_named_where_all_its_ranks_are_slow(ranks_of_node):
     assert (verdict.cause, verdict.node, verdict.rank) == ("slow_node", 1, None)
 
 
+@pytest.mark.parametrize("counters", [{"cpu_s": 0.1}, {"throttled_s": 0.1, "queued_s": 0.1}])
+def test_a_node_is_named_though_all_ranks_of_its_stage_are_slow_together(counters):
+    telemetry = Telemetry(ranks=4, ranks_of_node=2, stages=2)
+    for rank in (2, 3):
+        telemetry.slow(rank, 1.5, **counters)
+    (verdict,) = conclude(telemetry.evidence())
+    assert (verdict.cause, verdict.node, verdict.rank) == ("slow_node", 1, None)
+    assert abs(verdict.since_step - 61) <= 2
+    assert verdict.cost_s == pytest.approx(0.1, rel=0.15)
+
+
+def test_one_rank_of_a_stage_that_is_a_node_is_no_node():
+    telemetry = Telemetry(ranks=4, ranks_of_node=2, stages=2).slow(3, 1.5, cpu_s=0.1)
+    (verdict,) = conclude(telemetry.evidence())
+    assert (verdict.cause, verdict.rank, verdict.node) == ("slow_device", 3, None)
+
+
+def test_nodes_that_are_all_slow_are_none_of_them_named():
+    telemetry = Telemetry(ranks=4, ranks_of_node=2, stages=2)
+    for rank in range(4):
+        telemetry.slow(rank, 1.5, first=60, last=110)
+    assert [(one.cause, one.node) for one in conclude(telemetry.evidence())] == [("noise", None), ("as_planned", None)]
+
+
+@pytest.mark.parametrize("cause", ["host_bound", "uneven_lengths"])
+def test_a_rank_that_computes_more_on_a_busy_machine_is_robbed_of_nothing(cause):
+    """It waits as long for each second on a processor as the others, and so longer in all."""
+    telemetry = Telemetry()
+    telemetry.counters["queued_s"] += telemetry.noisy(0.1, (telemetry.steps, 8))
+    telemetry.parts_s["forward"] += telemetry.counters["queued_s"]
+    telemetry.add("other" if cause == "host_bound" else "forward", 5, 0.2 + 0.1)
+    telemetry.counters["cpu_s"][60:, 5] += 0.2
+    telemetry.counters["queued_s"][60:, 5] += 0.1
+    if cause == "uneven_lengths":
+        telemetry.counters["tokens"][60:, 5] *= 2
+    (verdict,) = conclude(telemetry.evidence())
+    assert (verdict.cause, verdict.rank) == (cause, 5)
+
+
 def test_the_two_ranks_of_a_run_are_told_apart():
     verdict = heaviest(Telemetry(ranks=2).slow(0, 1.5, cpu_s=0.1))
     assert (verdict.cause, verdict.rank) == ("slow_device", 0)
