@@ -109,6 +109,32 @@ def test_a_rank_that_computes_more_on_a_busy_machine_is_robbed_of_nothing(cause)
     assert (verdict.cause, verdict.rank) == (cause, 5)
 
 
+def flapping(*, resent_between: float = 0.0) -> RunEvidence:
+    """The link of ranks 3 and 4 is out in one step of ten from step 61 on."""
+    telemetry = Telemetry()
+    out = np.zeros(telemetry.steps, dtype=bool)
+    out[60::10] = True
+    telemetry.transfers_s[out] += 1.5
+    evidence = telemetry.evidence()
+    connections = [
+        replace(one, timeouts=3.0 * out, resent=np.where(out, 20.0, resent_between)) if one.ranks == (3, 4) else one
+        for one in evidence.connections
+    ]
+    return replace(evidence, connections=tuple(connections))
+
+
+def test_a_link_that_goes_away_and_comes_back_is_told_from_one_that_loses():
+    (verdict,) = conclude(flapping())
+    assert (verdict.cause, verdict.link, verdict.since_step, verdict.until_step) == (
+        "network_timeouts",
+        (3, 4),
+        61,
+        None,
+    )
+    assert verdict.cost_s == pytest.approx(1.5 * 6 / 51, rel=0.1)
+    assert "network_timeouts" not in names(flapping(resent_between=30.0))
+
+
 def test_the_two_ranks_of_a_run_are_told_apart():
     verdict = heaviest(Telemetry(ranks=2).slow(0, 1.5, cpu_s=0.1))
     assert (verdict.cause, verdict.rank) == ("slow_device", 0)
