@@ -58,6 +58,8 @@ class DoneStep:
     """The noise scale of the gradients up to this step, where the next batch hangs on it."""
     agreement: tuple[float, float]
     """The duration of the exchange that ended it, and the Unix time when this rank left that."""
+    garbage_s: float
+    """It collected garbage for so long; 0 on a GPU, which computes meanwhile."""
 
 
 class Trainer:
@@ -267,8 +269,9 @@ class Trainer:
         self.watch.beat(step)
         if self.deeper_look is not None:
             self.deeper_look.after_step(step)
-        agreement = self.clock.agreement
-        return DoneStep(step, outcome, lr, self.clock.cut(), samples, self._cut_traffic(), noise_scale, agreement)
+        agreement, segments, traffic = self.clock.agreement, self.clock.cut(), self._cut_traffic()
+        garbage_s = 0.0 if self.clock.on_gpu else self.counters.garbage.cut()
+        return DoneStep(step, outcome, lr, segments, samples, traffic, noise_scale, agreement, garbage_s)
 
     def _note_noise(self, step: int, outcome: StepOutcome, samples: StepSamples) -> float | None:
         """Return the noise scale of the gradients up to this step; None where it is not measured, or not yet."""
@@ -348,7 +351,15 @@ class Trainer:
         figures, of_buckets = self.buckets.split(done.outcome.figures)
         figures, of_links = self.links.split(figures)
         looked_at = self.deeper_look is not None and self.deeper_look.looked_at(done.step)
-        self.scheduler.note_step(done.step, taken.own, parts_s, taken.group_samples, figures, shows_speed=not looked_at)
+        self.scheduler.note_step(
+            done.step,
+            taken.own,
+            parts_s,
+            taken.group_samples,
+            figures,
+            shows_speed=not looked_at,
+            garbage_s=done.garbage_s,
+        )
         self.links.note_step(done.step, step_time_s, of_links, int(done.outcome.steps_to_sample.item()))
         self.buckets.note_step(done.step, step_time_s, of_buckets)
         self.coordinator.batches.rate = self.scheduler.rate
