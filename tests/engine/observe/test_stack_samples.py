@@ -92,4 +92,5 @@ def test_py_spy_that_may_not_look_says_why(tmp_path):
     program.write_text("#!/bin/sh\necho 'Error: Permission Denied' >&2; exit 1\n")
     program.chmod(0o700)
     with pytest.raises(OSError, match="Permission Denied"):
-        PySpy(str(program)).samples(1)
+        PySpy(str(program), tmp_path / "looks").samples(1)
+    assert list((tmp_path / "looks").iterdir()) == []

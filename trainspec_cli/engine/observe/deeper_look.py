@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 
@@ -148,7 +149,7 @@ class DeeperLook(threading.Thread):
             return
         thread = thread_named("loader") if order.cause == "slow_loader" else threading.main_thread()
         notes: list[str] = []
-        spy = _start_spy(order, notes)
+        spy = _start_spy(order, self._run_dir.looks_folder, notes)
         samples = sample_thread(thread.ident or 0, self._end_of(view))
         spied = _spied(spy, thread.native_id or 0, notes)
         if not self._closed.is_set():
@@ -217,11 +218,11 @@ class DeeperLook(threading.Thread):
         return str(path.relative_to(self._run_dir.root))
 
 
-def _start_spy(order: LookOrder, notes: list[str]) -> PySpy | None:
+def _start_spy(order: LookOrder, folder: Path, notes: list[str]) -> PySpy | None:
     """Return py-spy at work, where it is installed and the cause lies in the program."""
     program = PySpy.find() if order.cause in HOST_CAUSES else None
     try:
-        return None if program is None else PySpy(program)
+        return None if program is None else PySpy(program, folder)
     except OSError as error:
         notes.append(f"py-spy could not be started: {error.strerror}")
         return None

@@ -119,10 +119,11 @@ def _shown(file: str) -> str:
 
 
 class PySpy:
-    """py-spy, started beside this process for a second; it does not pause it."""
+    """py-spy, started beside this process for a second; it does not pause it, and writes below `folder`."""
 
-    def __init__(self, program: str):
-        self._folder = tempfile.TemporaryDirectory(prefix="trainspec-spy-")
+    def __init__(self, program: str, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = tempfile.TemporaryDirectory(prefix=".py-spy-", dir=folder)
         self._output = Path(self._folder.name) / "stacks"
         options = ["--pid", str(os.getpid()), "--duration", str(SPY_S), "--rate", str(SPY_RATE), "--format", "raw"]
         options += ["--threads", "--idle", "--nonblocking", "--full-filenames", "--output", str(self._output)]
