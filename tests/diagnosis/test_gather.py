@@ -11,7 +11,8 @@ from diagnosis.conftest import connection
 from trainspec_cli.diagnosis.gather import RunReader, read_run, shape_of
 from trainspec_cli.policy.diagnosis.conclude import conclude
 from trainspec_cli.rundir.event_types.failures import RetryEvent
-from trainspec_cli.rundir.event_types.observed import HangEvent
+from trainspec_cli.rundir.event_types.observed import HangEvent, LookEvent
+from trainspec_cli.spec.results.look import Look, LookOrder
 
 
 def test_a_slow_rank_is_found_in_the_folder_alone(folder):
@@ -145,3 +146,14 @@ def test_steps_that_were_made_again_are_time_outs_that_came_back(folder):
     run.write(0, RetryEvent(step=20), RetryEvent(step=24))
     verdict = conclude(read_run(run.run).evidence())[0]
     assert (verdict.cause, verdict.since_step, verdict.until_step) == ("network_timeouts", 20, 24)
+
+
+def test_steps_that_a_rank_has_looked_at_are_left_out(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 40)
+    order = LookOrder(number=1, looker=2, cause="host_bound", rank=2)
+    run.write(2, LookEvent(step=23, look=Look(order=order, first_step=21, last_step=23)))
+    evidence = read_run(run.run).evidence()
+    assert evidence.steps.tolist() == [*range(1, 21), *range(24, 41)]
+    assert evidence.looks[0].order == order

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.diagnosis.watch import LONGEST_S, DiagnosisWatch
-from trainspec_cli.rundir.event_types.observed import VerdictEvent
+from trainspec_cli.rundir.event_types.observed import LookEvent, VerdictEvent
 from trainspec_cli.rundir.events import read_log
+from trainspec_cli.rundir.looks import read_looks
+from trainspec_cli.spec.results.look import CodeLine, Look
 
 
 @pytest.fixture
@@ -63,3 +65,39 @@ def test_a_watch_that_begins_late_reads_no_more_than_the_steps_it_remembers(watc
     run.steps(1, 200)
     look()
     assert 4 * 20 <= len(parsed) < 4 * 100
+
+
+def test_a_new_verdict_asks_its_rank_for_a_look_whose_line_is_told_when_it_is_known(watching):
+    run, look = watching
+    run.steps(1, 30)
+    run.steps(31, 40, slow=1)
+    look()
+    look()
+    (order,) = read_looks(run.run).orders
+    assert (order.number, order.looker, order.cause) == (1, 1, "slow_device")
+    line = CodeLine(file="a.py", line=7, function="f", text="spin()", share=0.9)
+    run.write(1, LookEvent(step=43, look=Look(order=order, first_step=41, last_step=43, lines=(line,))))
+    run.steps(41, 60, slow=1)
+    assert len(look()) == len(look()) == 2
+    written = [event.verdict.code for event in read_log(run.run.verdicts) if isinstance(event, VerdictEvent)]
+    assert written == [None, "a.py:7 (f)"]
+    run.steps(61, 90)
+    look()
+    run.steps(91, 120, slow=1)
+    look()
+    assert len(look()) == 4, "it is told of again"
+    assert read_looks(run.run).orders == (order,), "and not looked at again"
+
+
+def test_a_run_that_is_not_to_look_deeper_asks_for_nothing(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 30)
+    run.steps(31, 50, slow=1)
+    now, told = [100.0], []
+    watch = DiagnosisWatch(run.run, clock=lambda: now[0], looks_deeper=False)
+    for _ in range(3):
+        now[0] += LONGEST_S
+        watch.look(told.append)
+    assert len(told) == 1
+    assert not run.run.looks_json.exists()

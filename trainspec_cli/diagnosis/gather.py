@@ -24,11 +24,12 @@ from trainspec_cli.reading.files import read_object
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.rundir.event_types.event import PARTS, Event
 from trainspec_cli.rundir.event_types.failures import RetryEvent
-from trainspec_cli.rundir.event_types.observed import CountersEvent, HangEvent, LinkEvent, StallEvent
+from trainspec_cli.rundir.event_types.observed import CountersEvent, HangEvent, LinkEvent, LookEvent, StallEvent
 from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import Absent
+from trainspec_cli.spec.results.look import Look
 
 SILENT_S = 1.5
 """A rank that has not reported a stall so long after the first one that did is silent."""
@@ -158,6 +159,7 @@ class RunReader:
         self.histories = [RankHistory() for _ in range(shape.ranks)]
         self._tails = [EventTail(path, last_bytes) for path in event_paths(run, shape)]
         self._links: list[LinkSlowdown] = []
+        self.looks: list[Look] = []
         self._retried: set[int] = set()
         self.changed: DirectiveEvent | None = None
         """The last change of the layout: the ranks' work is another since then."""
@@ -182,6 +184,8 @@ class RunReader:
                         event.axis, event.ranks, event.since_step, event.before_bytes_per_s, event.now_bytes_per_s
                     )
                 )
+            elif isinstance(event, LookEvent):
+                self.looks.append(event.look)
             elif isinstance(event, RetryEvent):
                 self._retried.add(event.step)
             elif isinstance(event, DirectiveEvent) and event.applied and event.kind in ("layers", "layout"):
@@ -204,6 +208,7 @@ class RunReader:
         made = [np.fromiter(history.steps, dtype=np.int64) for history in self.histories]
         common = reduce(np.intersect1d, made) if made else np.zeros(0, dtype=np.int64)
         steps = common[common > self.changed.step] if self.changed else common
+        steps = steps[~self._in_view(steps)]
         rows = np.array([[history.steps[step] for step in steps.tolist()] for history in self.histories])
         rows = rows.reshape(len(self.histories), len(steps), len(PARTS) + 1)
         return RunEvidence(
@@ -215,10 +220,18 @@ class RunReader:
             connections=tuple(_connections(self.histories, steps)),
             stalls=self._stalls(now),
             link_slowdowns=tuple(self._links),
+            looks=tuple(self.looks),
             retried_steps=tuple(sorted(self._retried)),
             total_steps=self.shape.total_steps,
             planned_s=self.shape.planned_s,
         )
+
+    def _in_view(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return which steps some rank has looked at: they took longer than they need."""
+        in_view = np.zeros(len(steps), dtype=np.bool_)
+        for look in self.looks:
+            in_view |= (steps >= look.first_step) & (steps <= look.last_step)
+        return in_view
 
     def _counters(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
         if not any(history.counters for history in self.histories):

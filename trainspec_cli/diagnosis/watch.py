@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 from trainspec_cli.diagnosis.gather import RunReader, shape_of
 from trainspec_cli.policy.diagnosis.conclude import conclude
+from trainspec_cli.policy.diagnosis.looks import next_look
 from trainspec_cli.rundir.event_types.observed import VerdictEvent
 from trainspec_cli.rundir.events import EventWriter
+from trainspec_cli.rundir.looks import LooksRecord, read_looks, write_looks
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.results.verdict import RunVerdict
 
@@ -24,8 +27,9 @@ SEEN_TWICE = 2
 class DiagnosisWatch:
     """`look` is to be called again and again; a run needs none of it to go on."""
 
-    def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic):
-        self._run, self._clock = run, clock
+    def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic, *, looks_deeper: bool = True):
+        """`looks_deeper`: a new verdict asks the suspected rank for a deeper look."""
+        self._run, self._clock, self._looks_deeper = run, clock, looks_deeper
         self._reader: RunReader | None = None
         self._due_s, self._is_over = clock() + LOOK_S, False
         self._seen: dict[tuple[object, ...], int] = {}
@@ -55,10 +59,23 @@ class DiagnosisWatch:
             if place not in self._reported and (self._seen[place] >= SEEN_TWICE or one.cause == "hang"):
                 self._reported[place] = one
                 self._write(one, report, is_over=False)
+                self._look_deeper(one, self._reader)
+            elif place in self._reported and one.code and not self._reported[place].code:
+                self._reported[place] = one
+                self._write(one, report, is_over=False)
         for place in [place for place in self._reported if place not in going_on]:
             known = self._reported.pop(place)
             ended = found.get(place) or replace(known, until_step=self._reader.step)
             self._write(ended, report, is_over=True)
+
+    def _look_deeper(self, verdict: RunVerdict, reader: RunReader) -> None:
+        """Ask a rank for a deeper look at what a new verdict names; a disk that is full takes no such order."""
+        if not self._looks_deeper:
+            return
+        with suppress(OSError):
+            orders = read_looks(self._run).orders
+            if (order := next_look(verdict, reader.shape.nodes, orders)) is not None:
+                write_looks(self._run, LooksRecord(orders=(*orders, order)))
 
     def _write(self, verdict: RunVerdict, report: Callable[[VerdictEvent], None], *, is_over: bool) -> None:
         assert self._reader is not None, "something was read"

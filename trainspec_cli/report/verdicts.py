@@ -25,7 +25,9 @@ def describe_verdict(verdict: RunVerdict) -> str:
 
 def describe_event(event: VerdictEvent) -> str:
     """Describe a verdict that was found while a run went on, or is over."""
-    return f"{'over: ' if event.is_over else ''}{describe_verdict(event.verdict)}"
+    verdict = event.verdict
+    place = f", at {verdict.code}" if verdict.code else ""
+    return f"{'over: ' if event.is_over else ''}{describe_verdict(verdict)}{place}"
 
 
 def _place(verdict: RunVerdict) -> str:
@@ -46,6 +48,8 @@ def render_verdicts(verdicts: Sequence[RunVerdict]) -> Text:
         return text.append(f"{NO_VERDICTS}\n")
     for verdict in verdicts:
         text.append(f"{describe_verdict(verdict)}\n", style="bold")
+        if verdict.code:
+            text.append(f"  line of code: {verdict.code}\n")
         for sentence in verdict.evidence:
             text.append("".join(f"  {line}\n" for line in sentence.splitlines()))
         for one in verdict.what_if:

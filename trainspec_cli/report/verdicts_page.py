@@ -48,6 +48,7 @@ def _verdict(verdict: RunVerdict) -> str:
     advice = f"What to do: {shorten(verdict.advice, MOST_CHARACTERS)}" if verdict.advice else ""
     parts = [
         f"<h3>{escape(describe_verdict(verdict))}</h3>",
+        note(f"Line of code: {shorten(verdict.code, MOST_CHARACTERS)}") if verdict.code else "",
         plain_list(evidence) if evidence else "",
         _what_if(verdict.what_if) if verdict.what_if else "",
         note(advice),

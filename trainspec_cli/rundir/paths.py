@@ -14,6 +14,7 @@ RUN/
   slurm.json      the job it was last given to
   directives.jsonl  what the scheduler has changed, and what came of it
   verdicts.jsonl  what slowed the run, as it was found while it went on
+  looks.json      deeper looks at ranks that the supervisor asked for   looks/  a trace of each
   speeds.json     how fast the ranks compute, for the supervisor
   proposal.json   the layout that the supervisor proposes to the workers
   shortages/      one file a start in which the memory of a rank ran out
@@ -42,6 +43,8 @@ class RunDir:
         self.plan_of_all_nodes = self.root / "plan_all_nodes.json"
         self.directives = self.root / "directives.jsonl"
         self.verdicts = self.root / "verdicts.jsonl"
+        self.looks_json = self.root / "looks.json"
+        self.looks_folder = self.root / "looks"
         self.speeds_json = self.root / "speeds.json"
         self.proposal_json = self.root / "proposal.json"
         self.code = self.root / "code"
@@ -73,6 +76,10 @@ class RunDir:
     def group_events(self, group: int, rank: int) -> Path:
         """Return one process's events in a replica group; the run's own are those of the leading group's rank 0."""
         return self.events_folder / f"group{group:05d}" / f"rank{rank:05d}.jsonl"
+
+    def look_trace(self, number: int) -> Path:
+        """Return the trace of a deeper look."""
+        return self.looks_folder / f"{number:04d}.json"
 
     def error(self, rank: int) -> Path:
         return self.errors_folder / f"rank{rank:05d}.json"

@@ -84,8 +84,8 @@ def trace_to(name: str, file: Path) -> None:
 class VerdictLines:
     """Tells of verdicts in the live view, a line each."""
 
-    def __init__(self, run: RunDir):
-        self._run = run
+    def __init__(self, run: RunDir, *, looks_deeper: bool):
+        self._run, self._looks_deeper = run, looks_deeper
         self._watch: DiagnosisWatch | None = None
 
     def look(self, say: Callable[[str], None]) -> None:
@@ -94,6 +94,6 @@ class VerdictLines:
                 return
             from trainspec_cli.diagnosis.watch import DiagnosisWatch
 
-            self._watch = DiagnosisWatch(self._run)
+            self._watch = DiagnosisWatch(self._run, looks_deeper=self._looks_deeper)
 
         self._watch.look(lambda event: say(f"diagnosis: {describe_event(event)}"))

@@ -52,7 +52,8 @@ def run(
     Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
     well and nobody reads that.
     """
-    watches = [VerdictLines(job.run), *(watch for watch in (limits, advisor) if watch is not None)]
+    verdicts = VerdictLines(job.run, looks_deeper=plan.spec.observe.deeper_look)
+    watches = [verdicts, *(watch for watch in (limits, advisor) if watch is not None)]
     requests = requests or StopRequests()
     with on_stop_signal(requests.add):  # until the result is written and reported
         ending = _supervise(job, plan, backend, console, watches, requests, replan)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
+import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from lab.hosts import Hosts
+from lab.memory_limit import MemoryLimit
 from lab.quota import Quota
 
 from .cases import Case, Injection
@@ -19,6 +23,8 @@ class Removable(Protocol):
 
 FEWEST, MOST = 3, 8
 """Competitors for a core."""
+WHOLE_BOUNDS_S = (1.5, 3.0)
+"""Bounds of the time between two outages of a cable."""
 
 Inject = Callable[[LiveRun, Injection], Removable | None]
 
@@ -104,6 +110,42 @@ def _bursts(run: LiveRun, injection: Injection) -> Removable:
     return Bursts(injection.strength, run.case.seed)
 
 
+def _short_memory(run: LiveRun, injection: Injection) -> Removable:
+    """The rank goes through `strength` bytes in each pass, and half of them fit into its memory."""
+    assert injection.rank is not None
+    limit = MemoryLimit(int(injection.strength / 2))
+    limit.hold(run.worker(injection.rank))
+    _in_rank(run, injection)
+    return limit
+
+
+def _flaps(run: LiveRun, injection: Injection) -> Removable:
+    """`strength`: seconds for which the node's cable is out, again and again."""
+    assert run.hosts is not None and injection.node is not None
+    return Flaps(run.hosts, injection.node + 1, injection.strength, run.case.seed)
+
+
+class Flaps:
+    """A cable that goes away for a while and comes back, again and again."""
+
+    def __init__(self, hosts: Hosts, host: int, outage_s: float, seed: int):
+        self._hosts, self._host, self._outage_s = hosts, host, outage_s
+        self._draw, self._ended = random.Random(seed), threading.Event()
+        self._thread = threading.Thread(target=self._go_on)
+        self._thread.start()
+
+    def _go_on(self) -> None:
+        while not self._ended.is_set():
+            self._hosts.cut(self._host)
+            self._ended.wait(self._outage_s)
+            self._hosts.heal(self._host)
+            self._ended.wait(self._draw.uniform(*WHOLE_BOUNDS_S))
+
+    def remove(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
 def _nothing(run: LiveRun, injection: Injection) -> None:
     """The recipe or `prepare` has done it."""
 
@@ -122,6 +164,9 @@ INJECTORS: dict[str, Inject] = {
     "stop": _stop,
     "slow_disk": _in_all_ranks,
     "burst": _bursts,
+    "short_memory": _short_memory,
+    "shapes": _in_rank,
+    "flaps": _flaps,
     "lengths": _nothing,
     "stage": _nothing,
 }

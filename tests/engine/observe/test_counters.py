@@ -60,6 +60,7 @@ def test_time_in_garbage_collection_is_counted_until_the_clock_is_closed():
     clock = GarbageClock()
     gc.collect()
     assert clock.runs == 1 and clock.seconds > 0
+    assert (clock.cut(), clock.cut()) == (clock.seconds, 0.0)
     clock.close()
     gc.collect()
     assert clock.runs == 1

@@ -70,6 +70,71 @@ def test_a_node_is_named_where_all_its_ranks_are_slow(ranks_of_node):
     assert (verdict.cause, verdict.node, verdict.rank) == ("slow_node", 1, None)
 
 
+@pytest.mark.parametrize("counters", [{"cpu_s": 0.1}, {"throttled_s": 0.1, "queued_s": 0.1}])
+def test_a_node_is_named_though_all_ranks_of_its_stage_are_slow_together(counters):
+    telemetry = Telemetry(ranks=4, ranks_of_node=2, stages=2)
+    for rank in (2, 3):
+        telemetry.slow(rank, 1.5, **counters)
+    (verdict,) = conclude(telemetry.evidence())
+    assert (verdict.cause, verdict.node, verdict.rank) == ("slow_node", 1, None)
+    assert abs(verdict.since_step - 61) <= 2
+    assert verdict.cost_s == pytest.approx(0.1, rel=0.15)
+
+
+def test_one_rank_of_a_stage_that_is_a_node_is_no_node():
+    telemetry = Telemetry(ranks=4, ranks_of_node=2, stages=2).slow(3, 1.5, cpu_s=0.1)
+    (verdict,) = conclude(telemetry.evidence())
+    assert (verdict.cause, verdict.rank, verdict.node) == ("slow_device", 3, None)
+
+
+def test_nodes_that_are_all_slow_are_none_of_them_named():
+    telemetry = Telemetry(ranks=4, ranks_of_node=2, stages=2)
+    for rank in range(4):
+        telemetry.slow(rank, 1.5, first=60, last=110)
+    assert [(one.cause, one.node) for one in conclude(telemetry.evidence())] == [("noise", None), ("as_planned", None)]
+
+
+@pytest.mark.parametrize("cause", ["host_bound", "uneven_lengths"])
+def test_a_rank_that_computes_more_on_a_busy_machine_is_robbed_of_nothing(cause):
+    """It waits as long for each second on a processor as the others, and so longer in all."""
+    telemetry = Telemetry()
+    telemetry.counters["queued_s"] += telemetry.noisy(0.1, (telemetry.steps, 8))
+    telemetry.parts_s["forward"] += telemetry.counters["queued_s"]
+    telemetry.add("other" if cause == "host_bound" else "forward", 5, 0.2 + 0.1)
+    telemetry.counters["cpu_s"][60:, 5] += 0.2
+    telemetry.counters["queued_s"][60:, 5] += 0.1
+    if cause == "uneven_lengths":
+        telemetry.counters["tokens"][60:, 5] *= 2
+    (verdict,) = conclude(telemetry.evidence())
+    assert (verdict.cause, verdict.rank) == (cause, 5)
+
+
+def flapping(*, resent_between: float = 0.0) -> RunEvidence:
+    """The link of ranks 3 and 4 is out in one step of ten from step 61 on."""
+    telemetry = Telemetry()
+    out = np.zeros(telemetry.steps, dtype=bool)
+    out[60::10] = True
+    telemetry.transfers_s[out] += 1.5
+    evidence = telemetry.evidence()
+    connections = [
+        replace(one, timeouts=3.0 * out, resent=np.where(out, 20.0, resent_between)) if one.ranks == (3, 4) else one
+        for one in evidence.connections
+    ]
+    return replace(evidence, connections=tuple(connections))
+
+
+def test_a_link_that_goes_away_and_comes_back_is_told_from_one_that_loses():
+    (verdict,) = conclude(flapping())
+    assert (verdict.cause, verdict.link, verdict.since_step, verdict.until_step) == (
+        "network_timeouts",
+        (3, 4),
+        61,
+        None,
+    )
+    assert verdict.cost_s == pytest.approx(1.5 * 6 / 51, rel=0.1)
+    assert "network_timeouts" not in names(flapping(resent_between=30.0))
+
+
 def test_the_two_ranks_of_a_run_are_told_apart():
     verdict = heaviest(Telemetry(ranks=2).slow(0, 1.5, cpu_s=0.1))
     assert (verdict.cause, verdict.rank) == ("slow_device", 0)

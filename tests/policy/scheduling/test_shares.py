@@ -21,7 +21,7 @@ from trainspec_cli.policy.scheduling.shares import (
     exchange_each_s,
     group_weights,
 )
-from trainspec_cli.policy.scheduling.speeds import CONFIRMING_STEPS, Speed, SpeedTracker
+from trainspec_cli.policy.scheduling.speeds import CONFIRMING_STEPS, Speed, SpeedTracker, computing_s
 from trainspec_cli.spec.recipe.layout import Layout
 
 RANKS = 4
@@ -41,6 +41,8 @@ class Simulated:
     micro_batch_size: int = 8
     keeps_micro_batches: bool = False
     seed: int = 0
+    garbage_s: Slowdown = lambda *_: 0.0
+    counts_garbage: bool = True
     changes: list[tuple[int, ShareChange]] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     largest_seen: int = 0
@@ -55,7 +57,11 @@ class Simulated:
                 own = scheduler.division.of_rank(rank, 0, self.samples)
                 seconds = len(own.sizes) * self.fixed_s + own.samples
                 seconds *= self.slowdown(rank, step) * draw.lognormvariate(0, self.noise)
-                tracker.note(own.samples, len(own.sizes), seconds)
+                collected_s = self.garbage_s(rank, step)
+                seconds += collected_s
+                parts_s = {"forward": seconds / 3, "backward": seconds * 2 / 3}
+                known_s = collected_s if self.counts_garbage else 0.0
+                tracker.note(own.samples, len(own.sizes), computing_s(parts_s, known_s))
                 times_s.append(seconds)
                 self.largest_seen = max(self.largest_seen, *own.sizes)
             self.step_s.append(max(times_s))
@@ -324,3 +330,17 @@ def test_the_group_that_differs_most_is_the_reason() -> None:
         "replica group 3 computes 100 samples a second, the median is 25"
     )
     assert describe_rates((0, 1), (20.0, 20.0)) == "all replica groups compute about 20 samples a second"
+
+
+def test_a_rank_that_collects_garbage_keeps_its_samples():
+    """With fewer of them it would be as late; before garbage was told from computing, it was given fewer."""
+
+    def garbage_s(rank: int, step: int) -> float:
+        return 4.0 * (rank == 2 and step >= 30)
+
+    def run(*, counts_garbage: bool) -> Simulated:
+        run = Simulated(lambda *_: 1.0, noise=0.02, garbage_s=garbage_s, counts_garbage=counts_garbage)
+        return run.run(100)
+
+    assert run(counts_garbage=True).changes == []
+    assert run(counts_garbage=False).changes

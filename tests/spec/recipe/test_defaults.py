@@ -252,6 +252,7 @@ DEFAULTS: dict[str, Any] = {
     "fault": "",
     "sample": {"prompt": "", "max_new_tokens": 0, "temperature": 0.8},
     "tracking": {"tensorboard": False, "wandb": False, "mlflow": False, "project": "trainspec", "trackers": []},
+    "observe": {"deeper_look": True},
     "run": {"dir": "auto", "name": "", "tags": [], "stop_grace_s": 60.0, "node_timeout_s": 30.0, "preflight": True},
 }
 

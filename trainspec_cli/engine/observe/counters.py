@@ -40,7 +40,7 @@ class GarbageClock:
     """Adds up the processor time that the interpreter collects garbage in: what other processes take is none of it."""
 
     def __init__(self) -> None:
-        self.seconds, self.runs, self._began_s = 0.0, 0, 0.0
+        self.seconds, self.runs, self._began_s, self._cut_s = 0.0, 0, 0.0, 0.0
         gc.callbacks.append(self._note)
 
     def _note(self, phase: str, _info: object) -> None:
@@ -49,6 +49,11 @@ class GarbageClock:
         else:
             self.seconds += time.thread_time() - self._began_s
             self.runs += 1
+
+    def cut(self) -> float:
+        """Return the seconds since the last call."""
+        since_s, self._cut_s = self.seconds - self._cut_s, self.seconds
+        return since_s
 
     def close(self) -> None:
         gc.callbacks.remove(self._note)
@@ -109,7 +114,7 @@ class StepCounters:
     """`note_step` is called by every rank after each step."""
 
     def __init__(self, device: torch.device):
-        self._device, self._garbage = device, GarbageClock()
+        self._device, self.garbage = device, GarbageClock()
         self._connections = ConnectionCounter()
         self._recent_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._process, self._processor = ProcessCounters(), ProcessorClock()
@@ -167,14 +172,14 @@ class StepCounters:
             steal_s=process.steal_s(),
             memory_stall_s=process.memory_stall_s(),
             major_faults=resource.getrusage(resource.RUSAGE_SELF).ru_majflt,
-            gc_s=self._garbage.seconds,
-            gc_runs=self._garbage.runs,
+            gc_s=self.garbage.seconds,
+            gc_runs=self.garbage.runs,
             compiles=_compiles(),
             allocator_retries=_allocator_retries(self._device),
         )
 
     def close(self) -> None:
-        self._garbage.close()
+        self.garbage.close()
         self._processor.close()
 
 

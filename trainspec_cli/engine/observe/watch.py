@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.comm import background
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.engine.observe.stack_samples import is_in_exchange
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.recovery.hang import FIRST_S, Whereabouts, find_late, stall_after_s, step_deadline_s
 from trainspec_cli.rundir.event_types.observed import HangEvent, LateStepEvent, StallEvent
@@ -193,7 +194,7 @@ def whereabouts(thread: int) -> StackPosition:
     entered = last_collectives()
     unfinished = [entry for entry in entered if entry.unfinished_on_device]
     for_sums = any(frame.filename == background.__file__ for frame in frames)
-    waiting = bool(unfinished) or for_sums or any("torch/distributed/" in frame.filename for frame in frames)
+    waiting = bool(unfinished) or for_sums or is_in_exchange([frame.filename for frame in frames])
     newest = max(unfinished or entered, key=lambda entry: entry.created_ns, default=None)
     return StackPosition(
         waiting,
@@ -205,10 +206,8 @@ def whereabouts(thread: int) -> StackPosition:
 
 def last_collectives() -> list[EnteredCollective]:
     """Return the newest collective of each process group from the flight recorder; none if it is off."""
-    if not os.environ.get("TORCH_FR_BUFFER_SIZE"):
-        return []
     newest: dict[str, EnteredCollective] = {}
-    for entry in _recorded():
+    for entry in recorded_collectives():
         if not entry["is_p2p"]:
             name, group = entry["profiling_name"], "/".join(entry["process_group"])
             newest[group] = EnteredCollective(
@@ -219,6 +218,11 @@ def last_collectives() -> list[EnteredCollective]:
                 entry["time_created_ns"],
             )
     return list(newest.values())
+
+
+def recorded_collectives() -> Iterator[Any]:
+    """Yield the entries of torch's flight recorder; none if it is off."""
+    return _recorded() if os.environ.get("TORCH_FR_BUFFER_SIZE") else iter(())
 
 
 def _recorded() -> Iterator[Any]:

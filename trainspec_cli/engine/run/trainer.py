@@ -11,11 +11,13 @@ from functools import partial
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from trainspec_cli.engine.build.train_state import DTYPES, TrainState
 from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, Traffic
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.counters import StepCounters
+from trainspec_cli.engine.observe.deeper_look import DeeperLook
 from trainspec_cli.engine.observe.device import Peak, device_allocations, device_name, measure_peak
 from trainspec_cli.engine.observe.memory import MemoryWatch
 from trainspec_cli.engine.observe.watch import StepWatch
@@ -56,6 +58,8 @@ class DoneStep:
     """The noise scale of the gradients up to this step, where the next batch hangs on it."""
     agreement: tuple[float, float]
     """The duration of the exchange that ended it, and the Unix time when this rank left that."""
+    garbage_s: float
+    """It collected garbage for so long; 0 on a GPU, which computes meanwhile."""
 
 
 class Trainer:
@@ -92,11 +96,18 @@ class Trainer:
         self.tally = RunTally(_peak(run.plan, run.state.device))
         self.memory = MemoryWatch(run.state.device, self.progress.step, run.plan.total_steps)
         self.counters = StepCounters(run.state.device)
+        self.deeper_look = self._deeper_look()
         self.divergence = Divergence(run.run_dir, self.spec.train.max_skipped_steps)
         self.unread: DoneStep | None = None
         self.allocated = device_allocations(run.state.device)
         """How often the device was asked for memory before this step."""
         self.stopping = False
+
+    def _deeper_look(self) -> DeeperLook | None:
+        if not self.spec.observe.deeper_look:
+            return None
+        rank = (self.coordinator.group or 0) * self.plan.group_size + dist.get_rank()
+        return DeeperLook(self.run_dir, self.journal, rank, self.state.device)
 
     def _restore(self) -> TrainProgress:
         """Load the newest whole checkpoint; where there is none the run goes on as it is."""
@@ -113,6 +124,8 @@ class Trainer:
         """Train to the last step or to a request to stop; a checkpoint is written either way."""
         self._announce()
         self.watch.start()
+        if self.deeper_look is not None:
+            self.deeper_look.start()
         try:
             self._train()
             if not self.coordinator.finished_without:
@@ -122,6 +135,8 @@ class Trainer:
                 raise explained from error
             raise
         finally:
+            if self.deeper_look is not None:
+                self.deeper_look.close()
             self.relief.close()
             self.coordinator.leave()
         self.watch.close()
@@ -254,8 +269,11 @@ class Trainer:
         with self.clock.part("checkpoint"):
             self.checkpoints.after_step(step, self.progress.samples, writes=self.coordinator.leads)
         self.watch.beat(step)
-        agreement = self.clock.agreement
-        return DoneStep(step, outcome, lr, self.clock.cut(), samples, self._cut_traffic(), noise_scale, agreement)
+        if self.deeper_look is not None:
+            self.deeper_look.after_step(step)
+        agreement, segments, traffic = self.clock.agreement, self.clock.cut(), self._cut_traffic()
+        garbage_s = 0.0 if self.clock.on_gpu else self.counters.garbage.cut()
+        return DoneStep(step, outcome, lr, segments, samples, traffic, noise_scale, agreement, garbage_s)
 
     def _note_noise(self, step: int, outcome: StepOutcome, samples: StepSamples) -> float | None:
         """Return the noise scale of the gradients up to this step; None where it is not measured, or not yet."""
@@ -334,7 +352,16 @@ class Trainer:
             self.journal.write(WarningEvent(step=done.step, message=message))
         figures, of_buckets = self.buckets.split(done.outcome.figures)
         figures, of_links = self.links.split(figures)
-        self.scheduler.note_step(done.step, taken.own, parts_s, taken.group_samples, figures)
+        looked_at = self.deeper_look is not None and self.deeper_look.looked_at(done.step)
+        self.scheduler.note_step(
+            done.step,
+            taken.own,
+            parts_s,
+            taken.group_samples,
+            figures,
+            shows_speed=not looked_at,
+            garbage_s=done.garbage_s,
+        )
         self.links.note_step(done.step, step_time_s, of_links, int(done.outcome.steps_to_sample.item()))
         self.buckets.note_step(done.step, step_time_s, of_buckets)
         self.coordinator.batches.rate = self.scheduler.rate

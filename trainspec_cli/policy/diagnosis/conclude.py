@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from trainspec_cli.policy.diagnosis.evidence import RunEvidence
 from trainspec_cli.policy.diagnosis.links import find_retries, find_slow_links
+from trainspec_cli.policy.diagnosis.looks import with_look
 from trainspec_cli.policy.diagnosis.memory import find_memory
 from trainspec_cli.policy.diagnosis.outlook import Outlook
 from trainspec_cli.policy.diagnosis.planned import as_planned
@@ -61,7 +62,7 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
         if all(one.cause == "noise" for one in verdicts):
             verdicts += as_planned(warm, look_ahead())
     advised = [replace(one, advice=one.advice or ADVICE.get(one.cause, "")) for one in verdicts]
-    return heaviest_first(_joined(advised))
+    return heaviest_first([with_look(one, evidence.looks) for one in _joined(advised)])
 
 
 def without_first(evidence: RunEvidence, steps: int) -> RunEvidence:

@@ -12,6 +12,8 @@ from functools import reduce
 import numpy as np
 import numpy.typing as npt
 
+from trainspec_cli.spec.results.look import Look
+
 Figures = npt.NDArray[np.float64]
 
 OWN_PARTS = ("data_wait", "forward", "backward", "optimizer", "checkpoint", "other")
@@ -99,6 +101,8 @@ class RunEvidence:
     link_slowdowns: tuple[LinkSlowdown, ...] = ()
     retried_steps: tuple[int, ...] = ()
     """Steps that were made again because an exchange between replica groups had failed."""
+    looks: tuple[Look, ...] = ()
+    """What ranks that looked at themselves have found; the steps that they did so in are left out."""
     total_steps: int | None = None
     planned_s: Mapping[str, float] = field(default_factory=dict)
     """The planned seconds of a step by part; empty where nothing is planned."""

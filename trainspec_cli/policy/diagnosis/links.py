@@ -36,6 +36,11 @@ OF_NOISE = 0.5
 LONG_STEPS_S = 3.0
 """A transfer is long for so much time of a run, before a link is blamed for it."""
 
+OUTAGES = 2
+"""Connections time out in so many places of a run before a link is blamed for it."""
+MOST_STEPS, AT_OUTAGES = 0.5, 0.8
+"""An outage is over again: fewer than this part of the steps show one. They hold so much of what is sent again."""
+
 Pair = tuple[int, int]
 
 
@@ -67,7 +72,43 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     episodes = find_episodes(excess_s, limit, step_s, LONG_STEPS_S)
     verdicts = [_explain(evidence, one) for one in episodes if one.steadiness >= STEADY]
     found = [one for one in verdicts if one is not None]
-    return found or _always_lossy(evidence, transfer_s, step_s)
+    return _outages(evidence, step_s) or found or _always_lossy(evidence, transfer_s, step_s)
+
+
+def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
+    """Return a link that goes away now and then: connections gave up waiting in a few steps, which took long, and next
+    to nothing was sent again in the others, as it is where a link loses packets."""
+    waited = np.sum([np.nan_to_num(one.timeouts) for one in evidence.connections], axis=0) > 0
+    where = np.flatnonzero(waited)
+    bouts = int((np.diff(where) > 1).sum()) + 1 if where.size else 0
+    if bouts < OUTAGES or where.size > MOST_STEPS * (len(step_s) - where[0]):
+        return []
+    first, last = int(where[0]), int(where[-1])
+    span = Episode(first, last, 0.0, 1.0)
+    longer_s = np.maximum(0.0, step_s - usual(step_s))
+    cost_s = float(longer_s[where].sum()) / span.steps
+    resent = _resent(evidence)
+    if cost_s < LEAST_SHARE * float(usual(step_s)) or resent[waited].sum() < AT_OUTAGES * resent.sum():
+        return []
+    paths = _paths(evidence.connections, span)
+    worst = max(paths, key=lambda path: path.timeouts)
+    goes_on = len(step_s) - 1 - last <= 2 * span.steps / (bouts - 1)
+    text = (
+        f"{sum(path.timeouts for path in paths):.0f} time-outs of connections in {bouts} places, most of them between "
+        f"ranks {_names(worst.ranks)}; nothing is lost in between"
+    )
+    return [
+        RunVerdict(
+            cause="network_timeouts",
+            node=_node_of(evidence, paths, lambda path: path.timeouts),
+            link=worst.ranks,
+            since_step=int(evidence.steps[first]),
+            until_step=None if goes_on else int(evidence.steps[last]),
+            cost_s=cost_s,
+            confidence=0.9,
+            evidence=(text, f"these steps take {float(np.median(longer_s[where])):.3g} s longer"),
+        )
+    ]
 
 
 def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:

@@ -43,6 +43,8 @@ EXPLAINS = 0.4
 """A counter explains an excess of which it is such a part."""
 PAGES = 20.0
 """Pages read back from disk in a step, beside which memory is short."""
+AS_SLOW = 0.5
+"""A peer is as slow as a rank whose excess it has such a part of."""
 MORE_WORK = 0.5
 """A rank with more work is as slow as that asks for, where the work's growth is such a part of the time's."""
 
@@ -73,7 +75,7 @@ class OwnTimes:
         self.step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
         """(T,)"""
         self.usual_step_s = float(usual(self.step_s))
-        self.expected_s = self.expect(self.own_s)
+        self.expected_s = self._expect_own()
         """(T, R)"""
 
     def expect(self, series: Figures) -> Figures:
@@ -89,6 +91,27 @@ class OwnTimes:
                 expected[:, of_kind] = np.partition(times, middle, axis=1)[:, middle : middle + 1]
             else:
                 expected[:, of_kind] = usual(times)
+        return expected
+
+    def _expect_own(self) -> Figures:
+        """Return what each rank's own parts should take: as `expect`, but no more than is usual where all ranks of a
+        kind are of one node of several. They are as slow as one another where the node is."""
+        expected, kinds, nodes = self.expect(self.own_s), np.array(self.evidence.kinds), np.array(self.evidence.nodes)
+        if len(np.unique(nodes)) > 1:
+            for kind in np.unique(kinds):
+                of_kind = np.flatnonzero(kinds == kind)
+                if len(np.unique(nodes[of_kind])) == 1:
+                    expected[:, of_kind] = np.minimum(expected[:, of_kind], usual(expected[:, of_kind]))
+        return expected
+
+    def expect_queued(self) -> Figures:
+        """Return how long each rank should wait for a processor: on a busy machine as long for each second that it
+        computes as its peers do. A rank with more to compute waits longer, though nothing is taken from it."""
+        processor_s = self.evidence.counter("cpu_s")
+        of_peers_s = self.expect(np.nan_to_num(processor_s))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            more = np.where((of_peers_s > 0) & np.isfinite(processor_s), processor_s / of_peers_s, 1.0)
+        expected: Figures = self.expect(self.queued_s) * np.maximum(1.0, more)
         return expected
 
     def limit(self, series: Figures | None = None) -> Figures:
@@ -108,7 +131,7 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         is_counted = cause not in ("uneven_lengths", "host_bound")
         if is_counted or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
             slow.append(Slow(rank, episode, cause, why))
-    queued_by_peers_s = times.expect(times.queued_s)
+    queued_by_peers_s = times.expect_queued()
     for rank, episode in _suspects(times, times.queued_s - queued_by_peers_s, STOLEN_S):
         of_peers_s = queued_by_peers_s[:, rank]
         rise_s = float(np.median(of_peers_s[episode.where]) - usual(of_peers_s))
@@ -132,10 +155,8 @@ def _suspects(times: OwnTimes, excess_s: Figures, confirming_s: float) -> Iterat
 
 def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> tuple[Cause, str]:
     """Return why a rank is slow in an episode, by how its counters differ from its peers'."""
-    peers = [
-        other for other in range(evidence.ranks) if other != rank and evidence.kinds[other] == evidence.kinds[rank]
-    ]
     excess_s = episode.excess
+    peers = _peers(evidence, times, rank, episode)
 
     def more(name: str) -> float:
         return _difference(evidence.counter(name), rank, peers, episode)
@@ -152,6 +173,14 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
     if np.isfinite(busy_s) and busy_s > EXPLAINS * excess_s:
         return "slow_device", f"the same work takes {_ms(busy_s)} more processor time a step than on its peers"
     return "slow_device", "it computes longer than its peers, and the system counts no reason"
+
+
+def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> list[int]:
+    """Return the ranks that do the same work, without those that are as slow: they say nothing of what is usual."""
+    inside = episode.where
+    excess_s = np.median(times.own_s[inside] - times.expected_s[inside], axis=0)
+    of_kind = (other for other in range(evidence.ranks) if evidence.kinds[other] == evidence.kinds[rank])
+    return [other for other in of_kind if other != rank and excess_s[other] < AS_SLOW * episode.excess]
 
 
 def _more_work(
@@ -206,6 +235,8 @@ def _ms(seconds: float) -> str:
 
 
 def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[RunVerdict]:
+    """Return a verdict for each node whose ranks are all slow, and for each rank of the others. Where that is every
+    node, it is none of a node: `find_common_slowness` looks at those."""
     verdicts, of_nodes, sizes = [], list[Slow](), Counter(evidence.nodes)
     for node in sorted({evidence.nodes[one.rank] for one in slow}):
         if sizes[node] < 2 or len(sizes) == 1:
@@ -213,6 +244,8 @@ def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[
         if common := _common([one for one in slow if evidence.nodes[one.rank] == node], sizes[node]):
             of_nodes += common
             verdicts.append(_node_verdict(evidence, node, common))
+    if len(verdicts) == len(sizes) > 1:
+        verdicts = []
     verdicts += [_rank_verdict(evidence, times, one) for one in slow if one not in of_nodes]
     return verdicts
 

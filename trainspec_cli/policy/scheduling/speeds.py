@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
@@ -53,6 +53,14 @@ class Speed:
 
     def scaled(self, factor: float) -> Speed:
         return Speed(self.fixed_s * factor, self.per_sample_s * factor, self.noise)
+
+
+def computing_s(parts_s: Mapping[str, float], garbage_s: float) -> float:
+    """Return the part of a rank's step that shows its speed, of which it collected garbage for `garbage_s`.
+
+    Waiting for data, checkpoints and garbage say nothing of how fast it computes, and stay where it has fewer samples.
+    """
+    return max(0.0, parts_s["forward"] + parts_s["backward"] - garbage_s)
 
 
 class _Seen(NamedTuple):

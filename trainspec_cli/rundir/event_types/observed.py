@@ -8,6 +8,7 @@ from typing import Literal
 from trainspec_cli.rundir.event_types.event import Event
 from trainspec_cli.spec.canonical import ABSENT, Absent
 from trainspec_cli.spec.records import Count, Rate, Seconds
+from trainspec_cli.spec.results.look import Look
 from trainspec_cli.spec.results.verdict import RunVerdict
 
 
@@ -170,3 +171,12 @@ class VerdictEvent(Event):
     """Steps made when it was found, or had ended."""
     is_over: bool
     verdict: RunVerdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookEvent(Event):
+    """This rank has looked at itself more deeply for a few steps."""
+
+    type: Literal["look"] = "look"
+    step: Count
+    look: Look

@@ -19,6 +19,7 @@ from trainspec_cli.rundir.event_types.observed import (
     HangEvent,
     LinkEvent,
     LinksEvent,
+    LookEvent,
     StallEvent,
     VerdictEvent,
 )
@@ -56,6 +57,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
     "counters": CountersEvent,
     "stall": StallEvent,
     "verdict": VerdictEvent,
+    "look": LookEvent,
     "end": EndEvent,
     "launch": LaunchMark,
     "failure": FailureMark,

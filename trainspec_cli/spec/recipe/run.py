@@ -182,6 +182,18 @@ class TrackingSection:
 
 
 @dataclass(frozen=True)
+class ObserveSection:
+    """What a run watches of itself beside its steps."""
+
+    deeper_look: bool = True
+    """When the diagnosis finds what slows the run, the suspected rank profiles itself for three steps (one where steps
+    take seconds), and the verdict names the line of code or the operations.
+
+    It costs nothing before that. A run looks eight times at most, once at each place, and keeps 1 MiB of each look.
+    """
+
+
+@dataclass(frozen=True)
 class RunSpec:
     model: ModelSpec
     """The model that is trained: its family and sizes."""
@@ -227,6 +239,8 @@ class RunSpec:
     """Text that the trained model writes."""
     tracking: TrackingSection = field(default_factory=TrackingSection)
     """Other places to record events."""
+    observe: ObserveSection = field(default_factory=ObserveSection)
+    """What a run watches of itself beside its steps."""
     run: RunSection = field(default_factory=RunSection)
     """The run folder, its name, and limits of its processes."""
 

@@ -60,6 +60,8 @@ class RunVerdict:
     """A step is longer by so much while it lasts."""
     confidence: Annotated[float, number(0, 1)] = 0.0
     evidence: tuple[str, ...] = ()
+    code: str | None = None
+    """The line of code that a deeper look has found, `FILE:LINE (FUNCTION)`."""
     advice: str = ""
     """A command or a key of the recipe."""
     full_step: Count | None = None

@@ -59,6 +59,7 @@ def check(spec: RunSpec) -> list[Problem]:
         half_precision,
         largest_micro_batch,
     ]
+    rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
     rules += [*OPTIM_RULES, *POOL_RULES, *RELAYOUT_RULES, *SLURM_RULES, *TEXT_RULES, *OWN_CODE_RULES]
     return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
 

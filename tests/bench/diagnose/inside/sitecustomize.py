@@ -7,6 +7,7 @@ A thread of each rank follows the file `rankN.json` in the folder that `TRAINSPE
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import sys
@@ -22,6 +23,7 @@ POLL_S = 0.05
 RANK_TIMEOUT_S = 20.0
 LEAK_PERIOD_S = 0.05
 CYCLES = 2000
+PAGE_BYTES = 4096
 
 
 def follow_orders(folder: Path) -> None:
@@ -112,6 +114,37 @@ def spin(steps: float, step_s: float) -> None:
     _before_pass(compute)
 
 
+def short_memory(size_bytes: float, step_s: float) -> None:
+    """The program goes through so many bytes in each pass, page by page."""
+    held = bytearray(b"\x01") * int(size_bytes)
+
+    def go_through() -> None:
+        for place in range(0, len(held), PAGE_BYTES):
+            held[place] = (held[place] + 1) % 256
+
+    _before_pass(go_through)
+
+
+def shapes(graphs: float, step_s: float) -> None:
+    """A function of the program is compiled anew in each pass, its input having another size: so many graphs."""
+    import torch
+
+    parts = [
+        torch.compile(lambda x: (x.sin() @ x.cos()).relu().sum(), dynamic=False, backend="aot_eager")
+        for _ in range(round(graphs))
+    ]
+    sizes = itertools.count(2)
+
+    def augment() -> None:
+        config = torch._dynamo.config  # of the thread that compiles
+        config.recompile_limit = config.accumulated_recompile_limit = 100_000
+        size = next(sizes)
+        for part in parts:
+            part(torch.ones(size, size))
+
+    _before_pass(augment)
+
+
 def lengths(steps: float, step_s: float) -> None:
     """Attention takes as long as the pairs that its mask allows, as in a kernel that skips the others: of one document
     in each sample, `steps` steps' time in each layer's forward."""
@@ -124,7 +157,8 @@ def lengths(steps: float, step_s: float) -> None:
     _before(torch.nn.functional, "scaled_dot_product_attention", attend)
 
 
-KINDS = {each.__name__: each for each in (slow_reads, garbage, leak, slow_disk, spin, lengths)}
+ALL = (slow_reads, garbage, leak, slow_disk, spin, lengths, short_memory, shapes)
+KINDS = {each.__name__: each for each in ALL}
 
 
 def _follow_in_child() -> None:

@@ -29,7 +29,7 @@ from trainspec_cli.policy.scheduling.shares import (
     reporting_interval,
     samples_per_s,
 )
-from trainspec_cli.policy.scheduling.speeds import SETTLING_S, Speed, SpeedTracker, slowest
+from trainspec_cli.policy.scheduling.speeds import SETTLING_S, Speed, SpeedTracker, computing_s, slowest
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.field_types import AUTO
@@ -126,17 +126,29 @@ class StepScheduler:
     # After it
 
     def note_step(
-        self, step: int, own: OwnSamples, parts_s: Mapping[str, float], samples: int, figures: Tensor
+        self,
+        step: int,
+        own: OwnSamples,
+        parts_s: Mapping[str, float],
+        samples: int,
+        figures: Tensor,
+        *,
+        shows_speed: bool = True,
+        garbage_s: float = 0.0,
     ) -> None:
         """Take in where this rank's time of a step went, and the `figures` (ranks, `Figures`) of all ranks.
 
-        `samples` are those of the replica group. On a GPU the step after it has begun.
+        `samples` are those of the replica group. On a GPU the step after it has begun. `shows_speed`: the step took no
+        longer on this rank than it needs, as one does that is profiled. `garbage_s`: of its passes in which garbage was
+        collected.
         """
         if self._mode == "off":
             return
         micro_batches, compute_s = len(own.sizes), parts_s["forward"] + parts_s["backward"]
-        self._tracker.note(own.samples, micro_batches, compute_s, parts_s["exposed_comm"])
-        self._change_cost.note(own.samples, micro_batches, parts_s["data_wait"] + compute_s)
+        if shows_speed:
+            own_s = computing_s(parts_s, garbage_s)
+            self._tracker.note(own.samples, micro_batches, own_s, parts_s["exposed_comm"])
+            self._change_cost.note(own.samples, micro_batches, parts_s["data_wait"] + compute_s)
         self._last_s = compute_s, parts_s["exposed_comm"] / micro_batches
         if not figures.numel():
             return

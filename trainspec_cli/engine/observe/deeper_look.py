@@ -1,0 +1,242 @@
+"""A deeper look at this rank for a few steps, when the supervisor asks for it because of a new verdict.
+
+A thread waits for that, so steps take no longer before. While it looks, torch's profiler runs over whole steps, and the
+thread samples the stack; what they show is an event, and a trace in the run folder.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from trainspec_cli.engine.observe.journal import GroupJournal, Journal
+from trainspec_cli.engine.observe.stack_samples import (
+    PySpy,
+    StackSample,
+    code_lines,
+    is_in_exchange,
+    sample_thread,
+    thread_named,
+)
+from trainspec_cli.engine.observe.step_profile import (
+    Operation,
+    StepProfile,
+    busy_ns,
+    heaviest,
+    is_within,
+    trace_text,
+)
+from trainspec_cli.engine.observe.watch import recorded_collectives
+from trainspec_cli.errors import MachineError, WorkerError
+from trainspec_cli.json_value import JsonObject, JsonValue
+from trainspec_cli.rundir.event_types.observed import LookEvent
+from trainspec_cli.rundir.event_types.training import WarningEvent
+from trainspec_cli.rundir.files import FileWatch, write_text
+from trainspec_cli.rundir.looks import TRACE_VERSION, read_looks
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.results.look import Look, LookOrder
+
+POLL_S = 1.0
+LOOK_STEPS, LOOK_S = 3, 2.0
+"""So many steps are looked at, and no further one after so many seconds."""
+STALLED_S = 1.0
+"""A rank that hangs makes no step: its stack is sampled for so long."""
+HOST_CAUSES = ("host_bound", "slow_loader", "garbage_collection", "recompilation", "hang")
+"""Causes that lie in the program: py-spy looks too."""
+KEPT_COLLECTIVES = 64
+COLLECTIVE_FIELDS = ("profiling_name", "process_group", "collective_seq_id", "state", "time_created_ns", "input_sizes")
+
+
+class StepsInView:
+    """The steps that are looked at: the thread that trains makes them, the thread that looks waits for the last one."""
+
+    def __init__(self, device: torch.device):
+        began_s = time.perf_counter()
+        self._profile = StepProfile(device)
+        self._began_s = time.perf_counter()
+        self.cost_s = self._began_s - began_s
+        self.first_step = self.last_step = 0
+        self.is_over = threading.Event()
+
+    def add(self, step: int) -> None:
+        """Count a step that was made; the last one ends the view."""
+        self.first_step, self.last_step = self.first_step or step, step
+        made, passed_s = step - self.first_step + 1, time.perf_counter() - self._began_s
+        if made >= LOOK_STEPS or passed_s > LOOK_S:
+            self.end()
+
+    def end(self) -> None:
+        began_s = time.perf_counter()
+        self._profile.end()
+        self.cost_s += time.perf_counter() - began_s
+        self.is_over.set()
+
+    def operations(self) -> list[Operation]:
+        return self._profile.operations()
+
+
+class DeeperLook(threading.Thread):
+    """`after_step` is called by the thread that trains, before the step's time is cut."""
+
+    def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal, rank: int, device: torch.device):
+        """`rank`: those of replica groups are counted through. Looks that an earlier start was asked for are over."""
+        super().__init__(name="deeper look", daemon=True)
+        self._run_dir, self._journal, self._rank, self._device = run_dir, journal, rank, device
+        self._file, self._closed = FileWatch(run_dir.looks_json), threading.Event()
+        self._done, self._step = 0, 0
+        with suppress(MachineError, OSError):
+            self._done = max((one.number for one in read_looks(run_dir).orders), default=0)
+        self._is_wanted, self._has_begun = threading.Event(), threading.Event()
+        self._begun: StepsInView | None = None
+        """The steps in view, or those that were last."""
+
+    # The thread that trains
+
+    def after_step(self, step: int) -> None:
+        self._step = step
+        if self._begun is not None and not self._begun.is_over.is_set():
+            self._begun.add(step)
+        elif self._is_wanted.is_set():
+            self._is_wanted.clear()
+            self._begin()
+
+    def _begin(self) -> None:
+        is_free = not torch.autograd._profiler_enabled()  # the model's own code may profile: torch has one profiler
+        self._begun = StepsInView(self._device) if is_free else None
+        self._has_begun.set()
+
+    def looked_at(self, step: int) -> bool:
+        """Return whether this step was made in view: it took longer than it needs."""
+        return self._begun is not None and 0 < self._begun.first_step <= step <= self._begun.last_step
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._begun is not None and not self._begun.is_over.is_set():
+            self._begun.end()
+
+    # The thread that looks
+
+    def run(self) -> None:
+        while not self._closed.wait(POLL_S):
+            try:
+                for order in self._new_orders():
+                    self._look(order)
+            except (MachineError, WorkerError, OSError) as error:  # no training ends for want of a look
+                self._warn(str(error))
+
+    def _warn(self, why: str) -> None:
+        """Write down that there is no look; a newer start that owns the run, or a full disk, prevents that too."""
+        with suppress(WorkerError, OSError):
+            self._journal.write(WarningEvent(step=self._step, message=f"no deeper look is taken: {why}"))
+
+    def _new_orders(self) -> list[LookOrder]:
+        if not self._file.has_changed():
+            return []
+        new = [one for one in read_looks(self._run_dir).orders if one.number > self._done]
+        self._done = max((one.number for one in new), default=self._done)
+        return [one for one in new if one.looker == self._rank]
+
+    def _look(self, order: LookOrder) -> None:
+        """Look, and write down what was found; nothing where the run ends before."""
+        view = None if order.cause == "hang" else self._ask_for_view()
+        if self._closed.is_set() or (view is None and order.cause != "hang"):
+            return
+        thread = thread_named("loader") if order.cause == "slow_loader" else threading.main_thread()
+        notes: list[str] = []
+        spy = _start_spy(order, self._run_dir.looks_folder, notes)
+        samples = sample_thread(thread.ident or 0, self._end_of(view))
+        spied = _spied(spy, thread.native_id or 0, notes)
+        if not self._closed.is_set():
+            self._report(order, view, samples, spied, notes)
+
+    def _ask_for_view(self) -> StepsInView | None:
+        """Return the steps in view when the first of them begins; None where there are none."""
+        self._has_begun.clear()
+        self._is_wanted.set()
+        while not self._has_begun.wait(POLL_S / 4):
+            if self._closed.is_set():
+                return None
+        if self._begun is None:
+            self._warn("torch's profiler is in use")
+        return self._begun
+
+    def _end_of(self, view: StepsInView | None) -> Callable[[], bool]:
+        """Return what tells that a look is over."""
+        if view is not None:
+            return lambda: view.is_over.is_set() or self._closed.is_set()
+        end_s = time.monotonic() + STALLED_S
+        return lambda: time.monotonic() > end_s
+
+    def _report(
+        self,
+        order: LookOrder,
+        view: StepsInView | None,
+        samples: Sequence[StackSample],
+        spied: Sequence[StackSample],
+        notes: list[str],
+    ) -> None:
+        operations = view.operations() if view is not None else []
+        busy = busy_ns(operations)
+        first, last = (view.first_step, view.last_step) if view is not None else (self._step + 1, self._step)
+        seen = [one for one in spied or samples if order.cause == "hang" or not is_in_exchange(one.files)]
+        outside = [one for one in seen if not one.at_ns or not is_within(one.at_ns, busy)]
+        total = sum(one.times for one in seen)
+        look = Look(
+            order=order,
+            first_step=first,
+            last_step=last,
+            operations=heaviest(operations, max(1, last - first + 1)),
+            operations_share=sum(one.times for one in samples if is_within(one.at_ns, busy)) / max(1, len(samples)),
+            lines=code_lines(outside, total) if total else (),
+            samples=total,
+            sampled_by="py-spy" if spied else "trainspec",
+            cost_s=view.cost_s if view is not None else 0.0,
+            file=self._write_trace(order, operations, notes),
+            notes=tuple(notes),
+        )
+        self._journal.write(LookEvent(step=self._step, look=look))
+
+    def _write_trace(self, order: LookOrder, operations: Sequence[Operation], notes: list[str]) -> str | None:
+        path = self._run_dir.look_trace(order.number)
+        about: JsonObject = {
+            "version": TRACE_VERSION,
+            "order": to_plain(order),
+            "collectives": _newest_collectives(),
+            "displayTimeUnit": "ms",
+        }
+        try:
+            write_text(path, trace_text(operations, self._rank, about))
+        except OSError as error:
+            notes.append(f"the trace could not be written: {error.strerror}")
+            return None
+        return str(path.relative_to(self._run_dir.root))
+
+
+def _start_spy(order: LookOrder, folder: Path, notes: list[str]) -> PySpy | None:
+    """Return py-spy at work, where it is installed and the cause lies in the program."""
+    program = PySpy.find() if order.cause in HOST_CAUSES else None
+    try:
+        return None if program is None else PySpy(program, folder)
+    except OSError as error:
+        notes.append(f"py-spy could not be started: {error.strerror}")
+        return None
+
+
+def _spied(spy: PySpy | None, thread: int, notes: list[str]) -> list[StackSample]:
+    try:
+        return [] if spy is None else spy.samples(thread)
+    except OSError as error:
+        notes.append(f"py-spy could not look: {error}")
+        return []
+
+
+def _newest_collectives() -> list[JsonValue]:
+    """Return the newest collectives of torch's flight recorder, without their stacks."""
+    entries = sorted(recorded_collectives(), key=lambda entry: -entry["time_created_ns"])[:KEPT_COLLECTIVES]
+    return [{name: entry.get(name) for name in COLLECTIVE_FIELDS} for entry in entries]

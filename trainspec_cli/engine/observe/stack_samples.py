@@ -1,0 +1,176 @@
+"""Samples of a thread's stack: where it stands again and again, and which line of code most of them share.
+
+The process samples itself, so a thread that holds the interpreter lock in native code is seen when it gives it back.
+Where py-spy is installed (the extra `sampling`), it samples from outside.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from trainspec_cli.engine.comm import background
+from trainspec_cli.spec.results.look import CodeLine
+
+PERIOD_S = 0.005
+MOST_SAMPLES = 4000
+"""Nothing is sampled after so many."""
+MOST_FRAMES = 60
+NAMED_LINES = 3
+MOST_CHARACTERS = 120
+LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent))
+INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+SPY_RATE, SPY_S = 100, 1
+SPY_ENDS_S = 10.0
+"""py-spy is given up so long after it should have ended."""
+_SPY_FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")
+
+
+class Frame(NamedTuple):
+    file: str
+    line: int
+    function: str
+
+
+class StackSample(NamedTuple):
+    at_ns: int
+    """Unix time."""
+    stack: tuple[Frame, ...]
+    """Outermost first."""
+    times: int = 1
+
+    @property
+    def files(self) -> list[str]:
+        return [frame.file for frame in self.stack]
+
+
+def sample_thread(thread: int, is_over: Callable[[], bool]) -> list[StackSample]:
+    """Return samples of a thread, by its identifier, until `is_over`; none of a thread that has ended."""
+    samples: list[StackSample] = []
+    while not is_over():
+        if len(samples) < MOST_SAMPLES and (frame := sys._current_frames().get(thread)) is not None:
+            frames = list[Frame]()
+            while frame is not None and len(frames) < MOST_FRAMES:
+                frames.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+                frame = frame.f_back
+            samples.append(StackSample(time.time_ns(), tuple(reversed(frames))))
+        time.sleep(PERIOD_S)
+    return samples
+
+
+def is_in_exchange(files: Sequence[str]) -> bool:
+    """Return whether a stack stands in an exchange with other ranks, by the files of its frames, outermost first.
+
+    Only what the innermost line outside of libraries calls counts: torch's launcher, from which a worker is forked, is
+    further out in every stack.
+    """
+    inner = list(takewhile(_is_library, reversed(files)))
+    own = files[-1 - len(inner)] if len(inner) < len(files) else ""
+    return own == background.__file__ or any(DISTRIBUTED in file for file in inner)
+
+
+def code_lines(samples: Iterable[StackSample], total: int) -> tuple[CodeLine, ...]:
+    """Return the lines at which most of the samples stand, most first, as parts of `total` samples.
+
+    A line is the innermost one outside of Python's library and torch.
+    """
+    counts = Counter[Frame]()
+    for sample in samples:
+        own = [frame for frame in sample.stack if not _is_library(frame.file)]
+        if own:
+            counts[own[-1]] += sample.times
+    return tuple(_code_line(frame, count / total) for frame, count in counts.most_common(NAMED_LINES))
+
+
+def _is_library(file: str) -> bool:
+    if file.startswith("<"):
+        return True
+    return file.startswith(LIBRARIES) and (file.startswith(LIBRARIES[1]) or not file.startswith(INSTALLED))
+
+
+def _code_line(frame: Frame, share: float) -> CodeLine:
+    text = linecache.getline(frame.file, frame.line).strip()[:MOST_CHARACTERS]
+    return CodeLine(file=_shown(frame.file), line=frame.line, function=frame.function, text=text, share=min(1.0, share))
+
+
+def _shown(file: str) -> str:
+    """Return the file from its outermost package on, as `trainspec_cli/engine/run/step.py`."""
+    path = Path(file)
+    root = path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    return str(path.relative_to(root)) if root != path.parent else file
+
+
+class PySpy:
+    """py-spy, started beside this process for a second; it does not pause it, and writes below `folder`."""
+
+    def __init__(self, program: str, folder: Path):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = tempfile.TemporaryDirectory(prefix=".py-spy-", dir=folder)
+        self._output = Path(self._folder.name) / "stacks"
+        options = ["--pid", str(os.getpid()), "--duration", str(SPY_S), "--rate", str(SPY_RATE), "--format", "raw"]
+        options += ["--threads", "--idle", "--nonblocking", "--full-filenames", "--output", str(self._output)]
+        self._process = subprocess.Popen(
+            [program, "record", *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
+
+    @classmethod
+    def find(cls) -> str | None:
+        """Return where py-spy is installed; None where it is not."""
+        beside = str(Path(sys.executable).parent)
+        return shutil.which("py-spy", path=os.pathsep.join((beside, os.environ.get("PATH", ""))))
+
+    def samples(self, thread: int) -> list[StackSample]:
+        """Return what it has seen of a thread, by its native id. Raises OSError where it could not look: a process may
+        be kept from looking into its parent (`kernel.yama.ptrace_scope`)."""
+        try:
+            _, error = self._process.communicate(timeout=SPY_S + SPY_ENDS_S)
+            if self._process.returncode:
+                said = error.decode(errors="replace").strip().splitlines()
+                raise OSError(said[-1][:MOST_CHARACTERS] if said else f"it ended with {self._process.returncode}")
+            return list(_read_stacks(self._output.read_text(errors="replace"), thread))
+        except subprocess.TimeoutExpired as error:
+            raise OSError("it did not end") from error
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
+        self._folder.cleanup()
+
+
+def _read_stacks(text: str, thread: int) -> Iterator[StackSample]:
+    """Yield the stacks of a thread in py-spy's raw format: `thread (ID): NAME;FUNCTION (FILE:LINE);... COUNT`."""
+    for line in text.splitlines():
+        stack, _, count = line.rpartition(" ")
+        name, *frames = stack.split(";")
+        if count.isdigit() and name.startswith(f"thread ({thread})"):
+            found = [match for frame in frames if (match := _SPY_FRAME.fullmatch(frame))]
+            yield StackSample(
+                0, tuple(Frame(one["file"], int(one["line"]), one["function"]) for one in found), int(count)
+            )
+
+
+def thread_named(prefix: str) -> threading.Thread:
+    """Return the first thread whose name begins so; the main thread where there is none."""
+    named = (thread for thread in threading.enumerate() if thread.name.startswith(prefix))
+    return next(named, threading.main_thread())

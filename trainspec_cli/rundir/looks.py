@@ -1,0 +1,37 @@
+"""Deeper looks: the supervisor writes RUN/looks.json when a verdict is new, the ranks that it names look at themselves.
+
+What they find is an event of their own (`LookEvent`), and a trace in RUN/looks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.versioned import read_versioned
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.records import Count
+from trainspec_cli.spec.results.look import LookOrder
+
+VERSION = 1
+TRACE_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class LooksRecord:
+    """looks.json: all looks that were asked for, over all starts of the run."""
+
+    version: Count = VERSION
+    orders: tuple[LookOrder, ...] = ()
+
+
+def write_looks(run: RunDir, record: LooksRecord) -> None:
+    write_json(run.looks_json, to_plain(record))
+
+
+def read_looks(run: RunDir) -> LooksRecord:
+    """Return the looks that were asked for; none where there is no file. Raises UnreadableFileError where it is damaged
+    or of another version."""
+    path = run.looks_json
+    return read_versioned(path, LooksRecord, VERSION, "list of looks") if path.exists() else LooksRecord()
