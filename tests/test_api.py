@@ -42,6 +42,7 @@ def test_a_plan_is_that_of_the_command(capsys: pytest.CaptureFixture[str]) -> No
     assert trainspec.plan("recipe=llama3_70b", "cluster=h100", "cluster.num_nodes=1").best is None
 
 
+@pytest.mark.slow
 def test_a_run_is_trained_listed_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

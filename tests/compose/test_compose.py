@@ -149,7 +149,7 @@ def test_unknown_option_on_the_command_line_and_in_a_recipe(tmp_path: Path, writ
     composed = compose("mine", ["model=llama6m"], tmp_path)
     assert sorted(told(composed), reverse=True) == [
         ("unknown_option", "recipes/mine.yaml:2:5", "`optim` has no option `adam`",
-         "did you mean `adamw`? Options: adamw, sgd"),
+         "did you mean `adamw`? Options: adamw, adamw8bit, muon, sgd"),
         ("unknown_option", "command line:2", "`model` has no option `llama6m`",
          f"did you mean model=llama_6m? Options: {MODELS}"),
     ]  # fmt: skip

@@ -88,8 +88,12 @@ def test_a_worker_builds_fills_and_trains_in_order(
         order.append((run.plan, run.run_dir, run.source, run.state, run.recipe_digest, run.stop, coordinator))
         return SimpleNamespace(run=note("trains"))
 
+    def relieve(given: Any, reliefs: str) -> Any:
+        return SimpleNamespace(spec="recipe", relieved=(given, reliefs))
+
     monkeypatch.setattr(training, "recall_reliefs", note("recalls", "reliefs"))
-    monkeypatch.setattr(training, "with_reliefs", lambda given, reliefs: (given, reliefs))
+    monkeypatch.setattr(training, "with_reliefs", relieve)
+    monkeypatch.setattr(training, "check_code", lambda spec, run: None)
     monkeypatch.setattr(training, "join_processes", note("joins", "device"))
     monkeypatch.setattr(training, "leave_processes", note("leaves"))
     monkeypatch.setattr(training, "build_train_state", note("builds", "state"))
@@ -98,7 +102,7 @@ def test_a_worker_builds_fills_and_trains_in_order(
     monkeypatch.setattr(training, "open_coordinator", lambda run: "coordinator")
     monkeypatch.setattr(training, "Trainer", trainer)
     training.work(run_dir, "stop")  # type: ignore[arg-type]
-    relieved = (plan, "reliefs")
+    relieved = SimpleNamespace(spec="recipe", relieved=(plan, "reliefs"))
     assert order == [
         *(("joins", "cpu"), ("recalls", plan, run_dir), ("builds", relieved, "device")),
         *([] if resumes else [("loads", relieved, "state")]),

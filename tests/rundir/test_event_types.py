@@ -19,6 +19,7 @@ from trainspec_cli.rundir.event_types.observed import (
     LinkEvent,
     LinkRate,
     LinksEvent,
+    LookEvent,
     StallEvent,
     VerdictEvent,
 )
@@ -38,6 +39,7 @@ from trainspec_cli.rundir.events import EventWriter, read_log
 from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.records import FieldError
+from trainspec_cli.spec.results.look import CodeLine, Look, LookOrder, OperationTime
 from trainspec_cli.spec.results.verdict import RunVerdict
 
 START = StartEvent(
@@ -106,6 +108,19 @@ STALL = StallEvent(
     waits_in="gloo:all_reduce",
     collectives={"world": 7},
     stack="here",
+)
+LOOK = LookEvent(
+    step=9,
+    look=Look(
+        order=LookOrder(number=1, looker=1, cause="slow_device", rank=1),
+        first_step=7,
+        last_step=9,
+        operations=(OperationTime(name="aten::mm", self_s=0.25, calls=12.0),),
+        operations_share=0.5,
+        lines=(CodeLine(file="f.py", line=3, function="f", text="x = 1", share=0.75),),
+        samples=40,
+        file="looks/0001.json",
+    ),
 )
 CONNECTION = ConnectionCounts(
     local="10.0.0.1:7",
@@ -227,6 +242,7 @@ EVENTS: list[Event] = [
     SampleEvent(step=4, prompt="once", text=" upon"),
     WarningEvent(step=4, message="hot"),
     RetryEvent(step=4),
+    LOOK,
     EndEvent(step=4, status="done", weights_sha256="ab"),
     LaunchMark(),
     FailureMark(),

@@ -20,7 +20,7 @@ from trainspec_cli.policy.diagnosis.evidence import (
     RunEvidence,
     Stall,
 )
-from trainspec_cli.reading.files import read_object
+from trainspec_cli.reading.files import read_object, unreadable
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.rundir.event_types.event import PARTS, Event
 from trainspec_cli.rundir.event_types.failures import RetryEvent
@@ -34,6 +34,7 @@ from trainspec_cli.spec.results.look import Look
 SILENT_S = 1.5
 """A rank that has not reported a stall so long after the first one that did is silent."""
 ALL_STEPS = 2**31
+MOST_RANKS = 10**6
 STEP_BYTES = 1024
 """Bytes that a rank writes of a step, about, with its part of the counters."""
 
@@ -75,16 +76,19 @@ def shape_of(run: RunDir) -> RunShape:
         value = plain.get(name) if isinstance(plain, dict) else None
         return value if isinstance(value, int) and value > 0 else otherwise
 
-    devices = whole(plan, "devices_per_node", 1)
+    devices, groups = whole(plan, "devices_per_node", 1), whole(plan, "replica_groups", 1)
+    ranks = whole(plan, "num_nodes", 1) * devices
+    if ranks > MOST_RANKS or ranks % groups:
+        raise unreadable(run.plan_json, f"has {ranks:,} ranks in {groups:,} replica groups")
     spec = plan.get("spec")
     train = spec.get("train") if isinstance(spec, dict) else None
     steps = whole(plan, "steps", 0) or whole(train, "max_steps", 0)
     prediction = plan.get("prediction")
     planned = prediction.get("time_s") if isinstance(prediction, dict) else None
     return RunShape(
-        ranks=whole(plan, "num_nodes", 1) * devices,
+        ranks=ranks,
         devices_per_node=devices,
-        groups=whole(plan, "replica_groups", 1),
+        groups=groups,
         stages=whole(plan.get("layout"), "pp", 1),
         total_steps=steps or None,
         planned_s={name: float(one) for name, one in planned.items() if isinstance(one, int | float)}

@@ -160,7 +160,7 @@ def write_adapters(wanted: Export, output: Path) -> str:
 
 def _card(plan: Plan, base: str, *, is_dequantised: bool) -> str:
     """Return a model card that says what the adapters were trained beside."""
-    lines = ["---", "library_name: peft", f"base_model: {json.dumps(base)}", "---", ""]
+    lines = ["---", "library_name: peft", f"base_model: {json.dumps(base, allow_nan=False)}", "---", ""]
     lines += [
         "LoRA adapters that were trained beside a base in 4-bit NormalFloat (nf4, blocks of 64, double quantisation;"
     ]

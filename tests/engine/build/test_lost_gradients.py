@@ -11,7 +11,7 @@ from lab.ranks import outputs
 
 WORKER = Path(__file__).with_name("lost_gradients_worker.py")
 BF16 = 0.004
-QUICK = ("shards to replicas", "replicas to shards of a tied model", "shards to tensors")
+OF_TWO = ("shards to replicas", "replicas to shards of a tied model", "shards to tensors")
 OF_FOUR = ("experts to shards", "tensors to a tied pipeline", "a tied pipeline to tensors", "both to tensors")
 DROPS = "shards to tensors"
 
@@ -23,7 +23,7 @@ def found_by(folder: Path, ranks: int, names: tuple[str, ...]) -> dict[str, Any]
 
 @pytest.fixture(scope="module")
 def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return found_by(tmp_path_factory.mktemp("two"), 2, QUICK)
+    return found_by(tmp_path_factory.mktemp("two"), 2, OF_TWO)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,8 @@ def check(found: dict[str, Any], name: str) -> None:
         assert (found["drops_lost"], found["changed"]) == (False, 0)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_TWO)
 def test_what_is_lost_is_what_the_weights_lack_and_moves_bit_by_bit(of_two: dict[str, Any], name: str) -> None:
     check(of_two[name], name)
 

@@ -623,7 +623,7 @@ def test_the_scheduler_divides_each_step_and_its_rate_is_the_groups(context: Run
         asked.append(step)
         return Division((1.0,), micro_batch_size=2 if step > 2 else 1)
 
-    def note_step(step: int, own: OwnSamples, parts_s: Any, samples: int, figures: Tensor) -> None:
+    def note_step(step: int, own: OwnSamples, parts_s: Any, samples: int, figures: Tensor, **seen: Any) -> None:
         noted.append((step, len(own.sizes), samples))
         trainer.scheduler.rate = 10.0 * step
 

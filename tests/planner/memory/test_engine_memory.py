@@ -347,7 +347,7 @@ def compare(found: list[str], known: Path, tmp_path: Path) -> None:
 
 
 def test_sixty_runs_are_held_against_traces() -> None:
-    assert 60 <= len(DEFAULT_RUNS) + sum(map(len, FAMILIES.values())) <= 70
+    assert 60 <= len(DEFAULT_RUNS) + sum(map(len, FAMILIES.values())) <= 80
 
 
 def test_what_cannot_be_counted_is_said() -> None:

@@ -68,6 +68,7 @@ DEFAULTS: dict[str, Any] = {
         "beta1": 0.9,
         "beta2": 0.95,
         "eps": 1e-08,
+        "momentum": 0.95,
         "weight_decay": 0.1,
         "grad_clip_norm": 1.0,
         "schedule": {"kind": "cosine", "warmup_steps": 0, "decay_fraction": 0.2, "final_lr_ratio": 0.1},

@@ -20,17 +20,17 @@ def render_group(found: FoundFabric, name: str, *, has_schema: bool) -> str:
     lines = ["# @package cluster.fabric", *([SCHEMA] if has_schema else [])]
     lines += _comment(f"The fabric of {found.host}, found by `trainspec fabric`. Keys with ... were not found.")
     lines += [line for remark in found.remarks for line in _comment(f"Note: {remark}.")]
-    lines += [f"name: {json.dumps(name)}", "tiers:"]
+    lines += [f"name: {json.dumps(name, allow_nan=False)}", "tiers:"]
     for tier in found.tiers:
         lines += _tier(tier)
     lines += [*_comment(f"nic_wiring: {WIRING}; a node does not show it."), "nic_wiring: null", "planes: null"]
     lines += ["nccl_tuner: false", "sources:"]
-    lines += [f"  {key}: {json.dumps(source)}" for key, source in found.spec(name).sources.items()]
+    lines += [f"  {key}: {json.dumps(source, allow_nan=False)}" for key, source in found.spec(name).sources.items()]
     return "\n".join(lines) + "\n"
 
 
 def _tier(tier: FoundTier) -> Iterator[str]:
-    yield f"  - name: {json.dumps(tier.spec.name)}"
+    yield f"  - name: {json.dumps(tier.spec.name, allow_nan=False)}"
     yield from (f"    {key}: {value}" for key, value in known_keys(tier.spec))
     for key, advice in tier.left_out.items():
         yield from _comment(f"{key}: ...  {advice}", "    # ")
