@@ -63,6 +63,7 @@ def test_what_does_not_fit_is_one_object_as_json(capsys: pytest.CaptureFixture[s
     assert plan["advice"] and plan["rejected"]
 
 
+@pytest.mark.slow
 def test_the_advice_is_right(capsys: pytest.CaptureFixture[str]) -> None:
     advice = plan_json(capsys, *TOO_SMALL, code=3)["advice"][-1]
     changes = [word for word in advice.split() if "=" in word]

@@ -42,6 +42,7 @@ def test_where_shares_cannot_help_it_says_so(capsys: pytest.CaptureFixture[str])
     assert "0 of 0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_nodes_leave_runs_that_go_on_without_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", *GPUS, "disturb=node_leaves"]) == 2
     printed = capsys.readouterr().err

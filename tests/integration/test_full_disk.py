@@ -50,6 +50,7 @@ def test_what_does_not_fit_is_told_and_the_last_one_is_an_error(trainspec, small
     assert run_dir.checkpoint_steps()[-1] == 30
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_costs_a_checkpoint_and_nothing_else(trainspec, tmp_path):
     at_once = ("checkpoint.mode=sync", "fault=disk_full(step=15,steps=10)")
     ended = trainspec("launch", *RECIPE, *at_once, "run.dir=run")

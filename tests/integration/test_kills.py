@@ -79,6 +79,7 @@ def read_until(process: subprocess.Popen[str], beginning: str) -> None:
     process.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_stops_the_run_with_a_checkpoint(environment, tmp_path, read_result):
     command = [
         *LAUNCH,

@@ -39,6 +39,7 @@ def plant(file, name, *values):
     safetensors.save_file(tensors, file)
 
 
+@pytest.mark.slow
 def test_nan_in_a_checkpoint_to_begin_with_is_refused_by_all_ranks_alike(trainspec, hf_folder, tmp_path):
     folder = hf_folder("qwen3", max_shard_size="40KB")
     name = "model.layers.1.mlp.up_proj.weight"

@@ -101,6 +101,7 @@ def test_a_node_whose_links_are_narrow_leads_to_a_layout_that_exchanges_less_ove
     assert kept.decisions == (), "it computes as fast as usual, so that no share changes"
 
 
+@pytest.mark.slow
 def test_two_disturbances_of_which_one_leaves_settle() -> None:
     """No layer or layout is changed to and fro."""
     lasting = SlowNode(node=1, factor=1.5, from_step=100)

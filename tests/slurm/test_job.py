@@ -15,6 +15,7 @@ LONG = ("train.max_steps=120", "checkpoint.interval_steps=10", "fault=slow(step=
 PATIENT = "resilience.heartbeat_timeout_s=3"
 
 
+@pytest.mark.slow
 def test_a_run_on_two_nodes_ends_with_its_own_exit_code(
     slurm: Cluster, sbatch, watch, tmp_path: Path, read_result
 ) -> None:
@@ -53,6 +54,7 @@ def test_a_warned_job_of_replica_groups_is_requeued_and_loses_no_sample(
     assert watch.steps(run) == list(range(1, 121)), "no step twice, none left out"
 
 
+@pytest.mark.slow
 def test_a_failing_worker_ends_the_job_with_the_runs_code(
     slurm: Cluster, sbatch, watch, tmp_path: Path, read_result
 ) -> None:

@@ -152,6 +152,7 @@ def test_a_plan_shows_one_failure_of_each_kind() -> None:
     assert plan_planes(ClusterSpec(), 75_000) is None
 
 
+@pytest.mark.slow
 def test_a_network_that_always_fails_is_simulated_for_a_shorter_while() -> None:
     reliability = ReliabilitySpec(mtbf_device_hours=1e-6)
     plan = plan_planes(ClusterSpec(reliability=reliability, fabric=FabricSpec(planes=PlanesSpec(8, 800, 51.2))), 64)

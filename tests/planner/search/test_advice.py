@@ -37,7 +37,11 @@ def typed(line: str) -> list[str]:
             ("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=1", *PINNED, "batching.micro_batch_size=2"),
             [["recompute=full"], ["layout=auto", "recompute=auto"]],
         ),
-        (("recipe=llama3_405b", "cluster=h100", "cluster.num_nodes=1"), [NF4, ["cluster.num_nodes=16"]]),
+        pytest.param(
+            ("recipe=llama3_405b", "cluster=h100", "cluster.num_nodes=1"),
+            [NF4, ["cluster.num_nodes=16"]],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["four 4090s", "a pinned layout", "far too large"],
 )  # fmt: skip
