@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.waiting import PATIENCE_S
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
@@ -114,7 +115,7 @@ def memory_limit(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Pat
         return group / "cgroup.procs"
 
     yield limit
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while (group / "cgroup.procs").read_text() and time.monotonic() < deadline:
         time.sleep(0.1)
     group.rmdir()

@@ -15,6 +15,7 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from lab.waiting import PATIENCE_S
 
 from trainspec_cli.__main__ import run as trainspec
 from trainspec_cli.errors import EXIT_DONE, MachineError, RecipeError
@@ -39,7 +40,7 @@ def supervised(run: RunDir, ends: Callable[[], bool], work: Callable[[], None] =
         with claim(run, "launch"):
             held.set()
             work()
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + PATIENCE_S
             while not ends() and time.monotonic() < deadline:
                 time.sleep(0.01)
             write_json(run.result_json, {"status": "stopped", "exit_code": 6})

@@ -43,9 +43,9 @@ class Hall:
 
     def all(self, rank: int, sent: Tensor) -> list[Tensor]:
         self.sent[rank] = sent.clone()
-        self.barrier.wait(timeout=20)
+        self.barrier.wait(timeout=600)
         everything = [self.sent[one] for one in range(self.size)]
-        self.barrier.wait(timeout=20)
+        self.barrier.wait(timeout=600)
         return everything
 
     def run(self, of_rank: Any) -> list[Any]:

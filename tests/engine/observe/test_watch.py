@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from lab.waiting import PATIENCE_S
 
 from trainspec_cli.engine.comm.background import Background
 from trainspec_cli.engine.observe import watch
@@ -382,7 +383,7 @@ def test_a_rank_waits_where_its_sums_go_on_in_another_thread():
     waiting = threading.Thread(target=beside.wait)
     waiting.start()
     try:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while not (found := watch.whereabouts(waiting.ident)).waiting and time.monotonic() < deadline:
             time.sleep(0.001)
     finally:

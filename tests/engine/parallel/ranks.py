@@ -22,9 +22,9 @@ class Ranks:
     def swap(self, rank: int, sent: Any) -> dict[int, Any]:
         """Return what every rank has sent, by rank."""
         self.sent[rank] = sent.detach().clone() if isinstance(sent, torch.Tensor) else sent
-        self.barrier.wait(timeout=20)
+        self.barrier.wait(timeout=600)
         all_sent = {rank: self.sent[rank] for rank in range(self.size)}
-        self.barrier.wait(timeout=20)
+        self.barrier.wait(timeout=600)
         return all_sent
 
     def run(self, of_rank: Callable[[int], list[torch.Tensor]]) -> list[list[torch.Tensor]]:

@@ -42,7 +42,7 @@ class Network:
 
     def recv(self, tensor: torch.Tensor, group: str, group_src: int) -> None:
         assert group == ("up" if group_src < self.local.rank else "down")
-        assert self.line(group, group_src, self.local.rank).get(timeout=20) == tensor.numel()
+        assert self.line(group, group_src, self.local.rank).get(timeout=600) == tensor.numel()
 
     def times(self, layout: Layout) -> list[tuple[float, float]]:
         def of_rank(rank: int) -> tuple[float, float]:

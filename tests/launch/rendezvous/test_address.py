@@ -14,7 +14,7 @@ from trainspec_cli.environment_names import RENDEZVOUS, SECRET_FILE
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launch.job.job import Job
 from trainspec_cli.launch.rendezvous import address
-from trainspec_cli.launch.rendezvous.address import RESTART_INTERVAL_S, Rendezvous
+from trainspec_cli.launch.rendezvous.address import RESTART_INTERVAL_S, START_S, Rendezvous
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 RESILIENCE = ResilienceSpec(mode="elastic", heartbeat_timeout_s=7.0, exchange_timeout_s=9.0)
@@ -110,7 +110,7 @@ def test_a_server_that_keeps_ending_at_once_is_given_up(rendezvous: Rendezvous, 
             assert rendezvous.keep_alive()
 
     end_soon(address.MAX_FAILURES)
-    server.live(2 * RESTART_INTERVAL_S)
+    server.live(START_S)
     assert rendezvous.keep_alive(), "it lived for a while: the count begins anew"
     end_soon(address.MAX_FAILURES)
     server.live(1.5 * RESTART_INTERVAL_S)

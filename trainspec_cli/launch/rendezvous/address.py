@@ -19,6 +19,8 @@ from trainspec_cli.launch.rendezvous import server as rendezvous_server
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
 RESTART_INTERVAL_S = 1.0
+START_S = 10.0
+"""A server that ends sooner than this has hardly served: a busy machine takes seconds to start one."""
 MAX_FAILURES = 5
 
 
@@ -53,7 +55,7 @@ class Rendezvous:
         lived_s = time.monotonic() - self._started_s
         if self._process.poll() is None or lived_s < RESTART_INTERVAL_S:
             return False
-        self._failures = self._failures + 1 if lived_s < 2 * RESTART_INTERVAL_S else 0
+        self._failures = self._failures + 1 if lived_s < START_S else 0
         if self._failures > MAX_FAILURES:
             message, hint = "the rendezvous server ends as soon as it is started", f"look at {self._job.torchrun_log}"
             raise MachineError(Problem("rendezvous", message, hint=hint, environment=True))
