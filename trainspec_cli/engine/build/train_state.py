@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainspec_cli.engine.build.kernel_loading import apply_kernels, load_kernel
+from trainspec_cli.engine.build.materialise import allocate, build_model, materialise, start_buffers
 from trainspec_cli.engine.checkpoint.parts import Held
 from trainspec_cli.engine.comm.codec import PARAMETER_CODECS, Codec
 from trainspec_cli.engine.comm.compressed import Compression
@@ -41,11 +40,10 @@ from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
 from trainspec_cli.engine.parallel.recompute import apply_recompute
 from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_parameters
-from trainspec_cli.engine.quantised_shares import is_quantised, quantised_parameters, split_quantised
+from trainspec_cli.engine.quantised_shares import is_quantised, quantised_parameters
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.policy.pipeline import Kind, cut_layers
 from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import ModelSpec
 from trainspec_cli.spec.results.plan import Plan
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -125,7 +123,7 @@ class TrainState:
     sums: GradientSums | None = None
     """The sums of gradients over data-parallel ranks beside the backward; None on a GPU, and where one rank has all."""
     losses: list[ModuleLosses] = field(default_factory=list)
-    """What compressed exchanges of gradients have lost, by module."""
+    """The losses of compressed exchanges of gradients, by module."""
 
     @property
     def parts(self) -> list[Any]:
@@ -289,9 +287,10 @@ def _build_plan_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of the trained shares; moments have no memory yet if not `fill`."""
     trained = [share for share in shares if share.is_trained]
+    zeros = torch.zeros_like if fill else without_memory
     if plan.spec.optim.is_own:
-        return build_own_optimizer(trained, plan.spec, zeros=torch.zeros_like if fill else without_memory)
-    update, zeros = load_kernel("adamw", plan.kernels.adamw), torch.zeros_like if fill else without_memory
+        return build_own_optimizer(trained, plan.spec, zeros=zeros)
+    update = load_kernel("adamw", plan.kernels.adamw)
     return build_optimizer(trained, plan.spec.optim, update, zeros, clock.collective)
 
 
@@ -439,50 +438,3 @@ def _late_sums(
     ends = Peers(mesh.ends, exchanges.counted("gradients", exchanges.clock.collective))
     sums = ((partials, _peers_for_gradients(mesh, exchanges, "tp")), (twins, ends))
     return [LateSum(summed, peers) for summed, peers in sums if summed]
-
-
-def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:
-    """Build the whole model, or the pipeline stage with `layers`."""
-    return import_module(model.record.builder).build(model, seq_len, layers)
-
-
-def allocate(model: nn.Module, device: torch.device, *, offload: bool) -> None:
-    """Move the model from meta to `device`; with `offload` its parameters go to host memory."""
-    model.to_empty(device="cpu" if offload else device)
-    if offload:
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                setattr(module, name, torch.empty_like(buffer, device=device))
-
-
-@torch.no_grad()
-def materialise(
-    model: Any, shares: Sequence[Share], device: torch.device, seed: int, positions_S: Tensor | None = None
-) -> None:
-    """Fill `model`, allocated, of which `shares` are the parameters; `positions_S` where it sees part of a sequence.
-
-    Each parameter has a generator of its own, seeded by the run's seed and its name, so that its values depend
-    neither on the layout nor on the order; one full parameter at a time is held.
-    """
-    plain, quantised = split_quantised(shares)
-    for share in plain:
-        full = torch.empty(share.full_shape, dtype=share.parameter.dtype, device=device)
-        model.init_parameter(share.name, full, parameter_generator(seed, share.name, device))
-        share.local.copy_(share.part_of(full))
-    for matrix in quantised:
-        full = torch.empty(matrix.full_shape, device=device)
-        model.init_parameter(matrix.name, full, parameter_generator(seed, matrix.name, device))
-        matrix.fill(full)
-    start_buffers(model, device, positions_S)
-
-
-@torch.no_grad()
-def start_buffers(model: Any, device: torch.device, positions_S: Tensor | None) -> None:
-    model.init_buffers()
-    if positions_S is not None:
-        model.positions_S = positions_S.to(device)
-
-
-def parameter_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") >> 1)
