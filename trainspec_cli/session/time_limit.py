@@ -16,8 +16,11 @@ from trainspec_cli.units import format_duration
 def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
     """Yield a warning with both figures where the limit is shorter; nothing where no prediction can be made."""
     slurm = plan.spec.cluster.slurm
-    limit_s, trains_s = time_limit_s(slurm.time) if slurm.time is not None else None, _predicted_s(plan, machine)
-    if limit_s is None or trains_s is None or trains_s <= limit_s - slurm.warn_s:
+    limit_s = None if slurm.time is None else time_limit_s(slurm.time)
+    if limit_s is None:
+        return
+    trains_s = _predicted_s(plan, machine)
+    if trains_s is None or trains_s <= limit_s - slurm.warn_s:
         return
     shorter = (
         f"cluster.slurm.time is {slurm.time} ({format_duration(limit_s)}, of which the last {slurm.warn_s} s are for "
