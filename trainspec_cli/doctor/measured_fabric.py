@@ -15,7 +15,7 @@ APART = 2.0
 """Links of nodes that share a switch and of nodes that do not differ by this factor, or cannot be told apart."""
 
 EFFICIENCY = "cluster.efficiency={nic: 1}"
-"""What a plan with measured rates is given: they are what collectives reach."""
+"""The values that a plan with measured rates is given: they are what collectives reach."""
 
 
 def check_fabric(pairs: Sequence[PairRate], devices_per_node: int, nics_per_node: int) -> Iterator[Check]:

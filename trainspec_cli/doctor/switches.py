@@ -15,7 +15,7 @@ _RANGES = re.compile(r"([^\[]*)\[([^\]]*)\](.*)")
 MOST_NAMES = 1_000_000
 """Names that a host list is expanded to; no cluster has more nodes."""
 NONE = "(null)"
-"""What `scontrol` writes in the place of an empty list."""
+"""The word that `scontrol` writes in the place of an empty list."""
 
 
 @dataclass(frozen=True)

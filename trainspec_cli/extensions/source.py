@@ -45,7 +45,7 @@ class Extension:
 
 @dataclass(frozen=True)
 class Source:
-    """Where code lies."""
+    """The place where code lies."""
 
     module: str
     """The module's dotted name; empty for a file."""

@@ -39,7 +39,7 @@ class Told:
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """What was found inside a node."""
+    """The findings inside a node."""
 
     name: str
     gpus: tuple[FoundGpu, ...]

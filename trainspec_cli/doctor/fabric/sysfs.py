@@ -31,7 +31,7 @@ class PciGpu:
     numa_node: int | None
     cores: str
     gbit_per_s: float | None
-    """Of its PCIe link, one direction."""
+    """The rate of its PCIe link, one direction."""
 
 
 def read_gpus(root: Path = SYS) -> list[PciGpu]:

@@ -108,7 +108,7 @@ def _partly(gpus: Sequence[FoundGpu]) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Network:
-    """What the NICs of a node make for each of its devices."""
+    """The rate that the NICs of a node make for each of its devices."""
 
     tier: TierSpec
     found: str

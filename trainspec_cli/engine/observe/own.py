@@ -37,7 +37,7 @@ class OptionalCodeError(Exception):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What callbacks and trackers know of their run."""
+    """The facts of their run that callbacks and trackers are given."""
 
     folder: Path
     """The run folder."""

@@ -32,7 +32,7 @@ Make = Callable[..., torch.optim.Optimizer]
 STARTED = "trainspec_started"
 """The entry of each parameter's state that says whether the other entries are in use: 1 after the first update."""
 OWN_TO_THE_ENGINE = ("params", "lr")
-"""What the engine changes in a group of parameters."""
+"""The entries of a group of parameters that the engine changes."""
 
 TRIAL_UPDATES = 3
 TRIAL_SIDE = 6
@@ -46,7 +46,7 @@ class StateForm:
     """The form of an entry of a parameter's state."""
 
     shaped: bool
-    """Of the parameter's shape; else a number, or a tensor that holds one."""
+    """It has the parameter's shape; else a number, or a tensor that holds one."""
     dtype: torch.dtype
     kind: type = Tensor
     """What the optimizer keeps it as: a tensor, or a number of Python's, which is saved as fp64."""
@@ -62,7 +62,7 @@ class StateForm:
 
 @dataclass(frozen=True)
 class Trial:
-    """What an optimizer has shown on small tensors."""
+    """The behaviour of an optimizer on small tensors."""
 
     forms: Mapping[int, Mapping[str, StateForm]]
     """The entries of its state, for a parameter of so many dimensions."""

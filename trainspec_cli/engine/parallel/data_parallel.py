@@ -71,7 +71,7 @@ class DataParallel:
     route: Callable[[str], Route | None] = lambda axis: None
     """Returns how `sums` goes from the shards' axis (dp_shard or expert_shard) on; None where one rank has all."""
     losses: list[ModuleLosses] = field(default_factory=list)
-    """What the modules' compressed exchanges lose; they are added here as they are sharded."""
+    """The losses of the modules' compressed exchanges; they are added here as they are sharded."""
     name: str = "stage0"
     """A name that tells the exchanges of this module from those of others on the same rank."""
 

@@ -22,9 +22,9 @@ HOME = "/opt/trainspec"
 INSIDE = {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
 """The image's Python sees no modules of the Python outside, nor those below a home that is mounted."""
 OF_ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
-"""What a virtual or conda environment has at its root."""
+"""The marks that a virtual or conda environment has at its root."""
 OF_SYSTEM = (Path("/"), Path("/usr"), Path("/usr/local"))
-"""Where an image has programs of its own."""
+"""Folders in which an image has programs of its own."""
 PREFIXES = {"apptainer": "APPTAINERENV_", "singularity": "SINGULARITYENV_"}
 """Variables that begin so are set inside, without that, over the image's own."""
 

@@ -58,7 +58,7 @@ class Placed:
 
 
 class _Unit(NamedTuple):
-    """What is tried with each recomputation."""
+    """Candidates that are tried with each recomputation."""
 
     layout: Layout
     micro_batch_size: int

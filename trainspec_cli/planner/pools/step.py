@@ -48,11 +48,11 @@ class PoolStep:
     layout: Layout
     """With its layers cut into stages."""
     time: StepTime
-    """That of the pool that all others wait for."""
+    """The time of the pool that all others wait for."""
     of_pools: tuple[StepTime, ...]
     """The step of each pool, its waiting for others included."""
     waiting_s: tuple[float, ...]
-    """How long each pool waits for others."""
+    """The time that each pool waits for others."""
     micro_batches: int
     largest: tuple[int, ...]
     """The samples of each pool's largest micro-batch."""

@@ -23,7 +23,7 @@ class FoundGpu:
     """The cores next to it, as the kernel lists them (`0-15,64-79`); "": not known."""
     numa_node: int | None = None
     pcie_gbit_per_s: float | None = None
-    """What its PCIe link carries, one direction; None: not known."""
+    """The rate of its PCIe link, one direction; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Nic:
 
     name: str
     gbit_per_s: float | None
-    """Of its active ports together; None: the system does not say."""
+    """The rate of its active ports together; None: the system does not say."""
     numa_node: int | None = None
     """None where the system does not say."""
     kind: NetworkKind = "infiniband"

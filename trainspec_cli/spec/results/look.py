@@ -61,7 +61,7 @@ class CodeLine:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What a rank found in the steps that it looked at."""
+    """The findings of a rank in the steps that it looked at."""
 
     order: LookOrder
     first_step: Count
@@ -80,4 +80,4 @@ class Look:
     file: str | None = None
     """The trace, in the run folder; None where the disk did not take it."""
     notes: tuple[str, ...] = ()
-    """What could not be done, and why."""
+    """Parts of the look that could not be done, and why."""

@@ -72,7 +72,7 @@ class SizedStep:
 
 @dataclass(frozen=True)
 class PoolPart:
-    """What one pool does in a step."""
+    """The part of one pool in a step."""
 
     pool: str
     accelerator: str
@@ -123,7 +123,7 @@ class Candidate:
     sized_steps: tuple[SizedStep, ...] = ()
     """Steps of the batch's sizes where it changes, or of some of many, smallest first."""
     pools: tuple[PoolPart, ...] = ()
-    """What each pool does, of a cluster of several."""
+    """The part of each pool, of a cluster of several."""
 
     @property
     def pipelines_cross_pools(self) -> bool:

@@ -56,7 +56,7 @@ def half_precision(spec: RunSpec) -> Iterator[Problem]:
 
 
 def joined_with(spec: RunSpec) -> Iterator[Problem]:
-    """What is described for nodes that are alike is refused."""
+    """Refuse keys that describe nodes which are alike."""
     cluster = spec.cluster
     if not cluster.pools:
         return
