@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-import trainspec_cli.api as trainspec
+import trainspec_cli as trainspec
 from trainspec_cli.__main__ import run
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.report.plan.json import plan_as_json
+from trainspec_cli.reporter.plan.json import plan_as_json
 from trainspec_cli.spec.canonical import to_plain
 
 GPUS = ("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=2", "batching.global_batch_size=256")
 
 
 def test_importing_it_loads_nothing_of_what_it_does() -> None:
-    code = "import sys, trainspec_cli.api; print(*(name for name in sys.modules if name.startswith('trainspec_cli.')))"
+    code = "import sys, trainspec_cli; print(*(name for name in sys.modules if name.startswith('trainspec_cli.')))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert loaded == ["trainspec_cli.api"]
+    assert loaded == []
 
 
 def test_a_recipe_is_composed_and_a_wrong_one_says_what_to_type() -> None:

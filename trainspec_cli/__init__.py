@@ -1,3 +1,60 @@
-"""trainspec: a launcher, planner and engine for training large models under an open training spec."""
+"""trainspec: a launcher, planner and engine for training large models under an open training spec.
+
+From Python, what its commands do are functions that return records:
+
+    import trainspec_cli as trainspec
+
+    planned = trainspec.plan("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=32")
+
+Arguments are those of the command line. Where a command would refuse them, TrainspecError is raised, whose `problems`
+say what is wrong, where, and what to type. What a function needs is imported when it is called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from trainspec_cli.reporter.collect import Report
+    from trainspec_cli.reporter.plan.report import PlanReport
+    from trainspec_cli.reporter.runs import RunLine
+    from trainspec_cli.spec.recipe.run import RunSpec
+
+
+def compose(*arguments: str) -> RunSpec:
+    """Return the recipe that `arguments` give, with every value checked; `auto` is left as it is."""
+    from trainspec_cli.session.load import load_for_planning
+
+    return load_for_planning(arguments).spec
+
+
+def plan(*arguments: str) -> PlanReport:
+    """Plan a recipe on a cluster, as `trainspec plan` does: no GPU is needed, and nothing is started. `best` is the
+    first layout, or None where nothing fits."""
+    from trainspec_cli.session.plan import plan_recipe
+
+    return plan_recipe(arguments)
+
+
+def launch(*arguments: str, force: bool = False) -> Report:
+    """Train a recipe on this node, as `trainspec launch` does, in processes of their own; return its report when it has
+    ended, whose `status` says how. An interrupt (Ctrl-C) lets the run write a checkpoint and stop."""
+    from trainspec_cli.session.launch import launch_apart
+
+    return report(str(launch_apart(arguments, force=force).root))
+
+
+def runs() -> list[RunLine]:
+    """Return the runs below ./runs, the newest first."""
+    from trainspec_cli.session.find import runs_here
+
+    return runs_here()
+
+
+def report(run: str = "last") -> Report:
+    """Return the report of a run as it stands: a folder, a name, or `last`."""
+    from trainspec_cli.session.diagnose import report_of
+
+    return report_of(run)

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainspec_cli.compose.folders import find_folders
+from trainspec_cli.composer.folders import find_folders
 from trainspec_cli.planner.search.variants import plan_on_what_divides
 from trainspec_cli.policy.batch.division import Division
 from trainspec_cli.policy.scheduling.balance import best_division, solve_counts

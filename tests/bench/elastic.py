@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 
 from trainspec_cli.environment_names import GROUP
-from trainspec_cli.launch.backend.processes import rank_of
+from trainspec_cli.launcher.backend.processes import rank_of
 from trainspec_cli.rundir.events import EventTail, read_events
 from trainspec_cli.rundir.paths import RunDir
 

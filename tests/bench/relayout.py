@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from trainspec_cli.report.changes import describe_directive
+from trainspec_cli.reporter.changes import describe_directive
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.rundir.events import read_events, read_log
 from trainspec_cli.rundir.paths import RunDir

@@ -12,8 +12,8 @@ from trainspec_cli.certify import runs
 from trainspec_cli.certify.cases import Case, cases
 from trainspec_cli.certify.judge import ClauseCheck, Results, checks, judge
 from trainspec_cli.certify.runs import Run
-from trainspec_cli.launch.job.machine import detect
-from trainspec_cli.launch.tools import CERTIFY, Tool
+from trainspec_cli.launcher.job.machine import detect
+from trainspec_cli.launcher.tools import CERTIFY, Tool
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.certificate import Finding
 from trainspec_cli.spec.results.tools import CertifyRequest, CertifyResult

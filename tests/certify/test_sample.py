@@ -21,7 +21,7 @@ from trainspec_cli.certify.cases import COMM_CLAUSES, LIVE_CLAUSES, Case, name_l
 from trainspec_cli.certify.certificate import read_clauses
 from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusals
 from trainspec_cli.certify.runs import Run
-from trainspec_cli.launch.job.machine import detect
+from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.spec.recipe.layout import Layout
 
 PROCESSES = 4

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from lab.waiting import wait_for
 
-from trainspec_cli.launch.measuring import probe_path
+from trainspec_cli.launcher.measuring import probe_path
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.load import load, plan_on, this_machine

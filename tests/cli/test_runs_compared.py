@@ -13,7 +13,7 @@ import pytest
 from trainspec_cli.__main__ import run as trainspec
 from trainspec_cli.cli import runs as runs_command
 from trainspec_cli.errors import EXIT_DONE, RecipeError
-from trainspec_cli.launch.job.claim import claim
+from trainspec_cli.launcher.job.claim import claim
 from trainspec_cli.rundir import generations, memory
 from trainspec_cli.rundir.event_types.event import PARTS
 from trainspec_cli.rundir.events import EventWriter, parse_event

@@ -108,7 +108,7 @@ def test_a_broken_file_does_not_hide_the_command_lines_faults(capsys, write) -> 
 
 
 def test_a_gpu_that_lacks_is_the_machines_fault(capsys, monkeypatch) -> None:
-    monkeypatch.setattr("trainspec_cli.launch.job.machine.visible_gpus", lambda: ())
+    monkeypatch.setattr("trainspec_cli.launcher.job.machine.visible_gpus", lambda: ())
     code, (error,) = errors(capsys, "recipe=tiny", "cluster.device=cuda")
     assert (code, error["code"], error["path"], error["line"]) == (4, "no_gpu", "cluster.device", 2)
     code, found = errors(capsys, "recipe=tiny", "cluster.device=cuda", "optim.lr=x")

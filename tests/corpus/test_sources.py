@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.compose.origins import locate
+from trainspec_cli.composer.origins import locate
 from trainspec_cli.corpus.source_files import find_files
 from trainspec_cli.corpus.sources import documents
 from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.report.problems import render_problems
-from trainspec_cli.report.style import Style
+from trainspec_cli.reporter.problems import render_problems
+from trainspec_cli.reporter.style import Style
 from trainspec_cli.spec.recipe.data import DataSpec
 
 

@@ -39,7 +39,7 @@ def test_a_run_is_trained_and_read(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRAINSPEC_CACHE", str(measured_cache))
     names: dict[str, Any] = {}
-    exec("import trainspec_cli.api as trainspec", names)
+    exec("import trainspec_cli as trainspec", names)
     printed = []
     for cell in filter(trains, CELLS):
         exec("".join(cell["source"]), names)

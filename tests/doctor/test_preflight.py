@@ -9,7 +9,7 @@ import pytest
 from trainspec_cli.doctor import checks
 from trainspec_cli.doctor.preflight import Needs, check_room, preflight
 from trainspec_cli.errors import MachineError
-from trainspec_cli.launch.job.machine import Gpu
+from trainspec_cli.launcher.job.machine import Gpu
 
 Usage = namedtuple("Usage", "total used free")
 NEEDS = Needs(processes=1, memory_bytes=0, gpu_memory_bytes=0, uses_gpus=False, checkpoint_bytes=2**20, checkpoints=3)

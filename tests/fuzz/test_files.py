@@ -22,7 +22,7 @@ from trainspec_cli.huggingface import chat_template
 from trainspec_cli.huggingface.chat_template import ChatTemplate
 from trainspec_cli.huggingface.config_reading import read_model
 from trainspec_cli.huggingface.safetensors import make_header, open_checkpoint
-from trainspec_cli.launch.measuring import read_probe
+from trainspec_cli.launcher.measuring import read_probe
 
 CONFIG = {
     **SIZES,

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from lab.waiting import wait_for
 
-from trainspec_cli.launch.backend.processes import rank_of, workers_among
+from trainspec_cli.launcher.backend.processes import rank_of, workers_among
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 

@@ -6,7 +6,7 @@ import signal
 import psutil
 import pytest
 
-from trainspec_cli.launch.backend.processes import rank_of
+from trainspec_cli.launcher.backend.processes import rank_of
 from trainspec_cli.rundir.paths import RunDir
 
 

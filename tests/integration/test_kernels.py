@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from trainspec_cli.launch.measuring import table_path
+from trainspec_cli.launcher.measuring import table_path
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.session.load import load, plan_on, this_machine
 from trainspec_cli.spec.canonical import to_plain

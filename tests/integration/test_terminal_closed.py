@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from lab.waiting import wait_for
 
-from trainspec_cli.launch.job.claim import is_running
+from trainspec_cli.launcher.job.claim import is_running
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 

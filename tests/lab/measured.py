@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.launch.measuring import probe_machine, probe_path
+from trainspec_cli.launcher.measuring import probe_machine, probe_path
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.session.load import load, plan_on, this_machine
 from trainspec_cli.spec.canonical import to_plain

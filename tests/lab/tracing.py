@@ -10,7 +10,7 @@ from functools import partial
 from multiprocessing.context import ForkServerContext
 from typing import Protocol
 
-from trainspec_cli.launch.measuring import traced_ranks
+from trainspec_cli.launcher.measuring import traced_ranks
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.tools import TraceResult
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.launch.job.folder import write_launch
-from trainspec_cli.launch.job.job import build_job
+from trainspec_cli.launcher.job.folder import write_launch
+from trainspec_cli.launcher.job.job import build_job
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import RunConsole

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.compose.folders import find_folders
+from trainspec_cli.composer.folders import find_folders
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.session.disturbance import load_disturbance
 

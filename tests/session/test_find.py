@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.report.runs import RunLine
+from trainspec_cli.reporter.runs import RunLine
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session import find

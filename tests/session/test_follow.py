@@ -19,8 +19,8 @@ from lab.waiting import PATIENCE_S
 
 from trainspec_cli.__main__ import run as trainspec
 from trainspec_cli.errors import EXIT_DONE, MachineError, RecipeError
-from trainspec_cli.launch.job.claim import claim, find_owner
-from trainspec_cli.launch.signals import StopRequests, on_stop_signal
+from trainspec_cli.launcher.job.claim import claim, find_owner
+from trainspec_cli.launcher.signals import StopRequests, on_stop_signal
 from trainspec_cli.rundir.event_types.training import WarningEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import read_json, write_json

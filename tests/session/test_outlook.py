@@ -10,7 +10,7 @@ from planner.test_this_machine_gpus import H100S
 from planner.test_this_machine_gpus import SPEC as GPU_SPEC
 
 from trainspec_cli.diagnosis.gather import read_run
-from trainspec_cli.launch.measuring import probe_path
+from trainspec_cli.launcher.measuring import probe_path
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.policy.diagnosis.outlook import Outlook
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent

@@ -13,8 +13,8 @@ import pytest
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.errors import MachineError, PlanError
-from trainspec_cli.launch.job.machine import Gpu, detect
-from trainspec_cli.launch.memory_limits import Learned, LimitsWatch, MemoryLimits
+from trainspec_cli.launcher.job.machine import Gpu, detect
+from trainspec_cli.launcher.memory_limits import Learned, LimitsWatch, MemoryLimits
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.this_machine import moving_bytes
 from trainspec_cli.rundir.event_types.decisions import MemoryEvent
@@ -57,7 +57,7 @@ ON_GPU = ("launch", "recipe=tiny", "cluster=auto", "--dry-run", "--json")
 
 def plug_in(monkeypatch: pytest.MonkeyPatch, name: str, memory_bytes: int) -> None:
     gpus = (Gpu(name, memory_bytes, (9, 0), memory_bytes),) * 2
-    monkeypatch.setattr("trainspec_cli.launch.job.machine.visible_gpus", lambda: gpus)
+    monkeypatch.setattr("trainspec_cli.launcher.job.machine.visible_gpus", lambda: gpus)
 
 
 def test_a_gpus_plan_has_its_prediction(capsys, monkeypatch: pytest.MonkeyPatch) -> None:

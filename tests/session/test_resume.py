@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.launch.job.folder import write_fewer_nodes
+from trainspec_cli.launcher.job.folder import write_fewer_nodes
 from trainspec_cli.policy.recovery.memory import with_reliefs
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.files import read_json, write_json

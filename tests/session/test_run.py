@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from trainspec_cli.errors import MachineError, TrainspecError, WorkerError
-from trainspec_cli.launch.backend.local import LocalBackend
-from trainspec_cli.launch.job.job import Job, build_job
-from trainspec_cli.launch.notify import Notify
-from trainspec_cli.launch.outcome import conclude
-from trainspec_cli.launch.signals import StopRequests, interrupt, on_stop_signal
-from trainspec_cli.launch.supervise import Ending
+from trainspec_cli.launcher.backend.local import LocalBackend
+from trainspec_cli.launcher.job.job import Job, build_job
+from trainspec_cli.launcher.notify import Notify
+from trainspec_cli.launcher.outcome import conclude
+from trainspec_cli.launcher.signals import StopRequests, interrupt, on_stop_signal
+from trainspec_cli.launcher.supervise import Ending
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.accounting import Recovery, WallTime
 from trainspec_cli.rundir.event_types.failures import RecoveryEvent

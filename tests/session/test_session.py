@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from trainspec_cli.errors import MachineError, PlanError, Problem
-from trainspec_cli.launch.backend.local import LocalBackend
-from trainspec_cli.launch.backend.nodes.backend import NodesBackend, Reach
-from trainspec_cli.launch.job.claim import is_running
-from trainspec_cli.launch.memory_limits import Learned, LimitsWatch, MemoryLimits
-from trainspec_cli.launch.notify import NOBODY
+from trainspec_cli.launcher.backend.local import LocalBackend
+from trainspec_cli.launcher.backend.nodes.backend import NodesBackend, Reach
+from trainspec_cli.launcher.job.claim import is_running
+from trainspec_cli.launcher.memory_limits import Learned, LimitsWatch, MemoryLimits
+from trainspec_cli.launcher.notify import NOBODY
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan

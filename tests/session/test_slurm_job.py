@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainspec_cli.errors import EXIT_DONE, Interrupted, MachineError, PlanError, Problem, Stopped, WorkerError
-from trainspec_cli.launch.signals import PatientRequests
-from trainspec_cli.launch.slurm.placing import HOSTFILE
+from trainspec_cli.launcher.signals import PatientRequests
+from trainspec_cli.launcher.slurm.placing import HOSTFILE
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from lab.cluster import Cluster
 
-from trainspec_cli.launch.backend.processes import rank_of
+from trainspec_cli.launcher.backend.processes import rank_of
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 

@@ -9,7 +9,7 @@ import pytest
 from lab import cluster as lab_cluster
 from lab.cluster import Cluster
 
-from trainspec_cli.launch.backend.processes import rank_of
+from trainspec_cli.launcher.backend.processes import rank_of
 from trainspec_cli.rundir.paths import RunDir
 
 SWITCHES = (

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from lab.schema_check import find_errors, load_as_editors_do
 
-from trainspec_cli.compose.folders import DISTURB, find_folders
+from trainspec_cli.composer.folders import DISTURB, find_folders
 from trainspec_cli.scheduler.disturbance import Disturbance
 from trainspec_cli.spec.field_types import AUTO, AutoInt, PositiveInt, Range
 from trainspec_cli.spec.json_schema import SHORT_FORMS, group_schema, plain_schema, recipe_schema, sections_of_group

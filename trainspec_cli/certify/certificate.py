@@ -13,7 +13,7 @@ from typing import Literal
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.json_value import JsonObject
-from trainspec_cli.launch.job.provenance import versions
+from trainspec_cli.launcher.job.provenance import versions
 from trainspec_cli.reading.files import UnreadableFileError, read_field, read_object
 from trainspec_cli.spec.canonical import canonical_json, to_plain
 from trainspec_cli.spec.recipe.cluster import Machine

@@ -14,7 +14,7 @@ import numpy as np
 from trainspec_cli.certify.cases import CLIP_FROM, CLIP_NORM, SAVE_AT, STEPS, Case, build_plan
 from trainspec_cli.certify.live import KILLED_AT
 from trainspec_cli.errors import MachineError
-from trainspec_cli.launch.tools import CERTIFY, Tool, run_tool, torchrun
+from trainspec_cli.launcher.tools import CERTIFY, Tool, run_tool, torchrun
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.cluster import Machine

@@ -19,8 +19,8 @@ from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusa
 from trainspec_cli.certify.runs import measure
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError, WorkerError, closest
-from trainspec_cli.launch.job.machine import detect
-from trainspec_cli.report.findings import render_certificate
+from trainspec_cli.launcher.job.machine import detect
+from trainspec_cli.reporter.findings import render_certificate
 from trainspec_cli.session.console import PrintableConsole, make_console
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text

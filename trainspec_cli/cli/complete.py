@@ -52,8 +52,8 @@ def _candidates(before: Sequence[str], word: str, commands: Sequence[str]) -> It
     elif command == "explain":
         yield from (key.removesuffix("=") for key in _keys(word, takes_recipe=False))
     elif command == "schema" and not given:
-        from trainspec_cli.compose.folders import DISTURB, find_folders
-        from trainspec_cli.compose.origins import RECIPE
+        from trainspec_cli.composer.folders import DISTURB, find_folders
+        from trainspec_cli.composer.origins import RECIPE
 
         yield from (RECIPE, DISTURB, *find_folders(Path.cwd()).groups())
     elif command in WITH_KEYS:
@@ -71,7 +71,7 @@ def _runs(folder: Path) -> Iterator[str]:
 
 def _keys(word: str, *, takes_recipe: bool) -> Iterator[str]:
     """Yield recipes' keys level by level: `optim=`, `optim.`, and below it `optim.lr=`."""
-    from trainspec_cli.compose.folders import find_folders
+    from trainspec_cli.composer.folders import find_folders
     from trainspec_cli.spec.recipe.run import RunSpec
     from trainspec_cli.spec.structure import known_paths
 
@@ -88,7 +88,7 @@ def _keys(word: str, *, takes_recipe: bool) -> Iterator[str]:
 
 def _values(word: str) -> Iterator[str]:
     """Yield `key=value` for each value that is known."""
-    from trainspec_cli.compose.folders import NAMED_SECTIONS, find_folders
+    from trainspec_cli.composer.folders import NAMED_SECTIONS, find_folders
 
     key = word.partition("=")[0]
     folders = find_folders(Path.cwd())

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, Html, RunArgument, page_origin, write_page
-from trainspec_cli.report.verdicts import describe_event, render_verdicts
-from trainspec_cli.report.verdicts_page import render_verdicts_page
+from trainspec_cli.reporter.verdicts import describe_event, render_verdicts
+from trainspec_cli.reporter.verdicts_page import render_verdicts_page
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.diagnose import diagnose_run, follow_verdicts, report_of, trace_to
 from trainspec_cli.spec.canonical import to_plain

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.compose.folders import NAMED_SECTIONS, Folders, find_folders
+from trainspec_cli.composer.folders import NAMED_SECTIONS, Folders, find_folders
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.spec.explain import KeyMeaning
 from trainspec_cli.spec.explain import explain as explain_key

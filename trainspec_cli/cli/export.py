@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from trainspec_cli.cli.options import AsJson, RunArgument, check_new
-from trainspec_cli.launch.exporting import Export, find_checkpoint, how_to_load, write_adapters, write_folder
+from trainspec_cli.launcher.exporting import Export, find_checkpoint, how_to_load, write_adapters, write_folder
 from trainspec_cli.session.find import find_own_run
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes

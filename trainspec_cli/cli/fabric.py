@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.compose.folders import SUFFIX, find_folders, shipped_data
+from trainspec_cli.composer.folders import SUFFIX, find_folders, shipped_data
 from trainspec_cli.doctor.fabric.discover import Told, discover, links_here, links_of_file, topology_here
 from trainspec_cli.doctor.fabric.group_file import render_group
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.reading.files import read_object, read_text, unreadable
-from trainspec_cli.report.fabric import render_fabric
+from trainspec_cli.reporter.fabric import render_fabric
 from trainspec_cli.rundir.files import write_text
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.load import load_for_planning

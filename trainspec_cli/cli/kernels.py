@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
-from trainspec_cli.launch.signals import interrupt, on_stop_signal
-from trainspec_cli.report.kernels_text import render_table
+from trainspec_cli.launcher.signals import interrupt, on_stop_signal
+from trainspec_cli.reporter.kernels_text import render_table
 from trainspec_cli.session.console import make_console
 from trainspec_cli.session.load import load, plan_on, this_machine
 from trainspec_cli.session.select_kernels import measure

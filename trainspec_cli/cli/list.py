@@ -13,7 +13,7 @@ from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.planner.hardware.catalogue import load_group, models
 from trainspec_cli.planner.workload import count_active_params, count_params
-from trainspec_cli.report.style import Style
+from trainspec_cli.reporter.style import Style
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_count
 

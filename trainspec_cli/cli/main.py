@@ -9,7 +9,7 @@ from typing import Any
 
 from trainspec_cli import __version__
 from trainspec_cli.errors import EXIT_CODES, Problem, RecipeError, closest
-from trainspec_cli.report.style import Style
+from trainspec_cli.reporter.style import Style
 
 COMMANDS = {
     "plan": "rank the layouts of a run, and forecast its time and cost",

@@ -12,11 +12,11 @@ from rich.console import RenderableType
 
 from trainspec_cli.cli.options import AsJson, Html, RecipeArguments, Sweeps, page_origin, write_page
 from trainspec_cli.errors import PlanError, Problem, RecipeError
-from trainspec_cli.report.plan.json import plan_as_json, sweep_as_json
-from trainspec_cli.report.plan.page import render_plan_page
-from trainspec_cli.report.plan.report import PlanReport, SweepPoint, SweepReport
-from trainspec_cli.report.plan.sweep_page import render_sweep_page
-from trainspec_cli.report.plan.text import render_plan, render_sweep
+from trainspec_cli.reporter.plan.json import plan_as_json, sweep_as_json
+from trainspec_cli.reporter.plan.page import render_plan_page
+from trainspec_cli.reporter.plan.report import PlanReport, SweepPoint, SweepReport
+from trainspec_cli.reporter.plan.sweep_page import render_sweep_page
+from trainspec_cli.reporter.plan.text import render_plan, render_sweep
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.disturbance import load_disturbance
 from trainspec_cli.session.plan import plan_recipe

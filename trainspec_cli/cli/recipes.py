@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.compose.folders import find_folders
-from trainspec_cli.compose.origins import show_path
-from trainspec_cli.compose.yaml_file import read_yaml
+from trainspec_cli.composer.folders import find_folders
+from trainspec_cli.composer.origins import show_path
+from trainspec_cli.composer.yaml_file import read_yaml
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.report.style import Style
+from trainspec_cli.reporter.style import Style
 from trainspec_cli.spec.json_text import json_text
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from trainspec_cli.cli.options import AsJson, Html, RunArgument, page_origin, write_page
-from trainspec_cli.report.render import render_report
-from trainspec_cli.report.run_page import render_run_page
+from trainspec_cli.reporter.render import render_report
+from trainspec_cli.reporter.run_page import render_run_page
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.diagnose import composed_of, report_of
 from trainspec_cli.spec.canonical import to_plain

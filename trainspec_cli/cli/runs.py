@@ -14,10 +14,10 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launch.memory_limits import Learned, MemoryLimits, forget_limits, list_limits
-from trainspec_cli.report.compare import MOST_RUNS, comparison_as_json, render_comparison, table
-from trainspec_cli.report.compare import compare as compare_reports
-from trainspec_cli.report.runs import RunLine, show_differences
+from trainspec_cli.launcher.memory_limits import Learned, MemoryLimits, forget_limits, list_limits
+from trainspec_cli.reporter.compare import MOST_RUNS, comparison_as_json, render_comparison, table
+from trainspec_cli.reporter.compare import compare as compare_reports
+from trainspec_cli.reporter.runs import RunLine, show_differences
 from trainspec_cli.rundir.memory import Copies, list_copies, remove_folder
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session import removal

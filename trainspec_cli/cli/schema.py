@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from trainspec_cli.compose.folders import DISTURB, find_folders
-from trainspec_cli.compose.origins import RECIPE
+from trainspec_cli.composer.folders import DISTURB, find_folders
+from trainspec_cli.composer.origins import RECIPE
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.rundir.files import write_json

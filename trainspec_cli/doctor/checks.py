@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 
 from trainspec_cli.doctor.network import check_nics
-from trainspec_cli.launch.job.machine import detect, visible_gpus
-from trainspec_cli.launch.job.provenance import versions
+from trainspec_cli.launcher.job.machine import detect, visible_gpus
+from trainspec_cli.launcher.job.provenance import versions
 from trainspec_cli.node import cpu_name
 from trainspec_cli.spec.results.doctor import Check
 from trainspec_cli.units import format_bytes

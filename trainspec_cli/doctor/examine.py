@@ -13,8 +13,8 @@ from pathlib import Path
 
 from trainspec_cli.doctor.checks import check_node
 from trainspec_cli.errors import MachineError
-from trainspec_cli.launch.backend.nodes.backend import Examination, Reach
-from trainspec_cli.launch.tools import LINKS, SPEED, on_nodes, run_tool, torchrun
+from trainspec_cli.launcher.backend.nodes.backend import Examination, Reach
+from trainspec_cli.launcher.tools import LINKS, SPEED, on_nodes, run_tool, torchrun
 from trainspec_cli.node import node_name
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text

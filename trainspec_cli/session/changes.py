@@ -76,7 +76,7 @@ def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole)
 def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> Iterator[str]:
     """Yield a line for each value that differs from that of the last start, and what follows for the learning rate and
     the data at `step`, after `samples`."""
-    from trainspec_cli.compose.render import render_value  # loads hydra, which the help of a command does without
+    from trainspec_cli.composer.render import render_value  # loads hydra, which the help of a command does without
 
     for path, (old, new) in _differences(to_plain(before), to_plain(now)).items():
         yield f"{path} is {render_value(new)}, and was {render_value(old)}"

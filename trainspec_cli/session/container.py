@@ -10,7 +10,7 @@ from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.manifest import SPLITS
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launch.slurm.container import mounts
+from trainspec_cli.launcher.slurm.container import mounts
 from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.results.plan import Plan

@@ -9,7 +9,7 @@ from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.labelled import find_samples
 from trainspec_cli.corpus.prepare import check_text, prepare
 from trainspec_cli.errors import MachineError, Problem, TrainspecError
-from trainspec_cli.report.live import showing_progress
+from trainspec_cli.reporter.live import showing_progress
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir
 from trainspec_cli.session.console import PrintableConsole

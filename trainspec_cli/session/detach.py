@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainspec_cli.compose.origins import show_path
+from trainspec_cli.composer.origins import show_path
 from trainspec_cli.errors import ERRORS_OF_RUNS, Problem, RecipeError, TrainspecError, WorkerError
-from trainspec_cli.launch.backend.processes import POLL_S
+from trainspec_cli.launcher.backend.processes import POLL_S
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.session import Session

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainspec_cli.launch.job.claim import is_running
-from trainspec_cli.report.collect import Report
-from trainspec_cli.report.verdicts import describe_event
+from trainspec_cli.launcher.job.claim import is_running
+from trainspec_cli.reporter.collect import Report
+from trainspec_cli.reporter.verdicts import describe_event
 from trainspec_cli.rundir.event_types.observed import VerdictEvent
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.files import write_json

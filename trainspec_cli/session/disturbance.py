@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainspec_cli.compose.folders import DISTURB, SUFFIX, Folders, find_folders
-from trainspec_cli.compose.origins import COMMAND_LINE, Origins, locate
-from trainspec_cli.compose.yaml_file import read_yaml
+from trainspec_cli.composer.folders import DISTURB, SUFFIX, Folders, find_folders
+from trainspec_cli.composer.origins import COMMAND_LINE, Origins, locate
+from trainspec_cli.composer.yaml_file import read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.planner.capacity import describe_fabric
@@ -41,7 +41,9 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
 
     Raises RecipeError with every mistake of its file, located.
     """
-    from trainspec_cli.compose.arguments import parse_arguments  # loads hydra, which the help of a command does without
+    from trainspec_cli.composer.arguments import (
+        parse_arguments,  # loads hydra, which the help of a command does without
+    )
 
     given = next((argument for argument in parse_arguments(arguments)[0] if argument.key == DISTURB), None)
     if given is None:

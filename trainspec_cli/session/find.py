@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.launch.job.claim import is_running
-from trainspec_cli.launch.job.folder import RUNS
-from trainspec_cli.launch.slurm.queue import Queue
-from trainspec_cli.report.collect import Report, collect
-from trainspec_cli.report.runs import RunLine, list_runs, status_of
+from trainspec_cli.launcher.job.claim import is_running
+from trainspec_cli.launcher.job.folder import RUNS
+from trainspec_cli.launcher.slurm.queue import Queue
+from trainspec_cli.reporter.collect import Report, collect
+from trainspec_cli.reporter.runs import RunLine, list_runs, status_of
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.trust import check_tree
 

@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.launch.backend.processes import POLL_S
-from trainspec_cli.launch.job.claim import Owner, find_owner, is_running
-from trainspec_cli.report.collect import collect
-from trainspec_cli.report.live import LiveView
-from trainspec_cli.report.render import render_summary
-from trainspec_cli.report.runs import QUEUED
+from trainspec_cli.launcher.backend.processes import POLL_S
+from trainspec_cli.launcher.job.claim import Owner, find_owner, is_running
+from trainspec_cli.reporter.collect import collect
+from trainspec_cli.reporter.live import LiveView
+from trainspec_cli.reporter.render import render_summary
+from trainspec_cli.reporter.runs import QUEUED
 from trainspec_cli.rundir.events import TAIL_BYTES
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan

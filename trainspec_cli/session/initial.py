@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainspec_cli.compose.compose import Completion
+from trainspec_cli.composer.compose import Completion
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.huggingface.config import differences

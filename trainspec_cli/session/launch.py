@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainspec_cli.errors import EXIT_DONE
-from trainspec_cli.launch.job.folder import check_free
-from trainspec_cli.launch.job.job import render_command
-from trainspec_cli.launch.notify import NOBODY, Notify
-from trainspec_cli.report.text import describe_plan
+from trainspec_cli.launcher.job.folder import check_free
+from trainspec_cli.launcher.job.job import render_command
+from trainspec_cli.launcher.notify import NOBODY, Notify
+from trainspec_cli.reporter.text import describe_plan
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import make_console
 from trainspec_cli.session.detach import check_detachable, describe_detached, resume_detached, spawn_resume

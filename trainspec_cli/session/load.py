@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainspec_cli.compose.folders import DISTURB
-from trainspec_cli.compose.origins import COMMAND_LINE, RECIPE
+from trainspec_cli.composer.folders import DISTURB
+from trainspec_cli.composer.origins import COMMAND_LINE, RECIPE
 from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
-from trainspec_cli.launch.job.folder import LaunchOrigin
-from trainspec_cli.launch.job.machine import detect
+from trainspec_cli.launcher.job.folder import LaunchOrigin
+from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -23,7 +23,7 @@ from trainspec_cli.spec.structure import build
 from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
 
 if TYPE_CHECKING:
-    from trainspec_cli.compose.compose import Composed
+    from trainspec_cli.composer.compose import Composed
 
 DATA_PATHS = ("data.path", "data.tokenizer.path")
 OF_PLANNING = (DISTURB,)
@@ -38,7 +38,7 @@ class Loaded:
     @property
     def origin(self) -> LaunchOrigin:
         """Return the origin that a run of this recipe records in its folder."""
-        from trainspec_cli.compose.render import render_yaml  # loads hydra, which the help of a command does without
+        from trainspec_cli.composer.render import render_yaml  # loads hydra, which the help of a command does without
 
         return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed))
 
@@ -69,7 +69,9 @@ def load_for_planning(arguments: Sequence[str], cwd: Path | None = None) -> Load
 
 def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Examined:
     """Find everything that is wrong with a recipe, whatever the machine."""
-    from trainspec_cli.compose.compose import compose_arguments  # loads hydra, which the help of a command does without
+    from trainspec_cli.composer.compose import (
+        compose_arguments,  # loads hydra, which the help of a command does without
+    )
     from trainspec_cli.session.initial import check_weights, complete  # as above
     from trainspec_cli.session.own_code import absolute_code  # as above
     from trainspec_cli.session.run_length import complete_steps  # as above

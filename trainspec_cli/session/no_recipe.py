@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainspec_cli.compose.origins import RECIPE
+from trainspec_cli.composer.origins import RECIPE
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner.workload import count_params
 from trainspec_cli.session.load import examine

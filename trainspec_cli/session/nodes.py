@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError, WorkerError
-from trainspec_cli.launch.backend.nodes.agent import run_agent
-from trainspec_cli.launch.backend.nodes.backend import JOIN_TIMEOUT_S, Reach, reach_from_here
+from trainspec_cli.launcher.backend.nodes.agent import run_agent
+from trainspec_cli.launcher.backend.nodes.backend import JOIN_TIMEOUT_S, Reach, reach_from_here
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_result

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trainspec_cli.diagnosis.gather import RunReader
 from trainspec_cli.errors import TrainspecError
-from trainspec_cli.launch.job.machine import detect
-from trainspec_cli.launch.measuring import probe_path, read_probe
+from trainspec_cli.launcher.job.machine import detect
+from trainspec_cli.launcher.measuring import probe_path, read_probe
 from trainspec_cli.planner.what_if import ALONE, look_ahead
 from trainspec_cli.policy.diagnosis.outlook import Outlook
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainspec_cli.compose.compose import Complete, Completion
+from trainspec_cli.composer.compose import Complete, Completion
 from trainspec_cli.extensions.source import absolute_reference
 from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.spec.own_code import KINDS

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
-from trainspec_cli.launch.measuring import trace_plan
+from trainspec_cli.launcher.measuring import trace_plan
 from trainspec_cli.planner.capacity import accelerator_of, blueprint_of
 from trainspec_cli.planner.memory.engine import tensors_by_cause
 from trainspec_cli.planner.planes.plan import plan_planes
@@ -17,8 +17,8 @@ from trainspec_cli.planner.run.forecast import forecast_run
 from trainspec_cli.planner.search.advice import advise
 from trainspec_cli.planner.search.auto import as_plan, is_run
 from trainspec_cli.planner.search.variants import plan_on_what_divides, plan_other_recovery
-from trainspec_cli.report.plan.report import PlanReport
-from trainspec_cli.report.plan.trace import TraceReport, compare_trace
+from trainspec_cli.reporter.plan.report import PlanReport
+from trainspec_cli.reporter.plan.trace import TraceReport, compare_trace
 from trainspec_cli.session.disturbance import load_disturbance, simulate_disturbed
 from trainspec_cli.session.load import Loaded, load_for_planning, this_machine
 from trainspec_cli.session.no_recipe import with_defaults

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from trainspec_cli.errors import MachineError, PlanError, Problem
-from trainspec_cli.launch.measuring import DISTURBED_HOLDS_S, probe_machine, probe_path, read_probe
-from trainspec_cli.launch.memory_limits import read_limits
+from trainspec_cli.launcher.measuring import DISTURBED_HOLDS_S, probe_machine, probe_path, read_probe
+from trainspec_cli.launcher.memory_limits import read_limits
 from trainspec_cli.planner.this_machine import (
     Predict,
     device_limit_bytes,
@@ -21,7 +21,7 @@ from trainspec_cli.planner.this_machine import (
 from trainspec_cli.policy.batch.division import largest_that_fits
 from trainspec_cli.policy.recovery.memory import build_ladder, with_reliefs, with_setting
 from trainspec_cli.policy.scheduling.moved_layers import largest_stage
-from trainspec_cli.report.text import describe_prediction
+from trainspec_cli.reporter.text import describe_prediction
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launch.job.claim import claim
-from trainspec_cli.report.runs import ALIVE, DAMAGED, RunLine
+from trainspec_cli.launcher.job.claim import claim
+from trainspec_cli.reporter.runs import ALIVE, DAMAGED, RunLine
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.heldout import best_checkpoint
 from trainspec_cli.rundir.memory import find_copies, remove_folder

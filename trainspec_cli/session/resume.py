@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import EXIT_DONE, Problem, RecipeError
-from trainspec_cli.launch.job.machine import detect
-from trainspec_cli.launch.notify import NOBODY, Notify
+from trainspec_cli.launcher.job.machine import detect
+from trainspec_cli.launcher.notify import NOBODY, Notify
 from trainspec_cli.policy.recovery.memory import rank_setting, with_reliefs
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir, read_plan_of_all_nodes, read_run_record
@@ -32,7 +32,7 @@ from trainspec_cli.spec.rules.kernels import check_kernels
 from trainspec_cli.spec.structure import build
 
 if TYPE_CHECKING:
-    from trainspec_cli.launch.backend.nodes.backend import Reach
+    from trainspec_cli.launcher.backend.nodes.backend import Reach
 
 OF_MEMORY = ("batching", "recompute", "offload")
 """Sections in which a recipe sets what a step takes of memory."""
@@ -113,7 +113,7 @@ def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOption
 
 def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     """Return the run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
-    from trainspec_cli.compose.compose import amend  # loads hydra, which the help of a command does without
+    from trainspec_cli.composer.compose import amend  # loads hydra, which the help of a command does without
     from trainspec_cli.session.own_code import absolute_code  # as above
     from trainspec_cli.session.run_length import complete_changed_steps  # as above
 

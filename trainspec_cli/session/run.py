@@ -6,21 +6,21 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainspec_cli.compose.origins import show_path
+from trainspec_cli.composer.origins import show_path
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
-from trainspec_cli.launch.backend import OpenBackend
-from trainspec_cli.launch.failure import Explanation
-from trainspec_cli.launch.job.job import Job
-from trainspec_cli.launch.memory_limits import LimitsWatch
-from trainspec_cli.launch.notify import NOBODY, Notify, notify
-from trainspec_cli.launch.outcome import RunOutcome, conclude
-from trainspec_cli.launch.signals import StopRequests, on_stop_signal
-from trainspec_cli.launch.slow_nodes import Replan
-from trainspec_cli.launch.supervise import Ending, supervise
-from trainspec_cli.report.changes import describe_recovery
-from trainspec_cli.report.collect import collect
-from trainspec_cli.report.live import LiveView
-from trainspec_cli.report.render import render_summary
+from trainspec_cli.launcher.backend import OpenBackend
+from trainspec_cli.launcher.failure import Explanation
+from trainspec_cli.launcher.job.job import Job
+from trainspec_cli.launcher.memory_limits import LimitsWatch
+from trainspec_cli.launcher.notify import NOBODY, Notify, notify
+from trainspec_cli.launcher.outcome import RunOutcome, conclude
+from trainspec_cli.launcher.signals import StopRequests, on_stop_signal
+from trainspec_cli.launcher.slow_nodes import Replan
+from trainspec_cli.launcher.supervise import Ending, supervise
+from trainspec_cli.reporter.changes import describe_recovery
+from trainspec_cli.reporter.collect import collect
+from trainspec_cli.reporter.live import LiveView
+from trainspec_cli.reporter.render import render_summary
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_run_record

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from trainspec_cli.compose.alternatives import NAMES, SECTION, given, section_of
-from trainspec_cli.compose.compose import Completion
+from trainspec_cli.composer.alternatives import NAMES, SECTION, given, section_of
+from trainspec_cli.composer.compose import Completion
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.labelled import open_samples
 from trainspec_cli.corpus.prepare import prepare
@@ -14,7 +14,7 @@ from trainspec_cli.corpus.rows import open_rows
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import expand
-from trainspec_cli.report.live import showing_progress
+from trainspec_cli.reporter.live import showing_progress
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.recipe.model import ConvModel
 from trainspec_cli.spec.recipe.run import RunSpec

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainspec_cli.launch.measuring import measure_kernels, read_table, table_path
-from trainspec_cli.report.kernels_text import describe_choice
+from trainspec_cli.launcher.measuring import measure_kernels, read_table, table_path
+from trainspec_cli.reporter.kernels_text import describe_choice
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.kernels import KernelTable

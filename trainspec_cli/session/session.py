@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trainspec_cli.launch.backend import OpenBackend
-from trainspec_cli.launch.backend.local import LocalBackend
-from trainspec_cli.launch.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
-from trainspec_cli.launch.job.claim import claim
-from trainspec_cli.launch.job.folder import RUNS, make_folder, storage, write_launch, write_resume
-from trainspec_cli.launch.job.job import Job, build_job
-from trainspec_cli.launch.memory_limits import LimitsWatch
-from trainspec_cli.launch.notify import NOBODY, Notify
-from trainspec_cli.launch.signals import StopRequests
+from trainspec_cli.launcher.backend import OpenBackend
+from trainspec_cli.launcher.backend.local import LocalBackend
+from trainspec_cli.launcher.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
+from trainspec_cli.launcher.job.claim import claim
+from trainspec_cli.launcher.job.folder import RUNS, make_folder, storage, write_launch, write_resume
+from trainspec_cli.launcher.job.job import Job, build_job
+from trainspec_cli.launcher.memory_limits import LimitsWatch
+from trainspec_cli.launcher.notify import NOBODY, Notify
+from trainspec_cli.launcher.signals import StopRequests
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.own_code import describe_changed_code

@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from types import FrameType
 
 from trainspec_cli.errors import EXIT_DONE, Interrupted, MachineError, TrainspecError
-from trainspec_cli.launch.backend.nodes.backend import Reach
-from trainspec_cli.launch.job.folder import storage
-from trainspec_cli.launch.signals import PatientRequests, interrupt, on_stop_signal
-from trainspec_cli.launch.slurm import commands as slurm
-from trainspec_cli.launch.slurm.placing import HOSTFILE, arrange, has_switches
-from trainspec_cli.launch.slurm.queue import decide, is_over, is_preempted, note_job, own_job
-from trainspec_cli.launch.slurm.script import places_nodes
+from trainspec_cli.launcher.backend.nodes.backend import Reach
+from trainspec_cli.launcher.job.folder import storage
+from trainspec_cli.launcher.signals import PatientRequests, interrupt, on_stop_signal
+from trainspec_cli.launcher.slurm import commands as slurm
+from trainspec_cli.launcher.slurm.placing import HOSTFILE, arrange, has_switches
+from trainspec_cli.launcher.slurm.queue import decide, is_over, is_preempted, note_job, own_job
+from trainspec_cli.launcher.slurm.script import places_nodes
 from trainspec_cli.printable import printing_safely
-from trainspec_cli.report.problems import render_problems
-from trainspec_cli.report.style import Style
+from trainspec_cli.reporter.problems import render_problems
+from trainspec_cli.reporter.style import Style
 from trainspec_cli.rundir.files import write_text
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir

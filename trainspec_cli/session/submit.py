@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
-from trainspec_cli.compose.origins import COMMAND_LINE, Origin, find_origin
+from trainspec_cli.composer.origins import COMMAND_LINE, Origin, find_origin
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launch.backend.nodes.backend import Reach, build_nodes_job
-from trainspec_cli.launch.job.folder import make_folder, storage, write_launch
-from trainspec_cli.launch.job.machine import detect
-from trainspec_cli.launch.slurm.commands import submit as submit_to_slurm
-from trainspec_cli.launch.slurm.queue import note_job
-from trainspec_cli.launch.slurm.script import array_log, check_folder, log_of, render_script
+from trainspec_cli.launcher.backend.nodes.backend import Reach, build_nodes_job
+from trainspec_cli.launcher.job.folder import make_folder, storage, write_launch
+from trainspec_cli.launcher.job.machine import detect
+from trainspec_cli.launcher.slurm.commands import submit as submit_to_slurm
+from trainspec_cli.launcher.slurm.queue import note_job
+from trainspec_cli.launcher.slurm.script import array_log, check_folder, log_of, render_script
 from trainspec_cli.rundir.files import write_text
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import PrintableConsole

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
 from trainspec_cli.json_value import JsonObject
-from trainspec_cli.launch.backend.processes import POLL_S
-from trainspec_cli.launch.notify import NOBODY, Notify
-from trainspec_cli.launch.signals import StopRequests, on_stop_signal
-from trainspec_cli.report.compare import table
+from trainspec_cli.launcher.backend.processes import POLL_S
+from trainspec_cli.launcher.notify import NOBODY, Notify
+from trainspec_cli.launcher.signals import StopRequests, on_stop_signal
+from trainspec_cli.reporter.compare import table
 from trainspec_cli.rundir.heldout import read_heldout_losses
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import RunResult, read_result

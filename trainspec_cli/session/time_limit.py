@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainspec_cli.launch.measuring import probe_path, read_probe
+from trainspec_cli.launcher.measuring import probe_path, read_probe
 from trainspec_cli.planner.this_machine import is_known, is_predictable, predict_device, predict_local
 from trainspec_cli.spec.recipe.cluster import Machine, SlurmSpec
 from trainspec_cli.spec.results.plan import Plan

@@ -10,8 +10,8 @@ import pytest
 from lab.ranks import run_ranks
 
 from trainspec_cli.environment_names import LAUNCH_ID
-from trainspec_cli.launch.job.job import Job
-from trainspec_cli.launch.rendezvous.address import Rendezvous
+from trainspec_cli.launcher.job.job import Job
+from trainspec_cli.launcher.rendezvous.address import Rendezvous
 from trainspec_cli.rundir.generations import create_secret
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 

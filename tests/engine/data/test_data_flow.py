@@ -26,8 +26,8 @@ from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.policy.batch.division import OwnSamples
-from trainspec_cli.report.collect import collect
-from trainspec_cli.report.render import render_report
+from trainspec_cli.reporter.collect import collect
+from trainspec_cli.reporter.render import render_report
 from trainspec_cli.rundir.accounting import account_run
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import write_json

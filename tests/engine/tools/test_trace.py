@@ -8,7 +8,7 @@ import pytest
 from lab.tracing import Trace
 
 from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.launch.measuring import trace_plan
+from trainspec_cli.launcher.measuring import trace_plan
 from trainspec_cli.planner.workload import count_params, flops_per_token
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec

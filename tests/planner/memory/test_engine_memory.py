@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.engine.models.rope import apply_rope
 from trainspec_cli.engine.tools.ledger import Ledger
-from trainspec_cli.launch.measuring import traced_ranks
+from trainspec_cli.launcher.measuring import traced_ranks
 from trainspec_cli.planner.hardware.catalogue import models
 from trainspec_cli.planner.memory.engine import engine_peak, is_counted, run_of, tensors_by_cause
 from trainspec_cli.planner.memory.engine.attention import rotate

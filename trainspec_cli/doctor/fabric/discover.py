@@ -15,8 +15,8 @@ from trainspec_cli.doctor.measured_fabric import EFFICIENCY, hosts_of
 from trainspec_cli.doctor.network import read_interfaces, read_nics
 from trainspec_cli.doctor.switches import SwitchLevel, read_levels
 from trainspec_cli.errors import MachineError, Problem
-from trainspec_cli.launch.job.machine import usable_cores
-from trainspec_cli.launch.slurm import commands as slurm
+from trainspec_cli.launcher.job.machine import usable_cores
+from trainspec_cli.launcher.slurm import commands as slurm
 from trainspec_cli.node import node_name
 from trainspec_cli.spec.results.fabric import FabricFact, FoundFabric, FoundGpu, Nic, NumaNode
 from trainspec_cli.spec.results.tools import PairRate

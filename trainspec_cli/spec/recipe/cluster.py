@@ -314,7 +314,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware found on this node, without torch (see `launch/job/machine.py`)."""
+    """The hardware found on this node, without torch (see `launcher/job/machine.py`)."""
 
     hostname: str
     cpu_cores: int

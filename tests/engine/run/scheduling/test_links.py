@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.report.text import describe_event
+from trainspec_cli.reporter.text import describe_event
 from trainspec_cli.rundir.event_types.observed import LinkEvent
 from trainspec_cli.spec.records import read_record
 

@@ -1,0 +1,243 @@
+"""Why a worker failed, found in what it left: its own report, torchrun's list of exit codes, its log."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainspec_cli.errors import WorkerError
+from trainspec_cli.launcher.job.job import LOOPBACK, Job
+from trainspec_cli.printable import without_colours
+from trainspec_cli.reading.files import open_regular
+from trainspec_cli.rundir.event_types.training import EndEvent
+from trainspec_cli.rundir.events import tail_events
+from trainspec_cli.rundir.record import NodeErrorRecord, WorkerErrorRecord, read_error
+from trainspec_cli.spec.results.memory import Shortage
+
+LOG_TAIL_LINES = 30
+MAX_LOG_BYTES = 2**20
+"""The end of a log that is read."""
+
+_EXIT = re.compile(r"host\s*: (\S+)\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
+_FORCED = re.compile(r"Unable to shutdown process (\d+)")
+_PEER_LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket closed|remote process exited"
+    r"|ncclremoteerror|communicator was aborted|connectionreseterror",
+    re.IGNORECASE,
+)
+_ENDED_BY_OTHERS = (signal.SIGTERM, signal.SIGABRT)
+"""torchrun ends the peers of a failed worker by SIGTERM; NCCL's watchdog ends a worker that waits for a lost peer
+by SIGABRT."""
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    rank: int
+    """The rank; the node's number where a whole node has failed."""
+    host: str
+    summary: str
+    """One line: `ValueError: boo`, `killed by SIGKILL`."""
+    detail: str = ""
+    """The worker's own traceback, or the end of its log; empty for an error that was foreseen."""
+    hint: str = ""
+    step: int | None = None
+    time: float = math.inf
+    """Unix seconds, where it is known."""
+    self_reported: bool = False
+    """Reported by the worker itself."""
+    was_killed: bool = False
+    """It ended by SIGKILL."""
+    consequence: bool = False
+    """It ended because another one had."""
+    foreseen: bool = False
+    """It would come again if the run was started again as it is: an error for people, a node that is gone."""
+    exit_code: int = WorkerError.exit_code
+    """The exit code that the run ends with because of it."""
+    shortage: Shortage | None = None
+    """Its memory ran out."""
+    whole_node: bool = False
+    """Not one worker, but one node of several: it was lost, or lacks something."""
+
+    @property
+    def who(self) -> str:
+        return f"{'node' if self.whole_node else 'rank'} {self.rank}"
+
+
+def find_failures(job: Job) -> list[WorkerFailure]:
+    """Return all workers that failed, the one that began it first; those that only lost their peers last."""
+    reported = {failure.rank: failure for failure in _reported(job)}
+    silent = [failure for failure in find_listed(job) if failure.rank not in reported]
+    return first_causes([*_nodes(job), *reported.values(), *silent])
+
+
+def find_listed(job: Job) -> list[WorkerFailure]:
+    """Return the workers that torchrun lists with their exit codes, ordered likewise."""
+    return first_causes(failure for log in torchrun_logs(job) for failure in _silent(job, log))
+
+
+def first_causes(failures: Iterable[WorkerFailure]) -> list[WorkerFailure]:
+    """Sort the failures: the one that began it first, those that only lost their peers last."""
+    return sorted(failures, key=lambda failure: (failure.consequence, failure.time, failure.rank))
+
+
+def _reported(job: Job) -> Iterator[WorkerFailure]:
+    """Yield the workers that wrote down what happened to them."""
+    for path in sorted(job.run.errors_folder.glob("rank*.json")):
+        error = read_error(path, WorkerErrorRecord)
+        if job.ranks is not None and error.rank not in job.ranks:
+            continue
+        hung, foreseen = error.code == "hang", bool(error.code)
+        summary = error.message if foreseen else f"{error.type}: {error.message}".strip().rstrip(":")
+        yield WorkerFailure(
+            rank=error.rank,
+            host=error.host,
+            summary=summary,
+            detail="" if foreseen and not hung else error.traceback.rstrip(),
+            hint=error.hint or "",
+            step=error.step,
+            # Whatever ended after a hang was found, and however, ended because of it.
+            time=-math.inf if hung else path.stat().st_mtime if error.time is None else error.time,
+            self_reported=True,
+            foreseen=foreseen and not hung,
+            consequence=not foreseen and bool(_PEER_LOST.search(summary)),
+            exit_code=error.exit_code or WorkerError.exit_code,
+            shortage=error.shortage,
+        )
+
+
+def _nodes(job: Job) -> Iterator[WorkerFailure]:
+    """Yield the nodes that were lost or could not start: a failure of their workers began with them."""
+    for path in sorted(job.run.errors_folder.glob("node*.json")):
+        error = read_error(path, NodeErrorRecord)
+        yield WorkerFailure(
+            rank=error.node,
+            host=error.host,
+            summary=error.message,
+            time=0.0,
+            self_reported=not error.lost,
+            foreseen=True,
+            whole_node=True,
+        )
+
+
+def torchrun_logs(job: Job) -> list[Path]:
+    """Return the logs of torchrun, one per node."""
+    return sorted([*job.logs.glob("torchrun.log"), *job.logs.glob("node*/torchrun.log")])
+
+
+def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
+    """Yield the workers that left no report (a signal, an error before their own code), from torchrun's summary."""
+    text = _end_of(torchrun_log)
+    forced = set(_FORCED.findall(text))
+    for host, rank, local_rank, code, pid in _EXIT.findall(text):
+        log = worker_log(torchrun_log.parent, int(local_rank))
+        yield WorkerFailure(
+            rank=_rank_in_run(job, int(rank), int(local_rank)),
+            host=socket.gethostname() if host == LOOPBACK else host,
+            summary=describe_exit(int(code)),
+            detail=tail(log) if log else "",
+            # SIGKILL comes from outside, so it is where a failure begins.
+            time=0.0 if int(code) == -signal.SIGKILL else math.inf,
+            was_killed=int(code) == -signal.SIGKILL,
+            consequence=pid in forced or -int(code) in _ENDED_BY_OTHERS,
+        )
+
+
+def _rank_in_run(job: Job, rank: int, local_rank: int) -> int:
+    """Return a worker's rank among all of the run's. `rank` is torchrun's; a node's part of a replica group that has
+    several nodes holds the ranks of that node."""
+    if not job.ranks:
+        return rank
+    return job.ranks[rank if rank < len(job.ranks) else local_rank]
+
+
+def describe_exit(code: int) -> str:
+    if code > 0:
+        return f"ended with exit code {code} before it could say why"
+    name = signal.Signals(-code).name
+    if -code == signal.SIGKILL:
+        return f"was killed by {name}; if memory ran out, the kernel did it: try a smaller batching.micro_batch_size"
+    if -code in (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
+        return f"crashed in native code ({name})"
+    return f"was ended by {name}"
+
+
+def worker_log(logs_of_host: Path, local_rank: int) -> Path | None:
+    """Return the newest standard error of a worker."""
+    logs = sorted(logs_of_host.glob(f"workers_*/attempt_*/{local_rank}/stderr.log"))
+    return logs[-1] if logs else None
+
+
+def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """Return the end of a log, without its colours."""
+    return "\n".join(without_colours(_end_of(log)).splitlines()[-lines:])
+
+
+def _end_of(log: Path) -> str:
+    with open_regular(log) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_LOG_BYTES))
+        return file.read(MAX_LOG_BYTES).decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A failure as people read it."""
+
+    headline: str
+    detail: str = ""
+    hint: str = ""
+
+
+def explain(failures: list[WorkerFailure]) -> Explanation:
+    """Describe the first failure as it was reported, and the others in a line."""
+    first, *others = failures
+    at = f", step {first.step}" if first.step is not None else ""
+    who = f"{first.who} ({first.host or 'hostname unknown'}{at})"
+    detail = [first.detail, *_explain_others(first, others)]
+    return Explanation(_sentence(who, first), "\n\n".join(filter(None, detail)), first.hint)
+
+
+def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) -> Explanation:
+    """Explain why a run of one group failed: a worker did, or torchrun (`exit_code`), or all of them just ended."""
+    code = exit_code or 0
+    if failures and (code >= 0 or not failures[0].consequence):
+        return explain(failures)
+    if code < 0:
+        return Explanation(f"torchrun was ended by {signal.Signals(-code).name}, and its workers with it")
+    if code:
+        logs = "\n\n".join(tail(log) for log in torchrun_logs(job))
+        if job.nodes and not any(job.logs.glob("node*/torchrun.log")):  # what is there is the starter's own output
+            headline = f"{Path(job.command[0]).name} ended with exit code {code} before any node had started a worker"
+            return Explanation(headline, logs, "look at its own messages; a container's image must be on every node")
+        return Explanation(f"torchrun ended with exit code {code}", logs)
+    if any(isinstance(event, EndEvent) for event in list(tail_events(job.run.events(0)))[-1:]):
+        return Explanation("the workers got a signal to end, but nobody had asked the run to stop")
+    return Explanation("the workers ended without leaving a result")
+
+
+def _explain_others(first: WorkerFailure, others: list[WorkerFailure]) -> Iterator[str]:
+    alike = [other for other in others if other.summary == first.summary]
+    lost = [other for other in others if other.consequence and other not in alike]
+    if alike:
+        yield f"{_ranks(alike)} ended in the same way."
+    if lost:
+        yield f"{_ranks(lost)} lost the connection to {first.who}, or ended with it."
+    for other in others:
+        if other not in alike and other not in lost:
+            yield _sentence(f"also {other.who}", other)
+
+
+def _sentence(who: str, failure: WorkerFailure) -> str:
+    return f"{who}: {failure.summary}" if failure.self_reported else f"{who} {failure.summary}"
+
+
+def _ranks(failures: list[WorkerFailure]) -> str:
+    numbers = ", ".join(str(failure.rank) for failure in failures[:8])
+    more = f" and {len(failures) - 8} more" if len(failures) > 8 else ""
+    return f"rank{'s' if len(failures) > 1 else ''} {numbers}{more}"

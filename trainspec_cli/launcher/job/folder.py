@@ -1,0 +1,200 @@
+"""Makes a run's folder and writes down what is started in it."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainspec_cli import __version__
+from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.launcher.job.communication import write_communication
+from trainspec_cli.launcher.job.job import Job, render_command
+from trainspec_cli.launcher.job.provenance import git_state, versions
+from trainspec_cli.rundir import memory
+from trainspec_cli.rundir.files import read_json, write_json, write_text
+from trainspec_cli.rundir.own_code import keep_code
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import Resume, RunRecord, read_run_record, write_run_record
+from trainspec_cli.spec.canonical import Absent, digest, to_plain
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.recipe.kernels import KernelTable
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.trust import PRIVATE_FOLDER, check_folder, private_files
+
+RUNS = Path("runs")
+
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP)
+
+
+@dataclass(frozen=True)
+class LaunchOrigin:
+    """The recipe and command line that a run comes from."""
+
+    recipe: str
+    argv: Sequence[str]
+    """The command line, without the program's name."""
+    composed_yaml: str
+
+
+def check_free(run_dir: str) -> None:
+    """Raises RecipeError where `run.dir` names a folder that is in use, MachineError where others could write in it;
+    the folder is not made yet."""
+    root = Path(run_dir)
+    if run_dir == AUTO or not root.exists():
+        return
+    check_folder(root, "choose another run.dir, or leave it out")
+    _check_no_run(root)
+    if not root.is_dir() or any(root.iterdir()):
+        hint = "choose another run.dir, or leave it out"
+        raise RecipeError(Problem("run_exists", f"{root} exists and is not an empty folder", "run.dir", hint))
+
+
+def _check_no_run(root: Path) -> None:
+    if RunDir(root).run_json.exists():
+        hint = f"go on with it: trainspec resume {shlex.quote(str(root))}; or choose another run.dir"
+        raise RecipeError(Problem("run_exists", f"{root} holds a run already", "run.dir", hint))
+
+
+def make_folder(run_dir: str, recipe: str) -> Path:
+    """Make the folder that `run.dir` names, or a new one of its own below ./runs; for this user alone, where it is new.
+    Raises as `check_free`."""
+    if run_dir != AUTO:
+        check_free(run_dir)
+        Path(run_dir).mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+        return Path(run_dir)
+    parent = RUNS / re.sub(r"[^\w.-]+", "_", recipe)
+    parent.mkdir(parents=True, exist_ok=True)
+    return _make_unique(parent / time.strftime("%Y%m%d-%H%M%S"))
+
+
+def _make_unique(root: Path) -> Path:
+    """Two launches of one second get folders of their own: making one fails for all but the first."""
+    for number in itertools.count(1):
+        candidate = root if number == 1 else root.with_name(f"{root.name}-{number}")
+        try:
+            candidate.mkdir(PRIVATE_FOLDER)
+        except FileExistsError:
+            continue
+        return candidate
+    raise AssertionError("counting has no end")
+
+
+def write_launch(
+    job: Job, plan: Plan, origin: LaunchOrigin, data_folder: Path | None, kernels: KernelTable | None = None
+) -> None:
+    """Write what the workers need, and what is needed to do it again. run.json is last: with it the run exists.
+
+    To be called while the run is claimed; raises RecipeError where another launch was there before.
+    """
+    run = job.run
+    _check_no_run(run.root)
+    write_text(run.composed_yaml, origin.composed_yaml)
+    write_json(run.versions_json, versions())
+    _keep_small_files(plan.spec, run)
+    _write_start(job, plan, kernels)
+    record = RunRecord(
+        recipe=origin.recipe,
+        digest=digest(plan.spec),
+        argv=tuple(origin.argv),
+        trainspec=__version__,
+        created_at=time.time(),
+        data_dir=str(data_folder.absolute()) if data_folder else None,
+        git=git_state(Path.cwd()),
+        memory_secret=memory.new_secret(),
+    )
+    write_run_record(run, record)
+
+
+def _keep_small_files(spec: RunSpec, run: RunDir) -> None:
+    """Keep what an export needs beside the weights, since its files need not be there for ever: the chat template that
+    the data names, and config and tokenizer of the Hugging Face folder that the run begins with, at once or through
+    other runs."""
+    from trainspec_cli.corpus.chat import keep_template
+    from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, SMALL_FILES
+
+    init = spec.init
+    source = init.hugging_face or (init.run and RunDir(init.run).huggingface)
+    if source is not None and source.is_dir():
+        run.huggingface.mkdir(exist_ok=True)
+        for name in SMALL_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, run.huggingface / name)
+    if spec.data.chat_template is not None:
+        run.huggingface.mkdir(exist_ok=True)
+        (run.huggingface / CHAT_TEMPLATE).unlink(missing_ok=True)
+        keep_template(spec.data, run.huggingface)
+
+
+def write_resume(
+    job: Job,
+    plan: Plan,
+    argv: Sequence[str],
+    from_step: int | None,
+    kernels: KernelTable | None = None,
+    data_folder: Path | None = None,
+) -> None:
+    """Write down that the run goes on under `plan`; what the last start left of its end is cleared away. `from_step`:
+    None for a run that was written down and never started, which begins. `data_folder`: of other data than before."""
+    run = job.run
+    record = read_run_record(run)
+    if from_step is not None:
+        resume = Resume(tuple(argv), __version__, time.time(), from_step)
+        record = replace(record, resumes=(*record.resumes, resume))
+    secret = memory.new_secret() if isinstance(record.memory_secret, Absent) else record.memory_secret
+    record = replace(record, digest=digest(plan.spec), memory_secret=secret)
+    if data_folder is not None:
+        record = replace(record, data_dir=str(data_folder.absolute()))
+    for report in run.errors_folder.glob("*.json"):
+        report.unlink()
+    run.result_json.unlink(missing_ok=True)
+    _write_start(job, plan, kernels)
+    write_run_record(run, record)
+
+
+def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
+    """`kernels`: what was measured for this start; None leaves what an earlier one has written."""
+    if kernels is not None:
+        write_json(job.run.kernels_json, to_plain(kernels))
+    write_json(job.run.plan_json, to_plain(plan))
+    keep_code(plan.spec, job.run)
+    write_communication(plan, job.run)
+    job.run.plan_of_all_nodes.unlink(missing_ok=True)
+    write_text(job.run.command_txt, render_command(job.command, job.environment, Path.cwd()))
+
+
+def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
+    """Write the plan of the next start, which is without a node. The first one's is kept: a resume goes back to it."""
+    if not run.plan_of_all_nodes.exists():
+        write_json(run.plan_of_all_nodes, read_json(run.plan_json))
+    write_json(run.plan_json, to_plain(plan))
+
+
+@contextmanager
+def storage(run_dir: str) -> Iterator[None]:
+    """Cover all that is written in a run's folder: it is for this user alone, and what the disk refuses becomes a
+    MachineError that names the file, or the folder."""
+    try:
+        with private_files():
+            yield
+    except OSError as error:
+        if error.errno not in _STORAGE_ERRORS:
+            raise
+        place = error.filename or (RUNS if run_dir == AUTO else run_dir)
+        hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "look at its owner and mode"
+        problem = Problem(
+            code="cannot_write",
+            message=f"cannot write {place}: {error.strerror}",
+            path="run.dir",
+            hint=f"{hint}, or choose another place with run.dir=<folder>",
+            environment=True,
+        )
+        raise MachineError(problem) from error

@@ -1,0 +1,156 @@
+"""The view of a running run: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from trainspec_cli.reporter.progress import Progress
+from trainspec_cli.reporter.text import describe_event, describe_progress
+from trainspec_cli.rundir.events import EventTail
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.results.plan import Plan
+
+REFRESH_PER_S = 4
+"""Drawing takes time from the workers on a small machine."""
+
+
+@contextmanager
+def showing_progress(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """Show work that reports its phase and the part of it that is done, 0 to 1. Off a terminal each phase is a line."""
+    if not console.is_terminal:
+        reported: set[str] = set()
+
+        def report(phase: str, done: float) -> None:
+            if phase not in reported:
+                reported.add(phase)
+                console.print(phase, markup=False, highlight=False)
+
+        yield report
+        return
+    with Bar(TextColumn("{task.description}", markup=False), BarColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("reading", total=1.0)
+        yield lambda phase, done: bar.update(task, description=phase, completed=done)
+
+
+class Screen(Protocol):
+    """The place that a view is drawn on."""
+
+    def say(self, text: str) -> None:
+        """Add a line that stays."""
+
+    def show(self, phase: str, progress: Progress) -> None:
+        """Show what is going on now."""
+
+    def close(self) -> None: ...
+
+
+class LiveView:
+    """Reads rank 0's events and shows them; `watch` is to be called again and again while the run goes on. `log` gets
+    the lines that a console without a terminal gets."""
+
+    def __init__(self, run: RunDir, plan: Plan, console: Console, log: Console | None = None, *, last_bytes: int = 0):
+        """`last_bytes`: of the events that are there already, so many are shown too."""
+        interval_steps = plan.spec.train.log_interval_steps
+        self._tail = EventTail(run.events(0), last_bytes)
+        self._progress = Progress(plan.total_steps)
+        self._before_first_step = "compiling" if plan.spec.compile else "first step"
+        self._screens: list[Screen] = [
+            TerminalScreen(console) if console.is_terminal else PlainScreen(console, interval_steps)
+        ]
+        if log:
+            self._screens.append(PlainScreen(log, interval_steps))
+
+    def __enter__(self) -> LiveView:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        for screen in self._screens:
+            screen.close()
+
+    def watch(self, stop_requested: bool) -> None:
+        for event in self._tail.read():
+            self._progress.take(event)
+            if text := describe_event(event):
+                self.say(text)
+            self._show(stop_requested)
+        self._show(stop_requested)
+
+    def say(self, text: str) -> None:
+        """Show a message, such as the supervisor's."""
+        for screen in self._screens:
+            screen.say(text)
+
+    def _show(self, stop_requested: bool) -> None:
+        for screen in self._screens:
+            screen.show(self._phase(stop_requested), self._progress)
+
+    def _phase(self, stop_requested: bool) -> str:
+        """Name the phase; empty while steps go by."""
+        if stop_requested:
+            return "stopping, with a checkpoint (Ctrl-C again: at once)" if self._progress.begin else "stopping"
+        if self._progress.has_stepped:
+            return ""
+        return self._before_first_step if self._progress.begin else "starting workers"
+
+
+class TerminalScreen:
+    def __init__(self, console: Console):
+        self._bar = Bar(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}", markup=False),
+            console=console,
+            transient=True,
+            refresh_per_second=REFRESH_PER_S,
+        )
+        self._task = self._bar.add_task("", total=None, figures="")
+        self._phase, self._since = "", time.monotonic()
+        self._bar.start()
+
+    def say(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def show(self, phase: str, progress: Progress) -> None:
+        if phase != self._phase:
+            self._phase, self._since = phase, time.monotonic()
+        where = f"step {progress.step}/{progress.max_steps}"
+        self._bar.update(
+            self._task,
+            description=f"{phase}, {time.monotonic() - self._since:.0f} s" if phase else where,
+            total=progress.max_steps if progress.has_stepped else None,
+            completed=progress.step,
+            figures="" if phase else describe_progress(progress),
+        )
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class PlainScreen:
+    """Prints a line every `interval_steps`, and one when another phase begins."""
+
+    def __init__(self, console: Console, interval_steps: int):
+        self._console, self._interval_steps = console, interval_steps
+        self._phase, self._step = "", 0
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, phase: str, progress: Progress) -> None:
+        if phase and phase != self._phase:
+            self.say(phase)
+        self._phase = phase
+        is_due = progress.step % self._interval_steps == 0 or progress.step == progress.max_steps
+        if progress.has_stepped and progress.step != self._step and is_due:
+            self._step = progress.step
+            self.say(f"step {progress.step}/{progress.max_steps}: {describe_progress(progress)}")
+
+    def close(self) -> None:
+        """Nothing to clear away: lines stay."""
