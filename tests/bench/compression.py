@@ -219,6 +219,7 @@ def time_steps(options: argparse.Namespace) -> None:
     times: dict[tuple[str, WireFormats], list[float]] = {key: [] for key in states}
     for turn in range(options.turns + 1):
         for key, state in states.items():
+            state.wire.find_connections()
             dist.barrier()
             started = time.perf_counter()
             train_step(state, samples, global_tokens=options.batch * SEQ_LEN, clip_norm=1.0)

@@ -162,8 +162,8 @@ def compare(seed: int, repeats: int, *, shows_all: bool) -> float:
         fabric.remove()
 
     def seconds(order: Order, place: int, name: Algorithm) -> float:
-        once = took[order.trials[place][name]]
-        return once if name == "direct" else once * order.exchanges[place].per_step
+        trial = order.trials[place][name]
+        return took[trial] * (1 if trial.operation == "send" else order.exchanges[place].per_step)
 
     chosen = next(order for order in tried if order.exchanges == blueprint.exchanges)
     chosen_s = sum(seconds(chosen, place, one.algorithm) for place, one in enumerate(chosen.exchanges))

@@ -219,6 +219,17 @@ def test_links_are_told_apart():
     assert (heaviest(lossy).cause, heaviest(lossy).link) == ("lossy_link", (0, 1))
 
 
+def test_what_a_full_queue_before_a_narrow_link_drops_is_no_loss_of_the_link():
+    """The small exchange at a step's end waits in that queue too."""
+    queued = Telemetry(resent={(3, 4): 15.0}).narrow([(3, 4)], 4.0)
+    queued.rtts_s[3, 4], queued.counters["agreed_s"][60:] = 4e-2, 2e-3
+    assert (heaviest(queued).cause, heaviest(queued).link) == ("narrow_link", (3, 4))
+    queued.rtts_s[3, 4] = 3e-4
+    assert heaviest(queued).cause == "lossy_link"
+    queued.rtts_s[3, 4], queued.resent[3, 4] = 4e-2, 300.0
+    assert heaviest(queued).cause == "lossy_link", "a queue drops no third of what is sent"
+
+
 def test_a_link_that_has_always_lost_segments_is_named():
     telemetry = Telemetry(resent={(0, 1): 20.0})
     telemetry.transfers_s[:] = 0.2

@@ -55,10 +55,15 @@ def _slowest_hop_s(group: Group, eff: Efficiency) -> float:
 
 def reduce_scatter_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
     """Every rank ends with its part of the sum of `total_bytes`. On gloo each sends every other one its part, and adds
-    up what it gets (`engine/comm/exchange.py`)."""
+    up what it gets (`engine/comm/exchange.py`).
+
+    There the connections of a rank to its own domain are the quicker ones and have its link to themselves at first, so
+    what crosses takes its time after them (measured: `tests/bench/fabrics.py --all`).
+    """
     if not group.speaks_gloo or group.size <= 1 or total_bytes <= 0:
         return all_gather_s(group, total_bytes, eff)
-    return eff.collective_latency_s + _slowest_hop_s(group, eff) + _spread_s(group, total_bytes, 1)
+    inside_s, *crossing_s = _tier_times_s(group, total_bytes, 1)
+    return eff.collective_latency_s + _slowest_hop_s(group, eff) + inside_s + max(crossing_s)
 
 
 def all_reduce_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
@@ -74,15 +79,15 @@ def all_to_all_s(group: Group, sent_bytes: float, copies: int, eff: Efficiency) 
     """
     if group.size <= 1 or sent_bytes <= 0:
         return 0.0
-    return latency_s(group, eff) + _spread_s(group, sent_bytes, copies, eff.all_to_all)
+    return latency_s(group, eff) + max(_tier_times_s(group, sent_bytes, copies, eff.all_to_all))
 
 
-def _spread_s(group: Group, sent_bytes: float, copies: int, link_efficiency: float = 1.0) -> float:
-    """Seconds of the bytes alone, over the narrowest of the tiers."""
+def _tier_times_s(group: Group, sent_bytes: float, copies: int, link_efficiency: float = 1.0) -> tuple[float, ...]:
+    """Seconds of the bytes alone: inside the domain, over the network cards, and over each tier beyond."""
     inside = sent_bytes * (group.per_domain - 1) / group.size / (group.link_bytes_per_s * link_efficiency)
     outside = _crossing_bytes(group, sent_bytes, copies, group.per_domain) / group.nic_bytes_per_s
     beyond = (_crossing_bytes(group, sent_bytes, copies, tier.ranks) / tier.bytes_per_s for tier in group.outer)
-    return max(inside, outside, *beyond)
+    return (inside, outside, *beyond)
 
 
 def _crossing_bytes(group: Group, sent_bytes: float, copies: int, ranks: int) -> float:

@@ -22,6 +22,9 @@ from trainspec_cli.spec.results.verdict import Cause, RunVerdict
 LOST = 1e-3
 """Fraction of segments sent again above which a connection loses some."""
 LOST_SEGMENTS = 5
+OVERFLOW, QUEUED_S, QUEUED = 0.02, 2e-3, 4.0
+"""A queue before a narrow link drops what it cannot hold: no larger part of the segments, while round trips take so
+much longer and so many times as long as usual. A link that loses segments has no queue."""
 RECENT_STEPS = 16
 TIMEOUTS = 0.5
 """Time-outs as a fraction of the segments sent again, from which on the path is away for a while, and loses no single
@@ -58,6 +61,12 @@ class Path:
     """The same at other times."""
     rtt_s: float
     usual_rtt_s: float
+
+    @property
+    def overflows(self) -> bool:
+        """Whether what was sent again was dropped by a queue that is full: TCP fills it to find the link's rate."""
+        is_queued = self.rtt_s > max(self.usual_rtt_s + QUEUED_S, QUEUED * self.usual_rtt_s)
+        return is_queued and self.resent <= OVERFLOW * self.segments
 
 
 def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
@@ -114,32 +123,16 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
 def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
     """Return what makes the transfers of an episode long; None where the machine's load does, or nothing is known."""
     paths = _paths(evidence.connections, episode)
-    resent, timeouts = sum(path.resent for path in paths), sum(path.timeouts for path in paths)
-    segments = sum(path.segments for path in paths)
-    latency_s = _rise(evidence.counter("agreed_s"), episode, np.nanmin)
-    usual_s = float(np.nan_to_num(np.nanpercentile(_over_ranks(evidence.counter("agreed_s"), np.nanmin), 25)))
-    worst: Path | None
-    if resent >= LOST_SEGMENTS and resent > LOST * segments:
-        worst = max(paths, key=lambda path: path.resent)
-        if timeouts > TIMEOUTS * resent:
-            text = f"{timeouts:.0f} time-outs of connections, which then went on"
-            return _verdict(evidence, episode, "network_timeouts", worst, paths, lambda path: path.timeouts, text)
-        text = f"{resent / segments:.2%} of segments were sent again, most of them between ranks {_names(worst.ranks)}"
-        return _verdict(evidence, episode, "lossy_link", worst, paths, lambda path: path.resent, text)
+    losing = _losing(paths)
+    if losing is not None and not losing.overflows:
+        return _lossy(evidence, episode, paths, losing)
     names = ("queued_s", "exposed_queued_s", "throttled_s")
     if sum(_rise(evidence.counter(name), episode, np.nanmean) for name in names) > OF_NOISE * episode.excess:
         return None
-    if latency_s > max(LATER_S, LATER * usual_s):
-        worst = max(paths, key=lambda path: path.rtt_s - path.usual_rtt_s, default=None)
-        shows_rtt = worst is not None and worst.rtt_s - worst.usual_rtt_s >= OF_RTT * latency_s
-        may_hide_rtt = any(len(set(path.ranks)) == 1 for path in paths)  # a relay answers in the other end's place
-        if not shows_rtt and (_is_loaded(evidence, episode) or not may_hide_rtt):
-            return None
-        now_s = latency_s + usual_s
-        text = f"the small exchange that ends a step takes {now_s * 1e3:.3g} ms, {usual_s * 1e3:.3g} usually"
-        return _verdict(
-            evidence, episode, "delayed_link", worst, paths, lambda path: path.rtt_s - path.usual_rtt_s, text
-        )
+    latency_s = _rise(evidence.counter("agreed_s"), episode, np.nanmin)
+    usual_s = float(np.nan_to_num(np.nanpercentile(_over_ranks(evidence.counter("agreed_s"), np.nanmin), 25)))
+    if losing is None and latency_s > max(LATER_S, LATER * usual_s):
+        return _delayed(evidence, episode, paths, latency_s, usual_s)
     measured = [path for path in paths if path.rate > 0 and path.usual_rate > 0]
     worst = min(measured, key=lambda path: path.rate / path.usual_rate, default=None)
     if worst is None and not evidence.link_slowdowns:
@@ -148,6 +141,37 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
     return _verdict(
         evidence, episode, "narrow_link", worst, paths, lambda path: _slowness(path.rate, path.usual_rate), text
     )
+
+
+def _losing(paths: Sequence[Path]) -> Path | None:
+    """Return the path on which most segments were sent again; None where they are too few."""
+    resent, segments = sum(path.resent for path in paths), sum(path.segments for path in paths)
+    is_lossy = resent >= LOST_SEGMENTS and resent > LOST * segments
+    return max(paths, key=lambda path: path.resent) if is_lossy else None
+
+
+def _lossy(evidence: RunEvidence, episode: Episode, paths: Sequence[Path], worst: Path) -> RunVerdict:
+    resent, timeouts = sum(path.resent for path in paths), sum(path.timeouts for path in paths)
+    if timeouts > TIMEOUTS * resent:
+        text = f"{timeouts:.0f} time-outs of connections, which then went on"
+        return _verdict(evidence, episode, "network_timeouts", worst, paths, lambda path: path.timeouts, text)
+    share = resent / sum(path.segments for path in paths)
+    text = f"{share:.2%} of segments were sent again, most of them between ranks {_names(worst.ranks)}"
+    return _verdict(evidence, episode, "lossy_link", worst, paths, lambda path: path.resent, text)
+
+
+def _delayed(
+    evidence: RunEvidence, episode: Episode, paths: Sequence[Path], latency_s: float, usual_s: float
+) -> RunVerdict | None:
+    """Return a link whose latency has grown by `latency_s`; None where round trips do not show it."""
+    worst = max(paths, key=lambda path: path.rtt_s - path.usual_rtt_s, default=None)
+    shows_rtt = worst is not None and worst.rtt_s - worst.usual_rtt_s >= OF_RTT * latency_s
+    may_hide_rtt = any(len(set(path.ranks)) == 1 for path in paths)  # a relay answers in the other end's place
+    if not shows_rtt and (_is_loaded(evidence, episode) or not may_hide_rtt):
+        return None
+    now_s = latency_s + usual_s
+    text = f"the small exchange that ends a step takes {now_s * 1e3:.3g} ms, {usual_s * 1e3:.3g} usually"
+    return _verdict(evidence, episode, "delayed_link", worst, paths, lambda path: path.rtt_s - path.usual_rtt_s, text)
 
 
 def _is_loaded(evidence: RunEvidence, episode: Episode) -> bool:
