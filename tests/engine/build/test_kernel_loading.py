@@ -57,6 +57,7 @@ def test_models_compute_the_same(name: str, recompute) -> None:
         assert float((found_gradient - gradient).norm()) < 1e-5 * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_compiled_kernels_in_eager_blocks(recompute) -> None:
     plain, other = made("llama_tiny"), made("llama_tiny")

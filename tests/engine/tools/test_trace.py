@@ -30,6 +30,7 @@ def test_sharding_divides_the_state_and_gathers_what_it_divided(trace: Trace) ->
     assert sharded.peak_memory_bytes < alone.peak_memory_bytes
 
 
+@pytest.mark.slow
 def test_a_world_that_is_not_there_is_traced() -> None:
     plan = plan_of("dense", dp_replicate=1, dp_shard=2, tp=2, pp=2)
     told = trace_plan(plan)
