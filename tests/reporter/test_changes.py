@@ -13,6 +13,7 @@ from trainspec_cli.reporter.changes import (
     describe_left_out,
     describe_recovery,
     summarise_counts,
+    without_old_advice,
 )
 from trainspec_cli.reporter.text import describe_event
 from trainspec_cli.rundir.accounting import Recovery
@@ -45,6 +46,12 @@ def test_a_directive() -> None:
     assert describe_event(advice).startswith(
         "step 30: group 1: advice: scheduler=auto would make shares 9, 9, 5, 9 of 32: data-parallel"
     )
+
+
+def test_of_advice_on_shares_the_newest_counts():
+    shares = [replace(DIRECTIVE, applied=False, step=step, group=group) for step, group in ((1, 0), (2, 1), (3, 0))]
+    listed = [shares[0], DIRECTIVE, *shares[1:], replace(shares[0], kind="layout")]
+    assert without_old_advice(listed) == listed[1:]
 
 
 def test_the_size_of_buckets_with_what_the_others_would_cost() -> None:

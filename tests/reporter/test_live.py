@@ -122,3 +122,16 @@ def test_the_preparation_has_a_bar_on_a_terminal_which_goes_away() -> None:
         on_progress("encoding", 0.5)
     shown = output.getvalue()
     assert "encoding" in shown and "\x1b[2K" in shown, "a line is cleared at the end"
+
+
+def test_advice_that_comes_and_goes_is_told_ever_more_rarely(fake_run: Any, make_view: MakeView) -> None:
+    view, output = make_view()
+    fake_run.start()
+    for step in range(1, 21):
+        fake_run.step(step, loss=1.5)
+        share = {"counts": [step, 3], "micro_batch_size": 1, "micro_batches": 4, "reason": "r", "number": step}
+        timing = {"before_s": 1.0, "expected_s": 0.5}
+        fake_run.write("directive", step=step, applied=step == 19, **share, **timing)
+    view.watch(False)
+    told = [line for line in output.getvalue().splitlines() if "shares" in line]
+    assert [line.split(":")[0] for line in told] == [f"step {step}" for step in (1, 2, 4, 8, 16, 19)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from trainspec_cli.reporter.plan.labels import stages_label
@@ -52,6 +52,18 @@ def describe_recovery(recovery: Recovery) -> RunChange:
     cost += [f"{lost} step{'s' if lost > 1 else ''} lost"] if lost else []
     kind = RECOVERY_KINDS.get(recovery.kind, recovery.kind)
     return RunChange(recovery.step, f"{who}{kind}", ", ".join(cost))
+
+
+def advises_shares(event: DirectiveEvent) -> bool:
+    """Return whether the event says what `scheduler=auto` would do to the shares; it comes and goes with the load."""
+    return not event.applied and event.kind in ("shares", "group_shares")
+
+
+def without_old_advice(directives: Iterable[DirectiveEvent]) -> list[DirectiveEvent]:
+    """Return the directives with the newest advice alone on the shares of each group."""
+    listed = list(directives)
+    newest = {event.group: place for place, event in enumerate(listed) if advises_shares(event)}
+    return [event for place, event in enumerate(listed) if not advises_shares(event) or newest[event.group] == place]
 
 
 def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = None) -> RunChange:

@@ -11,8 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
+from trainspec_cli.reporter.changes import advises_shares
 from trainspec_cli.reporter.progress import Progress
 from trainspec_cli.reporter.text import describe_event, describe_progress
+from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
+from trainspec_cli.rundir.event_types.event import Event
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.results.plan import Plan
@@ -60,6 +63,7 @@ class LiveView:
         interval_steps = plan.spec.train.log_interval_steps
         self._tail = EventTail(run.events(0), last_bytes)
         self._progress = Progress(plan.total_steps)
+        self._next_advice_step = 0
         self._before_first_step = "compiling" if plan.spec.compile else "first step"
         self._screens: list[Screen] = [
             TerminalScreen(console) if console.is_terminal else PlainScreen(console, interval_steps)
@@ -77,10 +81,19 @@ class LiveView:
     def watch(self, stop_requested: bool) -> None:
         for event in self._tail.read():
             self._progress.take(event)
-            if text := describe_event(event):
+            if self._is_due(event) and (text := describe_event(event)):
                 self.say(text)
             self._show(stop_requested)
         self._show(stop_requested)
+
+    def _is_due(self, event: Event) -> bool:
+        """Return whether an event is told now: of advice on shares the first, and then one in twice as many steps."""
+        if not (isinstance(event, DirectiveEvent) and advises_shares(event)):
+            return True
+        if event.step < self._next_advice_step:
+            return False
+        self._next_advice_step = 2 * event.step
+        return True
 
     def say(self, text: str) -> None:
         """Show a message, such as the supervisor's."""

@@ -11,6 +11,7 @@ from trainspec_cli.reporter.changes import (
     describe_directive,
     describe_left_out,
     describe_memory,
+    without_old_advice,
 )
 from trainspec_cli.reporter.collect import Report, RunSpeed
 from trainspec_cli.reporter.kernels_text import describe_choice
@@ -65,10 +66,11 @@ def heldout_title(report: Report) -> str:
 
 
 def scheduler_changes(report: Report) -> list[RunChange]:
-    """Return what the scheduler changed or advised, with what came of it, by step."""
+    """Return what the scheduler changed, or advises now, with what came of it, by step."""
     achieved = {(event.group, event.number): event for event in report.achieved}
     of_nodes = {event.number: event for event in report.left_out_achieved}
-    changes = [describe_directive(event, achieved.get((event.group, event.number))) for event in report.directives]
+    directives = without_old_advice(report.directives)
+    changes = [describe_directive(event, achieved.get((event.group, event.number))) for event in directives]
     changes += map(describe_buckets, report.buckets)
     changes += map(describe_memory, report.memory)
     changes += [describe_left_out(event, of_nodes.get(event.number)) for event in report.left_out]
