@@ -99,10 +99,10 @@ GLOO = Group(8, 2, 100.0, 10.0, link_latency_s=1.0, nic_latency_s=3.0, speaks_gl
 
 
 def test_on_gloo_each_rank_sends_the_others_their_rows_and_no_tree_is_made() -> None:
-    """Of eight ranks on four nodes of two, a rank sends six rows over its own network, in a step of one hop."""
+    """Of eight ranks on four nodes of two, a rank sends one row to its neighbour, and then six over its own network."""
     assert set(times_of(GLOO, "all_reduce", 8.0, EFF)) == {"direct", "hierarchical"}
     summed_s, scattered_s = (times_of(GLOO, name, 8000.0, EFF)["direct"] for name in ("all_reduce", "reduce_scatter"))
-    assert summed_s == 2 * scattered_s == pytest.approx(2 * (6 / 8 * 8000 / 10 + 3))
+    assert summed_s == 2 * scattered_s == pytest.approx(2 * (1 / 8 * 8000 / 100 + 6 / 8 * 8000 / 10 + 3))
 
 
 def test_a_step_of_gloos_ring_waits_for_the_slowest_hop_and_half_of_its_bytes() -> None:

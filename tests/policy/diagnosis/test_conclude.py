@@ -253,6 +253,30 @@ def test_transfers_that_are_long_because_the_machine_is_loaded_are_no_slow_link(
     assert set(names(telemetry.evidence())) <= {"noise", "as_planned"}
 
 
+def test_a_rank_that_is_late_by_less_than_all_wait_for_processors_is_part_of_the_load():
+    """Programs that share its processors share its caches, and its work takes longer on them."""
+    late = Telemetry().slow(3, 1.4, cpu_s=0.08)
+    assert names(late.evidence()) == ["slow_device"]
+    late.counters["queued_s"][60:] += 0.15
+    for part in ("forward", "backward"):
+        late.parts_s[part][60:] += 0.075
+    assert set(names(late.evidence())) == {"noise", "as_planned"}
+
+
+def test_a_device_is_slow_after_three_steps_and_on_a_loaded_machine_after_six():
+    def named(last: int) -> list[str]:
+        telemetry = Telemetry(steps=100).slow(3, 3.0, 60, last)
+        telemetry.counters["queued_s"] += 0.1 * is_loaded
+        for part in ("forward", "backward"):
+            telemetry.parts_s[part] += 0.05 * is_loaded
+        return [name for name in names(telemetry.evidence()) if name != "as_planned"]
+
+    is_loaded = False
+    assert named(64) == ["slow_device"]
+    is_loaded = True
+    assert (named(64), named(68)) == ([], ["slow_device"])
+
+
 def test_other_tenants_that_slow_all_ranks_are_noise():
     telemetry = Telemetry()
     for rank in range(8):

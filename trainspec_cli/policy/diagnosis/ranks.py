@@ -37,6 +37,8 @@ UNCOUNTED_STEPS = 6
 """So many steps show what no counter does."""
 OF_PEERS = 0.3
 """Where the peers' time without a processor rises by such a part of a rank's excess, the whole machine is loaded."""
+LOADED = 0.05
+"""The machine is loaded where ranks wait for a processor for such a part of a step."""
 STEADY = 0.6
 """Fraction of an episode's steps that are slow where other work could be the reason."""
 EXPLAINS = 0.4
@@ -114,6 +116,17 @@ class OwnTimes:
         expected: Figures = self.expect(self.queued_s) * np.maximum(1.0, more)
         return expected
 
+    def load_s(self) -> Figures:
+        """Return how long the ranks wait for a processor in a step, (T,): their median. Programs that share processors
+        share caches and cores, too, so that what a rank computes takes longer by as much, now on one and now on
+        another."""
+        load_s: Figures = smoothed(np.median(self.queued_s, axis=1))
+        return load_s
+
+    def is_loaded(self, episode: Episode) -> bool:
+        """Return whether other programs have had a part of the ranks' processors in an episode."""
+        return bool(np.median(self.load_s()[episode.where]) > LOADED * np.median(self.step_s[episode.where]))
+
     def limit(self, series: Figures | None = None) -> Figures:
         """Return above what a series of seconds (T,) counts: a part of the steps around it, and beyond the noise of its
         single steps."""
@@ -126,13 +139,14 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     slow = []
     knows_queued = bool(np.isfinite(evidence.counter("queued_s")).any())
     confirming_s = CONFIRMING_S if knows_queued else STOLEN_S  # else it may be other work, which comes and goes
-    for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s):
-        cause, why = explain(evidence, times, rank, episode)
-        is_counted = cause not in ("uneven_lengths", "host_bound")
-        if is_counted or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
-            slow.append(Slow(rank, episode, cause, why))
+    for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s, times.load_s()):
+        found = explain(evidence, times, rank, episode)
+        at_once = found.is_counted or (found.is_of_device and not times.is_loaded(episode))
+        if at_once or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
+            slow.append(Slow(rank, episode, found.cause, found.why))
     queued_by_peers_s = times.expect_queued()
-    for rank, episode in _suspects(times, times.queued_s - queued_by_peers_s, STOLEN_S):
+    nothing_s = np.zeros_like(times.step_s)
+    for rank, episode in _suspects(times, times.queued_s - queued_by_peers_s, STOLEN_S, nothing_s):
         of_peers_s = queued_by_peers_s[:, rank]
         rise_s = float(np.median(of_peers_s[episode.where]) - usual(of_peers_s))
         if episode.steadiness >= STEADY and rise_s < OF_PEERS * episode.excess:
@@ -142,18 +156,34 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     return _verdicts(evidence, times, slow)
 
 
-def _suspects(times: OwnTimes, excess_s: Figures, confirming_s: float) -> Iterator[tuple[int, Episode]]:
-    """Yield the ranks and the episodes in which a series (T, R) of them lies above its limit."""
+def _suspects(
+    times: OwnTimes, excess_s: Figures, confirming_s: float, least_s: Figures
+) -> Iterator[tuple[int, Episode]]:
+    """Yield the ranks and the episodes in which a series (T, R) of theirs lies above its limit and `least_s` (T,)."""
     confirming_steps = CONFIRMING_STEPS + int(math.log10(excess_s.shape[1]) / 2)  # chance has more ranks to strike
     above = (excess_s > LEAST_SHARE * times.usual_step_s).sum(axis=0)
     for rank in np.flatnonzero(above >= confirming_steps).tolist():
         series = excess_s[:, rank]
-        for episode in find_episodes(series, times.limit(series), times.step_s, confirming_s):
+        for episode in find_episodes(series, np.maximum(times.limit(series), least_s), times.step_s, confirming_s):
             if episode.steps >= confirming_steps:
                 yield rank, episode
 
 
-def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> tuple[Cause, str]:
+@dataclass(frozen=True)
+class Explained:
+    """Why a rank is slow."""
+
+    cause: Cause
+    why: str
+    is_counted: bool = False
+    """The kernel has counted what holds the rank back: other work on the machine is not that."""
+
+    @property
+    def is_of_device(self) -> bool:
+        return self.cause == "slow_device"
+
+
+def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> Explained:
     """Return why a rank is slow in an episode, by how its counters differ from its peers'."""
     excess_s = episode.excess
     peers = _peers(evidence, times, rank, episode)
@@ -162,17 +192,20 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
         return _difference(evidence.counter(name), rank, peers, episode)
 
     if more("throttled_s") > EXPLAINS * excess_s:
-        return "slow_device", f"a quota holds its control group back for {_ms(more('throttled_s'))} a step"
+        why = f"a quota holds its control group back for {_ms(more('throttled_s'))} a step"
+        return Explained("slow_device", why, is_counted=True)
     if more("major_faults") > PAGES or more("memory_stall_s") > EXPLAINS * excess_s:
-        return "memory_pressure", f"it reads {more('major_faults'):.0f} more pages back from disk in a step than others"
+        why = f"it reads {more('major_faults'):.0f} more pages back from disk in a step than others"
+        return Explained("memory_pressure", why, is_counted=True)
     if (work := _more_work(evidence, times, rank, peers, episode)) is not None:
-        return "uneven_lengths", f"its samples ask for {work:.0%} more work than those of its peers"
+        return Explained("uneven_lengths", f"its samples ask for {work:.0%} more work than those of its peers")
     if _part_difference(evidence, "other", rank, peers, episode) > 0.5 * excess_s:
-        return "host_bound", "the time passes between the passes, in Python"
+        return Explained("host_bound", "the time passes between the passes, in Python")
     busy_s = more("cpu_s")
     if np.isfinite(busy_s) and busy_s > EXPLAINS * excess_s:
-        return "slow_device", f"the same work takes {_ms(busy_s)} more processor time a step than on its peers"
-    return "slow_device", "it computes longer than its peers, and the system counts no reason"
+        why = f"the same work takes {_ms(busy_s)} more processor time a step than on its peers"
+        return Explained("slow_device", why)
+    return Explained("slow_device", "it computes longer than its peers, and the system counts no reason")
 
 
 def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> list[int]:
