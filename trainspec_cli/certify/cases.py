@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Literal
 
-from trainspec_cli.certify.families import FAMILIES, SAMPLES, SEQ_LEN
+from trainspec_cli.certify.families import FAMILIES, LOSSES, SAMPLES, SEQ_LEN
 from trainspec_cli.certify.live import SAVE_EVERY_STEPS, Live, live_runs
 from trainspec_cli.certify.live import STEPS as LIVE_STEPS
 from trainspec_cli.errors import Problem
@@ -267,7 +267,7 @@ def build_spec(case: Case) -> RunSpec:
         data=DataSpec(source="phantom" if images else "python_stdlib", seq_len=seq_len),
         optim=_OPTIMIZERS[case.optimizer],
         batching=_ramp(seq_len) if case.ramp else BatchingSpec(global_batch_size=SAMPLES),
-        train=TrainSection(max_steps=_max_steps(case)),
+        train=_train(case),
         layout=LayoutSpec(**wanted),
         comm=CommSpec(gradients=case.gradients),
         precision=PrecisionSpec(compute="fp32", matmul="fp8" if case.compute == "fp8" else "compute"),
@@ -277,6 +277,11 @@ def build_spec(case: Case) -> RunSpec:
         checkpoint=CheckpointSpec(SAVE_EVERY_STEPS, "sync") if _is_killed(case) else CheckpointSpec(None),
         fault=case.live.fault(case.layout.world_size) if case.live else "",
     )
+
+
+def _train(case: Case) -> TrainSection:
+    steps, own = _max_steps(case), LOSSES.get(case.family)
+    return TrainSection(steps) if own is None else TrainSection(steps, loss=own.loss, loss_options=own.loss_options)
 
 
 def _is_killed(case: Case) -> bool:

@@ -6,6 +6,7 @@ from functools import partial
 
 from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel, ModelSpec
 from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 
 SEQ_LEN = 64
 SAMPLES = 8
@@ -65,3 +66,13 @@ FAMILIES: dict[str, ModelSpec] = {
     "resnet": ConvModel("resnet", input_size=(32, 32), widths=(8, 16), blocks=(1, 1), in_channels=1, num_classes=4),
     "unet": ConvModel("unet", input_size=(16, 16, 16), widths=(4, 8), in_channels=1, num_classes=4),
 }
+
+LOSSES: dict[str, TrainSection] = {}
+"""Families whose loss is one's own, with the section of the recipe that says which."""
+
+
+def measure_alone(name: str, spec: RunSpec) -> None:
+    """Let the clauses be measured in this process on a recipe's model and loss alone, under this name."""
+    FAMILIES.clear()
+    LOSSES.clear()
+    FAMILIES[name], LOSSES[name] = spec.model, spec.train

@@ -35,4 +35,6 @@ class ExtensionKind:
 OPTIMIZER = ExtensionKind("optim.name", "trainspec.optimizers", ("groups",), ("lr",))
 CALLBACK = ExtensionKind("train.callbacks", "trainspec.callbacks", ("run",))
 TRACKER = ExtensionKind("tracking.trackers", "trainspec.trackers", ("run",))
+BLOCK = ExtensionKind("model.block", "trainspec.blocks", ("hidden_size", "layer"))
+LOSS = ExtensionKind("train.loss", "trainspec.losses", ("logits", "targets"))
 SOURCE = ExtensionKind("data.source", "trainspec.datasets")

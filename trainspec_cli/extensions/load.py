@@ -9,7 +9,7 @@ import inspect
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +41,11 @@ def load(extension: Extension) -> Callable[..., Any]:
         raise RecipeError(Problem("wrong_type", message, extension.path))
     _check_signature(extension, source, found)
     return found  # type: ignore[no-any-return]
+
+
+def arguments(options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options of a recipe as arguments: YAML has lists where Python's code takes tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
 
 
 def _check_signature(extension: Extension, source: Source, found: Callable[..., Any]) -> None:
@@ -124,14 +129,24 @@ def _own_frame(error: Exception) -> tuple[str, int, str] | None:
     that the user's code calls, where there is such a frame."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return error.filename, error.lineno, ""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
-    outside = [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
+    outside = _frames_outside(error)
     own = [frame for frame in outside if not _is_library(frame.filename)]
     chosen = next(reversed(own or outside), None)
     if chosen is None or chosen.lineno is None:
         return None
     function = "" if chosen.name == "<module>" else chosen.name
     return chosen.filename, chosen.lineno, function
+
+
+def came_through_own_code(error: BaseException) -> bool:
+    """Return whether the error came through code that is neither trainspec's nor a library's."""
+    return any(not _is_library(frame.filename) for frame in _frames_outside(error))
+
+
+def _frames_outside(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the frames of the error that lie in files outside of trainspec."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    return [frame for frame in frames if not Path(frame.filename).is_relative_to(PACKAGE)]
 
 
 def _is_library(file: str) -> bool:

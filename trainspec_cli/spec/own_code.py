@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainspec_cli.extensions.kinds import CALLBACK, OPTIMIZER, SOURCE, TRACKER, ExtensionKind
+from trainspec_cli.extensions.kinds import BLOCK, CALLBACK, LOSS, OPTIMIZER, SOURCE, TRACKER, ExtensionKind
 from trainspec_cli.extensions.source import Extension, find
 from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.model import ModelSpec, OwnModel
 from trainspec_cli.spec.recipe.run import RunSpec
 
-KINDS: tuple[ExtensionKind, ...] = (SOURCE, OPTIMIZER, CALLBACK, TRACKER)
+KINDS: tuple[ExtensionKind, ...] = (SOURCE, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
 """The extension points, by the order in which a run comes to them."""
 
 
@@ -22,6 +23,8 @@ def own_code_of(spec: RunSpec) -> Iterator[Extension]:
 
 def worker_code_of(spec: RunSpec) -> Iterator[Extension]:
     """Yield what the workers of a run import: all but the source of the data, which is read before they start."""
+    yield from own_blocks(spec.model)
+    yield from own_losses(spec)
     if spec.optim.is_own:
         yield own_optimizer(spec)
     yield from own_callbacks(spec)
@@ -30,6 +33,19 @@ def worker_code_of(spec: RunSpec) -> Iterator[Extension]:
 
 def own_source(data: DataSpec) -> Extension:
     return Extension(SOURCE, SOURCE.key, data.source, tuple(data.options))
+
+
+def own_blocks(model: ModelSpec) -> list[Extension]:
+    """Return what makes the model's blocks, where they are the user's own and named."""
+    if not isinstance(model, OwnModel) or not model.block:
+        return []
+    return [Extension(BLOCK, BLOCK.key, model.block, tuple(model.options))]
+
+
+def own_losses(spec: RunSpec) -> list[Extension]:
+    """Return the loss that takes the place of cross-entropy, where there is one."""
+    loss = spec.train.loss
+    return [Extension(LOSS, LOSS.key, loss, tuple(spec.train.loss_options))] if loss else []
 
 
 def own_optimizer(spec: RunSpec) -> Extension:

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
+from lab.own_model import OWN, OWN_LOSS
 from torch import Tensor
 
 from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.certify.families import FAMILIES, SAMPLES
+from trainspec_cli.certify.families import FAMILIES, LOSSES, SAMPLES
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.comm.exchange import Tiers
 from trainspec_cli.engine.comm.joining import leave_processes
@@ -35,7 +36,9 @@ from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.results.blueprint import Blueprint, BlueprintTier, Exchange
 from trainspec_cli.spec.results.plan import Plan
 
+FAMILIES["own"], LOSSES["own"] = OWN, OWN_LOSS
 CASES = {
+    "own split": Case("own", Layout(pp=2, pipeline_schedule="zbv"), micro_batch_size=2),
     "ring": Case("dense", Layout(cp=2), micro_batch_size=8),
     "ulysses": Case("dense", Layout(cp=2, context_method="ulysses"), micro_batch_size=8),
     "zero 2": Case("dense", Layout(dp_shard=2, zero_stage=2), micro_batch_size=2),
@@ -67,6 +70,7 @@ UNEVEN = {
     "uneven replicas of experts": (Case("moe", Layout(dp_replicate=2), micro_batch_size=2), (1.0, 3.0)),
     "empty zero 3": (Case("dense", Layout(dp_shard=2), micro_batch_size=2), (1.0, 0.001)),
     "empty experts": (Case("latent", Layout(dp_shard=2, ep=2), micro_batch_size=2), (1.0, 0.001)),
+    "uneven own zero 3": (Case("own", Layout(dp_shard=2), micro_batch_size=3, recompute="selective"), (3.0, 1.0)),
     "even resnet": (Case("resnet", Layout(dp_replicate=2)), (1.0, 1.0)),
     "uneven resnet": (Case("resnet", Layout(dp_replicate=2)), (3.0, 1.0)),
     "even unet": (Case("unet", Layout(dp_replicate=2)), (1.0, 1.0)),

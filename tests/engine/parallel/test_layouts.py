@@ -19,12 +19,12 @@ All parameters together keep within it in every family."""
 NAMES = (
     *("ring", "ulysses", "zero 2", "zero 1", "plain tensor", "tensor of a hybrid"),
     *("tensor of latent attention", "tensor of sinks and biases", "interleaved", "gpipe", "zero bubble", "experts"),
-    *("tied pipeline", "tied split"),
+    *("tied pipeline", "tied split", "own split"),
     *("adapters, zero 2", "adapters, interleaved", "adapters, plain tensor"),
 )
 UNEVEN = (
     *("uneven zero 3", "uneven zero 1", "uneven replicas", "uneven experts", "uneven replicas of experts"),
-    *("empty zero 3", "empty experts", "even resnet", "uneven resnet", "even unet", "uneven unet"),
+    *("uneven own zero 3", "empty zero 3", "empty experts", "even resnet", "uneven resnet", "even unet", "uneven unet"),
 )
 COMPRESSED = {
     "bf16 experts": 2**-8,

@@ -38,7 +38,13 @@ def apply_kernels(part: nn.Module, kernels: KernelSpec) -> None:
 
 
 def modules_with(part: nn.Module, op: str) -> list[nn.Module]:
-    return [module for module in part.modules() if hasattr(type(module), op)]
+    """Return the engine's own modules that have the operation: a user's may mean another thing by it."""
+    return [module for module in part.modules() if _engine_has(type(module), op)]
+
+
+def _engine_has(kind: type, op: str) -> bool:
+    definer = next((base for base in kind.__mro__ if op in vars(base)), None)
+    return definer is not None and definer.__module__.startswith(ENGINE)
 
 
 def compiled_in_training(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,17 +43,19 @@ def materialise(
         model.init_parameter(name, full, parameter_generator(seed, name, device))
         return full
 
+    model.seed = seed
     plain, quantised = split_quantised(shares)
     for share in plain:
         full = torch.empty(share.full_shape, dtype=share.parameter.dtype, device=device)
         share.local.copy_(share.part_of(first_values(share.name, full)))
     for matrix in quantised:
         matrix.fill(first_values(matrix.name, torch.empty(matrix.full_shape, device=device)))
-    start_buffers(model, device, positions_S)
+    start_buffers(model, device, seed, positions_S)
 
 
 @torch.no_grad()
-def start_buffers(model: Any, device: torch.device, positions_S: Tensor | None) -> None:
+def start_buffers(model: Any, device: torch.device, seed: int, positions_S: Tensor | None) -> None:
+    model.seed = seed
     model.init_buffers()
     if positions_S is not None:
         model.positions_S = positions_S.to(device)

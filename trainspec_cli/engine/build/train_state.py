@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.build.kernel_loading import apply_kernels, load_kernel
 from trainspec_cli.engine.build.materialise import allocate, build_model, materialise, start_buffers
+from trainspec_cli.engine.build.own_code import try_own_block, use_own_loss
 from trainspec_cli.engine.checkpoint.parts import Held
 from trainspec_cli.engine.comm.codec import PARAMETER_CODECS, Codec
 from trainspec_cli.engine.comm.compressed import Compression
@@ -226,6 +227,7 @@ def build_train_state(
     queue, noise = WeightQueue(), NoiseProbe(device, cp, tp, Peers(mesh.ends, clock.collective))
     for stage in plan.layout.stages_of_rank(mesh.rank("pp")):
         part, cuts, partial = _spread_stage(plan, mesh, exchanges, noise, stage)
+        use_own_loss(part, plan, device)
         if plan.layout.splits_backward:
             queue.apply(part)
         parts[stage] = part
@@ -233,9 +235,10 @@ def build_train_state(
         named = (*part.named_parameters(), *quantised_parameters(part))
         held = [_share(plan, name, parameter, cuts) for name, parameter in named]
         if fill:
+            try_own_block(plan, (_layers_of(plan, stage) or range(1))[0], DTYPES[plan.compute], device)
             materialise(part, held, device, plan.spec.train.seed, positions_S)
         else:
-            start_buffers(part, device, positions_S)
+            start_buffers(part, device, plan.spec.train.seed, positions_S)
         shares += held
         partials += [share for share in held if share.name in partial and share.is_trained]
     return TrainState(

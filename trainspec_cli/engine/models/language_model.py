@@ -20,7 +20,7 @@ from trainspec_cli.engine.models.mamba2 import MAMBA_INIT, Mamba2
 from trainspec_cli.engine.models.moe import MixtureOfExperts, Router
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.quantised import QuantisedLinear
-from trainspec_cli.spec.recipe.model import TextModel
+from trainspec_cli.spec.recipe.model import OwnModel, TextModel
 
 INIT_STD = 0.02
 
@@ -70,10 +70,12 @@ class LanguageModel(nn.Module):
         "blocks.*.lora_[ab]",
     )
     """Whole parameters inside regions: a rank's gradient is its share."""
+    seed: int = 0
+    """The run's seed, for first values that are not drawn parameter by parameter."""
     writes_per_layer: ClassVar[int]
     """The number of additions of a layer to the residual stream."""
 
-    def __init__(self, model: TextModel, layers: range | None, make_block: Callable[[int], nn.Module]):
+    def __init__(self, model: TextModel | OwnModel, layers: range | None, make_block: Callable[[int], nn.Module]):
         super().__init__()
         layers = range(model.num_layers) if layers is None else layers
         first, last = 0 in layers, model.num_layers - 1 in layers

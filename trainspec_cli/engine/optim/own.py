@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from trainspec_cli.engine.optim.optimizer import parameter_groups
+from trainspec_cli.engine.own_code import is_no_fault
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.errors import Problem, RecipeError, WorkerError
-from trainspec_cli.extensions.load import load, own_errors
+from trainspec_cli.extensions.load import arguments, load, own_errors
 from trainspec_cli.extensions.source import Extension
 from trainspec_cli.spec.own_code import own_optimizer
 from trainspec_cli.spec.recipe.optim import OptimSpec
@@ -80,7 +81,7 @@ def build_own_optimizer(
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         with own_errors(extension, "when the optimizer was made", RecipeError):
-            made = call(groups, lr=optim.lr, **{name: _option(value) for name, value in optim.options.items()})
+            made = call(groups, lr=optim.lr, **arguments(optim.options))
         if not isinstance(made, torch.optim.Optimizer):
             message = f"`{extension.path}`: {extension.text} returned {type(made).__name__}"
             raise RecipeError(Problem("wrong_type", f"{message}; a torch.optim.Optimizer is needed", extension.path))
@@ -93,11 +94,6 @@ def build_own_optimizer(
     made = make([dict(group) for group in groups])
     _check_groups(extension, made, groups)
     return OwnOptimizer(made, extension, trial, zeros)
-
-
-def _option(value: object) -> object:
-    """YAML has lists where Python's optimizers take pairs."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _check_state_bytes(extension: Extension, optim: OptimSpec, found_bytes: float) -> None:
@@ -171,7 +167,7 @@ class OwnOptimizer(torch.optim.Optimizer):
         for parameter in parameters:
             self._hand_over(parameter)
         settings = _settings(self._inner)
-        with own_errors(self._extension, "in an update", passes=_is_no_fault):
+        with own_errors(self._extension, "in an update", passes=is_no_fault):
             self._inner.step()
         if changed := _first_difference(settings, _settings(self._inner)):
             raise self._refuse(f"changed `{changed}` of its parameter groups, which no checkpoint holds", changed)
@@ -229,13 +225,6 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
 def _first_difference(before: Sequence[Mapping[str, object]], after: Sequence[Mapping[str, object]]) -> str:
     names = (name for one, other in zip(before, after, strict=True) for name in other if one.get(name) != other[name])
     return next(names, "")
-
-
-def _is_no_fault(error: Exception) -> bool:
-    """Return whether memory ran out or a peer was lost, which the run deals with as everywhere else."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError, torch.distributed.DistError)):
-        return True
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 # The trial

@@ -146,8 +146,8 @@ class WeightQueue:
 
     def apply(self, model: nn.Module) -> None:
         for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.forward = self._linear(module)  # type: ignore[assignment, method-assign]
+            if _is_plain(module):
+                module.forward = self._linear(module)  # type: ignore[arg-type, assignment, method-assign]
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
@@ -165,6 +165,13 @@ class WeightQueue:
     def work_off(self, stage: int, micro_batch: int) -> None:
         for product in self._held.pop((stage, micro_batch), []):
             product()
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a linear layer multiplies by a weight that is its parameter, and does nothing else: heirs may."""
+    return (
+        isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and "weight" in module._parameters
+    )
 
 
 class _SplitLinear(torch.autograd.Function):

@@ -39,6 +39,9 @@ class Space:
             for cp in self._axis(wanted.cp, max(1, self.spec.data.seq_len // MIN_TOKENS_PER_RANK)):
                 if not self._keep(self.spec.data.seq_len % cp == 0, "the sequence does not divide by cp"):
                     continue
+                closed = cp > 1 and wanted.cp == AUTO and "cp" in model.record.refuses
+                if not self._keep(not closed, "cp does not go with this family of models"):
+                    continue
                 for pp in self._axis(wanted.pp, model.num_layers):
                     if self.world_size % (tp * cp * pp):
                         self.refused["the axes' product is not the number of devices"] += 1

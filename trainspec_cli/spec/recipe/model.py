@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from trainspec_cli.spec.field_types import NonNegativeInt, PositiveFloat, PositiveInt
+from trainspec_cli.spec.field_types import NonNegativeFloat, NonNegativeInt, Option, PositiveFloat, PositiveInt
 from trainspec_cli.spec.recipe.model_parts import Activation, ExpertSpec, LatentAttentionSpec, Layer, Mixer, RopeScaling
 
 
@@ -29,7 +29,7 @@ class FamilyRecord:
     """What the engine cannot do with such a model, and why: an axis of the layout, or one of `FEATURES`."""
 
 
-FEATURES = ("lora", "fp8", "compile", "elastic")
+FEATURES = ("lora", "fp8", "compile", "elastic", "muon")
 
 
 @dataclass(frozen=True)
@@ -269,6 +269,58 @@ class HybridModel:
 
 
 @dataclass(frozen=True)
+class OwnModel:
+    """Blocks of one's own between our embedding, final norm and head."""
+
+    num_layers: PositiveInt
+    """Layers, each a block of one's own."""
+    hidden_size: PositiveInt
+    """Width of a token's vector between the layers."""
+    vocab_size: PositiveInt
+    """Tokens that the model knows."""
+    block: str = ""
+    """What makes a block, called as `make(hidden_size, layer, **options)`: `FILE.py:NAME`, `package.module:NAME`, or a
+    name that a package registered."""
+    block_params: PositiveInt | None = None
+    """The parameters of a block. The plan counts with them; a run counts them before its first step, and refuses
+    another number."""
+    options: dict[str, Option] = field(default_factory=dict, hash=False)
+    """Further arguments of the block, by name."""
+    block_mixing_flops_per_token: NonNegativeFloat = 0.0
+    """FLOPs of a block's forward, a token, in which no weight takes part, such as those of scores between tokens."""
+    block_saved_bytes_per_token: NonNegativeFloat | None = None
+    """Bytes of a token that a block keeps for its backward, in bf16; null: as many as a transformer's of so many
+    parameters."""
+    family: Literal["own"] = "own"
+    """The family of models: own."""
+    name: str = ""
+    """The model's name, as plans and reports show it."""
+    tied_embeddings: bool = False
+    """Input embedding and output head share one matrix."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square in the final RMSNorm."""
+
+    unit: ClassVar[Literal["tokens"]] = "tokens"
+    record: ClassVar[FamilyRecord] = FamilyRecord(
+        work="trainspec_cli.planner.workload.own",
+        builder="trainspec_cli.engine.models.own",
+        refuses={
+            "tp": "the engine cannot cut blocks of one's own",
+            "cp": "blocks of one's own see whole sequences",
+            "lora": "adapters are for decoders",
+            "fp8": "it is built for decoders' linear layers alone",
+            "muon": "the plan does not know the matrices in blocks of one's own",
+        },
+    )
+    is_built: ClassVar[bool] = True
+    experts: ClassVar[None] = None
+    learned_positions: ClassVar[int] = 0
+    prediction_layers: ClassVar[int] = 0
+    rotates: ClassVar[bool] = False
+    scans: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
 class ConvModel:
     """Convolutional network: a residual classifier or detector in 2-D, or a U-Net in 2-D or 3-D."""
 
@@ -333,6 +385,6 @@ class ConvModel:
 
 
 TextModel = DecoderModel | HybridModel
-ModelSpec = TextModel | ConvModel
+ModelSpec = TextModel | OwnModel | ConvModel
 AUTO_FAMILY = "auto"
 """The `family` of a model that the checkpoint of `init.from` describes."""

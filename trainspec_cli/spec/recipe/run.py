@@ -14,6 +14,7 @@ from trainspec_cli.spec.field_types import (
     AutoInt,
     NonNegativeFloat,
     NonNegativeInt,
+    Option,
     PositiveFloat,
     PositiveInt,
 )
@@ -125,6 +126,11 @@ class TrainSection:
     """Steps between samples of text that the model writes (`sample`); null: one at the end."""
     log_interval_steps: PositiveInt = 10
     """Steps between log lines if the output is not a terminal."""
+    loss: str = ""
+    """A loss of one's own in place of cross-entropy, called as `loss(logits, targets, **loss_options)`: `FILE.py:NAME`,
+    `package.module:NAME`, or a name that a package registered. The held-out loss stays cross-entropy."""
+    loss_options: dict[str, Option] = field(default_factory=dict)
+    """Further arguments of one's own loss, by name."""
     callbacks: tuple[str, ...] = ()
     """Classes of one's own that are told of steps, evaluations and checkpoints: `FILE.py:NAME`, `package.module:NAME`,
     or a name that a package registered."""

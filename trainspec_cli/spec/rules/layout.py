@@ -36,6 +36,8 @@ def tensor_parallel(spec: RunSpec) -> Iterator[Problem]:
     if reason := spec.model.record.refuses.get("tp"):
         yield _spread_alone("tp", reason)
         return
+    if spec.train.loss:
+        yield _spread_alone("tp", f"it cuts the vocabulary, of which {spec.train.loss} (`train.loss`) sees all logits")
     for field in ("num_heads", "num_kv_heads", "ffn_size", "vocab_size", "mamba_heads", "mamba_groups"):
         size = getattr(spec.model, field, 0)
         if size % tp:

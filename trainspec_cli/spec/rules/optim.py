@@ -23,6 +23,8 @@ def muon_models(spec: RunSpec) -> Iterator[Problem]:
     if spec.model.unit == "samples":
         message = f"`{NAME}` is muon, which trains matrices, and `model.family` {spec.model.family} has convolutions"
         yield Problem("unsupported", message, NAME, f"type {NAME}=adamw or {NAME}=sgd")
+    elif reason := spec.model.record.refuses.get("muon"):
+        yield Problem("unsupported", f"`{NAME}` is muon, and {reason}", NAME, f"type {NAME}=adamw or {NAME}=sgd")
     elif spec.lora.rank:
         message = f"`{NAME}` is muon, which trains whole matrices, and `lora.rank` is {spec.lora.rank}"
         yield Problem("unsupported", message, NAME, f"type {NAME}=adamw, or lora.rank=0")

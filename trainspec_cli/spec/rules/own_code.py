@@ -10,8 +10,18 @@ from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.extensions.source import problems_of
-from trainspec_cli.spec.own_code import own_callbacks, own_optimizer, own_source, own_trackers
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.own_code import (
+    own_blocks,
+    own_callbacks,
+    own_losses,
+    own_optimizer,
+    own_source,
+    own_trackers,
+)
 from trainspec_cli.spec.recipe.data import SOURCES
+from trainspec_cli.spec.recipe.kernels import TORCH
+from trainspec_cli.spec.recipe.model import OwnModel
 from trainspec_cli.spec.recipe.optim import OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -44,6 +54,39 @@ def _unused_by_built_in(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, path, "leave it out, or type optim.name=FILE.py:NAME")
 
 
+def block(spec: RunSpec) -> Iterator[Problem]:
+    """A model of one's own blocks says which, and how large they are."""
+    model = spec.model
+    if not isinstance(model, OwnModel):
+        return
+    if not model.block:
+        message = "`model.block` has no value: a model of the family own is made of blocks of one's own"
+        yield Problem("missing_value", message, "model.block", "type model.block=FILE.py:NAME (docs/extending.md)")
+        return
+    problems = [problem for extension in own_blocks(model) for problem in problems_of(extension)]
+    yield from problems
+    if model.block_params is None and not problems:
+        path = "model.block_params"
+        message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} makes"
+        yield Problem("missing_value", message, path, f"type {path}=1: a run counts them, and names the right number")
+
+
+def loss(spec: RunSpec) -> Iterator[Problem]:
+    for extension in own_losses(spec):
+        yield from problems_of(extension)
+    backend = spec.kernels.linear_cross_entropy
+    if spec.train.loss and spec.model.unit == "samples":
+        message = f"`train.loss` is for models of text, and `model.family` is {spec.model.family}"
+        yield Problem("unsupported", message, "train.loss", "leave it out")
+    elif spec.train.loss and backend not in (TORCH, AUTO):
+        path = "kernels.linear_cross_entropy"
+        message = f"`{path}` is {backend}, a kernel of cross-entropy, and `train.loss` is {spec.train.loss}"
+        yield Problem("contradiction", message, path, f"type {path}={TORCH}, or leave out train.loss")
+    if spec.train.loss_options and not spec.train.loss:
+        message = "`train.loss_options` is for a loss of one's own, and `train.loss` has no value"
+        yield Problem("unsupported", message, "train.loss_options", "leave it out, or type train.loss=FILE.py:NAME")
+
+
 def watchers(spec: RunSpec) -> Iterator[Problem]:
     for extension in (*own_callbacks(spec), *own_trackers(spec)):
         yield from problems_of(extension)
@@ -62,4 +105,4 @@ def source(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "data.options", "leave it out, or type data.source=FILE.py:NAME")
 
 
-OWN_CODE_RULES = (source, optimizer, watchers)
+OWN_CODE_RULES = (source, block, loss, optimizer, watchers)

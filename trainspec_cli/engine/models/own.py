@@ -1,0 +1,131 @@
+"""Blocks of one's own (`model.block=FILE.py:make`) between our embedding, final norm and head.
+
+A block's parameters have the values that its own code gives them, on a CPU and with a seed of the block's own: they
+depend neither on the layout nor on the devices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from trainspec_cli.engine.models.language_model import LanguageModel
+from trainspec_cli.engine.own_code import is_no_fault
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.extensions.load import arguments, came_through_own_code, load, own_errors
+from trainspec_cli.spec.own_code import own_blocks
+from trainspec_cli.spec.recipe.model import OwnModel
+
+PREFIX = "blocks."
+
+
+def build(model: OwnModel, _seq_len: int, layers: range | None) -> OwnLanguageModel:
+    return OwnLanguageModel(model, layers)
+
+
+class OwnLanguageModel(LanguageModel):
+    """A language model whose blocks are the user's own."""
+
+    writes_per_layer: ClassVar[int] = 1
+
+    def __init__(self, model: OwnModel, layers: range | None):
+        maker = BlockMaker(model)
+        super().__init__(model, layers, maker.make)
+        self.maker = maker
+        self._whole: tuple[tuple[int, int], nn.Module] | None = None
+        """The block whose first values were asked for last, by layer and seed."""
+
+    def forward(
+        self, tokens_or_x: Tensor, targets_BS: Tensor | None = None, documents_BS: Tensor | None = None
+    ) -> Tensor:
+        with own_errors(self.maker.extension, "in a step", passes=_is_no_fault_of_blocks):
+            return super().forward(tokens_or_x, targets_BS, documents_BS)
+
+    def init_parameter(self, name: str, full: Tensor, generator: torch.Generator) -> None:
+        """Fill a block's parameter as its own code does, and the others as in every language model."""
+        if not name.startswith(PREFIX):
+            super().init_parameter(name, full, generator)
+            return
+        layer, _, inside = name.removeprefix(PREFIX).partition(".")
+        full.copy_(self._with_values(int(layer)).get_parameter(inside))
+
+    def init_buffers(self) -> None:
+        for layer, block in self.blocks.items():
+            for name, buffer in block.named_buffers():
+                buffer.copy_(self._with_values(int(layer)).get_buffer(name))
+        self._whole = None
+
+    def _with_values(self, layer: int) -> nn.Module:
+        """Return a layer's block with its first values; that of one layer at a time is kept."""
+        if self._whole is None or self._whole[0] != (layer, self.seed):
+            self._whole = None
+            self._whole = (layer, self.seed), self.maker.make_with_values(layer, self.seed)
+        return self._whole[1]
+
+
+class BlockMaker:
+    """Calls the code that a recipe names, and checks what it returns. Raises RecipeError."""
+
+    def __init__(self, model: OwnModel):
+        (self.extension,) = own_blocks(model)
+        self.model = model
+        self._call = load(self.extension)
+
+    def make(self, layer: int) -> nn.Module:
+        """Return the block of a layer, on torch's default device."""
+        with own_errors(self.extension, f"when the block of layer {layer} was made", RecipeError):
+            block = self._call(self.model.hidden_size, layer, **arguments(self.model.options))
+        if not isinstance(block, nn.Module):
+            raise self.refuse(f"returned {type(block).__name__}; a torch.nn.Module is needed", code="wrong_type")
+        for message, hint in _faults(block):
+            raise self.refuse(f"made a block whose {message}", hint)
+        self._check_count(layer, sum(parameter.numel() for parameter in block.parameters()))
+        return block
+
+    def make_with_values(self, layer: int, seed: int) -> nn.Module:
+        """Return the block of a layer on the CPU, with values that depend on the seed and the layer alone."""
+        digest = hashlib.sha256(f"{seed}/{PREFIX}{layer}".encode()).digest()
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            return self.make(layer)
+
+    def _check_count(self, layer: int, found: int) -> None:
+        if found != self.model.block_params:
+            path = "model.block_params"
+            message = f"`{path}` is {self.model.block_params}, and {self.extension.text} makes layer {layer} with"
+            message += f" {found} parameters"
+            raise RecipeError(Problem("contradiction", message, path, f"type {path}={found}; every layer has as many"))
+
+    def refuse(self, what: str, hint: str = "", code: str = "own_code") -> RecipeError:
+        message = f"`{self.extension.path}`: {self.extension.text} {what}"
+        return RecipeError(Problem(code, message, self.extension.path, hint))
+
+
+def _is_no_fault_of_blocks(error: Exception) -> bool:
+    return is_no_fault(error) or not came_through_own_code(error)
+
+
+def _faults(block: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield what cannot be sharded, saved or moved of a block, with what to do."""
+    names = dict(block.named_parameters(remove_duplicate=False))
+    if len(names) != len(list(block.parameters())):
+        yield "parameters include one under two names", "give each place a parameter of its own"
+    for name, parameter in names.items():
+        if parameter.dtype != torch.float32:
+            yield f"parameter `{name}` is {parameter.dtype}", "make it torch.float32: precision.compute says the rest"
+        elif not parameter.dim():
+            yield f"parameter `{name}` has no dimension, and cannot be sharded", "give it the shape (1,)"
+        elif not parameter.requires_grad:
+            yield f"parameter `{name}` is not trained", "make it a buffer: self.register_buffer(...)"
+    for place, module in block.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                path = f"{place}.{name}".lstrip(".")
+                yield (
+                    f"attribute `{path}` is a tensor of no parameter or buffer",
+                    f"self.register_buffer({name!r}, ...)",
+                )

@@ -1,0 +1,103 @@
+"""A loss of one's own (`train.loss=FILE.py:NAME`) in the place of cross-entropy, called as `loss(logits, targets)`.
+
+It gives each token's loss, from that token's logits and target alone, and the engine takes the mean: so it is the same
+in every layout. Logits exist one chunk of tokens at a time, and once more in the backward.
+
+Shapes: T tokens, D hidden size, V vocabulary, C tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainspec_cli.engine.batch import IGNORED_TARGET
+from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
+from trainspec_cli.engine.own_code import is_no_fault
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.extensions.load import arguments, load, own_errors
+from trainspec_cli.extensions.source import Extension
+from trainspec_cli.spec.recipe.model_parts import loss_chunk_tokens
+
+TRIAL_TOKENS = 6
+AGREEMENT = 1e-5
+"""The relative difference to which tokens' losses have to agree with those of some of the tokens alone."""
+
+LossOfTokens = Callable[[Tensor, Tensor], Tensor]
+
+
+class OwnChunk(nn.Module):
+    """The summed loss of one chunk of tokens; those without a target count nothing."""
+
+    def __init__(self, loss: LossOfTokens):
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, x_CD: Tensor, weight_VD: Tensor, targets_C: Tensor) -> Tensor:
+        logits_CV = F.linear(x_CD, weight_VD)
+        wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+        loss_C = self.loss(wide_CV, targets_C.clamp_min(0))
+        return torch.where(targets_C != IGNORED_TARGET, loss_C, 0.0).sum()
+
+
+class OwnLinearLoss(LinearCrossEntropy):
+    """Returns the summed loss of one's own where gradients are computed; an evaluation has cross-entropy."""
+
+    def __init__(self, loss: LossOfTokens):
+        super().__init__()
+        self.own = OwnChunk(loss)
+
+    def forward(self, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor | None) -> Tensor:
+        if targets_BS is None or not torch.is_grad_enabled():
+            return super().forward(x_BSD, weight_VD, targets_BS)
+        x_TD, targets_T = x_BSD.flatten(0, -2), targets_BS.flatten()
+        step = loss_chunk_tokens(weight_VD.shape[0])
+        total = x_TD.new_zeros((), dtype=torch.float32)
+        for start in range(0, len(targets_T), step):
+            chunk = x_TD[start : start + step], weight_VD, targets_T[start : start + step]
+            total = total + checkpoint(self.own, *chunk, use_reentrant=False, preserve_rng_state=False)
+        return total
+
+
+def load_loss(extension: Extension, options: dict[str, Any], vocab_size: int, device: torch.device) -> LossOfTokens:
+    """Import a loss, and try it on a few tokens. Raises RecipeError for code that is wrong, or whose tokens depend on
+    one another."""
+    call, given = load(extension), arguments(options)
+
+    def loss(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+        with own_errors(extension, "in a step", passes=is_no_fault):
+            return call(logits_TV, targets_T, **given)  # type: ignore[no-any-return]
+
+    generator = torch.Generator().manual_seed(0)
+    logits_TV = torch.randn((TRIAL_TOKENS, vocab_size), generator=generator).to(device).requires_grad_()
+    targets_T = torch.randint(vocab_size, (TRIAL_TOKENS,), generator=generator).to(device)
+    with own_errors(extension, "on random logits before the run", RecipeError):
+        whole_T = call(logits_TV, targets_T, **given)
+        _check_form(extension, whole_T)
+        parts_T = torch.cat([call(logits_TV[part], targets_T[part], **given) for part in (slice(1), slice(1, None))])
+        (gradient_TV,) = torch.autograd.grad(whole_T.sum(), logits_TV)
+    if not torch.allclose(whole_T, parts_T, rtol=AGREEMENT, atol=AGREEMENT):
+        what = "gives a token another loss beside other tokens than alone"
+        raise _refuse(extension, what, "take logits[i] and targets[i] alone into loss i; the engine takes the mean")
+    if not gradient_TV.isfinite().all():
+        raise _refuse(extension, "has a gradient that is not finite", "see how it treats small probabilities")
+    return loss
+
+
+def _check_form(extension: Extension, loss_T: object) -> None:
+    if isinstance(loss_T, Tensor) and loss_T.shape == (TRIAL_TOKENS,) and loss_T.requires_grad:
+        return
+    got = f"a tensor of shape {tuple(loss_T.shape)}" if isinstance(loss_T, Tensor) else type(loss_T).__name__
+    if isinstance(loss_T, Tensor) and loss_T.shape == (TRIAL_TOKENS,):
+        got = "a tensor without a gradient"
+    what = f"returned {got} for {TRIAL_TOKENS} tokens; their losses are needed, of shape ({TRIAL_TOKENS},)"
+    raise _refuse(extension, what, "return each token's loss (reduction='none'); the engine takes the mean")
+
+
+def _refuse(extension: Extension, what: str, hint: str) -> RecipeError:
+    return RecipeError(Problem("own_code", f"`{extension.path}`: {extension.text} {what}", extension.path, hint))
