@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
+from lab import own_model
 
 from trainspec_cli.__main__ import main
+from trainspec_cli.certify import families
+from trainspec_cli.certify.cases import Case, build_spec
 from trainspec_cli.spec.recipe.cluster import Machine
 
 
@@ -24,12 +27,42 @@ def run(capsys, monkeypatch):
     return call
 
 
+@pytest.fixture
+def families_restored():
+    kept = dict(families.FAMILIES)
+    yield
+    families.FAMILIES.clear()
+    families.LOSSES.clear()
+    families.FAMILIES.update(kept)
+
+
 def test_cases_can_be_listed(run):
     code, out, _ = run("--list", "--only", "dense", "--processes", "2")
     lines = out.splitlines()
     assert code == 0
     assert "NUM-1  dense-fp32-tp2" in lines
     assert not any("moe" in line or "tp2.pp2" in line for line in lines)
+
+
+def test_the_model_and_the_loss_of_a_recipe_take_the_place_of_the_families(run, families_restored):
+    mine = ("recipe=tiny", "model=own", f"model.block={own_model.__file__}:Averager", "model.block_params=100")
+    mine += (f"train.loss={own_model.__file__}:smoothed", "train.loss_options.smoothing=0.3")
+    code, out, _ = run(*mine, "--list", "--processes", "2")
+    lines = out.splitlines()
+    assert code == 0
+    assert {line.split()[1].split("-")[0] for line in lines} == {"own"}
+    assert "NUM-1  own-fp32-pp2.zbv" in lines
+    assert "LIVE-3  own-fp32-dp_shard2-live-killed" in lines
+    assert not any("tp2" in line or "cp2" in line for line in lines)
+    spec = build_spec(Case("own"))
+    assert spec.model.block_params == 100
+    assert spec.train.loss_options == {"smoothing": 0.3}
+
+
+def test_a_recipe_that_cannot_be_trained_is_told_before_anything_runs(run, families_restored):
+    code, _, err = run("recipe=tiny", "model=own", "--list")
+    assert code == 2
+    assert "type model.block=FILE.py:NAME" in err
 
 
 def test_a_pattern_that_names_nothing_is_told_before_anything_runs(run):

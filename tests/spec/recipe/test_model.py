@@ -10,7 +10,7 @@ import pytest
 from trainspec_cli.spec.recipe.data import DataSpec, PartSpec
 from trainspec_cli.spec.recipe.layout import MESH_AXES
 from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import FEATURES, ConvModel, DecoderModel, HybridModel
+from trainspec_cli.spec.recipe.model import FEATURES, ConvModel, DecoderModel, HybridModel, OwnModel
 from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpec, Layer, loss_chunk_tokens
 from trainspec_cli.spec.recipe.run import InitSpec
 
@@ -100,15 +100,17 @@ def test_families_say_what_they_are() -> None:
 
 
 def test_families_refuse_what_the_engine_cannot_do_and_name_modules_that_exist() -> None:
-    refused = {model.family: set(model.record.refuses) for model in (LLAMA, HYBRID, ConvModel("unet", (8, 8), (4,)))}
+    families = (LLAMA, HYBRID, OwnModel(2, 8, 16), ConvModel("unet", (8, 8), (4,)))
+    refused = {model.family: set(model.record.refuses) for model in families}
     assert refused == {
         "decoder": set(),
         "hybrid": {"cp", "lora", "fp8"},
+        "own": {"tp", "cp", "lora", "fp8", "muon"},
         "conv": {"tp", "cp", "pp", "lora", "fp8", "compile", "elastic"},
     }
     assert set().union(*refused.values()) <= {*MESH_AXES, *FEATURES}
-    for model in (LLAMA, HYBRID, ConvModel("unet", (8, 8), (4,))):
-        assert all(find_spec(name) for name in (model.record.work, model.record.builder, model.record.memory))
+    for record in (model.record for model in families):
+        assert all(find_spec(name) for name in (record.work, record.builder, record.memory) if name)
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(512, 65_536), (131_072, 256), (2**19, 64), (2**25, 64)])

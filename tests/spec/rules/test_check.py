@@ -223,6 +223,7 @@ def test_a_package_that_lacks(make_spec, monkeypatch) -> None:
 
 
 MODELS = {
+    "own": {"family": "own", "num_layers": 2, "hidden_size": 64, "vocab_size": 512, "block_params": 9},
     "hybrid": {"family": "hybrid", "hidden_size": 64, "vocab_size": 512, "mamba_layers": 2, "mamba_groups": 2},
     "conv": {"family": "conv", "architecture": "unet", "input_size": [16, 16], "widths": [8, 16]},
     "moe": {
