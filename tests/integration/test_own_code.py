@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from integration.conftest import Trainspec
+from lab import own_model
 
 pytestmark = pytest.mark.slow
 
@@ -90,3 +91,50 @@ def test_a_run_of_ones_own_code_is_the_same_after_a_kill_and_keeps_its_code(
     line = 1 + CODE.splitlines().index(" " * 16 + "FAULT")
     assert f"Momentum raised ValueError: enough in an update ({code}:{line}, in step: if state" in said
     assert "Traceback" not in said
+
+
+MODEL = (
+    *("recipe=tiny", "model=own", "model.block=model.py:Averager", "model.hidden_size=64", "model.vocab_size=300"),
+    *("train.loss=model.py:smoothed", "train.loss_options.smoothing=0.2"),
+    *("data.tokenizer.code=tokens.py:Bytes", "sample.prompt=def", "sample.max_new_tokens=8"),
+    *("checkpoint.interval_steps=5", "train.max_steps=12", "cluster.devices_per_node=2"),
+)
+TOKENS = """
+class Bytes:
+    vocab_size, end_of_document = 257, 256
+    def encode(self, text):
+        return list(text.encode())
+    def decode(self, ids):
+        return "written: " + bytes(one for one in ids if one < 256).decode(errors="replace")
+"""
+
+
+def test_a_model_a_loss_and_a_tokenizer_of_ones_own_are_trained_in_every_layout_and_resumed_to_the_bit(
+    trainspec: Trainspec, tmp_path: Path
+) -> None:
+    code = tmp_path / "model.py"
+    code.write_text(Path(own_model.__file__).read_text(encoding="utf-8"))
+    (tmp_path / "tokens.py").write_text(TOKENS)
+    ended = trainspec("launch", *MODEL, "model.block_params=100", "run.dir=wrong")
+    said = ended.stdout + ended.stderr
+    assert ended.returncode == 2, said
+    assert f"type model.block_params={own_model.BLOCK_PARAMS}; every layer has as many" in said
+    assert "Traceback" not in said
+
+    right = (*MODEL, f"model.block_params={own_model.BLOCK_PARAMS}")
+    layouts = {"one": ("cluster.devices_per_node=1",), "zero": ("layout.dp_shard=2",), "pp": ("layout.pp=2",)}
+    for run, layout in layouts.items():
+        ended = trainspec("launch", *right, "precision=fp32", *layout, f"run.dir={run}")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+    losses = [result(tmp_path / run)["final_loss"] for run in layouts]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-5)
+    kept = json.loads((tmp_path / "zero" / "code.json").read_text())["files"][str(code)]
+    assert set(kept["keys"]) == {"model.block", "train.loss"}
+    events = (tmp_path / "zero" / "events" / "rank0.jsonl").read_text()
+    assert '"text": "written: ' in events or '"text":"written: ' in events
+
+    ended = trainspec(
+        "launch", *right, "precision=fp32", "layout.dp_shard=2", "run.dir=killed", "fault=kill(rank=1,step=7)"
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert result(tmp_path / "killed")["weights_sha256"] == result(tmp_path / "zero")["weights_sha256"]

@@ -11,6 +11,7 @@ from pathlib import Path
 from trainspec_cli.corpus.chat import describe
 from trainspec_cli.corpus.manifest import SCHEMA
 from trainspec_cli.corpus.own_source import source_facts
+from trainspec_cli.corpus.own_tokenizer import tokenizer_sha256
 from trainspec_cli.corpus.publish import cannot_write
 from trainspec_cli.environment_names import CACHE
 from trainspec_cli.reading.files import expand
@@ -79,6 +80,8 @@ def _facts(data: DataSpec, files: list[Path]) -> dict[str, object]:
 
 def _tokenizer_facts(data: DataSpec) -> list[object]:
     spec = data.tokenizer
+    if spec.code:
+        return ["own", tokenizer_sha256(data)]
     if spec.path is None:
         return ["trained", spec.vocab_size]
     content = expand(spec.path).read_bytes()

@@ -83,7 +83,8 @@ class Collection:
         ids = self.main.manifest.vocab_size
         if ids > vocab_size:
             message = f"the tokenizer has {ids:,} ids, and the model {vocab_size:,} rows (`model.vocab_size`)"
-            path = "data.tokenizer.path" if data.tokenizer.path else "data.path"
+            given = [key for key in ("path", "code") if getattr(data.tokenizer, key)]
+            path = f"data.tokenizer.{given[0]}" if given else "data.path"
             raise RecipeError(Problem("out_of_range", message, path, f"type model.vocab_size={ids}"))
         packed = [open_rows(part.folder, "train", data) for part in self.parts.values()]
         cut = sum(rows.cut for rows in packed if isinstance(rows, Packed))
@@ -130,7 +131,7 @@ def write_collection(parts: Mapping[str, tuple[Path, float]], validation: Mappin
 
 def check_tokenizers(folders: list[Path]) -> None:
     """Raises RecipeError where token folders were made with different tokenizers."""
-    digests = {TokenFolder.open(folder).manifest.tokenizer_sha256: folder for folder in folders}
+    digests = {TokenFolder.open(folder).manifest.any_tokenizer_sha256: folder for folder in folders}
     if len(digests) > 1:
         message = f"{' and '.join(map(str, digests.values()))} were made with different tokenizers"
         hint = "type data.tokenizer.path=FILE to use one for all; prepare token folders made with another one again"

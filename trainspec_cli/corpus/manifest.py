@@ -65,6 +65,13 @@ class ShardManifest:
     heldout: SplitSummary
     learns_parts: bool = False
     """True if only some tokens of each document are learnt; an index of documents then lies beside the shards."""
+    own_tokenizer_sha256: str = ""
+    """The digest of the user's own tokenizer, where it made the tokens: its code is not kept in the folder."""
+
+    @property
+    def any_tokenizer_sha256(self) -> str:
+        """Return what identifies the tokenizer; empty if the ids came without one."""
+        return self.tokenizer_sha256 or self.own_tokenizer_sha256
 
     def split(self, name: Split) -> SplitSummary:
         return {"train": self.train, "heldout": self.heldout}[name]

@@ -145,10 +145,14 @@ def _limited(documents: Iterable[OwnDocument], max_bytes: int | None) -> Iterato
 def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocument], folder: Path) -> None:
     """Write ids one after another, as the code gave them. Documents are held out by a hash of their ids; the ids have
     no tokenizer, so nothing is known of the text."""
-    if data.tokenizer.path is not None or data.max_bytes is not None:
-        path = "data.max_bytes" if data.max_bytes is not None else "data.tokenizer.path"
+    given = {
+        "data.max_bytes": data.max_bytes is not None,
+        "data.tokenizer.path": data.tokenizer.path is not None,
+        "data.tokenizer.code": data.tokenizer.code != "",
+    }
+    for path in (path for path, is_given in given.items() if is_given):
         message = f"`{path}` is given, and {extension.text} gives token ids, whose text is not known"
-        raise RecipeError(Problem("unsupported", message, path, f"type {path}=null"))
+        raise RecipeError(Problem("unsupported", message, path, f"leave it out: ~{path}"))
     aside, lengths, names, largest = folder / "documents.bin", list[int](), list[str](), 0
     with aside.open("wb") as file:
         for document in documents:

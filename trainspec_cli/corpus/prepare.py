@@ -96,7 +96,7 @@ def check_options(data: DataSpec) -> None:
     if data.max_bytes is not None and data.max_bytes <= 0:
         got = f"max_bytes is {data.max_bytes}; it must be positive, or null to read all"
         problems.append(Problem("out_of_range", got, "data.max_bytes"))
-    if spec.path is None and spec.vocab_size < MIN_VOCAB_SIZE:
+    if spec.is_trained and spec.vocab_size < MIN_VOCAB_SIZE:
         got = f"vocab_size is {spec.vocab_size}; a byte-level BPE needs at least {MIN_VOCAB_SIZE}"
         problems.append(Problem("out_of_range", got, "data.tokenizer.vocab_size"))
     if spec.path is not None and not expand(spec.path).is_file():

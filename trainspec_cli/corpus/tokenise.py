@@ -26,6 +26,7 @@ from trainspec_cli.corpus.manifest import (
     SplitSummary,
     write_manifest,
 )
+from trainspec_cli.corpus.own_tokenizer import OwnTokenizer, tokenizer_sha256
 from trainspec_cli.corpus.shards import ShardWriter, choose_dtype, write_documents
 from trainspec_cli.corpus.sources import Document, documents
 from trainspec_cli.corpus.split import HeldoutRule, SplitScan, pieces
@@ -60,25 +61,27 @@ def write_tokens(
     `described`: what the manifest says of the source; None: what `data` does."""
     scan = _scan(data, files, on_progress)
     rule = HeldoutRule.from_scan(scan, data.heldout_fraction)
-    tokenizer = _build_tokenizer(data, files, scan, rule, on_progress)
-    (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), encoding="utf-8")
-    end_id = bpe.find_end_of_document(tokenizer, data.tokenizer)
-    vocab_size = bpe.count_vocab(tokenizer)
+    encoder = _build_encoder(data, files, scan, rule, on_progress)
+    if encoder.library is not None:
+        (folder / TOKENIZER_FILE).write_text(encoder.library.to_str(), encoding="utf-8")
     read = _read(data, files, "encoding", scan.bytes, on_progress)
     formats: set[ChatFormat] = set()
     if data.source == "chat":
+        assert encoder.library is not None, "one's own tokenizer is refused beside conversations"
         conversations = _conversations(read, formats)
-        summaries, xz_bits_per_byte = write_conversations(conversations, tokenizer, end_id, rule, folder), None
+        written = write_conversations(conversations, encoder.library, encoder.end_id, rule, folder)
+        summaries, xz_bits_per_byte = written, None
     else:
         texts = (document.text for document in read)
-        summaries, xz_bits_per_byte = _encode(_cut(texts, rule), tokenizer, end_id, folder)
+        summaries, xz_bits_per_byte = _encode(_cut(texts, rule), encoder, folder)
     manifest = ShardManifest(
         schema=SCHEMA,
-        dtype=choose_dtype(vocab_size),
-        vocab_size=vocab_size,
-        vocab_size_asked=vocab_size if data.tokenizer.path else data.tokenizer.vocab_size,
-        end_of_document_id=end_id,
-        tokenizer_sha256=bpe.digest(tokenizer),
+        dtype=choose_dtype(encoder.vocab_size),
+        vocab_size=encoder.vocab_size,
+        vocab_size_asked=data.tokenizer.vocab_size if data.tokenizer.is_trained else encoder.vocab_size,
+        end_of_document_id=encoder.end_id,
+        tokenizer_sha256=bpe.digest(encoder.library) if encoder.library is not None else "",
+        own_tokenizer_sha256=tokenizer_sha256(data) if encoder.library is None else "",
         source=described or _describe_source(data, formats),
         heldout_fraction=data.heldout_fraction,
         xz_bits_per_byte=xz_bits_per_byte,
@@ -127,6 +130,32 @@ def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> SplitSc
         message = f"there is no text in {data.path or data.source} ({len(files)} files, all empty)"
         raise RecipeError(Problem("empty_data", message, "data.path", "name files that hold text"))
     return scan
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What turns text into tokens, and how many there are."""
+
+    encode_batch: Callable[[list[str]], list[list[int]]]
+    vocab_size: int
+    end_id: int
+    library: Tokenizer | None
+    """The tokenizer of the library; None for one's own."""
+
+
+def _build_encoder(
+    data: DataSpec, files: list[Path], scan: SplitScan, rule: HeldoutRule, on_progress: OnProgress
+) -> Encoder:
+    if data.tokenizer.code:
+        own = OwnTokenizer(data)
+        return Encoder(lambda texts: [own.encode(text) for text in texts], own.vocab_size, own.end_of_document, None)
+    tokenizer = _build_tokenizer(data, files, scan, rule, on_progress)
+
+    def encode_batch(texts: list[str]) -> list[list[int]]:
+        return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    end_id = bpe.find_end_of_document(tokenizer, data.tokenizer)
+    return Encoder(encode_batch, bpe.count_vocab(tokenizer), end_id, tokenizer)
 
 
 def _build_tokenizer(
@@ -180,19 +209,17 @@ def _batches(cut: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     yield batch
 
 
-def _encode(
-    cut: Iterable[_Piece], tokenizer: Tokenizer, end_id: int, folder: Path
-) -> tuple[dict[Split, SplitSummary], float | None]:
+def _encode(cut: Iterable[_Piece], encoder: Encoder, folder: Path) -> tuple[dict[Split, SplitSummary], float | None]:
     """Write the shards of both splits; also return the xz bits per byte of the held-out text."""
-    dtype = choose_dtype(bpe.count_vocab(tokenizer))
+    dtype = choose_dtype(encoder.vocab_size)
     xz = XzMeter()
     with ShardWriter(folder, "train", dtype) as train, ShardWriter(folder, "heldout", dtype) as heldout:
         writers: dict[Split, ShardWriter] = {"train": train, "heldout": heldout}
         for batch in _batches(cut):
-            encodings = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-            for piece, encoding in zip(batch, encodings, strict=True):
+            encoded = encoder.encode_batch([piece.text for piece in batch])
+            for piece, ids in zip(batch, encoded, strict=True):
                 text = piece.text.encode()
-                ids = [*encoding.ids, end_id] if piece.ends_document else encoding.ids
+                ids = [*ids, encoder.end_id] if piece.ends_document else ids
                 writers[piece.split].append(ids, text_bytes=len(text), documents=int(piece.ends_document))
                 if piece.split == "heldout":
                     xz.add(text)

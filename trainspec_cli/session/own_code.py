@@ -17,15 +17,19 @@ def absolute_code(cwd: Path | None = None) -> list[Complete]:
 
 
 def _of_key(path: str, cwd: Path) -> Complete:
-    section, _, key = path.partition(".")
-
     def complete(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
-        found = data.get(section)
-        value = found.get(key) if isinstance(found, dict) else None
+        value: JsonValue = data
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
         whole = _absolute(value, cwd)
-        return Completion({} if whole == value else {section: {key: whole}}, path)
+        return Completion({} if whole == value else _nested(path, whole), path)
 
     return complete
+
+
+def _nested(path: str, value: JsonValue) -> JsonObject:
+    section, _, inside = path.partition(".")
+    return {section: _nested(inside, value) if inside else value}
 
 
 def _absolute(value: JsonValue, cwd: Path) -> JsonValue:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainspec_cli.extensions.kinds import BLOCK, CALLBACK, LOSS, OPTIMIZER, SOURCE, TRACKER, ExtensionKind
+from trainspec_cli.extensions.kinds import BLOCK, CALLBACK, LOSS, OPTIMIZER, SOURCE, TOKENIZER, TRACKER, ExtensionKind
 from trainspec_cli.extensions.source import Extension, find
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.model import ModelSpec, OwnModel
 from trainspec_cli.spec.recipe.run import RunSpec
 
-KINDS: tuple[ExtensionKind, ...] = (SOURCE, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
+KINDS: tuple[ExtensionKind, ...] = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
 """The extension points, by the order in which a run comes to them."""
 
 
@@ -23,6 +23,7 @@ def own_code_of(spec: RunSpec) -> Iterator[Extension]:
 
 def worker_code_of(spec: RunSpec) -> Iterator[Extension]:
     """Yield what the workers of a run import: all but the source of the data, which is read before they start."""
+    yield from own_tokenizers(spec.data)
     yield from own_blocks(spec.model)
     yield from own_losses(spec)
     if spec.optim.is_own:
@@ -33,6 +34,12 @@ def worker_code_of(spec: RunSpec) -> Iterator[Extension]:
 
 def own_source(data: DataSpec) -> Extension:
     return Extension(SOURCE, SOURCE.key, data.source, tuple(data.options))
+
+
+def own_tokenizers(data: DataSpec) -> list[Extension]:
+    """Return the tokenizer that the data names, where it is the user's own."""
+    code = data.tokenizer.code
+    return [Extension(TOKENIZER, TOKENIZER.key, code, tuple(data.tokenizer.options))] if code else []
 
 
 def own_blocks(model: ModelSpec) -> list[Extension]:

@@ -22,9 +22,14 @@ class Block:
 
 def loss(logits, targets, smoothing=0.0): ...
 def narrow(hidden_size): ...
+
+class Tokens:
+    def __init__(self, size=256): ...
 """
 OWN = OwnModel(2, 64, 512, block="mine.py:Block", block_params=100, options={"width": 3})
 LOSS = {"train.loss": "mine.py:loss"}
+TOKENS = {"data.tokenizer.code": "mine.py:Tokens"}
+KEY = "data.tokenizer.code"
 Make = Callable[[dict[str, Any]], RunSpec]
 
 
@@ -50,6 +55,11 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             *({}, LOSS | {"kernels.linear_cross_entropy": "full"}),
             *("kernels.linear_cross_entropy", "type kernels.linear_cross_entropy=torch, or leave out train.loss"),
         ),
+        ({}, TOKENS | {"data.tokenizer.options": {"a": 1}}, KEY, "define it as Tokens(*, a)"),
+        ({}, {"data.tokenizer.options": {"a": 1}}, "data.tokenizer.options", f"or type {KEY}=FILE.py:NAME"),
+        ({}, TOKENS | {"data.tokenizer.path": "x.json"}, "data.tokenizer.path", "type data.tokenizer.path=null"),
+        ({}, TOKENS | {"data.source": "chat", "data.path": "."}, KEY, "it goes with python_stdlib, text, jsonl"),
+        ({}, TOKENS | {"data.source": "nanogpt", "data.path": "."}, KEY, "and one's own source"),
         ({}, {"layout.tp": 2}, "layout.tp", "type layout.tp=1"),
         ({}, {"layout.cp": 2}, "layout.cp", "type layout.cp=1"),
         ({}, {"layout.ep": 2}, "layout.ep", "type layout.ep=1"),
@@ -68,7 +78,10 @@ def test_what_does_not_fit_is_refused_with_what_to_type(
 
 
 @pytest.mark.parametrize("layout", [{}, {"layout.pp": 2, "layout.dp_shard": 1}, {"layout.dp_replicate": 2}])
-@pytest.mark.parametrize("loss", [{}, LOSS, LOSS | {"train.loss_options": {"smoothing": 0.1}}])
+@pytest.mark.parametrize(
+    "loss",
+    [{}, LOSS, LOSS | {"train.loss_options": {"smoothing": 0.1}}, TOKENS | {"data.tokenizer.options": {"size": 9}}],
+)
 def test_what_fits_is_not(make_spec: Make, layout: dict[str, Any], loss: dict[str, Any]) -> None:
     spec = replace(make_spec(layout | loss), model=OWN)
     assert [*check(spec), *check_engine(spec)] == []

@@ -13,6 +13,7 @@ from trainspec_cli.corpus.bpe import decode, encode, encode_template, until_spec
 from trainspec_cli.corpus.chat import question
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
+from trainspec_cli.corpus.own_tokenizer import OwnTokenizer, tokenizer_sha256
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.heldout import total
@@ -20,6 +21,7 @@ from trainspec_cli.engine.data.loader import read_tokens
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.run.evaluate import heldout_loss, heldout_metrics, write_text
+from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.batch.division import OwnSamples
 from trainspec_cli.rundir.event_types.training import EvalEvent, SetFigures
 from trainspec_cli.rundir.record import RunResult
@@ -124,22 +126,31 @@ class TokenSource:
         sample = self.spec.sample
         if not sample.max_new_tokens:
             return None
+        if self.spec.data.tokenizer.code:
+            made_by = self.collection.main.manifest.own_tokenizer_sha256
+            if made_by != tokenizer_sha256(self.spec.data):
+                return WrittenSample(sample.prompt, "(data.tokenizer.code is not the tokenizer that made the data)")
+            own = OwnTokenizer(self.spec.data, WorkerError)
+            return WrittenSample(sample.prompt, own.decode(self._continue(own.encode(sample.prompt))))
         folder = self.collection.tokenizer_folder
         if folder is None:
             return WrittenSample(sample.prompt, "(no tokenizer: data.tokenizer.path names one)")
         asked = question(self.spec.data, sample.prompt)
-        prompt_ids = encode(folder, sample.prompt) if asked is None else encode_template(folder, asked)
-        ids = write_text(
+        if asked is None:
+            return WrittenSample(sample.prompt, decode(folder, self._continue(encode(folder, sample.prompt))))
+        ids = self._continue(encode_template(folder, asked))
+        return WrittenSample(f"{sample.prompt}\n", decode(folder, until_special(folder, ids)))
+
+    def _continue(self, prompt_ids: list[int]) -> list[int]:
+        """Return the tokens that the model writes after a prompt."""
+        return write_text(
             self.state,
             prompt_ids or [self.collection.main.manifest.end_of_document_id],
-            count=sample.max_new_tokens,
-            temperature=sample.temperature,
+            count=self.spec.sample.max_new_tokens,
+            temperature=self.spec.sample.temperature,
             max_context=self.spec.data.seq_len,
             seed=self.spec.train.seed,
         )
-        if asked is None:
-            return WrittenSample(sample.prompt, decode(folder, ids))
-        return WrittenSample(f"{sample.prompt}\n", decode(folder, until_special(folder, ids)))
 
 
 class SampleSource:

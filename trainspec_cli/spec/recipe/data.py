@@ -18,6 +18,15 @@ class TokenizerSpec:
     """A `tokenizer.json` of the `tokenizers` library; `vocab_size` is then that file's."""
     end_of_document: str | None = None
     """The token of that file that ends a document; null looks for a common name (`<|endoftext|>`, `</s>`, ...)."""
+    code: str = ""
+    """A tokenizer of one's own: `FILE.py:NAME`, `package.module:NAME`, or a name that a package registered."""
+    options: dict[str, Option] = field(default_factory=dict)
+    """Arguments of one's own tokenizer, by name."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether the tokenizer is made from the data."""
+        return self.path is None and not self.code
 
 
 Documents = Literal["python_stdlib", "text", "jsonl", "parquet", "arrow", "chat", "tokens", "nanogpt", "megatron"]

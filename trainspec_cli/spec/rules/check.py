@@ -143,7 +143,7 @@ def vocabulary(spec: RunSpec) -> Iterator[Problem]:
     if spec.model.unit == "samples":
         return
     wanted, rows = spec.data.tokenizer.vocab_size, spec.model.vocab_size
-    if spec.data.source not in OF_IDS and spec.data.tokenizer.path is None and wanted > rows:
+    if spec.data.source not in OF_IDS and spec.data.tokenizer.is_trained and wanted > rows:
         path = "data.tokenizer.vocab_size"
         message = f"a tokenizer of {wanted} tokens does not fit a model with `model.vocab_size` {rows}"
         hint = f"type model.vocab_size={wanted}, or {path}={rows}"
@@ -186,7 +186,7 @@ def _source_path(source: str, path: str | None, where: str) -> Iterator[Problem]
 def one_tokenizer(spec: RunSpec) -> Iterator[Problem]:
     """Parts of a mixture cannot each train a tokenizer of their own."""
     sources = {part.source for part in spec.data.mixture.values()}
-    if spec.data.source == "mixture" and spec.data.tokenizer.path is None and not sources <= set(OF_IDS):
+    if spec.data.source == "mixture" and spec.data.tokenizer.is_trained and not sources <= set(OF_IDS):
         message = "the parts of a mixture are read with one tokenizer, and `data.tokenizer.path` is null"
         hint = "type data.tokenizer.path=<a tokenizer.json>, or begin with a checkpoint, which brings its own"
         yield Problem("missing_value", message, "data.tokenizer.path", hint)

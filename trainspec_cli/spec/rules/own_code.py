@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem
+from trainspec_cli.extensions.kinds import TOKENIZER
 from trainspec_cli.extensions.source import problems_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.own_code import (
@@ -17,6 +18,7 @@ from trainspec_cli.spec.own_code import (
     own_losses,
     own_optimizer,
     own_source,
+    own_tokenizers,
     own_trackers,
 )
 from trainspec_cli.spec.recipe.data import SOURCES
@@ -87,6 +89,29 @@ def loss(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "train.loss_options", "leave it out, or type train.loss=FILE.py:NAME")
 
 
+TEXT_SOURCES = ("python_stdlib", "text", "jsonl", "parquet", "arrow", "tokens")
+"""Sources that a tokenizer of one's own encodes, or has encoded."""
+
+
+def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
+    data, tokenizer, key = spec.data, spec.data.tokenizer, TOKENIZER.key
+    if not tokenizer.code:
+        if tokenizer.options:
+            message = f"`data.tokenizer.options` is for a tokenizer of one's own, and `{key}` has no value"
+            yield Problem("unsupported", message, "data.tokenizer.options", f"leave it out, or type {key}=FILE.py:NAME")
+        return
+    for extension in own_tokenizers(data):
+        yield from problems_of(extension)
+    parts = () if data.is_own else tuple(data.parts.values())
+    for source in {part.source for part in (*parts, *data.validation.values())} - {*TEXT_SOURCES}:
+        message = f"`{key}` is {tokenizer.code}, and the source {source} does not go with a tokenizer of one's own"
+        yield Problem("unsupported", message, key, f"it goes with {', '.join(TEXT_SOURCES)} and one's own source")
+    for path, value in (("path", tokenizer.path), ("end_of_document", tokenizer.end_of_document)):
+        if value is not None:
+            message = f"`data.tokenizer.{path}` is {value}, and the tokenizer is one's own (`{key}`)"
+            yield Problem("contradiction", message, f"data.tokenizer.{path}", f"type data.tokenizer.{path}=null")
+
+
 def watchers(spec: RunSpec) -> Iterator[Problem]:
     for extension in (*own_callbacks(spec), *own_trackers(spec)):
         yield from problems_of(extension)
@@ -105,4 +130,4 @@ def source(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, "data.options", "leave it out, or type data.source=FILE.py:NAME")
 
 
-OWN_CODE_RULES = (source, block, loss, optimizer, watchers)
+OWN_CODE_RULES = (source, own_tokenizer, block, loss, optimizer, watchers)
