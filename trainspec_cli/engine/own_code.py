@@ -1,8 +1,9 @@
-"""Errors that come up in code of one's own and are no fault of it."""
+"""Trials of code of one's own: whether they can be made, and which of its errors are no fault of it."""
 
 from __future__ import annotations
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def is_no_fault(error: Exception) -> bool:
@@ -10,3 +11,8 @@ def is_no_fault(error: Exception) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError, torch.distributed.DistError)):
         return True
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+
+
+def has_values() -> bool:
+    """Return whether tensors hold numbers: those of a step that is only traced have none, and nothing can be tried."""
+    return not isinstance(torch.empty(0), FakeTensor)

@@ -12,7 +12,10 @@ from lab.own_model import OWN, OWN_LOSS
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.certify.families import FAMILIES, LOSSES
 from trainspec_cli.engine.build.own_code import try_own_block
+from trainspec_cli.engine.tools.trace import trace_rank
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.planner.workload import flops_per_token
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import OwnModel
 from trainspec_cli.spec.recipe.run import Recompute
 from trainspec_cli.spec.results.plan import Plan
@@ -82,3 +85,11 @@ def test_results_changed_in_place_are_refused_where_they_are_kept(plan: Plan, tm
     tried(plan, tmp_path, body, "full")
     with pytest.raises(RecipeError, match="another gradient with recompute=selective"):
         tried(plan, tmp_path, body, "selective")
+
+
+def test_a_traced_step_has_the_work_that_the_plan_counts(plan: Plan) -> None:
+    """The loss multiplies by the head once more, since it keeps no logits."""
+    planned = build_plan(Case("own", Layout(dp_shard=2)), "cpu")
+    again = 2 * OWN.vocab_size * OWN.hidden_size
+    expected = planned.tokens_per_step / 2 * (flops_per_token(OWN, 64) + again)
+    assert trace_rank(planned, 0).flops == pytest.approx(expected, rel=0.02)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.models.own import BlockMaker
 from trainspec_cli.engine.models.own_loss import OwnLinearLoss, load_loss
+from trainspec_cli.engine.own_code import has_values
 from trainspec_cli.engine.parallel.recompute import apply_recompute
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.extensions.load import own_errors
@@ -39,7 +40,7 @@ def use_own_loss(part: Any, plan: Plan, device: torch.device) -> None:
 
 def try_own_block(plan: Plan, layer: int, compute: torch.dtype, device: torch.device) -> None:
     """Try the block of a layer, where blocks are the user's own. Raises RecipeError for what cannot be trained with."""
-    if isinstance(plan.spec.model, OwnModel):
+    if isinstance(plan.spec.model, OwnModel) and has_values():
         length = min(plan.spec.data.seq_len, TRIAL_TOKENS)
         _Trial(BlockMaker(plan.spec.model), layer, plan.spec.train.seed, compute, device, length).run(plan.recompute)
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainspec_cli.engine.batch import IGNORED_TARGET
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
-from trainspec_cli.engine.own_code import is_no_fault
+from trainspec_cli.engine.own_code import has_values, is_no_fault
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.extensions.load import arguments, load, own_errors
 from trainspec_cli.extensions.source import Extension
@@ -73,20 +73,26 @@ def load_loss(extension: Extension, options: dict[str, Any], vocab_size: int, de
         with own_errors(extension, "in a step", passes=is_no_fault):
             return call(logits_TV, targets_T, **given)  # type: ignore[no-any-return]
 
+    if has_values():
+        _try_out(extension, lambda logits, targets: call(logits, targets, **given), vocab_size, device)
+    return loss
+
+
+def _try_out(extension: Extension, loss: LossOfTokens, vocab_size: int, device: torch.device) -> None:
+    """Call the loss on random logits of a few tokens, together and in parts. Raises RecipeError."""
     generator = torch.Generator().manual_seed(0)
     logits_TV = torch.randn((TRIAL_TOKENS, vocab_size), generator=generator).to(device).requires_grad_()
     targets_T = torch.randint(vocab_size, (TRIAL_TOKENS,), generator=generator).to(device)
     with own_errors(extension, "on random logits before the run", RecipeError):
-        whole_T = call(logits_TV, targets_T, **given)
+        whole_T = loss(logits_TV, targets_T)
         _check_form(extension, whole_T)
-        parts_T = torch.cat([call(logits_TV[part], targets_T[part], **given) for part in (slice(1), slice(1, None))])
+        parts_T = torch.cat([loss(logits_TV[part], targets_T[part]) for part in (slice(1), slice(1, None))])
         (gradient_TV,) = torch.autograd.grad(whole_T.sum(), logits_TV)
     if not torch.allclose(whole_T, parts_T, rtol=AGREEMENT, atol=AGREEMENT):
         what = "gives a token another loss beside other tokens than alone"
         raise _refuse(extension, what, "take logits[i] and targets[i] alone into loss i; the engine takes the mean")
     if not gradient_TV.isfinite().all():
         raise _refuse(extension, "has a gradient that is not finite", "see how it treats small probabilities")
-    return loss
 
 
 def _check_form(extension: Extension, loss_T: object) -> None:
