@@ -15,6 +15,7 @@ from trainspec_cli.planner.hardware.catalogue import load_group, models
 from trainspec_cli.planner.workload import count_active_params, count_params
 from trainspec_cli.reporter.style import Style
 from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.recipe.model import OwnModel
 from trainspec_cli.units import format_count
 
 Row = JsonObject
@@ -39,7 +40,9 @@ def clusters() -> Iterator[Row]:
 def known_models() -> Iterator[Row]:
     """Yield what `model=NAME` may be, but for `auto`, which is a checkpoint's."""
     for name, model in models().items():
-        sizes = {"parameters": count_params(model), "active_parameters": count_active_params(model)}
+        sizes: Row = {"parameters": None, "active_parameters": None}
+        if not isinstance(model, OwnModel) or model.block_params:
+            sizes = {"parameters": count_params(model), "active_parameters": count_active_params(model)}
         yield {"name": name, "family": model.family, **sizes}
 
 

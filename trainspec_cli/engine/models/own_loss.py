@@ -8,8 +8,7 @@ Shapes: T tokens, D hidden size, V vocabulary, C tokens of one chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -64,7 +63,9 @@ class OwnLinearLoss(LinearCrossEntropy):
         return total
 
 
-def load_loss(extension: Extension, options: dict[str, Any], vocab_size: int, device: torch.device) -> LossOfTokens:
+def load_loss(
+    extension: Extension, options: Mapping[str, object], vocab_size: int, device: torch.device
+) -> LossOfTokens:
     """Import a loss, and try it on a few tokens. Raises RecipeError for code that is wrong, or whose tokens depend on
     one another."""
     call, given = load(extension), arguments(options)

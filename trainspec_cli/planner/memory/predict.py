@@ -19,6 +19,7 @@ from trainspec_cli.planner.memory.frameworks import (
 )
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.spec.recipe.layout import MESH_AXES
+from trainspec_cli.spec.recipe.model import TextModel
 from trainspec_cli.spec.recipe.run import Recompute
 from trainspec_cli.spec.results.prediction import MemoryBreakdown
 
@@ -41,8 +42,9 @@ def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
     if setup.model.unit == "samples" or not _is_counted(setup, recompute):
         return general
     run = _run_of(setup, cast("Recompute", recompute))
-    number = Counter(setup.model.layer_list)
-    profiles = {layer: profile_block(shape_of(run, setup.model, layer), run.recompute, False) for layer in number}
+    model = cast("TextModel", setup.model)
+    number = Counter(model.layer_list)
+    profiles = {layer: profile_block(shape_of(run, model, layer), run.recompute, False) for layer in number}
     gradient = WIDTHS[run.compute] * (general.params + general.expert_params) * min(1.0, setup.trainable)
     return replace(
         general,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from trainspec_cli.policy.batch.division import count_micro_batches, turns_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule, ZeroStage
-from trainspec_cli.spec.recipe.model import ModelSpec
+from trainspec_cli.spec.recipe.model import ModelSpec, TextModel
 from trainspec_cli.spec.recipe.run import RunSpec
 
 MIN_TOKENS_PER_RANK = 512
@@ -172,10 +173,11 @@ def schedules_of(wanted: LayoutSpec) -> Sequence[PipelineSchedule]:
 
 
 def splits_heads(model: ModelSpec, tp: int) -> bool:
-    if tp == 1 or model.unit == "samples" or "tp" in model.record.refuses:
+    if tp == 1 or "tp" in model.record.refuses:
         return tp == 1
-    heads = model.num_kv_heads or tp
-    return model.num_heads % tp == model.ffn_size % tp == 0 and (heads % tp == 0 or tp % heads == 0)
+    text = cast("TextModel", model)
+    heads = text.num_kv_heads or tp
+    return text.num_heads % tp == text.ffn_size % tp == 0 and (heads % tp == 0 or tp % heads == 0)
 
 
 def divisors(number: int) -> list[int]:
