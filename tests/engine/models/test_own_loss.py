@@ -57,6 +57,14 @@ def test_options_reach_the_loss_and_evaluations_keep_cross_entropy(tmp_path: Pat
     assert module(x, weight, None).shape == (1, 3, 7)
 
 
+def test_a_micro_batch_without_samples_has_a_loss_and_gradients_of_zero(tmp_path: Path) -> None:
+    x_BSD, weight_VD = torch.zeros((0, 5, 3), requires_grad=True), torch.randn((7, 3), requires_grad=True)
+    loss = loaded(tmp_path, CROSS_ENTROPY)(x_BSD, weight_VD, torch.zeros((0, 5), dtype=torch.int64))
+    dx_BSD, dweight_VD = torch.autograd.grad(loss, [x_BSD, weight_VD])
+    assert (float(loss.detach()), dx_BSD.shape) == (0.0, (0, 5, 3))
+    assert torch.equal(dweight_VD, torch.zeros((7, 3)))
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -62,6 +62,7 @@ class _Trial:
         x_BSD = self._draw()
         y_BSD = self._forward(x_BSD)
         self._check_form(x_BSD, y_BSD)
+        self._check_form(x_BSD[:0], self._forward(x_BSD[:0]))
         buffers = [buffer.clone() for buffer in self.block.buffers()]
         if not self._agree(y_BSD, self._forward(x_BSD)):
             raise self.maker.refuse("gives another output at each call", "leave dropout and other random numbers out")

@@ -55,6 +55,8 @@ class OwnLinearLoss(LinearCrossEntropy):
         if targets_BS is None or not torch.is_grad_enabled():
             return super().forward(x_BSD, weight_VD, targets_BS)
         x_TD, targets_T = x_BSD.flatten(0, -2), targets_BS.flatten()
+        if not len(targets_T):  # a rank whose share of the samples is used up takes part with none
+            return F.linear(x_TD, weight_VD).sum()
         step = loss_chunk_tokens(weight_VD.shape[0])
         total = x_TD.new_zeros((), dtype=torch.float32)
         for start in range(0, len(targets_T), step):
