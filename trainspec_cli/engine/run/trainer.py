@@ -23,9 +23,10 @@ from trainspec_cli.engine.observe.memory import MemoryWatch
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.parallel.noise import SampleParts, parts_of
-from trainspec_cli.engine.run.checkpoints import Checkpoints, recall_heldout
+from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, StepSamples, TrainProgress
 from trainspec_cli.engine.run.faults import Faults
+from trainspec_cli.engine.run.heldout_watch import HeldoutWatch
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
 from trainspec_cli.engine.run.scheduling.buckets import StepBuckets
 from trainspec_cli.engine.run.scheduling.directives import Directives, follows_earlier
@@ -37,7 +38,6 @@ from trainspec_cli.engine.run.shortage.relief import MemoryRelief
 from trainspec_cli.engine.run.step import StepOutcome, train_step
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.policy.batch.noise import PartSquares
-from trainspec_cli.policy.heldout import HeldoutLosses
 from trainspec_cli.rundir.event_types.training import EndEvent, SampleEvent, StartEvent, StepEvent, WarningEvent
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.plan import Plan
@@ -89,7 +89,7 @@ class Trainer:
         self.layouts = LayoutChanges(run.plan, run.state, self.directives)
         self.relief = MemoryRelief(run, coordinator, self.checkpoints, self.watch, self.scheduler)
         self.restored_from: str | None = None
-        self.heldout, self.ended_early = HeldoutLosses(), False
+        self.heldout = HeldoutWatch(self.spec, run.run_dir, self.journal, self.checkpoints)
         self.progress = TrainProgress()
         if coordinator.restores_at_start:
             self.progress = self._restore()
@@ -114,10 +114,9 @@ class Trainer:
         if restored := self.checkpoints.resume():
             self.restored_from = str(restored.folder)
             self.pace.state = restored.manifest.about.pace or self.pace.state
-            self.heldout = recall_heldout(self.run_dir, restored.manifest.step)
-            if self.spec.checkpoint.keep_best and self.heldout.best_step:
-                self.checkpoints.keep(self.heldout.best_step)
-            return TrainProgress(restored.manifest.step, restored.manifest.about.samples)
+            progress = TrainProgress(restored.manifest.step, restored.manifest.about.samples)
+            self.heldout.recall(progress.step, is_last=self.pace.batch(progress) is None)
+            return progress
         return self.progress
 
     def run(self) -> None:
@@ -162,6 +161,8 @@ class Trainer:
 
     def _train(self) -> None:
         self.clock.restart()
+        if self._lacks_evaluation:
+            self._evaluate_between_steps()
         while not self._is_last_step and not self.stopping:
             done = self._step()
             if done is None:
@@ -371,11 +372,18 @@ class Trainer:
 
     @property
     def _is_last_step(self) -> bool:
-        return self.ended_early or self.pace.batch(self.progress) is None
+        return self.heldout.ends_run or self.pace.batch(self.progress) is None
 
     @property
     def _is_evaluation_due(self) -> bool:
         return self._is_last_step or _falls_on(self.spec.train.eval_interval_steps, self.progress.step)
+
+    @property
+    def _lacks_evaluation(self) -> bool:
+        """Return whether the run was killed, or stopped, between a checkpoint and the evaluation of the same step."""
+        step = self.progress.step
+        is_due = not self._is_last_step and _falls_on(self.spec.train.eval_interval_steps, step)
+        return self.restored_from is not None and is_due and self.heldout.last_step != step
 
     @property
     def _is_sample_due(self) -> bool:
@@ -399,26 +407,8 @@ class Trainer:
             return
         self.tally.heldout = evaluated
         self.journal.write(replace(evaluated, seconds=time.perf_counter() - started))
-        self._follow_heldout(evaluated.heldout_loss)
-
-    def _follow_heldout(self, loss: float | None) -> None:
-        """Keep the checkpoint of the lowest held-out loss, warn where it rises, and end the run where it is to end."""
-        step, before = self.progress.step, self.heldout
-        self.heldout = before.after(step, loss)
-        if self.heldout.best_step == step and self.spec.checkpoint.keep_best:
-            self.checkpoints.save_kept(step, self.progress.samples)
-        patience = self.spec.train.early_stop_evals
-        self.ended_early = patience is not None and self.heldout.since_best >= patience and not self._is_last_step
-        best = self.heldout.describe_best()
-        if self.ended_early:
-            message = f"the run ends here: the held-out loss was {best}, {patience} evaluations ago"
-            self.journal.write(WarningEvent(step=step, message=message))
-        elif self.heldout.is_rising and not before.is_rising:
-            message = (
-                f"the held-out loss rises: it was {best}; checkpoint.keep_best=true keeps that checkpoint, "
-                "train.early_stop_evals=3 ends such a run"
-            )
-            self.journal.write(WarningEvent(step=step, message=message))
+        progress, loss = self.progress, evaluated.heldout_loss
+        self.heldout.note(progress.step, progress.samples, loss, is_last=self._is_last_step)
 
     def _write_sample(self) -> None:
         sample = self.source.write_sample()
