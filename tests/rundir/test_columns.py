@@ -3,11 +3,11 @@ from __future__ import annotations
 import math
 from array import array
 
-from trainspec_cli.rundir.columns import Columns, StepCurve
+from trainspec_cli.rundir.columns import StepColumns, StepCurve
 
 
-def columns_of(*steps: int) -> Columns:
-    columns = Columns("x", "y")
+def columns_of(*steps: int) -> StepColumns:
+    columns = StepColumns("x", "y")
     for step in steps:
         columns.add(step, step / 2, -step)
     return columns

@@ -21,7 +21,7 @@ from trainspec_cli.policy.diagnosis.evidence import (
     Stall,
 )
 from trainspec_cli.reading.files import read_object, unreadable
-from trainspec_cli.rundir.columns import Columns
+from trainspec_cli.rundir.columns import StepColumns
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.rundir.event_types.event import PARTS, Event
 from trainspec_cli.rundir.event_types.failures import RetryEvent
@@ -103,7 +103,7 @@ def shape_of(run: RunDir) -> RunShape:
 class RankHistory:
     """The steps of one rank that hold, as it has written them."""
 
-    steps: Columns = field(default_factory=lambda: Columns(*PARTS, "queued_s"))
+    steps: StepColumns = field(default_factory=lambda: StepColumns(*PARTS, "queued_s"))
     """Seconds by part, and those in which it had no processor."""
     counters: list[CountersEvent] = field(default_factory=list)
     stall: Stall | None = None

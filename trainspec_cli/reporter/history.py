@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from trainspec_cli.rundir.columns import Columns
+from trainspec_cli.rundir.columns import StepColumns
 from trainspec_cli.rundir.event_types.event import PARTS, Event
 from trainspec_cli.rundir.event_types.training import (
     CheckpointEvent,
@@ -46,7 +46,7 @@ class Start:
 
     begin: StartEvent | None
     """None where it was lost."""
-    steps: Columns = field(default_factory=lambda: Columns(*FIGURES))
+    steps: StepColumns = field(default_factory=lambda: StepColumns(*FIGURES))
     others: list[BesideSteps] = field(default_factory=list)
 
     def forget_beyond(self, step: int) -> None:

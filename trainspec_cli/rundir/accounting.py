@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from trainspec_cli.rundir.columns import Columns
+from trainspec_cli.rundir.columns import StepColumns
 from trainspec_cli.rundir.event_types.event import Event
 from trainspec_cli.rundir.event_types.failures import EndedMark, FailureMark, LaunchMark, RecoveryEvent
 from trainspec_cli.rundir.event_types.training import CheckpointEvent, EndEvent, EvalEvent, StartEvent, StepEvent
@@ -150,7 +150,7 @@ class Attempt:
         self.restarted = restarted
         """True where the supervisor has restarted the run after a failure."""
         self.last_time, self.has_ended = begin.time, False
-        self._steps = Columns("step_time_s", "data_wait_s", "checkpoint_s")
+        self._steps = StepColumns("step_time_s", "data_wait_s", "checkpoint_s")
         self._others = WallTime()
 
     def take(self, event: Event) -> None:

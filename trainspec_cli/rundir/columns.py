@@ -9,7 +9,7 @@ from operator import eq
 from typing import overload
 
 
-class Columns:
+class StepColumns:
     """Columns of doubles by name, beside a column of steps."""
 
     def __init__(self, *names: str):
