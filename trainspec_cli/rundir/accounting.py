@@ -142,7 +142,7 @@ BUCKETS = tuple(bucket.name for bucket in fields(WallTime))
 
 
 class Attempt:
-    """What lies between two launches: its steps as numbers, the rest as sums."""
+    """Keeps what lies between two launches: its steps as numbers, the rest as sums."""
 
     def __init__(self, launched: float, begin: StartEvent, *, restarted: bool):
         self.launched, self.begin = launched, begin
