@@ -81,6 +81,22 @@ class StepsInView:
         return self._profile.operations()
 
 
+class NoLook:
+    """Stands in the place of `DeeperLook` where the recipe wants none."""
+
+    def start(self) -> None:
+        pass
+
+    def after_step(self, step: int) -> None:
+        pass
+
+    def looked_at(self, step: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
 class DeeperLook(threading.Thread):
     """Looks at this rank where the supervisor asks for it. The thread that trains calls `after_step`, before the step's
     time is cut."""
