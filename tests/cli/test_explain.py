@@ -31,6 +31,8 @@ def test_a_misspelt_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["explain", "optim.lrr"]) == 2
     told = capsys.readouterr().err
     assert "recipes have no key `optim.lrr`" in told and "hint: type trainspec explain optim.lr\n" in told
+    assert run(["explain", "train.learning_rate"]) == 2
+    assert "hint: did you mean `optim.lr`?\n" in capsys.readouterr().err
 
 
 def test_a_key_by_its_group(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainspec_cli.corpus.manifest import SPLITS
-from trainspec_cli.corpus.prepare import prepare
+from trainspec_cli.corpus.collection import Collection
+from trainspec_cli.corpus.manifest import SPLITS, TOKENIZER_FILE
+from trainspec_cli.corpus.prepare import prepare, prepared_folder
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
+from trainspec_cli.spec.recipe.data import DataSpec, PartSpec, TokenizerSpec
 
 TEXTS = [f"number {n} is {'odd' if n % 2 else 'even'}, and its square is {n * n}\n" * 3 for n in range(200)]
 CODE = """
@@ -107,3 +109,35 @@ def test_what_is_no_document_is_refused(source: Any, code: str, words: str) -> N
     with pytest.raises(RecipeError) as caught:
         prepare(source("f", code))
     assert words in str(caught.value)
+
+
+def tokenizer_file(tmp_path: Path) -> str:
+    lines = DataSpec(8, "jsonl", str(tmp_path / "texts.jsonl"), tokenizer=TokenizerSpec(300))
+    return str(prepare(lines) / TOKENIZER_FILE)
+
+
+def test_own_text_is_a_part_of_a_mixture_and_a_validation_set(tmp_path: Path, source: Any) -> None:
+    own = source("texts")
+    part = PartSpec(own.source, weight=2.0, options={"path": str(tmp_path / "texts.jsonl")})
+    lines = PartSpec("jsonl", str(tmp_path / "texts.jsonl"))
+    data = replace(own, source="mixture", tokenizer=TokenizerSpec(path=tokenizer_file(tmp_path)))
+    data = replace(data, mixture={"own": part, "lines": lines}, validation={"more": part})
+    collection = Collection.open(prepare(data))
+    own_folder, lines_folder = (part.folder.path for part in collection.parts.values())
+    assert shards(own_folder) == shards(lines_folder) == shards(collection.validation["more"].path)
+    assert (tmp_path / "own.calls").read_text() == "x", "the same documents are made once"
+
+
+def test_what_the_code_of_a_part_does_wrong_is_said_of_its_key(tmp_path: Path, source: Any) -> None:
+    data = source("broken", "\ndef broken():\n    yield 5\n")
+    parts = {"bad": PartSpec(data.source)}
+    data = replace(data, source="mixture", tokenizer=TokenizerSpec(path=tokenizer_file(tmp_path)), mixture=parts)
+    with pytest.raises(RecipeError, match=r"^`data\.mixture\.bad\.source`: document 1 of ") as refused:
+        prepare(data)
+    assert refused.value.problems[0].path == "data.mixture.bad.source"
+
+
+def test_what_is_prepared_already_is_found_without_running_the_code(tmp_path: Path, source: Any) -> None:
+    data = source("texts", options={"path": str(tmp_path / "texts.jsonl")})
+    assert prepared_folder(data) is None and not (tmp_path / "own.calls").exists()
+    assert prepare(data) == prepared_folder(data)

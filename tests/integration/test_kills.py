@@ -10,6 +10,7 @@ import time
 
 import psutil
 import pytest
+from lab.waiting import wait_for
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
@@ -136,3 +137,24 @@ def test_a_run_that_is_over_leaves_no_copies_in_memory(trainspec, tmp_path):
 def of_run(listed: subprocess.CompletedProcess[str], root) -> list[dict[str, object]]:
     assert listed.returncode == 0, listed.stderr
     return [row for row in json.loads(listed.stdout) if row["run"] == str(root)]
+
+
+@pytest.mark.slow
+def test_an_early_end_that_is_killed_before_it_is_done_ends_at_the_same_step(
+    start_trainspec, kill_everything, trainspec, tmp_path, read_result
+):
+    """At this rate no weight changes, so the second evaluation is no better. Then the run writes text for minutes."""
+    recipe = ("recipe=tiny", "optim.lr=1e-15", "train.max_steps=1000", "train.eval_interval_steps=2")
+    endless = ("train.early_stop_evals=1", "sample.prompt=a", "sample.max_new_tokens=1000000")
+    process = start_trainspec("launch", *recipe, *endless, "run.dir=run")
+    run = RunDir(tmp_path / "run")
+    wait_for(
+        lambda: run.events(0).is_file() and any(e["type"] == "checkpoint" for e in read_events(run.events(0))), process
+    )
+    kill_everything(process)
+    assert run.checkpoint_steps() == [4] and not run.result_json.exists()
+    ended = trainspec("resume", "run", "sample.max_new_tokens=0")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "train.early_stop_evals=null trains on" in ended.stdout
+    assert (read_result("run")["status"], read_result("run")["steps"]) == ("done", 4)
+    assert [event["step"] for event in read_events(run.events(0)) if event["type"] == "step"] == [1, 2, 3, 4]

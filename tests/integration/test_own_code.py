@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 from integration.conftest import Trainspec
 from lab import own_model
+from lab.groups import changes, check_nothing_was_lost, losses, run_events
+from lab.waiting import wait_for
+
+from trainspec_cli.rundir.paths import RunDir
 
 pytestmark = pytest.mark.slow
 
@@ -137,3 +142,38 @@ def test_a_model_a_loss_and_a_tokenizer_of_ones_own_are_trained_in_every_layout_
     ended = trainspec("launch", *right, *TWO, "run.dir=killed", "fault=kill(rank=1,step=7)")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert result(tmp_path / "killed")["weights_sha256"] == result(tmp_path / "zero")["weights_sha256"]
+
+
+GROUPS = (
+    *("recipe=tiny", "resilience=elastic", "optim.schedule.kind=constant", "resilience.exchange_timeout_s=5"),
+    *("resilience.heartbeat_timeout_s=3", "resilience.sdc_check=1"),
+    *("data.source=mine.py:squares", "data.options.count=4000", "~data.max_bytes"),
+    *("optim.name=mine.py:Momentum", "optim.state_bytes=4", "train.callbacks=[mine.py:Watch]"),
+    "tracking.trackers=[mine.py:Types]",
+)
+
+
+@pytest.mark.parametrize("group", [0, 1])
+def test_a_group_that_dies_heals_with_the_state_of_ones_own_optimizer(
+    start_trainspec, trainspec: Trainspec, tmp_path: Path, group: int
+) -> None:
+    """Group 0 leads, and its death lets the callbacks go on in the other."""
+    flushed = CODE.replace('self.file.write(f"{event.step} ")', "print(event.step, file=self.file, flush=True)")
+    (tmp_path / "mine.py").write_text(flushed.replace("every_rank = True", "").replace("FAULT", ""))
+    slow = f"fault=kill(group={group},step=5); slow(group={1 - group},step=6,seconds=0.2,steps=10000)"
+    process = start_trainspec("launch", *GROUPS, "train.max_steps=1000000", "run.dir=run", slow)
+    run = RunDir(tmp_path / "run")
+    wait_for(lambda: ("joined", group) in changes(run), process)
+    joined = run_events(run, "recovery")[-1]["step"]
+    wait_for(lambda: max(losses(run)) >= joined + 5, process)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[0]
+    assert process.returncode == 6, said
+    check_nothing_was_lost(run, may_lack_notes=True)
+    steps = max(losses(run))
+    seen = [int(word) for word in (run.root / "seen0.txt").read_text().replace("stopped", " ").split()]
+    assert sorted(set(seen)) == list(range(1, steps + 1)), "each step is told of"
+    ended = trainspec("launch", *GROUPS, f"train.max_steps={steps}", "run.dir=unharmed")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    if group == 1:  # a sum of two is the same in either order; the steps made alone are those of the other group
+        assert losses(run) == losses(RunDir(tmp_path / "unharmed"))

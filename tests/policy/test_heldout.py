@@ -22,6 +22,12 @@ def test_the_best_is_remembered_and_how_many_evaluations_ago_it_was() -> None:
     assert followed.describe_best() == "lowest, 2, at step 20"
 
 
+def test_a_run_ends_after_as_many_evaluations_as_it_has_patience_for() -> None:
+    followed = follow(3.0, 2.0, 2.5, 2.0)
+    assert [followed.has_ended(patience) for patience in (None, 1, 2, 3)] == [False, True, True, False]
+    assert followed.last_step == 40
+
+
 @pytest.mark.parametrize("loss", [None, math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_never_the_best(loss: float | None) -> None:
     assert follow(loss, 5.0, loss).best_step == 20

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,21 @@ from lab.events import ACHIEVED, DIRECTIVE, LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY,
 from trainspec_cli.reporter.collect import _ranks, collect
 from trainspec_cli.rundir.event_types.decisions import BucketsEvent
 from trainspec_cli.rundir.event_types.event import PARTS
+from trainspec_cli.rundir.event_types.training import StepEvent
+from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.canonical import ABSENT, to_plain
 from trainspec_cli.spec.recipe.kernels import KernelFigure, KernelTable
+
+STEP = StepEvent(
+    step=1,
+    loss=2.0,
+    grad_norm=0.5,
+    tokens=100,
+    step_time_s=1.0,
+    time_s=dict.fromkeys(PARTS, 1.0 / len(PARTS)),
+    skipped=False,
+)
 
 
 def trained(run: Any, ranks: int = 2, steps: int = 10) -> None:
@@ -230,3 +243,24 @@ def test_kernels_that_were_measured_are_told(fake_run: Any) -> None:
     table = KernelTable("a chip", "bf16", "2.13", figures={"rope": {"halves": KernelFigure("chosen", ratio=0.5)}})
     write_json(fake_run.dir.kernels_json, to_plain(table))
     assert collect(fake_run.dir.root).kernel_table == table
+
+
+def test_a_long_run_is_held_as_numbers_and_not_as_events(fake_run) -> None:
+    """An event takes a kilobyte: two hundred bytes of each step of the first rank are kept, and none of the others."""
+    fake_run.about()
+    peaks = []
+    for first, last in ((1, 500), (501, 3000)):
+        for rank in range(2):
+            if first == 1:
+                fake_run.start(rank=rank)
+            writer = EventWriter(fake_run.dir.events(rank), rank)
+            for step in range(first, last + 1):
+                writer.write(replace(STEP, step=step))
+            writer.close()
+        tracemalloc.start()
+        report = collect(fake_run.dir.root)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert len(report.loss) == last
+    steps = 2 * (3000 - 500)
+    assert (peaks[1] - peaks[0]) / steps < 300

@@ -21,6 +21,7 @@ from trainspec_cli.scheduler.paced_step import Paces
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
+from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
@@ -97,6 +98,14 @@ def test_a_slow_rank_of_a_tensor_parallel_group_is_given_samples_of_its_own() ->
     assert proposal.micro_batch_size * proposal.grad_accum_steps * 8 >= 24
     planned = proposal.planned_from(7)
     assert (planned.step, planned.layout) == (7, proposal.layout)
+
+
+def test_no_layout_is_proposed_that_cannot_read_the_8_bit_state() -> None:
+    spec = spec_of(TENSOR, optim=OptimSpec(lr=1e-3, name="adamw8bit"))
+    row = spec.model.ffn_size  # type: ignore[union-attr]
+    uneven = replace(spec, model=replace(spec.model, ffn_size=row - row % 2048 + 8))  # type: ignore[type-var]
+    assert {setup.layout.tp for setup in others_of(uneven).others} == {8}
+    assert {setup.layout.tp for setup in others_of(spec_of(TENSOR)).others} > {1, 8}
 
 
 def narrow(scaleup: float = 1.0, network: float = 1.0, *, rank: int = 5) -> LinkPaces:

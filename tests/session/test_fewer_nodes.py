@@ -86,3 +86,18 @@ def test_a_plan_that_does_not_fit_is_none(here: Machine, monkeypatch: pytest.Mon
     before = plan_of(here)
     monkeypatch.setattr(fewer_nodes, "predict", refuse)
     assert plan_on_fewer(before, 2, machine=here) is None
+
+
+def test_a_layout_that_cannot_read_the_8_bit_state_is_passed_over(
+    here: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four devices have no group of three for the three heads, so that the only plans left are without tp."""
+    three = ("model.num_heads=3", "model.num_kv_heads=3", "model.head_dim=16", "model.ffn_size=192")
+    layout = ("layout.tp=3", "layout.dp_replicate=2", "model.vocab_size=513", "layout.sequence_parallel=false")
+    predict, predicted = fewer_nodes.predict, object()
+    monkeypatch.setattr(
+        fewer_nodes, "predict", lambda *given, **more: replace(predict(*given, **more), prediction=predicted)
+    )
+    for optimizer, has_plan in (("adamw", True), ("adamw8bit", False)):
+        before = plan_of(here, *three, *layout, f"optim={optimizer}")
+        assert (plan_on_fewer(before, 2, machine=here) is not None) == has_plan

@@ -117,6 +117,25 @@ def test_a_run_keeps_the_setting_of_memory_that_it_began_with(
     assert (plan.micro_batch_size, plan.largest_micro_batch_size) == (size, largest)
 
 
+def test_a_layout_that_cannot_read_the_8_bit_state_is_refused_before_the_start(
+    make_run: MakeRun, prepare: Prepare
+) -> None:
+    """Rows of 160 values are one block under tp 1, and two under tp 2."""
+    run = make_run("optim=adamw8bit")
+    with pytest.raises(RecipeError) as refused:
+        prepare(run, "layout.tp=2", "layout.dp_replicate=1")
+    (problem,) = refused.value.problems
+    assert (problem.path, problem.file, problem.line) == ("layout.tp", "command line", 1)
+    assert "layout.tp 1 and 2 cut rows of model." in problem.message
+    assert problem.hint == "type layout.tp=1, which the run has saved"
+    assert prepare(run, "layout.dp_replicate=1", "layout.dp_shard=2").plan.layout.dp_shard == 2
+
+
+def test_where_nothing_is_saved_every_layout_can_begin(make_run: MakeRun, prepare: Prepare) -> None:
+    run = make_run("optim=adamw8bit", step=0)
+    assert prepare(run, "layout.tp=2", "layout.dp_replicate=1").plan.layout.tp == 2
+
+
 @pytest.mark.parametrize(("step", "max_steps", "is_refused"), [(10, 10, True), (10, 11, False), (20, 20, True)])
 def test_a_run_that_is_done_goes_on_only_with_more_steps(
     make_run: MakeRun, prepare: Prepare, step: int, max_steps: int, is_refused: bool

@@ -109,6 +109,9 @@ def test_what_is_refused(data, path: str, value: Any, code: str, message: str, h
         ("micro_batch", "did you mean `batching.micro_batch_size`?"),
         ("path", "did you mean `data.path` or `data.tokenizer.path`?"),
         ("optim.warmup-step", "did you mean `optim.schedule.warmup_steps`?"),
+        ("optim.learning_rate", "did you mean `optim.lr`?"),
+        ("max-grad-norm", "did you mean `optim.grad_clip_norm`?"),
+        ("batching.warmup_ratio", "did you mean `optim.schedule.warmup_steps`?"),
         ("optim.zzz", "`optim` has: lr, name, beta1, beta2, eps, momentum, weight_decay, grad_clip_norm, schedule, "
          "options, state_bytes"),
         ("zzz", f"a recipe has: {', '.join(field.name for field in dataclasses.fields(RunSpec))}"),

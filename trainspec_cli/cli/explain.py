@@ -14,6 +14,7 @@ from trainspec_cli.composer.folders import NAMED_SECTIONS, Folders, find_folders
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.spec.explain import KeyMeaning
 from trainspec_cli.spec.explain import explain as explain_key
+from trainspec_cli.spec.foreign_names import hint_for
 from trainspec_cli.spec.json_schema import path_of_group
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -34,15 +35,20 @@ def explain(
     path = _path(key, folders)
     found = list(explain_key(RunSpec, path))
     if not found:
-        near = closest(path, known_paths(RunSpec))
-        hint = f"type trainspec explain {near}" if near else "trainspec show recipe=NAME lists the keys of a recipe"
-        raise RecipeError(Problem("unknown_key", f"recipes have no key `{key}`", key, hint))
+        raise RecipeError(Problem("unknown_key", f"recipes have no key `{key}`", key, _hint(path)))
     if as_json:
         print(json_text({"key": key, "options": options, "meanings": [asdict(one) for one in found]}))
         return
     print("\n\n".join(dict.fromkeys(_text(one, several=len({other.doc for other in found}) > 1) for one in found)))
     if options:
         print(_line("options", ", ".join(options)))
+
+
+def _hint(path: str) -> str:
+    if foreign := hint_for(path.rpartition(".")[2]):
+        return foreign
+    near = closest(path, known_paths(RunSpec))
+    return f"type trainspec explain {near}" if near else "trainspec show recipe=NAME lists the keys of a recipe"
 
 
 def _path(key: str, folders: Folders) -> str:

@@ -29,13 +29,33 @@ def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
 
     Raises as `prepare_one` does, and RecipeError if the parts' tokenizers differ.
     """
-    parts = {name: prepare_one(data.with_part(part), on_progress) for name, part in data.parts.items()}
+    parts = {name: _prepare_part(data, "mixture", name, on_progress) for name in data.parts}
     if data.source != "mixture" and not data.validation:
         return parts[""]
     tokenizer = TokenFolder.open(next(iter(parts.values()))).path / TOKENIZER_FILE
     same = replace(data, tokenizer=replace(data.tokenizer, path=str(tokenizer))) if tokenizer.is_file() else data
-    validation = {name: prepare_one(same.with_part(part), on_progress) for name, part in data.validation.items()}
+    validation = {name: _prepare_part(same, "validation", name, on_progress) for name in data.validation}
     return write_collection({name: (parts[name], part.weight) for name, part in data.parts.items()}, validation)
+
+
+def _prepare_part(data: DataSpec, group: str, name: str, on_progress: OnProgress | None) -> Path:
+    """Prepare one of several sources. What its own code does wrong is said of the key that names it."""
+    part = data.parts[name] if group == "mixture" else data.validation[name]
+    try:
+        return prepare_one(data.with_part(part), on_progress)
+    except RecipeError as error:
+        if not name or not part.is_own:
+            raise
+        raise RecipeError([_at_part(problem, f"data.{group}.{name}") for problem in error.problems]) from error
+
+
+def _at_part(problem: Problem, where: str) -> Problem:
+    """Return the problem of a source, as that of one of several."""
+    keys = ("data.source", "data.options", "data.text_field")
+    if problem.path not in keys:
+        return problem
+    key = f"{where}{problem.path.removeprefix('data')}"
+    return replace(problem, path=key, message=problem.message.replace(f"`{problem.path}`", f"`{key}`"))
 
 
 def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
@@ -47,6 +67,12 @@ def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
     folder = _token_folder(data) if data.source == "tokens" else _prepare_cached(data, on_progress)
     _check_length(TokenFolder.open(folder), data.seq_len)
     return folder
+
+
+def prepared_folder(data: DataSpec) -> Path | None:
+    """Return the folder of one's own source where its documents are in the cache already; nothing is run."""
+    folder = cached_folder(data, source_files(data))
+    return folder if folder.exists() else None
 
 
 def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = None) -> None:

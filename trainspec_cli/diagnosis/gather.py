@@ -21,6 +21,7 @@ from trainspec_cli.policy.diagnosis.evidence import (
     Stall,
 )
 from trainspec_cli.reading.files import read_object, unreadable
+from trainspec_cli.rundir.columns import StepColumns
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.rundir.event_types.event import PARTS, Event
 from trainspec_cli.rundir.event_types.failures import RetryEvent
@@ -33,7 +34,8 @@ from trainspec_cli.spec.results.look import Look
 
 SILENT_S = 1.5
 """A rank that has not reported a stall so long after the first one that did is silent."""
-ALL_STEPS = 2**31
+MOST_ROWS, LEAST_STEPS = 2**18, 2**12
+"""A run's steps times its ranks that are remembered, about, but so many steps at least."""
 MOST_RANKS = 10**6
 STEP_BYTES = 1024
 """Bytes that a rank writes of a step, about, with its part of the counters."""
@@ -101,8 +103,8 @@ def shape_of(run: RunDir) -> RunShape:
 class RankHistory:
     """The steps of one rank that hold, as it has written them."""
 
-    steps: dict[int, tuple[float, ...]] = field(default_factory=dict)
-    """Step -> seconds by part, in the order of `PARTS`, and those in which it had no processor."""
+    steps: StepColumns = field(default_factory=lambda: StepColumns(*PARTS, "queued_s"))
+    """Seconds by part, and those in which it had no processor."""
     counters: list[CountersEvent] = field(default_factory=list)
     stall: Stall | None = None
     """The report of the step after the last one; `stalled_at` is the Unix time when it was written."""
@@ -115,7 +117,7 @@ class RankHistory:
     def take(self, event: Event) -> None:
         if isinstance(event, StepEvent):
             queued_s = np.nan if isinstance(event.queued_s, Absent) else event.queued_s
-            self.steps[event.step] = (*(event.time_s.get(name, 0.0) for name in PARTS), queued_s)
+            self.steps.put(event.step, *(event.time_s.get(name, 0.0) for name in PARTS), queued_s)
             self.stall, self.is_hung = None, False
         elif isinstance(event, CountersEvent):
             self.counters.append(event)
@@ -134,11 +136,23 @@ class RankHistory:
         """Begin a start that goes on after `step`: what an earlier one made beyond it is made again."""
         self.ended_by = self.stall if self.is_hung else self.ended_by
         self.stall, self.is_hung = None, False
-        self.steps = {made: parts for made, parts in self.steps.items() if made <= step}
+        self.steps.forget_beyond(step)
         self.counters = [event for event in self.counters if event.step <= step]
 
+    @property
+    def newest(self) -> int:
+        """The newest step; 0 before there is one."""
+        return max(self.steps.steps, default=0)
+
+    def rows_of(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Return the figures of steps that it has made, in increasing order: (figures, steps)."""
+        made = np.array(self.steps.steps)
+        order = np.argsort(made, kind="stable")
+        rows = order[np.searchsorted(made[order], steps)]
+        return np.stack([np.array(self.steps[name])[rows] for name in (*PARTS, "queued_s")])
+
     def forget_before(self, step: int) -> None:
-        self.steps = {made: parts for made, parts in self.steps.items() if made >= step}
+        self.steps.forget_before(step)
         self.counters = [event for event in self.counters if event.step >= step]
 
 
@@ -154,12 +168,15 @@ def event_paths(run: RunDir, shape: RunShape) -> Iterator[Path]:
 class RunReader:
     """Reads a run's folder: `read` takes in what is new, `evidence` returns what is known.
 
-    With `remembered_steps` it begins near the end of each file: as far back as so many steps reach, about.
+    With `remembered_steps` it begins near the end of each file: as far back as so many steps reach, about. Without, it
+    reads all, and remembers the newest steps of a run that is longer than `MOST_ROWS`.
     """
 
-    def __init__(self, run: RunDir, shape: RunShape, remembered_steps: int = ALL_STEPS):
-        self.shape, self._remembered = shape, remembered_steps
-        last_bytes = None if remembered_steps == ALL_STEPS else remembered_steps * STEP_BYTES
+    def __init__(self, run: RunDir, shape: RunShape, remembered_steps: int | None = None):
+        self.shape, self._remembered = shape, remembered_steps or max(LEAST_STEPS, MOST_ROWS // shape.ranks)
+        last_bytes = None if remembered_steps is None else remembered_steps * STEP_BYTES
+        self.forgotten_until = 0
+        """The newest step that was forgotten, for want of room."""
         self.histories = [RankHistory() for _ in range(shape.ranks)]
         self._tails = [EventTail(path, last_bytes) for path in event_paths(run, shape)]
         self._links: list[LinkSlowdown] = []
@@ -173,14 +190,13 @@ class RunReader:
         """Take in the new events of all ranks; return how many there were."""
         count = 0
         for rank, tail in enumerate(self._tails):
-            events = tail.read()
-            count += len(events)
-            self._take(rank, events)
+            count += self._take(rank, tail.new_events())
         return count
 
-    def _take(self, rank: int, events: Iterable[Event]) -> None:
-        history = self.histories[rank]
-        for event in events:
+    def _take(self, rank: int, events: Iterable[Event]) -> int:
+        """Take in a rank's events; return how many there were."""
+        history, count = self.histories[rank], 0
+        for count, event in enumerate(events, 1):  # noqa: B007 - the last one is their number
             history.take(event)
             if isinstance(event, LinkEvent):
                 self._links.append(
@@ -197,28 +213,29 @@ class RunReader:
                     self.changed = event
             elif isinstance(event, StartEvent):
                 self.device_name = event.device_name
-        newest = max(history.steps, default=0)
-        if len(history.steps) > 2 * self._remembered:
-            history.forget_before(newest - self._remembered)
+            if len(history.steps) > 2 * self._remembered:
+                oldest = history.newest - self._remembered
+                history.forget_before(oldest)
+                self.forgotten_until = max(self.forgotten_until, oldest - 1)
+        return count
 
     @property
     def step(self) -> int:
         """Return the newest step that every rank has made."""
-        return min((max(history.steps, default=0) for history in self.histories), default=0)
+        return min((history.newest for history in self.histories), default=0)
 
     def evidence(self, now: float | None = None) -> RunEvidence:
         """Return what is known of the steps that every rank has written down, in the layout of the newest; `now`: Unix
         time while the run goes on."""
-        made = [np.fromiter(history.steps, dtype=np.int64) for history in self.histories]
+        made = [np.array(history.steps.steps, dtype=np.int64) for history in self.histories]
         common = reduce(np.intersect1d, made) if made else np.zeros(0, dtype=np.int64)
         steps = common[common > self.changed.step] if self.changed else common
         steps = steps[~self._in_view(steps)]
-        rows = np.array([[history.steps[step] for step in steps.tolist()] for history in self.histories])
-        rows = rows.reshape(len(self.histories), len(steps), len(PARTS) + 1)
+        rows = np.stack([history.rows_of(steps) for history in self.histories], axis=-1)
         return RunEvidence(
             steps=steps,
-            parts_s={name: rows[:, :, place].T.copy() for place, name in enumerate(PARTS)},
-            counters={**self._counters(steps), "queued_s": rows[:, :, -1].T.copy()},
+            parts_s=dict(zip(PARTS, rows, strict=False)),
+            counters={**self._counters(steps), "queued_s": rows[-1]},
             nodes=self.shape.nodes,
             kinds=self.shape.kinds,
             connections=tuple(_connections(self.histories, steps)),
@@ -257,7 +274,7 @@ class RunReader:
     def _stalls(self, now: float | None) -> dict[int, Stall]:
         """Return the ranks' reports of the step after the newest one that any has made; none while others may still
         come. Where no step hangs, those of the hang that ended an earlier start."""
-        last = max((max(history.steps, default=0) for history in self.histories), default=0)
+        last = max((history.newest for history in self.histories), default=0)
         found = {
             rank: history.stall
             for rank, history in enumerate(self.histories)

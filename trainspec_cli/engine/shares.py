@@ -118,8 +118,8 @@ class Share:
         return tuple(split for split in found if split.group.size() > 1)
 
     def place_of(self, state: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """-> (offsets, full shape) of a tensor of the optimizer's state: one like the local part, or one that has in
-        its last dimension so many values for each row (scales of blocks), along which only a cut divides it."""
+        """Return (offsets, full shape) of a tensor of the optimizer's state: one like the local part, or one that has
+        in its last dimension so many values for each row (scales of blocks), along which only a cut divides it."""
         if state.shape == self.local.shape:
             return tuple(self.offsets), tuple(self.full_shape)
         rows, values = state.dim() - 1, state.shape[-1]

@@ -19,7 +19,7 @@ class ExtensionKind:
     """The arguments that the engine passes by name, beside those of the recipe's options."""
 
     def describe_call(self, options: Sequence[str] = ()) -> str:
-        """`(groups, *, lr, alpha)`."""
+        """Return the arguments of the engine's call, such as `(groups, *, lr, alpha)`."""
         named = (*self.keywords, *options)
         return f"({', '.join((*self.positional, *(('*',) if named else ()), *named))})"
 

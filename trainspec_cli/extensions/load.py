@@ -113,7 +113,7 @@ def _problem(extension: Extension, when: str, error: Exception) -> Problem:
 
 
 def describe_error(error: Exception) -> str:
-    """`ValueError: the message`."""
+    """Return the error as Python shows it: `ValueError: the message`."""
     return f"{type(error).__name__}: {error}".strip().rstrip(":")
 
 

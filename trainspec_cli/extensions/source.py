@@ -221,7 +221,7 @@ Definition = ast.FunctionDef | ast.ClassDef
 
 
 def _names_of(tree: ast.Module) -> tuple[dict[str, Definition | None], bool]:
-    """-> (what a module binds at its top level, with its definition if it is one; whether that is all of it)."""
+    """Return (what a module binds at its top level, with its definition if it is one; whether that is all of it)."""
     names: dict[str, Definition | None] = {}
     is_whole = True
     for node in _top_level_statements(tree.body):
@@ -261,7 +261,7 @@ def _signature_of(definition: Definition) -> inspect.Signature | None:
 
 
 def _signature(arguments: ast.arguments, skip: int = 0) -> inspect.Signature | None:
-    """`skip`: the first parameters, which a method's call does not give."""
+    """Return the signature that arguments amount to, without the first `skip`, which a method's call does not give."""
     by_position = [*arguments.posonlyargs, *arguments.args]
     required = len(by_position) - len(arguments.defaults)
     parameters = []

@@ -50,7 +50,7 @@ def matrix_share(model: TextModel) -> float:
 
 @lru_cache(maxsize=256)
 def newton_schulz_flops(model: TextModel) -> tuple[float, float]:
-    """-> (of all layers' own matrices, of all experts): FLOPs of orthogonalising each once.
+    """Return the FLOPs of orthogonalising each matrix once: (all layers' own ones, all experts).
 
     A step makes of A rows of B values, A the smaller, X X^T and its product with X (2 A^2 B each), and the square of
     the former (2 A^3): muon (arXiv:2502.16982, section 2.1).

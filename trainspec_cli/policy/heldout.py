@@ -18,6 +18,8 @@ class HeldoutLosses:
     best_step: int | None = None
     best_loss: float | None = None
     last_loss: float | None = None
+    last_step: int | None = None
+    """The step of the last evaluation."""
     since_best: int = 0
     """Evaluations since the best one."""
     rises: int = 0
@@ -27,10 +29,14 @@ class HeldoutLosses:
         """Return the losses with one more, that of the evaluation after `step`. One that is not finite is worse than
         any other."""
         rises = self.rises + 1 if self.last_loss is not None and _order(loss) > self.last_loss else 0
-        last = replace(self, last_loss=loss, rises=rises, since_best=self.since_best + 1)
+        last = replace(self, last_loss=loss, last_step=step, rises=rises, since_best=self.since_best + 1)
         if _order(loss) < _order(self.best_loss):
             return replace(last, best_step=step, best_loss=loss, since_best=0)
         return last
+
+    def has_ended(self, patience: int | None) -> bool:
+        """Return whether the run is to end, since so many evaluations in a row were none better than the best."""
+        return patience is not None and self.since_best >= patience
 
     @property
     def is_rising(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 _BLANK = 0x2800
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -12,17 +13,18 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 Point = tuple[float, float]
 
 
-def render_chart(points: Sequence[Point], *, width: int = 64, height: int = 10, title: str = "") -> str:
+def render_chart(
+    points: Sequence[tuple[float, float | None]], *, width: int = 64, height: int = 10, title: str = ""
+) -> str:
     """Draw `points` (x, y) in `width` x `height` cells plus axes.
 
     Several points on one dot's width are drawn as their mean; those that are not finite are passed over, and when
     none is left the text is empty.
     """
-    finite = sorted((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
-    if not finite:
+    first, last = min((x for x, _ in _finite(points)), default=None), max((x for x, _ in _finite(points)), default=None)
+    if first is None or last is None:
         return ""
-    first, last = finite[0][0], finite[-1][0]
-    columns = _column_means(finite, width * 2, first, last)
+    columns = _column_means(_finite(points), width * 2, first, last)
     low, high = _padded_range([y for y in columns if y is not None])
     rows = [row.rstrip(chr(_BLANK)) for row in _draw(columns, low, high, width, height)]
     return _with_axes(rows, (low, high), (first, last), width, title)
@@ -62,10 +64,15 @@ def _with_axes(
     return "\n".join(lines)
 
 
-def _column_means(points: Sequence[Point], columns: int, first: float, last: float) -> list[float | None]:
+def _finite(points: Iterable[tuple[float, float | None]]) -> Iterator[Point]:
+    """Yield the points that can be drawn. A long curve is read several times rather than held as a list of them."""
+    return ((float(x), y) for x, y in points if y is not None and math.isfinite(x) and math.isfinite(y))
+
+
+def _column_means(points: Iterable[Point], columns: int, first: float, last: float) -> list[float | None]:
     """The mean of the points that fall on each column of `first` to `last`, None where none does."""
     span = (last - first) or 1.0
-    buckets: list[list[float]] = [[] for _ in range(columns)]
+    buckets = [array("d") for _ in range(columns)]
     for x, y in points:
         buckets[min(columns - 1, int((x - first) / span * (columns - 1) + 0.5))].append(y)
     return [math.fsum(bucket) / len(bucket) if bucket else None for bucket in buckets]

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from trainspec_cli.reporter.changes import describe_recovery
 from trainspec_cli.reporter.chart import render_chart
-from trainspec_cli.reporter.collect import Curve, Report, RunSpeed
+from trainspec_cli.reporter.collect import Curve, Report
 from trainspec_cli.reporter.rich_text import Text
 from trainspec_cli.reporter.run_lines import (
     facts_of,
@@ -22,6 +22,7 @@ from trainspec_cli.reporter.run_lines import (
     speed_lines,
     warning_lines,
 )
+from trainspec_cli.reporter.run_speed import RunSpeed
 from trainspec_cli.reporter.text import describe_evaluation, describe_event, describe_ranks, format_rate
 from trainspec_cli.reporter.verdicts import describe_verdict
 from trainspec_cli.spec.results.prediction import LocalPrediction
@@ -81,8 +82,9 @@ def _head(report: Report) -> RenderableType:
 
 
 def _chart(curve: Curve, title: str, height: int = 10) -> Section:
-    points = [(float(step), value) for step, value in curve if value is not None]
-    return Text(render_chart(points, title=title, height=height), no_wrap=True) if len(points) > 1 else None
+    if sum(value is not None for _, value in curve) < 2:
+        return None
+    return Text(render_chart(curve, title=title, height=height), no_wrap=True)
 
 
 def _lines(title: str, lines: Iterable[str]) -> Section:

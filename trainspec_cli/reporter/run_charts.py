@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
-from trainspec_cli.reporter.collect import Report, RunSpeed
+from trainspec_cli.reporter.collect import Report
 from trainspec_cli.reporter.page.parts import bar_rows, number_row, plain_list, section, table
 from trainspec_cli.reporter.run_lines import speed_lines
+from trainspec_cli.reporter.run_speed import RunSpeed
 from trainspec_cli.reporter.svg import LineSeries, Point, Segment, render_bar, render_curves, render_legend, thin
 from trainspec_cli.rundir.event_types.event import PARTS
 from trainspec_cli.spec.results.prediction import LocalPrediction

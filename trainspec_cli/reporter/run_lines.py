@@ -13,8 +13,9 @@ from trainspec_cli.reporter.changes import (
     describe_memory,
     without_old_advice,
 )
-from trainspec_cli.reporter.collect import Report, RunSpeed
+from trainspec_cli.reporter.collect import Report
 from trainspec_cli.reporter.kernels_text import describe_choice
+from trainspec_cli.reporter.run_speed import RunSpeed
 from trainspec_cli.reporter.text import describe_speed
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si

@@ -102,10 +102,10 @@ def _loss(value: float | None) -> str:
 
 def _lowest(curve: Curve) -> str:
     """`lowest 1.2345, step 900`."""
-    finite = [(value, step) for step, value in curve if value is not None]
-    if not finite:
+    found = min(((value, step) for step, value in curve if value is not None), default=None)
+    if found is None:
         return ""
-    value, step = min(finite)
+    value, step = found
     return f"lowest {_loss(value)}, step {step:,}"
 
 

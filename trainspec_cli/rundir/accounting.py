@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
+from trainspec_cli.rundir.columns import StepColumns
 from trainspec_cli.rundir.event_types.event import Event
 from trainspec_cli.rundir.event_types.failures import EndedMark, FailureMark, LaunchMark, RecoveryEvent
 from trainspec_cli.rundir.event_types.training import CheckpointEvent, EndEvent, EvalEvent, StartEvent, StepEvent
@@ -39,12 +40,19 @@ def measure_throughput(
 ) -> Throughput:
     """Return the speed over the steps since one start, in order: one definition, for result.json, report and live view.
     `peak_flops` is one device's."""
-    left_out = WARMUP_STEPS if len(steps) > WARMUP_STEPS else 0
-    steady = steps[left_out:]
-    seconds = sum(step.step_time_s for step in steady)
-    tokens_per_s = sum(step.units for step in steady) / seconds if seconds else 0.0
+    times_s, units = [step.step_time_s for step in steps], [step.units for step in steps]
+    return throughput_of(times_s, units, flops_per_token=flops_per_token, peak_flops=peak_flops, world_size=world_size)
+
+
+def throughput_of(
+    times_s: Sequence[float], units: Sequence[float], *, flops_per_token: float, peak_flops: float, world_size: int
+) -> Throughput:
+    """Return the same of steps whose times and units stand in columns."""
+    left_out = WARMUP_STEPS if len(times_s) > WARMUP_STEPS else 0
+    seconds = sum(times_s[left_out:])
+    tokens_per_s = sum(units[left_out:]) / seconds if seconds else 0.0
     mfu = tokens_per_s * flops_per_token / (world_size * peak_flops) if peak_flops else 0.0
-    return Throughput(tokens_per_s, mfu, len(steady), left_out)
+    return Throughput(tokens_per_s, mfu, len(times_s) - left_out, left_out)
 
 
 @dataclass(frozen=True)
@@ -61,22 +69,32 @@ class Recovery:
 
 def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
     """Return what each failure of a run cost. A restart's stall lasts from the failure to the first new work."""
-    recoveries: list[Recovery] = []
-    open_restart: tuple[int, float] | None = None
-    last_time = 0.0
+    log = RecoveryLog()
     for event in events:
+        log.take(event)
+    return log.recoveries
+
+
+class RecoveryLog:
+    """Takes in the events of rank 0 one after another, and keeps what each failure cost."""
+
+    def __init__(self) -> None:
+        self.recoveries: list[Recovery] = []
+        self._open_restart: tuple[int, float] | None = None
+        self._last_time = 0.0
+
+    def take(self, event: Event) -> None:
         if isinstance(event, RecoveryEvent):
             if event.change == "restart":
-                open_restart = len(recoveries), last_time
-            recoveries.append(recovery_of(event))
+                self._open_restart = len(self.recoveries), self._last_time
+            self.recoveries.append(recovery_of(event))
         elif isinstance(event, StepEvent):
-            if open_restart is not None:
-                place, failed_at = open_restart
+            if self._open_restart is not None:
+                place, failed_at = self._open_restart
                 stall_s = event.time - event.step_time_s - failed_at
-                recoveries[place] = replace(recoveries[place], stall_s=stall_s)
-                open_restart = None
-            last_time = event.time
-    return recoveries
+                self.recoveries[place] = replace(self.recoveries[place], stall_s=stall_s)
+                self._open_restart = None
+            self._last_time = event.time
 
 
 def recovery_of(event: RecoveryEvent) -> Recovery:
@@ -123,20 +141,52 @@ class WallTime:
 BUCKETS = tuple(bucket.name for bucket in fields(WallTime))
 
 
-@dataclass
 class Attempt:
-    """The events between two launches."""
+    """Keeps what lies between two launches: its steps as numbers, the rest as sums."""
 
-    launched: float
-    """Unix seconds, as the others."""
-    begin: StartEvent
-    restarted: bool = False
-    """True where the supervisor has restarted the run after a failure."""
-    events: list[Event] = field(default_factory=list)
+    def __init__(self, launched: float, begin: StartEvent, *, restarted: bool):
+        self.launched, self.begin = launched, begin
+        """`launched` is in Unix seconds, as all times."""
+        self.restarted = restarted
+        """True where the supervisor has restarted the run after a failure."""
+        self.last_time, self.has_ended = begin.time, False
+        self._steps = StepColumns("step_time_s", "data_wait_s", "checkpoint_s")
+        self._others = WallTime()
 
-    @property
-    def last_time(self) -> float:
-        return (self.events[-1] if self.events else self.begin).time
+    def take(self, event: Event) -> None:
+        self.last_time = event.time
+        if isinstance(event, StepEvent):
+            parts_s = event.time_s
+            own_s = parts_s.get("data_wait", 0.0), parts_s.get("checkpoint", 0.0)
+            self._steps.add(event.step, event.step_time_s, *own_s)
+        elif isinstance(event, EvalEvent):
+            self._others.evaluation += event.seconds
+        elif isinstance(event, CheckpointEvent) and not isinstance(event.waited_s, Absent):
+            self._others.checkpoint += event.waited_s or 0.0
+        elif isinstance(event, RecoveryEvent):
+            self._others.recovery += event.stall_s or 0.0  # it lies within a step; a restart's lies between attempts
+            self._others.productive -= event.stall_s or 0.0
+        elif isinstance(event, EndEvent):
+            self.has_ended = True
+
+    def spent(self, kept_until: float) -> WallTime:
+        """Account from the `start` event to the last, of which steps after `kept_until` were lost; time between the
+        events' own is `other`."""
+        spent = replace(self._others)
+        steps = self._steps
+        columns = (steps["step_time_s"], steps["data_wait_s"], steps["checkpoint_s"])
+        for step, step_time_s, data_wait_s, checkpoint_s in zip(steps.steps, *columns, strict=True):
+            if step > kept_until:
+                spent.recomputed += step_time_s
+                continue
+            spent.data_wait += data_wait_s
+            spent.checkpoint += checkpoint_s
+            spent.productive += step_time_s - data_wait_s - checkpoint_s
+        spent.other = self.last_time - self.begin.time - spent.total_s
+        if spent.other < 0:  # two clocks differ by their jitter
+            spent.productive += spent.other
+            spent.other = 0.0
+        return spent
 
 
 def account_run(run: RunDir, now: float | None = None) -> WallTime:
@@ -146,68 +196,52 @@ def account_run(run: RunDir, now: float | None = None) -> WallTime:
 
 def account(events: Iterable[Event], marks: Sequence[Event], now: float | None = None) -> WallTime:
     """Account for the time from the first launch to the last sign of life (or `now`)."""
-    whole = WallTime()
-    attempts = _split(events, marks)
-    for index, attempt in enumerate(attempts):
-        until_begin_s = attempt.begin.time - attempt.launched
-        if index > 0 and not any(isinstance(event, EndEvent) for event in attempts[index - 1].events):
-            whole.recovery += until_begin_s
-        else:
-            whole.start_up += until_begin_s
-        kept_until = min((later.begin.step for later in attempts[index + 1 :]), default=math.inf)
-        whole.add(_spent_in(attempt, kept_until))
-        following = attempts[index + 1] if index + 1 < len(attempts) else None
-        whole.add(_spent_after(attempt, following, marks, now))
-    return whole
-
-
-def _split(events: Iterable[Event], marks: Sequence[Event]) -> list[Attempt]:
-    attempts: list[Attempt] = []
-    restarted = False
-    launches = [mark.time for mark in marks if isinstance(mark, LaunchMark)]
+    accounts = RunAccount(marks)
     for event in events:
+        accounts.take(event)
+    return accounts.spent(now)
+
+
+class RunAccount:
+    """Takes in the events of rank 0 one after another, and keeps their figures alone."""
+
+    def __init__(self, marks: Sequence[Event]):
+        """`marks`: those of the supervisor, in their order."""
+        self._marks = marks
+        self._launches = [mark.time for mark in marks if isinstance(mark, LaunchMark)]
+        self._attempts: list[Attempt] = []
+        self._restarted = False
+
+    def take(self, event: Event) -> None:
         if isinstance(event, StartEvent):
-            since = attempts[-1].last_time if attempts else 0.0
-            launched = [time for time in launches if since <= time <= event.time]
-            if attempts and marks and not launched:
-                continue  # another replica group leads from here on
-            attempts.append(Attempt(launched[-1] if launched else event.time, event, restarted))
-            restarted = False
+            self._begin(event)
         elif isinstance(event, RecoveryEvent) and event.change == "restart":
-            restarted = True
-        elif attempts:
-            attempts[-1].events.append(event)
-    return attempts
+            self._restarted = True
+        elif self._attempts:
+            self._attempts[-1].take(event)
 
+    def _begin(self, event: StartEvent) -> None:
+        since = self._attempts[-1].last_time if self._attempts else 0.0
+        launched = [time for time in self._launches if since <= time <= event.time]
+        if self._attempts and self._marks and not launched:
+            return  # another replica group leads from here on
+        self._attempts.append(Attempt(launched[-1] if launched else event.time, event, restarted=self._restarted))
+        self._restarted = False
 
-def _spent_in(attempt: Attempt, kept_until: float) -> WallTime:
-    """Account from the `start` event to the last; time between the events' own is `other`."""
-    spent = WallTime()
-    for event in attempt.events:
-        if isinstance(event, StepEvent):
-            _add_step(spent, event, kept=event.step <= kept_until)
-        elif isinstance(event, EvalEvent):
-            spent.evaluation += event.seconds
-        elif isinstance(event, CheckpointEvent) and not isinstance(event.waited_s, Absent):
-            spent.checkpoint += event.waited_s or 0.0
-        elif isinstance(event, RecoveryEvent):
-            spent.recovery += event.stall_s or 0.0  # it lies within a step; a restart's lies between attempts
-            spent.productive -= event.stall_s or 0.0
-    spent.other = attempt.last_time - attempt.begin.time - spent.total_s
-    if spent.other < 0:  # two clocks differ by their jitter
-        spent.productive += spent.other
-        spent.other = 0.0
-    return spent
-
-
-def _add_step(spent: WallTime, event: StepEvent, *, kept: bool) -> None:
-    if not kept:
-        spent.recomputed += event.step_time_s
-        return
-    data_wait_s, checkpoint_s = event.time_s.get("data_wait", 0.0), event.time_s.get("checkpoint", 0.0)
-    spent.data_wait += data_wait_s
-    spent.checkpoint += checkpoint_s
-    spent.productive += event.step_time_s - data_wait_s - checkpoint_s
+    def spent(self, now: float | None = None) -> WallTime:
+        """Return the time up to the last sign of life, or to `now`."""
+        whole, attempts = WallTime(), self._attempts
+        for index, attempt in enumerate(attempts):
+            until_begin_s = attempt.begin.time - attempt.launched
+            if index > 0 and not attempts[index - 1].has_ended:
+                whole.recovery += until_begin_s
+            else:
+                whole.start_up += until_begin_s
+            kept_until = min((later.begin.step for later in attempts[index + 1 :]), default=math.inf)
+            whole.add(attempt.spent(kept_until))
+            following = attempts[index + 1] if index + 1 < len(attempts) else None
+            whole.add(_spent_after(attempt, following, self._marks, now))
+        return whole
 
 
 def _spent_after(attempt: Attempt, following: Attempt | None, marks: Sequence[Event], now: float | None) -> WallTime:

@@ -75,14 +75,24 @@ class EventTail:
 
     def read(self) -> list[Event]:
         """Return the new events, without damaged ones."""
+        return list(self.new_events())
+
+    def new_events(self) -> Iterator[Event]:
+        """Yield the new events, without damaged ones, line by line: of a long file none is held longer."""
+        yield from _sound(parse_lines(self._new_lines()))
+
+    def _new_lines(self) -> Iterator[bytes]:
         if not self._path.is_file():
-            return []
+            return
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return list(_sound(parse_lines(whole.splitlines(keepends=True))))
+            while line := file.readline(MAX_LINE_BYTES):
+                is_whole = line.endswith(b"\n")
+                if not is_whole and len(line) < MAX_LINE_BYTES:
+                    return
+                self._offset += len(line)
+                if is_whole:
+                    yield line
 
 
 def spoken_bytes(run: RunDir) -> int:

@@ -37,6 +37,7 @@ from trainspec_cli.spec.results.prediction import Candidate
 from trainspec_cli.spec.rules.batching import measurable_noise
 from trainspec_cli.spec.rules.engine import BUILT
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES
+from trainspec_cli.spec.rules.optim import describe_other_blocks
 
 WORTHWHILE = 0.1
 """A layout is changed where that saves at least this fraction of a step: planned times of layouts are rough."""
@@ -196,12 +197,16 @@ class OtherLayouts:
         return max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(uncut))
 
     def is_legal(self, setup: Setup) -> bool:
-        """Return whether the engine builds the layout, as it checks for those of `scheduler.changes`."""
+        """Return whether the engine builds the layout, and reads the state of the present one in it, as it checks for
+        those of `scheduler.changes`."""
         key = setup.layout, setup.grad_accum
         if key not in self._legal:
             spec = pin_layout(self._spec, setup.layout)
             problems = (problem for rule in (*BUILT, *KERNEL_RULES) for problem in rule(spec))
-            self._legal[key] = not any(chain(problems, measurable_noise(spec, setup.layout, 1, key[1])))
+            keeps_blocks = not describe_other_blocks(spec, self.present.layout.tp, setup.layout.tp)
+            self._legal[key] = keeps_blocks and not any(
+                chain(problems, measurable_noise(spec, setup.layout, 1, key[1]))
+            )
         return self._legal[key]
 
     # A layout with its best cut and shares

@@ -68,7 +68,11 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
 
     reader = read_run(run)
     evidence = reader.evidence(time.time() if is_running(run) else None)
-    return conclude(evidence, partial(outlook_of, run, reader)) if asks_planner else conclude(evidence)
+    verdicts = conclude(evidence, partial(outlook_of, run, reader)) if asks_planner else conclude(evidence)
+    if not (last := reader.forgotten_until):
+        return verdicts
+    note = f"it is known from the steps after {last:,}: those before are more than are looked at"
+    return tuple(replace(one, evidence=(*one.evidence, note)) for one in verdicts)
 
 
 def trace_to(name: str, file: Path) -> None:

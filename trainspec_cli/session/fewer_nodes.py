@@ -15,6 +15,7 @@ from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.check import check
 from trainspec_cli.spec.rules.engine import check_engine
+from trainspec_cli.spec.rules.optim import describe_other_blocks
 
 
 def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
@@ -32,6 +33,8 @@ def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
         try:
             found = predict(plan(spec, machine), machine, quiet, force=False, may_probe=False)
         except TrainspecError:
+            continue
+        if describe_other_blocks(spec, before.layout.tp, found.layout.tp):
             continue
         if found.prediction is not None or not must_be_predicted:
             return replace(found, kernels=before.kernels)

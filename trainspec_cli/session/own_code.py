@@ -9,11 +9,15 @@ from trainspec_cli.extensions.source import absolute_reference
 from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.spec.own_code import KINDS
 
+GROUPS = ("mixture", "validation")
+"""Sections of the data with several sources by name."""
+
 
 def absolute_code(cwd: Path | None = None) -> list[Complete]:
     """Return what names the files of one's own code absolutely, for each key that may name one; relative ones are
     sought in `cwd`, as other paths of a recipe are."""
-    return [_of_key(kind.key, cwd or Path.cwd()) for kind in KINDS]
+    folder = cwd or Path.cwd()
+    return [*(_of_key(kind.key, folder) for kind in KINDS), *(_of_parts(group, folder) for group in GROUPS)]
 
 
 def _of_key(path: str, cwd: Path) -> Complete:
@@ -30,6 +34,22 @@ def _of_key(path: str, cwd: Path) -> Complete:
 def _nested(path: str, value: JsonValue) -> JsonObject:
     section, _, inside = path.partition(".")
     return {section: _nested(inside, value) if inside else value}
+
+
+def _of_parts(group: str, cwd: Path) -> Complete:
+    """Do the same for the sources of a mixture, or of the validation sets."""
+
+    def complete(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
+        section = data.get("data")
+        parts = section.get(group) if isinstance(section, dict) else None
+        found: JsonObject = {}
+        for name, part in parts.items() if isinstance(parts, dict) else ():
+            source = part.get("source") if isinstance(part, dict) else None
+            if (whole := _absolute(source, cwd)) != source:
+                found[name] = {"source": whole}
+        return Completion({"data": {group: found}} if found else {}, f"data.{group}")
+
+    return complete
 
 
 def _absolute(value: JsonValue, cwd: Path) -> JsonValue:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,6 +11,7 @@ from trainspec_cli.errors import EXIT_DONE, Problem, RecipeError
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.launcher.notify import NOBODY, Notify
 from trainspec_cli.policy.recovery.memory import rank_setting, with_reliefs
+from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir, read_plan_of_all_nodes, read_run_record
 from trainspec_cli.session.changes import count_more_steps, find_fixed, prepare_changed_data, trained_samples
@@ -29,6 +30,7 @@ from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.check import check
 from trainspec_cli.spec.rules.engine import check_engine
 from trainspec_cli.spec.rules.kernels import check_kernels
+from trainspec_cli.spec.rules.optim import describe_other_blocks
 from trainspec_cli.spec.structure import build
 
 if TYPE_CHECKING:
@@ -85,6 +87,7 @@ def prepare_resume(
         return prepare_unchanged(run, reach, console, force=force, as_json=as_json)
     machine = this_machine(loaded.spec)
     plan = _keep_memory(_keep_kernels(plan_on(loaded, machine), old, machine), old)
+    require(loaded.composed.locate(_find_other_blocks(run, old, plan)))
     return Session(plan, machine, run, console, data_folder=data_folder, force=force, as_json=as_json)
 
 
@@ -129,6 +132,13 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     problems = [*mistyped, *broken, *find_fixed(values, composed.data)]
     require([*composed.problems, *composed.locate(problems)])
     return Loaded(draft, composed)
+
+
+def _find_other_blocks(run: RunDir, old: Plan, plan: Plan) -> Iterator[Problem]:
+    """Yield a problem where the state that the run has saved cannot be read in the layout that it is to go on with."""
+    has_saved = run.newest_step or newest_copy(run)
+    if has_saved and (message := describe_other_blocks(plan.spec, old.layout.tp, plan.layout.tp)):
+        yield Problem("unsupported", message, "layout.tp", f"type layout.tp={old.layout.tp}, which the run has saved")
 
 
 def _keep_kernels(plan: Plan, old: Plan, machine: Machine) -> Plan:

@@ -9,7 +9,7 @@ from trainspec_cli.composer.alternatives import NAMES, SECTION, given, section_o
 from trainspec_cli.composer.compose import Completion
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.labelled import open_samples
-from trainspec_cli.corpus.prepare import prepare
+from trainspec_cli.corpus.prepare import prepare, prepared_folder
 from trainspec_cli.corpus.rows import open_rows
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.json_value import JsonObject
@@ -72,9 +72,12 @@ def count_samples(spec: RunSpec, folder: str | None) -> int:
     """Return the training samples of an epoch; text is prepared for that. Raises RecipeError where there are none to
     count."""
     data, model = spec.data, spec.model
-    if data.is_own and folder is None:
+    if data.is_own and folder is None and (found := prepared_folder(data)):
+        folder = str(found)
+    elif data.is_own and folder is None:
         message = f"`{EPOCHS}` is {spec.train.epochs:g}, and to count the samples of {data.source} it would have to run"
-        raise RecipeError(Problem("unsupported", message, EPOCHS, f"type {TOKENS}=<tokens> in its place"))
+        hint = f"prepare its data first (trainspec data prepare), or type {TOKENS}=<tokens> in its place"
+        raise RecipeError(Problem("unsupported", message, EPOCHS, hint))
     if data.source == "mixture":
         message = f"`{EPOCHS}` is {spec.train.epochs:g}, and the parts of data=mixture come round at different times"
         raise RecipeError(Problem("unsupported", message, EPOCHS, f"type {TOKENS}=<tokens> in its place"))

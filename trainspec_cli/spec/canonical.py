@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -43,7 +43,9 @@ def _plain(value: Any) -> JsonValue:
         return to_plain(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    return [_plain(item) for item in value] if isinstance(value, Sequence) else value
 
 
 def from_plain(cls: type[T], data: object) -> T:

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from trainspec_cli.errors import Problem, closest
 from trainspec_cli.spec.field_types import LARGEST, largest_of
+from trainspec_cli.spec.foreign_names import hint_for
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.unknown import UNKNOWN
 
@@ -200,11 +201,14 @@ def _missing(wanted: Any, path: str) -> list[Problem]:
 
 def _unknown_key(cls: type, key: str, path: str) -> Problem:
     name = f"{path}{key}"
-    siblings = [key_of(field) for field in dataclasses.fields(cls)]
+    hint = hint_for(key) or _did_you_mean(key, path, [key_of(field) for field in dataclasses.fields(cls)])
+    return Problem(code="unknown_key", path=name, message=f"unknown key `{name}`", hint=hint)
+
+
+def _did_you_mean(key: str, path: str, siblings: list[str]) -> str:
     meant = [f"`{guess}`" for guess in _guess(key, path, siblings)]
     place = f"`{path[:-1]}`" if path else "a recipe"
-    hint = f"did you mean {_join_or(meant)}?" if meant else f"{place} has: {', '.join(siblings)}"
-    return Problem(code="unknown_key", path=name, message=f"unknown key `{name}`", hint=hint)
+    return f"did you mean {_join_or(meant)}?" if meant else f"{place} has: {', '.join(siblings)}"
 
 
 def _guess(key: str, path: str, siblings: list[str]) -> list[str]:

@@ -246,6 +246,41 @@ def test_a_run_whose_heldout_loss_does_not_fall_any_more_is_done(context: RunCon
     assert run.run_dir.checkpoint_steps() == [4]
 
 
+def test_an_early_end_that_died_before_it_was_done_ends_again(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of the last step is whole, and the run has no result yet."""
+    run = following(context, [4.0, 3.0, 3.0, 3.1], CheckpointSpec(None, "sync"), early_stop_evals=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(context.source, "write_sample", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            Trainer(run, SingleGroup(run)).run()
+    assert run.run_dir.checkpoint_steps() == [4] and not run.run_dir.result_json.exists()
+    Trainer(run, SingleGroup(run)).run()
+    assert [event["step"] for event in events(run, "step")] == [1, 2, 3, 4]
+    result = read_json(run.run_dir.result_json)
+    assert (result["status"], result["steps"], result["heldout_loss"]) == ("done", 4, 3.1)
+    assert warnings(run)[1:] == [f"{warnings(run)[0]}; train.early_stop_evals=null trains on"]
+
+
+def test_a_run_that_ended_early_trains_on_where_that_is_asked_for(context: RunContext) -> None:
+    run = following(context, [4.0, 3.0, 3.0, 3.1], CheckpointSpec(None, "sync"), early_stop_evals=2)
+    Trainer(run, SingleGroup(run)).run()
+    patient = following(run, [3.1], CheckpointSpec(None, "sync"), early_stop_evals=4)
+    Trainer(patient, SingleGroup(patient)).run()
+    assert [event["step"] for event in events(run, "step")] == list(range(1, STEPS + 1))
+
+
+def test_an_evaluation_that_the_run_had_no_time_for_is_made_when_it_goes_on(context: RunContext) -> None:
+    """Its step was saved before it; an early end may hang on it."""
+    run = following(context, [4.0, 3.0], CheckpointSpec(1, "sync"), early_stop_evals=2)
+    run_until_stopped(run, after_step=2)
+    assert [event["step"] for event in events(run, "eval")] == [1]
+    Trainer(run, SingleGroup(run)).run()
+    assert [event["step"] for event in events(run, "eval")] == [1, 2, 3, 4]
+    assert read_json(run.run_dir.result_json)["steps"] == 4
+
+
 def test_a_heldout_loss_that_rises_is_said_once(context: RunContext) -> None:
     run = following(context, [3.0, 3.1, 3.2, 3.3, 3.4], CheckpointSpec(None, "sync"))
     Trainer(run, SingleGroup(run)).run()

@@ -10,21 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainspec_cli.planner.capacity import efficiency_of, plan_capacity
+from trainspec_cli.planner.capacity import efficiency_of, plan_capacity, template_of
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.pools.describe import describe_pools, on_pools
 from trainspec_cli.planner.pools.placement import Placement, groups_of, placements
 from trainspec_cli.planner.pools.plan import compare_pools, plan_pools
 from trainspec_cli.planner.pools.search import PoolSearch, stages_on
+from trainspec_cli.planner.pools.step import Stopwatch
 from trainspec_cli.planner.run.forecast import forecast_run
+from trainspec_cli.planner.time.step import micro_batch, rank_parts
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, PoolSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.spec.recipe.run import PrecisionSpec, RunSpec, TrainSection
 
 FAST = AcceleratorSpec(
     *("fast", "nvidia", 500.0, 80.0, 3.0),
@@ -201,4 +204,77 @@ def test_of_any_two_pools(chip: AcceleratorSpec, nodes: int, batch: int, link: f
             assert 0 <= wait <= time.total_s <= step.time.total_s * (1 + 1e-9)
             assert time.total_s == pytest.approx(step.time.total_s, rel=1e-6)
         bound_s = search.watch.bound_s(placed.setups, placed.placement, batch)
-        assert math.isfinite(bound_s) and step.time.total_s >= 0.9 * bound_s
+        assert 0 < bound_s <= step.time.total_s
+
+
+SLOW = pytest.mark.slow
+NARROW = {
+    "model": replace(SPEC.model, num_layers=60, hidden_size=512, num_heads=4, num_kv_heads=4, vocab_size=262_144),
+    "cluster": ClusterSpec(nic_gbit_per_s=4e5, efficiency=NO_WAITING | {"dp_overlap": 1.0, "contention": 0.0}),
+    "compile": True,
+}
+EXPERTS = ExpertSpec(num_experts=4, top_k=2, expert_ffn_size=1024, first_dense_layers=2)
+ANY_LAYOUT = LayoutSpec(
+    **dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "zero_stage", "virtual_stages"), "auto")
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "times", "batch"),
+    [
+        pytest.param({}, 1.0, 6, id="alike"),
+        pytest.param({}, 5.0, 14, id="unlike", marks=SLOW),
+        pytest.param({"precision": PrecisionSpec(matmul="fp8")}, 2.5, 12, id="8 bits", marks=SLOW),
+        pytest.param(
+            {"model": replace(SPEC.model, experts=EXPERTS, vocab_size=131_072)}, 3.0, 12, id="experts", marks=SLOW
+        ),
+        pytest.param(NARROW | {"layout": LayoutSpec(pp=2, dp_shard=1)}, 16.0, 960, id="a head for one pool"),
+    ],
+)
+def test_no_step_is_below_its_bound_and_none_of_the_best_is_pruned(
+    changes: dict[str, Any], times: float, batch: int
+) -> None:
+    """Every layout of four devices, placed in every way."""
+    spec = replace(SPEC, batching=BatchingSpec(global_batch_size=batch), recompute="auto", layout=ANY_LAYOUT)
+    spec = replace(spec, **changes)
+    slow = slower(FAST, times) if times < 16 else replace(FAST, memory_tb_per_s=FAST.memory_tb_per_s / times)
+    both = over(PoolSpec(FAST, 1, 2), PoolSpec(slow, 1, 2), spec=spec)
+    searches = [PoolSearch(both, describe_pools(both.cluster), efficiency_of(both.cluster)) for _ in range(2)]
+    pruned, whole = searches
+    bound_s, step_of = pruned.watch.bound_s, pruned.watch.step
+    tightness, steps = list[float](), list[float]()
+
+    def count(*given: Any) -> Any:
+        steps.append(step_of(*given).time.total_s)
+        return step_of(*given)
+
+    def compare(setups: Any, placement: Placement, samples: int) -> float:
+        step_s = whole.watch.step(setups, placement, samples).time.total_s
+        tightness.append(bound_s(setups, placement, samples) / step_s)
+        return 0.0
+
+    whole.watch.bound_s, pruned.watch.step = compare, count  # type: ignore[method-assign]
+    found = [[placed.step.time.total_s for placed in search.run(1)] for search in searches]
+    assert found[0] == found[1]
+    assert len(tightness) > 30 and max(tightness) <= 1 + 1e-12, "a bound is never above a step"
+    assert max(tightness) > 0.7, "nor far below all of them"
+    assert len(steps) < whole.considered, "most layouts leave before their step is known"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", [FAST, slower(FAST, 5.0), replace(FAST, memory_tb_per_s=0.2)])
+@pytest.mark.parametrize("matmul", ["compute", "fp8"])
+def test_a_sample_takes_hardly_less_in_a_size_between_those_that_the_bound_looks_at(
+    chip: AcceleratorSpec, matmul: Any
+) -> None:
+    spec = replace(SPEC, **NARROW, precision=PrecisionSpec(matmul=matmul), layout=LayoutSpec(dp_shard=1))
+    pools = describe_pools(over(PoolSpec(FAST, 1, 2), PoolSpec(chip, 1, 2), spec=spec).cluster)
+    watch, eff = Stopwatch(pools, Efficiency()), Efficiency()
+    setup = replace(template_of(spec, pools[1].fabric), layout=Layout(dp_replicate=4))
+    groups, least_s = axis_groups(setup.layout, pools[1].fabric, eff), math.inf
+    for size in range(1, 65):
+        for micro_batches in (1, 2, 3, 8, 64):
+            sized = replace(setup, micro_batch_size=float(size), grad_accum=micro_batches)
+            (rank,) = rank_parts(micro_batch(sized, groups, eff), sized.layout)
+            least_s = min(least_s, rank.time_s(sized) / size)
+        assert watch._least_sample_s(1, replace(setup, micro_batch_size=float(size)), 64) <= least_s

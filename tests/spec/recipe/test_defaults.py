@@ -351,7 +351,7 @@ def test_every_section_is_listed() -> None:
                 "whole_bounds": True,
             },
         ),
-        (PartSpec("text"), {"source": "text", "path": None, "text_field": "text", "weight": 1.0}),
+        (PartSpec("text"), {"source": "text", "path": None, "text_field": "text", "weight": 1.0, "options": {}}),
         (
             AcceleratorSpec("x", "y", 1.0, 2.0, 3.0),
             {

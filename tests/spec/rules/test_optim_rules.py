@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,11 +13,13 @@ from trainspec_cli.spec.recipe.cluster import ClusterSpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel
-from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel
+from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpec
+from trainspec_cli.spec.recipe.optim import BLOCK, OptimSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.recipe.scheduler import LayoutChangeSpec, SchedulerSpec
 from trainspec_cli.spec.rules.check import check
+from trainspec_cli.spec.rules.optim import describe_other_blocks
 
 SPEC = RunSpec(
     model=DecoderModel(2, 64, 2, 2, 32, 160, 4096),
@@ -52,3 +55,41 @@ def test_what_does_not_go_together_is_refused(changes: dict[str, Any], path: str
 @pytest.mark.parametrize("changes", [{}, QUANTISED, CHANGED, QUANTISED | CHANGED | ALIGNED, {"offload": "auto"}])
 def test_what_goes_together_is_not(changes: dict[str, Any]) -> None:
     assert check(replace(SPEC, **changes)) == []
+
+
+def block_starts(row: int, tp: int) -> set[int]:
+    part = row // tp
+    return {rank * part + start for rank in range(tp) for start in range(0, part, BLOCK)}
+
+
+@pytest.mark.parametrize("row", [160, 512, 768, 1024, 1408, 1536, 3072])
+def test_a_tp_is_refused_exactly_where_its_blocks_are_others(row: int) -> None:
+    """1408 has six blocks under tp 1 and tp 2, with other borders: no count of blocks tells them apart."""
+    spec = replace(SPEC, **QUANTISED, model=DecoderModel(2, 3072, 24, 24, 128, row, 4096))  # type: ignore[arg-type]
+    sizes = [size for size in (1, 2, 3, 4, 6, 8) if row % size == 0]
+    for tp, other in product(sizes, sizes):
+        others = block_starts(row, tp) != block_starts(row, other)
+        # the rows of attention, of 3072 values, have the same blocks under each of these
+        assert bool(describe_other_blocks(spec, tp, other)) == others, (tp, other)
+
+
+def test_every_kind_of_row_that_tp_cuts_counts_and_only_where_it_is_quantised() -> None:
+    decoder = DecoderModel(2, 512, 8, 8, 64, 1024, 4096)
+    mla = LatentAttentionSpec(kv_lora_rank=64, v_head_dim=40)
+    shared = ExpertSpec(num_experts=4, top_k=1, expert_ffn_size=96, shared_experts=2)
+    hybrid = HybridModel(512, 4096, mamba_layers=2, mamba_expand=1, mamba_head_dim=48)
+    models = {
+        "num_heads x head_dim (320)": replace(decoder, head_dim=40),
+        "num_heads x mla.v_head_dim (320)": replace(decoder, mla=mla),
+        "ffn_size (1000)": replace(decoder, ffn_size=1000),
+        "experts.shared_experts x their width (192)": replace(decoder, experts=shared, ffn_size=1000),
+        "mamba_num_heads x mamba_head_dim (480)": hybrid,
+    }
+    for key, model in models.items():
+        message = describe_other_blocks(replace(SPEC, **QUANTISED, model=model), 1, 2)  # type: ignore[arg-type]
+        assert f"layout.tp 1 and 2 cut rows of model.{key} into other blocks of 256" in message
+    small = replace(SPEC, **QUANTISED, model=DecoderModel(2, 24, 2, 2, 12, 160, 4096))  # type: ignore[arg-type]
+    assert describe_other_blocks(small, 1, 2) == "", "tensors of less than 4096 values have moments of fp32"
+    adapted = replace(SPEC, **QUANTISED, lora=LoraSpec(rank=4))  # type: ignore[arg-type]
+    assert describe_other_blocks(adapted, 1, 2) == "", "so have small adapters"
+    assert describe_other_blocks(SPEC, 1, 2) == "", "and those of muon are another thing"

@@ -29,7 +29,7 @@ SCONTROL = "scontrol show topology"
 
 @dataclass(frozen=True)
 class Told:
-    """The text of a command or file, and its name."""
+    """Holds the text of a command or file, and its name."""
 
     text: str
     source: str
@@ -39,7 +39,7 @@ class Told:
 
 @dataclass(frozen=True)
 class NodeLinks:
-    """The findings inside a node."""
+    """Holds what was found inside a node."""
 
     name: str
     gpus: tuple[FoundGpu, ...]
@@ -175,7 +175,7 @@ def _node_facts(node: NodeLinks, network: Network) -> Iterator[FabricFact]:
 
 
 def describe_links(gpus: Sequence[FoundGpu]) -> str:
-    """`8: NV18 between 28 pairs`, the most frequent link first."""
+    """Return the links between GPUs, the most frequent one first: `8: NV18 between 28 pairs`."""
     if not gpus:
         return "none"
     pairs = [link for place, gpu in enumerate(gpus) for link in _links_to(gpu, gpus[place + 1 :])]

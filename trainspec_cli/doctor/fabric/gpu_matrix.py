@@ -51,7 +51,8 @@ def parse_matrix(text: str, source: str) -> list[FoundGpu]:
 
 
 def _is_header(words: Sequence[str]) -> bool:
-    """The columns begin with GPU0, as the first row does, which goes on with a link."""
+    """Return whether a line names the columns: they begin with GPU0, as the first row does, which goes on with a
+    link."""
     return bool(words) and words[0] == "GPU0" and not (len(words) > 1 and _LINK.fullmatch(words[1]))
 
 

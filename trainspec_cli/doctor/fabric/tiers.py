@@ -45,8 +45,8 @@ def node_tiers(gpus: Sequence[FoundGpu], source: str, devices_per_node: int) -> 
 
 
 def _of_pcie(gpus: Sequence[FoundGpu], source: str) -> tuple[list[FoundTier], list[str]]:
-    """Without NVLink the node is one tier: what the link between its CPUs carries is not found, and a tier of unknown
-    speed would count as the network."""
+    """Return the one tier of a node without NVLink: what the link between its CPUs carries is not found, and a tier of
+    unknown speed would count as the network."""
     remarks = []
     sockets = groups_by(gpus, lambda link: link not in ("SYS", "?"))
     if len(sockets) > 1 and _are_alike(sockets, gpus) and len(sockets[0]) > 1:
@@ -156,7 +156,7 @@ def _of_one_kind(nics: Sequence[Nic]) -> list[Nic]:
 
 
 def _striped(chosen: Sequence[Nic], nics: Sequence[Nic], devices_per_node: int) -> Network:
-    """Traffic that is striped over NICs goes at the rate of the least."""
+    """Return the network of NICs that traffic is striped over, which goes at the rate of the least."""
     least = min(nic.gbit_per_s or 0.0 for nic in chosen)
     share = round(least * len(chosen) / devices_per_node, 3)
     left = [nic.name for nic in nics if nic not in chosen]

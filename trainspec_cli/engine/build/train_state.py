@@ -398,8 +398,8 @@ def _parameter_codec(plan: Plan) -> Codec | None:
 
 
 def _share(plan: Plan, name: str, parameter: nn.Parameter, cuts: dict[str, Cut]) -> Share:
-    """Replicas hold copies, and so do the ranks of tp where a parameter is not cut, and those of all data parallelism
-    where it is quantised; a tied embedding stands twice."""
+    """Return how a parameter is shared. Replicas hold copies, and so do the ranks of tp where a parameter is not cut,
+    and those of all data parallelism where it is quantised; a tied embedding stands twice."""
     layout = plan.layout
     copies = layout.dp_replicate * (1 if name in cuts else layout.tp) * (layout.shards if is_quantised(name) else 1)
     return Share(name, parameter, cuts.get(name), copies * (2 if _is_twin(plan, name) else 1))

@@ -29,7 +29,7 @@ class LoraLinear(nn.Linear):
 
 
 class QuantisedLoraLinear(QuantisedLinear):
-    """The same with W in 4 bits."""
+    """Adds the adapter to a frozen linear layer whose weight is kept in 4 bits."""
 
     def __init__(self, linear: nn.Linear, spec: LoraSpec):
         super().__init__(linear)

@@ -18,7 +18,7 @@ from trainspec_cli.engine.shares import Cut
 
 
 class QuantisedLinear(nn.Module):
-    """W x + b with W in NF4. Its tensors are buffers: FSDP2 neither shards nor casts them."""
+    """Computes W x + b with W kept in NF4. Its tensors are buffers: FSDP2 neither shards nor casts them."""
 
     nf4_codes: Tensor
     nf4_magnitudes: Tensor

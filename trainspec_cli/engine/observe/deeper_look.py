@@ -54,7 +54,7 @@ COLLECTIVE_FIELDS = ("profiling_name", "process_group", "collective_seq_id", "st
 
 
 class StepsInView:
-    """The steps that are looked at: the thread that trains makes them, the thread that looks waits for the last one."""
+    """Counts the steps that are looked at: one thread trains and makes them, the one that looks waits for the last."""
 
     def __init__(self, device: torch.device):
         began_s = time.perf_counter()
@@ -81,8 +81,25 @@ class StepsInView:
         return self._profile.operations()
 
 
+class NoLook:
+    """Stands in the place of `DeeperLook` where the recipe wants none."""
+
+    def start(self) -> None:
+        pass
+
+    def after_step(self, step: int) -> None:
+        pass
+
+    def looked_at(self, step: int) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
 class DeeperLook(threading.Thread):
-    """`after_step` is called by the thread that trains, before the step's time is cut."""
+    """Looks at this rank where the supervisor asks for it. The thread that trains calls `after_step`, before the step's
+    time is cut."""
 
     def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal, rank: int, device: torch.device):
         """`rank`: those of replica groups are counted through. Looks that an earlier start was asked for are over."""

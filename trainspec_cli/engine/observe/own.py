@@ -32,7 +32,7 @@ TRACKER_METHODS = ("record", "close")
 
 
 class OptionalCodeError(Exception):
-    """Code that is marked `optional` has failed: the run goes on without it."""
+    """Raised where code that is marked `optional` has failed: the run goes on without it."""
 
 
 @dataclass(frozen=True)

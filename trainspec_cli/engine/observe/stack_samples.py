@@ -119,7 +119,7 @@ def _shown(file: str) -> str:
 
 
 class PySpy:
-    """py-spy, started beside this process for a second; it does not pause it, and writes below `folder`."""
+    """Starts py-spy beside this process for a second; it does not pause it, and writes below `folder`."""
 
     def __init__(self, program: str, folder: Path):
         folder.mkdir(parents=True, exist_ok=True)

@@ -70,7 +70,7 @@ class Codebook:
         return Codebook(values, (values[:-1] + values[1:]) / 2, signed)
 
     def quantise(self, values_RC: Tensor) -> tuple[Tensor, Tensor]:
-        """-> (codes_RC of uint8, scales_RN): of each value the nearest in the map.
+        """Return (codes_RC of uint8, scales_RN): the code of each value is that of the nearest in the map.
 
         Without a sign, nothing but a block of zeros becomes 0: the root of a second moment divides the first, and a
         first moment beside it may be left.
@@ -94,7 +94,7 @@ def _blocks(x_RC: Tensor) -> Tensor:
 
 
 class AdamW8bit(GuardedOptimizer):
-    """Groups with a rule have moments of 8 bits."""
+    """Trains groups with a rule by moments of 8 bits, and the others by AdamW as it is."""
 
     def __init__(self, groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float):
         super().__init__(groups, lr, betas, eps)

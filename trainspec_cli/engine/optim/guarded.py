@@ -15,7 +15,8 @@ Group = dict[str, Any]
 
 @dataclass(frozen=True)
 class Guard:
-    """Whether an update is skipped, and what divides the gradients: on the device, so that the host never waits."""
+    """Says whether an update is skipped, and what divides the gradients; on the device, so that the host never
+    waits."""
 
     skipped: Tensor
     """True where something is not finite: then nothing changes."""

@@ -38,9 +38,8 @@ def build_optimizer(
     moment_like: Callable[[Tensor], Tensor] = torch.zeros_like,
     time: TimeCollective = untimed,
 ) -> torch.optim.Optimizer:
-    """Matrices decay, norms and biases do not. `moment_like` makes the state of a parameter from a tensor of its shape
-    and dtype; `time` is called around exchanges that an update makes.
-    """
+    """Return the optimizer of the recipe; matrices decay, norms and biases do not. `moment_like` makes the state of a
+    parameter from a tensor of its shape and dtype; `time` is called around exchanges that an update makes."""
     if optim.name in _RULES:
         return _build_guarded(shares, optim, moment_like, time)
     groups = parameter_groups(shares, optim)

@@ -106,7 +106,7 @@ def _check_state_bytes(extension: Extension, optim: OptimSpec, found_bytes: floa
 
 
 def _check_groups(extension: Extension, made: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """The optimizer updates every parameter that it was given, and nothing else."""
+    """Raise where the optimizer does not update exactly the parameters that it was given."""
     given = {id(parameter) for group in groups for parameter in group["params"]}
     taken = [id(parameter) for group in made.param_groups for parameter in group["params"]]
     if set(taken) != given:

@@ -20,11 +20,9 @@ from trainspec_cli.engine.checkpoint.store import Restored, load_newest
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, raise_together
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.policy.batch.noise import BatchPace
-from trainspec_cli.policy.heldout import HeldoutLosses
 from trainspec_cli.policy.recovery.cadence import AUTO_SHORTEST_S, auto_interval_s, checkpoint_interval_steps
 from trainspec_cli.policy.recovery.reliability import job_mtbf_s, rollback_mtbf_s
 from trainspec_cli.rundir.event_types.training import CadenceEvent, CheckpointEvent, WarningEvent
-from trainspec_cli.rundir.heldout import read_heldout_losses
 from trainspec_cli.rundir.memory import make_memory_folder
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import ABSENT, to_plain
@@ -329,12 +327,3 @@ def find_place(run_dir: RunDir) -> CopyLocation:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return CopyLocation(make_memory_folder(run_dir), rank, world_size, ranks_per_node)
-
-
-def recall_heldout(run_dir: RunDir, until_step: int) -> HeldoutLosses:
-    """Return the held-out losses that the run had up to a step, as rank 0 reads them. Called by every rank together."""
-    read = read_heldout_losses(run_dir) if dist.get_rank() == 0 else {}
-    recalled = HeldoutLosses()
-    for step, loss in read.items():
-        recalled = recalled.after(step, loss) if step <= until_step else recalled
-    return broadcast_json(to_plain(recalled), lambda plain: read_record(HeldoutLosses, plain))

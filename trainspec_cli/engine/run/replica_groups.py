@@ -129,7 +129,8 @@ class ReplicaGroups:
                 time.sleep(WAIT_S)
 
     def _begin_without_losses(self, step: int) -> None:
-        """The other groups keep what their own compressed gradients have lost; what this one's had is gone with it."""
+        """Begin without what this group's compressed gradients had lost, which is gone with it; the others keep
+        theirs."""
         compression = self._run.state.compression
         compression.clear()
         if compression.feeds_back:

@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -15,17 +15,18 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.build.train_state import DTYPES, TrainState
 from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, Traffic
-from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.observe.counters import StepCounters
-from trainspec_cli.engine.observe.deeper_look import DeeperLook
+from trainspec_cli.engine.observe.deeper_look import DeeperLook, NoLook
 from trainspec_cli.engine.observe.device import Peak, device_allocations, device_name, measure_peak
 from trainspec_cli.engine.observe.memory import MemoryWatch
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.parallel.noise import SampleParts, parts_of
-from trainspec_cli.engine.run.checkpoints import Checkpoints, recall_heldout
+from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, StepSamples, TrainProgress
+from trainspec_cli.engine.run.done_step import DoneStep
 from trainspec_cli.engine.run.faults import Faults
+from trainspec_cli.engine.run.heldout_watch import HeldoutWatch
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
 from trainspec_cli.engine.run.scheduling.buckets import StepBuckets
 from trainspec_cli.engine.run.scheduling.directives import Directives, follows_earlier
@@ -37,29 +38,8 @@ from trainspec_cli.engine.run.shortage.relief import MemoryRelief
 from trainspec_cli.engine.run.step import StepOutcome, train_step
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.policy.batch.noise import PartSquares
-from trainspec_cli.policy.heldout import HeldoutLosses
-from trainspec_cli.rundir.event_types.training import EndEvent, SampleEvent, StartEvent, StepEvent, WarningEvent
-from trainspec_cli.spec.canonical import ABSENT
+from trainspec_cli.rundir.event_types.training import EndEvent, SampleEvent, StartEvent, WarningEvent
 from trainspec_cli.spec.results.plan import Plan
-
-
-@dataclass(frozen=True)
-class DoneStep:
-    """A step whose figures have not been read from the device yet."""
-
-    step: int
-    outcome: StepOutcome
-    lr: float
-    segments: Segments
-    samples: StepSamples
-    traffic: Traffic
-    """Copies of its batch to the device, and allocations: there are none once all is warm."""
-    noise_scale: float | None
-    """The noise scale of the gradients up to this step, where the next batch hangs on it."""
-    agreement: tuple[float, float]
-    """The duration of the exchange that ended it, and the Unix time when this rank left that."""
-    garbage_s: float
-    """It collected garbage for so long; 0 on a GPU, which computes meanwhile."""
 
 
 class Trainer:
@@ -89,7 +69,7 @@ class Trainer:
         self.layouts = LayoutChanges(run.plan, run.state, self.directives)
         self.relief = MemoryRelief(run, coordinator, self.checkpoints, self.watch, self.scheduler)
         self.restored_from: str | None = None
-        self.heldout, self.ended_early = HeldoutLosses(), False
+        self.heldout = HeldoutWatch(self.spec, run.run_dir, self.journal, self.checkpoints)
         self.progress = TrainProgress()
         if coordinator.restores_at_start:
             self.progress = self._restore()
@@ -103,9 +83,9 @@ class Trainer:
         """How often the device was asked for memory before this step."""
         self.stopping = False
 
-    def _deeper_look(self) -> DeeperLook | None:
+    def _deeper_look(self) -> DeeperLook | NoLook:
         if not self.spec.observe.deeper_look:
-            return None
+            return NoLook()
         rank = (self.coordinator.group or 0) * self.plan.group_size + dist.get_rank()
         return DeeperLook(self.run_dir, self.journal, rank, self.state.device)
 
@@ -114,18 +94,16 @@ class Trainer:
         if restored := self.checkpoints.resume():
             self.restored_from = str(restored.folder)
             self.pace.state = restored.manifest.about.pace or self.pace.state
-            self.heldout = recall_heldout(self.run_dir, restored.manifest.step)
-            if self.spec.checkpoint.keep_best and self.heldout.best_step:
-                self.checkpoints.keep(self.heldout.best_step)
-            return TrainProgress(restored.manifest.step, restored.manifest.about.samples)
+            progress = TrainProgress(restored.manifest.step, restored.manifest.about.samples)
+            self.heldout.recall(progress.step, is_last=self.pace.batch(progress) is None)
+            return progress
         return self.progress
 
     def run(self) -> None:
         """Train to the last step or to a request to stop; a checkpoint is written either way."""
         self._announce()
         self.watch.start()
-        if self.deeper_look is not None:
-            self.deeper_look.start()
+        self.deeper_look.start()
         try:
             self._train()
             if not self.coordinator.finished_without:
@@ -135,8 +113,7 @@ class Trainer:
                 raise explained from error
             raise
         finally:
-            if self.deeper_look is not None:
-                self.deeper_look.close()
+            self.deeper_look.close()
             self.relief.close()
             self.coordinator.leave()
         self.watch.close()
@@ -162,6 +139,8 @@ class Trainer:
 
     def _train(self) -> None:
         self.clock.restart()
+        if self._lacks_evaluation:
+            self._evaluate_between_steps()
         while not self._is_last_step and not self.stopping:
             done = self._step()
             if done is None:
@@ -269,8 +248,7 @@ class Trainer:
         with self.clock.part("checkpoint"):
             self.checkpoints.after_step(step, self.progress.samples, writes=self.coordinator.leads)
         self.watch.beat(step)
-        if self.deeper_look is not None:
-            self.deeper_look.after_step(step)
+        self.deeper_look.after_step(step)
         agreement, segments, traffic = self.clock.agreement, self.clock.cut(), self._cut_traffic()
         garbage_s = 0.0 if self.clock.on_gpu else self.counters.garbage.cut()
         return DoneStep(step, outcome, lr, segments, samples, traffic, noise_scale, agreement, garbage_s)
@@ -309,34 +287,11 @@ class Trainer:
             self._record(done)
 
     def _record(self, done: DoneStep) -> None:
-        parts_s = done.segments.parts_s()
-        step_time_s = sum(parts_s.values())
         noise_scale, taken = done.noise_scale, done.samples
-        exchanged = done.segments.exchange_time()
         if not self.pace.follows_noise:
             noise_scale = self._note_noise(done.step, done.outcome, taken)
-        skipped, samples = bool(done.outcome.skipped.item()), taken.step_samples
-        event = StepEvent(
-            step=done.step,
-            loss=done.outcome.loss.item(),
-            grad_norm=done.outcome.grad_norm.item(),
-            lr=done.lr,
-            tokens=samples * self.spec.data.seq_len if self.spec.data.unit == "tokens" else ABSENT,
-            samples=samples,
-            step_time_s=step_time_s,
-            time_s=parts_s,
-            exchange_s=exchanged.seconds if exchanged else ABSENT,
-            exposed_s=exchanged.exposed_s if exchanged else ABSENT,
-            queued_s=done.segments.queued.own_s,
-            skipped=skipped,
-            noise_scale=ABSENT if noise_scale is None else noise_scale,
-            group=taken.group,
-            groups=taken.groups,
-            took=taken.took,
-            h2d_copies=done.traffic.h2d_copies,
-            h2d_bytes=done.traffic.h2d_bytes,
-            allocations=done.traffic.allocations,
-        )
+        event = done.event(self.spec.data, noise_scale)
+        parts_s, step_time_s, skipped = event.time_s, event.step_time_s, event.skipped
         self.journal.write(event)
         self.tally.steps.append(event)
         if counted := self.counters.note_step(
@@ -348,18 +303,17 @@ class Trainer:
         if skipped:
             self.journal.write(WarningEvent(step=done.step, message="loss or gradient not finite: update skipped"))
         self.divergence.note_step(done.step, skipped=skipped)
-        for message in filter(None, (self.memory.check(done.step), self.pace.warning(samples))):
+        for message in filter(None, (self.memory.check(done.step), self.pace.warning(taken.step_samples))):
             self.journal.write(WarningEvent(step=done.step, message=message))
         figures, of_buckets = self.buckets.split(done.outcome.figures)
         figures, of_links = self.links.split(figures)
-        looked_at = self.deeper_look is not None and self.deeper_look.looked_at(done.step)
         self.scheduler.note_step(
             done.step,
             taken.own,
             parts_s,
             taken.group_samples,
             figures,
-            shows_speed=not looked_at,
+            shows_speed=not self.deeper_look.looked_at(done.step),
             garbage_s=done.garbage_s,
         )
         self.links.note_step(done.step, step_time_s, of_links, int(done.outcome.steps_to_sample.item()))
@@ -371,11 +325,18 @@ class Trainer:
 
     @property
     def _is_last_step(self) -> bool:
-        return self.ended_early or self.pace.batch(self.progress) is None
+        return self.heldout.ends_run or self.pace.batch(self.progress) is None
 
     @property
     def _is_evaluation_due(self) -> bool:
         return self._is_last_step or _falls_on(self.spec.train.eval_interval_steps, self.progress.step)
+
+    @property
+    def _lacks_evaluation(self) -> bool:
+        """Return whether the run was killed, or stopped, between a checkpoint and the evaluation of the same step."""
+        step = self.progress.step
+        is_due = not self._is_last_step and _falls_on(self.spec.train.eval_interval_steps, step)
+        return self.restored_from is not None and is_due and self.heldout.last_step != step
 
     @property
     def _is_sample_due(self) -> bool:
@@ -399,26 +360,8 @@ class Trainer:
             return
         self.tally.heldout = evaluated
         self.journal.write(replace(evaluated, seconds=time.perf_counter() - started))
-        self._follow_heldout(evaluated.heldout_loss)
-
-    def _follow_heldout(self, loss: float | None) -> None:
-        """Keep the checkpoint of the lowest held-out loss, warn where it rises, and end the run where it is to end."""
-        step, before = self.progress.step, self.heldout
-        self.heldout = before.after(step, loss)
-        if self.heldout.best_step == step and self.spec.checkpoint.keep_best:
-            self.checkpoints.save_kept(step, self.progress.samples)
-        patience = self.spec.train.early_stop_evals
-        self.ended_early = patience is not None and self.heldout.since_best >= patience and not self._is_last_step
-        best = self.heldout.describe_best()
-        if self.ended_early:
-            message = f"the run ends here: the held-out loss was {best}, {patience} evaluations ago"
-            self.journal.write(WarningEvent(step=step, message=message))
-        elif self.heldout.is_rising and not before.is_rising:
-            message = (
-                f"the held-out loss rises: it was {best}; checkpoint.keep_best=true keeps that checkpoint, "
-                "train.early_stop_evals=3 ends such a run"
-            )
-            self.journal.write(WarningEvent(step=step, message=message))
+        progress, loss = self.progress, evaluated.heldout_loss
+        self.heldout.note(progress.step, progress.samples, loss, is_last=self._is_last_step)
 
     def _write_sample(self) -> None:
         sample = self.source.write_sample()

@@ -34,8 +34,8 @@ def activation_lines(environ: Mapping[str, str], prefix: str, python: str) -> It
 
 
 def _activate_conda(tool: str, root: str) -> Iterator[str]:
-    """conda and mamba name the shell in different words: `conda shell.bash hook`, `micromamba shell hook --shell bash`
-    (docs.conda.io, mamba.readthedocs.io)."""
+    """Yield the lines that activate an environment. conda and mamba name the shell in different words: `conda
+    shell.bash hook`, `micromamba shell hook --shell bash` (docs.conda.io, mamba.readthedocs.io)."""
     name = Path(tool).name
     hook = [tool, "shell.bash", "hook"] if name == "conda" else [tool, "shell", "hook", "--shell", "bash"]
     yield f'eval "$({shlex.join(hook)})"'

@@ -1,8 +1,8 @@
 """Search over the layouts of all pools together: each is placed in every way that there is, and the fastest are kept.
 
-What leaves the search early is what cannot be among the kept by a bound on its step, and what is larger than a pool's
-memory by the estimate, which counts the samples or layers that the pool would have. What is left is counted tensor by
-tensor, as layouts of one pool are.
+What leaves the search early is what cannot be among the kept, by a time that its step is never below, and what is
+larger than a pool's memory by the estimate, which counts the samples or layers that the pool would have. What is left
+is counted tensor by tensor, as layouts of one pool are.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ each pool's seconds for a micro-batch. Stages on pools of their own share the la
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise, product, takewhile
 
 from trainspec_cli.planner.cut import cut, is_open, mean_times, planned_times
 from trainspec_cli.planner.hardware.rates import Efficiency
@@ -19,6 +20,7 @@ from trainspec_cli.planner.pools.placement import Placement, groups_of
 from trainspec_cli.planner.run.batches import weigh_times
 from trainspec_cli.planner.search.search import part_key
 from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.time.compute import EIGHT_BIT
 from trainspec_cli.planner.time.step import (
     MicroBatch,
     assemble_step,
@@ -39,6 +41,9 @@ from trainspec_cli.spec.results.prediction import StepTime
 
 Setups = tuple[Setup, ...]
 """The same layout and micro-batch on the devices of each pool."""
+BETWEEN = 0.99
+"""A sample in a micro-batch of any size takes this part at least of what it takes in the best of its halved sizes: the
+tests compare them all."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +65,45 @@ class PoolStep:
     """Of the step, through each pool."""
 
 
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of a micro-batch through the whole model on one device."""
+
+    kinds_s: tuple[float, ...]
+    """All layers of each kind."""
+    embedding_s: float
+    head_s: float
+
+    @classmethod
+    def of(cls, once: MicroBatch, setup: Setup) -> _Work:
+        numbers = once.numbers([range(once.num_layers)])
+        kinds_s = (
+            number * (own_work_s(kind) + recompute_part_s(kind, setup))
+            for kind, number in zip(once.kinds, numbers, strict=True)
+        )
+        return cls(tuple(kinds_s), own_work_s(once.embedding), own_work_s(once.head))
+
+    @property
+    def layers_s(self) -> float:
+        return sum(self.kinds_s)
+
+    @property
+    def total_s(self) -> float:
+        return self.layers_s + self.embedding_s + self.head_s
+
+
+def _of_pools(counts: Sequence[int], placement: Placement) -> list[Sequence[int]]:
+    """Return the samples of each pool's data-parallel ranks."""
+    return [counts[first:end] for first, end in pairwise(accumulate(placement.ranks, initial=0))]
+
+
 class Stopwatch:
     """Times steps over pools. Keeps the micro-batches that it has timed, which many layouts share."""
 
     def __init__(self, pools: Sequence[Pool], eff: Efficiency):
         self.pools, self._eff = pools, eff
         self._parts: dict[tuple[object, ...], MicroBatch] = {}
+        self._least_s: dict[tuple[object, ...], float] = {}
 
     def step(self, setups: Setups, placement: Placement, samples: int) -> PoolStep:
         """Return the step of `samples`; layers are cut where the layout leaves that open, as if all were alike."""
@@ -79,19 +117,62 @@ class Stopwatch:
         return timed(setups, placement, groups, samples)
 
     def bound_s(self, setups: Setups, placement: Placement, samples: int) -> float:
-        """Return about the least time that a step can take: all devices busy all the time, but for the filling and
-        draining of pipelines of even stages, and no exchanges of gradients."""
-        layout, rate, stages_s = setups[0].layout, 0.0, []
-        for pool, setup in enumerate(setups):
-            once = self._micro_batch(pool, setup)
-            layers_s = setup.model.num_layers * (own_work_s(once.layer) + recompute_part_s(once.layer, setup))
-            whole_s = layers_s + own_work_s(once.embedding) + own_work_s(once.head)
-            width = 1 if placement.order else layout.pp
-            rate += placement.ranks[pool] * width * setup.micro_batch_size / whole_s
-            stages_s.append(whole_s / layout.pp)
-        share = samples / layout.data_parallel_size if placement.order else samples
-        drain_s = self._eff.bubble * bubble_s([min(stages_s)] * layout.pp, layout)
-        return (share / rate + drain_s) * (1 + waiting_share(setups[0], self._eff))
+        """Return a time that no step takes less than, however its layers are cut: no rank waits but for the filling
+        and draining of pipelines, and nothing is exchanged but what a micro-batch itself exchanges."""
+        least = self._least_through_pools if placement.order else self._least_over_pools
+        return least(setups, placement, samples) * (1 + waiting_share(setups[0], self._eff))
+
+    def _least_over_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
+        """Every sample takes at least as long as in the size of micro-batches in which it takes least, and is spread
+        evenly over the pipeline's ranks."""
+        layout, ranks = setups[0].layout, placement.ranks
+        sample_s = [self._least_sample_s(pool, setup, samples) / layout.pp for pool, setup in enumerate(setups)]
+        if layout.pp == 1:
+            return samples / sum(own / each for own, each in zip(ranks, sample_s, strict=True))
+        division = self.divide(setups, placement, samples)
+        micro_batches = division.count_micro_batches(samples)
+        others = (layout.pp - 1) * min(self._fills(layout), micro_batches) / micro_batches
+        most = map(max, _of_pools(division.counts(samples), placement))
+        return max(own * each * (1 + others) for own, each in zip(most, sample_s, strict=True))
+
+    def _least_sample_s(self, pool: int, setup: Setup, samples: int) -> float:
+        """Return the least time of a sample in micro-batches up to the layout's size, of which each half of another is
+        looked at. Gradients are added up where there are several micro-batches, and weights cast to 8 bits once a
+        step: a sample takes least in one micro-batch, or with 8 bits in many."""
+        key = (pool, *part_key(setup), setup.recompute)
+        if key not in self._least_s:
+            self._least_s[key] = self._find_least_sample_s(pool, setup, samples)
+        return self._least_s[key]
+
+    def _find_least_sample_s(self, pool: int, setup: Setup, samples: int) -> float:
+        least_s, numbers = math.inf, (1, samples) if setup.matmul in EIGHT_BIT else (1,)
+        sizes = takewhile(bool, (int(setup.micro_batch_size) >> halved for halved in count()))
+        for size, micro_batches in product(sizes, numbers):
+            sized = replace(setup, micro_batch_size=float(size), grad_accum=micro_batches)
+            least_s = min(least_s, _Work.of(self._micro_batch(pool, sized), sized).total_s / size)
+        return BETWEEN * least_s
+
+    def _least_through_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
+        """The slowest rank takes at least the mean of all ranks, weighed by their speeds: each layer adds the least of
+        its weighed times. All ranks together take at least the sum of each layer's least time."""
+        layout, pools = setups[0].layout, range(len(setups))
+        micro_batches = micro_batches_of(layout, setups[0].micro_batch_size, samples)
+        sized = [replace(setup, grad_accum=micro_batches) for setup in setups]
+        works = [_Work.of(self._micro_batch(pool, setup), setup) for pool, setup in enumerate(sized)]
+        pool_of = placement.pool_of_stage_rank
+        first, last = (pool_of[layout.rank_of_stage(stage)] for stage in (0, layout.num_stages - 1))
+        together = sum(1 / works[pool].layers_s for pool in pool_of)
+        weights = [1 / (works[pool].layers_s * together) for pool in pools]
+        kinds_s: list[tuple[float, ...]] = list(zip(*(work.kinds_s for work in works), strict=True))
+        pace_s = sum(min(weights[pool] * kind_s[pool] for pool in pools) for kind_s in kinds_s)
+        pace_s += weights[first] * works[first].embedding_s + weights[last] * works[last].head_s
+        whole_s = sum(min(kind_s) for kind_s in kinds_s) + works[first].embedding_s + works[last].head_s
+        fills = min(self._fills(layout), micro_batches)
+        return (micro_batches - fills) * pace_s + fills * whole_s
+
+    def _fills(self, layout: Layout) -> float:
+        """Return the micro-batches of the other ranks that the slowest one waits for in a step."""
+        return self._eff.bubble * layout.bubble_part
 
     def cut(self, setups: Setups, placement: Placement, room: Room | None = None, *, alike: bool = True) -> Layout:
         """Return the layout with its layers cut by the planned times; `alike`: as if each took as long as the mean one.
@@ -126,8 +207,7 @@ class Stopwatch:
     ) -> PoolStep:
         division = self.divide(setups, placement, samples)
         counts, micro_batches = division.counts(samples), division.count_micro_batches(samples)
-        ends = pairwise(accumulate(placement.ranks, initial=0))
-        of_ranks = [counts[first:end] for first, end in ends]
+        of_ranks = _of_pools(counts, placement)
         most = [max(own) for own in of_ranks]
         own = [
             self._own_step(pool, setup, groups[pool], most[pool], micro_batches) for pool, setup in enumerate(setups)

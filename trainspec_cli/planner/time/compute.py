@@ -229,7 +229,7 @@ and written as computed with) and by a compiled one; and the number of the forme
 
 
 def dequantise_s(work: Work, setup: Setup, rates: Rates) -> float:
-    """Dequantising the frozen weights of a pass, before they are multiplied by."""
+    """Return the seconds of dequantising the frozen weights of a pass, before they are multiplied by."""
     if not setup.lora.is_quantised:
         return 0.0
     each = NF4_FUSED_BYTES if setup.software.fused_kernels else NF4_TRAFFIC_BYTES

@@ -104,8 +104,8 @@ def curve_parts_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[
 
 
 def update_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> float:
-    """Seconds of an update, beyond its calls' own cost: AdamW's as measured; of other optimizers by what their
-    operations move beside AdamW's, and Newton-Schulz as the products of matrices that it consists of."""
+    """Return the seconds of an update, beyond its calls' own cost: AdamW's as measured; of other optimizers by what
+    their operations move beside AdamW's, and Newton-Schulz as the products of matrices that it consists of."""
     optimizer, own = plan.spec.optim.kept_state, plan.params / plan.layout.dp_shard
     usual_s = probe.optimizer.beyond_call(own)
     if optimizer == "adamw8bit":

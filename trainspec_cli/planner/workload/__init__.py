@@ -57,7 +57,7 @@ def trained_share(model: ModelSpec, lora: LoraSpec) -> float:
 
 
 def sharded_share(model: ModelSpec, lora: LoraSpec) -> float:
-    """Part of the parameters that sharding spreads and gathers; of quantised ones each rank has a copy."""
+    """Return the part of the parameters that sharding spreads and gathers; each rank has a copy of quantised ones."""
     return 1.0 - quantised_params(model, lora) / count_params(model)
 
 

@@ -49,7 +49,7 @@ def quantised_bytes(rows: int, columns: int, tp: int = 1) -> float:
 
 
 def quantised_params(model: ModelSpec, lora: LoraSpec) -> int:
-    """Weights that are kept in 4 bits: the matrices of all blocks."""
+    """Return the number of weights that are kept in 4 bits: those of the matrices of all blocks."""
     decoder = adapted_decoder(model, lora)
     if decoder is None or not lora.is_quantised or decoder.experts is not None:
         return 0

@@ -36,11 +36,18 @@ Documents = Literal["python_stdlib", "text", "jsonl", "parquet", "arrow", "chat"
 class PartSpec:
     """One of several sources."""
 
-    source: Documents
+    source: Documents | str
     path: str | None = None
     text_field: str = "text"
     weight: float = 1.0
     """Its share of the samples, over the sum of all parts' weights."""
+    options: dict[str, Option] = field(default_factory=dict)
+    """Arguments of one's own code, by name."""
+
+    @property
+    def is_own(self) -> bool:
+        """Return whether the documents come from the user's own code."""
+        return self.source not in SOURCES
 
 
 @dataclass(frozen=True)
@@ -111,11 +118,21 @@ class DataSpec:
     @property
     def parts(self) -> dict[str, PartSpec]:
         """The training sources by name."""
-        return self.mixture if self.source == "mixture" else {"": PartSpec(self.source, self.path, self.text_field)}  # type: ignore[arg-type]
+        if self.source == "mixture":
+            return self.mixture
+        return {"": PartSpec(self.source, self.path, self.text_field, options=self.options)}
+
+    @property
+    def own_parts(self) -> dict[str, PartSpec]:
+        """The sources that are the user's own code, by the key that names it."""
+        named = {f"data.mixture.{name}.source": part for name, part in self.mixture.items()}
+        main = named if self.source == "mixture" else {"data.source": self.parts[""]}
+        every = main | {f"data.validation.{name}.source": part for name, part in self.validation.items()}
+        return {key: part for key, part in every.items() if part.is_own}
 
     def with_part(self, part: PartSpec) -> DataSpec:
         """Return the same data settings for one part alone."""
-        one = {"source": part.source, "path": part.path, "text_field": part.text_field}
+        one = {"source": part.source, "path": part.path, "text_field": part.text_field, "options": part.options}
         return replace(self, **one, mixture={}, validation={})  # type: ignore[arg-type]
 
     @property

@@ -35,5 +35,5 @@ class LoraSpec:
 
     @property
     def is_quantised(self) -> bool:
-        """True where the frozen matrices of the blocks are kept in 4 bits."""
+        """Return whether the frozen matrices of the blocks are kept in 4 bits."""
         return self.rank > 0 and self.base == "nf4"

@@ -75,5 +75,5 @@ class OptimSpec:
 
     @property
     def kept_state(self) -> KeptState:
-        """What says how much state the optimizer keeps of each parameter."""
+        """Return what says how much state the optimizer keeps of each parameter."""
         return self.name if self.name in OPTIMIZERS else self.state_bytes or 0.0

@@ -162,7 +162,8 @@ def data_path(spec: RunSpec) -> Iterator[Problem]:
         yield from _source_path(spec.data.source, spec.data.path, "data")
     for group in ("mixture", "validation"):
         for name, part in getattr(spec.data, group).items():
-            yield from _source_path(part.source, part.path, f"data.{group}.{name}")
+            if not part.is_own:
+                yield from _source_path(part.source, part.path, f"data.{group}.{name}")
             if part.weight <= 0:
                 message = f"`data.{group}.{name}.weight` is {part.weight:g}; a number of more than 0 is needed"
                 yield Problem("out_of_range", message, f"data.{group}.{name}.weight")

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.optim import BLOCK, ON_DEVICE
+from trainspec_cli.spec.recipe.model import HybridModel, TextModel
+from trainspec_cli.spec.recipe.optim import BLOCK, ON_DEVICE, QUANTISED_ROW, QUANTISED_SIZE
 from trainspec_cli.spec.rules.layout import size_of
 
 if TYPE_CHECKING:
@@ -37,24 +38,49 @@ def offloaded_state(spec: RunSpec) -> Iterator[Problem]:
 
 
 def blocks_of_changed_layouts(spec: RunSpec) -> Iterator[Problem]:
-    """tp cuts rows of some matrices, and each rank quantises its part in blocks of its own: those of another tp are the
-    same where every part is some blocks."""
-    model = spec.model
-    if spec.optim.name != "adamw8bit" or model.unit == "samples":
+    """A layout that the recipe changes to has to have the same blocks, in which the state is moved."""
+    if spec.optim.name != "adamw8bit" or not isinstance(spec.model, TextModel):
         return
-    rows = {
-        "num_heads x head_dim": getattr(model, "num_heads", 0) * getattr(model, "head_dim", 0),
-        "ffn_size": getattr(model, "ffn_size", 0),
-        "mamba_heads x mamba_head_dim": getattr(model, "mamba_heads", 0) * getattr(model, "mamba_head_dim", 0),
-    }
+    tp = size_of(spec.layout, "tp")
     for place, change in enumerate(spec.scheduler.changes):
-        sizes = [size_of(spec.layout, "tp"), size_of(change.of(spec.layout), "tp")]
-        uneven = [name for name, row in rows.items() if row % (max(sizes) * BLOCK)]
-        if sizes[0] != sizes[1] and uneven:
+        if other := describe_other_blocks(spec, tp, size_of(change.of(spec.layout), "tp")):
             path = f"scheduler.changes.{place}.tp"
-            message = f"`{NAME}` is adamw8bit, and layout.tp {sizes[0]} and {sizes[1]} cut rows of `model` {uneven[0]}"
-            message += f" ({rows[uneven[0]]}) into other blocks of {BLOCK}"
-            yield Problem("unsupported", message, path, f"type ~{path}, or {NAME}=adamw")
+            yield Problem("unsupported", other, path, f"type ~{path}, or {NAME}=adamw")
+
+
+def describe_other_blocks(spec: RunSpec, tp: int, other_tp: int) -> str:
+    """Return why 8-bit state that was made under `tp` cannot be read under another one; "" where it can.
+
+    tp cuts rows of some matrices, and each rank quantises its part in blocks of its own: those of another tp are the
+    same only where every part of either is some whole blocks.
+    """
+    if spec.optim.name != "adamw8bit" or not isinstance(spec.model, TextModel) or tp == other_tp:
+        return ""
+    for key, row in _rows_cut_by_tp(spec.model).items():
+        if any(size > 1 and row % (size * BLOCK) for size in (tp, other_tp)):
+            cut = f"layout.tp {tp} and {other_tp} cut rows of {key} ({row}) into other blocks of {BLOCK}"
+            return f"`{NAME}` is adamw8bit, and {cut}"
+    return ""
+
+
+def _rows_cut_by_tp(model: TextModel) -> dict[str, int]:
+    """Return the lengths of the rows that tp cuts and whose moments are kept in 8 bits, by the keys that say them."""
+    mixers = {mixer for layer in model.layer_list for mixer in layer.mixers}
+    decoder, experts = model.as_decoder, model.experts
+    rows = {}
+    if "attention" in mixers:
+        rows["model.num_heads x head_dim"] = model.num_heads * model.head_dim
+    if "latent" in mixers and decoder.mla:
+        rows["model.num_heads x mla.v_head_dim"] = model.num_heads * decoder.mla.v_head_dim
+    if "feed_forward" in mixers:
+        rows["model.ffn_size"] = model.ffn_size
+    if "experts" in mixers and experts and experts.shared_experts:
+        width = experts.shared_expert_ffn_size or experts.expert_ffn_size
+        rows["model.experts.shared_experts x their width"] = experts.shared_experts * width
+    if isinstance(model, HybridModel) and "mamba" in mixers:
+        rows["model.mamba_num_heads x mamba_head_dim"] = model.mamba_heads * model.mamba_head_dim
+    others = spec.lora.rank or model.hidden_size
+    return {key: row for key, row in rows.items() if row >= QUANTISED_ROW and row * others >= QUANTISED_SIZE}
 
 
 OPTIM_RULES = (muon_models, offloaded_state, blocks_of_changed_layouts)

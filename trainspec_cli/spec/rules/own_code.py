@@ -5,23 +5,22 @@ Nothing of it runs for that: `extensions.source` reads it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, get_args
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.extensions.kinds import TOKENIZER
-from trainspec_cli.extensions.source import problems_of
+from trainspec_cli.extensions.kinds import SOURCE, TOKENIZER
+from trainspec_cli.extensions.source import Extension, problems_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.own_code import (
     own_blocks,
     own_callbacks,
     own_losses,
     own_optimizer,
-    own_source,
     own_tokenizers,
     own_trackers,
 )
-from trainspec_cli.spec.recipe.data import SOURCES
+from trainspec_cli.spec.recipe.data import SOURCES, DataSpec, Documents, PartSpec
 from trainspec_cli.spec.recipe.kernels import TORCH
 from trainspec_cli.spec.recipe.model import OwnModel
 from trainspec_cli.spec.recipe.optim import OPTIMIZERS
@@ -119,15 +118,25 @@ def watchers(spec: RunSpec) -> Iterator[Problem]:
 
 def source(spec: RunSpec) -> Iterator[Problem]:
     data = spec.data
-    if data.is_own:
-        yield from problems_of(own_source(data), SOURCES)
+    yield from _source(data, "data", SOURCES)
+    for group in ("mixture", "validation"):
+        for name, part in getattr(data, group).items():
+            yield from _source(part, f"data.{group}.{name}", get_args(Documents))
+
+
+def _source(data: DataSpec | PartSpec, where: str, built_in: Sequence[str]) -> Iterator[Problem]:
+    if data.source not in SOURCES:
+        yield from problems_of(Extension(SOURCE, f"{where}.source", data.source, tuple(data.options)), built_in)
         if data.path is not None:
-            message = f"`data.path` is {data.path}, which one's own source is not given"
-            hint = f"type data.path=null data.options.path={data.path}"
-            yield Problem("unsupported", message, "data.path", hint)
+            message = f"`{where}.path` is {data.path}, which one's own source is not given"
+            hint = f"type {where}.path=null {where}.options.path={data.path}"
+            yield Problem("unsupported", message, f"{where}.path", hint)
+    elif data.source not in built_in:
+        message = f"`{where}.source` is {data.source}; {', '.join(built_in)}, or one's own code is needed"
+        yield Problem("wrong_choice", message, f"{where}.source", f"type {where}.source=jsonl, or another of these")
     elif data.options:
-        message = f"`data.options` is for a source of one's own, and `data.source` is {data.source}"
-        yield Problem("unsupported", message, "data.options", "leave it out, or type data.source=FILE.py:NAME")
+        message = f"`{where}.options` is for a source of one's own, and `{where}.source` is {data.source}"
+        yield Problem("unsupported", message, f"{where}.options", f"leave it out, or type {where}.source=FILE.py:NAME")
 
 
 OWN_CODE_RULES = (source, own_tokenizer, block, loss, optimizer, watchers)

@@ -125,13 +125,13 @@ class _Replay:
         return own + sum(state_bytes(self.given.optimizer, unit, in_block=False) for unit in outside)
 
     def _trained(self) -> tuple[list[Unit], list[Unit]]:
-        """-> (the units of the blocks that the rank holds, those outside of them)"""
+        """Return (the units of the blocks that the rank holds, those outside of them)."""
         stages = self.stages.values()
         blocks = [sharded.unit for stage in stages for block in stage.blocks for sharded in block.units]
         return blocks, [stage.outside.unit for stage in stages]
 
     def _update(self) -> None:
-        """Gradients are left of the passes, besides what lasts."""
+        """Count the update, at which gradients are left of the passes, besides what lasts."""
         self.account.touch(update_bytes(self.given.optimizer, *self._trained(), self.width))
 
     def _sum_late(self) -> None:
