@@ -22,6 +22,7 @@ COMMANDS = {
     "stop": "let a run write a checkpoint and end, from another terminal",
     "report": "show how a run went, and where its time was spent",
     "diagnose": "name what slows a run: cause, place, cost, proof and remedy",
+    "emit": "write a recipe's plan as the configuration of another engine",
     "export": "write a run's weights as a Hugging Face folder",
     "backtest": "predict a table of measured runs, and show the errors",
     "doctor": "check that this node, or each of a Slurm job, is fit to train",
