@@ -6,16 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.interop.registry import TARGETS
-from trainspec_cli.interop.run_values import RunValues, run_values
+from trainspec_cli.interop.run_values import Container, RunValues, run_values
 from trainspec_cli.interop.target import Spoken, speak
+from trainspec_cli.json_value import JsonValue
 from trainspec_cli.session.emit import resolved
 from trainspec_cli.session.plan import plan_recipe
 
@@ -36,11 +38,21 @@ def run_of(*arguments: str) -> RunValues:
     """Return a resolved run; Llama 3 8B on 16 H100 unless the arguments say otherwise."""
     given = {argument.partition("=")[0] for argument in arguments}
     named = [argument for argument in PINNED if argument.partition("=")[0] not in given]
-    return run_values("llama3_8b", resolved(plan_recipe([*named, *arguments])))
+    container = Container("registry/trainspec:1", "shared")
+    return run_values("llama3_8b", resolved(plan_recipe([*named, *arguments])), (*named, *arguments), container)
 
 
 def spoken_in(engine: str, *arguments: str) -> Spoken:
     return speak(TARGETS[engine], run_of(*arguments))
+
+
+def refused_by(engine: str, **changes: JsonValue) -> list[Problem]:
+    """Return what an engine refuses of the pinned run with these values, whose keys have `__` for dots."""
+    run = run_of()
+    values = {**run.values, **{key.replace("__", "."): value for key, value in changes.items()}}
+    with pytest.raises(RecipeError) as refused:
+        speak(TARGETS[engine], replace(run, values=values))
+    return list(refused.value.problems)
 
 
 def files_in(engine: str, *arguments: str) -> dict[str, str]:

@@ -6,9 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
-from interop.speaking import Case, files_in, judge, mistyped, run_of, spoken_in
+from interop.speaking import Case, files_in, judge, mistyped, refused_by, run_of, spoken_in
 
-from trainspec_cli.errors import RecipeError
 from trainspec_cli.interop.run_values import RunValues
 from trainspec_cli.interop.target import nest
 
@@ -72,22 +71,21 @@ def test_the_command_starts_every_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "key"),
+    ("key", "value", "others"),
     [
-        ("optim=muon", "optim.name"),
-        ("layout.pp=2", "layout.pp"),
-        ("recompute=selective", "recompute"),
-        ("layout.cp=2", "layout.context_method"),
-        ("layout.tp=2", "layout.sequence_parallel"),
-        ("optim.schedule.kind=wsd", "optim.schedule.kind"),
-        ("comm=int8", "comm.gradients"),
+        ("optim.name", "muon", {}),
+        ("layout.pp", 2, {"layout__pipeline_schedule": "1f1b", "layout__stage_layers": [16, 16]}),
+        ("recompute", "selective", {}),
+        ("layout.context_method", "ring", {"layout__cp": 2}),
+        ("layout.sequence_parallel", True, {"layout__tp": 2}),
+        ("optim.schedule.kind", "wsd", {}),
+        ("comm.gradients", "int8", {}),
     ],
 )
-def test_what_deepspeed_cannot_say_is_refused_alone(argument: str, key: str) -> None:
-    with pytest.raises(RecipeError) as refused:
-        spoken_in("deepspeed", argument)
-    assert [problem.path for problem in refused.value.problems] == [key]
-    assert refused.value.problems[0].hint.startswith(f"type {key}=")
+def test_what_deepspeed_cannot_say_is_refused_alone(key: str, value: object, others: dict[str, object]) -> None:
+    (problem,) = refused_by("deepspeed", **{key.replace(".", "__"): value}, **others)  # type: ignore[arg-type]
+    assert problem.path == key
+    assert problem.hint.startswith(f"type {key}=")
 
 
 def lowered(value: object) -> object:

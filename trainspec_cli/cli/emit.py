@@ -14,6 +14,7 @@ from trainspec_cli.interop.emission import EMITTED
 from trainspec_cli.interop.line import show
 from trainspec_cli.interop.not_carried import NOT_CARRIED
 from trainspec_cli.interop.registry import TARGETS
+from trainspec_cli.interop.run_values import Container
 from trainspec_cli.reading.files import read_object
 from trainspec_cli.reporter.style import Style
 from trainspec_cli.session.emit import Emission, emit_recipe, write_emission
@@ -24,15 +25,27 @@ Output = Annotated[Path, typer.Option(metavar="DIR", help="Folder of the files t
 Overwrite = Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")]
 
 
+Image = Annotated[str, typer.Option(metavar="NAME", help="Container image with trainspec (kubernetes, skypilot).")]
+Volume = Annotated[str, typer.Option(metavar="NAME", help="Volume that all nodes mount (kubernetes, skypilot).")]
+
+
 def emit(
-    arguments: RecipeArguments, engine: For, output: Output, force: Overwrite = False, as_json: AsJson = False
+    arguments: RecipeArguments,
+    engine: For,
+    output: Output,
+    image: Image = "",
+    volume: Volume = "",
+    force: Overwrite = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a recipe's plan as another engine's configuration, with the command and the environment of the run.
+
+    For a cluster manager (kubernetes, jobset, trainjob, skypilot), the manifest by which it starts trainspec.
 
     Needs no GPU, and not the engine. What the engine cannot say is refused by name. DIR/emitted.json says which key
     became which, what is only nearly the same, and what is not carried.
     """
-    emission = emit_recipe(arguments, engine)
+    emission = emit_recipe(arguments, engine, Container(image, volume))
     write_emission(emission, output, force=force)
     if as_json:
         print(json_text(read_object(output / EMITTED)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from trainspec_cli.interop.target import Target
-from trainspec_cli.interop.targets import accelerate, deepspeed, torchtitan, transformers
+from trainspec_cli.interop.targets import accelerate, deepspeed, kubernetes, skypilot, torchtitan, transformers
 
-TARGETS: dict[str, Target] = {
-    module.TARGET.name: module.TARGET for module in (deepspeed, accelerate, transformers, torchtitan)
-}
+ENGINES = (deepspeed.TARGET, accelerate.TARGET, transformers.TARGET, torchtitan.TARGET)
+LAUNCHERS = (kubernetes.JOB, kubernetes.JOB_SET, kubernetes.TRAIN_JOB, skypilot.TARGET)
+"""Cluster managers, which start trainspec itself."""
+TARGETS: dict[str, Target] = {target.name: target for target in (*ENGINES, *LAUNCHERS)}
 """Name, as `--for` takes it -> target."""

@@ -9,7 +9,7 @@ from typing import Literal
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.interop.line import CannotSayError, Fixed, Line, Place, show
 from trainspec_cli.interop.not_carried import OFF, asks_for_nothing, governing_key, not_carried_as
-from trainspec_cli.interop.run_values import RunValues
+from trainspec_cli.interop.run_values import RunValues, batch_problem
 from trainspec_cli.json_value import JsonObject, JsonValue
 
 Judged = Literal["parser", "golden"]
@@ -68,6 +68,8 @@ class Target:
     """Key or section -> why it is not carried, besides those that no engine carries."""
     rules: tuple[Callable[[RunValues], Iterator[Problem]], ...] = ()
     """What the engine refuses of several keys together."""
+    carries_recipe: bool = False
+    """trainspec itself is started, so that the recipe's arguments say all else."""
 
 
 def speak(target: Target, run: RunValues) -> Spoken:
@@ -83,10 +85,13 @@ def speak(target: Target, run: RunValues) -> Spoken:
             continue
         said.append(Said(line.ours, run[line.ours], line.theirs, their_value, line.place, line.approximate))
     left = [key for key in run.keys if key not in accounted and not asks_for_nothing(key, run)]
+    left = [] if target.carries_recipe else left
     listed = {key: not_carried_as(key, target.not_carried) for key in left}
     problems += [_cannot(target, key, run) for key, name in listed.items() if name is None]
     not_carried = {ours: NotCarried(ours, why, run[ours]) for ours, why in filter(None, listed.values())}
     problems += [problem for rule in target.rules for problem in rule(run)]
+    if not target.carries_recipe and (unequal := batch_problem(run)):
+        problems.append(unequal)
     if problems:
         raise RecipeError(_causes(problems))
     return Spoken(

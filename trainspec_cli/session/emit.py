@@ -10,7 +10,7 @@ from typing import Literal
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.interop.emission import EMITTED, emitted_json
 from trainspec_cli.interop.registry import TARGETS
-from trainspec_cli.interop.run_values import run_values
+from trainspec_cli.interop.run_values import NO_CONTAINER, Container, run_values
 from trainspec_cli.interop.target import Spoken, Target, speak
 from trainspec_cli.planner.search.auto import pin_layout
 from trainspec_cli.reporter.plan.report import PlanReport
@@ -34,7 +34,7 @@ class Emission:
     """File name -> text."""
 
 
-def emit_recipe(arguments: Sequence[str], engine: str) -> Emission:
+def emit_recipe(arguments: Sequence[str], engine: str, container: Container = NO_CONTAINER) -> Emission:
     """Plan a recipe, and say it in an engine's words. Raises RecipeError for what the engine cannot say, and PlanError
     where nothing fits."""
     target = find_target(engine)
@@ -47,7 +47,7 @@ def emit_recipe(arguments: Sequence[str], engine: str) -> Emission:
         raise RecipeError(Problem("unsupported", message, "cluster.pools", "name one cluster: cluster=h100"))
     planned = plan_loaded(loaded)
     try:
-        run = run_values(loaded.composed.recipe, resolved(planned))
+        run = run_values(loaded.composed.recipe, resolved(planned), tuple(arguments), container)
         spoken = speak(target, run)
     except RecipeError as error:
         raise RecipeError(loaded.composed.locate(error.problems)) from error

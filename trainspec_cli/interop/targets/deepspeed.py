@@ -14,7 +14,7 @@ from trainspec_cli.interop.target import Spoken, Target, nest
 
 CONFIG = "ds_config.json"
 SHARDED = unless("derived.shards", 1)
-COSINE, CONSTANT = given("optim.schedule.kind", "cosine"), given("optim.schedule.kind", "constant")
+COSINE, CONSTANT = unless("optim.schedule.kind", "constant"), given("optim.schedule.kind", "constant")
 WARMS_UP = unless("optim.schedule.warmup_steps", 0)
 ADAM = given("optim.name", "adamw")
 DECAYS_ALL = (
