@@ -13,12 +13,25 @@ from trainspec_cli.interop.target import nest
 
 RUNS = (
     (),
-    ("layout.zero_stage=2", "layout.tp=2", "layout.sequence_parallel=false", "optim.schedule.kind=constant"),
-    ("layout.dp_shard=8", "layout.dp_replicate=2", "optim.grad_clip_norm=null"),
+    (
+        "layout.zero_stage=2",
+        "layout.tp=2",
+        "layout.sequence_parallel=false",
+        "optim.schedule.kind=constant",
+        "optim.grad_clip_norm=0.5",
+    ),
+    ("optim.grad_clip_norm=null",),
     ("layout.cp=2", "layout.context_method=ulysses", "recompute=full", "precision.reduce=bf16"),
     ("layout.zero_stage=1", "offload=optimizer", "optim.schedule.kind=constant", "optim.schedule.warmup_steps=0"),
     ("model=qwen3_0_6b", "data.seq_len=1024", "layout.dp_shard=1", "layout.dp_replicate=16", "recompute=none"),
 )
+
+
+FOLLOW = {
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    "communication_data_type",
+}
+"""Keys that DeepSpeed fills in, as they are, from others."""
 
 
 def ranks_of(run: RunValues) -> int:
@@ -44,12 +57,11 @@ def test_deepspeed_reads_every_key() -> None:
 @pytest.mark.slow
 def test_deepspeed_notices_a_mistyped_key() -> None:
     keys = spoken_in("deepspeed", *RUNS[1]).keys_of("config")
-    wrong = [{mistyped(key) if key == one else key: value for key, value in keys.items()} for one in keys]
-    judged = judge("deepspeed", [replace(case_of(RUNS[1], case), keys=list(keys)) for case in wrong])
-    unseen = [
-        key for key, judgement in zip(keys, judged, strict=True) if not judgement.error and judgement.keys == keys
-    ]
-    assert unseen == []
+    named = [key for key in keys if "[" not in key]
+    wrong = [{mistyped(key) if key == one else key: value for key, value in keys.items()} for one in named]
+    right, *judged = judge("deepspeed", [replace(case_of(RUNS[1], case), keys=list(keys)) for case in (keys, *wrong)])
+    unseen = {key for key, judgement in zip(named, judged, strict=True) if judgement == right}
+    assert unseen <= FOLLOW
 
 
 @pytest.mark.slow
@@ -59,10 +71,8 @@ def test_deepspeed_checks_the_product_of_the_batch() -> None:
     assert judgement.error is not None and "train_batch_size" in judgement.error
 
 
-def test_mics_replicates_what_zero_3_shards() -> None:
-    keys = spoken_in("deepspeed", *RUNS[2]).keys_of("config")
-    assert (keys["zero_optimization.stage"], keys["zero_optimization.mics_shard_size"]) == (3, 8)
-    assert keys["gradient_clipping"] == 0.0
+def test_no_clipping_is_a_norm_of_zero() -> None:
+    assert spoken_in("deepspeed", *RUNS[2]).keys_of("config")["gradient_clipping"] == 0.0
 
 
 def test_the_command_starts_every_process() -> None:
@@ -80,6 +90,7 @@ def test_the_command_starts_every_process() -> None:
         ("layout.sequence_parallel", True, {"layout__tp": 2}),
         ("optim.schedule.kind", "wsd", {}),
         ("comm.gradients", "int8", {}),
+        ("layout.dp_replicate", 2, {}),
     ],
 )
 def test_what_deepspeed_cannot_say_is_refused_alone(key: str, value: object, others: dict[str, object]) -> None:

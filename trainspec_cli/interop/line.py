@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -106,6 +106,41 @@ class AtLeast:
 
 
 @dataclass(frozen=True)
+class LastSteps:
+    """A fraction of the run, as the steps that it lasts."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        assert isinstance(value, (int, float))
+        start = max(run.whole("optim.schedule.warmup_steps"), round(run.whole("train.max_steps") * (1 - value)))
+        return run.whole("train.max_steps") - start
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        if not isinstance(value, int):
+            raise CannotSayError("a whole number")
+        return float(f"{value / known.whole('train.max_steps'):.12g}")
+
+
+class When(Protocol):
+    """When a line applies."""
+
+    def holds(self, run: RunValues) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Where:
+    """A condition on several values together."""
+
+    predicate: Callable[[RunValues], bool]
+
+    def holds(self, run: RunValues) -> bool:
+        return self.predicate(run)
+
+
+def where(predicate: Callable[[RunValues], bool]) -> Where:
+    return Where(predicate)
+
+
+@dataclass(frozen=True)
 class Condition:
     """When a line applies: a value of the run is one of some, or none of them."""
 
@@ -134,7 +169,7 @@ class Line:
     theirs: str
     """A dotted key of the engine, `[i]` for an item of a list; empty where other lines imply the value."""
     codec: Codec = field(default_factory=Same)
-    when: tuple[Condition, ...] = ()
+    when: tuple[When, ...] = ()
     approximate: str = ""
     """What differs in the engine; empty where it does the same."""
     place: Place = "config"
@@ -152,7 +187,7 @@ class Fixed:
     theirs: str
     value: JsonValue
     why: str
-    when: tuple[Condition, ...] = ()
+    when: tuple[When, ...] = ()
     place: Place = "config"
 
     def applies(self, run: RunValues) -> bool:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from trainspec_cli.interop.target import Target
-from trainspec_cli.interop.targets import accelerate, deepspeed, kubernetes, skypilot, torchtitan, transformers
+from trainspec_cli.interop.targets import (
+    accelerate,
+    deepspeed,
+    kubernetes,
+    megatron,
+    skypilot,
+    torchtitan,
+    transformers,
+)
 
-ENGINES = (deepspeed.TARGET, accelerate.TARGET, transformers.TARGET, torchtitan.TARGET)
+ENGINES = (deepspeed.TARGET, accelerate.TARGET, transformers.TARGET, torchtitan.TARGET, megatron.TARGET)
 LAUNCHERS = (kubernetes.JOB, kubernetes.JOB_SET, kubernetes.TRAIN_JOB, skypilot.TARGET)
 """Cluster managers, which start trainspec itself."""
 TARGETS: dict[str, Target] = {target.name: target for target in (*ENGINES, *LAUNCHERS)}

@@ -68,6 +68,8 @@ class Target:
     """Key or section -> why it is not carried, besides those that no engine carries."""
     rules: tuple[Callable[[RunValues], Iterator[Problem]], ...] = ()
     """What the engine refuses of several keys together."""
+    settle: Callable[[dict[str, JsonValue], Keys], dict[str, JsonValue]] | None = None
+    """Complete the recipe's values that were read of the engine's keys by what the keys say together, or by absence."""
     carries_recipe: bool = False
     """trainspec itself is started, so that the recipe's arguments say all else."""
 

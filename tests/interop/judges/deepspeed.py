@@ -6,7 +6,9 @@ import sys
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime import config as module
+
+module.dist.get_rank = lambda: 0  # there is no job
 
 SECTIONS = {
     "zero_optimization": "zero_config",
@@ -46,7 +48,7 @@ def look_up(config, key):
 
 def judge(case):
     try:
-        config = DeepSpeedConfig(json.loads(case["files"]["ds_config.json"]), mpu=Ranks(case["about"]["ranks"]))
+        config = module.DeepSpeedConfig(json.loads(case["files"]["ds_config.json"]), mpu=Ranks(case["about"]["ranks"]))
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     found = {}

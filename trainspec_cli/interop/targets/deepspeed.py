@@ -10,7 +10,8 @@ from trainspec_cli.interop.line import AtLeast, Choice, Fixed, Line, OrNone, giv
 from trainspec_cli.interop.not_carried import SCRIPT
 from trainspec_cli.interop.run_values import RunValues
 from trainspec_cli.interop.script import FOLDER, USER_SCRIPT, options, shell_script
-from trainspec_cli.interop.target import Spoken, Target, nest
+from trainspec_cli.interop.target import Keys, Spoken, Target, nest
+from trainspec_cli.json_value import JsonValue
 
 CONFIG = "ds_config.json"
 SHARDED = unless("derived.shards", 1)
@@ -21,7 +22,6 @@ DECAYS_ALL = (
     "DeepSpeed decays every parameter that your script's groups do not spare; trainspec spares norms and biases"
 )
 COSINE_STEP = "the last step is one later than trainspec's, whose cosine ends on the last update"
-MICS = "MiCS shards within dp_shard ranks and sums across replicas, where your script builds the model in MiCS_Init"
 AUTOTP = "AutoTP divides the layers whose module names it knows"
 MODEL_CODE = "the JSON says how; your model's code calls deepspeed.checkpointing where it recomputes"
 
@@ -30,14 +30,7 @@ LINES = (
     Line("batching.micro_batch_size", "train_micro_batch_size_per_gpu"),
     Line("derived.grad_accum_steps", "gradient_accumulation_steps"),
     Line("layout.zero_stage", "zero_optimization.stage", when=(SHARDED,)),
-    Line(
-        "layout.dp_shard",
-        "zero_optimization.mics_shard_size",
-        when=(SHARDED, given("layout.zero_stage", 3), unless("layout.dp_replicate", 1)),
-        approximate=MICS,
-        also=("layout.dp_replicate",),
-    ),
-    Line("layout.dp_shard", "", when=(given("layout.dp_replicate", 1),)),
+    Line("layout.dp_shard", "", when=(SHARDED,)),
     Line("layout.dp_replicate", "", when=(given("derived.shards", 1),)),
     Line("layout.tp", "tensor_parallel.autotp_size", when=(unless("layout.tp", 1),), approximate=AUTOTP),
     Line("layout.cp", "sequence_parallel_size", when=(unless("layout.cp", 1),)),
@@ -98,7 +91,7 @@ FIXED = (
 )
 
 CANNOT = {
-    "layout.dp_replicate": "with zero_stage 3 it shards within groups (MiCS), below it over all data-parallel ranks",
+    "layout.dp_replicate": "ZeRO shards over all data-parallel ranks",
     "layout.sequence_parallel": "AutoTP leaves norms and residuals whole",
     "layout.pp": "its pipeline is a class that your model's code is written in",
     "layout.ep": "its experts are modules of your model's code",
@@ -131,4 +124,15 @@ def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
     }
 
 
-TARGET = Target("deepspeed", "DeepSpeed", "0.19.8", LINES, render, FIXED, CANNOT, SCRIPT, (refused_together,))
+def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
+    """Without ZeRO nothing is sharded; without bf16 and fp16 it computes in fp32."""
+    values.setdefault("precision.compute", "fp32")
+    values.setdefault("optim.schedule.kind", "constant")
+    if values.get("layout.zero_stage", 0) == 0:
+        return {**values, "layout.zero_stage": 3, "layout.dp_shard": 1, "layout.dp_replicate": "auto"}
+    if values.get("layout.cp", 1) != 1:
+        values["layout.context_method"] = "ulysses"
+    return values
+
+
+TARGET = Target("deepspeed", "DeepSpeed", "0.19.8", LINES, render, FIXED, CANNOT, SCRIPT, (refused_together,), settle)

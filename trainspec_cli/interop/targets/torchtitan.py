@@ -9,7 +9,7 @@ from trainspec_cli.errors import Problem
 from trainspec_cli.interop.line import AtLeast, CannotSayError, Choice, Fixed, Line, given, unless
 from trainspec_cli.interop.run_values import RunValues
 from trainspec_cli.interop.script import FOLDER, shell_script, torchrun
-from trainspec_cli.interop.target import Spoken, Target, nest
+from trainspec_cli.interop.target import Keys, Spoken, Target, nest
 from trainspec_cli.json_value import JsonObject, JsonValue
 
 MODULE = "trainspec_run"
@@ -172,6 +172,13 @@ LINES = (
 )
 
 FIXED = (
+    Fixed("training.disable_cuda_graphs", True, "CUDA graphs know no pipeline", (IN_PIPELINE,)),
+    Fixed(
+        "training.disable_cuda_graphs",
+        True,
+        "CUDA graphs know no exchange of tokens between experts",
+        (NO_PIPELINE, unless("layout.ep", 1)),
+    ),
     Fixed("checkpoint.enable", True, "trainspec writes checkpoints always"),
     Fixed("checkpoint.last_save_model_only", False, "trainspec's last checkpoint can be resumed from"),
     Fixed("dataloader.dataset", "c4", "the data set that torchtitan registers"),
@@ -265,4 +272,15 @@ def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
     return {f"{MODULE}.py": module_text(spoken, run), "launch.sh": shell_script(about, command, {}, needs=[here])}
 
 
-TARGET = Target("torchtitan", "torchtitan", "0.3.0", LINES, render, FIXED, CANNOT, OF_RECIPE, (refused_together,))
+def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
+    """A rate that falls by a factor of 1 does not fall; a model is one of the recipes' own."""
+    if keys.get("lr_scheduler.min_lr_factor") == 1.0:
+        values["optim.schedule.kind"] = "constant"
+        values.pop("optim.schedule.final_lr_ratio", None)
+    sizes = FLAVORS.get(str(keys.get("model")), {})
+    return {**values, **{f"model.{key}": value for key, value in sizes.items()}, "optim.name": "adamw"}
+
+
+TARGET = Target(
+    "torchtitan", "torchtitan", "0.3.0", LINES, render, FIXED, CANNOT, OF_RECIPE, (refused_together,), settle
+)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from trainspec_cli.interop.line import CannotSayError, Choice, Fixed, Line, OrNone, given, unless
+from trainspec_cli.interop.line import Choice, Fixed, LastSteps, Line, OrNone, given, unless
 from trainspec_cli.interop.not_carried import SCRIPT
 from trainspec_cli.interop.run_values import RunValues
 from trainspec_cli.interop.script import FOLDER, USER_SCRIPT, options, shell_script
 from trainspec_cli.interop.target import Spoken, Target, nest
 from trainspec_cli.interop.targets import accelerate
-from trainspec_cli.json_value import JsonValue
 
 ARGUMENTS = "training_args.json"
 COSINE, WSD = given("optim.schedule.kind", "cosine"), given("optim.schedule.kind", "wsd")
@@ -20,21 +19,6 @@ ADAM = given("optim.name", "adamw", "adamw8bit")
 BITSANDBYTES = "bitsandbytes scales blocks of its own size"
 AT_ALL = unless("checkpoint.interval_steps", None)
 NO_END = "the Trainer writes none by itself at the end: call save_model in your script"
-
-
-@dataclass(frozen=True)
-class LastSteps:
-    """A fraction of the run, as the steps that it lasts."""
-
-    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
-        assert isinstance(value, (int, float))
-        start = max(run.whole("optim.schedule.warmup_steps"), round(run.whole("train.max_steps") * (1 - value)))
-        return run.whole("train.max_steps") - start
-
-    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
-        if not isinstance(value, int):
-            raise CannotSayError("a whole number")
-        return float(f"{value / known.whole('train.max_steps'):.12g}")
 
 
 SAID_BY_TRAINER = ("recompute", "compile", "derived.grad_accum_steps")
