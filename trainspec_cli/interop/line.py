@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from trainspec_cli.interop.run_values import RunValues
 from trainspec_cli.json_value import JsonValue
@@ -23,7 +23,7 @@ class CannotSayError(ValueError):
         self.hint = hint
 
 
-class Codec(Protocol):
+class Wording(Protocol):
     """How a value is said: `write` for the engine, `read` for the recipe. Both raise CannotSayError."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue: ...
@@ -46,7 +46,8 @@ class Same:
 class Choice:
     """One of a few values, each under the engine's own name."""
 
-    names: Mapping[JsonValue, JsonValue]  # type: ignore[type-var]
+    names: Mapping[Any, Any]
+    """The recipe's value -> the engine's."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
         for ours, theirs in self.names.items():
@@ -141,7 +142,7 @@ def where(predicate: Callable[[RunValues], bool]) -> Where:
 
 
 @dataclass(frozen=True)
-class Condition:
+class OneOf:
     """When a line applies: a value of the run is one of some, or none of them."""
 
     key: str
@@ -152,12 +153,12 @@ class Condition:
         return (run[self.key] in self.values) != self.inverted
 
 
-def given(key: str, *values: JsonValue) -> Condition:
-    return Condition(key, values)
+def given(key: str, *values: JsonValue) -> OneOf:
+    return OneOf(key, values)
 
 
-def unless(key: str, *values: JsonValue) -> Condition:
-    return Condition(key, values, inverted=True)
+def unless(key: str, *values: JsonValue) -> OneOf:
+    return OneOf(key, values, inverted=True)
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ class Line:
     """A key of the recipe, or a derived value."""
     theirs: str
     """A dotted key of the engine, `[i]` for an item of a list; empty where other lines imply the value."""
-    codec: Codec = field(default_factory=Same)
+    codec: Wording = field(default_factory=Same)
     when: tuple[When, ...] = ()
     approximate: str = ""
     """What differs in the engine; empty where it does the same."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainspec_cli.interop.line import CannotSayError, Condition, Line, show
+from trainspec_cli.interop.line import CannotSayError, OneOf, Line, show
 from trainspec_cli.interop.run_values import DERIVED, RunValues
 from trainspec_cli.interop.target import Target
 from trainspec_cli.json_value import JsonValue
@@ -70,9 +70,9 @@ def _is_decided(line: Line, known: Mapping[str, JsonValue], waiting: list[Line])
     return not any(condition.key in awaited for condition in _conditions(line))
 
 
-def _conditions(line: Line) -> list[Condition]:
+def _conditions(line: Line) -> list[OneOf]:
     """Return the conditions on single other keys: the codec decides about the line's own."""
-    return [one for one in line.when if isinstance(one, Condition) and one.key not in (line.ours, f"{DERIVED}shards")]
+    return [one for one in line.when if isinstance(one, OneOf) and one.key not in (line.ours, f"{DERIVED}shards")]
 
 
 def _of_processes(known: Mapping[str, JsonValue]) -> dict[str, JsonValue]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainspec_cli.interop.line import Condition, given, unless
+from trainspec_cli.interop.line import OneOf, given, unless
 from trainspec_cli.interop.run_values import RunValues
 from trainspec_cli.json_value import JsonValue
 
@@ -96,7 +96,7 @@ OFF: Mapping[str, JsonValue] = {
 }
 """Key -> the value at which it asks for nothing, so that no line is needed."""
 
-MEANINGLESS: Mapping[str, Condition] = {
+MEANINGLESS: Mapping[str, OneOf] = {
     "layout.zero_stage": given("derived.shards", 1),
     "layout.sequence_parallel": given("layout.tp", 1),
     "layout.pipeline_schedule": given("layout.pp", 1),

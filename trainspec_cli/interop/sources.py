@@ -134,7 +134,7 @@ def _literal(node: ast.expr) -> JsonValue:
         value = ast.literal_eval(node)
     except ValueError:
         return ast.unparse(node)
-    return list(value) if isinstance(value, tuple) else value  # type: ignore[no-any-return]
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _model(tree: ast.Module) -> Iterator[tuple[str, JsonValue]]:

@@ -37,13 +37,13 @@ class Ranks:
 
 
 def look_up(config, key):
-    section, _, name = key.rpartition(".")
-    holder = getattr(config, SECTIONS[section]) if section in SECTIONS else config
-    name = name if section in SECTIONS else NAMES.get(key, key)
-    name, _, index = name.partition("[")
-    value = holder[name] if isinstance(holder, dict) else getattr(holder, name)
-    value = value[int(index[:-1])] if index else value
-    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value).rpartition(".")[2]
+    section = max((name for name in SECTIONS if key.startswith(f"{name}.")), key=len, default="")
+    value = getattr(config, SECTIONS[section]) if section else config
+    for part in [NAMES[key]] if key in NAMES else key[len(section) :].strip(".").split("."):
+        name, _, index = part.partition("[")
+        value = value[name] if isinstance(value, dict) else getattr(value, name)
+        value = value[int(index[:-1])] if index else value
+    return value if isinstance(value, (int, float, bool, type(None))) else str(value).rpartition(".")[2]
 
 
 def judge(case):

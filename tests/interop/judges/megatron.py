@@ -24,7 +24,9 @@ from megatron.training.argument_utils import core_transformer_config_from_args  
 from megatron.training.arguments import parse_args, validate_args  # noqa: E402
 
 CLEAN = dict(os.environ)
+WITHOUT_TRANSFORMER_ENGINE = ["--no-rope-fusion"]
 DESTINATIONS = {
+    "--norm-epsilon": "layernorm_epsilon",
     "--untie-embeddings-and-output-weights": "untie_embeddings_and_output_weights",
     "--disable-bias-linear": "add_bias_linear",
 }
@@ -35,7 +37,7 @@ def judge(case):
     os.environ.update(CLEAN)
     os.environ.update(case["about"]["environment"])
     os.environ.update({"WORLD_SIZE": str(case["world_size"]), "RANK": "0"})
-    sys.argv = ["pretrain_gpt.py", *case["about"]["words"]]
+    sys.argv = ["pretrain_gpt.py", *case["about"]["words"], *WITHOUT_TRANSFORMER_ENGINE]
     try:
         with contextlib.redirect_stderr(io.StringIO()) as said:
             arguments = parse_args()

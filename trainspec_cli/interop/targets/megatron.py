@@ -42,7 +42,7 @@ class StageLayers:
 
 
 @dataclass(frozen=True)
-class Split:
+class HeldOut:
     """A held-out fraction, as hundredths of training, validation and test."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
@@ -146,7 +146,7 @@ DATA = (
     Line("data.seq_len", "--max-position-embeddings"),
     Line("data.source", "", Choice({"megatron": None})),
     Line("data.path", "--data-path", Prefix()),
-    Line("data.heldout_fraction", "--split", Split(), approximate=BY_DOCUMENT),
+    Line("data.heldout_fraction", "--split", HeldOut(), approximate=BY_DOCUMENT),
 )
 LAYOUT = (
     Line("layout.tp", "--tensor-model-parallel-size"),

@@ -13,9 +13,15 @@ from trainspec_cli.interop.target import Keys, Spoken, Target, nest
 from trainspec_cli.json_value import JsonObject, JsonValue
 
 MODULE = "trainspec_run"
-LLAMA3 = {"vocab_size": 128256, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 500_000.0, "norm_eps": 1e-5}
+LLAMA3: JsonObject = {
+    "vocab_size": 128256,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "rope_theta": 500_000.0,
+    "norm_eps": 1e-5,
+}
 LLAMA3 |= {"tied_embeddings": False, "qk_norm": False, "attention_bias": "none"}
-QWEN3 = {"vocab_size": 151936, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e6, "norm_eps": 1e-6}
+QWEN3: JsonObject = {"vocab_size": 151936, "num_kv_heads": 8, "head_dim": 128, "rope_theta": 1e6, "norm_eps": 1e-6}
 QWEN3 |= {"qk_norm": True, "attention_bias": "none"}
 
 
