@@ -46,7 +46,7 @@ class Same:
 class Choice:
     """One of a few values, each under the engine's own name."""
 
-    names: Mapping[Any, Any]
+    names: Mapping[Any, JsonValue]
     """The recipe's value -> the engine's."""
 
     def write(self, value: JsonValue, run: RunValues) -> JsonValue:
@@ -56,6 +56,7 @@ class Choice:
         raise CannotSayError(" or ".join(show(ours) for ours in self.names))
 
     def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        ours: JsonValue
         for ours, theirs in self.names.items():
             if _folded(theirs) == _folded(value):
                 return ours

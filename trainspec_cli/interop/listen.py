@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainspec_cli.interop.line import CannotSayError, OneOf, Line, show
+from trainspec_cli.interop.line import CannotSayError, Line, OneOf, show
 from trainspec_cli.interop.run_values import DERIVED, RunValues
 from trainspec_cli.interop.target import Target
 from trainspec_cli.json_value import JsonValue
