@@ -26,6 +26,7 @@ DOORS = {
     "huggingface": {"spec"},
     "planner": {"spec", "policy"},
     "scheduler": {"spec", "policy", "planner", "rundir"},
+    "interop": {"spec"},
     "diagnosis": {"spec", "policy", "rundir"},
     "wire": set(),
     "launcher": {"spec", "policy", "rundir", "corpus", "huggingface", "wire"},
@@ -42,6 +43,7 @@ DOORS = {
         "huggingface",
         "planner",
         "scheduler",
+        "interop",
         "diagnosis",
         "launcher",
         "reporter",
@@ -49,6 +51,7 @@ DOORS = {
     },
     "cli": {
         "session",
+        "interop",
         "composer",
         "spec",
         "rundir",

@@ -28,7 +28,7 @@ from trainspec_cli.cli.main import COMMANDS, load_command
 from trainspec_cli.spec.recipe.run import RunSpec
 
 CHECKOUT = Path(__file__).parents[2]
-PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))]
+PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]
 README_WORDS = 900
 
 

@@ -11,11 +11,13 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from trainspec_cli.cli import MODULES
+
 RUN_FIRST = ("resume", "watch", "logs", "stop", "report", "diagnose", "export")
 """Commands whose first argument is a run."""
 RUNS_AFTER = (("runs", "compare"), ("runs", "rm"))
 """Commands of commands that take any number of runs."""
-WITH_KEYS = ("plan", "launch", "sbatch", "fabric", "kernels", "validate", "show", "resume")
+WITH_KEYS = ("plan", "launch", "sbatch", "emit", "fabric", "kernels", "validate", "show", "resume")
 """Commands that take `key=value`."""
 RUNS, RUN_FILE, LAST = "runs", "run.json", "last"
 MOST_FOLDERS = 2_000
@@ -37,12 +39,12 @@ def _candidates(before: Sequence[str], word: str, commands: Sequence[str]) -> It
         return
     command, *rest = before
     given = [other for other in rest if not other.startswith("-")]
-    module = _parse(command) if command in commands else None
+    module = _parse(MODULES.get(command, command)) if command in commands else None
     below = [] if module is None else [name for name, _ in _commands(module)]
     if module is not None and below and not given:
         yield from _options(module, command) if word.startswith("-") else below
     elif module is not None and word.startswith("-"):
-        yield from _options(module, given[0] if below else command)
+        yield from _options(module, given[0] if below else MODULES.get(command, command))
     elif (command in RUN_FIRST and not given) or (command, *given[:1]) in RUNS_AFTER:
         yield from (LAST, *_runs(Path(RUNS)))
     elif command == "list":

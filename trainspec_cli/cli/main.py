@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainspec_cli import __version__
+from trainspec_cli.cli import MODULES
 from trainspec_cli.errors import EXIT_CODES, Problem, RecipeError, closest
 from trainspec_cli.reporter.style import Style
 
@@ -22,6 +23,8 @@ COMMANDS = {
     "stop": "let a run write a checkpoint and end, from another terminal",
     "report": "show how a run went, and where its time was spent",
     "diagnose": "name what slows a run: cause, place, cost, proof and remedy",
+    "emit": "write a recipe's plan as the configuration of another engine",
+    "import": "read another engine's configuration into a recipe, which plan answers for",
     "export": "write a run's weights as a Hugging Face folder",
     "backtest": "predict a table of measured runs, and show the errors",
     "doctor": "check that this node, or each of a Slurm job, is fit to train",
@@ -83,6 +86,7 @@ def load_command(name: str) -> Any:
     terminal alone: they are padded with spaces."""
     import typer
 
+    name = MODULES.get(name, name)
     module = importlib.import_module(f"trainspec_cli.cli.{name}")
     app = getattr(module, "app", None) or typer.Typer(add_completion=False)
     if not sys.stdout.isatty():

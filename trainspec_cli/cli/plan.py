@@ -19,7 +19,7 @@ from trainspec_cli.reporter.plan.sweep_page import render_sweep_page
 from trainspec_cli.reporter.plan.text import render_plan, render_sweep
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.disturbance import load_disturbance
-from trainspec_cli.session.plan import plan_recipe
+from trainspec_cli.session.plan import plan_recipe, require_fit
 from trainspec_cli.session.sweep import read_sweep, sweep_arguments
 from trainspec_cli.spec.json_text import json_text
 
@@ -88,6 +88,4 @@ def _refuse(planned: PlanReport, as_json: bool) -> None:
     """Refuse a plan without a best layout; with `--json` the plan itself is the answer."""
     if as_json:
         raise typer.Exit(PlanError.exit_code)
-    devices = f"{planned.capacity.world_size:,} {planned.device}"
-    message = f"no layout of {planned.spec.model.name or 'the model'} fits on {devices}"
-    raise PlanError(Problem(code="does_not_fit", message=message, hint="; ".join(planned.capacity.advice)))
+    require_fit(planned)

@@ -19,19 +19,29 @@ from trainspec_cli.planner.search.auto import as_plan, is_run
 from trainspec_cli.planner.search.variants import plan_on_what_divides, plan_other_recovery
 from trainspec_cli.reporter.plan.report import PlanReport
 from trainspec_cli.reporter.plan.trace import TraceReport, compare_trace
-from trainspec_cli.session.disturbance import load_disturbance, simulate_disturbed
+from trainspec_cli.session.disturbance import NamedDisturbance, load_disturbance, simulate_disturbed
 from trainspec_cli.session.load import Loaded, load_for_planning, this_machine
 from trainspec_cli.session.no_recipe import with_defaults
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.prediction import CapacityPlan
+from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.rules.engine import check_built
 
 
 def plan_recipe(arguments: Sequence[str], *, trace: bool = False) -> PlanReport:
     """Plan a recipe on its cluster. Raises RecipeError where it is wrong; `best` is None where nothing fits."""
     arguments, defaults = with_defaults(arguments)
-    loaded, disturbed = load_for_planning(arguments), load_disturbance(arguments)
+    return plan_loaded(load_for_planning(arguments), defaults, load_disturbance(arguments), trace=trace)
+
+
+def plan_loaded(
+    loaded: Loaded,
+    defaults: tuple[str, ...] = (),
+    disturbed: NamedDisturbance | None = None,
+    *,
+    trace: bool = False,
+) -> PlanReport:
+    """Plan a recipe that is loaded. Raises as `plan_recipe` does."""
     if len(loaded.spec.cluster.pools) > 1:
         if disturbed or trace:
             raise RecipeError(_of_alike_nodes("disturb=" if disturbed else "--trace"))
@@ -70,6 +80,15 @@ def _plan_on_pools(loaded: Loaded, defaults: tuple[str, ...]) -> PlanReport:
         capacity = replace(capacity, advice=tuple(advise_pools(spec, compared)))
     run = forecast_run(spec, capacity, best) if best else None
     return PlanReport(spec, capacity, run, defaults=defaults, pools=compared)
+
+
+def require_fit(planned: PlanReport) -> Candidate:
+    """Return the best layout. Raises PlanError where nothing fits, with what would."""
+    if planned.best:
+        return planned.best
+    devices = f"{planned.capacity.world_size:,} {planned.device}"
+    message = f"no layout of {planned.spec.model.name or 'the model'} fits on {devices}"
+    raise PlanError(Problem(code="does_not_fit", message=message, hint="; ".join(planned.capacity.advice)))
 
 
 def _of_alike_nodes(asked: str) -> Problem:

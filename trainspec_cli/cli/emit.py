@@ -1,0 +1,71 @@
+"""`trainspec emit`: a recipe's plan as the configuration of another engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainspec_cli.cli.options import AsJson, RecipeArguments
+from trainspec_cli.interop.emission import EMITTED
+from trainspec_cli.interop.line import show
+from trainspec_cli.interop.not_carried import NOT_CARRIED
+from trainspec_cli.interop.registry import TARGETS
+from trainspec_cli.interop.run_values import Container
+from trainspec_cli.reading.files import read_object
+from trainspec_cli.reporter.style import Style
+from trainspec_cli.session.emit import Emission, emit_recipe, write_emission
+from trainspec_cli.spec.json_text import json_text
+
+For = Annotated[str, typer.Option("--for", metavar="ENGINE", help=f"One of {', '.join(TARGETS)}.")]
+Output = Annotated[Path, typer.Option(metavar="DIR", help="Folder of the files that are written.")]
+Overwrite = Annotated[bool, typer.Option("--force", help="Overwrite files that are there.")]
+
+
+Image = Annotated[str, typer.Option(metavar="NAME", help="Container image with trainspec (kubernetes, skypilot).")]
+Volume = Annotated[str, typer.Option(metavar="NAME", help="Volume that all nodes mount (kubernetes, skypilot).")]
+
+
+def emit(
+    arguments: RecipeArguments,
+    engine: For,
+    output: Output,
+    image: Image = "",
+    volume: Volume = "",
+    force: Overwrite = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a recipe's plan as another engine's configuration, with the command and the environment of the run.
+
+    For a cluster manager (kubernetes, jobset, trainjob, skypilot), the manifest by which it starts trainspec.
+
+    Needs no GPU, and not the engine. What the engine cannot say is refused by name. DIR/emitted.json says which key
+    became which, what is only nearly the same, and what is not carried.
+    """
+    emission = emit_recipe(arguments, engine, Container(image, volume))
+    write_emission(emission, output, force=force)
+    if as_json:
+        print(json_text(read_object(output / EMITTED)))
+    else:
+        print("\n".join(_summary(emission, output)))
+
+
+def _summary(emission: Emission, output: Path) -> Iterator[str]:
+    """Yield a short table; the whole of it is emitted.json."""
+    target, spoken, style = emission.target, emission.spoken, Style.of(sys.stdout)
+    yield f"{output}: {', '.join(emission.files)} for {target.title} {target.version}"
+    nearly = [one for one in spoken.said if one.approximate]
+    rows = [("exact", f"{len(spoken.said) - len(nearly)} keys")]
+    rows += [("approximate", f"{one.ours} -> {one.theirs or 'implied'}: {one.approximate}") for one in nearly]
+    own = [one.ours for one in spoken.not_carried if one.ours in NOT_CARRIED]
+    of_script: dict[str, list[str]] = {}
+    for one in spoken.not_carried:
+        if one.ours not in NOT_CARRIED:
+            of_script.setdefault(one.why, []).append(f"{one.ours}={show(one.value)}")
+    rows += [("not carried", f"{why}: {' '.join(values)}") for why, values in of_script.items()]
+    rows += [("not carried", f"trainspec's own: {', '.join(own)}")] if own else []
+    for (kind, text), before in zip(rows, ["", *(kind for kind, _ in rows)], strict=False):
+        yield f"{style.bold(kind if kind != before else ''):<11}  {text}"

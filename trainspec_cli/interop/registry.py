@@ -1,0 +1,20 @@
+"""The engines that a recipe is emitted for."""
+
+from __future__ import annotations
+
+from trainspec_cli.interop.target import Target
+from trainspec_cli.interop.targets import (
+    accelerate,
+    deepspeed,
+    kubernetes,
+    megatron,
+    skypilot,
+    torchtitan,
+    transformers,
+)
+
+ENGINES = (deepspeed.TARGET, accelerate.TARGET, transformers.TARGET, torchtitan.TARGET, megatron.TARGET)
+LAUNCHERS = (kubernetes.JOB, kubernetes.JOB_SET, kubernetes.TRAIN_JOB, skypilot.TARGET)
+"""Cluster managers, which start trainspec itself."""
+TARGETS: dict[str, Target] = {target.name: target for target in (*ENGINES, *LAUNCHERS)}
+"""Name, as `--for` takes it -> target."""

@@ -1,0 +1,160 @@
+"""The engines' files as flat keys: JSON, YAML, a Python module (parsed, not run), and the words of a shell script."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import yaml
+
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.interop.target import flat
+from trainspec_cli.json_value import JsonObject, JsonValue
+
+MEETING = (
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--master-addr",
+    "--master-port",
+    "--node-rank",
+    "--standalone",
+)
+"""Options of torchrun that say where processes meet."""
+MOST_CHARS = 1_000_000
+"""Characters of a file that is read."""
+
+
+def read_source(file: Path, engine: str) -> dict[str, JsonValue]:
+    """Return the engine's keys that a file says. Raises RecipeError where it cannot be read."""
+    text = _text(file)
+    try:
+        return READERS[engine](text)
+    except (ValueError, SyntaxError, yaml.YAMLError, RecursionError, MemoryError) as error:
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        hint = f"engines that are read: {', '.join(READERS)}; name one with --from"
+        raise RecipeError(
+            Problem("unreadable", f"{file} is no configuration of {engine}: {what}", hint=hint)
+        ) from error
+
+
+def guess_engine(file: Path) -> str:
+    """Return the engine whose files end like this one."""
+    return {".json": "deepspeed", ".yaml": "accelerate", ".yml": "accelerate", ".py": "torchtitan"}.get(
+        file.suffix, "megatron"
+    )
+
+
+def _text(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise RecipeError(
+            Problem("missing_file", f"{file} cannot be read: {why}", hint="name a file that is there")
+        ) from error
+    if len(text) > MOST_CHARS:
+        raise RecipeError(
+            Problem("unreadable", f"{file} has more than {MOST_CHARS:,} characters", hint="name another file")
+        )
+    return text
+
+
+def _json(text: str) -> dict[str, JsonValue]:
+    return flat(_section(json.loads(text)))
+
+
+def _yaml(text: str) -> dict[str, JsonValue]:
+    return flat(_section(yaml.safe_load(text)))
+
+
+def _section(value: object) -> JsonObject:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError("it has no keys at the top")
+    return value
+
+
+def _words(text: str) -> dict[str, JsonValue]:
+    """Return `--name value` and `--name=value` of a script; a name without a value is true."""
+    keys: dict[str, JsonValue] = {}
+    name = ""
+    for word in shlex.split(text.replace("\\\n", " "), comments=True):
+        if word.startswith("--") and len(word) > 2:
+            name, _, value = word.partition("=")
+            keys[name] = _number(value) if value else True
+        elif name and keys[name] is True:
+            keys[name] = _number(word)
+        elif name and word != "$@":
+            before = keys[name]
+            keys[name] = [*(before if isinstance(before, list) else [before]), _number(word)]
+    if not keys:
+        raise ValueError("it has no --options")
+    return {name: value for name, value in keys.items() if name not in MEETING}
+
+
+def _number(word: str) -> JsonValue:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def _module(text: str) -> dict[str, JsonValue]:
+    """Return the keyword arguments of the `Trainer.Config(...)` that a function returns, by section and name."""
+    tree = ast.parse(text)
+    calls = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Trainer.Config"
+    ]
+    if len(calls) != 1:
+        raise ValueError(f"it calls Trainer.Config {len(calls)} times, and one is read")
+    keys = dict(_model(tree))
+    for argument in calls[0].keywords:
+        name, value = argument.arg or "**", argument.value
+        if name == "activation_checkpoint":
+            keys[name] = {"FullAC.Config": "full", "SelectiveAC.Config": "selective"}.get(_called(value))
+        elif isinstance(value, ast.Call):
+            keys.update(flat({name: {one.arg or "**": _literal(one.value) for one in value.keywords}}))
+        elif name != "model_spec":
+            keys[name] = _literal(value)
+    return keys
+
+
+def _called(node: ast.expr) -> str:
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+
+
+def _literal(node: ast.expr) -> JsonValue:
+    """Return a value that is written out, or the text of what would be computed."""
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _model(tree: ast.Module) -> Iterator[tuple[str, JsonValue]]:
+    """Yield the model as `family.size`, from the import and the call of `model_registry`."""
+    nodes = list(ast.walk(tree))
+    families = [
+        (node.module or "").rpartition(".")[2]
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "model_registry" for alias in node.names)
+    ]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "model_registry"]
+    for family, call in zip(families, calls, strict=False):
+        if call.args:
+            yield "model", f"{family}.{_literal(call.args[0])}"
+
+
+READERS: Mapping[str, Callable[[str], dict[str, JsonValue]]] = {
+    "deepspeed": _json,
+    "accelerate": _yaml,
+    "torchtitan": _module,
+    "megatron": _words,
+}
+"""Engines whose files are read."""
