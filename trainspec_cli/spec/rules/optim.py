@@ -56,14 +56,14 @@ def describe_other_blocks(spec: RunSpec, tp: int, other_tp: int) -> str:
     """
     if spec.optim.name != "adamw8bit" or not isinstance(spec.model, TextModel) or tp == other_tp:
         return ""
-    for key, row in _rows_cut_by_tp(spec.model).items():
+    for key, row in _rows_cut_by_tp(spec.model, spec.lora.rank).items():
         if any(size > 1 and row % (size * BLOCK) for size in (tp, other_tp)):
             cut = f"layout.tp {tp} and {other_tp} cut rows of {key} ({row}) into other blocks of {BLOCK}"
             return f"`{NAME}` is adamw8bit, and {cut}"
     return ""
 
 
-def _rows_cut_by_tp(model: TextModel) -> dict[str, int]:
+def _rows_cut_by_tp(model: TextModel, lora_rank: int) -> dict[str, int]:
     """Return the lengths of the rows that tp cuts and whose moments are kept in 8 bits, by the keys that say them."""
     mixers = {mixer for layer in model.layer_list for mixer in layer.mixers}
     decoder, experts = model.as_decoder, model.experts
@@ -79,7 +79,7 @@ def _rows_cut_by_tp(model: TextModel) -> dict[str, int]:
         rows["model.experts.shared_experts x their width"] = experts.shared_experts * width
     if isinstance(model, HybridModel) and "mamba" in mixers:
         rows["model.mamba_num_heads x mamba_head_dim"] = model.mamba_heads * model.mamba_head_dim
-    others = spec.lora.rank or model.hidden_size
+    others = lora_rank or model.hidden_size
     return {key: row for key, row in rows.items() if row >= QUANTISED_ROW and row * others >= QUANTISED_SIZE}
 
 
