@@ -60,7 +60,8 @@ class Recovery:
 
 
 def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
-    """Return what each failure of a run cost. A restart's stall lasts from the failure to the first new work."""
+    """Return what each failure of a run cost. A restart's stall lasts from the failure to the first new work. Of a
+    command of the user's own the next start shows what was lost, where its optimizer counts its updates."""
     recoveries: list[Recovery] = []
     open_restart: tuple[int, float] | None = None
     last_time = 0.0
@@ -69,6 +70,10 @@ def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
             if event.change == "restart":
                 open_restart = len(recoveries), last_time
             recoveries.append(recovery_of(event))
+        elif isinstance(event, StartEvent) and open_restart is not None:
+            place = open_restart[0]
+            if recoveries[place].lost_steps is None and event.step < recoveries[place].step:
+                recoveries[place] = replace(recoveries[place], lost_steps=recoveries[place].step - event.step)
         elif isinstance(event, StepEvent):
             if open_restart is not None:
                 place, failed_at = open_restart

@@ -43,8 +43,8 @@ class EventWriter:
             os.write(self._descriptor, b"\n")
 
     def write(self, event: Event) -> None:
-        """Append `event`, with the time and this writer's rank."""
-        stamped = {**to_plain(event), "time": time.time(), "rank": self._rank}
+        """Append `event`, with this writer's rank, and with the time where it has none."""
+        stamped = {**to_plain(event), "time": event.time or time.time(), "rank": self._rank}
         with self._lock:
             self._unwritten += json_text(stamped, indent=None).encode() + b"\n"
             self._flush()
