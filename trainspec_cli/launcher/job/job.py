@@ -33,6 +33,8 @@ _TORCHRUN = (sys.executable, "-m", "trainspec_cli.engine.comm.torchrun")
 class OwnCommand:
     """What is wanted of a job that runs a command of the user's own."""
 
+    name: str
+    """Its script, for people."""
     max_restarts: int
     """Starts after failures, in the whole job."""
     hang_s: float | None
@@ -74,7 +76,7 @@ class Job:
     @property
     def program(self) -> str:
         """The name of what is started, for people."""
-        return Path(self.command[0]).name if self.own else "torchrun"
+        return self.own.name if self.own else "torchrun"
 
     @property
     def launch_id(self) -> str:

@@ -123,7 +123,8 @@ class HangWatch:
     def _describe(
         self, ranks: Sequence[CountedRank], readings: dict[int, Reading], waited_s: float, deadline_s: float
     ) -> Hang:
-        """Name the ranks that the others wait for. Those that were stopped go on for that: they write their stacks."""
+        """Name the ranks that the others wait for. Those that were stopped go on for as long as it takes them to write
+        their stacks."""
         trainers = {rank.number: rank.trainer for rank in ranks if rank.trainer}
         stopped = [number for number, reading in readings.items() if reading.stopped]
         found = {number: self._looks[number].stack for number in readings}
@@ -159,7 +160,7 @@ def _look(process: psutil.Process, stack: str, trainers: set[int]) -> _Sighting:
 
 def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> dict[int, str]:
     """Return the stacks that the processes write when they are asked to, by process id. One that is stopped does not
-    answer, unless `resume` lets it go on."""
+    answer, unless `resume` lets it go on until it has."""
     sizes = {}
     for trainer in trainers:
         with suppress(OSError, psutil.Error):
@@ -176,6 +177,9 @@ def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> 
             text = _text_after(trainer.stacks, size)
             if trainer.pid not in found and text.endswith("\n") and main_stack(text, trainer):
                 found[trainer.pid] = text
+    for trainer in sizes if resume else ():
+        with suppress(OSError):
+            os.kill(trainer.pid, signal.SIGSTOP)
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -70,7 +71,7 @@ def build_own_job(command: Sequence[str], root: Path, machine: Machine, wanted: 
         world_size=process_count(command) or 1,
         stop_grace_s=wanted.grace_s,
         logs=next_log_folder(RunDir(root).logs),
-        own=OwnCommand(wanted.max_restarts, wanted.hang_s),
+        own=OwnCommand(script_name(command), wanted.max_restarts, wanted.hang_s),
     )
 
 
@@ -161,7 +162,8 @@ def why_uncounted(command: Sequence[str]) -> str:
 
 def what_it_opens(command: Sequence[str]) -> str:
     """Return a warning of the port that torchrun opens to every network; nothing where it is not the launcher."""
-    names = {Path(word).name for word in command[:3]} | set(command[:3])
+    words = list(itertools.takewhile(lambda word: not word.endswith(".py"), command))
+    names = {*words, *(Path(word).name for word in words)}
     if names.isdisjoint(_LAUNCHERS):
         return ""
     return (

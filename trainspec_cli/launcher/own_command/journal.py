@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from trainspec_cli.launcher.own_command.progress import CountedStep, StepFile, CountedProcess, step_files
+from trainspec_cli.launcher.own_command.progress import CountedProcess, CountedStep, StepFile, step_files
 from trainspec_cli.rundir.event_types.event import Event
 from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
 from trainspec_cli.rundir.events import EventWriter, read_sound
