@@ -37,13 +37,16 @@ def in_backward() -> None:
 
 
 def compiled() -> None:
-    warnings.simplefilter("error")
+    warnings.simplefilter("error", UserWarning)
     optimizer = torch.optim.AdamW(model.parameters())
     step = torch.compile(optimizer.step, backend="aot_eager")
     for _ in range(12):
         loss().backward()
         step()
         optimizer.zero_grad()
+    assert all("torch._dynamo.graph_break()" in why for why in torch._dynamo.utils.counters["graph_break"]), (
+        "torch's own"
+    )
 
 
 def scaled() -> None:

@@ -35,6 +35,8 @@ LONGEST_STACK_BYTES = 2**16
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_WRAPPERS = ("wrapper", "inner", "_fn", "_wrapped_call_impl", "_call_impl")
+"""Functions of torch that stand between a call and what is called."""
 _TORCH = f"{os.sep}torch{os.sep}"
 
 
@@ -198,7 +200,7 @@ def main_stack(text: str, trainer: CountedProcess) -> str:
 
 def _in_torch(stack: str) -> bool:
     first = _FRAME.search(stack)
-    return bool(first) and _TORCH in first[1]
+    return first is not None and _TORCH in first[1]
 
 
 def place_of(stack: str) -> str:
@@ -209,8 +211,8 @@ def place_of(stack: str) -> str:
     if own is None:
         return ""
     where = f"{Path(own[0]).name}:{own[1]}"
-    inner = frames[: frames.index(own)]
-    return f"{inner[-1][2]}, called at {where}" if inner else f"{own[2]}, {where}"
+    called = [name for _, _, name in frames[: frames.index(own)] if name not in _WRAPPERS]
+    return f"{called[-1]}, called at {where}" if called else f"{own[2]}, {where}"
 
 
 def _find_late(mains: dict[int, str], readings: dict[int, Reading]) -> tuple[list[int], str]:

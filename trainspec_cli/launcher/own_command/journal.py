@@ -38,8 +38,8 @@ class CountedRank:
     """Steps that its processes have made in this start."""
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
 
-    def write(self, event: Event) -> None:
-        self.writer.write(event)
+    def write(self, event: Event, at: float | None = None) -> None:
+        self.writer.write(event, at)
 
 
 class StepJournal:
@@ -88,7 +88,7 @@ class StepJournal:
         for one in made:
             step_s = max(0.0, one.at - rank.stepped_at) if rank.stepped_at else 0.0
             rank.step, rank.made = rank.before + one.number, rank.made + 1
-            rank.write(_step_event(rank.step, step_s, one.at))
+            rank.write(_step_event(rank.step, step_s), one.at)
             if rank.stepped_at:
                 rank.recent_s.append(step_s)
             rank.stepped_at = one.at
@@ -100,7 +100,6 @@ class StepJournal:
         rank.write(
             StartEvent(
                 step=rank.before,
-                time=trainer.began,
                 world_size=trainer.world_size,
                 device_name=self._device_name,
                 params=0,
@@ -109,7 +108,8 @@ class StepJournal:
                 flops_per_token=0.0,
                 unit=UNIT,
                 pid=trainer.pid,
-            )
+            ),
+            trainer.began,
         )
 
     def _rank_of(self, path: Path, trainer: CountedProcess) -> CountedRank:
@@ -129,11 +129,10 @@ class StepJournal:
         return self._places[path]
 
 
-def _step_event(step: int, step_time_s: float, at: float) -> StepEvent:
+def _step_event(step: int, step_time_s: float) -> StepEvent:
     """Of a program that nobody has changed, a step's number and time are known, and no more."""
     return StepEvent(
         step=step,
-        time=at,
         loss=None,
         grad_norm=None,
         steps=1,
