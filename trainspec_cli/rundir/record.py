@@ -91,7 +91,7 @@ def read_data_dir(run: RunDir) -> str | None:
 
 def has_own_command(run: RunDir) -> bool:
     """Return whether the run is a command of the user's own, which has no plan. Raises UnreadableFileError."""
-    return not isinstance(read_run_record(run).command, Absent)
+    return run.run_json.is_file() and not isinstance(read_run_record(run).command, Absent)
 
 
 def read_plan(run: RunDir) -> Plan:

@@ -60,7 +60,7 @@ def composed_of(report: Report) -> str:
 def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict, ...]:
     """Return the verdicts on a run; none on one that was not planned yet. The planner is asked what would help one that
     nothing slows: that takes as long as its search."""
-    is_own = run.run_json.is_file() and has_own_command(run)
+    is_own = has_own_command(run)
     if not (is_own or run.plan_json.is_file()):
         return ()
     from trainspec_cli.diagnosis.gather import read_run  # loads numpy, as the watch does
