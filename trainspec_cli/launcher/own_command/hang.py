@@ -133,7 +133,8 @@ class HangWatch:
         resumed = read_stacks([trainers[number] for number in stopped], resume=True)
         found |= {number: resumed.get(trainers[number].pid, "") for number in stopped}
         mains = {number: main_stack(stack, trainers[number]) for number, stack in found.items()}
-        late, why = _find_late(mains, readings)
+        ended = sorted(trainers.keys() - readings.keys())
+        late, why = (ended, "it has ended") if ended else _find_late(mains, readings)
         step = max(rank.step for rank in ranks) + 1
         events = {
             number: HangEvent(
@@ -218,11 +219,14 @@ def place_of(stack: str) -> str:
 def _find_late(mains: dict[int, str], readings: dict[int, Reading]) -> tuple[list[int], str]:
     """Return the ranks that the others wait for, and why. Where all wait in torch, those that wait elsewhere than most
     do have left out an exchange, or make one more."""
+    numbers = sorted(mains)  # those of this node: another one's ranks are not looked at
     places = {
-        number: Whereabouts(waiting=_in_torch(stack)) for number, stack in mains.items() if not readings[number].stopped
+        place: Whereabouts(waiting=_in_torch(mains[number]))
+        for place, number in enumerate(numbers)
+        if not readings[number].stopped
     }
-    world_size = max(mains) + 1
-    late, why = find_late(places, world_size)
+    found, why = find_late(places, len(numbers))
+    late = [numbers[place] for place in found]
     if len(mains) == 1 and not late:
         return [*mains], f"it stands in {place_of(*mains.values()) or 'code that has no Python stack'}"
     if late or not all(place.waiting for place in places.values()):
