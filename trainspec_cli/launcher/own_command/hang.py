@@ -158,7 +158,21 @@ def _look(process: psutil.Process, stack: str, trainers: set[int]) -> _Sighting:
     with suppress(psutil.Error, AttributeError, NotImplementedError):  # macOS has no such counters
         counters = process.io_counters()
         moved_bytes = counters.read_chars + counters.write_chars
-    return _Sighting(stack, processor_s([process]), processor_s(children), moved_bytes)
+    return _Sighting(stack, _wanted_s(process), sum(map(_wanted_s, children)), moved_bytes)
+
+
+def _wanted_s(process: psutil.Process) -> float:
+    """Return the time for which a process' threads have computed, or waited for a processor: on a machine that others
+    use too, what works may compute little. Where the system does not count waiting, the time that they computed."""
+    wanted_ns = 0
+    try:
+        for thread in Path(f"/proc/{process.pid}/task").iterdir():
+            with suppress(FileNotFoundError):  # it has ended meanwhile
+                ran_ns, waited_ns, _ = (thread / "schedstat").read_text().split()
+                wanted_ns += int(ran_ns) + int(waited_ns)
+    except (OSError, ValueError):
+        return processor_s([process])
+    return wanted_ns / 1e9 if wanted_ns else processor_s([process])
 
 
 def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> dict[int, str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 MOVED_BYTES = 2**16
 """A process that reads and writes less between two looks does not work: connections are kept alive by less."""
 BUSY_CORES = 0.2
-"""A process that takes less processor time, in processors, is asleep."""
+"""A process that computes, or waits for a processor, for a smaller part of the time is asleep."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,9 @@ class Reading:
     in_torch: bool = False
     """Its innermost Python frame is torch's."""
     busy_cores: float = 0.0
+    """Threads that computed, or waited for a processor, on average."""
     child_cores: float = 0.0
-    """Processor time of what it has started, that is no rank itself."""
+    """Likewise, of what it has started and is no rank itself."""
     moved_bytes: int = 0
     """Bytes read and written."""
     on_gpu: bool = False
