@@ -18,6 +18,9 @@ GROUP = "TRAINSPEC_GROUP"
 START = "TRAINSPEC_START"
 """The number of that group's start, from 1."""
 
+PROGRESS = "TRAINSPEC_PROGRESS"
+"""The start, and the folder in which the processes of a command of the user's own count their steps, as ID:FOLDER."""
+
 SECRET_FILE = "TRAINSPEC_SECRET_FILE"
 """The file that holds the secret of the job's processes; the secret itself stands in no environment."""
 RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"

@@ -11,7 +11,11 @@ from diagnosis.conftest import connection
 from trainspec_cli.diagnosis.gather import RunReader, read_run, shape_of
 from trainspec_cli.policy.diagnosis.conclude import conclude
 from trainspec_cli.rundir.event_types.failures import RetryEvent
-from trainspec_cli.rundir.event_types.observed import HangEvent, LookEvent
+from trainspec_cli.rundir.event_types.observed import HangEvent, LookEvent, UsageEvent
+from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
+from trainspec_cli.rundir.events import EventWriter
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import RunRecord, write_run_record
 from trainspec_cli.spec.results.look import Look, LookOrder
 
 
@@ -157,3 +161,42 @@ def test_steps_that_a_rank_has_looked_at_are_left_out(folder):
     evidence = read_run(run.run).evidence()
     assert evidence.steps.tolist() == [*range(1, 21), *range(24, 41)]
     assert evidence.looks[0].order == order
+
+
+def own_run(tmp_path, steps: int, grown_bytes: int) -> RunDir:
+    """A run of a command of the user's own, of which the last step hangs: each step takes so many more bytes."""
+    run = RunDir(tmp_path / "own")
+    run.root.mkdir()
+    write_run_record(run, RunRecord(recipe="train.py", created_at=1.0, command=("python", "train.py")))
+    about = {"device_name": "", "params": 0, "peak_flops": 0.0, "peak_source": "", "flops_per_token": 0.0}
+    for rank in (0, 1):
+        writer = EventWriter(run.events(rank), rank)
+        writer.write(StartEvent(step=0, world_size=2, unit="steps", **about))
+        for step in range(1, steps + 1):
+            parts = {"other": 0.5 + rank * 0.4}
+            writer.write(
+                StepEvent(step=step, loss=None, grad_norm=None, steps=1, step_time_s=0.5, time_s=parts, skipped=False)
+            )
+            held = 2**30 + rank * step * grown_bytes
+            writer.write(UsageEvent(step=step, cores=1.0, rss_bytes=held, swap_bytes=0, available_bytes=2**34))
+        writer.close()
+    return run
+
+
+def test_a_leak_of_a_command_of_ones_own_is_told_and_nothing_that_nobody_measured(tmp_path):
+    run = own_run(tmp_path, 80, 2**22)
+    (verdict,) = conclude(read_run(run).evidence())
+    assert (verdict.cause, verdict.rank) == ("memory_leak", 1)
+    assert "tracemalloc" in verdict.advice
+
+
+def test_a_hang_of_a_command_of_ones_own_is_told(tmp_path):
+    run = own_run(tmp_path, 20, 0)
+    hang = {"step": 21, "waited_s": 9.0, "host": "h", "waits_in": None, "collectives": {}, "deadline_s": 5.0}
+    for rank, waiting in ((0, True), (1, False)):
+        writer = EventWriter(run.events(rank), rank)
+        writer.write(HangEvent(waiting=waiting, stack=f"stack of {rank}", **hang))
+        writer.close()
+    (verdict,) = conclude(read_run(run).evidence())
+    assert (verdict.cause, verdict.rank) == ("hang", 1)
+    assert "stack of 1" in verdict.evidence[-1] and "--hang-s" in verdict.advice

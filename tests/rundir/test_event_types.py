@@ -21,6 +21,7 @@ from trainspec_cli.rundir.event_types.observed import (
     LinksEvent,
     LookEvent,
     StallEvent,
+    UsageEvent,
     VerdictEvent,
 )
 from trainspec_cli.rundir.event_types.parse import EVENT_TYPES, parse_event
@@ -108,6 +109,9 @@ STALL = StallEvent(
     waits_in="gloo:all_reduce",
     collectives={"world": 7},
     stack="here",
+)
+USAGE = UsageEvent(
+    step=4, cores=1.5, rss_bytes=2**30, swap_bytes=0, available_bytes=2**33, gpu_busy=0.9, gpu_bytes=2**34
 )
 LOOK = LookEvent(
     step=9,
@@ -219,6 +223,8 @@ LINK_CHANGE = LinkEvent(
 EVENTS: list[Event] = [
     START,
     STEP,
+    USAGE,
+    replace(STEP, tokens=ABSENT, samples=ABSENT, steps=1),
     replace(STEP, tokens=ABSENT, groups=ABSENT, loss=None),
     TEXT,
     IMAGES,
@@ -296,7 +302,8 @@ def test_a_dropped_field_is_noticed(event: Event) -> None:
     """It is an error where readers count on it; else the event says that it is absent, or has its default."""
     plain = to_plain(event)
     absent = {name for name, hint in get_type_hints(type(event)).items() if type(ABSENT) in get_args(hint)}
-    one_needed = {"tokens", "samples"} & plain.keys() if len({"tokens", "samples"} & plain.keys()) == 1 else set()
+    counted = {"tokens", "samples", "steps"} & plain.keys() if event.type == "step" else set()
+    one_needed = counted if len(counted) == 1 else set()
     one_needed |= {"heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"} & plain.keys()
     for key in plain:
         damaged = {name: value for name, value in plain.items() if name != key}

@@ -8,10 +8,12 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, Html, RunArgument, page_origin, write_page
-from trainspec_cli.reporter.verdicts import describe_event, render_verdicts
+from trainspec_cli.reporter.verdicts import NO_OWN_VERDICTS, describe_event, render_verdicts
 from trainspec_cli.reporter.verdicts_page import render_verdicts_page
+from trainspec_cli.rundir.record import has_own_command
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.diagnose import diagnose_run, follow_verdicts, report_of, trace_to
+from trainspec_cli.session.find import find_run
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 
@@ -41,5 +43,7 @@ def diagnose(
     if as_json:
         found = {"verdicts": [to_plain(one) for one in verdicts]}
         print(json_text(found, indent=None if watch else 2))
+    elif not verdicts and has_own_command(find_run(run)):
+        print(NO_OWN_VERDICTS)
     else:
         PrintableConsole().show(render_verdicts(verdicts))

@@ -15,6 +15,7 @@ from trainspec_cli.reporter.style import Style
 COMMANDS = {
     "plan": "rank the layouts of a run, and forecast its time and cost",
     "launch": "train a recipe on this machine",
+    "run": "run a training command of your own, as it is, with all that a recipe gets",
     "sbatch": "train a recipe as a Slurm job, on one node or several",
     "resume": "continue a run from its newest checkpoint",
     "runs": "list the runs below ./runs",

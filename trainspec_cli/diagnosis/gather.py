@@ -25,10 +25,18 @@ from trainspec_cli.rundir.columns import StepColumns
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.rundir.event_types.event import PARTS, Event
 from trainspec_cli.rundir.event_types.failures import RetryEvent
-from trainspec_cli.rundir.event_types.observed import CountersEvent, HangEvent, LinkEvent, LookEvent, StallEvent
+from trainspec_cli.rundir.event_types.observed import (
+    CountersEvent,
+    HangEvent,
+    LinkEvent,
+    LookEvent,
+    StallEvent,
+    UsageEvent,
+)
 from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
-from trainspec_cli.rundir.events import EventTail
+from trainspec_cli.rundir.events import EventTail, read_sound
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import has_own_command
 from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.spec.results.look import Look
 
@@ -51,6 +59,8 @@ class RunShape:
     stages: int = 1
     total_steps: int | None = None
     planned_s: Mapping[str, float] = field(default_factory=dict)
+    is_own_command: bool = False
+    """It has no plan: its ranks have told how many they are."""
 
     @property
     def group_ranks(self) -> int:
@@ -68,10 +78,15 @@ class RunShape:
 
 
 def shape_of(run: RunDir) -> RunShape:
-    """Return the shape that plan.json gives a run, of any version that names its nodes and its layout.
+    """Return the shape that plan.json gives a run, of any version that names its nodes and its layout; of a command of
+    the user's own, that which its processes have.
 
     Raises UnreadableFileError.
     """
+    if has_own_command(run):
+        begun = [event for event in read_sound(run.events(0)) if isinstance(event, StartEvent)]
+        ranks = min(begun[-1].world_size, MOST_RANKS) if begun else 1
+        return RunShape(ranks=ranks, devices_per_node=ranks, is_own_command=True)
     plan = read_object(run.plan_json)
 
     def whole(plain: object, name: str, otherwise: int) -> int:
@@ -106,6 +121,8 @@ class RankHistory:
     steps: StepColumns = field(default_factory=lambda: StepColumns(*PARTS, "queued_s"))
     """Seconds by part, and those in which it had no processor."""
     counters: list[CountersEvent] = field(default_factory=list)
+    usage: list[UsageEvent] = field(default_factory=list)
+    """Readings of a command of the user's own."""
     stall: Stall | None = None
     """The report of the step after the last one; `stalled_at` is the Unix time when it was written."""
     stalled_at: float = 0.0
@@ -121,6 +138,8 @@ class RankHistory:
             self.stall, self.is_hung = None, False
         elif isinstance(event, CountersEvent):
             self.counters.append(event)
+        elif isinstance(event, UsageEvent):
+            self.usage.append(event)
         elif isinstance(event, StallEvent | HangEvent):
             self._note_stall(event)
         elif isinstance(event, StartEvent):
@@ -138,6 +157,7 @@ class RankHistory:
         self.stall, self.is_hung = None, False
         self.steps.forget_beyond(step)
         self.counters = [event for event in self.counters if event.step <= step]
+        self.usage = []  # of a process that is gone
 
     @property
     def newest(self) -> int:
@@ -154,6 +174,7 @@ class RankHistory:
     def forget_before(self, step: int) -> None:
         self.steps.forget_before(step)
         self.counters = [event for event in self.counters if event.step >= step]
+        self.usage = [event for event in self.usage if event.step >= step]
 
 
 def event_paths(run: RunDir, shape: RunShape) -> Iterator[Path]:
@@ -245,6 +266,7 @@ class RunReader:
             retried_steps=tuple(sorted(self._retried)),
             total_steps=self.shape.total_steps,
             planned_s=self.shape.planned_s,
+            parts_are_known=not self.shape.is_own_command,
         )
 
     def _in_view(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -255,6 +277,8 @@ class RunReader:
         return in_view
 
     def _counters(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
+        if self.shape.is_own_command:
+            return self._readings(steps)
         if not any(history.counters for history in self.histories):
             return {}
         series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in COUNTERS if name != "queued_s"}
@@ -269,6 +293,16 @@ class RunReader:
                         series[name][where, rank][-1:] = value
                     else:
                         series[name][where, rank] = value if name == "agreed_s" else value / event.steps
+        return series
+
+    def _readings(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
+        """Return the counters of a command of the user's own: its memory."""
+        series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in READINGS}
+        for rank, history in enumerate(self.histories):
+            for event in history.usage:
+                place = np.searchsorted(steps, event.step)
+                for name in READINGS if place < len(steps) else ():
+                    series[name][place, rank] = getattr(event, name)
         return series
 
     def _stalls(self, now: float | None) -> dict[int, Stall]:

@@ -83,7 +83,7 @@ OFF: Mapping[str, JsonValue] = {
     "data.options": {},
     "data.chat_template": None,
     "data.tokenizer.path": None,
-    "data.tokenizer.code": None,
+    "data.tokenizer.code": "",
     "data.tokenizer.options": {},
     "data.tokenizer.end_of_document": None,
     "model.prediction_layers": 0,

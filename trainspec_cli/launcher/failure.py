@@ -31,6 +31,7 @@ _PEER_LOST = re.compile(
     r"|ncclremoteerror|communicator was aborted|connectionreseterror",
     re.IGNORECASE,
 )
+_NO_MEMORY_LEFT = re.compile(r"OutOfMemoryError|CUDA out of memory|DefaultCPUAllocator: can't allocate")
 _ENDED_BY_OTHERS = (signal.SIGTERM, signal.SIGABRT)
 """torchrun ends the peers of a failed worker by SIGTERM; NCCL's watchdog ends a worker that waits for a lost peer
 by SIGABRT."""
@@ -127,7 +128,9 @@ def _nodes(job: Job) -> Iterator[WorkerFailure]:
 
 
 def torchrun_logs(job: Job) -> list[Path]:
-    """Return the logs of torchrun, one per node."""
+    """Return the logs of torchrun, one per node; of a command of the user's own that of all it prints."""
+    if job.own:
+        return [log for log in [job.torchrun_log] if log.is_file()]
     return sorted([*job.logs.glob("torchrun.log"), *job.logs.glob("node*/torchrun.log")])
 
 
@@ -136,12 +139,13 @@ def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
     text = _end_of(torchrun_log)
     forced = set(_FORCED.findall(text))
     for host, rank, local_rank, code, pid in _EXIT.findall(text):
-        log = worker_log(torchrun_log.parent, int(local_rank))
+        log = worker_log(torchrun_log.parent, int(local_rank)) or (torchrun_log if job.own else None)
         yield WorkerFailure(
             rank=_rank_in_run(job, int(rank), int(local_rank)),
             host=socket.gethostname() if host == LOOPBACK else host,
-            summary=describe_exit(int(code)),
+            summary=_describe_own_exit(int(code)) if job.own else describe_exit(int(code)),
             detail=tail(log) if log else "",
+            hint=_hint_of(tail(log)) if log and job.own else "",
             # SIGKILL comes from outside, so it is where a failure begins.
             time=0.0 if int(code) == -signal.SIGKILL else math.inf,
             was_killed=int(code) == -signal.SIGKILL,
@@ -168,9 +172,28 @@ def describe_exit(code: int) -> str:
     return f"was ended by {name}"
 
 
+def _describe_own_exit(code: int) -> str:
+    """Describe how a process of the user's own command has ended: it is not asked to say why."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" if -code == signal.SIGKILL else f"was ended by {name}"
+
+
+def _hint_of(log_end: str) -> str:
+    """Return what to do about a failure that a log names."""
+    if _NO_MEMORY_LEFT.search(log_end):
+        return "the device's memory ran out: smaller batches, or activation checkpointing, take less"
+    return ""
+
+
 def worker_log(logs_of_host: Path, local_rank: int) -> Path | None:
     """Return the newest standard error of a worker."""
-    logs = sorted(logs_of_host.glob(f"workers_*/attempt_*/{local_rank}/stderr.log"))
+    logs = sorted(
+        log
+        for start in ("workers_*", "ranks/*")
+        for log in logs_of_host.glob(f"{start}/attempt_*/{local_rank}/stderr.log")
+    )
     return logs[-1] if logs else None
 
 
@@ -208,6 +231,9 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
     code = exit_code or 0
     if failures and (code >= 0 or not failures[0].consequence):
         return explain(failures)
+    if job.own and code:
+        end = "\n\n".join(tail(log) for log in torchrun_logs(job))
+        return Explanation(f"{job.program} {_describe_own_exit(code)}", end, _hint_of(end))
     if code < 0:
         return Explanation(f"torchrun was ended by {signal.Signals(-code).name}, and its workers with it")
     if code:

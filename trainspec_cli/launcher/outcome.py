@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trainspec_cli.errors import Interrupted, Stopped, WorkerError
+from trainspec_cli.errors import EXIT_DONE, Interrupted, Stopped, WorkerError
 from trainspec_cli.launcher.failure import Explanation, explain_end, find_failures
 from trainspec_cli.launcher.job.job import Job
 from trainspec_cli.launcher.supervise import Ending
@@ -22,9 +22,13 @@ class RunOutcome:
     result: RunResult
     explanation: Explanation | None = None
     """The explanation of a failure; None where there was none."""
+    command_code: int | None = None
+    """The exit code of this command; None: the one that the result has, which may be the user's own command's."""
 
     @property
     def exit_code(self) -> int:
+        if self.command_code is not None:
+            return self.command_code
         assert self.result.exit_code is not None, "a run that has ended has an exit code"
         return self.result.exit_code
 
@@ -48,6 +52,8 @@ def _conclude(job: Job, ending: Ending) -> RunOutcome:
     nothing, unless it reported an error of its own; one that fails while the others stop because torchrun asked them to
     is a failure, and no stop on request.
     """
+    if job.own:
+        return _conclude_own(job, ending)
     if ending.given_up:
         result = _result_from_events(job.run, "failed", WorkerError.exit_code)
         return RunOutcome(result, Explanation(ending.given_up))
@@ -66,7 +72,21 @@ def _conclude(job: Job, ending: Ending) -> RunOutcome:
     return RunOutcome(result, explanation or explain_end(job, ending.exit_code, failures))
 
 
-def _result_from_events(run: RunDir, status: str, exit_code: int) -> RunResult:
+def _conclude_own(job: Job, ending: Ending) -> RunOutcome:
+    """Take the exit code of the user's own command for its result. A command that was asked to stop has done so, with
+    whatever code; what it has saved, nobody knows."""
+    failures = find_failures(job)
+    if ending.stop_requested:
+        stepped = any(isinstance(event, StepEvent) for event in read_sound(job.run.events(0)))
+        code = Stopped.exit_code if stepped and ending.exit_code is not None else Interrupted.exit_code
+        return RunOutcome(_result_from_events(job.run, "stopped", ending.exit_code), None, code)
+    if ending.exit_code == 0 and not failures:
+        return RunOutcome(_result_from_events(job.run, "done", ending.exit_code), None, EXIT_DONE)
+    result = _result_from_events(job.run, "failed", ending.exit_code)
+    return RunOutcome(result, explain_end(job, ending.exit_code, failures), WorkerError.exit_code)
+
+
+def _result_from_events(run: RunDir, status: str, exit_code: int | None) -> RunResult:
     """Return the result as far as the events of rank 0 reach; what only the workers could know is null."""
     step: StepEvent | None = None
     evaluation: EvalEvent | None = None

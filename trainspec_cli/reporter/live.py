@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from trainspec_cli.spec.results.plan import Plan
 
 REFRESH_PER_S = 4
 """Drawing takes time from the workers on a small machine."""
+LINE_S = 10.0
 
 
 @contextmanager
@@ -42,6 +44,23 @@ def showing_progress(console: Console) -> Iterator[Callable[[str, float], None]]
         yield lambda phase, done: bar.update(task, description=phase, completed=done)
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What is known beforehand of a run that is shown."""
+
+    max_steps: int | None = None
+    interval_steps: int | None = None
+    """Steps between two lines; None: a line comes every `LINE_S`."""
+    compiles: bool = False
+
+    @staticmethod
+    def of(plan: Plan | None) -> Expected:
+        """Of a command of the user's own, which has no plan, nothing is known."""
+        if plan is None:
+            return Expected()
+        return Expected(plan.total_steps, plan.spec.train.log_interval_steps, plan.spec.compile)
+
+
 class Screen(Protocol):
     """The place that a view is drawn on."""
 
@@ -58,13 +77,17 @@ class LiveView:
     """Reads rank 0's events and shows them; `watch` is to be called again and again while the run goes on. `log` gets
     the lines that a console without a terminal gets."""
 
-    def __init__(self, run: RunDir, plan: Plan, console: Console, log: Console | None = None, *, last_bytes: int = 0):
+    def __init__(
+        self, run: RunDir, plan: Plan | None, console: Console, log: Console | None = None, *, last_bytes: int = 0
+    ):
         """`last_bytes`: of the events that are there already, so many are shown too."""
-        interval_steps = plan.spec.train.log_interval_steps
+        expected = Expected.of(plan)
+        interval_steps = expected.interval_steps
         self._tail = EventTail(run.events(0), last_bytes)
-        self._progress = Progress(plan.total_steps)
+        self._progress = Progress(expected.max_steps)
         self._next_advice_step = 0
-        self._before_first_step = "compiling" if plan.spec.compile else "first step"
+        self._has_plan = plan is not None
+        self._before_first_step = "compiling" if expected.compiles else "first step"
         self._screens: list[Screen] = [
             TerminalScreen(console) if console.is_terminal else PlainScreen(console, interval_steps)
         ]
@@ -106,11 +129,20 @@ class LiveView:
 
     def _phase(self, stop_requested: bool) -> str:
         """Name the phase; empty while steps go by."""
+        if stop_requested and not self._has_plan:
+            return "stopping (Ctrl-C again: at once)"
         if stop_requested:
             return "stopping, with a checkpoint (Ctrl-C again: at once)" if self._progress.begin else "stopping"
         if self._progress.has_stepped:
             return ""
+        if not self._has_plan:
+            return "no step yet"
         return self._before_first_step if self._progress.begin else "starting workers"
+
+
+def _place(progress: Progress) -> str:
+    of = "" if progress.max_steps is None else f"/{progress.max_steps}"
+    return f"step {progress.step}{of}"
 
 
 class TerminalScreen:
@@ -133,7 +165,7 @@ class TerminalScreen:
     def show(self, phase: str, progress: Progress) -> None:
         if phase != self._phase:
             self._phase, self._since = phase, time.monotonic()
-        where = f"step {progress.step}/{progress.max_steps}"
+        where = _place(progress)
         self._bar.update(
             self._task,
             description=f"{phase}, {time.monotonic() - self._since:.0f} s" if phase else where,
@@ -147,11 +179,11 @@ class TerminalScreen:
 
 
 class PlainScreen:
-    """Prints a line every `interval_steps`, and one when another phase begins."""
+    """Prints a line every `interval_steps`, or every `LINE_S` where that is None, and one when another phase begins."""
 
-    def __init__(self, console: Console, interval_steps: int):
+    def __init__(self, console: Console, interval_steps: int | None):
         self._console, self._interval_steps = console, interval_steps
-        self._phase, self._step = "", 0
+        self._phase, self._step, self._printed_s = "", 0, time.monotonic()
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -160,10 +192,14 @@ class PlainScreen:
         if phase and phase != self._phase:
             self.say(phase)
         self._phase = phase
-        is_due = progress.step % self._interval_steps == 0 or progress.step == progress.max_steps
-        if progress.has_stepped and progress.step != self._step and is_due:
-            self._step = progress.step
-            self.say(f"step {progress.step}/{progress.max_steps}: {describe_progress(progress)}")
+        if progress.has_stepped and progress.step != self._step and self._is_due(progress):
+            self._step, self._printed_s = progress.step, time.monotonic()
+            self.say(f"{_place(progress)}: {describe_progress(progress)}".removesuffix(": "))
+
+    def _is_due(self, progress: Progress) -> bool:
+        if self._interval_steps is None:
+            return time.monotonic() - self._printed_s >= LINE_S
+        return progress.step % self._interval_steps == 0 or progress.step == progress.max_steps
 
     def close(self) -> None:
         """Nothing to clear away: lines stay."""

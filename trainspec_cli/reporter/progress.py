@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from trainspec_cli.rundir.accounting import WARMUP_STEPS, measure_throughput
 from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.observed import UsageEvent
 from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
 
 RECENT_STEPS = 20
@@ -17,7 +18,8 @@ RECENT_STEPS = 20
 class Progress:
     """The state of a run that is watched. Figures are None until they mean something."""
 
-    max_steps: int
+    max_steps: int | None
+    """None where nobody knows."""
     begin: StartEvent | None = None
     """The start event of rank 0; None until the workers are ready."""
     step: int = 0
@@ -25,6 +27,8 @@ class Progress:
     tokens_per_s: float | None = None
     mfu: float | None = None
     time_left_s: float | None = None
+    usage: UsageEvent | None = None
+    """The newest, of a command of the user's own."""
     _recent: deque[StepEvent] = field(default_factory=lambda: deque(maxlen=WARMUP_STEPS + RECENT_STEPS))
 
     @property
@@ -40,6 +44,8 @@ class Progress:
         if isinstance(event, StartEvent):
             self.begin = event
             self.step = event.step
+        elif isinstance(event, UsageEvent):
+            self.usage = event
         elif isinstance(event, StepEvent):
             self.step, self.loss = event.step, event.loss
             self._recent.append(event)
@@ -54,4 +60,5 @@ class Progress:
         steady = recent[WARMUP_STEPS:]
         step_time_s = sum(step.step_time_s for step in steady) / len(steady)
         self.tokens_per_s, self.mfu = throughput.tokens_per_s, throughput.mfu
-        self.time_left_s = max(0, self.max_steps - self.step) * step_time_s
+        if self.max_steps is not None:
+            self.time_left_s = max(0, self.max_steps - self.step) * step_time_s

@@ -23,7 +23,7 @@ from trainspec_cli.reporter.run_lines import (
     warning_lines,
 )
 from trainspec_cli.reporter.run_speed import RunSpeed
-from trainspec_cli.reporter.text import describe_evaluation, describe_event, describe_ranks, format_rate
+from trainspec_cli.reporter.text import STEPS, describe_evaluation, describe_event, describe_ranks, format_rate
 from trainspec_cli.reporter.verdicts import describe_verdict
 from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.units import format_bytes, format_duration
@@ -127,6 +127,8 @@ def _links(report: Report) -> Section:
 
 
 def _speed(speed: RunSpeed, world_size: int, predicted: LocalPrediction | None) -> RenderableType:
+    if speed.unit == STEPS:
+        return Group(Text("speed", style="bold"), Padding(Group(*map(Text, speed_lines(speed, world_size))), (0, 2)))
     return Group(
         Text("where the time went", style="bold"),
         Padding(Group(*map(Text, speed_lines(speed, world_size)), "", _parts(speed, predicted)), (0, 2)),

@@ -16,7 +16,7 @@ from trainspec_cli.reporter.changes import (
 from trainspec_cli.reporter.collect import Report
 from trainspec_cli.reporter.kernels_text import describe_choice
 from trainspec_cli.reporter.run_speed import RunSpeed
-from trainspec_cli.reporter.text import describe_speed
+from trainspec_cli.reporter.text import STEPS, describe_speed
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
@@ -48,7 +48,7 @@ def facts_of(report: Report) -> Iterator[tuple[str, str]]:
     yield "status", standing_of(report)
     if len(report.start_steps) > 1:
         yield "resumed", f"from step {', '.join(map(str, report.start_steps[1:]))}"
-    if report.params is not None:
+    if report.params:
         yield "model", f"{format_count(report.params)} parameters"
     if report.world_size is not None:
         yield "devices", f"{report.world_size} x {report.device_name}"
@@ -95,6 +95,8 @@ def _join(numbers: Sequence[int]) -> str:
 
 def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
     """Return the speed, how MFU is reckoned, the steps that it is taken over, and what is unusual about them."""
+    if speed.unit == STEPS:
+        return [speed_line(speed), f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}"]
     peak = f"({world_size} x {format_si(speed.peak_flops, 'FLOP/s')}, the {speed.peak_source})"
     return [
         speed_line(speed),

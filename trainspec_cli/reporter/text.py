@@ -19,30 +19,45 @@ from trainspec_cli.rundir.accounting import recovery_of
 from trainspec_cli.rundir.event_types.decisions import BucketsEvent, DirectiveEvent, MemoryEvent, NodesEvent
 from trainspec_cli.rundir.event_types.event import Event
 from trainspec_cli.rundir.event_types.failures import RecoveryEvent
-from trainspec_cli.rundir.event_types.observed import LinkEvent
+from trainspec_cli.rundir.event_types.observed import LinkEvent, UsageEvent
 from trainspec_cli.rundir.event_types.training import CadenceEvent, CheckpointEvent, EvalEvent, StartEvent, WarningEvent
 from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.units import format_bytes, format_count, format_duration, format_si
 
+STEPS = "steps"
+"""The unit of a command of the user's own, of which nothing else is known."""
 MANY = 8
 """More ranks than this are not listed one by one."""
 
 
 def describe_progress(progress: Progress) -> str:
     """`loss 4.213 · 2,810 tokens/s · 41.0% MFU · 1 min 33 s left`, as far as known."""
-    parts = [_loss(progress.loss)] if progress.has_stepped else []
+    parts = [_loss(progress.loss)] if progress.has_stepped and progress.unit != STEPS else []
     if progress.tokens_per_s is not None and progress.mfu is not None:
         parts.append(describe_speed(progress.tokens_per_s, progress.mfu, progress.unit))
+    if progress.usage is not None:
+        parts.append(describe_usage(progress.usage))
     if progress.time_left_s:
         parts.append(f"{format_duration(progress.time_left_s)} left")
     return " · ".join(parts)
 
 
 def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
-    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s`: of images and volumes there may be few."""
+    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s`: of images and volumes there may be few. Of steps alone nobody
+    knows the operations."""
+    if unit == STEPS:
+        return f"{format_units(units_per_s)} {unit}/s"
     return f"{format_units(units_per_s)} {unit}/s · {mfu:.1%} MFU"
+
+
+def describe_usage(event: UsageEvent) -> str:
+    """`1.9 cores · 1.2 GiB · GPU 93%, 31.0 GiB`."""
+    parts = [f"{event.cores:.1f} cores", format_bytes(event.rss_bytes)]
+    if not isinstance(event.gpu_busy, Absent) and not isinstance(event.gpu_bytes, Absent):
+        parts.append(f"GPU {event.gpu_busy:.0%}, {format_bytes(event.gpu_bytes)}")
+    return " · ".join(parts)
 
 
 def format_units(units_per_s: float) -> str:
@@ -157,6 +172,8 @@ def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> st
 def describe_start(begin: StartEvent) -> str:
     processes = f"{begin.world_size} process{'es' if begin.world_size > 1 else ''}"
     resumed = f", from step {begin.step}" if begin.step else ""
+    if begin.unit == STEPS:
+        return f"steps are counted of {processes}, {begin.device_name}{resumed}"
     return (
         f"{format_count(begin.params)} parameters on {processes}, {begin.device_name}{resumed}\n"
         f"MFU is against {format_si(begin.peak_flops, 'FLOP/s')} a process ({begin.peak_source})"

@@ -10,6 +10,7 @@ from trainspec_cli.spec.results.verdict import RunVerdict
 from trainspec_cli.units import format_duration, format_seconds
 
 NO_VERDICTS = "too few steps were made to say anything"
+NO_OWN_VERDICTS = "no hang and no leak of memory was seen; the steps of a command of your own tell no more"
 
 
 def describe_verdict(verdict: RunVerdict) -> str:

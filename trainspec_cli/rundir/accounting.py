@@ -68,7 +68,8 @@ class Recovery:
 
 
 def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
-    """Return what each failure of a run cost. A restart's stall lasts from the failure to the first new work."""
+    """Return what each failure of a run cost. A restart's stall lasts from the failure to the first new work. Of a
+    command of the user's own the next start shows what was lost, where its optimizer counts its updates."""
     log = RecoveryLog()
     for event in events:
         log.take(event)
@@ -88,6 +89,11 @@ class RecoveryLog:
             if event.change == "restart":
                 self._open_restart = len(self.recoveries), self._last_time
             self.recoveries.append(recovery_of(event))
+        elif isinstance(event, StartEvent) and self._open_restart is not None:
+            place, _ = self._open_restart
+            failed = self.recoveries[place]
+            if failed.lost_steps is None and event.step < failed.step:
+                self.recoveries[place] = replace(failed, lost_steps=failed.step - event.step)
         elif isinstance(event, StepEvent):
             if self._open_restart is not None:
                 place, failed_at = self._open_restart

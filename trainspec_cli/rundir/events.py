@@ -42,9 +42,9 @@ class EventWriter:
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
             os.write(self._descriptor, b"\n")
 
-    def write(self, event: Event) -> None:
-        """Append `event`, with the time and this writer's rank."""
-        stamped = {**to_plain(event), "time": time.time(), "rank": self._rank}
+    def write(self, event: Event, at: float | None = None) -> None:
+        """Append `event`, with this writer's rank and the time: now, or where it is known to have been at `at`."""
+        stamped = {**to_plain(event), "time": time.time() if at is None else at, "rank": self._rank}
         with self._lock:
             self._unwritten += json_text(stamped, indent=None).encode() + b"\n"
             self._flush()

@@ -22,6 +22,7 @@ RUN/
   hosts.txt       the Slurm job's nodes by number, where the plan places them
   plan_all_nodes.json  the plan before nodes were left out, which a resume goes back to
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
+  progress/       of a command of one's own: a folder a start, in which its processes count their steps
   code.json       the files of one's own code, with digests     code/  their copies
 """
 
@@ -89,6 +90,10 @@ class RunDir:
 
     def generation(self, number: int) -> Path:
         return self.generations / f"{number:08d}.json"
+
+    def progress(self, generation: int) -> Path:
+        """Return the folder in which the processes of one start count their steps."""
+        return self.root / "progress" / f"{generation:08d}"
 
     def secret(self, generation: int) -> Path:
         """Return the secret by which the processes of one start authenticate to one another."""

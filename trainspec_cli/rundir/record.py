@@ -54,6 +54,8 @@ class RunRecord:
     wrote."""
     resumes: tuple[object, ...] = ()
     """Each a `Resume`, or what another version wrote."""
+    command: tuple[str, ...] | Absent = ABSENT
+    """The user's own command, of a run that has no recipe."""
     memory_secret: str | Absent = ABSENT
     """The random word that the folder of copies in memory is named by."""
     others: dict[str, object] = field(default_factory=dict)
@@ -85,6 +87,11 @@ def read_data_dir(run: RunDir) -> str | None:
     if isinstance(data_dir, Absent):
         raise unreadable(run.run_json, "has no `data_dir`; text or null is needed")
     return data_dir
+
+
+def has_own_command(run: RunDir) -> bool:
+    """Return whether the run is a command of the user's own, which has no plan. Raises UnreadableFileError."""
+    return run.run_json.is_file() and not isinstance(read_run_record(run).command, Absent)
 
 
 def read_plan(run: RunDir) -> Plan:

@@ -16,7 +16,7 @@ from trainspec_cli.rundir.event_types.observed import VerdictEvent
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_composed
+from trainspec_cli.rundir.record import has_own_command, read_composed
 from trainspec_cli.session.find import collect_run, find_run, refusing_closed, status_of_run
 from trainspec_cli.spec.results.verdict import RunVerdict
 
@@ -60,7 +60,8 @@ def composed_of(report: Report) -> str:
 def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict, ...]:
     """Return the verdicts on a run; none on one that was not planned yet. The planner is asked what would help one that
     nothing slows: that takes as long as its search."""
-    if not run.plan_json.is_file():
+    is_own = has_own_command(run)
+    if not (is_own or run.plan_json.is_file()):
         return ()
     from trainspec_cli.diagnosis.gather import read_run  # loads numpy, as the watch does
     from trainspec_cli.policy.diagnosis.conclude import conclude
@@ -68,6 +69,7 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
 
     reader = read_run(run)
     evidence = reader.evidence(time.time() if is_running(run) else None)
+    asks_planner = asks_planner and not is_own
     verdicts = conclude(evidence, partial(outlook_of, run, reader)) if asks_planner else conclude(evidence)
     if not (last := reader.forgotten_until):
         return verdicts

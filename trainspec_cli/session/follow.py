@@ -20,7 +20,7 @@ from trainspec_cli.reporter.render import render_summary
 from trainspec_cli.reporter.runs import QUEUED
 from trainspec_cli.rundir.events import TAIL_BYTES
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.rundir.record import has_own_command, read_plan
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.find import status_of_run
 from trainspec_cli.spec.canonical import Absent
@@ -34,7 +34,8 @@ def watch(run: RunDir, console: PrintableConsole) -> str:
     RecipeError where it is not running."""
     if not is_running(run):
         raise _not_running(run, f"see how it went: trainspec report {_quoted(run)}")
-    with LiveView(run, read_plan(run), console, last_bytes=TAIL_BYTES) as view:
+    plan = None if has_own_command(run) else read_plan(run)
+    with LiveView(run, plan, console, last_bytes=TAIL_BYTES) as view:
         while is_running(run):
             view.watch(stop_requested=False)
             time.sleep(POLL_S)

@@ -18,7 +18,7 @@ from trainspec_cli.session.changes import count_more_steps, find_fixed, prepare_
 from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.data import check_data_of
 from trainspec_cli.session.detach import check_detachable, describe_detached, resume_detached
-from trainspec_cli.session.find import find_own_run
+from trainspec_cli.session.find import check_has_recipe, find_own_run
 from trainspec_cli.session.load import Loaded, follows, plan_on, require, this_machine
 from trainspec_cli.session.nodes import NodeOptions, join
 from trainspec_cli.session.session import Session, start
@@ -53,6 +53,7 @@ def resume(
     """Continue a run, as its first node or as another that joins it; return the run's exit code. With `detach`, 0 as
     soon as the run goes on in a process of its own."""
     run, console = find_own_run(name), make_console(as_json=as_json)
+    check_has_recipe(run)
     session = replace(prepare_resume(run, changes, nodes, console, force=force, as_json=as_json), notify=notify)
     if not nodes.is_first and session.reach:
         return join(str(run.root), nodes.node_rank, console)

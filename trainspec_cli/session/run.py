@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from trainspec_cli.composer.origins import show_path
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
@@ -32,9 +33,15 @@ from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.results.plan import Plan
 
 
+class Watch(Protocol):
+    """Looks at a run while it goes on."""
+
+    def look(self, report: Callable[[str], None]) -> None: ...
+
+
 def run(
     job: Job,
-    plan: Plan,
+    plan: Plan | None,
     backend: OpenBackend,
     console: RunConsole,
     limits: LimitsWatch | None = None,
@@ -44,16 +51,18 @@ def run(
     requests: StopRequests | None = None,
     replan: Replan | None = None,
     notifies: Notify = NOBODY,
+    output: Watch | None = None,
 ) -> int:
     """Supervise the job until its run has ended, and report how it ended; return the exit code. `limits` remembers
     what it learns of the machine's memory, and `advisor` proposes other layouts; `replan` is as of `supervise`;
-    `notifies` says who else is notified of the end.
+    `notifies` says who else is notified of the end. Without a plan it is a command of the user's own, whose `output` is
+    shown.
 
     Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
     well and nobody reads that.
     """
-    verdicts = VerdictLines(job.run, looks_deeper=plan.spec.observe.deeper_look)
-    watches = [verdicts, *(watch for watch in (limits, advisor) if watch is not None)]
+    verdicts = VerdictLines(job.run, looks_deeper=plan is not None and plan.spec.observe.deeper_look)
+    watches = [verdicts, *(watch for watch in (limits, advisor, output) if watch is not None)]
     requests = requests or StopRequests()
     with on_stop_signal(requests.add):  # until the result is written and reported
         ending = _supervise(job, plan, backend, console, watches, requests, replan)
@@ -80,10 +89,10 @@ def run(
 
 def _supervise(
     job: Job,
-    plan: Plan,
+    plan: Plan | None,
     backend: OpenBackend,
     console: RunConsole,
-    watches: Sequence[VerdictLines | LimitsWatch | LayoutAdvisor],
+    watches: Sequence[Watch],
     requests: StopRequests,
     replan: Replan | None,
 ) -> Ending:
@@ -108,7 +117,7 @@ def _failure(job: Job, explanation: Explanation | None, console: RunConsole, *, 
         message = f"{message}\n\n{detail}"
     else:
         console.report(f"\n{detail}\n")
-    step = job.run.newest_step
+    step = 0 if job.own else job.run.newest_step
     hint = f"go on from step {step}: {_resume_command(job.run)}" if step else ""
     return Problem("worker_failed", message, hint=explanation.hint or hint)
 
@@ -121,7 +130,7 @@ def _report_end(job: Job, outcome: RunOutcome, console: RunConsole) -> None:
     if outcome.result.recoveries:
         costs = [f"  {describe_recovery(recovery).line}" for recovery in outcome.result.recoveries]
         console.report("failures", *costs, "")
-    console.report(_last_lines(job.run, outcome))
+    console.report(_last_own_lines(job, outcome) if job.own else _last_lines(job.run, outcome))
 
 
 def _last_lines(run: RunDir, outcome: RunOutcome) -> str:
@@ -132,6 +141,15 @@ def _last_lines(run: RunDir, outcome: RunOutcome) -> str:
         stopped = f"stopped with a checkpoint at step {run.newest_step}"
         return f"{stopped}\n{folder}\n{report}\nresume      {_resume_command(run)}"
     return f"interrupted before there was a checkpoint\n{folder}"
+
+
+def _last_own_lines(job: Job, outcome: RunOutcome) -> str:
+    steps = outcome.result.steps
+    made = f"{'done' if outcome.exit_code == EXIT_DONE else outcome.result.status} after {steps} steps"
+    if not steps:
+        made = f"{outcome.result.status}; no optimizer step of torch was seen, and none could be counted"
+    folder, logs = f"run folder  {_shown(job.root)}", f"output      {_shown(job.logs)}"
+    return f"{made}\n{folder}\n{logs}\nreport      trainspec report {_quoted(job.run)}"
 
 
 def _resume_command(run: RunDir) -> str:

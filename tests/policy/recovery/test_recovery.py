@@ -445,3 +445,38 @@ def test_times_of_a_start_are_forgotten_at_the_next() -> None:
     old = WAITING._replace(starts=1, kill_at_s=5.0, stepped_s=5.0, retried_s=5.0)
     group = next_action(a_run(old, RUNNING), Tick(NOW))[0].groups[0]
     assert (group.kill_at_s, group.stepped_s, group.retried_s) == (math.inf, 0.0, 0.0)
+
+
+def own_failure(steps: int, *, from_outside: bool = False) -> GroupEnded:
+    return GroupEnded(
+        0, done=False, headline="it failed", exit_code=1, checkpoint_step=steps, from_outside=from_outside
+    )
+
+
+def fail_own(state: RunState, *failures: GroupEnded) -> tuple[RunState, list[str]]:
+    """Start a command of the user's own, and again after each failure; -> what people hear."""
+    heard = []
+    for number, failure in enumerate(failures):
+        state, _ = next_action(state, PresenceChanged(0, "there"))
+        state, actions = next_action(state, failure)
+        heard += [action.text for action in actions if isinstance(action, Inform)]
+        state, _ = next_action(state, Tick(1e4 * (number + 1)))
+    return state, heard
+
+
+def test_a_command_of_ones_own_has_one_budget_for_the_whole_job() -> None:
+    begun = begin(ResilienceSpec(mode="none"), own_restarts=2)
+    state, heard = fail_own(begun, own_failure(5), own_failure(9), own_failure(20))
+    assert [text.partition("; ")[2] for text in heard] == [
+        "the command starts again, and 1 more are left to it",
+        "the command starts again, and no other start is left to it",
+    ]
+    assert state.is_over
+
+
+def test_a_command_of_ones_own_that_makes_no_step_is_not_started_again() -> None:
+    begun = begin(ResilienceSpec(mode="none"), own_restarts=9)
+    assert fail_own(begun, own_failure(0))[0].is_over
+    assert fail_own(begun, own_failure(0, from_outside=True))[0].is_over
+    assert fail_own(begun, own_failure(5), own_failure(5))[0].is_over
+    assert not fail_own(begun, own_failure(5), own_failure(5, from_outside=True))[0].is_over

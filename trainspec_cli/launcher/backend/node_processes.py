@@ -53,6 +53,10 @@ class NodeProcesses:
         elif group in self._starts:
             self._starts[group].family.ask_to_stop()
 
+    def members(self) -> list[psutil.Process]:
+        """Return the processes that live."""
+        return self._family.members()
+
     def kill(self, group: int) -> None:
         """`poll` reports when nothing is left."""
         if group in self._starts:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from trainspec_cli.environment_names import GENERATION, LAUNCH_ID
 from trainspec_cli.launcher.backend import guard
-from trainspec_cli.launcher.job.job import Job
+from trainspec_cli.launcher.job.job import Job, own_modules
 from trainspec_cli.rundir.events import spoken_bytes
 
 _started: list[subprocess.Popen[bytes]] = []
@@ -41,9 +41,10 @@ def is_own_child(pid: int) -> bool:
 
 def start_guard(job: Job) -> subprocess.Popen[bytes]:
     """Start the guard, before anything of the job is started."""
-    environment = {**os.environ, **job.environment}
+    environment = {**os.environ, **job.environment, **own_modules()}
     del environment[LAUNCH_ID]  # it must not count itself among those it ends
-    about = (job.launch_id, job.stop_grace_s, job.root, job.environment.get(GENERATION, 0), spoken_bytes(job.run))
+    spoken = -1 if job.own else spoken_bytes(job.run)  # nobody knows when a command of the user's own has begun
+    about = (job.launch_id, job.stop_grace_s, job.root, job.environment.get(GENERATION, 0), spoken)
     return subprocess.Popen(
         [sys.executable, "-m", guard.__name__, *map(str, about)],
         env=environment,

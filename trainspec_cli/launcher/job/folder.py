@@ -114,6 +114,24 @@ def write_launch(
     write_run_record(run, record)
 
 
+def write_own_launch(job: Job, name: str, argv: Sequence[str]) -> None:
+    """Write what a command of the user's own is started with, as `write_launch` does for a recipe."""
+    run = job.run
+    _check_no_run(run.root)
+    write_json(run.versions_json, versions())
+    write_text(run.command_txt, render_command(job.command, job.environment, Path.cwd()))
+    record = RunRecord(
+        recipe=name,
+        argv=tuple(argv),
+        trainspec=__version__,
+        created_at=time.time(),
+        data_dir=None,
+        git=git_state(Path.cwd()),
+        command=job.command,
+    )
+    write_run_record(run, record)
+
+
 def _keep_small_files(spec: RunSpec, run: RunDir) -> None:
     """Keep what an export needs beside the weights, since its files need not be there for ever: the chat template that
     the data names, and config and tokenizer of the Hugging Face folder that the run begins with, at once or through

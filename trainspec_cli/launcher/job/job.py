@@ -30,6 +30,18 @@ _TORCHRUN = (sys.executable, "-m", "trainspec_cli.engine.comm.torchrun")
 
 
 @dataclass(frozen=True)
+class OwnCommand:
+    """What is wanted of a job that runs a command of the user's own."""
+
+    name: str
+    """Its script, for people."""
+    max_restarts: int
+    """Starts after failures, in the whole job."""
+    hang_s: float | None
+    """A run that shows no sign of work for so long is hung; None: nobody ends it."""
+
+
+@dataclass(frozen=True)
 class Job:
     root: Path
     """The run folder, absolute."""
@@ -49,6 +61,8 @@ class Job:
     """The numbers of several nodes, in the order of their places; those beyond the plan's nodes stand by."""
     left_out: tuple[int, ...] = ()
     """Numbers of nodes that take no part any more, since they were too slow."""
+    own: OwnCommand | None = None
+    """None for a recipe, or a tool of the engine: torchrun is trainspec's own."""
 
     @property
     def run(self) -> RunDir:
@@ -56,8 +70,13 @@ class Job:
 
     @property
     def torchrun_log(self) -> Path:
-        """The output of torchrun itself."""
-        return self.logs / "torchrun.log"
+        """The output of torchrun itself; of a command of the user's own, all that it prints."""
+        return self.logs / ("output.log" if self.own else "torchrun.log")
+
+    @property
+    def program(self) -> str:
+        """The name of what is started, for people."""
+        return self.own.name if self.own else "torchrun"
 
     @property
     def launch_id(self) -> str:
@@ -181,7 +200,7 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(FAILURE_GRACE_S),
         # One node talks to itself: no hostname to resolve, and gloo's data sockets listen on the loopback alone.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        **(_KEEP_FREED_MEMORY if plan.device == "cpu" else _growing_segments()),
+        **(keep_freed_memory() if plan.device == "cpu" else growing_segments()),
         **own_modules(),
     }
 
@@ -195,9 +214,11 @@ def node_environment(plan: Plan, machine: Machine, launch_id: str, place: NodePl
     return alone | found
 
 
-_KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
-"""glibc gives large blocks back to the kernel when they are freed, and every step then faults the same pages in again:
-a 30M-parameter llama on two cores trained at 3,270 tokens/s with that and 4,150 without. Other systems ignore these."""
+def keep_freed_memory() -> dict[str, str]:
+    """Return what keeps glibc from giving large blocks back to the kernel when they are freed: every step would fault
+    the same pages in again. A 30M-parameter llama on two cores trained at 3,270 tokens/s with that and 4,150 without.
+    Other systems ignore these."""
+    return {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**26)}
 
 
 def _compile_cache() -> Path:
@@ -208,7 +229,7 @@ def _compile_cache() -> Path:
     return folder
 
 
-def _growing_segments() -> dict[str, str]:
+def growing_segments() -> dict[str, str]:
     """Let a GPU's segments grow, so that tensors of changing sizes leave no holes; the user's own setting stays."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return {} if any(name in os.environ for name in names) else {names[0]: "expandable_segments:True"}

@@ -43,6 +43,13 @@ ADVICE: dict[Cause, str] = {
 }
 
 
+OWN_ADVICE: dict[Cause, str] = {
+    "memory_leak": "find what keeps growing: tracemalloc, or lists that losses with their graphs are appended to",
+    "memory_pressure": "smaller batches, or activation checkpointing",
+    "hang": "the stack shows where it stands; --hang-s ends the run sooner, or later",
+}
+"""Advice for a command of the user's own, which follows no recipe."""
+
 NO_OUTLOOK = Outlook("the planner was not asked: this rests on the measured parts alone")
 
 
@@ -51,6 +58,8 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
 
     `look_ahead` asks the planner for that, which may take as long as a search over layouts.
     """
+    if not evidence.parts_are_known:
+        return _conclude_own(evidence)
     verdicts = _hang(evidence)
     warm = without_first(evidence, WARM_STEPS)
     if len(warm.steps) >= LEAST_STEPS:
@@ -63,6 +72,13 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
             verdicts += as_planned(warm, look_ahead())
     advised = [replace(one, advice=one.advice or ADVICE.get(one.cause, "")) for one in verdicts]
     return heaviest_first([with_look(one, evidence.looks) for one in _joined(advised)])
+
+
+def _conclude_own(evidence: RunEvidence) -> tuple[RunVerdict, ...]:
+    """Return the verdicts on a command of the user's own, whose steps nobody has divided into parts."""
+    warm = without_first(evidence, WARM_STEPS)
+    verdicts = [*_hang(evidence), *(find_memory(warm) if len(warm.steps) >= LEAST_STEPS else ())]
+    return heaviest_first([replace(one, advice=OWN_ADVICE.get(one.cause, "")) for one in verdicts])
 
 
 def without_first(evidence: RunEvidence, steps: int) -> RunEvidence:

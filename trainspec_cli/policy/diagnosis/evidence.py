@@ -106,6 +106,8 @@ class RunEvidence:
     total_steps: int | None = None
     planned_s: Mapping[str, float] = field(default_factory=dict)
     """The planned seconds of a step by part; empty where nothing is planned."""
+    parts_are_known: bool = True
+    """False for a command of the user's own: a step's time is all `other`."""
 
     @property
     def ranks(self) -> int:

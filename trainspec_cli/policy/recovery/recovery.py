@@ -84,10 +84,13 @@ def begin(
     checkpoint_step: int = 0,
     presence: Presence = "awaited",
     memory_ladder: tuple[MemorySetting, ...] = (),
+    own_restarts: int | None = None,
 ) -> RunState:
     """Return the state of a run of which nothing has been started yet."""
     every = (GroupState(presence=presence),) * groups
-    return RunState(resilience, every, stop_grace_s, checkpoint_step, memory_ladder=memory_ladder)
+    return RunState(
+        *(resilience, every, stop_grace_s, checkpoint_step), memory_ladder=memory_ladder, own_restarts=own_restarts
+    )
 
 
 def next_action(state: RunState, event: Event) -> Decision:
@@ -243,11 +246,24 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
         state = _change(state, 0, needs_generation=True)
         return state, (*actions, Inform(f"{event.headline}; the run goes on from step {event.checkpoint_step} {words}"))
     over = over or _comes_again(group, event)
+    if state.own_restarts is not None:
+        return (state, ()) if over else _run_own_again(state, event)
     if over or not may_restart(state.resilience, group.restarts_s, state.now_s):
         return state, ()
     state, _ = _wait(state, 0)
     state = _change(state, 0, needs_generation=True)
     return state, (Inform(f"{event.headline}; the run starts again from step {event.checkpoint_step}"),)
+
+
+def _run_own_again(state: RunState, event: GroupEnded) -> Decision:
+    """Start a command of the user's own again, where its budget has a start left."""
+    left = state.own_restarts or 0
+    if not left:
+        return state, ()
+    state, _ = _wait(state._replace(own_restarts=left - 1), 0)
+    state = _change(state, 0, needs_generation=True)
+    after = "no other start is left to it" if left == 1 else f"{left - 1} more are left to it"
+    return state, (Inform(f"{event.headline}; the command starts again, and {after}"),)
 
 
 def _comes_again(group: GroupState, event: GroupEnded) -> bool:

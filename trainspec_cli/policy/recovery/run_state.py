@@ -76,6 +76,9 @@ class RunState(NamedTuple):
     """The workers were asked to write a checkpoint and end, and the next start is without this node."""
     left_out: tuple[int, ...] = ()
     """Nodes that were left out."""
+    own_restarts: int | None = None
+    """Of a command of the user's own: the starts after failures that are left to it, in all. It keeps its checkpoints
+    itself, so that the steps that it has made stand for them here. None for a recipe."""
 
     @property
     def is_alone(self) -> bool:
@@ -160,7 +163,7 @@ class GroupEnded:
     from_outside: bool = False
     """Workers or torchrun were ended by a signal or without a report, and none has reported an error."""
     checkpoint_step: int = 0
-    """The newest checkpoint by now."""
+    """The newest checkpoint by now; of a command of the user's own the steps that all its starts have made."""
     left_behind: tuple[int, ...] = ()
     """Ids of processes that could not be ended."""
     shortage: Shortage | None = None

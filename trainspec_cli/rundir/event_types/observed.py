@@ -131,6 +131,25 @@ class CountersEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UsageEvent(Event):
+    """What a process of one's own command uses, seen from outside, with what it has started."""
+
+    type: Literal["usage"] = "usage"
+    step: Count
+    cores: Rate
+    """Processor time in a second since the last such event."""
+    rss_bytes: Count
+    """Memory of the process itself."""
+    swap_bytes: Count
+    available_bytes: Count
+    """Memory that it may still take."""
+    gpu_busy: Rate | Absent = ABSENT
+    """Part of the last second or so in which its GPU ran a kernel; absent where it has none."""
+    gpu_bytes: Count | Absent = ABSENT
+    """Memory of its GPUs that it holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LateStepEvent(Event):
     """The position of this rank in a step that takes too long."""
 

@@ -21,6 +21,7 @@ from trainspec_cli.rundir.event_types.observed import (
     LinksEvent,
     LookEvent,
     StallEvent,
+    UsageEvent,
     VerdictEvent,
 )
 from trainspec_cli.rundir.event_types.training import (
@@ -56,6 +57,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
     "link": LinkEvent,
     "counters": CountersEvent,
     "stall": StallEvent,
+    "usage": UsageEvent,
     "verdict": VerdictEvent,
     "look": LookEvent,
     "end": EndEvent,
@@ -65,7 +67,10 @@ EVENT_TYPES: dict[str, type[Event]] = {
 }
 
 
-_ONE_OF = {"step": ("tokens", "samples"), "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice")}
+_ONE_OF = {
+    "step": ("tokens", "samples", "steps"),
+    "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
+}
 """Fields of which an event of each type has at least one."""
 
 

@@ -40,6 +40,8 @@ class StepEvent(Event):
     tokens: Count | Absent = ABSENT
     """Absent for images and volumes, which count samples."""
     samples: Count | Absent = ABSENT
+    steps: Count | Absent = ABSENT
+    """1, of a command of one's own: neither tokens nor samples are known of it."""
     step_time_s: Seconds
     time_s: dict[str, Seconds]
     """Seconds of each part (`PARTS`)."""
@@ -67,10 +69,11 @@ class StepEvent(Event):
 
     @property
     def units(self) -> int:
-        """Tokens, or samples where no tokens are counted (images, volumes)."""
-        counted = self.samples if isinstance(self.tokens, Absent) else self.tokens
-        assert not isinstance(counted, Absent), "a step counts tokens or samples"
-        return counted
+        """Tokens, or samples where no tokens are counted (images, volumes), or the step alone."""
+        for counted in (self.tokens, self.samples, self.steps):
+            if not isinstance(counted, Absent):
+                return counted
+        raise AssertionError("a step counts tokens, samples or itself")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,51 @@
+"""`trainspec run`: what is refused before anything is started, and what is shown instead of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.__main__ import run
+from trainspec_cli.environment_names import LAUNCH_ID, PROGRESS
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "path"),
+    [
+        (["run"], "usage", ""),
+        (["run", "--"], "usage", ""),
+        (["run", "--", "no_such_program"], "no_command", "COMMAND"),
+        (["run", "--dir", "full", "--", sys.executable], "run_exists", "run.dir"),
+        (["run", "--max-restarts", "-1", "--", sys.executable], "usage", ""),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_a_folder_is_made(
+    arguments: list[str], code: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert run([*arguments[:1], "--json", *arguments[1:]]) == 2
+    (problem,) = json.loads(capsys.readouterr().out)["errors"]
+    assert (problem["code"], problem["path"]) == (code, path)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_shows_command_and_environment_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["run", "--dry-run", "--json", "--dir", "new", "--", sys.executable, "train.py", "--lr", "1"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["command"] == [sys.executable, "train.py", "--lr", "1"]
+    assert shown["environment"][PROGRESS].startswith(shown["environment"][LAUNCH_ID])
+    assert run(["run", "--dry-run", "--", sys.executable, "-I", "train.py"]) == 0
+    text = capsys.readouterr().out
+    assert "steps cannot be counted" in text and "train.py" in text
+    assert list(tmp_path.iterdir()) == []

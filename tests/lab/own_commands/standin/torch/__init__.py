@@ -1,0 +1,1 @@
+"""Stands for torch, which takes seconds to import: its optimizers alone."""

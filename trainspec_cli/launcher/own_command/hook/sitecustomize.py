@@ -1,0 +1,201 @@
+"""Counts the optimizer steps of a program that `trainspec run` has started, without a changed line in it.
+
+Python imports a module of this name when it starts; `trainspec run` puts this folder on PYTHONPATH. The module takes
+the folder off `sys.path`, waits until torch's optimizers are imported, and runs the user's own sitecustomize. It holds
+the standard library alone, since it runs in the user's Python (3.9 or later), where trainspec need not be installed. It
+prints nothing, and what goes wrong in it is passed over: the program must run as it does without it.
+
+After its first optimizer step a process has a file FOLDER/PID-TIME.steps of 4096 bytes: 64 bytes of `HEADER`, then
+`SLOTS` records of `SLOT`, of which the step with the number N has the place N % SLOTS. A step is written by one
+`pwrite` of 16 bytes: where the disk is full that fails, whereas a mapped page would end the process with SIGBUS.
+SIGUSR2 appends the stacks of all threads to FOLDER/PID-TIME.stacks, where the program has no handler of its own for it.
+"""
+
+import os
+import sys
+import types
+
+LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
+PROGRESS = "TRAINSPEC_PROGRESS"
+MAGIC = b"TSSTEPS1"
+HEADER = "<8sIiIIqdQ"
+"""MAGIC, process id, rank (-1: none), world size (0: none), 1 where SIGUSR2 writes stacks, the updates that the
+optimizer's state counts before the first step here (-1: unknown), Unix time, and the main thread's id."""
+HEADER_BYTES = 64
+SLOT = "<Qd"
+"""The number of a step in this process, from 1, and the Unix time at which it was made."""
+SLOT_BYTES = 16
+SLOTS = 252
+OPTIMIZERS = "torch.optim.optimizer"
+
+
+class StepCount(types.ModuleType):
+    """Hears of a step by the setting of its attribute `stepped`.
+
+    It is a module because code that torch compiles sets attributes of modules after the graph has run, without reading
+    them: a compiled `optimizer.step()` is counted without a break of the graph, a guard or a warning.
+    """
+
+    def __setattr__(self, name, optimizer):
+        try:
+            _heard(optimizer)
+        except Exception:
+            _state.update(pid=os.getpid(), file=None)
+
+
+_state = {"pid": 0, "file": None}
+"""The process that counts (a forked one counts anew), and its file: None where there is none, or writing has failed."""
+_count = StepCount("trainspec_steps")
+
+
+def _stepped(optimizer, arguments, keywords):
+    """Torch calls this after every step of every optimizer."""
+    _count.stepped = optimizer
+
+
+def _heard(optimizer):
+    """Count a step where an optimizer steps again: with one optimizer for each parameter (its step is made in the
+    backward) they all step once in one step of the training."""
+    if _state["pid"] != os.getpid():
+        _open(optimizer)
+    file = _state["file"]
+    if file is None:
+        return
+    round_of = _state["round"]
+    key = id(optimizer)
+    if key not in round_of and round_of:
+        round_of.add(key)
+        return
+    round_of.clear()
+    round_of.add(key)
+    _state["steps"] = step = _state["steps"] + 1
+    os.pwrite(file, _state["pack"](step, _state["time"]()), HEADER_BYTES + step % SLOTS * SLOT_BYTES)
+    if _state["answers"] and _state["handler"]() != 0:  # the program has a handler of its own by now
+        _state["answers"] = 0
+        _write_header()
+
+
+def _open(optimizer):
+    """Make this process' file: it trains. A process that only imports torch has none."""
+    import struct
+    import threading
+    import time
+
+    _state.update(pid=os.getpid(), file=None, steps=0, round=set(), answers=0, time=time.time)
+    _state["pack"] = struct.Struct(SLOT).pack
+    name = os.path.join(_folder, "%d-%d" % (os.getpid(), time.time_ns()))
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+    _state["before"] = _updates(optimizer) - 1
+    _state["main"] = threading.main_thread().ident or 0
+    _state["answers"] = _answer_signal(name + ".stacks", flags)
+    file = os.open(name + ".new", flags, 0o600)
+    os.pwrite(file, b"\0" * (HEADER_BYTES + SLOTS * SLOT_BYTES), 0)
+    _state["file"] = file
+    _write_header()
+    os.rename(name + ".new", name + ".steps")
+
+
+def _write_header():
+    import struct
+
+    rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
+    about = (
+        os.getpid(),
+        int(rank) if rank.isdigit() else -1,
+        int(size) if size.isdigit() else 0,
+        _state["answers"],
+        max(-1, _state["before"]),
+        _state["time"](),
+        _state["main"],
+    )
+    os.pwrite(_state["file"], struct.pack(HEADER, MAGIC, *about), 0)
+
+
+def _updates(optimizer):
+    """Return the updates that the optimizer's state counts, as one restored from a checkpoint does; 0 where it counts
+    none."""
+    try:
+        for state in optimizer.state.values():
+            step = state.get("step", 0)
+            if getattr(step, "is_cuda", False) and sys.modules["torch"].cuda.is_current_stream_capturing():
+                return 0
+            return int(step)
+    except Exception:
+        pass
+    return 0
+
+
+def _answer_signal(path, flags):
+    """Let SIGUSR2 write the stacks of all threads; return 1 where it does. It is left alone where anything in the
+    process has a handler for it."""
+    try:
+        import _signal
+        import faulthandler
+
+        number = _signal.SIGUSR2
+        _state["handler"] = lambda: _signal.getsignal(number)
+        if _signal.getsignal(number) != _signal.SIG_DFL or _is_caught(number):
+            return 0
+        stacks = open(os.open(path, flags | os.O_APPEND, 0o600), "wb")
+        faulthandler.register(number, file=stacks, all_threads=True, chain=False)
+        return 1
+    except Exception:
+        return 0
+
+
+def _is_caught(number):
+    """Return whether a handler of native code has the signal; Python does not know of those."""
+    try:
+        with open("/proc/self/status") as status:
+            caught = next(line.split()[1] for line in status if line.startswith("SigCgt"))
+        return bool(int(caught, 16) >> (number - 1) & 1)
+    except (OSError, StopIteration):
+        return False
+
+
+class OptimizerImport:
+    """A finder of modules that waits for torch's optimizers, and is gone when they are there."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != OPTIMIZERS:
+            return None
+        try:
+            sys.meta_path.remove(self)
+            import importlib.util
+
+            spec = importlib.util.find_spec(name)
+            load = spec.loader.exec_module
+
+            def load_and_register(module):
+                load(module)
+                try:
+                    module.register_optimizer_step_post_hook(_stepped)
+                except Exception:
+                    pass
+
+            spec.loader.exec_module = load_and_register
+            return spec
+        except Exception:
+            return None
+
+
+def _run_own():
+    """Run the user's own sitecustomize, if there is one, under its own name; its errors are reported as ever."""
+    import importlib.machinery
+    import importlib.util
+
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sitecustomize"] = module
+    spec.loader.exec_module(module)
+
+
+_here = os.path.dirname(os.path.abspath(__file__))
+_launch, _, _folder = os.environ.get(PROGRESS, "").partition(":")
+sys.path[:] = [place for place in sys.path if os.path.abspath(place or ".") != _here]
+sys.modules["_trainspec_steps"] = sys.modules[__name__]
+if _launch and _launch == os.environ.get(LAUNCH_ID) and os.path.isdir(_folder):
+    sys.meta_path.insert(0, OptimizerImport())
+_run_own()

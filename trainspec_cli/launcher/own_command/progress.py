@@ -1,0 +1,94 @@
+"""Reads what `hook/sitecustomize.py` writes in the user's processes: how many steps each has made, and when."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+MAGIC = b"TSSTEPS1"
+HEADER = struct.Struct("<8sIiIIqdQ")
+HEADER_BYTES = 64
+SLOT = struct.Struct("<Qd")
+SLOTS = 252
+FILE_BYTES = HEADER_BYTES + SLOTS * SLOT.size
+
+
+@dataclass(frozen=True)
+class CountedProcess:
+    """A process that has made a step, as it describes itself."""
+
+    pid: int
+    rank: int | None
+    """None where its environment has no rank."""
+    world_size: int
+    """1 where its environment has none."""
+    answers: bool
+    """SIGUSR2 writes its stacks to `stacks`."""
+    updates_before: int | None
+    """The updates that its optimizer had made before this process; None where its state does not count them."""
+    began: float
+    """Unix time of the end of its first step."""
+    main_thread: int
+    stacks: Path
+
+
+@dataclass(frozen=True)
+class CountedStep:
+    number: int
+    """In its process, from 1."""
+    at: float
+    """Unix time."""
+
+
+class StepFile:
+    """The file of one process; `read` returns what was made since the last call."""
+
+    def __init__(self, path: Path):
+        self._path, self._newest = path, CountedStep(0, 0.0)
+
+    @property
+    def made(self) -> int:
+        return self._newest.number
+
+    def read(self) -> tuple[CountedProcess | None, list[CountedStep]]:
+        """Return the process and its new steps, in order; None where the file is damaged. Times that were written over
+        before they could be read are those of even steps."""
+        try:
+            data = self._path.read_bytes()
+        except OSError:
+            return None, []
+        if len(data) != FILE_BYTES or not data.startswith(MAGIC):
+            return None, []
+        found = sorted(SLOT.iter_unpack(data[HEADER_BYTES:]))
+        new = [CountedStep(number, at) for number, at in found if number > self._newest.number]
+        steps = [*_between(self._newest, new[0]), *new] if new else []
+        self._newest = new[-1] if new else self._newest
+        return self._trainer(data), steps
+
+    def _trainer(self, data: bytes) -> CountedProcess:
+        _, pid, rank, world_size, answers, before, began, main_thread = HEADER.unpack_from(data)
+        return CountedProcess(
+            pid=pid,
+            rank=rank if rank >= 0 else None,
+            world_size=max(1, world_size),
+            answers=bool(answers),
+            updates_before=before if before >= 0 else None,
+            began=began,
+            main_thread=main_thread,
+            stacks=self._path.with_suffix(".stacks"),
+        )
+
+
+def _between(before: CountedStep, after: CountedStep) -> list[CountedStep]:
+    count = after.number - before.number
+    if count <= 1:
+        return []
+    since = before.at or after.at
+    each_s = (after.at - since) / count
+    return [CountedStep(before.number + place, since + place * each_s) for place in range(1, count)]
+
+
+def step_files(folder: Path) -> list[Path]:
+    """Return the files of a start's processes, oldest first."""
+    return sorted(folder.glob("*.steps"), key=lambda path: int(path.stem.partition("-")[2] or 0))

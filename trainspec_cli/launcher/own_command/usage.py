@@ -1,0 +1,119 @@
+"""What the user's processes use, read from outside: processors, memory, and GPUs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+
+from trainspec_cli.launcher.own_command.journal import CountedRank
+from trainspec_cli.rundir.event_types.observed import UsageEvent
+from trainspec_cli.spec.canonical import ABSENT
+
+FIRST_INTERVAL_S, LONGEST_INTERVAL_S = 1.0, 10.0
+"""Readings come as often as a hundredth of the time that has passed, within these bounds."""
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    busy: float
+    """Part of the last second or so in which a kernel ran."""
+    bytes: int
+    """Memory that the process holds."""
+
+
+class UsageLog:
+    """Writes usage events of the ranks of one start; `look` is to be called again and again."""
+
+    def __init__(self) -> None:
+        self._began_s = self._looked_s = time.monotonic()
+        self._processor_s: dict[int, float] = {}
+
+    def look(self, ranks: Iterable[CountedRank]) -> None:
+        now_s = time.monotonic()
+        passed_s = now_s - self._looked_s
+        if passed_s < min(LONGEST_INTERVAL_S, max(FIRST_INTERVAL_S, (now_s - self._began_s) / 100)):
+            return
+        self._looked_s = now_s
+        gpus = gpu_uses()
+        for rank in ranks:
+            if rank.trainer and (event := self._read(rank, passed_s)):
+                use = gpus.get(rank.trainer.pid)
+                rank.write(replace(event, gpu_busy=use.busy, gpu_bytes=use.bytes) if use else event)
+
+    def _read(self, rank: CountedRank, passed_s: float) -> UsageEvent | None:
+        assert rank.trainer is not None, "it has stepped"
+        try:
+            process = psutil.Process(rank.trainer.pid)
+            spent_s = processor_s([process, *process.children(recursive=True)])
+            rss_bytes = process.memory_info().rss
+        except (psutil.Error, OSError):
+            return None
+        before_s = self._processor_s.get(process.pid)
+        self._processor_s[process.pid] = spent_s
+        if before_s is None:
+            return None
+        return UsageEvent(
+            step=rank.step,
+            cores=max(0.0, spent_s - before_s) / passed_s,
+            rss_bytes=rss_bytes,
+            swap_bytes=_swap_bytes(process.pid),
+            available_bytes=int(psutil.virtual_memory().available),
+            gpu_busy=ABSENT,
+            gpu_bytes=ABSENT,
+        )
+
+
+def processor_s(processes: Iterable[psutil.Process]) -> float:
+    """Return the processor time that living processes have taken."""
+    spent_s = 0.0
+    for process in processes:
+        with suppress(psutil.Error):
+            times = process.cpu_times()
+            spent_s += times.user + times.system
+    return spent_s
+
+
+def _swap_bytes(pid: int) -> int:
+    """Return 0 where the system does not say."""
+    with suppress(OSError, ValueError, IndexError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmSwap")), 0)
+    return 0
+
+
+def gpu_uses() -> dict[int, GpuUse]:
+    """Return what processes hold of this node's NVIDIA GPUs, by process id; empty without a driver."""
+    if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110 - asked often, and `Path` is slow to make
+        return {}
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except (ImportError, OSError):
+        return {}
+    except pynvml.NVMLError:
+        return {}
+    try:
+        return _uses(pynvml)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _uses(nvml: ModuleType) -> dict[int, GpuUse]:
+    uses: dict[int, GpuUse] = {}
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with suppress(nvml.NVMLError):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+            for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                before = uses.get(process.pid, GpuUse(0.0, 0))
+                held = before.bytes + int(process.usedGpuMemory or 0)
+                uses[process.pid] = GpuUse(max(before.busy, busy), held)
+    return uses
