@@ -21,7 +21,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from lab.events import stepped, write_event
-from launch.memory_backend import World
+from launcher.memory_backend import World
 
 from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import MachineError
