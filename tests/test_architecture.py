@@ -16,6 +16,7 @@ from trainspec_cli.cli.main import COMMANDS
 PACKAGE = Path(__file__).parent.parent / "trainspec_cli"
 
 DOORS = {
+    "attachment": {"rundir"},
     "reading": set(),
     "extensions": set(),
     "composer": set(),
@@ -171,13 +172,25 @@ def test_values_by_name_have_types() -> None:
     assert sorted(files - UNTYPED.keys()) == []
 
 
-def test_torch_is_imported_in_the_engine_alone() -> None:
+TORCH_IN_SCRIPTS = {"attachment/run.py", "attachment/loop.py", "attachment/torch_state.py"}
+TORCH_IN_SCRIPTS |= {"attachment/transformers_callback.py"}
+"""They run in the user's script, which has imported torch: the first two and the last name its types alone, or import
+it when a function is called."""
+
+
+def test_torch_is_imported_in_the_engine_and_in_users_scripts_alone() -> None:
     importers = {
-        file.relative_to(PACKAGE).parts[0]
+        file.relative_to(PACKAGE)
         for file in PACKAGE.rglob("*.py")
         if any(name.split(".")[0] in TORCH for name in imports(file))
     }
-    assert importers <= {"engine"}
+    assert {file.as_posix() for file in importers if file.parts[0] != "engine"} == TORCH_IN_SCRIPTS
+    loading = subprocess.run(
+        [sys.executable, "-c", "import sys, trainspec_cli; trainspec_cli.attach(); print('torch' in sys.modules)"],
+        capture_output=True,
+        text=True,
+    )
+    assert loading.stdout == "False\n", loading.stderr
 
 
 def test_folders_of_the_engine_do_not_import_one_another() -> None:

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from trainspec_cli.attachment.run import AttachedRun
     from trainspec_cli.reporter.collect import Report
     from trainspec_cli.reporter.plan.report import PlanReport
     from trainspec_cli.reporter.runs import RunLine
@@ -58,3 +61,11 @@ def report(run: str = "last") -> Report:
     from trainspec_cli.session.diagnose import report_of
 
     return report_of(run)
+
+
+def attach(checkpoints: str | Path | None = None) -> AttachedRun:
+    """Return the run that `trainspec run` has started this script for: its steps, checkpoints and requests to stop.
+    `checkpoints`: their folder, by default one in the run's own. Outside of a run it writes no events."""
+    from trainspec_cli.attachment.connect import connect
+
+    return connect(checkpoints)

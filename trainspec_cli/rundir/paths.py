@@ -23,6 +23,7 @@ RUN/
   plan_all_nodes.json  the plan before nodes were left out, which a resume goes back to
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
   progress/       of a command of one's own: a folder a start, in which its processes count their steps
+  own_checkpoints/  of a command of one's own that has attached itself (`trainspec_cli.attach`)
   code.json       the files of one's own code, with digests     code/  their copies
 """
 
@@ -70,6 +71,7 @@ class RunDir:
         self.run_log = self.logs / "run.log"
         self.huggingface = self.root / "huggingface"
         self.checkpoints = self.root / "checkpoints"
+        self.own_checkpoints = self.root / "own_checkpoints"
 
     def events(self, rank: int) -> Path:
         return self.events_folder / f"rank{rank:05d}.jsonl"

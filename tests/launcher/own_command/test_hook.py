@@ -68,6 +68,7 @@ def test_names_and_layout_are_those_of_the_reader() -> None:
         progress.SLOT.format,
     )
     assert (said["HEADER_BYTES"], said["SLOT_BYTES"], said["SLOTS"]) == (64, progress.SLOT.size, progress.SLOTS)
+    assert said["MAGIC_ATTACHED"] == progress.MAGIC_ATTACHED
     assert progress.HEADER.size <= progress.HEADER_BYTES
 
 

@@ -88,7 +88,8 @@ class StepJournal:
         for one in made:
             step_s = max(0.0, one.at - rank.stepped_at) if rank.stepped_at else 0.0
             rank.step, rank.made = rank.before + one.number, rank.made + 1
-            rank.write(_step_event(rank.step, step_s), one.at)
+            if not trainer.attached:
+                rank.write(_step_event(rank.step, step_s), one.at)
             if rank.stepped_at:
                 rank.recent_s.append(step_s)
             rank.stepped_at = one.at
@@ -97,6 +98,8 @@ class StepJournal:
         rank.trainer, rank.path, rank.stepped_at = trainer, path, 0.0
         rank.before = rank.step if trainer.updates_before is None else trainer.updates_before
         rank.recent_s.clear()
+        if trainer.attached:
+            return
         rank.write(
             StartEvent(
                 step=rank.before,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAGIC = b"TSSTEPS1"
+MAGIC_ATTACHED = b"TSSTEPS2"
 HEADER = struct.Struct("<8sIiIIqdQ")
 HEADER_BYTES = 64
 SLOT = struct.Struct("<Qd")
@@ -31,6 +32,8 @@ class CountedProcess:
     """Unix time of the end of its first step."""
     main_thread: int
     stacks: Path
+    attached: bool = False
+    """It writes the events of its steps itself (`trainspec_cli.attach`)."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class StepFile:
             data = self._path.read_bytes()
         except OSError:
             return None, []
-        if len(data) != FILE_BYTES or not data.startswith(MAGIC):
+        if len(data) != FILE_BYTES or not data.startswith((MAGIC, MAGIC_ATTACHED)):
             return None, []
         found = sorted(SLOT.iter_unpack(data[HEADER_BYTES:]))
         new = [CountedStep(number, at) for number, at in found if number > self._newest.number]
@@ -67,7 +70,7 @@ class StepFile:
         return self._trainer(data), steps
 
     def _trainer(self, data: bytes) -> CountedProcess:
-        _, pid, rank, world_size, answers, before, began, main_thread = HEADER.unpack_from(data)
+        magic, pid, rank, world_size, answers, before, began, main_thread = HEADER.unpack_from(data)
         return CountedProcess(
             pid=pid,
             rank=rank if rank >= 0 else None,
@@ -77,6 +80,7 @@ class StepFile:
             began=began,
             main_thread=main_thread,
             stacks=self._path.with_suffix(".stacks"),
+            attached=magic == MAGIC_ATTACHED,
         )
 
 

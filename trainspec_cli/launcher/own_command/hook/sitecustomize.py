@@ -18,6 +18,8 @@ import types
 LAUNCH_ID = "TRAINSPEC_LAUNCH_ID"
 PROGRESS = "TRAINSPEC_PROGRESS"
 MAGIC = b"TSSTEPS1"
+MAGIC_ATTACHED = b"TSSTEPS2"
+"""The file of a program that says itself when it has made a step, and writes the events of its steps."""
 HEADER = "<8sIiIIqdQ"
 """MAGIC, process id, rank (-1: none), world size (0: none), 1 where SIGUSR2 writes stacks, the updates that the
 optimizer's state counts before the first step here (-1: unknown), Unix time, and the main thread's id."""
@@ -43,7 +45,7 @@ class StepCount(types.ModuleType):
             _state.update(pid=os.getpid(), file=None)
 
 
-_state = {"pid": 0, "file": None}
+_state = {"pid": 0, "file": None, "magic": MAGIC}
 """The process that counts (a forked one counts anew), and its file: None where there is none, or writing has failed."""
 _count = StepCount("trainspec_steps")
 
@@ -57,9 +59,8 @@ def _heard(optimizer):
     """Count a step where an optimizer steps again: with one optimizer for each parameter (its step is made in the
     backward) they all step once in one step of the training."""
     if _state["pid"] != os.getpid():
-        _open(optimizer)
-    file = _state["file"]
-    if file is None:
+        _open(_updates(optimizer) - 1)
+    if _state["file"] is None or _state["magic"] == MAGIC_ATTACHED:
         return
     round_of = _state["round"]
     key = id(optimizer)
@@ -68,14 +69,37 @@ def _heard(optimizer):
         return
     round_of.clear()
     round_of.add(key)
+    _write_step()
+
+
+def attach(before):
+    """Count from now on the calls of `attached_step` in place of optimizers' steps; `before` steps were made before."""
+    _state["magic"] = MAGIC_ATTACHED
+    if not _folder or not os.path.isdir(_folder):
+        return
+    try:
+        _open(before)
+    except Exception:
+        _state.update(pid=os.getpid(), file=None)
+
+
+def attached_step():
+    try:
+        if _state["pid"] == os.getpid() and _state["file"] is not None:
+            _write_step()
+    except Exception:
+        _state.update(file=None)
+
+
+def _write_step():
     _state["steps"] = step = _state["steps"] + 1
-    os.pwrite(file, _state["pack"](step, _state["time"]()), HEADER_BYTES + step % SLOTS * SLOT_BYTES)
+    os.pwrite(_state["file"], _state["pack"](step, _state["time"]()), HEADER_BYTES + step % SLOTS * SLOT_BYTES)
     if _state["answers"] and _state["handler"]() != 0:  # the program has a handler of its own by now
         _state["answers"] = 0
         _write_header()
 
 
-def _open(optimizer):
+def _open(before):
     """Make this process' file: it trains. A process that only imports torch has none."""
     import struct
     import threading
@@ -85,7 +109,7 @@ def _open(optimizer):
     _state["pack"] = struct.Struct(SLOT).pack
     name = os.path.join(_folder, "%d-%d" % (os.getpid(), time.time_ns()))
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-    _state["before"] = _updates(optimizer) - 1
+    _state["before"] = before
     _state["main"] = threading.main_thread().ident or 0
     _state["answers"] = _answer_signal(name + ".stacks", flags)
     file = os.open(name + ".new", flags, 0o600)
@@ -108,7 +132,7 @@ def _write_header():
         _state["time"](),
         _state["main"],
     )
-    os.pwrite(_state["file"], struct.pack(HEADER, MAGIC, *about), 0)
+    os.pwrite(_state["file"], struct.pack(HEADER, _state["magic"], *about), 0)
 
 
 def _updates(optimizer):

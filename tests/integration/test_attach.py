@@ -1,0 +1,143 @@
+"""`trainspec_cli.attach`: scripts that go on to the bit from where they were killed, and end when they are asked to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.rundir.event_types.training import CheckpointEvent, EvalEvent, StartEvent, StepEvent
+from trainspec_cli.rundir.events import read_log
+from trainspec_cli.rundir.paths import RunDir
+
+SCRIPTS = Path(__file__).parents[1] / "lab" / "own_commands"
+RANKS = {"plain": 1, "own_loader": 1, "accelerated": 1, "ddp": 2, "fsdp2": 2}
+EPOCHS = 5
+STEPS = {kind: EPOCHS * (7 if kind == "own_loader" else 6) for kind in RANKS}
+"""Of 50 samples in batches of 8; a loader of one's own gives the rest as well."""
+
+
+def command(kind: str, folder: Path, *more: str, script: str = "attached.py") -> list[str]:
+    folder.mkdir(exist_ok=True)
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", str(RANKS[kind])) if RANKS[kind] > 1 else ()
+    return [sys.executable, *torchrun, str(SCRIPTS / script), kind, str(folder), *more]
+
+
+def taken(folder: Path, rank: int) -> dict[str, str]:
+    """The samples of each step, as they were taken last."""
+    lines = (folder / f"samples{rank}.txt").read_text().splitlines()
+    return dict(line.split(" ", 1) for line in lines)
+
+
+def assert_same(kind: str, one: Path, other: Path) -> None:
+    import torch
+
+    weights, others = torch.load(one / "weights.pt"), torch.load(other / "weights.pt")
+    assert {name: tensor.tolist() for name, tensor in weights.items()} == {
+        name: tensor.tolist() for name, tensor in others.items()
+    }
+    for rank in range(RANKS[kind]):
+        assert taken(one, rank) == taken(other, rank)
+        assert len(taken(one, rank)) == STEPS[kind]
+
+
+def of_kind(run: RunDir, kind: type) -> list:
+    return [event for event in read_log(run.events(0)) if isinstance(event, kind)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", RANKS)
+def test_a_killed_script_goes_on_to_the_bit(trainspec, start_trainspec, tmp_path, read_result, wait_for_step, kind):
+    if kind == "accelerated":
+        pytest.importorskip("accelerate")
+    ran = trainspec("run", "--dir", "whole", "--", *command(kind, tmp_path / "w", str(EPOCHS)))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    process = start_trainspec("run", "--dir", "run", "--", *command(kind, tmp_path / "k", str(EPOCHS), "0.05"))
+    run = RunDir(tmp_path / "run")
+    wait_for_step(run, 12, process)
+    os.kill(of_kind(run, StartEvent)[-1].pid, signal.SIGKILL)
+    said = process.communicate()[0]
+    assert process.returncode == 0, said
+    result = read_result("run")
+    assert (result["status"], len(result["recoveries"])) == ("done", 1)
+    starts = of_kind(run, StartEvent)
+    assert [start.step for start in starts][0] == 0 and starts[-1].step >= 10 and starts[-1].step % 5 == 0
+    assert starts[-1].restored_from.endswith(f"step_{starts[-1].step:08d}")
+    assert_same(kind, tmp_path / "w", tmp_path / "k")
+    losses = {run_dir: {} for run_dir in ("whole", "run")}
+    for name, found in losses.items():
+        found |= {event.step: event.loss for event in of_kind(RunDir(tmp_path / name), StepEvent)}
+    assert losses["run"] == losses["whole"] and set(losses["run"]) == set(range(1, STEPS[kind] + 1))
+    assert all(losses["run"].values())
+    assert of_kind(run, CheckpointEvent)[-1].step == of_kind(run, EvalEvent)[-1].step == STEPS[kind]
+    assert trainspec("report", "run").returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "ddp"])
+def test_a_stopped_script_saves_and_a_later_run_goes_on(
+    trainspec, start_trainspec, tmp_path, read_result, wait_for_step, kind
+):
+    assert trainspec("run", "--dir", "whole", "--", *command(kind, tmp_path / "w", str(EPOCHS))).returncode == 0
+    process = start_trainspec("run", "--dir", "run", "--", *command(kind, tmp_path / "k", str(EPOCHS), "0.1"))
+    wait_for_step(RunDir(tmp_path / "run"), 7, process)
+    assert trainspec("stop", "run").returncode == 0
+    said = process.communicate()[0]
+    assert process.returncode == 6 and said.count("stopped") >= RANKS[kind], said
+    step = of_kind(RunDir(tmp_path / "run"), CheckpointEvent)[-1].step
+    assert 7 <= step < STEPS[kind]
+    assert {len(taken(tmp_path / "k", rank)) for rank in range(RANKS[kind])} == {step}
+    result = read_result("run")
+    assert (result["status"], result["exit_code"]) == ("stopped", 0)
+    on = trainspec("run", "--dir", "on", "--", *command(kind, tmp_path / "k", str(EPOCHS)))
+    assert on.returncode == 0 and f"trained {STEPS[kind]}" in on.stdout, on.stdout + on.stderr
+    assert_same(kind, tmp_path / "w", tmp_path / "k")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["transformers", "lightning"])
+def test_a_trainer_is_counted_and_stops(start_trainspec, tmp_path, read_result, wait_for_step, framework):
+    pytest.importorskip(framework)
+    script = [sys.executable, str(SCRIPTS / "attached_trainers.py"), framework]
+    process = start_trainspec("run", "--dir", "run", "--", *script)
+    run = RunDir(tmp_path / "run")
+    wait_for_step(run, 5, process)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[0]
+    assert process.returncode == 6, said
+    made = [event.step for event in of_kind(run, StepEvent)]
+    assert made == list(range(1, made[-1] + 1)) and made[-1] >= 5
+    assert all(event.loss is not None for event in of_kind(run, StepEvent))
+    assert of_kind(run, EvalEvent)
+    assert f"saved at step {made[-1]}" in said
+    assert read_result("run")["status"] == "stopped"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["jax", "tensorflow"])
+def test_one_line_counts_the_steps_of_others(start_trainspec, tmp_path, wait_for_step, framework):
+    pytest.importorskip(framework)
+    script = [sys.executable, str(SCRIPTS / "attached_others.py"), framework]
+    process = start_trainspec("run", "--dir", "run", "--", *script)
+    run = RunDir(tmp_path / "run")
+    wait_for_step(run, 5, process)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[0]
+    assert process.returncode == 6 and "saved at step" in said, said
+    assert [event.loss is not None for event in of_kind(run, StepEvent)][:5] == [True] * 5
+
+
+def test_outside_of_a_run_it_says_so_and_counts():
+    text = (
+        "from trainspec_cli import attach\n"
+        "run = attach()\n"
+        "run.step_done(loss=2.0)\n"
+        "print(run.step, run.folder, run.checkpoints, run.is_stopping)"
+    )
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert ran.stdout == "1 None None False\n"
+    assert ran.stderr.count("not started by `trainspec run`") == 1 and "no checkpoint is written" in ran.stderr

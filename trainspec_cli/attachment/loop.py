@@ -1,0 +1,131 @@
+"""A training loop in PyTorch that goes on from its newest checkpoint, to the bit."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from trainspec_cli.attachment import torch_state
+from trainspec_cli.attachment.batches import ShardedBatches
+from trainspec_cli.attachment.record import take_counter
+from trainspec_cli.attachment.stopping import Ranks
+from trainspec_cli.attachment.torch_state import Trained
+from trainspec_cli.errors import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from trainspec_cli.attachment.run import AttachedRun
+
+Batch = TypeVar("Batch")
+
+
+@dataclass
+class Place:
+    """The place in the data: `batch` batches of the epoch were taken. `began` is the state of this rank's random
+    numbers at the epoch's begin, and `random` that after the newest step."""
+
+    epoch: int = 0
+    batch: int = 0
+    began: dict[str, object] = field(default_factory=dict)
+    random: dict[str, object] = field(default_factory=dict)
+
+
+class StepLoop:
+    def __init__(
+        self,
+        run: AttachedRun,
+        ranks: Ranks,
+        model: Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+        every: int,
+        keep: int,
+    ):
+        for name, value in (("every", every), ("keep", keep)):
+            if value < 1:
+                raise RecipeError(Problem("out_of_range", f"{name}={value}; it is to be 1 or more", name))
+        self._run, self._ranks, self._every, self._keep = run, ranks, every, keep
+        self._trained = Trained(model, optimizer, {"scheduler": scheduler} if scheduler else {})
+        self._saved_step = -1
+
+    def run(self, loader: Iterable[Batch], epochs: int) -> Iterator[Batch]:
+        place = self._restore()
+        while place.epoch < epochs and not self._run.is_stopping:
+            for batch in self._batches(loader, place):
+                yield batch
+                place.batch += 1
+                self._run.log(lr=self._trained.optimizer.param_groups[0]["lr"])
+                if self._run.step_done():
+                    break
+                if self._run.step % self._every == 0:
+                    self._save(place)
+            else:
+                place = Place(place.epoch + 1)
+        self._ranks.settle()
+        self._save(place)
+
+    def _batches(self, loader: Iterable[Batch], place: Place) -> Iterator[Batch]:
+        """Yield the rest of an epoch. The order of a loader that is not of `sharded` comes from torch's random numbers,
+        so that its epoch is begun as it was, and the batches that were taken are passed over."""
+        if place.began:
+            torch_state.set_random_state(place.began)
+        else:
+            place.began = torch_state.random_state()
+        passed = place.batch
+        sampler = getattr(loader, "batch_sampler", None)
+        if isinstance(sampler, ShardedBatches):
+            sampler.epoch, sampler.first, passed = place.epoch, place.batch, 0
+        elif hasattr(distributed := getattr(loader, "sampler", None), "set_epoch"):
+            distributed.set_epoch(place.epoch)
+        batches = iter(loader)
+        for _ in range(passed):
+            next(batches)
+        if place.random:
+            torch_state.set_random_state(place.random)
+            place.random = {}
+        end = object()
+        while True:
+            began_s = time.monotonic()
+            batch = next(batches, end)
+            self._run.record.waited(time.monotonic() - began_s)
+            if batch is end:
+                return
+            yield batch  # type: ignore[misc]  # it is not the end
+
+    def _restore(self) -> Place:
+        """Go back to the newest sound checkpoint, which rank 0 chooses for all."""
+        take_counter()
+        folder, mine = self._run.checkpoints, None
+        if folder and self._ranks.number == 0:
+            mine = torch_state.newest_sound(folder)
+        path = self._ranks.gather(mine)[0]
+        place, step = Place(), 0
+        if path is not None:
+            state = torch_state.read_state(path, self._ranks.count)  # type: ignore[arg-type]  # rank 0 gave a path
+            self._trained.restore(state["trained"])  # type: ignore[arg-type]
+            place = Place(**state["places"][self._ranks.number])  # type: ignore[index]
+            step = self._saved_step = state["step"]  # type: ignore[assignment]
+            if not place.batch and place.random:
+                torch_state.set_random_state(place.random)
+                place.random = {}
+        self._run.begin(step, self._trained.parameters, path)  # type: ignore[arg-type]
+        return place
+
+    def _save(self, place: Place) -> None:
+        """All ranks gather their places; rank 0 writes."""
+        if self._run.checkpoints is None or self._run.step == self._saved_step:
+            return
+        began_s, step = time.monotonic(), self._run.step
+        here = Place(place.epoch, place.batch, place.began, torch_state.random_state())
+        places = [vars(one) for one in self._ranks.gather(here)]
+        state = {"step": step, "trained": self._trained.state(), "places": places}
+        if self._ranks.number == 0:
+            ranks, keep = self._ranks.count, self._keep
+            path, size_bytes = torch_state.write_state(self._run.checkpoints, step, state, ranks, keep)
+            self._run.record.saved(step, str(path), size_bytes, time.monotonic() - began_s)
+        self._saved_step = step

@@ -1,0 +1,72 @@
+"""Requests to stop, on which all ranks act at the same step."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+
+class StopSignal:
+    """Hears SIGTERM, by which `trainspec stop`, Ctrl-C and schedulers ask a run to end."""
+
+    def __init__(self) -> None:
+        self.was_heard = False
+
+    def listen(self) -> None:
+        """Only a main thread can."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._hear)
+
+    def _hear(self, _number: int, _frame: FrameType | None) -> None:
+        self.was_heard = True
+
+
+class Ranks:
+    """This process among those that train together, by torch.distributed where the script has initialised it.
+
+    A request to stop is agreed on by an all-reduce of four bytes on the host, which a step begins and the next step
+    ends: no rank waits for it, and all ranks act on it at the same step.
+    """
+
+    def __init__(self) -> None:
+        self._torch: Any = None  # the module, where the script has it
+        self._group: Any = None
+        self._pending: tuple[Any, Any] | None = None
+        self.number, self.count = 0, 1
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            return
+        self.number, self.count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if self.count > 1:
+            self._torch, self._group = torch, torch.distributed.new_group(backend="gloo")
+
+    def agree(self, wanted: bool) -> bool:
+        """Return whether any rank wanted this in the step before; of a single process, whether it does now."""
+        if self._torch is None:
+            return wanted
+        before = self.settle()
+        flag = self._torch.tensor([int(wanted)], dtype=self._torch.int32)
+        maximum = self._torch.distributed.ReduceOp.MAX
+        work = self._torch.distributed.all_reduce(flag, op=maximum, group=self._group, async_op=True)
+        self._pending = (work, flag)
+        return before
+
+    def settle(self) -> bool:
+        """End the exchange that is still going on; return what it says."""
+        if self._pending is None:
+            return False
+        work, flag = self._pending
+        self._pending = None
+        work.wait()
+        return bool(flag.item())
+
+    def gather(self, value: object) -> list[object]:
+        """Return what each rank gave, in their order."""
+        if self._torch is None:
+            return [value]
+        values: list[object] = [None] * self.count
+        self._torch.distributed.all_gather_object(values, value, group=self._group)
+        return values
