@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from trainspec_cli.attachment import torch_state
 from trainspec_cli.attachment.batches import ShardedBatches
 from trainspec_cli.attachment.record import take_counter
-from trainspec_cli.attachment.stopping import Ranks
+from trainspec_cli.attachment.stopping import ScriptRanks
 from trainspec_cli.attachment.torch_state import Trained
 from trainspec_cli.errors import Problem, RecipeError
 
@@ -25,7 +25,7 @@ Batch = TypeVar("Batch")
 
 
 @dataclass
-class Place:
+class DataPlace:
     """The place in the data: `batch` batches of the epoch were taken. `began` is the state of this rank's random
     numbers at the epoch's begin, and `random` that after the newest step."""
 
@@ -39,7 +39,7 @@ class StepLoop:
     def __init__(
         self,
         run: AttachedRun,
-        ranks: Ranks,
+        ranks: ScriptRanks,
         model: Module,
         optimizer: Optimizer,
         scheduler: LRScheduler | None,
@@ -65,11 +65,11 @@ class StepLoop:
                 if self._run.step % self._every == 0:
                     self._save(place)
             else:
-                place = Place(place.epoch + 1)
+                place = DataPlace(place.epoch + 1)
         self._ranks.settle()
         self._save(place)
 
-    def _batches(self, loader: Iterable[Batch], place: Place) -> Iterator[Batch]:
+    def _batches(self, loader: Iterable[Batch], place: DataPlace) -> Iterator[Batch]:
         """Yield the rest of an epoch. The order of a loader that is not of `sharded` comes from torch's random numbers,
         so that its epoch is begun as it was, and the batches that were taken are passed over."""
         if place.began:
@@ -97,18 +97,18 @@ class StepLoop:
                 return
             yield batch  # type: ignore[misc]  # it is not the end
 
-    def _restore(self) -> Place:
+    def _restore(self) -> DataPlace:
         """Go back to the newest sound checkpoint, which rank 0 chooses for all."""
         take_counter()
         folder, mine = self._run.checkpoints, None
         if folder and self._ranks.number == 0:
             mine = torch_state.newest_sound(folder)
         path = self._ranks.gather(mine)[0]
-        place, step = Place(), 0
+        place, step = DataPlace(), 0
         if path is not None:
             state = torch_state.read_state(path, self._ranks.count)  # type: ignore[arg-type]  # rank 0 gave a path
             self._trained.restore(state["trained"])  # type: ignore[arg-type]
-            place = Place(**state["places"][self._ranks.number])  # type: ignore[index]
+            place = DataPlace(**state["places"][self._ranks.number])  # type: ignore[index]
             step = self._saved_step = state["step"]  # type: ignore[assignment]
             if not place.batch and place.random:
                 torch_state.set_random_state(place.random)
@@ -116,12 +116,12 @@ class StepLoop:
         self._run.begin(step, self._trained.parameters, path)  # type: ignore[arg-type]
         return place
 
-    def _save(self, place: Place) -> None:
+    def _save(self, place: DataPlace) -> None:
         """All ranks gather their places; rank 0 writes."""
         if self._run.checkpoints is None or self._run.step == self._saved_step:
             return
         began_s, step = time.monotonic(), self._run.step
-        here = Place(place.epoch, place.batch, place.began, torch_state.random_state())
+        here = DataPlace(place.epoch, place.batch, place.began, torch_state.random_state())
         places = [vars(one) for one in self._ranks.gather(here)]
         state = {"step": step, "trained": self._trained.state(), "places": places}
         if self._ranks.number == 0:

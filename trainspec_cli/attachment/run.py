@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, SupportsFloat, TypeVar
 
 from trainspec_cli.attachment.batches import ShardedBatches
 from trainspec_cli.attachment.record import StepRecord
-from trainspec_cli.attachment.stopping import Ranks, StopSignal
+from trainspec_cli.attachment.stopping import ScriptRanks, StopSignal
 from trainspec_cli.rundir.paths import RunDir
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ Batch = TypeVar("Batch")
 
 class AttachedRun:
     """`step`: the steps that were made, over all starts; `is_stopping`: the run was asked to stop, and the script is
-    to end. Ranks are those of torch.distributed, which a script initialises before it first uses this."""
+    to end. ScriptRanks are those of torch.distributed, which a script initialises before it first uses this."""
 
     def __init__(self, run: RunDir | None, checkpoints: Path | None):
         self.folder = run.root if run else None
@@ -33,7 +33,7 @@ class AttachedRun:
         self.is_stopping = False
         self._run = run
         self._signal = StopSignal()
-        self._ranks: Ranks | None = None
+        self._ranks: ScriptRanks | None = None
         self._record: StepRecord | None = None
 
     # A loop in PyTorch
@@ -128,8 +128,8 @@ class AttachedRun:
         assert self._record is not None, "it has begun"
         return self._record
 
-    def _join(self) -> Ranks:
-        """Ranks are counted at the first use, which is after the script has initialised them."""
+    def _join(self) -> ScriptRanks:
+        """ScriptRanks are counted at the first use, which is after the script has initialised them."""
         if self._ranks is None:
-            self._ranks = Ranks()
+            self._ranks = ScriptRanks()
         return self._ranks

@@ -24,7 +24,7 @@ class StopSignal:
         self.was_heard = True
 
 
-class Ranks:
+class ScriptRanks:
     """This process among those that train together, by torch.distributed where the script has initialised it.
 
     A request to stop is agreed on by an all-reduce of four bytes on the host, which a step begins and the next step
