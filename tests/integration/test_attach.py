@@ -78,7 +78,7 @@ def test_a_killed_script_goes_on_to_the_bit(trainspec, start_trainspec, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain"])
+@pytest.mark.parametrize("kind", ["plain", "ddp"])
 def test_a_stopped_script_saves_and_a_later_run_goes_on(
     trainspec, start_trainspec, tmp_path, read_result, wait_for_step, kind
 ):

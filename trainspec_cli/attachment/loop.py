@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainspec_cli.attachment import torch_state
 from trainspec_cli.attachment.batches import ShardedBatches
@@ -80,8 +80,8 @@ class StepLoop:
         sampler = getattr(loader, "batch_sampler", None)
         if isinstance(sampler, ShardedBatches):
             sampler.epoch, sampler.first, passed = place.epoch, place.batch, 0
-        elif hasattr(distributed := getattr(loader, "sampler", None), "set_epoch"):
-            distributed.set_epoch(place.epoch)
+        elif set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None):
+            set_epoch(place.epoch)
         batches = iter(loader)
         for _ in range(passed):
             next(batches)
@@ -108,7 +108,8 @@ class StepLoop:
         if path is not None:
             state = torch_state.read_state(path, self._ranks.count)  # type: ignore[arg-type]  # rank 0 gave a path
             self._trained.restore(state["trained"])  # type: ignore[arg-type]
-            place = DataPlace(**state["places"][self._ranks.number])  # type: ignore[index]
+            places: Any = state["places"]
+            place = DataPlace(**places[self._ranks.number])
             step = self._saved_step = state["step"]  # type: ignore[assignment]
             if not place.batch and place.random:
                 torch_state.set_random_state(place.random)

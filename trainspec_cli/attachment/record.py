@@ -28,7 +28,7 @@ class StepCounter(Protocol):
 def take_counter() -> StepCounter | None:
     """Return the hook, which from now on counts no optimizer's steps: torch makes one where it restores an optimizer.
     None where Python has not loaded it (`python -I`), or this is no run."""
-    hook: StepCounter | None = sys.modules.get("_trainspec_steps")  # type: ignore[assignment]  # a module of that shape
+    hook: StepCounter | None = sys.modules.get("_trainspec_steps")  # a module of that shape
     if hook:
         hook.attach(0)
     return hook

@@ -14,6 +14,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,9 +59,10 @@ class Trained:
 
     def restore(self, state: dict[str, dict[str, object]]) -> None:
         if self.is_sharded:
-            sharded.set_model_state_dict(self.model, state["model"], options=WHOLE)
-            optimizer = self._bare_optimizer()
-            sharded.set_optimizer_state_dict(self.model, optimizer, state["optimizer"], options=WHOLE)
+            model: Any = state["model"]  # as `state` has made it
+            updates: Any = state["optimizer"]
+            sharded.set_model_state_dict(self.model, model, options=WHOLE)
+            sharded.set_optimizer_state_dict(self.model, self._bare_optimizer(), updates, options=WHOLE)
         else:
             _bare(self.model).load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -84,21 +86,24 @@ def _bare(model: torch.nn.Module) -> torch.nn.Module:
 def random_state() -> dict[str, object]:
     """Return the state of Python's, numpy's and torch's random numbers, this process' GPU included."""
     version, numbers, gauss = random.getstate()
-    kind, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    of_numpy: Any = np.random.get_state(legacy=True)
+    kind, keys, place, has_gauss, cached = of_numpy
     state: dict[str, object] = {
         "python": [version, list(numbers), gauss],
         "numpy": [kind, keys.tolist(), int(place), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def set_random_state(state: dict[str, object]) -> None:
-    version, numbers, gauss = state["python"]  # type: ignore[misc]  # as `random_state` has made it
+    of_python: Any = state["python"]  # as `random_state` has made it
+    version, numbers, gauss = of_python
     random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *rest = state["numpy"]  # type: ignore[misc]
+    of_numpy: Any = state["numpy"]
+    kind, keys, *rest = of_numpy
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])  # type: ignore[arg-type]
     if "cuda" in state:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trainspec_cli.attachment.run import AttachedRun
 
 
-class RunCallback(TrainerCallback):  # type: ignore[misc]  # transformers may be absent where types are checked
+class RunCallback(TrainerCallback):
     """The Trainer logs a step's loss after the step has ended, so that a step is recorded when the next one begins. The
     Trainer's own checkpoints are the ones that a later start goes on from."""
 
@@ -21,8 +21,9 @@ class RunCallback(TrainerCallback):  # type: ignore[misc]  # transformers may be
         self._ended = False
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Module, **_: object
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
+        model: Module = given["model"]
         self._run.begin(state.global_step, sum(parameter.numel() for parameter in model.parameters()))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
