@@ -107,8 +107,9 @@ def test_what_is_no_token_folder_is_the_recipes_fault(tmp_path, make):
 
 def test_a_file_is_no_token_folder(tmp_path):
     (tmp_path / "text.jsonl").touch()
-    with pytest.raises(RecipeError, match=r"text\.jsonl is a file: not a token folder"):
+    with pytest.raises(RecipeError, match=r"text\.jsonl is a file: not a token folder") as error:
         TokenFolder.open(tmp_path / "text.jsonl")
+    assert f"--source jsonl --path {tmp_path / 'text.jsonl'}" in error.value.problems[0].hint
 
 
 def test_a_manifest_of_another_schema_is_refused(stdlib_folder):

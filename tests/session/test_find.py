@@ -27,6 +27,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDi
     return make
 
 
+def test_a_misspelt_run_has_the_nearest_one_beside_it(make: Callable[..., RunDir]) -> None:
+    make("2026-11-23_1")
+    for name, near in (("lst", "last"), ("runs/tiny/2026-11-23_2", "runs/tiny/2026-11-23_1")):
+        with pytest.raises(RecipeError) as caught:
+            find_run(name)
+        assert f"did you mean `{near}`?" in caught.value.problems[0].hint
+
+
 def test_a_folder_is_a_run_where_its_record_is(make: Callable[..., RunDir]) -> None:
     run = make("a")
     assert find_run(str(run.root)).root == run.root

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.errors import MachineError, Problem, RecipeError, did_you_mean
 from trainspec_cli.launcher.job.claim import is_running
 from trainspec_cli.launcher.job.folder import RUNS
 from trainspec_cli.launcher.slurm.queue import Queue
@@ -50,8 +50,15 @@ def find_run(name: str) -> RunDir:
         if name and (named := _named(name)):
             return named
         hint = "`trainspec runs` lists those below ./runs, with their names; `last` is the newest of them"
-        raise RecipeError(Problem("no_run", f"{name} holds no run", hint=hint))
+        near = did_you_mean(name, _names_of_runs())
+        raise RecipeError(Problem("no_run", f"{name} holds no run", hint=f"{near} {hint}" if near else hint))
     return run
+
+
+def _names_of_runs() -> set[str]:
+    """Return what runs are called by."""
+    lines = runs_here()
+    return {LAST, *(line.path for line in lines), *(line.name for line in lines if line.name)}
 
 
 def _named(name: str) -> RunDir | None:
