@@ -153,4 +153,4 @@ def write_config(model: DecoderModel, seq_len: int) -> str:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_seq_len": scaling.original_seq_len,
         }
-    return yaml.safe_dump(config)
+    return str(yaml.safe_dump(config))
