@@ -52,7 +52,7 @@ def export(
         message = f"--naming {naming} is of --format dcp, and the format is {format_}"
         raise RecipeError(Problem("usage", message, "--naming", "type --format dcp, or leave --naming out"))
     wanted = Export(run_dir, chosen, dtype, round(max_file_gb * 1e9))
-    if format_ == "hf" or format_ == "peft":  # noqa: PLR1714 - so that mypy knows what is left
+    if format_ == "hf" or format_ == "peft":
         what = (write_folder if format_ == "hf" else write_adapters)(wanted, output)
     else:
         what = write_other(wanted, output, format_, naming)
