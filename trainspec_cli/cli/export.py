@@ -8,7 +8,15 @@ from typing import Annotated, Literal
 import typer
 
 from trainspec_cli.cli.options import AsJson, RunArgument, check_new
-from trainspec_cli.launcher.exporting import Export, find_checkpoint, how_to_load, write_adapters, write_folder
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.launcher.exporting import (
+    Export,
+    find_checkpoint,
+    how_to_load,
+    write_adapters,
+    write_folder,
+    write_other,
+)
 from trainspec_cli.session.find import find_own_run
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes
@@ -18,8 +26,15 @@ def export(
     run: RunArgument,
     output: Annotated[Path, typer.Option(help="Folder to make.")],
     format_: Annotated[
-        Literal["hf", "peft"],
-        typer.Option("--format", help="hf: what from_pretrained reads, LoRA merged; peft: LoRA adapters alone."),
+        Literal["hf", "peft", "dcp", "litgpt", "megatron"],
+        typer.Option(
+            "--format",
+            help="hf: what from_pretrained reads, LoRA merged; peft: LoRA adapters alone; dcp: torch's distributed "
+            "checkpoint; litgpt; megatron: megatron-core's distributed checkpoint.",
+        ),
+    ] = "hf",
+    naming: Annotated[
+        Literal["hf", "torchtitan"], typer.Option(help="Whose names the tensors of a dcp checkpoint have.")
     ] = "hf",
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"], typer.Option(help="Type of the weights; the run trains in fp32.")
@@ -33,16 +48,25 @@ def export(
     run_dir = find_own_run(run)
     chosen = find_checkpoint(run_dir, step, best=best)
     check_new(output)
+    if naming != "hf" and format_ != "dcp":
+        message = f"--naming {naming} is of --format dcp, and the format is {format_}"
+        raise RecipeError(Problem("usage", message, "--naming", "type --format dcp, or leave --naming out"))
     wanted = Export(run_dir, chosen, dtype, round(max_file_gb * 1e9))
-    what = (write_folder if format_ == "hf" else write_adapters)(wanted, output)
-    _report(output, wanted.step, what, as_json)
+    if format_ == "hf" or format_ == "peft":
+        what = (write_folder if format_ == "hf" else write_adapters)(wanted, output)
+    else:
+        what = write_other(wanted, output, format_, naming)
+    _report(output, wanted.step, what, format_, as_json)
 
 
-def _report(output: Path, step: int, what: str, as_json: bool) -> None:
-    files = sorted(output.glob("*.safetensors"))
+_WEIGHTS = {"dcp": "*.distcp", "megatron": "*.distcp", "litgpt": "*.pth"}
+
+
+def _report(output: Path, step: int, what: str, format_: str, as_json: bool) -> None:
+    files = sorted(output.glob(_WEIGHTS.get(format_, "*.safetensors")))
     size = sum(file.stat().st_size for file in files)
     if as_json:
         print(json_text({"path": str(output), "step": step, "what": what, "files": len(files), "bytes": size}))
         return
     print(f"{output}: {what} of step {step}, {format_bytes(size)} in {len(files)} file{'s'[: len(files) > 1]}")
-    print("\n".join(how_to_load(output)))
+    print("\n".join(how_to_load(output, format_)))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from trainspec_cli.environment_names import HUB_MIRROR
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.config import model_type
 from trainspec_cli.huggingface.safetensors import StoredTensor, open_checkpoint
-from trainspec_cli.huggingface.tensors import HEAD, parameters
+from trainspec_cli.huggingface.tensors import HEAD, Shape, parameters
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import UnreadableFileError, read_object
 from trainspec_cli.reading.hub_cache import hub_cache, hub_name
@@ -61,14 +61,14 @@ def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
     Raises RecipeError that names missing, superfluous or misshapen tensors, MachineError if a file is damaged.
     """
     model_type(model)
-    _check_count(model)
+    check_count(model)
     entries = open_checkpoint(folder)
     if problems := find_faults(entries, model, folder):
         raise RecipeError(problems)
     return entries
 
 
-def _check_count(model: DecoderModel) -> None:
+def check_count(model: DecoderModel) -> None:
     """Raise RecipeError if a model has too many tensors to be checked by name."""
     experts = model.experts.num_experts if model.experts else 0
     if model.num_layers * (experts + 1) > MAX_TENSORS:
@@ -79,13 +79,20 @@ def _check_count(model: DecoderModel) -> None:
 
 def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder: Path) -> list[Problem]:
     wanted = {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
-    missing = [name for name in wanted if name not in entries]
-    known = wanted.keys() | ({HEAD} if model.tied_embeddings else set())
-    extra = [name for name in entries if name not in known and not _COMPUTED.search(name)]
+    shapes = {name: entry.shape for name, entry in entries.items() if not _COMPUTED.search(name)}
+    return compare_tensors(wanted, shapes, {HEAD} if model.tied_embeddings else set(), folder)
+
+
+def compare_tensors(
+    wanted: Mapping[str, Shape], shapes: Mapping[str, Shape], allowed: Collection[str], folder: Path
+) -> list[Problem]:
+    """Name the tensors that `folder` lacks, those that are neither wanted nor `allowed`, and those of wrong shapes."""
+    missing = [name for name in wanted if name not in shapes]
+    extra = [name for name in shapes if name not in wanted and name not in allowed]
     misshapen = [
-        f"{name} is {_show(entries[name].shape)} and should be {_show(shape)}"
+        f"{name} is {_show(shapes[name])} and should be {_show(shape)}"
         for name, shape in wanted.items()
-        if name in entries and entries[name].shape != shape
+        if name in shapes and shapes[name] != shape
     ]
     faults = {"lacks": missing, "holds tensors that the model lacks:": extra, "has wrong shapes:": misshapen}
     return [

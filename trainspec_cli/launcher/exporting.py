@@ -35,6 +35,8 @@ from trainspec_cli.rundir.record import read_data_dir, read_plan
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.tools import ExportRequest
+from trainspec_cli.weights import litgpt_config
+from trainspec_cli.weights.naming import other_tensors
 
 DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
 """-> (as safetensors names it, as config.json does)"""
@@ -42,6 +44,17 @@ BASE = "base"
 """The folder of the weights below the adapters, where no other folder holds them."""
 CARD = "README.md"
 """The model card of adapters whose base was quantised."""
+OtherFormat = Literal["dcp", "megatron", "litgpt"]
+DcpNaming = Literal["hf", "torchtitan"]
+OtherNaming = Literal["hf", "torchtitan", "megatron", "litgpt"]
+MEGATRON_METADATA = "metadata.json"
+_MEGATRON_BACKENDS: JsonObject = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""What Megatron's loader asks of a folder before it reads it."""
 KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """Keys that are taken from the config.json that a run began with."""
 
@@ -83,6 +96,26 @@ def write_folder(wanted: Export, output: Path) -> str:
         _write_beside(plan, wanted.run, config, temporary)
         _write_tensors(wanted, temporary, "merged")
     return str(config["model_type"])
+
+
+def write_other(wanted: Export, output: Path, format_: OtherFormat, naming: DcpNaming) -> str:
+    """Make `output` with a run's weights as another project's checkpoint; -> what it is. Raises RecipeError where that
+    project has no such model, and MachineError."""
+    plan = read_plan(wanted.run)
+    model = plan.spec.model
+    config = _config(plan, wanted)
+    assert isinstance(model, DecoderModel), "write_config refuses others"
+    names: OtherNaming = naming if format_ == "dcp" else format_
+    other_tensors(model, names)
+    described = litgpt_config.write_config(model, plan.spec.data.seq_len) if format_ == "litgpt" else None
+    with publishing(output.expanduser().resolve()) as temporary:
+        _write_beside(plan, wanted.run, config, temporary)
+        if described is not None:
+            (temporary / litgpt_config.CONFIG).write_text(described, encoding="utf-8")
+        _write_tensors(wanted, temporary, "merged", "litgpt" if format_ == "litgpt" else "dcp", names)
+        if format_ == "megatron":
+            write_json(temporary / MEGATRON_METADATA, _MEGATRON_BACKENDS)
+    return f"{config['model_type']} with the names of {names}"
 
 
 def _config(plan: Plan, wanted: Export) -> JsonObject:
@@ -180,18 +213,33 @@ def _card(plan: Plan, base: str, *, is_dequantised: bool) -> str:
     return "\n".join([*lines, ""])
 
 
-def how_to_load(output: Path) -> list[str]:
-    """Return lines that say how transformers or PEFT load the folder."""
+def how_to_load(output: Path, format_: str = "hf") -> list[str]:
+    """Return lines that say what loads the folder."""
     loaded = f"from_pretrained({str(output)!r})"
     lines = [f"load it with transformers: AutoModelForCausalLM.{loaded}"]
     if (output / ADAPTER_CONFIG).is_file():
         lines = [f"load it with peft: AutoPeftModelForCausalLM.{loaded}"]
+    if format_ in _LOADERS:
+        lines = [f"load it with {_LOADERS[format_].format(folder=repr(str(output)))}"]
     if (output / CHAT_TEMPLATE).is_file():
         lines.append(f"chat template: AutoTokenizer.{loaded}.apply_chat_template(messages)")
     return lines
 
 
-def _write_tensors(wanted: Export, folder: Path, what: Literal["merged", "adapters", "base"]) -> None:
+_LOADERS = {
+    "dcp": "torch: torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id={folder})",
+    "megatron": "megatron-core: dist_checkpointing.load(model.sharded_state_dict(), {folder})",
+    "litgpt": "litgpt: litgpt.LLM.load({folder})",
+}
+
+
+def _write_tensors(
+    wanted: Export,
+    folder: Path,
+    what: Literal["merged", "adapters", "base"],
+    format_: Literal["safetensors", "dcp", "litgpt"] = "safetensors",
+    naming: OtherNaming = "hf",
+) -> None:
     request = ExportRequest(
         plan_json=str(wanted.run.plan_json.absolute()),
         checkpoint=str(wanted.run.checkpoint(wanted.step).absolute()),
@@ -199,5 +247,7 @@ def _write_tensors(wanted: Export, folder: Path, what: Literal["merged", "adapte
         dtype=DTYPES[wanted.dtype][0],
         max_file_bytes=wanted.max_file_bytes,
         what=what,
+        format=format_,
+        naming=naming,
     )
     run_tool(EXPORT, request)

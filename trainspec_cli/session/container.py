@@ -61,8 +61,8 @@ def _weights(plan: Plan) -> Iterator[Path]:
     init = plan.spec.init
     if (folder := init.hugging_face) is not None:
         yield (folder.parent.parent if folder.parent.name == SNAPSHOTS else folder).absolute()
-    elif init.run is not None:
-        yield init.run.absolute()
+    elif (folder := init.other or init.run) is not None:
+        yield folder.absolute()
 
 
 def unseen_image(plan: Plan) -> Iterator[str]:

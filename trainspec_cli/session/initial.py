@@ -13,6 +13,7 @@ from trainspec_cli.huggingface.config import differences
 from trainspec_cli.huggingface.config_reading import read_model
 from trainspec_cli.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
 from trainspec_cli.json_value import JsonObject
+from trainspec_cli.reading.files import exists
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir, read_section
 from trainspec_cli.spec.canonical import to_plain
@@ -22,6 +23,7 @@ from trainspec_cli.spec.recipe.model import AUTO_FAMILY, DecoderModel, ModelSpec
 from trainspec_cli.spec.recipe.run import InitSpec, RunSpec
 from trainspec_cli.spec.structure import build, choose_section
 from trainspec_cli.trust import check_tree
+from trainspec_cli.weights.folder import config_file, open_other, read_other_model
 
 
 def complete(data: JsonObject, unchosen: frozenset[str]) -> Completion:
@@ -35,6 +37,8 @@ def complete(data: JsonObject, unchosen: frozenset[str]) -> Completion:
     if not isinstance(begins_with, str):
         return _without_checkpoint(asked) if is_auto else Completion({}, "")
     is_open = is_auto or "model" in unchosen
+    if not is_open and (folder := InitSpec(begins_with).other) and not exists(config_file(folder)):
+        return Completion(_tokenizer(data, _if_there(folder / TOKENIZER)), begins_with)
     try:
         found, source, tokenizer = _read(InitSpec(begins_with))
     except TrainspecError as error:
@@ -76,6 +80,8 @@ def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
     if (folder := init.hugging_face) is not None:
         model = read_model(read_config(folder), str(folder / CONFIG))
         return model, str(folder / CONFIG), _if_there(folder / TOKENIZER)
+    if (folder := init.other) is not None:
+        return read_other_model(folder), str(config_file(folder)), _if_there(folder / TOKENIZER)
     assert init.run is not None
     run = RunDir(init.run)
     if not os.access(run.plan_json, os.R_OK):
@@ -102,6 +108,12 @@ def check_weights(spec: RunSpec) -> Iterable[Problem]:
             if not isinstance(spec.model, DecoderModel):
                 raise RecipeError(Problem("unsupported", "Hugging Face folders hold decoders", "init.from"))
             open_weights(folder, spec.model)
+        elif (folder := spec.init.other) is not None:
+            if not isinstance(spec.model, DecoderModel):
+                raise RecipeError(
+                    Problem("unsupported", "weights of other projects are read for decoders", "init.from")
+                )
+            open_other(folder, spec.model)
         elif spec.init.run is not None:
             _check_run(RunDir(spec.init.run), spec)
     except TrainspecError as error:

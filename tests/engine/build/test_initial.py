@@ -203,13 +203,13 @@ def test_weights_come_from_a_folder_or_a_runs_newest_checkpoint_or_the_seed(sour
     from types import SimpleNamespace
 
     load, model = sources
-    assert load(SimpleNamespace(hugging_face=None, run=None)) == []
-    assert load(SimpleNamespace(hugging_face=tmp_path, run=None)) == [("folder", tmp_path, model, "shares")]
+    assert load(SimpleNamespace(hugging_face=None, other=None, run=None)) == []
+    assert load(SimpleNamespace(hugging_face=tmp_path, other=None, run=None)) == [("folder", tmp_path, model, "shares")]
     load, _ = sources
     run = RunDir(tmp_path)
     for step in (5, 12):
         run.checkpoint(step).mkdir(parents=True)
-    found = load(SimpleNamespace(hugging_face=None, run=tmp_path))[1:]
+    found = load(SimpleNamespace(hugging_face=None, other=None, run=tmp_path))[1:]
     steps = run.checkpoint_steps()
     newest = run.checkpoint(steps[-1]) if steps else None
     assert found == [("verified", newest, ["b", "e"]), ("weights", newest, "held")]

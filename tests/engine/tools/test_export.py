@@ -146,6 +146,6 @@ def test_a_tensor_is_cut_out_of_the_experts_that_it_is_put_together_with() -> No
     """The second expert's third and fourth columns, which the file has as rows."""
     full = torch.arange(3 * 2 * 6).view(3, 2, 6)
     piece = Piece("w", (1, 0, 2), (1, 2, 2), transposed=True)
-    assert torch.equal(export._cut(full, piece), full[1, :, 2:4].T)
+    assert torch.equal(export.cut(full, piece), full[1, :, 2:4].T)
     plain = Piece("w", (1, 0, 2), (1, 2, 2), transposed=False)
-    assert torch.equal(export._cut(full, plain), full[1:2, :, 2:4])
+    assert torch.equal(export.cut(full, plain), full[1:2, :, 2:4])

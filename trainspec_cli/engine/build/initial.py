@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ from trainspec_cli.huggingface.tensors import Piece, parameters
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.weights.folder import open_other
+from trainspec_cli.weights.stored import PartedTensor
 
 
 def load_initial(plan: Plan, state: TrainState) -> None:
@@ -38,6 +41,9 @@ def load_initial(plan: Plan, state: TrainState) -> None:
         if init.hugging_face is not None:
             assert isinstance(plan.spec.model, DecoderModel), "other families are refused before launch"
             load_folder(init.hugging_face, plan.spec.model, state.shares)
+        elif init.other is not None:
+            assert isinstance(plan.spec.model, DecoderModel), "other families are refused before launch"
+            load_tensors(init.other, open_other(init.other, plan.spec.model), plan.spec.model, state.shares)
         elif init.run is not None:
             run = RunDir(init.run)
             folder = run.checkpoint(run.checkpoint_steps()[-1])
@@ -45,13 +51,20 @@ def load_initial(plan: Plan, state: TrainState) -> None:
             load_weights(folder, state.held)
 
 
-@torch.no_grad()
 def load_folder(folder: Path, model: DecoderModel, shares: Sequence[Share]) -> None:
+    """Load the weights in a Hugging Face folder. Raises as `load_tensors` does."""
+    load_tensors(folder, open_weights(folder, model), model, shares)
+
+
+@torch.no_grad()
+def load_tensors(
+    folder: Path, entries: Mapping[str, StoredTensor | PartedTensor], model: DecoderModel, shares: Sequence[Share]
+) -> None:
     """Load the weights in `folder`. A rank reads what its parts cover: files are mapped, other pages stay unread.
 
     Raises MachineError that names the tensors in which something is not finite.
     """
-    tensors = MappedTensors(open_weights(folder, model))
+    tensors = MappedTensors(entries)
     by_name = {parameter.name: parameter.pieces for parameter in parameters(model)}
     plain, quantised = split_quantised(shares)
     faults = [fault for share in plain for fault in _fill(share, by_name.get(share.name, ()), tensors)]
@@ -85,25 +98,38 @@ def _quantise(matrix: QuantisedMatrix, pieces: Sequence[Piece], tensors: MappedT
 
 
 class MappedTensors:
-    """Tensors of safetensors files, as views of the mapped files."""
+    """Tensors of files: a safetensors file's as views of the mapped file, others put together of their parts."""
 
-    def __init__(self, entries: Mapping[str, StoredTensor]):
+    def __init__(self, entries: Mapping[str, StoredTensor | PartedTensor]):
         self._entries = entries
         self._files: dict[Path, Tensor] = {}
 
     def box(self, piece: Piece) -> Tensor:
         """Return the piece's tensor in the parameter's own order of dims."""
-        tensor = self._read(self._entries[piece.tensor])
+        entry = self._entries[piece.tensor]
+        tensor = self._assemble(entry) if isinstance(entry, PartedTensor) else self._read(entry)
         return (tensor.transpose(-1, -2) if piece.transposed else tensor).view(piece.shape)
 
     def file(self, piece: Piece) -> Path:
         return self._entries[piece.tensor].file
 
+    def _assemble(self, entry: PartedTensor) -> Tensor:
+        """Copy the parts of a tensor together. What no part holds is not a number, and is reported as such."""
+        dtypes = [DTYPES[part.held.dtype] for part in entry.parts]
+        whole = torch.full(entry.shape, torch.nan, dtype=reduce(torch.promote_types, dtypes))
+        for part in entry.parts:
+            held = part.held
+            numbers = self._numbers(held.file, held.start, held.span_bytes, DTYPES[held.dtype])
+            box = tuple(slice(at, at + size) for at, size in zip(part.start, held.shape, strict=True))
+            whole[box] = numbers.as_strided(held.shape, held.strides)
+        return whole
+
     def _read(self, entry: StoredTensor) -> Tensor:
-        if entry.file not in self._files:
-            size = entry.file.stat().st_size
-            self._files[entry.file] = torch.from_file(str(entry.file), shared=False, size=size, dtype=torch.uint8)
-        content = self._files[entry.file][entry.start : entry.start + entry.bytes]
-        dtype = DTYPES[entry.dtype]
-        aligned = content.clone() if entry.start % dtype.itemsize else content
-        return aligned.view(dtype).view(entry.shape)
+        return self._numbers(entry.file, entry.start, entry.bytes, DTYPES[entry.dtype]).view(entry.shape)
+
+    def _numbers(self, file: Path, start: int, size: int, dtype: torch.dtype) -> Tensor:
+        if file not in self._files:
+            whole = file.stat().st_size
+            self._files[file] = torch.from_file(str(file), shared=False, size=whole, dtype=torch.uint8)
+        content = self._files[file][start : start + size]
+        return (content.clone() if start % dtype.itemsize else content).view(dtype)

@@ -15,21 +15,29 @@ from torch import Tensor
 
 from trainspec_cli.engine.checkpoint.image import DTYPES
 from trainspec_cli.engine.checkpoint.store import read_weights
+from trainspec_cli.engine.tools.export_other import cut, reader, write_distributed, write_state
 from trainspec_cli.huggingface.safetensors import DTYPE_BYTES, INDEX, SINGLE, make_header
-from trainspec_cli.huggingface.tensors import ADAPTERS, Parameter, Piece, adapters_of, parameters
+from trainspec_cli.huggingface.tensors import ADAPTERS, Parameter, adapters_of, parameters
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.run import LITGPT_FILE
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.tools import ExportRequest, ExportResult
+from trainspec_cli.weights.naming import other_tensors
+
+MEGATRON_COMMON = "common.pt"
+"""The file of what Megatron does not shard, without which its loader refuses a folder."""
 
 
 def run(request: ExportRequest) -> ExportResult:
     plan = from_plain(Plan, read_json(Path(request.plan_json)))
     if request.what == "base":
         plan = replace(plan, spec=replace(plan.spec, lora=LoraSpec()))  # nothing is merged
+    if request.format != "safetensors":
+        return ExportResult(export_other(plan, request))
     return ExportResult((export_adapters if request.what == "adapters" else export)(plan, request))
 
 
@@ -48,6 +56,19 @@ def export(plan: Plan, request: ExportRequest) -> int:
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (Path(request.output) / INDEX).write_text(json_text(index) + "\n", encoding="utf-8")
     return len(names)
+
+
+def export_other(plan: Plan, request: ExportRequest) -> int:
+    """Write the weights as a project other than Hugging Face has them; return the number of files."""
+    model, folder = plan.spec.model, Path(request.output)
+    assert isinstance(model, DecoderModel), "other families are refused by name"
+    tensors, dtype = other_tensors(model, request.naming), DTYPES[request.dtype]
+    read_tensor = reader(model, lambda held: read(plan, Path(request.checkpoint), held))
+    if request.naming == "megatron":
+        torch.save({}, folder / MEGATRON_COMMON)
+    if request.format == "dcp":
+        return write_distributed(tensors, read_tensor, dtype, folder)
+    return write_state(tensors, read_tensor, dtype, folder / LITGPT_FILE)
 
 
 def _files(wanted: Sequence[Parameter], request: ExportRequest) -> Iterator[list[Parameter]]:
@@ -93,11 +114,5 @@ def write_file(path: Path, held: Sequence[Parameter], full: Mapping[str, Tensor]
     with path.open("wb") as file:
         file.write(make_header({piece.tensor: (dtype, piece.tensor_shape) for _, piece in pieces}))
         for name, piece in pieces:
-            tensor = _cut(full[name], piece).to(DTYPES[dtype]).contiguous()
+            tensor = cut(full[name], piece).to(DTYPES[dtype]).contiguous()
             file.write(tensor.view(torch.uint8).numpy().data)
-
-
-def _cut(full: Tensor, piece: Piece) -> Tensor:
-    """Cut out the tensor as the file has it."""
-    box = full[tuple(slice(start, start + size) for start, size in zip(piece.start, piece.shape, strict=True))]
-    return box.flatten(0, -2).transpose(-1, -2) if piece.transposed else box

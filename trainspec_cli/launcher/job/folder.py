@@ -140,7 +140,7 @@ def _keep_small_files(spec: RunSpec, run: RunDir) -> None:
     from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, SMALL_FILES
 
     init = spec.init
-    source = init.hugging_face or (init.run and RunDir(init.run).huggingface)
+    source = init.hugging_face or init.other or (init.run and RunDir(init.run).huggingface)
     if source is not None and source.is_dir():
         run.huggingface.mkdir(exist_ok=True)
         for name in SMALL_FILES:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from trainspec_cli.reading.files import expand
+from trainspec_cli.reading.files import exists, expand
 from trainspec_cli.reading.hub_cache import HubName, hub_name, locate_checkpoint
 from trainspec_cli.spec.field_types import (
     AUTO,
@@ -35,6 +35,8 @@ Offload = Literal["none", "optimizer"]
 ComputeFormat = Literal["bf16", "fp16", "fp32", "tf32"]
 MatmulFormat = Literal["compute", "fp8", "mxfp8", "nvfp4"]
 HUGGING_FACE = "hf:"
+DCP_FILE, LITGPT_FILE, NANOGPT_FILE = ".metadata", "lit_model.pth", "ckpt.pt"
+"""Files by which the weights of other projects are told from a run of trainspec."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,8 @@ class PrecisionSpec:
 class InitSpec:
     from_: str | None = None
     """`hf:FOLDER`, a Hugging Face checkpoint; `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`, one that the Hub's cache on this
-    machine holds; or the folder of a run of trainspec. null: drawn from the seed.
+    machine holds; the folder of a distributed checkpoint of torch (DCP, also torchtitan's and Megatron's) or of litgpt;
+    or the folder of a run of trainspec. null: drawn from the seed.
 
     Only weights are loaded: the optimizer, the step and the data start from the beginning.
     """
@@ -97,7 +100,19 @@ class InitSpec:
         return self.from_.removeprefix(HUGGING_FACE)
 
     @property
+    def other(self) -> Path | None:
+        """The folder of weights of a project that is neither Hugging Face nor trainspec; None of others."""
+        folder = self._folder
+        files = (DCP_FILE, LITGPT_FILE, NANOGPT_FILE)
+        return folder if folder is not None and any(exists(folder / name) for name in files) else None
+
+    @property
     def run(self) -> Path | None:
+        return None if self.other is not None else self._folder
+
+    @property
+    def _folder(self) -> Path | None:
+        """What is named without `hf:`."""
         return None if self.from_ is None or self._named is not None else expand(self.from_)
 
 

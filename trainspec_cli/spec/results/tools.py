@@ -59,7 +59,7 @@ class TraceResult:
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """Write a checkpoint's weights as safetensors files."""
+    """Write a checkpoint's weights, as safetensors files or as another project has them."""
 
     plan_json: str
     checkpoint: str
@@ -69,6 +69,9 @@ class ExportRequest:
     max_file_bytes: int
     what: Literal["merged", "adapters", "base"] = "merged"
     """The whole weights with LoRA adapters merged in, PEFT's file of the adapters alone, or the weights below them."""
+    format: Literal["safetensors", "dcp", "litgpt"] = "safetensors"
+    naming: Literal["hf", "torchtitan", "megatron", "litgpt"] = "hf"
+    """Whose names the tensors have; other than Hugging Face's only where they are not safetensors files."""
 
 
 @dataclass(frozen=True)

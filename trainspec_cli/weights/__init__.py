@@ -1,0 +1,1 @@
+"""Weights as other projects keep them: torch's distributed checkpoints (DCP), torchtitan, litgpt and Megatron."""
