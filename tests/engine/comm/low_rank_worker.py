@@ -52,11 +52,11 @@ def main() -> None:
     factored, sent = (MODEL.num_layers * number for number in (factors.values, factors.left + factors.right))
     weights = b"".join(share.local.detach().numpy().tobytes() for share in state.shares)
     found = {
-        "sent_bytes": state.wire.counted["gradients"] / STEPS,
+        "sent_bytes": state.wire.totals()["gradients"] / STEPS,
         "wanted_bytes": 4 * (values - factored + sent),
         "full_bytes": 4 * values,
         "exchanges": 2 * (2 * MODEL.num_layers + 1),
-        "feedback_values": sum(kept.settled.numel() for kept in state.compression.feedbacks.values()),
+        "feedback_values": sum(int(kept.settled.count_nonzero()) for kept in state.compression.feedbacks.values()),
         "planned_values": factored + MODEL.num_layers * factors.right,
         "losses": [losses[0], losses[-1]],
         "digest": hashlib.sha256(weights).hexdigest(),

@@ -105,8 +105,9 @@ def in_one_process(steps: int) -> list[Tensor]:
 
 
 def test_the_sum_of_two_ranks_is_that_of_the_algorithm() -> None:
-    found = sum_steps(range(STEPS), [new(), new()])
-    for own, other, wanted in zip(*found, in_one_process(STEPS), strict=True):
+    """Over few steps: what waits grows to several gradients, and is rounded in fp32 each time."""
+    found = sum_steps(range(4), [new(), new()])
+    for own, other, wanted in zip(*found, in_one_process(4), strict=True):
         assert torch.equal(own, other), "every rank gets the same bits"
         assert float((own - wanted).norm() / wanted.norm()) < 1e-6
         total = wanted[960:984]
@@ -119,9 +120,9 @@ def test_nothing_is_lost_over_many_steps_but_what_still_waits() -> None:
     total = sum(gradient(step, rank).double() for step in range(STEPS) for rank in range(2))
     waiting = sum(one.feedbacks["block0"].settled.double() for one in kept)
     assert isinstance(total, Tensor) and isinstance(waiting, Tensor)
-    for part, left in zip(FACTORED, waiting.split(960), strict=True):
+    for part in FACTORED:
         assert float((applied[part] - total[part]).norm()) > 0.5 * float(total[part].norm()), "the sums alone lack much"
-        assert float((applied[part] + left - total[part]).norm() / total[part].norm()) < 1e-6
+        assert float((applied[part] + waiting[part] - total[part]).norm() / total[part].norm()) < 1e-6
 
 
 def test_what_a_checkpoint_holds_is_enough_to_go_on_to_the_bit() -> None:

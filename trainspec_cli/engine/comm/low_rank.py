@@ -27,7 +27,7 @@ FORMAT = "low_rank"
 
 
 @dataclass(frozen=True)
-class Place:
+class FlatPlace:
     """Where a parameter lies in the flat gradients of its module."""
 
     start: int
@@ -42,11 +42,11 @@ class Place:
         return x_N[self.start : self.start + self.values].view(self.shape)
 
 
-def places_of(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[Place, ...]:
+def places_of(shapes: Sequence[tuple[int, ...]], rank: int) -> tuple[FlatPlace, ...]:
     """Return the places of parameters of these shapes, one after the other."""
-    places, start = list[Place](), 0
+    places, start = list[FlatPlace](), 0
     for shape in shapes:
-        places.append(Place(start, shape, len(shape) == 2 and is_worth_factoring(*shape, rank)))
+        places.append(FlatPlace(start, shape, len(shape) == 2 and is_worth_factoring(*shape, rank)))
         start += places[-1].values
     return tuple(places)
 
@@ -56,9 +56,9 @@ class LowRankSum:
     """One exchange of a step, always of the same parameters."""
 
     rank: int
-    places: tuple[Place, ...]
+    places: tuple[FlatPlace, ...]
     feedback: Feedback
-    """What was lost of the factored matrices, one after the other."""
+    """What was lost of the gradients; 0 of what travels in full."""
     warm: Feedback
     """Q of the exchange before, of these matrices."""
 
@@ -67,14 +67,15 @@ class LowRankSum:
         x_N = x.view(-1)
         factored = [place for place in self.places if place.is_factored]
         in_full = [place.of(x_N) for place in self.places if not place.is_factored]
-        lost = self.feedback.newest.split([place.values for place in factored])
-        wanted = [place.of(x_N).float() + part.view(place.shape) for place, part in zip(factored, lost, strict=True)]
+        wanted = [place.of(x_N).float() + place.of(self.feedback.newest) for place in factored]
         projected = [m_IJ @ q_JR for m_IJ, q_JR in zip(wanted, self._split(self.warm.newest), strict=True)]
         summed, rest = _sum_together([*projected, *in_full], wire, len(projected))
         bases = [torch.linalg.qr(p_IR).Q for p_IR in summed]
         own = [m_IJ.mT @ p_IR for m_IJ, p_IR in zip(wanted, bases, strict=True)]
-        left = ((m_IJ - p_IR @ q_JR.mT).flatten() for m_IJ, p_IR, q_JR in zip(wanted, bases, own, strict=True))
-        self.feedback.keep(torch.cat(list(left)))
+        lost_N = torch.zeros_like(self.feedback.newest)
+        for place, m_IJ, p_IR, q_JR in zip(factored, wanted, bases, own, strict=True):
+            torch.sub(m_IJ, p_IR @ q_JR.mT, out=place.of(lost_N))
+        self.feedback.keep(lost_N)
         seconds, _ = _sum_together(own, wire, len(own))
         self.warm.keep(torch.cat([q.flatten() for q in seconds]))
         for place, p_IR, q_JR in zip(factored, bases, seconds, strict=True):
@@ -98,7 +99,7 @@ def low_rank_sum(
     factored = [place for place in places if place.is_factored]
     if not factored:
         return None
-    values = sum(place.values for place in factored)
+    values = sum(place.values for place in places)
     warm_values = sum(place.shape[1] for place in factored) * rank
 
     def draw(q_N: Tensor) -> None:

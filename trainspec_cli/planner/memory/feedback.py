@@ -6,7 +6,7 @@ from trainspec_cli.planner.workload.factors import block_factors
 from trainspec_cli.spec.results.plan import Plan
 
 LOW_RANK_BYTES = 2 * 4
-"""The same in fp32, of a value of the matrices in low rank and of their Q."""
+"""The same in fp32, of a value of the matrices in low rank and of their Q; vectors are few."""
 FEEDBACK_BYTES = 2 * 2
 """Bytes of a value: in bf16, as of the last update and as of the step that is being made."""
 
