@@ -25,6 +25,8 @@ from torch.nn.functional import pad
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS, Codec
 from trainspec_cli.engine.comm.exchange import all_gather
 
+LOW_RANK = "low_rank"
+"""The format of sums over replicas that `comm/low_rank.py` makes; others travel in full beside it."""
 RETURNED = 1 / 8
 """The part of what was lost that an exchange sends (a)."""
 
@@ -205,10 +207,14 @@ class Compression:
         return self.inside == self.across == "full"
 
     @property
+    def uses_low_rank(self) -> bool:
+        return LOW_RANK in (self.inside, self.across)
+
+    @property
     def feeds_back(self) -> bool:
         """Return whether some format keeps what it loses."""
-        formats = {self.inside, self.across} - {"full"}
-        return any(name not in GRADIENT_CODECS or GRADIENT_CODECS[name].feeds_back for name in formats)
+        codecs = (GRADIENT_CODECS.get(name) for name in (self.inside, self.across))
+        return self.uses_low_rank or any(codec is not None and codec.feeds_back for codec in codecs)
 
     @property
     def saved(self) -> dict[str, Tensor]:

@@ -20,10 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trainspec_cli.engine.comm.compressed import Compression, Feedback, RowExchange
+from trainspec_cli.engine.comm.compressed import LOW_RANK, Compression, Feedback, RowExchange
 from trainspec_cli.spec.recipe.comm import is_worth_factoring
-
-FORMAT = "low_rank"
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ def low_rank_sum(
     compression: Compression, name: str, shapes: Sequence[tuple[int, ...]], group: dist.ProcessGroup
 ) -> LowRankSum | None:
     """Return the exchange `name` of parameters of these shapes over `group`; None where none of them is factored."""
-    if group.size() == 1 or compression.format_of(inside=compression.is_inside(group)) != FORMAT:
+    if group.size() == 1 or compression.format_of(inside=compression.is_inside(group)) != LOW_RANK:
         return None
     rank = compression.rank
     places = places_of(shapes, rank)

@@ -118,6 +118,7 @@ def _shard(
     replicas = _sum_of_replicas(module, f"{how.name}.{name}.replicas", row, how, is_block=name.startswith("block"))
     shards = how.compression.of_group(f"{how.name}.{name}.shards", row * mesh.size(), mesh.get_group())
     over_shards, over_replicas = (None if one is None else one.feedback for one in (shards, replicas))
+    assert mesh.size() == 1 or not how.compression.uses_low_rank, "refused: no rank has whole gradients of matrices"
     if over_shards is not None or over_replicas is not None:
         how.losses.append(ModuleLosses(module, mesh.get_group(), how.replicas.group, over_shards, over_replicas))
     axis = "expert_shard" if experts else "dp_shard"
