@@ -79,7 +79,7 @@ def test_every_shipped_file_names_its_schema_and_keeps_to_it(file: Path) -> None
         ("optim: {schedule: {kind: cosin}}", ["optim.schedule.kind"]),
         ("kernels: {attention: flsh}", ["kernels.attention"]),
         ("compile: 1", ["compile"]),
-        ("data: {mixture: {web: {source: jsn}}}", ["data.mixture.web.source"]),
+        ("data: {mixture: {web: {source: 1}}}", ["data.mixture.web.source"]),
         ("scheduler: {changes: [{stap: 500}]}", ["scheduler.changes.0.stap"]),
         ("optim:", ["optim"]),
     ],

@@ -88,7 +88,7 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
         ("train", "max_steps:3", "wrong_type",
          "`train` is 'max_steps:3'; a section with the keys max_steps, tokens, epochs, "
          "seed, max_skipped_steps, eval_interval_steps, early_stop_evals, sample_interval_steps, log_interval_steps, "
-         "callbacks is needed", "put a space after the colon"),
+         "loss, loss_options, callbacks is needed", "put a space after the colon"),
         ("sample", None, "wrong_type",
          "`sample` is null; a section with the keys prompt, max_new_tokens, temperature is needed",
          "its keys are set one by one, such as sample.prompt"),

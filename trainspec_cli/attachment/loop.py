@@ -123,7 +123,7 @@ class StepLoop:
             return
         began_s, step = time.monotonic(), self._run.step
         here = DataPlace(place.epoch, place.batch, place.began, torch_state.random_state())
-        places = [vars(one) for one in self._ranks.gather(here)]
+        places = self._ranks.gather(vars(here))
         state = {"step": step, "trained": self._trained.state(), "places": places}
         if self._ranks.number == 0:
             ranks, keep = self._ranks.count, self._keep

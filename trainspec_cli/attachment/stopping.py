@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import sys
 import threading
@@ -64,9 +65,18 @@ class ScriptRanks:
         return bool(flag.item())
 
     def gather(self, value: object) -> list[object]:
-        """Return what each rank gave, in their order."""
+        """Return what each rank gave, in their order: tensors, numbers, text, and lists and dicts of them. They travel
+        as `torch.save` writes them, and no other objects are read (`weights_only`)."""
         if self._torch is None:
             return [value]
-        values: list[object] = [None] * self.count
-        self._torch.distributed.all_gather_object(values, value, group=self._group)
-        return values
+        torch, written = self._torch, io.BytesIO()
+        torch.save(value, written)
+        own = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
+        lengths = torch.zeros(self.count, dtype=torch.int64)
+        lengths[self.number] = len(own)
+        torch.distributed.all_reduce(lengths, group=self._group)
+        texts = torch.zeros(self.count, int(lengths.max()), dtype=torch.uint8)
+        texts[self.number, : len(own)] = own
+        torch.distributed.all_reduce(texts, group=self._group)
+        parts = (text[:length].numpy().tobytes() for text, length in zip(texts, lengths.tolist(), strict=True))
+        return [torch.load(io.BytesIO(part), map_location="cpu", weights_only=True) for part in parts]

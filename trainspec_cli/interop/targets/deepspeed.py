@@ -119,7 +119,7 @@ def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
     command += ["--deepspeed", f"--deepspeed_config {FOLDER}/{CONFIG}"]
     about = f"Starts your script under DeepSpeed, with the configuration of {run.recipe} beside this file."
     return {
-        CONFIG: json.dumps(nest(spoken.keys_of("config")), indent=2) + "\n",
+        CONFIG: json.dumps(nest(spoken.keys_of("config")), indent=2, allow_nan=False) + "\n",
         "launch.sh": shell_script(about, command, spoken.keys_of("environment"), needs=[USER_SCRIPT]),
     }
 

@@ -108,7 +108,7 @@ def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
     about = f"Starts your script, whose Trainer reads {ARGUMENTS} of {run.recipe}, under Accelerate."
     command = [*accelerate.launch_words(run), *options(spoken.keys_of("command")), '"$SCRIPT"', f"{FOLDER}/{ARGUMENTS}"]
     return {
-        ARGUMENTS: json.dumps(nest(spoken.keys_of("config")), indent=2) + "\n",
+        ARGUMENTS: json.dumps(nest(spoken.keys_of("config")), indent=2, allow_nan=False) + "\n",
         accelerate.CONFIG: accelerate.config_text(spoken.keys_of("launcher")),
         "launch.sh": shell_script(about, command, {}, needs=[USER_SCRIPT]),
     }
