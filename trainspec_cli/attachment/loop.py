@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainspec_cli.attachment import torch_state
@@ -103,10 +104,11 @@ class StepLoop:
         folder, mine = self._run.checkpoints, None
         if folder and self._ranks.number == 0:
             mine = torch_state.newest_sound(folder)
-        path = self._ranks.gather(mine)[0]
+        chosen = self._ranks.gather(None if mine is None else str(mine))[0]
+        path = None if chosen is None else Path(str(chosen))
         place, step = DataPlace(), 0
         if path is not None:
-            state = torch_state.read_state(path, self._ranks.count)  # type: ignore[arg-type]  # rank 0 gave a path
+            state = torch_state.read_state(path, self._ranks.count)
             self._trained.restore(state["trained"])  # type: ignore[arg-type]
             places: Any = state["places"]
             place = DataPlace(**places[self._ranks.number])
@@ -114,7 +116,7 @@ class StepLoop:
             if not place.batch and place.random:
                 torch_state.set_random_state(place.random)
                 place.random = {}
-        self._run.begin(step, self._trained.parameters, path)  # type: ignore[arg-type]
+        self._run.begin(step, self._trained.parameters, path)
         return place
 
     def _save(self, place: DataPlace) -> None:
