@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from lab import measured, strangers
 from lab.drawing import drawn_in_ci
+from lab.other_frameworks import NOT_IN_CI
 from lab.published import MODELS, SIZES
 from lab.tracing import Trace, open_forks, tracer
 
@@ -49,7 +50,7 @@ LONGEST = ("engine", "certify", "integration", "slurm", "cli", "launch", "planne
 PROBING = "test_probe.py"
 """It measures this machine, which whole runs wait for: one process does while the others are at the engine's tests."""
 LATE_IN_CI = "CI's time for slow tests is over"
-EXCUSED_IN_CI = ("needs a GPU", "needs macOS", "runs on CUDA alone", LATE_IN_CI)
+EXCUSED_IN_CI = ("needs a GPU", "needs macOS", "runs on CUDA alone", LATE_IN_CI, NOT_IN_CI)
 
 MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
 SPEC = RunSpec(

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lab.other_frameworks import NOT_IN_CI
 
 from trainspec_cli.rundir.event_types.training import CheckpointEvent, EvalEvent, StartEvent, StepEvent
 from trainspec_cli.rundir.events import read_log
@@ -101,7 +102,7 @@ def test_a_stopped_script_saves_and_a_later_run_goes_on(
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["transformers", "lightning"])
 def test_a_trainer_is_counted_and_stops(start_trainspec, tmp_path, read_result, wait_for_step, framework):
-    pytest.importorskip(framework)
+    pytest.importorskip(framework, reason=f"{framework} {NOT_IN_CI}")
     script = [sys.executable, str(SCRIPTS / "attached_trainers.py"), framework]
     process = start_trainspec("run", "--dir", "run", "--", *script)
     run = RunDir(tmp_path / "run")
@@ -120,7 +121,7 @@ def test_a_trainer_is_counted_and_stops(start_trainspec, tmp_path, read_result, 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["jax", "tensorflow"])
 def test_one_line_counts_the_steps_of_others(start_trainspec, tmp_path, wait_for_step, framework):
-    pytest.importorskip(framework)
+    pytest.importorskip(framework, reason=f"{framework} {NOT_IN_CI}")
     script = [sys.executable, str(SCRIPTS / "attached_others.py"), framework]
     process = start_trainspec("run", "--dir", "run", "--", *script)
     run = RunDir(tmp_path / "run")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.other_frameworks import NOT_IN_CI
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.interop.registry import TARGETS
@@ -83,7 +84,7 @@ def judge(engine: str, cases: list[Case], *, package: str | None = None) -> list
     package = package or engine
     found = subprocess.run([PYTHON, "-c", f"import importlib.util as i, sys; sys.exit(not i.find_spec('{package}'))"])
     if found.returncode:
-        pytest.skip(f"{package} is not installed: pip install -e '.[interop]'")
+        pytest.skip(f"{package} {NOT_IN_CI}: pip install -e '.[interop]'")
     ran = subprocess.run(
         [PYTHON, "-P", JUDGES / f"{engine}.py"],
         input=json.dumps([vars(case) for case in cases]),
