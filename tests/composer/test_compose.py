@@ -184,6 +184,24 @@ def test_every_wrong_line_of_a_defaults_list(tmp_path: Path, write) -> None:
     assert (composed.data["layout"]["dp_shard"], composed.data["train"]["max_steps"]) == (1, 5)
 
 
+def test_several_options_in_one_line_of_a_defaults_list_are_not_merged(tmp_path: Path, write) -> None:
+    write("conf/cluster/both.yaml", "defaults:\n  - /accelerator@accelerator: [h100_sxm, a40]\nname: both\n")
+    assert told(compose("tiny", ["cluster=both"], tmp_path)) == [
+        ("bad_defaults", "conf/cluster/both.yaml:2:5",
+         "`accelerator@accelerator` is given 2 options: h100_sxm, a40",
+         "keep one of them: /accelerator@accelerator: h100_sxm"),
+    ]  # fmt: skip
+    write("conf/cluster/one.yaml", "defaults:\n  - /accelerator@accelerator: [a40]\nname: one\n")
+    one = compose("tiny", ["cluster=one"], tmp_path)
+    assert (told(one), one.data["cluster"]["accelerator"]["name"]) == ([], "A40")
+
+
+def test_a_list_for_a_section_is_refused(tmp_path: Path) -> None:
+    (problem,) = compose("tiny", ["cluster=h100", "cluster.accelerator=[h100_sxm,a40]"], tmp_path).problems
+    assert (problem.path, problem.code) == ("cluster.accelerator", "wrong_type")
+    assert "name one option" in problem.hint
+
+
 def test_an_option_that_a_defaults_list_chooses_twice(tmp_path: Path, write) -> None:
     write("recipes/mine.yaml", "defaults:\n  - tiny\n  - override /cluster: h100\n  - override /cluster: h200\n")
     write(

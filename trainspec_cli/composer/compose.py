@@ -235,6 +235,10 @@ def _set(config: DictConfig, argument: Argument) -> Problem | None:
     if scalar:
         message = f"`{scalar}` is a single value: it has no key `{argument.key.removeprefix(f'{scalar}.')}`"
         return problem_at(argument.number, "unknown_key", message, f"type {scalar}=<value>", argument.key)
+    if isinstance(argument.value, list) and isinstance(OmegaConf.select(config, argument.key), DictConfig):
+        message = f"`{argument.key}` is a section of keys, and a list is given"
+        hint = f"type {argument.key}.<key>=<value>, or name one option where it has names"
+        return problem_at(argument.number, "wrong_type", message, hint, argument.key)
     try:
         OmegaConf.update(config, argument.key, argument.value, merge=True, force_add=True)
     except (OmegaConfBaseException, RecursionError) as error:

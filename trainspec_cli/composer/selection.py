@@ -147,10 +147,15 @@ def _repeated(selection: Selection, file: YamlFile) -> list[YamlEntry]:
     for entry in file.defaults:
         name = entry.key.split()[-1].removeprefix("/") if entry.key else ""
         first = chosen.setdefault(name, entry)
-        if not name or first is entry:
+        if entry.several:
+            message = f"`{name}` is given {len(entry.several)} options: {', '.join(entry.several)}"
+            hint = f"keep one of them: {entry.key}: {entry.several[0]}"
+        elif name and first is not entry:
+            message = f"`{name}` is chosen twice: {first.value} in line {first.origin.line}, and {entry.value} here"
+            hint = "keep one of the two lines"
+        else:
             continue
-        message = f"`{name}` is chosen twice: {first.value} in line {first.origin.line}, and {entry.value} here"
-        selection.problems.append(_entry_problem(entry, "bad_defaults", message, "keep one of the two lines"))
+        selection.problems.append(_entry_problem(entry, "bad_defaults", message, hint))
         repeated.append(entry)
     return repeated
 

@@ -41,6 +41,8 @@ class YamlEntry:
     """`override /model`; "" for a bare name."""
     value: str
     origin: Origin
+    several: tuple[str, ...] = ()
+    """The options of a list of more than one, which Hydra would merge into one section."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,9 @@ def _entries(defaults: yaml.Node | None, shown: str) -> Iterator[YamlEntry]:
     for node in defaults.value if isinstance(defaults, yaml.SequenceNode) else []:
         if isinstance(node, yaml.MappingNode) and node.value:
             key, value = node.value[0]
-            yield YamlEntry(key.value, _scalar(value), _origin(key, shown))
+            options = [_scalar(item) for item in value.value] if isinstance(value, yaml.SequenceNode) else []
+            chosen = options[0] if len(options) == 1 else _scalar(value)
+            yield YamlEntry(key.value, chosen, _origin(key, shown), tuple(options if len(options) > 1 else ()))
         else:
             yield YamlEntry("", _scalar(node), _origin(node, shown))
 
