@@ -173,6 +173,14 @@ def test_no_python_source_is_told(tmp_path, monkeypatch):
 CHAT_LINES = ["{", '{"prompt": "a", "completion": "b"}', '{"text": "a"}', "[1]", '{"prompt": "c", "completion": 7}']
 
 
+def test_a_file_of_conversations_is_answered_once_with_their_source(tmp_path):
+    lines = [json.dumps({"messages": [{"role": "user", "content": "a"}]})] * 50
+    (tmp_path / "x.jsonl").write_text("\n".join(lines))
+    with pytest.raises(RecipeError) as error:
+        read(source="jsonl", path=str(tmp_path))
+    assert (problem_of(error).line, problem_of(error).hint) == (1, "type data=chat: these are conversations (messages)")
+
+
 def test_every_line_that_is_wrong_is_reported_with_the_format_of_its_source(tmp_path):
     (tmp_path / "x.jsonl").write_bytes(
         b'{"text": "a"}\nno\n{"txt": "a"}\n{"text": "\xff"}\n{"text": "b"}\n{"text": 7}\n'

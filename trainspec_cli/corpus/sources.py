@@ -13,11 +13,20 @@ from functools import partial
 from pathlib import Path
 
 from trainspec_cli.corpus.chat import Conversation, parse_record, template_of
-from trainspec_cli.corpus.chat_formats import ANY_SHAPE, COLUMNS, ChatFormat, FormatError, Record, format_in_file
+from trainspec_cli.corpus.chat_formats import (
+    ANY_SHAPE,
+    COLUMNS,
+    ChatFormat,
+    FormatError,
+    Record,
+    find_format,
+    format_in_file,
+)
 from trainspec_cli.corpus.json_records import json_lines, json_records
 from trainspec_cli.corpus.mistakes import Mistakes, bad_document, decode, excerpt
 from trainspec_cli.corpus.source_files import TABLE_SUFFIXES, cannot_read
 from trainspec_cli.corpus.tables import table_rows
+from trainspec_cli.errors import RecipeError
 from trainspec_cli.reading.files import open_regular
 from trainspec_cli.spec.recipe.data import DataSpec
 
@@ -131,8 +140,7 @@ def _chat_records(file: Path, mistakes: Mistakes) -> Iterator[tuple[int, str, Re
 def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSpec) -> str:
     """Return the text field of one line or row."""
     if data.text_field not in record:
-        fields = excerpt(", ".join(map(str, record)), 200) or "none"
-        raise bad_document(file, number, f"no field `{data.text_field}`; it has: {fields}", CHOOSE_FIELD)
+        raise _no_field(record, file, number, data.text_field)
     text = record[data.text_field]
     if not isinstance(text, str):
         raise bad_document(file, number, f"field `{data.text_field}` is not a string: {excerpt(repr(text))}", "")
@@ -141,6 +149,17 @@ def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSp
     except ValueError as error:
         raise bad_document(file, number, str(error), "") from error
     return text
+
+
+def _no_field(record: Mapping[str, object], file: Path, number: int, field: str) -> RecipeError:
+    """Where the first record has no such field, no other one is looked at: the file has another form than was said."""
+    fields = excerpt(", ".join(map(str, record)), 200) or "none"
+    try:
+        hint = f"type data=chat: these are conversations ({find_format(record)})"
+    except FormatError:
+        hint = CHOOSE_FIELD
+    error = bad_document(file, number, f"no field `{field}`; it has: {fields}", hint)
+    return RecipeError(replace(error.problems[0], code="other_form")) if number == 1 else error
 
 
 def check_encodable(text: str, name: str) -> None:
