@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.composer.compose import Completion, Composed, compose, compose_arguments
+from trainspec_cli.errors import Problem
 
 HOUSE = Path(__file__).parents[2]
 RECIPES = ", ".join(sorted(path.stem for path in HOUSE.joinpath("recipes").glob("*.yaml")))
@@ -194,6 +195,13 @@ def test_several_options_in_one_line_of_a_defaults_list_are_not_merged(tmp_path:
     write("conf/cluster/one.yaml", "defaults:\n  - /accelerator@accelerator: [a40]\nname: one\n")
     one = compose("tiny", ["cluster=one"], tmp_path)
     assert (told(one), one.data["cluster"]["accelerator"]["name"]) == ([], "A40")
+
+
+def test_what_a_named_section_lacks_is_missing_in_its_file(tmp_path: Path, write) -> None:
+    write("conf/accelerator/mine.yaml", "name: mine\nmemory_gib: 80\n")
+    composed = compose("tiny", ["cluster=h100", "cluster.accelerator=mine"], tmp_path)
+    (problem,) = composed.locate([Problem("missing_value", "", "cluster.accelerator.link_gb_per_s")])
+    assert (problem.file, problem.line) == ("conf/accelerator/mine.yaml", 1)
 
 
 def test_a_list_for_a_section_is_refused(tmp_path: Path) -> None:
