@@ -15,10 +15,10 @@ from trainspec_cli.planner.hardware.catalogue import models
 from trainspec_cli.planner.workload import count_params
 from trainspec_cli.planner.workload.adapters import adapter_params
 from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel
+from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, TextModel
 from trainspec_cli.spec.recipe.model_parts import LatentAttentionSpec
 
-TEXT = {name: model for name, model in models().items() if not isinstance(model, ConvModel)}
+TEXT = {name: model for name, model in models().items() if isinstance(model, TextModel)}
 TINY = {name: model for name, model in TEXT.items() if name.endswith("_tiny")}
 TINY["latent"] = DecoderModel(
     num_layers=2,

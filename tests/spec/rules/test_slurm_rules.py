@@ -16,6 +16,7 @@ from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 from trainspec_cli.spec.rules.check import check
 from trainspec_cli.spec.rules.slurm import time_limit_s
+from trainspec_cli.spec.unknown import UNKNOWN
 
 SPEC = RunSpec(
     model=DecoderModel(2, 64, 4, 2, 16, 160, 4096),
@@ -69,6 +70,11 @@ def test_memory_is_a_number_and_a_letter(text: str, is_right: bool) -> None:
 def test_gpus_are_type_and_number(text: str, said: str) -> None:
     found = problems_of(SlurmSpec(gpus_per_node=text))
     assert [said in problem.message for problem in found] == ([True] if said else [])
+
+
+@pytest.mark.parametrize("key", ["time", "mem", "gpus_per_node"])
+def test_what_is_not_known_is_not_judged(key: str) -> None:
+    assert problems_of(replace(SlurmSpec(), **{key: UNKNOWN})) == []
 
 
 def test_gpus_are_not_both_asked_for_and_not() -> None:

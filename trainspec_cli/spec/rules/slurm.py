@@ -104,7 +104,7 @@ def times(spec: RunSpec) -> Iterator[Problem]:
     slurm, path = spec.cluster.slurm, f"{PREFIX}.time"
     if slurm.time is None:
         return
-    limit_s = time_limit_s(slurm.time)
+    limit_s = time_limit_s(str(slurm.time))
     if limit_s is None:
         message = f"`{path}` is `{slurm.time}`, which is no time of Slurm's; {TIME_FORMS} is needed"
         yield Problem("bad_time", message, path, f"such as two hours: {path}=2:00:00 (2:00 would be two minutes)")
@@ -116,7 +116,7 @@ def times(spec: RunSpec) -> Iterator[Problem]:
 
 def memory(spec: RunSpec) -> Iterator[Problem]:
     text, path = spec.cluster.slurm.mem, f"{PREFIX}.mem"
-    if text is not None and not _MEMORY.fullmatch(text):
+    if text is not None and not _MEMORY.fullmatch(str(text)):
         message = f"`{path}` is `{text}`; a whole number with K, M, G or T is needed"
         yield Problem("bad_size", message, path, f"such as {path}=64G; all memory of a node is 0G")
 
@@ -126,7 +126,7 @@ def gpus(spec: RunSpec) -> Iterator[Problem]:
     text = slurm.gpus_per_node
     if text is None:
         return
-    found = _GPUS.fullmatch(text)
+    found = _GPUS.fullmatch(str(text))
     if found is None:
         message = f"`{path}` is `{text}`; a type and number such as h100:8, a number or a type is needed"
         hint = f"the option itself is {PREFIX}.gpu_request, such as gres"
