@@ -62,14 +62,14 @@ def write_tokens(
     scan = _scan(data, files, on_progress)
     rule = HeldoutRule.from_scan(scan, data.heldout_fraction)
     encoder = _build_encoder(data, files, scan, rule, on_progress)
-    if encoder.library is not None:
-        (folder / TOKENIZER_FILE).write_text(encoder.library.to_str(), encoding="utf-8")
+    if encoder.tokenizer is not None:
+        (folder / TOKENIZER_FILE).write_text(encoder.tokenizer.to_str(), encoding="utf-8")
     read = _read(data, files, "encoding", scan.bytes, on_progress)
     formats: set[ChatFormat] = set()
     if data.source == "chat":
-        assert encoder.library is not None, "one's own tokenizer is refused beside conversations"
+        assert encoder.tokenizer is not None, "one's own tokenizer is refused beside conversations"
         conversations = _conversations(read, formats)
-        written = write_conversations(conversations, encoder.library, encoder.end_id, rule, folder)
+        written = write_conversations(conversations, encoder.tokenizer, encoder.end_id, rule, folder)
         summaries, xz_bits_per_byte = written, None
     else:
         texts = (document.text for document in read)
@@ -80,8 +80,8 @@ def write_tokens(
         vocab_size=encoder.vocab_size,
         vocab_size_asked=data.tokenizer.vocab_size if data.tokenizer.is_trained else encoder.vocab_size,
         end_of_document_id=encoder.end_id,
-        tokenizer_sha256=bpe.digest(encoder.library) if encoder.library is not None else "",
-        own_tokenizer_sha256=tokenizer_sha256(data) if encoder.library is None else "",
+        tokenizer_sha256=bpe.digest(encoder.tokenizer) if encoder.tokenizer is not None else "",
+        own_tokenizer_sha256=tokenizer_sha256(data) if encoder.tokenizer is None else "",
         source=described or _describe_source(data, formats),
         heldout_fraction=data.heldout_fraction,
         xz_bits_per_byte=xz_bits_per_byte,
@@ -139,7 +139,7 @@ class Encoder:
     encode_batch: Callable[[list[str]], list[list[int]]]
     vocab_size: int
     end_id: int
-    library: Tokenizer | None
+    tokenizer: Tokenizer | None
     """The tokenizer of the library; None for one's own."""
 
 
