@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from trainspec_cli.corpus.source_files import source_of
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reading.files import read_object
 from trainspec_cli.spec.canonical import to_plain
@@ -82,10 +83,6 @@ class ShardManifest:
         return (self.train.bytes + self.heldout.bytes) / max(1, self.train.tokens + self.heldout.tokens)
 
 
-SOURCES_BY_SUFFIX = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
-"""The source that reads a file, by its name's end; others are text."""
-
-
 def write_manifest(folder: Path, manifest: ShardManifest) -> None:
     (folder / MANIFEST_FILE).write_text(json_text(to_plain(manifest)) + "\n", encoding="utf-8")
 
@@ -97,7 +94,7 @@ def read_manifest(folder: Path) -> ShardManifest:
         missing = "is a file" if folder.exists() else "does not exist"
         got = "holds no manifest.json" if folder.is_dir() else missing
         message = f"{folder.absolute()} {got}: not a token folder"
-        source = SOURCES_BY_SUFFIX.get(folder.suffix, "text")
+        source = source_of(folder)
         given = folder if folder.is_file() else "FILES"
         hint = f"make one: trainspec data prepare --source {source} --path {given} --output FOLDER"
         raise RecipeError(Problem("missing_file", message, "data.path", hint))

@@ -31,6 +31,11 @@ _SUFFIXES: dict[str, str | tuple[str, ...]] = {
 """The suffixes of the files that are read below a folder."""
 
 
+def source_of(file: Path) -> str:
+    """Return the source that reads files of this name: the first that knows its suffix, or text."""
+    return next((source for source, suffix in _SUFFIXES.items() if file.name.endswith(suffix)), "text")
+
+
 def find_files(data: DataSpec) -> list[Path]:
     """Return the files that `data` is read from, in reading order. Raises RecipeError if there is none."""
     if data.source == "python_stdlib":

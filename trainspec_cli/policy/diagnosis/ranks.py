@@ -77,6 +77,9 @@ class OwnTimes:
         self.step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
         """(T,)"""
         self.usual_step_s = float(usual(self.step_s))
+        self.load_s = smoothed(np.median(self.queued_s, axis=1))
+        """(T,): how long the ranks wait for a processor, by their median. Programs that share processors share caches
+        and cores, too, so that what a rank computes takes longer by as much, now on one and now on another."""
         self.expected_s = self._expect_own()
         """(T, R)"""
 
@@ -116,16 +119,9 @@ class OwnTimes:
         expected: Figures = self.expect(self.queued_s) * np.maximum(1.0, more)
         return expected
 
-    def load_s(self) -> Figures:
-        """Return how long the ranks wait for a processor in a step, (T,): their median. Programs that share processors
-        share caches and cores, too, so that what a rank computes takes longer by as much, now on one and now on
-        another."""
-        load_s: Figures = smoothed(np.median(self.queued_s, axis=1))
-        return load_s
-
     def is_loaded(self, episode: Episode) -> bool:
         """Return whether other programs have had a part of the ranks' processors in an episode."""
-        return bool(np.median(self.load_s()[episode.where]) > LOADED * np.median(self.step_s[episode.where]))
+        return bool(np.median(self.load_s[episode.where]) > LOADED * np.median(self.step_s[episode.where]))
 
     def limit(self, series: Figures | None = None) -> Figures:
         """Return above what a series of seconds (T,) counts: a part of the steps around it, and beyond the noise of its
@@ -139,14 +135,13 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     slow = []
     knows_queued = bool(np.isfinite(evidence.counter("queued_s")).any())
     confirming_s = CONFIRMING_S if knows_queued else STOLEN_S  # else it may be other work, which comes and goes
-    for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s, times.load_s()):
+    for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s, times.load_s):
         found = explain(evidence, times, rank, episode)
         at_once = found.is_counted or (found.is_of_device and not times.is_loaded(episode))
         if at_once or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
             slow.append(Slow(rank, episode, found.cause, found.why))
     queued_by_peers_s = times.expect_queued()
-    nothing_s = np.zeros_like(times.step_s)
-    for rank, episode in _suspects(times, times.queued_s - queued_by_peers_s, STOLEN_S, nothing_s):
+    for rank, episode in _suspects(times, times.queued_s - queued_by_peers_s, STOLEN_S):
         of_peers_s = queued_by_peers_s[:, rank]
         rise_s = float(np.median(of_peers_s[episode.where]) - usual(of_peers_s))
         if episode.steadiness >= STEADY and rise_s < OF_PEERS * episode.excess:
@@ -157,9 +152,9 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def _suspects(
-    times: OwnTimes, excess_s: Figures, confirming_s: float, least_s: Figures
+    times: OwnTimes, excess_s: Figures, confirming_s: float, least_s: Figures | float = 0.0
 ) -> Iterator[tuple[int, Episode]]:
-    """Yield the ranks and the episodes in which a series (T, R) of theirs lies above its limit and `least_s` (T,)."""
+    """Yield the ranks and the episodes in which a series (T, R) of theirs lies above its limit and `least_s`."""
     confirming_steps = CONFIRMING_STEPS + int(math.log10(excess_s.shape[1]) / 2)  # chance has more ranks to strike
     above = (excess_s > LEAST_SHARE * times.usual_step_s).sum(axis=0)
     for rank in np.flatnonzero(above >= confirming_steps).tolist():
