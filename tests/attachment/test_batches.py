@@ -26,6 +26,16 @@ def test_ranks_share_each_step_in_order(ranks: int) -> None:
     assert [[sample for part in step for sample in part] for step in zip(*parts, strict=True)] == batches()
 
 
+def test_uneven_parts_take_the_same_samples_in_the_same_order() -> None:
+    counts = (5, 1, 2)
+    parts = []
+    for rank in range(3):
+        made = ShardedBatches(50, 8, rank=rank, ranks=3, seed=5, shuffle=True, counts=counts)
+        parts.append(list(made))
+        assert {len(part) for part in parts[-1]} == {counts[rank]}
+    assert [[sample for part in step for sample in part] for step in zip(*parts, strict=True)] == batches()
+
+
 def test_it_goes_on_from_a_batch_once() -> None:
     made = ShardedBatches(50, 8, rank=1, ranks=2, seed=5, shuffle=True)
     made.first = 4

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from lab.other_frameworks import NOT_IN_CI
 
+from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.rundir.event_types.training import CheckpointEvent, EvalEvent, StartEvent, StepEvent
 from trainspec_cli.rundir.events import read_log
 from trainspec_cli.rundir.paths import RunDir
@@ -75,7 +76,8 @@ def test_a_killed_script_goes_on_to_the_bit(trainspec, start_trainspec, tmp_path
     assert losses["run"] == losses["whole"] and set(losses["run"]) == set(range(1, STEPS[kind] + 1))
     assert all(losses["run"].values())
     assert of_kind(run, CheckpointEvent)[-1].step == of_kind(run, EvalEvent)[-1].step == STEPS[kind]
-    assert trainspec("report", "run").returncode == 0
+    told = trainspec("report", "run")
+    assert told.returncode == 0 and "held-out" in told.stdout.lower(), told.stdout
 
 
 @pytest.mark.slow
@@ -130,6 +132,78 @@ def test_one_line_counts_the_steps_of_others(start_trainspec, tmp_path, wait_for
     said = process.communicate()[0]
     assert process.returncode == 6 and "saved at step" in said, said
     assert [event.loss is not None for event in of_kind(run, StepEvent)][:5] == [True] * 5
+
+
+def shares_command(folder: Path, ranks: int, epochs: int, largest: int) -> list[str]:
+    folder.mkdir(exist_ok=True)
+    script = [str(SCRIPTS / "attached_shares.py"), str(folder), str(epochs), str(largest)]
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *script]
+
+
+def samples_of_steps(folder: Path) -> dict[int, list[str]]:
+    """The samples of each step in the order of the ranks, as it was made last."""
+    found: dict[int, dict[int, list[str]]] = {}
+    for file in sorted(folder.glob("samples*.txt"), key=lambda file: file.stat().st_mtime_ns):
+        rank = int(file.stem.removeprefix("samples").partition("_")[0])
+        for line in file.read_text().splitlines():
+            step, *samples = line.split()
+            found.setdefault(int(step), {})[rank] = samples
+    return {step: [one for rank in sorted(parts) for one in parts[rank]] for step, parts in found.items()}
+
+
+@pytest.mark.slow
+def test_shares_follow_the_ranks_speeds_and_leave_order_and_gradients_as_they_are(
+    trainspec, start_trainspec, tmp_path, read_result, wait_for_step
+):
+    import torch
+
+    whole = trainspec("run", "--dir", "whole", "--", *shares_command(tmp_path / "w", 1, 4, 0))
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    process = start_trainspec("run", "--dir", "run", "--", *shares_command(tmp_path / "s", 2, 4, 12))
+    run = RunDir(tmp_path / "run")
+    wait_for_step(run, 52, process)
+    os.kill(of_kind(run, StartEvent)[-1].pid, signal.SIGKILL)
+    said = process.communicate()[0]
+    assert process.returncode == 0, said
+    assert len(read_result("run")["recoveries"]) == 1
+    first = next(event for event in read_log(run.directives) if isinstance(event, DirectiveEvent))
+    assert first.counts[0] > first.counts[1] and sum(first.counts) == 12 and first.step < 50
+    assert "data-parallel rank 1 computes a sample in" in first.reason
+    made = [line.split() for line in (tmp_path / "s" / "samples1_2.txt").read_text().splitlines()]
+    assert {len(samples) for step, *samples in made if int(step) <= first.step} == {6}
+    assert max(len(samples) for step, *samples in made if int(step) > first.step) < 6, "the later start follows it"
+    assert samples_of_steps(tmp_path / "s") == samples_of_steps(tmp_path / "w")
+    weights, others = torch.load(tmp_path / "w" / "weights.pt"), torch.load(tmp_path / "s" / "weights.pt")
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, rtol=1e-9, atol=1e-12)
+    assert "shares" in trainspec("report", "run").stdout
+
+
+@pytest.mark.slow
+def test_a_later_run_goes_on_with_another_number_of_ranks(trainspec, tmp_path):
+    import torch
+
+    assert trainspec("run", "--dir", "whole", "--", *shares_command(tmp_path / "w", 1, 3, 0)).returncode == 0
+    for name, ranks, epochs in (("two", 2, 1), ("three", 3, 2), ("one", 1, 3)):
+        ran = trainspec("run", "--dir", name, "--", *shares_command(tmp_path / "s", ranks, epochs, 0))
+        assert ran.returncode == 0 and f"ended after step {20 * epochs}" in ran.stdout, ran.stdout + ran.stderr
+    one = of_kind(RunDir(tmp_path / "one"), StartEvent)[0]
+    assert (one.step, one.world_size) == (40, 1) and one.restored_from.endswith("step_00000040")
+    assert samples_of_steps(tmp_path / "s") == samples_of_steps(tmp_path / "w")
+    weights, others = torch.load(tmp_path / "w" / "weights.pt"), torch.load(tmp_path / "s" / "weights.pt")
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_loader_of_ones_own_keeps_the_number_of_ranks(trainspec, tmp_path):
+    assert trainspec("run", "--", *command("own_loader", tmp_path / "k", "1")).returncode == 0
+    other = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(SCRIPTS / "attached.py")]
+    text = (SCRIPTS / "attached.py").read_text().replace('if KIND in ("ddp"', 'if KIND in ("own_loader", "ddp"')
+    (tmp_path / "two.py").write_text(text)
+    ran = trainspec("run", "--", *other[:-1], "two.py", "own_loader", str(tmp_path / "k"), "2")
+    assert ran.returncode == 5
+    assert "holds the state of 1 ranks, and 2 are training on a loader of their own" in ran.stdout + ran.stderr
 
 
 def test_outside_of_a_run_it_says_so_and_counts():

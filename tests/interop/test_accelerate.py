@@ -11,7 +11,7 @@ from trainspec_cli.interop.target import nest
 RUNS = (
     (),
     ("layout.zero_stage=2", "layout.tp=2", "layout.sequence_parallel=false", "recompute=full", "compile=false"),
-    ("layout.dp_shard=4", "layout.dp_replicate=2", "layout.cp=2", "precision=fp32"),
+    ("layout.dp_shard=4", "layout.dp_replicate=2", "layout.cp=2", "precision=fp32", "model=qwen3_0_6b"),
     ("model=qwen3_0_6b", "data.seq_len=1024", "layout.dp_shard=1", "layout.dp_replicate=16", "recompute=none"),
 )
 UNSEEN = "compute_environment"

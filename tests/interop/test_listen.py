@@ -58,7 +58,7 @@ def same(one: JsonValue, other: JsonValue) -> bool:
 
 def test_every_reader_has_a_table() -> None:
     assert set(READERS) <= set(TARGETS)
-    assert {guess_engine(Path(name)) for name in FILES.values()} == set(READERS)
+    assert {guess_engine(Path(name)) for name in FILES.values()} == set(READERS) - {"maxtext"}  # told by its keys
 
 
 def test_what_has_no_key_is_listed(tmp_path: Path) -> None:

@@ -28,6 +28,8 @@ class Telemetry:
     stalls: Mapping[int, Stall] = field(default_factory=dict)
     resent: dict[tuple[int, int], float] = field(default_factory=dict)
     """Segments sent again a step, by pair of ranks, from the middle of the run on."""
+    resent_until: int | None = None
+    """The step from which on no more are."""
 
     def __post_init__(self) -> None:
         self.random = np.random.default_rng(self.seed)
@@ -106,12 +108,13 @@ class Telemetry:
 
     def connection(self, pair: tuple[int, int]) -> Connection:
         late = np.arange(self.steps) >= 60
+        loses = late & (np.arange(self.steps) < (self.resent_until or self.steps))
         sent = np.full(self.steps, 1e7)
         return Connection(
             pair,
             sent_bytes=sent,
             segments=np.full(self.steps, 1000.0),
-            resent=np.where(late, self.resent.get(pair, 0.0), 0.0),
+            resent=np.where(loses, self.resent.get(pair, 0.0), 0.0),
             timeouts=np.zeros(self.steps),
             busy_s=sent / np.where(late, self.rates[pair], 1e9),
             rtt_s=np.where(late, self.rtts_s[pair], 2e-4),

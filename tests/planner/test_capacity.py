@@ -25,7 +25,7 @@ from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine, ReliabilitySpec
 from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.layout import LayoutSpec, Sharding
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
@@ -134,18 +134,18 @@ def test_corrections_leave_the_other_efficiencies() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "sharded", "expected"),
+    ("changed", "sharding", "expected"),
     [
-        ({}, True, {"weight_bytes": 4, "master_bytes": 0, "grad_bytes": 4, "reduce_bytes": 4, "moment_bytes": 8}),
-        ({}, False, {"weight_bytes": 2, "master_bytes": 4, "fused_kernels": False, "fused_loss": False}),
-        ({"compile": True}, False, {"fused_kernels": True, "fused_loss": True}),
-        ({"optim": OptimSpec(lr=1.0, name="sgd")}, True, {"moment_bytes": 0}),
-        ({"precision": PrecisionSpec(reduce="bf16")}, True, {"grad_bytes": 2, "reduce_bytes": 2}),
+        ({}, "zero3", {"weight_bytes": 4, "master_bytes": 0, "grad_bytes": 4, "reduce_bytes": 4, "moment_bytes": 8}),
+        ({}, "replicated", {"weight_bytes": 2, "master_bytes": 4, "fused_kernels": False, "fused_loss": False}),
+        ({"compile": True}, "zero1", {"fused_kernels": True, "fused_loss": True}),
+        ({"optim": OptimSpec(lr=1.0, name="sgd")}, "zero3", {"moment_bytes": 0}),
+        ({"precision": PrecisionSpec(reduce="bf16")}, "zero3", {"grad_bytes": 2, "reduce_bytes": 2}),
     ],
     ids=["sharded", "whole", "compiled", "sgd", "reduced in bf16"],
 )
-def test_the_engine_as_software(changed: dict[str, Any], sharded: bool, expected: dict[str, Any]) -> None:
-    software = software_of(replace(SPEC, **changed), sharded)
+def test_the_engine_as_software(changed: dict[str, Any], sharding: Sharding, expected: dict[str, Any]) -> None:
+    software = software_of(replace(SPEC, **changed), sharding)
     assert {key: getattr(software, key) for key in expected} == expected
     assert (software.attention_generation, software.fused_accumulation, software.fused_attention) == (2, False, True)
 

@@ -11,12 +11,25 @@ from trainspec_cli.errors import Problem, RecipeError
 
 class ShardedBatches:
     """A sampler of batches for a loader: step N of an epoch takes the N-th `batch_size` samples of a permutation, of
-    which each rank takes an equal part, in order. Samples at an epoch's end that fill no batch are left out."""
+    which each rank takes its part (`counts`, equal ones where none are given), in order. Samples at an epoch's end that
+    fill no batch are left out."""
 
-    def __init__(self, samples: int, batch_size: int, *, rank: int, ranks: int, seed: int, shuffle: bool):
-        _check(samples, batch_size, ranks)
+    def __init__(
+        self,
+        samples: int,
+        batch_size: int,
+        *,
+        rank: int,
+        ranks: int,
+        seed: int,
+        shuffle: bool,
+        counts: tuple[int, ...] = (),
+    ):
+        _check(samples, batch_size, 1 if counts else ranks)
+        self.counts = counts or (batch_size // ranks,) * ranks
+        """The samples of each rank in a step: those of the next iteration."""
         self._samples, self._batch_size = samples, batch_size
-        self._rank, self._ranks, self._seed, self._shuffle = rank, ranks, seed, shuffle
+        self._rank, self._seed, self._shuffle = rank, seed, shuffle
         self.epoch = 0
         self.first = 0
         """The first batch of the next iteration."""
@@ -30,9 +43,9 @@ class ShardedBatches:
         order = np.arange(self._samples)
         if self._shuffle:
             order = np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(self._samples)
-        part = self._batch_size // self._ranks
+        before, part = sum(self.counts[: self._rank]), self.counts[self._rank]
         for batch in range(first, len(self)):
-            begin = batch * self._batch_size + self._rank * part
+            begin = batch * self._batch_size + before
             yield order[begin : begin + part].tolist()
 
 

@@ -22,4 +22,4 @@ def connect(checkpoints: str | Path | None) -> AttachedRun:
         print(f"trainspec: not started by `trainspec run`: no events are written{kept}", file=sys.stderr)
     if checkpoints is None and run is not None:
         checkpoints = run.own_checkpoints
-    return AttachedRun(run, Path(checkpoints).absolute() if checkpoints else None)
+    return AttachedRun(run, Path(checkpoints).absolute() if checkpoints else None, Path(progress) if inside else None)

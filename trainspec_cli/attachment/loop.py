@@ -53,13 +53,22 @@ class StepLoop:
         self._run, self._ranks, self._every, self._keep = run, ranks, every, keep
         self._trained = Trained(model, optimizer, {"scheduler": scheduler} if scheduler else {})
         self._saved_step = -1
+        if run.shares and self._trained.is_sharded:
+            message = (
+                "the speeds of ranks that shard the model cannot be told: their forward passes wait for one another"
+            )
+            raise RecipeError(Problem("unsupported", message, "largest_share", "leave largest_share out"))
 
     def run(self, loader: Iterable[Batch], epochs: int) -> Iterator[Batch]:
-        place = self._restore()
+        place = self._restore(loader)
         while place.epoch < epochs and not self._run.is_stopping:
             for batch in self._batches(loader, place):
+                if self._run.shares:
+                    self._run.shares.begin_step()
                 yield batch
                 place.batch += 1
+                if self._run.shares:
+                    self._run.shares.end_step()
                 self._run.log(lr=self._trained.optimizer.param_groups[0]["lr"])
                 if self._run.step_done():
                     break
@@ -81,6 +90,7 @@ class StepLoop:
         sampler = getattr(loader, "batch_sampler", None)
         if isinstance(sampler, ShardedBatches):
             sampler.epoch, sampler.first, passed = place.epoch, place.batch, 0
+            self._share(sampler)
         elif set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None):
             set_epoch(place.epoch)
         batches = iter(loader)
@@ -92,15 +102,23 @@ class StepLoop:
         end = object()
         while True:
             began_s = time.monotonic()
+            if isinstance(sampler, ShardedBatches) and self._share(sampler):
+                batches = _again(loader, sampler, place)
             batch = next(batches, end)
             self._run.record.waited(time.monotonic() - began_s)
             if batch is end:
                 return
             yield batch  # type: ignore[misc]  # it is not the end
 
-    def _restore(self) -> DataPlace:
+    def _share(self, sampler: ShardedBatches) -> bool:
+        """Give the sampler the shares of the next step; return whether they are others than before."""
+        counts = self._run.shares.divide(self._run.step) if self._run.shares else sampler.counts
+        changed, sampler.counts = counts != sampler.counts, counts
+        return changed
+
+    def _restore(self, loader: Iterable[Batch]) -> DataPlace:
         """Go back to the newest sound checkpoint, which rank 0 chooses for all."""
-        take_counter()
+        take_counter(self._ranks.number, self._ranks.count)
         folder, mine = self._run.checkpoints, None
         if folder and self._ranks.number == 0:
             mine = torch_state.newest_sound(folder)
@@ -108,16 +126,29 @@ class StepLoop:
         path = None if chosen is None else Path(str(chosen))
         place, step = DataPlace(), 0
         if path is not None:
-            state = torch_state.read_state(path, self._ranks.count)
+            state = torch_state.read_state(path)
+            place = self._place_in(path, loader, state["places"])
             self._trained.restore(state["trained"])  # type: ignore[arg-type]
-            places: Any = state["places"]
-            place = DataPlace(**places[self._ranks.number])
             step = self._saved_step = state["step"]  # type: ignore[assignment]
             if not place.batch and place.random:
                 torch_state.set_random_state(place.random)
                 place.random = {}
         self._run.begin(step, self._trained.parameters, path)
         return place
+
+    def _place_in(self, path: Path, loader: Iterable[Batch], places: Any) -> DataPlace:
+        """Return this rank's place. Ranks that were not there before keep the random numbers that they have. Raises
+        RecipeError where the order of the data depends on their number."""
+        ranks, was = self._ranks.count, len(places)
+        if ranks != was and not isinstance(getattr(loader, "batch_sampler", None), ShardedBatches):
+            message = f"{path} holds the state of {was} ranks, and {ranks} are training on a loader of their own"
+            hint = (
+                f"take job.sharded(dataset, batch_size), whose order is the same for any number; or start {was} ranks"
+            )
+            raise RecipeError(Problem("other_ranks", message, "checkpoints", hint))
+        if self._ranks.number < was:
+            return DataPlace(**places[self._ranks.number])
+        return DataPlace(places[0]["epoch"], places[0]["batch"])
 
     def _save(self, place: DataPlace) -> None:
         """All ranks gather their places; rank 0 writes."""
@@ -132,3 +163,11 @@ class StepLoop:
             path, size_bytes = torch_state.write_state(self._run.checkpoints, step, state, ranks, keep)
             self._run.record.saved(step, str(path), size_bytes, time.monotonic() - began_s)
         self._saved_step = step
+
+
+def _again(loader: Iterable[Batch], sampler: ShardedBatches, place: DataPlace) -> Iterator[Batch]:
+    """Return the rest of the epoch, with other shares: what was read ahead is left. It draws no random number."""
+    sampler.first, kept = place.batch, torch_state.random_state()
+    batches = iter(loader)
+    torch_state.set_random_state(kept)
+    return batches

@@ -20,17 +20,17 @@ UNIT = "steps"
 class StepCounter(Protocol):
     """The hook in this process (`launcher/own_command/hook/sitecustomize.py`)."""
 
-    def attach(self, before: int) -> None: ...
+    def attach(self, before: int, rank: int, world_size: int) -> None: ...
 
     def attached_step(self) -> None: ...
 
 
-def take_counter() -> StepCounter | None:
+def take_counter(rank: int, ranks: int) -> StepCounter | None:
     """Return the hook, which from now on counts no optimizer's steps: torch makes one where it restores an optimizer.
     None where Python has not loaded it (`python -I`), or this is no run."""
     hook: StepCounter | None = sys.modules.get("_trainspec_steps")  # a module of that shape
     if hook:
-        hook.attach(0)
+        hook.attach(0, rank, ranks)
     return hook
 
 
@@ -39,15 +39,15 @@ class StepRecord:
 
     def __init__(self, run: RunDir | None, rank: int, ranks: int):
         self._writer = EventWriter(run.events(rank), rank) if run else None
-        self._counter = take_counter() if run else None
-        self._ranks = ranks
+        self._counter = take_counter(rank, ranks) if run else None
+        self._rank, self._ranks = rank, ranks
         self._since_s = time.monotonic()
         self._waited_s = self._beside_s = 0.0
         self._figures: dict[str, SupportsFloat] = {}
 
     def begin(self, step: int, parameters: int, restored_from: str | None) -> None:
         if self._counter:
-            self._counter.attach(step)
+            self._counter.attach(step, self._rank, self._ranks)
         if self._writer:
             self._writer.write(
                 StartEvent(

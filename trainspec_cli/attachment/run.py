@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, SupportsFloat, TypeVar
 
 from trainspec_cli.attachment.batches import ShardedBatches
 from trainspec_cli.attachment.record import StepRecord
+from trainspec_cli.attachment.shares import Shares
 from trainspec_cli.attachment.stopping import ScriptRanks, StopSignal
 from trainspec_cli.rundir.paths import RunDir
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
+    from torch import Tensor
     from torch.nn import Module
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
@@ -24,31 +26,56 @@ Batch = TypeVar("Batch")
 
 class AttachedRun:
     """`step`: the steps that were made, over all starts; `is_stopping`: the run was asked to stop, and the script is
-    to end. ScriptRanks are those of torch.distributed, which a script initialises before it first uses this."""
+    to end. Ranks are those of torch.distributed, or JAX's or TensorFlow's, which a script initialises before it first
+    uses this."""
 
-    def __init__(self, run: RunDir | None, checkpoints: Path | None):
+    def __init__(self, run: RunDir | None, checkpoints: Path | None, progress: Path | None = None):
+        """`progress`: the folder of this start, where its processes count their steps."""
         self.folder = run.root if run else None
         self.checkpoints = checkpoints
         self.step = 0
         self.is_stopping = False
-        self._run = run
+        self._run, self._progress = run, progress
         self._signal = StopSignal()
         self._ranks: ScriptRanks | None = None
+        self.shares: Shares | None = None
+        """Shares that follow the ranks' speeds; None for equal ones."""
         self._record: StepRecord | None = None
 
     # A loop in PyTorch
 
     def sharded(
-        self, dataset: Dataset[Batch], batch_size: int, *, seed: int = 0, shuffle: bool = True, **options: object
+        self,
+        dataset: Dataset[Batch],
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        largest_share: int | None = None,
+        **options: object,
     ) -> DataLoader[Batch]:
         """Return a loader whose order depends on `seed` and the epoch alone. `batch_size` is that of one step over all
-        ranks, which each take an equal part of it; `options` are those of torch's DataLoader, such as num_workers."""
+        ranks, which each take an equal part of it; `options` are those of torch's DataLoader, such as num_workers.
+
+        With `largest_share`, parts follow the ranks' measured speeds, as those of a recipe's run do; no rank takes more
+        samples of a step than that. The loss is then to be given to `weighted`.
+        """
         from torch.utils.data import DataLoader
 
         ranks = self._join()
         samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset has no length, those with a place have
-        batches = ShardedBatches(samples, batch_size, rank=ranks.number, ranks=ranks.count, seed=seed, shuffle=shuffle)
+        place = {"rank": ranks.number, "ranks": ranks.count}
+        counts: tuple[int, ...] = ()
+        if largest_share is not None:
+            self.shares = Shares(self._run, ranks, batch_size, largest_share)
+            counts = self.shares.even_counts
+        batches = ShardedBatches(samples, batch_size, **place, seed=seed, shuffle=shuffle, counts=counts)
         return DataLoader(dataset, batch_sampler=batches, **options)  # type: ignore[arg-type]
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Return the mean loss of this rank's samples, weighted by its share of the step: the mean of all ranks'
+        gradients, which DistributedDataParallel takes, is then that of the mean over all samples. Once in a step."""
+        return self.shares.weighted(loss) if self.shares else loss
 
     def steps(
         self,
@@ -129,7 +156,7 @@ class AttachedRun:
         return self._record
 
     def _join(self) -> ScriptRanks:
-        """ScriptRanks are counted at the first use, which is after the script has initialised them."""
+        """Ranks are counted at the first use, which is after the script has initialised them."""
         if self._ranks is None:
-            self._ranks = ScriptRanks()
+            self._ranks = ScriptRanks(self._progress)
         return self._ranks

@@ -6,8 +6,11 @@ import io
 import signal
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from trainspec_cli.attachment.other_ranks import FlagFiles, find_place
 
 
 class StopSignal:
@@ -29,16 +32,21 @@ class ScriptRanks:
     """This process among those that train together, by torch.distributed where the script has initialised it.
 
     A request to stop is agreed on by an all-reduce of four bytes on the host, which a step begins and the next step
-    ends: no rank waits for it, and all ranks act on it at the same step.
+    ends: no rank waits for it, and all ranks act on it at the same step. Without torch, files in `folder` (None: each
+    rank decides by itself) say it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self._torch: Any = None  # the module, where the script has it
         self._group: Any = None
+        self._flags: FlagFiles | None = None
         self._pending: tuple[Any, Any] | None = None
-        self.number, self.count = 0, 1
+        self._figures: tuple[Any, Any] | None = None
         torch = sys.modules.get("torch")
         if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            self.number, self.count = find_place()
+            if folder and self.count > 1:
+                self._flags = FlagFiles(folder, self.number, self.count)
             return
         self.number, self.count = torch.distributed.get_rank(), torch.distributed.get_world_size()
         if self.count > 1:
@@ -46,6 +54,8 @@ class ScriptRanks:
 
     def agree(self, wanted: bool) -> bool:
         """Return whether any rank wanted this in the step before; of a single process, whether it does now."""
+        if self._flags is not None:
+            return self._flags.agree(wanted)
         if self._torch is None:
             return wanted
         before = self.settle()
@@ -57,12 +67,30 @@ class ScriptRanks:
 
     def settle(self) -> bool:
         """End the exchange that is still going on; return what it says."""
+        if self._figures is not None:
+            self._figures[0].wait()
         if self._pending is None:
             return False
         work, flag = self._pending
         self._pending = None
         work.wait()
         return bool(flag.item())
+
+    def exchange(self, own: list[float]) -> list[list[float]]:
+        """Return the figures that each rank gave in the step before, and begin the exchange of `own`; nothing at first.
+        A single process has its own at once."""
+        if self._torch is None:
+            return [own]
+        figures = self._torch.zeros(self.count, len(own), dtype=self._torch.float64)
+        figures[self.number] = self._torch.tensor(own, dtype=self._torch.float64)
+        before: list[list[float]] = []
+        if self._figures is not None:
+            work, reported = self._figures
+            work.wait()
+            before = reported.tolist()
+        # Zeros of the others are added, so that infinite figures stay as they are.
+        self._figures = self._torch.distributed.all_reduce(figures, group=self._group, async_op=True), figures
+        return before
 
     def gather(self, value: object) -> list[object]:
         """Return what each rank gave, in their order: tensors, numbers, text, and lists and dicts of them. They travel

@@ -21,8 +21,7 @@ import torch
 from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.tensor import DTensor
 
-from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.json_value import JsonObject
+from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.files import read_object, write_json
 from trainspec_cli.rundir.paths import CHECKPOINT_MANIFEST
 
@@ -133,13 +132,7 @@ def newest_sound(folder: Path) -> Path | None:
     return None
 
 
-def read_state(path: Path, ranks: int) -> dict[str, dict[str, object]]:
-    """Read a checkpoint. Raises RecipeError where it was written by another number of ranks."""
-    manifest: JsonObject = read_object(path / CHECKPOINT_MANIFEST)
-    if manifest.get("ranks") != ranks:
-        message = f"{path} holds the state of {manifest.get('ranks')} ranks, and {ranks} are training"
-        hint = "start as many, or give another folder: attach(checkpoints=FOLDER)"
-        raise RecipeError(Problem("other_ranks", message, "checkpoints", hint))
+def read_state(path: Path) -> dict[str, dict[str, object]]:
     state: dict[str, dict[str, object]] = torch.load(path / STATE, map_location="cpu", weights_only=True)
     return state
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -17,9 +14,9 @@ from trainspec_cli.json_value import JsonValue
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.validation.backtest import Backtest, fit_table, report
 from trainspec_cli.planner.validation.backtest import backtest as run_backtest
-from trainspec_cli.reading.files import exists, read_text
 from trainspec_cli.reading.yaml_file import read_yaml
 from trainspec_cli.reporter.backtest import render_backtest, render_scatter
+from trainspec_cli.session.table import read_rows
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 
@@ -33,33 +30,13 @@ def backtest(
 ) -> None:
     """Predict every row with exactly the layout it states; print the error by source, model and chip."""
     eff = _read_profile(profile)
-    result = run_backtest(_read_rows(file), eff)
+    result = run_backtest(read_rows(file), eff)
     if fit is not None:
         _write_profile(fit, result, eff)
     if plot is not None:
         plot.write_text(render_scatter(result.points()), encoding="utf-8")
     found = report(result)
     print(json_text(to_plain(found)) if as_json else render_backtest(found))
-
-
-def _read_rows(file: Path) -> list[dict[str, str]]:
-    if not exists(file):
-        raise RecipeError(Problem(code="missing_file", message=f"there is no file {file}", file=str(file)))
-    try:
-        lines = csv.DictReader(io.StringIO(read_text(file), newline=""))
-        rows = [_row(row) for row in lines]
-    except csv.Error as error:
-        problem = Problem("wrong_table", f"this is no table: {error}", file=str(file), line=lines.line_num)
-        raise RecipeError(problem) from error
-    if not rows or not {"gpu", "n_gpus"} <= rows[0].keys():
-        message = "a table of runs has a line of column names, gpu and n_gpus among them"
-        raise RecipeError(Problem(code="wrong_table", message=message, file=str(file), line=1))
-    return rows
-
-
-def _row(row: Mapping[str | None, str | None]) -> dict[str, str]:
-    """A short line lacks its last columns; of a long one the rest is left out."""
-    return {name: value or "" for name, value in row.items() if name is not None}
 
 
 def _read_profile(profile: Path | None) -> Efficiency:

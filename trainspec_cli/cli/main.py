@@ -14,6 +14,7 @@ from trainspec_cli.reporter.style import Style
 
 COMMANDS = {
     "plan": "rank the layouts of a run, and forecast its time and cost",
+    "budget": "set buying machines beside renting them, for a portfolio of runs",
     "launch": "train a recipe on this machine",
     "run": "run a training command of your own, as it is, with all that a recipe gets",
     "sbatch": "train a recipe as a Slurm job, on one node or several",
@@ -28,6 +29,7 @@ COMMANDS = {
     "import": "read another engine's configuration into a recipe, which plan answers for",
     "export": "write a run's weights as a Hugging Face folder",
     "backtest": "predict a table of measured runs, and show the errors",
+    "calibrate": "fit the planner to your own cluster, from a few measured steps",
     "doctor": "check that this node, or each of a Slurm job, is fit to train",
     "fabric": "discover how GPUs, NICs and nodes are joined, as tiers that a plan takes",
     "kernels": "measure which kernels are fastest here, for a recipe",

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainspec_cli.composer import hydra_session
 from trainspec_cli.composer.alternatives import given, keep_last
 from trainspec_cli.composer.arguments import Argument, parse_arguments, problem_at, value_paths
-from trainspec_cli.composer.folders import DISTURB, NAMED_SECTIONS, SHIPPED, find_folders, shipped_data
+from trainspec_cli.composer.folders import DISTURB, NAMED_SECTIONS, OWN_FILES, SHIPPED, find_folders, shipped_data
 from trainspec_cli.composer.hydra_session import GroupChoice
 from trainspec_cli.composer.interpolation import MISSING, InterpolationError, Resolver
 from trainspec_cli.composer.named_sections import choose_sections
@@ -198,7 +198,9 @@ def _hydra_problem(error: Exception, selection: Selection) -> Problem:
 
 
 def _origins(files: Mapping[str, Origins], of_named: Origins, values: Sequence[Argument]) -> Origins:
-    named = tuple(f"{key}." for key in NAMED_SECTIONS if key in of_named)  # nothing of the section before is left
+    named = tuple(
+        f"{key}." for key in (*NAMED_SECTIONS, *OWN_FILES) if key in of_named
+    )  # nothing of the section before is left
     of_files = {path: origin for found in files.values() for path, origin in found.items()}
     origins = {path: origin for path, origin in of_files.items() if not path.startswith(named)} | of_named
     for argument in values:

@@ -17,6 +17,8 @@ DISTURB = "disturb"
 """The folder of disturbances, which `trainspec plan` simulates: no part of a recipe, and so no group."""
 NAMED_SECTIONS = {"cluster.accelerator": "accelerator"}
 """A section that one word may stand for -> the group whose options are its names."""
+OWN_FILES = ("framework",)
+"""Groups whose option may also be a file by its path, `framework=./mine.yaml`."""
 SHIPPED = "shipped"
 """The resolver in `${shipped:recipes/FILE}`, the path of a file that ships with trainspec."""
 

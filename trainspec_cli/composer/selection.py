@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainspec_cli.composer.arguments import Argument, assign, problem_at
-from trainspec_cli.composer.folders import ROOT, SUFFIX, Folders
+from trainspec_cli.composer.folders import OWN_FILES, ROOT, SUFFIX, Folders
 from trainspec_cli.composer.origins import COMMAND_LINE, RECIPE, Origin
 from trainspec_cli.composer.yaml_file import YamlEntry, YamlFile, read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
@@ -60,7 +60,13 @@ def select(arguments: Sequence[Argument], folders: Folders, cwd: Path) -> Select
 
 def is_choice(argument: Argument, groups: Sequence[str]) -> bool:
     """Return True for `model=llama_6m`, which chooses a file; `model={num_layers: 2}` and `~model` change values."""
-    return argument.key in groups and not argument.deletes and not isinstance(argument.value, dict)
+    is_value = argument.deletes or isinstance(argument.value, dict) or is_own_file(argument)
+    return argument.key in groups and not is_value
+
+
+def is_own_file(argument: Argument) -> bool:
+    """Return True for `framework=./mine.yaml`, which stands for the section that the file holds."""
+    return argument.key in OWN_FILES and str(argument.value).endswith(SUFFIX) and not argument.deletes
 
 
 def _option_text(argument: Argument) -> str:
@@ -240,6 +246,8 @@ def _unknown_option(folders: Folders, group: str, option: str, origin: Origin) -
         hint = f"its file must end in {SUFFIX}, not .yml: rename it. "
     message = f"`{group}` has no option `{option}`" if option else f"`{group}` is given no option"
     hint = f"{hint}{'O' if hint else 'o'}ptions: {', '.join(options)}"
+    if group in OWN_FILES:
+        hint += f"; or describe your own in a file, and type {group}=./mine{SUFFIX}"
     return Problem("unknown_option", message, group, hint, origin.file, origin.line, origin.column)
 
 

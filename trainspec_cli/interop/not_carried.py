@@ -25,6 +25,7 @@ NOT_CARRIED: Mapping[str, str] = {
     "train.sample_interval_steps": "text that trainspec writes from its own model",
     "kernels": "the engine chooses its own kernels for the same operations",
     "comm.bucket_bytes": "the size of an exchange, which changes no result",
+    "framework": "describes the engine to the planner",
     "cluster": "describes the hardware to the planner",
     "model.name": "a name for plans and reports",
     "model.family": "the family is said by the engine's own model",

@@ -7,13 +7,14 @@ from trainspec_cli.interop.targets import (
     accelerate,
     deepspeed,
     kubernetes,
+    maxtext,
     megatron,
     skypilot,
     torchtitan,
     transformers,
 )
 
-ENGINES = (deepspeed.TARGET, accelerate.TARGET, transformers.TARGET, torchtitan.TARGET, megatron.TARGET)
+ENGINES = (deepspeed.TARGET, accelerate.TARGET, transformers.TARGET, torchtitan.TARGET, megatron.TARGET, maxtext.TARGET)
 LAUNCHERS = (kubernetes.JOB, kubernetes.JOB_SET, kubernetes.TRAIN_JOB, skypilot.TARGET)
 """Cluster managers, which start trainspec itself."""
 TARGETS: dict[str, Target] = {target.name: target for target in (*ENGINES, *LAUNCHERS)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import gcd
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.json_value import JsonValue, flatten
@@ -80,7 +81,22 @@ def _derived(spec: RunSpec) -> dict[str, JsonValue]:
         f"{DERIVED}rank_batch_size": micro * accumulated,
         f"{DERIVED}samples": spec.batching.global_batch_size * spec.train.max_steps,
         f"{DERIVED}arch": _arch(spec),
+        f"{DERIVED}device_batch_size": micro * layout.data_parallel_size / layout.world_size,
+        **_within_and_across(layout, spec),
     }
+
+
+def _within_and_across(layout: Layout, spec: RunSpec) -> dict[str, JsonValue]:
+    """Return how much of each axis lies within a node, and across nodes: the innermost axes fill a node first."""
+    parts: dict[str, JsonValue] = {}
+    free = spec.cluster.devices_per_node
+    assert isinstance(free, int), "a resolved run has its devices counted"
+    for axis in ("tp", "cp", "dp_shard", "dp_replicate"):
+        size = getattr(layout, axis)
+        within = gcd(size, free)
+        free //= within
+        parts |= {f"{DERIVED}within_node.{axis}": within, f"{DERIVED}across_nodes.{axis}": size // within}
+    return parts
 
 
 def layout_of(spec: RunSpec) -> Layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -43,9 +44,19 @@ def read_source(file: Path, engine: str) -> dict[str, JsonValue]:
 
 def guess_engine(file: Path) -> str:
     """Return the engine whose files end like this one."""
-    return {".json": "deepspeed", ".yaml": "accelerate", ".yml": "accelerate", ".py": "torchtitan"}.get(
+    engine = {".json": "deepspeed", ".yaml": "accelerate", ".yml": "accelerate", ".py": "torchtitan"}.get(
         file.suffix, "megatron"
     )
+    if engine != "accelerate" or not file.is_file():
+        return engine
+    top = set(re.findall(r"^(\w+):", _text(file), re.MULTILINE))
+    return next((name for name, keys in KEYS_OF_YAML.items() if keys & top), engine)
+
+
+KEYS_OF_YAML: Mapping[str, set[str]] = {
+    "maxtext": {"base_emb_dim", "per_device_batch_size", "max_target_length", "remat_policy"},
+}
+"""Engine -> keys that tell its YAML from Accelerate's."""
 
 
 def _text(file: Path) -> str:
@@ -69,6 +80,11 @@ def _json(text: str) -> dict[str, JsonValue]:
 
 def _yaml(text: str) -> dict[str, JsonValue]:
     return flat(_section(yaml.safe_load(text)))
+
+
+def _flat_yaml(text: str) -> dict[str, JsonValue]:
+    """Return the keys of a file without sections; a list is one value."""
+    return dict(_section(yaml.safe_load(text)))
 
 
 def _section(value: object) -> JsonObject:
@@ -156,5 +172,6 @@ READERS: Mapping[str, Callable[[str], dict[str, JsonValue]]] = {
     "accelerate": _yaml,
     "torchtitan": _module,
     "megatron": _words,
+    "maxtext": _flat_yaml,
 }
 """Engines whose files are read."""

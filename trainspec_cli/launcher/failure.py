@@ -128,9 +128,9 @@ def _nodes(job: Job) -> Iterator[WorkerFailure]:
 
 
 def torchrun_logs(job: Job) -> list[Path]:
-    """Return the logs of torchrun, one per node; of a command of the user's own that of all it prints."""
+    """Return the logs of torchrun, one per node; of a command of the user's own those of all it prints."""
     if job.own:
-        return [log for log in [job.torchrun_log] if log.is_file()]
+        return sorted([*job.logs.glob("output.log"), *job.logs.glob("node*/output.log")])
     return sorted([*job.logs.glob("torchrun.log"), *job.logs.glob("node*/torchrun.log")])
 
 
@@ -231,6 +231,11 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
     code = exit_code or 0
     if failures and (code >= 0 or not failures[0].consequence):
         return explain(failures)
+    if job.own and code > 0 and job.nodes and not torchrun_logs(job) and job.torchrun_log.is_file():
+        headline = f"the agent of the first node ended with exit code {code} before any node had started the command"
+        return Explanation(
+            headline, tail(job.torchrun_log), "--rdzv-endpoint is the first node's own address, and a port"
+        )
     if job.own and code:
         end = "\n\n".join(tail(log) for log in torchrun_logs(job))
         return Explanation(f"{job.program} {_describe_own_exit(code)}", end, _hint_of(end))

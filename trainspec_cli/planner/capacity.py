@@ -9,6 +9,7 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.blueprint.blueprint import draw_blueprint
 from trainspec_cli.planner.cut import cut_on_chip
+from trainspec_cli.planner.framework import describe_software
 from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.hardware.topology import Fabric, NetworkTier
 from trainspec_cli.planner.memory.fit import SURELY, expected_step_s, fit_probability
@@ -33,7 +34,8 @@ from trainspec_cli.policy.batch.division import largest_that_fits
 from trainspec_cli.spec.field_types import AUTO, AutoInt
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
 from trainspec_cli.spec.recipe.fabric import TierSpec
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.framework import SumFormat
+from trainspec_cli.spec.recipe.layout import SHARDINGS, Layout, Sharding
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
@@ -103,7 +105,7 @@ def choose_safest(
 def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tuple[Search, list[Estimated]]:
     search = Search(
         template=template_of(spec, fabric),
-        softwares={sharded: software_of(spec, sharded) for sharded in (True, False)},
+        softwares=softwares_of(spec),
         recomputes=recompute_names(spec.recompute),
         offloads=(False, True) if spec.offload == AUTO else (spec.offload == "optimizer",),
         eff=eff,
@@ -263,26 +265,23 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
     )
 
 
-def software_of(spec: RunSpec, sharded: bool) -> Software:
-    """Return PyTorch as the engine uses it: attention by FlashAttention 2, gradients added up apart from their
-    products.
-
-    Parameters sharded (ZeRO-3): one fp32 copy; else weights in the compute format and fp32 masters.
-    """
-    gradient = 2.0 if spec.precision.reduce == "bf16" else 4.0
-    return Software(
-        attention_generation=2,
-        fused_kernels=spec.compile,
-        fused_loss=spec.compile,
-        fused_accumulation=False,
-        reduce_bytes=gradient,
+def software_of(spec: RunSpec, sharding: Sharding) -> Software:
+    """Return the recipe's framework as software; the recipe says the formats, what is compiled, and the optimizer."""
+    sums: SumFormat = "compute" if spec.precision.reduce == "bf16" else "fp32"
+    return replace(
+        describe_software(spec.framework, sharding, spec.compile, accumulate=sums, reduce=sums),
         wire=spec.comm.fixed,
-        grad_bytes=gradient,
         optimizer=spec.optim.kept_state,
         moment_bytes=moment_bytes(spec.model, spec.optim.kept_state, spec.lora),
-        weight_bytes=4.0 if sharded else 2.0,
-        master_bytes=0.0 if sharded else 4.0,
     )
+
+
+def softwares_of(spec: RunSpec) -> dict[Sharding, Software]:
+    """Return the software of layouts that shard in each way: one object where two ways are alike, since searches keep
+    what they have computed by object."""
+    found: dict[Software, Software] = {}
+    softwares = {sharding: software_of(spec, sharding) for sharding in SHARDINGS}
+    return {sharding: found.setdefault(software, software) for sharding, software in softwares.items()}
 
 
 def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
@@ -325,7 +324,7 @@ def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Se
         micro_batch_size=float(candidate.micro_batch_size),
         grad_accum=candidate.grad_accum_steps,
         recompute=RECOMPUTE[candidate.recompute],
-        software=software_of(spec, candidate.layout.shards_parameters),
+        software=software_of(spec, candidate.layout.sharding),
     )
     offloaded = replace(setup, offload_optimizer=True)
     if spec.offload != AUTO:
@@ -363,7 +362,10 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
         yield f"the cluster names no network between nodes: {fabric.nic_gbit_per_s:g} Gbit/s a device, as is usual"
     if main_size(spec) != spec.batching.global_batch_size:
         yield f"layouts are ranked by steps of {main_size(spec):,} samples, which train most of the run"
-    if not spec.compile:
+    if not spec.framework.counted:
+        version = f" ({spec.framework.version})" * bool(spec.framework.version)
+        yield f"the step and its memory are those of {spec.framework.name}{version}, by its published facts"
+    if not spec.compile and not spec.framework.fused_kernels:
         yield "kernels are launched one by one (compile: false)"
 
 

@@ -41,6 +41,8 @@ RECOMPUTE = {
 class Software:
     """The training framework's properties that change time and memory."""
 
+    counted: bool = True
+    """trainspec's own engine, whose eager steps are counted tensor by tensor."""
     fused_attention: bool = True
     """FlashAttention or alike; False materialises the score matrix."""
     attention_generation: int = 9
@@ -63,6 +65,11 @@ class Software:
     """Launches are replayed (CUDA graphs) or few (compiled programs)."""
     grad_bytes: float = 4.0
     """Bytes of a gradient while it is accumulated."""
+    shards_states: bool = True
+    """What `zero_stage` says is sharded, over ranks of dp_shard and cp; False: each replica has all (DDP)."""
+    unshards_pipelines: bool = False
+    """With stages, ZeRO-3 keeps gathered parameters, and sums gradients unsharded, until the last micro-batch (FSDP2
+    under torch's schedules: an exchange a micro-batch would cost more than the memory)."""
     reduce_bytes: float = 4.0
     """Bytes of a gradient on the wire, in full."""
     wire: WireFormats = field(default_factory=WireFormats)

@@ -124,7 +124,7 @@ def setup_of(plan: Plan, machine: Machine) -> Setup:
         recompute=RECOMPUTE[plan.recompute],
         offload_optimizer=plan.offload == "optimizer",
         matmul=plan.compute if plan.spec.precision.matmul == "compute" else template.matmul,
-        software=replace(software_of(plan.spec, sharded=layout.shards_parameters), wire=plan.comm),
+        software=replace(software_of(plan.spec, layout.sharding), wire=plan.comm),
     )
 
 

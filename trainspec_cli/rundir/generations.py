@@ -54,6 +54,25 @@ def begin(run: RunDir) -> int:
 
 
 @dataclass(frozen=True)
+class OwnCommandRecord:
+    """A command of the user's own, as every node is to run it."""
+
+    command: tuple[str, ...]
+    """As it was typed on the first node."""
+    name: str
+    port: int
+    """Of the first node, at which its processes meet."""
+    grace_s: float
+    hang_s: float | None
+    silent_s: float | None
+    work_s: float
+    python_path: str
+    """PYTHONPATH of the shell on the first node."""
+    python_safe_path: str
+    """PYTHONSAFEPATH likewise."""
+
+
+@dataclass(frozen=True)
 class GenerationRecord:
     """The file of a generation: where its processes find one another. The fields from
     `num_nodes` on are what every node is to run."""
@@ -77,6 +96,8 @@ class GenerationRecord:
     nodes: tuple[int, ...] = ()
     """The job's numbers of its nodes, in the order of their places: from `num_nodes` on they stand by. Empty: each has
     the place of its number."""
+    own: OwnCommandRecord | None = None
+    """None for a recipe."""
 
     def place_of(self, node: int) -> int:
         """Return the place of the job's node with this number."""

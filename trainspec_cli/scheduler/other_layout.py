@@ -17,7 +17,7 @@ from math import inf
 from statistics import median_low
 
 from trainspec_cli.planner import this_machine
-from trainspec_cli.planner.capacity import efficiency_of, setup_of, software_of
+from trainspec_cli.planner.capacity import efficiency_of, setup_of, softwares_of
 from trainspec_cli.planner.cut import cut_on_chip
 from trainspec_cli.planner.run.batches import main_size
 from trainspec_cli.planner.search.auto import pin_layout
@@ -62,7 +62,7 @@ class OtherLayouts:
         self._is_rough = is_rough
         self._spec, self._samples = spec, samples or main_size(spec)
         self._keeps = spec.model.unit == "samples"
-        self._softwares = {sharded: software_of(spec, sharded) for sharded in (True, False)}
+        self._softwares = softwares_of(spec)
         self._template = setup
         self.memory = LayoutMemory(spec.scheduler, recompute)
         self.steps = PacedSteps(efficiency_of(spec.cluster), self._samples, keeps_micro_batches=self._keeps)
@@ -156,7 +156,7 @@ class OtherLayouts:
             layout=layout,
             micro_batch_size=float(micro_batch_size),
             grad_accum=micro_batches_of(layout, micro_batch_size, self._samples),
-            software=self._softwares[layout.shards_parameters],
+            software=self._softwares[layout.sharding],
         )
 
     def _fastest(self, paces: Paces, before_s: float) -> Found | None:

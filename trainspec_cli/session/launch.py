@@ -16,6 +16,7 @@ from trainspec_cli.session.console import make_console
 from trainspec_cli.session.detach import check_detachable, describe_detached, resume_detached, spawn_resume
 from trainspec_cli.session.load import Loaded, load, plan_on, this_machine
 from trainspec_cli.session.nodes import NodeOptions, join
+from trainspec_cli.session.profile import with_profile
 from trainspec_cli.session.session import Session, rehearse, start, write_down
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
@@ -79,4 +80,8 @@ def _prepare(loaded: Loaded, nodes: NodeOptions, *, force: bool, as_json: bool) 
     reach = nodes.reach(loaded.spec, loaded.spec.run.dir)
     machine = this_machine(loaded.spec)
     console = make_console(as_json=as_json)
+    spec, profile = with_profile(loaded.spec, machine)
+    loaded = replace(loaded, spec=spec)
+    if profile:
+        console.report(profile)
     return Session(plan_on(loaded, machine), machine, loaded, console, reach, force=force, as_json=as_json)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.errors import MachineError, Problem, RecipeError, WorkerError
+from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
 from trainspec_cli.launcher.backend.nodes.agent import run_agent
 from trainspec_cli.launcher.backend.nodes.backend import JOIN_TIMEOUT_S, Reach, reach_from_here
 from trainspec_cli.rundir import generations
@@ -50,26 +52,51 @@ class NodeOptions:
         if self.nnodes is None or self.endpoint is None:
             message = f"`cluster.num_nodes` is {nodes}, and this command starts one node"
             raise RecipeError(Problem("several_hosts", message, "cluster.num_nodes", hint))
-        host, _, port = self.endpoint.rpartition(":")
-        if not host or not port.isdigit():
-            raise RecipeError(Problem("usage", f"--rdzv-endpoint is `{self.endpoint}`; HOST:PORT is needed", hint=hint))
-        spares = spec.cluster.reliability.spare_nodes or 0
-        if not 0 <= self.node_rank < nodes + spares:
-            beside = f" and {spares} that stand by (cluster.reliability.spare_nodes)" if spares else ""
-            message = f"--node-rank is {self.node_rank}; of {nodes} nodes{beside} it is 0 to {nodes + spares - 1}"
-            raise RecipeError(Problem("usage", message, hint=hint))
+        reach = self._reach(self.endpoint, nodes, spec.cluster.reliability.spare_nodes or 0, hint)
         if run_dir == AUTO:
             message = "`run.dir` is auto, and the nodes would each make a folder of their own"
             hint = "type run.dir=<a folder that all nodes share>"
             raise RecipeError(Problem("missing_value", message, "run.dir", hint))
-        return reach_from_here(self.endpoint)
+        return reach
+
+    def reach_for_command(self, run_dir: str) -> Reach | None:
+        """Return likewise how the nodes of a command of the user's own reach one another. Raises RecipeError."""
+        example = "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT --dir <a shared folder> -- COMMAND"
+        hint = f"on each node: trainspec run {example}"
+        if self.nnodes is None or self.nnodes == 1:
+            if self.endpoint is not None or self.node_rank:
+                option = "--node-rank" if self.node_rank else "--rdzv-endpoint"
+                message = f"{option} is of several nodes, and --nnodes is {self.nnodes or 'not given'}"
+                raise RecipeError(Problem("usage", message, option, hint))
+            return None
+        if self.nnodes < 1:
+            raise RecipeError(Problem("usage", f"--nnodes is {self.nnodes}; it is 1 or more", "--nnodes", hint))
+        if self.endpoint is None:
+            message = f"--nnodes is {self.nnodes}, and --rdzv-endpoint, where the nodes meet, is not given"
+            raise RecipeError(Problem("several_hosts", message, "--rdzv-endpoint", hint))
+        reach = self._reach(self.endpoint, self.nnodes, 0, hint)
+        if run_dir == AUTO:
+            message = "--dir is not given, and the nodes would each make a folder of their own"
+            raise RecipeError(Problem("missing_value", message, "--dir", "type --dir <a folder that all nodes share>"))
+        return reach
+
+    def _reach(self, endpoint: str, nodes: int, spares: int, hint: str) -> Reach:
+        host, _, port = endpoint.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+            raise RecipeError(Problem("usage", f"--rdzv-endpoint is `{endpoint}`; HOST:PORT is needed", hint=hint))
+        if not 0 <= self.node_rank < nodes + spares:
+            beside = f" and {spares} that stand by (cluster.reliability.spare_nodes)" if spares else ""
+            message = f"--node-rank is {self.node_rank}; of {nodes} nodes{beside} it is 0 to {nodes + spares - 1}"
+            raise RecipeError(Problem("usage", message, hint=hint))
+        return reach_from_here(endpoint)
 
 
-def join(run_dir: str, node: int, console: PrintableConsole) -> int:
+def join(run_dir: str, node: int, console: PrintableConsole, command: Sequence[str] = ()) -> int:
     """Take part as node `node` (not the first) in a run that the first node starts; return the run's exit code.
 
     Takes part in every start that the first node makes, until the run has a result. Raises MachineError where the
-    first node is not found, and where others can write in the run's folder.
+    first node is not found, and where others can write in the run's folder. `command`: the user's own, where the run
+    is one of those; raises RecipeError where the first node runs another one.
     """
     run, served = RunDir(Path(run_dir).absolute()), 0
     deadline, refusal = time.monotonic() + JOIN_TIMEOUT_S, _no_first_node(run)
@@ -78,6 +105,7 @@ def join(run_dir: str, node: int, console: PrintableConsole) -> int:
         generation = generations.newest(run)
         if generation > served:
             check_tree(run.root)
+            _check_command(run, generation, command)
             try:
                 run_agent(run, generation, node)
                 served, deadline = generation, time.monotonic() + RESULT_TIMEOUT_S
@@ -87,7 +115,20 @@ def join(run_dir: str, node: int, console: PrintableConsole) -> int:
     if not served:
         raise refusal
     result = read_result(run)
+    if command:
+        codes = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
+        return codes.get(result.status, WorkerError.exit_code) if result else WorkerError.exit_code
     return WorkerError.exit_code if result is None or result.exit_code is None else result.exit_code
+
+
+def _check_command(run: RunDir, generation: int, command: Sequence[str]) -> None:
+    """Raise RecipeError where the first node runs another command; the record of a start may still be on its way."""
+    record = generations.read(run, generation)
+    firsts = record.own.command if record and record.own else ()
+    if record and tuple(command) != firsts:
+        known = f"the first node runs {shlex.join(firsts)}" if firsts else f"{run.root} holds the run of a recipe"
+        message = f"{known}, and here it is {shlex.join(command)}" if command else known
+        raise RecipeError(Problem("usage", message, "COMMAND", "give the same command on each node"))
 
 
 def _no_first_node(run: RunDir) -> MachineError:

@@ -5,62 +5,123 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
+from trainspec_cli.launcher.backend import OpenBackend
+from trainspec_cli.launcher.backend.nodes.backend import NodesBackend, Reach
 from trainspec_cli.launcher.job.claim import claim
 from trainspec_cli.launcher.job.folder import RUNS, check_free, make_folder, storage, write_own_launch
-from trainspec_cli.launcher.job.job import render_command
+from trainspec_cli.launcher.job.job import Job, render_command
 from trainspec_cli.launcher.job.machine import detect
+from trainspec_cli.launcher.job.place import NodePlace
 from trainspec_cli.launcher.notify import NOBODY, Notify
 from trainspec_cli.launcher.own_command.backend import OwnCommandBackend
 from trainspec_cli.launcher.own_command.job import (
     Wanted,
     build_own_job,
+    build_own_node_job,
+    build_own_nodes_job,
     check_command,
+    check_for_nodes,
+    describe_own_command,
+    device_name,
     script_name,
     start_environment,
     what_it_opens,
     why_uncounted,
 )
+from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import make_console
+from trainspec_cli.session.nodes import NodeOptions, join
 from trainspec_cli.session.run import run
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
 
+THIS_NODE = NodeOptions()
 SHOWN_BYTES = 2**16
 """Of what a command prints at once, no more is shown here; its log holds all of it."""
 
 
 def run_command(
-    command: Sequence[str], folder: str | None, wanted: Wanted, notify: Notify = NOBODY, *, as_json: bool
+    command: Sequence[str],
+    folder: str | None,
+    wanted: Wanted,
+    nodes: NodeOptions = THIS_NODE,
+    notify: Notify = NOBODY,
+    *,
+    as_json: bool,
 ) -> int:
-    """Run the command to its end; return this command's exit code. Raises TrainspecError where it is refused, or
-    fails."""
+    """Run the command to its end, as the first node of its run or as another that joins it; return this command's exit
+    code. Raises TrainspecError where it is refused, or fails."""
     run_dir = folder or AUTO
-    check_command(command)
+    reach = _check(command, run_dir, nodes)
+    if reach and not nodes.is_first:
+        return join(run_dir, nodes.node_rank, make_console(as_json=False), command)
     check_free(run_dir)
     machine, console = detect(), make_console(as_json=as_json)
     with storage(run_dir):
-        job = build_own_job(command, make_folder(run_dir, script_name(command)), machine, wanted)
+        job = _build(command, make_folder(run_dir, script_name(command)), machine, wanted, reach, nodes)
         with claim(job.run, job.launch_id):
             write_own_launch(job, script_name(command), sys.argv[1:])
             console.report(*_notes(command))
-            backend = partial(OwnCommandBackend, device_name=_device_name(machine))
+            alone = partial(OwnCommandBackend, device_name=device_name(machine))
+            backend: OpenBackend = partial(NodesBackend, reach=reach, worker=()) if reach else alone
             return run(*(job, None, backend, console), as_json=as_json, notifies=notify, output=Output(job.run))
 
 
-def show_command(command: Sequence[str], folder: str | None, wanted: Wanted, *, as_json: bool) -> str:
-    """Return what `run_command` would start, and where, as text or as JSON."""
+def _check(command: Sequence[str], run_dir: str, nodes: NodeOptions) -> Reach | None:
+    """Return how the nodes are reached; None where there is this one alone. Raises RecipeError."""
     check_command(command)
+    reach = nodes.reach_for_command(run_dir)
+    if reach and nodes.nnodes:
+        check_for_nodes(command, nodes.nnodes)
+    return reach
+
+
+def _build(
+    command: Sequence[str], root: Path, machine: Machine, wanted: Wanted, reach: Reach | None, nodes: NodeOptions
+) -> Job:
+    if reach and nodes.nnodes:
+        return build_own_nodes_job(command, root, reach.start, nodes.nnodes, wanted)
+    return build_own_job(command, root, machine, wanted)
+
+
+def show_command(
+    command: Sequence[str], folder: str | None, wanted: Wanted, nodes: NodeOptions = THIS_NODE, *, as_json: bool
+) -> str:
+    """Return what `run_command` would start, and where, as text or as JSON."""
+    reach = _check(command, folder or AUTO, nodes)
     check_free(folder or AUTO)
     root = Path(folder) if folder else RUNS / script_name(command) / "TIME"
-    job = build_own_job(command, root, detect(), wanted)
-    environment = {**job.environment, **start_environment(job, 1)}
+    job = _build(command, root, detect(), wanted, reach, nodes)
+    job = _part_of_node(job, reach, nodes.node_rank) if reach else job
+    environment = dict(job.environment) if reach else {**job.environment, **start_environment(job, 1)}
     if as_json:
         return json_text({"run": str(job.root), "command": list(job.command), "environment": environment})
     return "\n".join([*_notes(command), render_command(job.command, environment, Path.cwd())])
+
+
+def _part_of_node(job: Job, reach: Reach, node: int) -> Job:
+    """Return what the first start would have on one of the nodes."""
+    record = GenerationRecord(
+        generation=1,
+        at=0.0,
+        host="",
+        head=reach.head,
+        hub_port=0,
+        rendezvous={},
+        num_nodes=len(job.nodes),
+        launch_id=job.launch_id,
+        logs=str(job.logs),
+        worker=(),
+        examine=(),
+        nodes=job.nodes,
+        own=describe_own_command(job, reach.rendezvous_port or 0),
+    )
+    return build_own_node_job(job.root, detect(), NodePlace(node, record.num_nodes, record.head), record)
 
 
 def _notes(command: Sequence[str]) -> list[str]:
@@ -69,12 +130,9 @@ def _notes(command: Sequence[str]) -> list[str]:
     return [*notes, *(f"note: {opens}" for opens in [what_it_opens(command)] if opens)]
 
 
-def _device_name(machine: Machine) -> str:
-    return machine.gpu_names[0] if machine.gpu_names else f"process ({machine.cpu_cores} cores)"
-
-
 class Output:
-    """Shows what the command prints, as it comes; lines that a progress bar writes over are left out."""
+    """Shows what the command prints as it comes, of several nodes on the first; lines that a progress bar writes over
+    are left out."""
 
     def __init__(self, run_dir: RunDir):
         self._run = run_dir
@@ -82,7 +140,8 @@ class Output:
         self._offset = 0
 
     def look(self, report: Callable[[str], None]) -> None:
-        for log in sorted(self._run.logs.glob("launch_*/output.log")):
+        logs = (self._run.logs.glob(f"launch_*/{log}") for log in ("output.log", "node00000/output.log"))
+        for log in sorted(chain(*logs)):
             if self._log is None or log > self._log:
                 self._log, self._offset = log, 0
         if self._log is None:

@@ -22,6 +22,7 @@ from trainspec_cli.reporter.plan.trace import TraceReport, compare_trace
 from trainspec_cli.session.disturbance import NamedDisturbance, load_disturbance, simulate_disturbed
 from trainspec_cli.session.load import Loaded, load_for_planning, this_machine
 from trainspec_cli.session.no_recipe import with_defaults
+from trainspec_cli.session.profile import with_profile
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
@@ -47,6 +48,7 @@ def plan_loaded(
             raise RecipeError(_of_alike_nodes("disturb=" if disturbed else "--trace"))
         return _plan_on_pools(loaded, defaults)
     spec, machine = _on_machine(on_pools(loaded.spec, loaded.spec.cluster.pools))
+    spec, profile = with_profile(spec, machine)
     try:
         spec, capacity = plan_on_what_divides(spec, machine)
     except TrainspecError as error:
@@ -64,6 +66,7 @@ def plan_loaded(
         planes=plan_planes(spec.cluster, capacity.world_size),
         simulation=simulate_disturbed(disturbed, spec, best, machine) if disturbed and best else None,
         trace=_trace(spec, capacity) if trace and capacity.candidates else None,
+        profile=profile,
     )
 
 

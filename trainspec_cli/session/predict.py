@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from trainspec_cli.errors import MachineError, PlanError, Problem
 from trainspec_cli.launcher.measuring import DISTURBED_HOLDS_S, probe_machine, probe_path, read_probe
 from trainspec_cli.launcher.memory_limits import read_limits
+from trainspec_cli.planner.calibration.observe import calibrated
 from trainspec_cli.planner.this_machine import (
     Predict,
     device_limit_bytes,
@@ -23,6 +24,7 @@ from trainspec_cli.policy.recovery.memory import build_ladder, with_reliefs, wit
 from trainspec_cli.policy.scheduling.moved_layers import largest_stage
 from trainspec_cli.reporter.text import describe_prediction
 from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.profile import describe_profile, find_profile
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import Layout
@@ -202,8 +204,12 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_p
     if probe is None:
         return None
     limit_text = f"this machine has {format_bytes(machine.memory_bytes)}"
+    profile, _ = find_profile(plan.spec, machine)
+    factors = profile.factors if profile else {}
+    if profile:
+        console.report(describe_profile(profile))
     return Predictor(
-        lambda other: predict_local(other, probe),
+        lambda other: calibrated(predict_local(other, probe), factors),
         machine.memory_bytes / plan.devices_per_node,
         limit_text,
         is_predictable,

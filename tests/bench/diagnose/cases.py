@@ -152,6 +152,8 @@ def draw_case(name: str, index: int, seed: int) -> Case:
     mechanisms = [] if name == HEALTHY else name.split("+")
     nodes, each = draw.choice(_shapes(mechanisms))
     stages = 2 if "stage" in mechanisms or (nodes * each % 2 == 0 and draw.random() < 0.2) else 1
+    if "lengths" in mechanisms and nodes * each == stages:
+        stages = 1  # samples are uneven between ranks that have others beside them
     first = draw.randint(*FIRST_STEPS)
     places = draw.sample(range(nodes * each), len(mechanisms) if nodes * each > 1 else 1)
     injections = tuple(

@@ -21,8 +21,13 @@ class Removable(Protocol):
     def remove(self) -> object: ...
 
 
-FEWEST, MOST = 3, 8
+MOST = 8
 """Competitors for a core."""
+NICENESS, WEIGHT = -10, 9.3
+"""Of a competitor, and how many ordinary processes it counts for: a rank that sleeps in its passes needs less of a core
+than its share among eight, and would not be slowed."""
+LEAST_PERCENT = 1.0
+"""The kernel takes no smaller share of a core."""
 WHOLE_BOUNDS_S = (1.5, 3.0)
 """Bounds of the time between two outages of a cable."""
 
@@ -58,21 +63,21 @@ def _cores(injection: Injection) -> set[int]:
 
 
 def _quota(run: LiveRun, injection: Injection) -> Removable:
-    """The rank, or each of the node's ranks, gets so much less of a core that its own work takes longer."""
+    """The rank, or each of the node's ranks, gets so much less of a core that what it computes in a step takes longer
+    than a step: it sleeps in its passes, and a share of what it needs while it computes would not hold it back."""
     ranks = [injection.rank] if injection.node is None else list(run.case.ranks_of_node(injection.node))
-    more_s = injection.strength * run.recent_step_s()
-    shares = [own_s / (own_s + more_s) for own_s in (run.processor_step_s(rank) for rank in ranks)]
-    quota = Quota(100 * sum(shares))
+    takes_s = (1 + injection.strength) * run.recent_step_s()
+    quota = Quota(max(LEAST_PERCENT, 100 * sum(run.processor_step_s(rank) / takes_s for rank in ranks)))
     for rank in ranks:
         quota.hold(run.worker(rank))
     return quota
 
 
 def _competitors(run: LiveRun, injection: Injection) -> Removable:
-    """So many processes share the rank's core with it that its own work takes longer, `FEWEST` at least."""
+    """So many processes share the rank's core with it that its own work takes longer."""
     assert injection.rank is not None
     more = injection.strength * run.recent_step_s() / run.processor_step_s(injection.rank)
-    return Competitors(max(FEWEST, min(MOST, round(more))), _cores(injection))
+    return Competitors(max(1, min(MOST, round(more / WEIGHT))), _cores(injection), NICENESS)
 
 
 def _cable(run: LiveRun, injection: Injection) -> None:
@@ -81,8 +86,8 @@ def _cable(run: LiveRun, injection: Injection) -> None:
     host = injection.node + 1
     match injection.mechanism:
         case "rate":
-            longer_s = injection.strength * run.recent_step_s()
-            run.hosts.limit_rate(host, f"{8e-6 * run.step_bytes(injection.node) / longer_s:.1f}mbit")
+            takes_s = (1 + injection.strength) * run.recent_step_s()  # up to a step of it passes beside computing
+            run.hosts.limit_rate(host, f"{8e-6 * run.step_bytes(injection.node) / takes_s:.1f}mbit")
         case "loss":
             run.hosts.lose(host, injection.strength)
         case "delay":

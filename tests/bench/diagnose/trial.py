@@ -1,4 +1,4 @@
-"""One case: start the run, disturb it, ask for verdicts until the right ones come or the time is over, end it."""
+"""One case: start the run, disturb it, ask for verdicts, end it, and find how soon they would have come."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ STEPS_AFTER, HEALTHY_STEPS = 26, 200
 HANG_S = 12.0
 """The time that it has where no step ends any more: a tenth of the time-out after which the run itself ends."""
 STALLED_S = 60.0
-FIRST_ASKED = 3
-"""Steps after which it is asked first: the target is to name within three."""
+STEPS_ASKED = (3, 4, 6, 8, 12, 16, 20, STEPS_AFTER)
+"""After the run it is asked what the events of so many steps would have shown: the target is to name within three."""
 ASK_TIMEOUT_S = 240.0
 
 
@@ -49,8 +49,7 @@ class Asked:
     leaked_bytes: int = 0
     """What the rank with the leak had taken since it began."""
     named_after: int | None = None
-    """Steps that the run had made, since the first that was disturbed, when the question was put that was answered
-    rightly for the first time."""
+    """Steps, from the first that was disturbed on, whose events are enough for the right answer."""
     named_after_s: float | None = None
 
 
@@ -86,32 +85,56 @@ def _run_in(place: Path, case: Case, asks: bool) -> dict[str, Any]:
             if removable := inject(run, injection):
                 stack.callback(removable.remove)
         first = run.step() + 1 if begins else 1
-        asked = _ask_until_named(run, case, first) if asks else _watch(run, case, first)
+        asked = _ask(run, case, first) if asks else _watch(run, case, first)
         times_s = {**_medians_s(run, first), "processor_s": round(run.processor_s(), 1)}
     if not asks:
         return {"first_step": first, **times_s}
     judged = asdict(judging.judge(case, asked.verdicts, first))
+    if judged["exact"] and case.injections and not _hangs(case):
+        asked.named_after = _named_after(run, case, first)
     leaks = _exhaustion(case, asked, first)
     more = {**leaks, "named_after": asked.named_after, "named_after_s": asked.named_after_s}
     return {"first_step": first, **times_s, **judged, **more, "verdicts": judging.says(asked.verdicts)}
 
 
-def _ask_until_named(run: LiveRun, case: Case, first: int) -> Asked:
-    """Ask again and again; the last answer, when the steps after the injection are made, is the one that is judged."""
+def _ask(run: LiveRun, case: Case, first: int) -> Asked:
+    """Ask once the steps after the injection are made: asking takes a processor, which the run would miss. A hang is
+    asked for again and again, since no step ends."""
     asked, begun, held_bytes = Asked([]), time.monotonic(), _leaking_bytes(run, case)
     while True:
         over = _is_over(run, case, first, begun)
-        step = run.step()
-        due = _hangs(case) or step >= first + FIRST_ASKED - 1
-        if over or (due and case.injections and asked.named_after is None):
-            asked.step, asked.available_bytes = step, psutil.virtual_memory().available
+        if over or _hangs(case):
+            asked.step, asked.available_bytes = run.step(), psutil.virtual_memory().available
             asked.leaked_bytes = _leaking_bytes(run, case) - held_bytes
-            asked.verdicts = diagnose(run)
-            if asked.named_after is None and judging.judge(case, asked.verdicts, first).exact:
-                asked.named_after, asked.named_after_s = max(0, step - first + 1), round(time.monotonic() - begun, 1)
+            asked.verdicts = diagnose(run.folder.root)
+            if _hangs(case) and judging.judge(case, asked.verdicts, first).exact:
+                asked.named_after_s = round(time.monotonic() - begun, 1)
+                return asked
         if over:
             return asked
         time.sleep(0.2)
+
+
+def _named_after(run: LiveRun, case: Case, first: int) -> int | None:
+    """Return of how many steps, from the first that was disturbed on, the right answer needs the events; of
+    `STEPS_ASKED`. The run is over."""
+    written = run.steps()
+    for made in STEPS_ASKED:
+        ends = [event["time"] for event in written if event["step"] == first + made - 1]
+        if ends and judging.judge(case, diagnose(_cut(run, ends[0])), first).exact:
+            return made
+    return None
+
+
+def _cut(run: LiveRun, until: float) -> Path:
+    """Return a copy of the run's folder with the events of the time before `until`."""
+    copy = run.place / "cut"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(run.folder.root, copy)
+    for file in (copy / "events").glob("rank*.jsonl"):
+        lines = file.read_text().splitlines(keepends=True)
+        file.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["time"] <= until))
+    return copy
 
 
 def _leaking_bytes(run: LiveRun, case: Case) -> int:
@@ -148,9 +171,9 @@ def _hangs(case: Case) -> bool:
     return any(injection.mechanism == HANG for injection in case.injections)
 
 
-def diagnose(run: LiveRun) -> list[dict[str, Any]]:
-    """Return the verdicts of the run as it is. Raises NoDiagnosisError."""
-    command = [sys.executable, "-m", "trainspec_cli", "diagnose", str(run.folder.root), "--json"]
+def diagnose(folder: Path) -> list[dict[str, Any]]:
+    """Return the verdicts on a run as its folder shows it. Raises NoDiagnosisError."""
+    command = [sys.executable, "-m", "trainspec_cli", "diagnose", str(folder), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
     try:
         verdicts: list[dict[str, Any]] = json.loads(done.stdout)["verdicts"]

@@ -1,6 +1,6 @@
 """Data-parallel training as a user writes it: torchrun ddp.py STEPS [SECONDS], with a checkpoint every step.
 
-PLACE=skip leaves out the last exchange on rank 1 from step 6 on.
+PLACE=ends exits with 3 after 10 steps; PLACE=skip makes another exchange on rank 1 from step 6 on.
 """
 
 import os
@@ -32,6 +32,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(SECONDS)
+        if os.environ.get("PLACE") == "ends" and step == 9:
+            sys.exit(3)
         if os.environ.get("PLACE") == "skip" and step >= 5 and dist.get_rank() == 1:
             dist.barrier()
         dist.all_reduce(torch.ones(()))

@@ -91,6 +91,63 @@ def test_optimizers_that_step_in_turn_make_one_step_together(program, tmp_path) 
     assert process.updates_before is None and process.rank is None
 
 
+def test_an_optimizer_that_steps_for_each_of_its_groups_makes_one_step(program, tmp_path) -> None:
+    """As DeepSpeed's ZeRO steps it."""
+    text = (
+        "o = Optimizer({'step': 1}, {'step': 1})\nevery = o.param_groups\n"
+        "for _ in range(7):\n  for one in every:\n    o.param_groups = [one]\n    o.step()\n"
+    )
+    program(text).wait()
+    process, steps = counted(tmp_path)
+    assert (len(steps), process.updates_before) == (7, 0)
+
+
+def test_the_rank_is_the_one_that_torch_distributed_has(program, tmp_path) -> None:
+    text = (
+        "import sys, types\nsys.modules['torch'].distributed = types.SimpleNamespace("
+        "get_rank=lambda: 2, get_world_size=lambda: 5)\nOptimizer().step()\n"
+    )
+    program(text, RANK="0", WORLD_SIZE="1").wait()
+    process, _ = counted(tmp_path)
+    assert (process.rank, process.world_size) == (2, 5)
+
+
+def test_a_step_that_makes_an_optimizers_state_for_a_checkpoint_is_none(program, tmp_path) -> None:
+    text = (
+        "o = Optimizer({'step': 1})\ndef _init_optim_state(): o.step()\n_init_optim_state()\n"
+        "o.state[0]['step'] = 11\nfor _ in range(3): o.step()\n"
+    )
+    program(text).wait()
+    process, steps = counted(tmp_path)
+    assert (len(steps), process.updates_before) == (3, 10)
+
+
+def test_a_program_that_attaches_itself_again_still_writes_its_stack(program, tmp_path) -> None:
+    """`attach` begins a file when it takes the counting over, and another one when it knows the step."""
+    process = program(
+        "import sys\nhook = sys.modules['_trainspec_steps']\nhook.attach(0, 1, 2)\nhook.attach(7, 1, 2)\n"
+        "hook.attached_step()\nprint('here', flush=True)\ninput()"
+    )
+    assert process.stdout.readline() == "here\n"
+    found, steps = progress.StepFile(progress.step_files(tmp_path / "progress")[-1]).read()
+    assert (found.rank, found.world_size, found.updates_before, len(steps)) == (1, 2, 7, 1)
+    wait_for(lambda: place_of(main_stack(read_stacks([found])[found.pid], found)) == "<module>, program.py:8")
+    process.communicate("\n")
+
+
+def test_a_program_without_its_handler_is_not_ended_by_the_signal(program, tmp_path) -> None:
+    """Lightning sets all handlers back that Python knows of."""
+    process = program(
+        "import signal\nOptimizer().step()\nsignal.signal(signal.SIGUSR2, signal.SIG_DFL)\n"
+        "print('here', flush=True)\ninput()"
+    )
+    assert process.stdout.readline() == "here\n"
+    found, _ = counted(tmp_path)
+    assert found.answers and read_stacks([found]) == {}
+    process.communicate("\n")
+    assert process.returncode == 0
+
+
 def test_a_forked_process_counts_for_itself(program, tmp_path) -> None:
     text = (
         "import os\no = Optimizer()\no.step()\nchild = os.fork()\no.step()\nif not child: o.step()\nelse: os.wait()\n"

@@ -7,20 +7,25 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.errors import RecipeError
+from trainspec_cli.launcher.job.place import NodePlace
 from trainspec_cli.launcher.own_command.job import (
     HOOK,
     Wanted,
     build_own_job,
+    build_own_node_job,
     check_command,
+    check_for_nodes,
+    command_on_node,
     process_count,
     script_name,
     what_it_opens,
     why_uncounted,
 )
+from trainspec_cli.rundir.generations import GenerationRecord, OwnCommandRecord
 from trainspec_cli.spec.recipe.cluster import Machine
 
 MACHINE = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=True)
-WANTED = Wanted(max_restarts=2, grace_s=90.0, hang_s=600.0)
+WANTED = Wanted(max_restarts=2, grace_s=90.0, hang_s=600.0, silent_s=1800.0, work_s=300.0)
 
 
 @pytest.mark.parametrize(
@@ -92,3 +97,76 @@ def test_what_cannot_be_started_is_refused(tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises(RecipeError, match=message) as raised:
             check_command(command)
         assert hint in raised.value.problems[0].hint
+
+
+# Several nodes
+
+
+def node_environment(tmp_path: Path, line: str) -> dict[str, str]:
+    own = OwnCommandRecord(tuple(line.split()), "train.py", 2950, 60.0, None, None, 300.0, "/their/modules", "")
+    record = GenerationRecord(
+        *(3, 0.0, "host", "127.0.0.1", 1, {}, 4, "launch", str(tmp_path / "logs"), (), ()), own=own
+    )
+    return dict(build_own_node_job(tmp_path, MACHINE, NodePlace(2, 4, "127.0.0.1"), record).environment)
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PET_NNODES", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_node_of_torchrun_is_told_of_the_others(tmp_path: Path, bare: None) -> None:
+    given = node_environment(tmp_path, "torchrun --nproc-per-node 4 train.py")
+    assert (given["PET_NNODES"], given["PET_NODE_RANK"]) == ("4", "2")
+    assert (given["PET_MASTER_ADDR"], given["PET_MASTER_PORT"]) == ("127.0.0.1", "2950")
+    assert given["OMP_NUM_THREADS"] == "2"
+    assert given["PYTHONPATH"] == f"{HOOK}:/their/modules" and given["PYTHONSAFEPATH"] == ""
+    assert not {"RANK", "WORLD_SIZE"} & given.keys(), "torchrun gives each of its processes a rank"
+
+
+def test_a_node_without_a_launcher_is_a_rank(tmp_path: Path, bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = node_environment(tmp_path, "python train.py")
+    assert [given[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")] == ["2", "4", "0", "2950"]
+    monkeypatch.setenv("MASTER_PORT", "77")
+    assert "MASTER_PORT" not in node_environment(tmp_path, "python train.py"), "what the user has set stays"
+
+
+def test_accelerate_is_told_in_its_own_words(tmp_path: Path, bare: None) -> None:
+    line = "python -u -m accelerate.commands.launch --num_processes 8 --main-process-port 9 train.py"
+    assert list(command_on_node(line.split(), NodePlace(1, 2, "head"), 5)) == (
+        [
+            "python",
+            "-u",
+            "-m",
+            "accelerate.commands.launch",
+            "--num_machines",
+            "2",
+            "--machine_rank",
+            "1",
+            "--main_process_ip",
+            "head",
+            "--num_processes",
+            "8",
+            "--main-process-port",
+            "9",
+            "train.py",
+        ]
+    )
+    assert node_environment(tmp_path, "accelerate launch --num_processes 8 train.py")["OMP_NUM_THREADS"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("torchrun --node-rank=1 train.py", "the command has --node-rank"),
+        ("accelerate launch --machine_rank 1 train.py", "the command has --machine_rank"),
+        ("torchrun --standalone train.py", "--standalone is of one node, and --nnodes is 2"),
+        ("torchrun --nnodes 3 train.py", "the command is of 3 nodes, and --nnodes is 2"),
+        ("/bin/deepspeed train.py", "deepspeed's launcher starts the other nodes itself, by ssh"),
+    ],
+)
+def test_a_command_that_says_otherwise_is_refused(line: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        check_for_nodes(line.split(), 2)
+    check_for_nodes(["torchrun", "--nnodes", "2", "train.py"], 2)

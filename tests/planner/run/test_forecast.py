@@ -14,6 +14,7 @@ from trainspec_cli.planner.run import forecast as forecast_module
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.cost import occupation
 from trainspec_cli.planner.run.forecast import (
+    STEP_TIME_KNOWN_WITHIN,
     checkpoint_bytes,
     checkpoint_times,
     describe_job,
@@ -312,8 +313,8 @@ def test_wall_time_is_known_as_well_as_a_step_and_the_goodput() -> None:
     run = forecast()
     useful = run.goodput.goodput
     assert run.wall_time_s.value == pytest.approx(1_200_000 / useful.value)
-    slow = math.hypot(math.log(1.21), math.log(useful.value / useful.low))
-    quick = math.hypot(math.log(1.21), math.log(useful.high / useful.value))
+    slow = math.hypot(math.log(STEP_TIME_KNOWN_WITHIN), math.log(useful.value / useful.low))
+    quick = math.hypot(math.log(STEP_TIME_KNOWN_WITHIN), math.log(useful.high / useful.value))
     assert run.wall_time_s.high / run.wall_time_s.value == pytest.approx(math.exp(slow))
     assert run.wall_time_s.value / run.wall_time_s.low == pytest.approx(math.exp(quick))
 
@@ -382,11 +383,17 @@ def test_a_forecast_lists_what_it_rests_on(changes: dict[str, object], groups: i
     assert [assumption.key for assumption in found] == keys
     by_key = {assumption.key: assumption for assumption in found}
     step, memory = by_key["step_time_s"], by_key["peak_memory_bytes"]
-    assert (step.value, step.known_within, memory.value, memory.known_within) == (6.0, 1.21, 70e9, 1.1)
+    assert (step.value, step.known_within, memory.value, memory.known_within) == (
+        6.0,
+        STEP_TIME_KNOWN_WITHIN,
+        70e9,
+        1.1,
+    )
     assert by_key["cluster.storage_gb_per_s"].value == 1.2
     sheet = {key: each.known_within for key, each in by_key.items() if key.endswith(("tdp_w", "price_usd_per_hour"))}
     assert sheet.items() <= {"cluster.accelerator.tdp_w": 1.0, PRICE[0]: 1.3}.items()
-    assert "6% added" in memory.source and "25% of the activations" in memory.source
+    assert "6% added" in memory.source and "8% of the activations" in memory.source
+    assert "25% where all are recomputed" in memory.source
     assert "1.2 GiB" in memory.source and "0.30 GiB" in memory.source
 
 

@@ -23,7 +23,7 @@ from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.spec.recipe.layout import SHARDINGS, LayoutSpec
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
@@ -66,7 +66,7 @@ def test_pruning_loses_nothing(pp: int | str) -> None:
     spec, eff = run_of("llama3_8b", nodes=2, batch=64, layout=replace(OPEN, pp=pp)), Efficiency()
     fabric = describe_fabric(spec.cluster, None)
     template, software = template_of(spec, fabric), Software()
-    search = Search(template, {True: software, False: software}, recompute_names("auto"), (False,), eff, keep=5)
+    search = Search(template, dict.fromkeys(SHARDINGS, software), recompute_names("auto"), (False,), eff, keep=5)
     found = [item.step_time_s for item in search.run(Space(spec, 16, 8))]
     limit_bytes = memory_limit_bytes(fabric.chip)
     all_of_them = []
@@ -94,8 +94,8 @@ def test_the_first_choice_is_not_one_that_barely_fits() -> None:
     plan = plan_capacity(run_of("llama3_70b", nodes=32, batch=1024, train=TrainSection(max_steps=100_000)))
     assert plan.best is not None and plan.best.fit_probability > 0.999
     assert plan.safest == plan.best
-    pinned = {"layout": LayoutSpec(1, 8, 1, 8, 4, zero_stage=1, pipeline_schedule="zero_bubble"), "recompute": "none"}
-    alone = plan_capacity(run_of("llama3_70b", nodes=32, **pinned, batching=BatchingSpec(1024, 2)))
+    pinned = {"layout": LayoutSpec(1, 16, 1, 4, 4, zero_stage=1, pipeline_schedule="1f1b"), "recompute": "selective"}
+    alone = plan_capacity(run_of("llama3_70b", nodes=32, **pinned, batching=BatchingSpec(1024, 1)))
     tight = alone.candidates[0]
     assert tight.fits and tight.fit_probability < 0.97 and tight.step_time_s < plan.best.step_time_s
     assert tight.expected_step_s > tight.step_time_s

@@ -230,6 +230,63 @@ def test_what_a_full_queue_before_a_narrow_link_drops_is_no_loss_of_the_link():
     assert heaviest(queued).cause == "lossy_link", "a queue drops no third of what is sent"
 
 
+def test_what_a_queue_drops_while_a_link_becomes_narrow_is_no_loss_of_the_link():
+    queued = Telemetry(resent={(3, 4): 300.0}, resent_until=66).narrow([(3, 4)], 4.0)
+    queued.rtts_s[3, 4] = 4e-2
+    assert heaviest(queued).cause == "narrow_link"
+    queued.resent_until = None
+    assert heaviest(queued).cause == "lossy_link"
+
+
+def test_a_queue_that_has_drained_before_the_small_exchange_is_a_narrow_links():
+    queued = Telemetry().narrow([(3, 4)], 4.0)
+    queued.rtts_s[3, 4] = 3e-2
+    queued.counters["agreed_s"][60:] += 4e-3
+    assert heaviest(queued).cause == "narrow_link"
+    queued.counters["agreed_s"][60:] += 2e-2
+    assert heaviest(queued).cause == "delayed_link"
+
+
+@pytest.mark.parametrize(("between", "cause"), [((3, 4), "delayed_link"), ((4, 5), "as_planned")])
+def test_a_small_exchange_makes_several_round_trips_between_nodes(between, cause):
+    """It takes 10 ms longer, of which one round trip is 2."""
+    telemetry = Telemetry().narrow([between], 4.0)
+    telemetry.counters["agreed_s"][60:] += 1e-2
+    telemetry.rtts_s[between] = 2e-3
+    loaded = Telemetry().narrow([between], 4.0)
+    loaded.counters, loaded.rtts_s = {**telemetry.counters}, telemetry.rtts_s
+    loaded.counters["exposed_queued_s"] = telemetry.counters["exposed_queued_s"] + 0.12
+    assert heaviest(telemetry).cause == cause
+    assert "delayed_link" not in names(loaded.evidence())
+
+
+def test_exchanges_that_wait_for_a_rank_under_a_quota_are_no_slow_link():
+    """Its exchanges are as late as its passes, so that no rank waits less than the others."""
+    telemetry = Telemetry().narrow([], 4.0).slow(5, 1.5, throttled_s=0.15)
+    assert names(telemetry.evidence()) == ["slow_device"]
+
+
+def test_a_lossy_link_has_two_ends_where_they_are_known():
+    lossy = Telemetry(resent={(0, 1): 20.0, (2, 3): 15.0}).narrow([], 3.0).evidence()
+    unknown = [replace(one, ranks=(0, 0)) if one.ranks == (0, 1) else one for one in lossy.connections]
+    assert conclude(replace(lossy, connections=tuple(unknown)))[0].link == (2, 3)
+
+
+def test_a_core_that_others_take_is_named_after_three_seconds_where_the_peers_have_theirs():
+    def named(last: int) -> list[str]:
+        telemetry = Telemetry(steps=last)
+        telemetry.counters["queued_s"][60:, 3] += 0.2
+        telemetry.parts_s["forward"][60:, 3] += 0.2
+        telemetry.counters["queued_s"][60:] += 0.15 * is_loaded
+        telemetry.parts_s["forward"][60:] += 0.15 * is_loaded
+        return [name for name in names(telemetry.evidence()) if name == "stolen_cores"]
+
+    is_loaded = False
+    assert (named(64), named(72)) == ([], ["stolen_cores"])
+    is_loaded = True
+    assert named(72) == []
+
+
 def test_a_link_that_has_always_lost_segments_is_named():
     telemetry = Telemetry(resent={(0, 1): 20.0})
     telemetry.transfers_s[:] = 0.2
@@ -293,6 +350,27 @@ def test_a_leak_is_named_with_the_step_at_which_memory_ends():
     assert verdict.rank == 2
     assert verdict.full_step == pytest.approx(30 + 1e10 / 5e6, rel=0.01)
     assert abs(verdict.since_step - 31) <= 5
+
+
+def test_what_was_read_before_a_leak_began_does_not_delay_its_end():
+    telemetry = Telemetry()
+    grown = 5e6 * np.maximum(0, np.arange(120) - 85)
+    telemetry.counters["rss_bytes"][:, 2] += grown
+    telemetry.counters["available_bytes"] -= grown[:, None]
+    (verdict,) = [one for one in conclude(telemetry.evidence()) if one.cause == "memory_leak"]
+    assert verdict.full_step == pytest.approx(85 + 1e10 / 5e6, rel=0.02)
+
+
+def test_eight_readings_that_grow_alike_are_a_leak_and_a_cache_that_fills_is_none():
+    def named(growth: list[float]) -> list[str]:
+        telemetry = Telemetry(steps=60)
+        telemetry.counters["rss_bytes"][:] = np.nan
+        telemetry.counters["rss_bytes"][3::4, 2] = 1e9 + 3e7 * np.concatenate([np.zeros(7), np.cumsum(growth)])
+        return names(telemetry.evidence())
+
+    assert "memory_leak" in named([1, 1.1, 0.9, 1, 1.2, 1, 0.8, 1])
+    assert "memory_leak" not in named([3, 2, 1.5, 1, 0.6, 0.3, 0.2, 0.1])
+    assert "memory_leak" not in named([0, 0, 0, 0, 0, 0, 8, 0])
 
 
 def test_memory_that_fills_a_cache_and_stays_is_no_leak():

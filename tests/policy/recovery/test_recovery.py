@@ -346,7 +346,7 @@ def test_an_end_says_nothing_that_was_not_seen() -> None:
     after, actions = next_action(PAIR, GroupEnded(0, done=False))
     assert after.groups[0].phase == "waiting"
     assert actions == (ArchiveErrors(0), Inform("group 0: ; it starts again"))
-    assert GroupEnded(0, done=False) == GroupEnded(0, False, "", None, False, False, False, 0, (), None)
+    assert GroupEnded(0, done=False) == GroupEnded(0, False, "", None, False, False, False, 0, (), None, False)
 
 
 def test_a_first_start_is_no_restart() -> None:
@@ -447,10 +447,8 @@ def test_times_of_a_start_are_forgotten_at_the_next() -> None:
     assert (group.kill_at_s, group.stepped_s, group.retried_s) == (math.inf, 0.0, 0.0)
 
 
-def own_failure(steps: int, *, from_outside: bool = False) -> GroupEnded:
-    return GroupEnded(
-        0, done=False, headline="it failed", exit_code=1, checkpoint_step=steps, from_outside=from_outside
-    )
+def own_failure(steps: int, **more: bool) -> GroupEnded:
+    return GroupEnded(0, done=False, headline="it failed", exit_code=1, checkpoint_step=steps, **more)
 
 
 def fail_own(state: RunState, *failures: GroupEnded) -> tuple[RunState, list[str]]:
@@ -472,6 +470,15 @@ def test_a_command_of_ones_own_has_one_budget_for_the_whole_job() -> None:
         "the command starts again, and no other start is left to it",
     ]
     assert state.is_over
+
+
+def test_a_command_whose_steps_nobody_counts_is_started_again_after_it_has_worked_for_long() -> None:
+    begun = begin(ResilienceSpec(mode="none"), own_restarts=2)
+    worked = own_failure(0, has_worked=True)
+    assert not fail_own(begun, worked, worked)[0].is_over
+    assert fail_own(begun, worked, worked, worked)[0].is_over, "its budget is used up"
+    assert fail_own(begun, worked, own_failure(0))[0].is_over, "it ended at once"
+    assert fail_own(begun, own_failure(0, has_worked=True, foreseen=True))[0].is_over
 
 
 def test_a_command_of_ones_own_that_makes_no_step_is_not_started_again() -> None:

@@ -7,7 +7,7 @@ import pytest
 from trainspec_cli.policy.recovery.silence import Reading, working
 
 ASLEEP, STOPPED = Reading(), Reading(stopped=True)
-SPINS = Reading(busy_cores=1.0, in_torch=True)
+SPINS = Reading(busy_cores=1.0, in_library=True)
 COMPUTES = Reading(busy_cores=1.0)
 ON_GPU = Reading(busy_cores=1.0, on_gpu=True)
 MOVES = Reading(stack_changed=True)
@@ -27,7 +27,7 @@ MOVES = Reading(stack_changed=True)
         ([ON_GPU, ASLEEP], ()),
         ([COMPUTES, ASLEEP], (0,)),
         ([SPINS, SPINS], (0, 1)),
-        ([Reading(busy_cores=1.0, in_torch=True, has_stack=False), ASLEEP], (0,)),
+        ([Reading(busy_cores=1.0, in_library=True, has_stack=False), ASLEEP], (0,)),
     ],
     ids=str,
 )

@@ -127,6 +127,13 @@ def test_the_run_has_values_bounds_and_causes(plan: PlanReport) -> None:
     assert "97.0%" in text and "resilience=elastic" in text
 
 
+def test_a_step_has_the_bounds_that_it_is_known_within(plan: PlanReport) -> None:
+    step = Assumption("step_time_s", 8.0, 1.25, "predicted")
+    rows = rows_of(with_run(plan, assumptions=(step,)), "step")
+    assert [row[1:3] for row in rows] == [("8.0 s", "6.4 s to 10.0 s")]
+    assert rows_of(with_run(plan, assumptions=()), "step") == []
+
+
 def test_what_money_and_energy_miss_is_named(plan: PlanReport) -> None:
     assert plan.run is not None
     power, price = "type cluster.accelerator.tdp_w=<watts>", "type cluster.cost.price_usd_per_device_hour=<dollars>"

@@ -82,3 +82,20 @@ def test_a_convolutional_network_is_not_compiled_nor_made_elastic(data, changes,
     assert [problem.path for problem in check_engine(spec)] == [path]
     spec, _ = structure(plain)
     assert check_engine(spec) == []
+
+
+def test_runs_of_other_frameworks_are_not_started(make_spec):
+    (problem,) = check_engine(make_spec({"framework.name": "Abacus"}))
+    assert (problem.path, problem.message[:23]) == ("framework", "`framework` is Abacus, ")
+    assert check_engine(make_spec({"framework.name": "trainspec", "framework.counted": True})) == []
+
+
+def test_a_pinned_layout_is_one_that_the_framework_has(make_spec):
+    from trainspec_cli.spec.rules.run import framework_has
+
+    facts = {"framework.name": "Abacus", "framework.schedules": ["1f1b"], "framework.zero_stages": [1]}
+    pinned = {"layout.pp": 2, "layout.pipeline_schedule": "zero_bubble", "layout.dp_shard": 2, "layout.zero_stage": 3}
+    assert list(framework_has(make_spec(pinned))) == []
+    problems = list(framework_has(make_spec(facts | pinned)))
+    assert [problem.hint for problem in problems] == ["type layout.zero_stage=1", "type layout.pipeline_schedule=1f1b"]
+    assert list(framework_has(make_spec(facts | pinned | {"layout.pp": 1, "layout.dp_shard": 1}))) == []

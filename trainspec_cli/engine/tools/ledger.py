@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from trainspec_cli.policy.caching_allocator import CachingAllocator, MemoryBlock
+
 _aten = torch.ops.aten
 COLLECTIVES = {
     "allreduce_": "all_reduce",
@@ -45,6 +47,9 @@ class Ledger(TorchDispatchMode):
         """Names of process groups -> the mesh axes that they lie along."""
         self.by_cause: Counter[str] = Counter()
         self.peak_by_cause: Counter[str] = Counter()
+        self.allocator = CachingAllocator()
+        """What PyTorch's allocator for CUDA devices would reserve for the same storages."""
+        self._blocks: dict[int, MemoryBlock] = {}
         self._sizes: dict[int, int] = {}
         self._causes: dict[int, str] = {}
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
@@ -107,13 +112,23 @@ class Ledger(TorchDispatchMode):
             weakref.finalize(storage, self._drop, key)
             self._causes[key] = "temporaries"
         grown = size - self._sizes.get(key, 0)
+        if grown:
+            self._reserve(key, size)
         self._sizes[key] = size
         self.live_bytes += grown
         self.by_cause[self._causes[key]] += grown
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_by_cause = self.live_bytes, Counter(self.by_cause)
 
+    def _reserve(self, key: int, size: int) -> None:
+        """Give the storage a block of its size in the place of the one that it has."""
+        if key in self._blocks:
+            self.allocator.free(self._blocks.pop(key))
+        if size:
+            self._blocks[key] = self.allocator.allocate(size)
+
     def _drop(self, key: int) -> None:
+        self._reserve(key, 0)
         size = self._sizes.pop(key, 0)
         self.live_bytes -= size
         self.by_cause[self._causes.pop(key)] -= size

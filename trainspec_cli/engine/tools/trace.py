@@ -60,7 +60,9 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
             name_state(ledger, state)
             state_bytes = float(ledger.live_bytes)
             counted = {count: count_step(plan, state, ledger, count) for count in traced_micro_batches(plan)}
-            return replace(extrapolate(plan, counted), rank=rank, state_bytes=state_bytes)
+            reserved = float(ledger.allocator.peak_reserved_bytes)
+            found = replace(extrapolate(plan, counted), rank=rank, state_bytes=state_bytes)
+            return replace(found, peak_reserved_bytes=reserved)
 
 
 def axes_of_groups(state: TrainState) -> dict[str, str]:

@@ -21,6 +21,7 @@ from trainspec_cli.interop.line import (
 from trainspec_cli.interop.run_values import RunValues
 from trainspec_cli.interop.script import options, shell_script, torchrun
 from trainspec_cli.interop.target import Keys, Spoken, Target
+from trainspec_cli.interop.values import Prefix, WholeNumber
 from trainspec_cli.json_value import JsonValue
 
 FILE = "pretrain.sh"
@@ -54,33 +55,6 @@ class HeldOut:
         if len(parts) != 3 or not sum(parts):
             raise CannotSayError("three numbers: training, validation, test")
         return float(f"{parts[1] / sum(parts):.12g}")
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """The path of a data set without its ending."""
-
-    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
-        path = str(value)
-        if not path.endswith(".bin") or "*" in path:
-            raise CannotSayError("one .bin file", "data.path=NAME.bin")
-        return path.removesuffix(".bin")
-
-    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
-        return f"{value}.bin"
-
-
-@dataclass(frozen=True)
-class Whole:
-    """A number that must be whole."""
-
-    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
-        if not isinstance(value, (int, float)) or int(value) != value:
-            raise CannotSayError("a whole number")
-        return int(value)
-
-    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
-        return value
 
 
 @dataclass(frozen=True)
@@ -128,7 +102,7 @@ MODEL = (
     Line("model.head_dim", "--kv-channels"),
     Line("model.vocab_size", "--vocab-size", approximate=PADDED),
     Line("model.norm_eps", "--norm-epsilon"),
-    Line("model.rope_theta", "--rotary-base", Whole()),
+    Line("model.rope_theta", "--rotary-base", WholeNumber()),
     Line(
         "model.activation",
         "--swiglu",

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from trainspec_cli.environment_names import GENERATION
 from trainspec_cli.launcher.backend.node_processes import NodeProcesses
-from trainspec_cli.launcher.backend.observe import GroupStart, RendezvousWatch, poll_starts
+from trainspec_cli.launcher.backend.observe import GroupStart, RendezvousWatch, Start, poll_starts
 from trainspec_cli.launcher.job.job import LOOPBACK, Job
 from trainspec_cli.launcher.rendezvous.address import Rendezvous
 from trainspec_cli.policy.recovery.run_state import Event, PresenceChanged
@@ -30,7 +30,7 @@ class LocalBackend:
         if plan and self._groups > 1:
             self._open_rendezvous(plan)
         self._processes = NodeProcesses(self._job, plan)
-        self._starts: dict[int, GroupStart] = {}
+        self._starts: dict[int, Start] = {}
         self._unreported: list[Event] = [PresenceChanged(group, "there") for group in range(self._groups)]
 
     def start(self, group: int, number: int) -> None:

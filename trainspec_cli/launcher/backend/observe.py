@@ -10,6 +10,7 @@ from trainspec_cli.launcher.backend.node_processes import group_job
 from trainspec_cli.launcher.backend.nodes.messages import GroupExited, ProcessMessage, WorkerExited
 from trainspec_cli.launcher.failure import WorkerFailure, explain, explain_end, find_failures, first_causes
 from trainspec_cli.launcher.job.job import Job
+from trainspec_cli.launcher.own_command.start import OwnStart
 from trainspec_cli.launcher.rendezvous.address import Rendezvous
 from trainspec_cli.policy.recovery import run_state
 from trainspec_cli.policy.recovery.memory import settle
@@ -164,7 +165,11 @@ def _killed_by_kernel(killed: Sequence[WorkerFailure]) -> str:
     return f"{who} was killed by the kernel, because the host's memory had run out"
 
 
-def poll_starts(starts: dict[int, GroupStart]) -> list[run_state.Event]:
+Start = GroupStart | OwnStart
+"""One start of a replica group of a recipe, or of a command of the user's own."""
+
+
+def poll_starts(starts: dict[int, Start]) -> list[run_state.Event]:
     """Return what the starts show; those that have ended leave `starts`."""
     events = [event for start in starts.values() for event in start.poll()]
     for group in [group for group, start in starts.items() if start.has_ended]:

@@ -18,11 +18,12 @@ from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.launcher.job.communication import write_communication
 from trainspec_cli.launcher.job.job import Job, render_command
 from trainspec_cli.launcher.job.provenance import git_state, versions
+from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.files import read_json, write_json, write_text
 from trainspec_cli.rundir.own_code import keep_code
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import Resume, RunRecord, read_run_record, write_run_record
+from trainspec_cli.rundir.record import Resume, RunRecord, has_own_command, read_run_record, write_run_record
 from trainspec_cli.spec.canonical import Absent, digest, to_plain
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.kernels import KernelTable
@@ -58,9 +59,18 @@ def check_free(run_dir: str) -> None:
         raise RecipeError(Problem("run_exists", f"{root} exists and is not an empty folder", "run.dir", hint))
 
 
+def _is_own_run(run: RunDir) -> bool:
+    try:
+        return has_own_command(run)
+    except UnreadableFileError:  # `resume` says what is wrong with it
+        return False
+
+
 def _check_no_run(root: Path) -> None:
     if RunDir(root).run_json.exists():
         hint = f"go on with it: trainspec resume {shlex.quote(str(root))}; or choose another run.dir"
+        if _is_own_run(RunDir(root)):
+            hint = "choose another folder with --dir; the command goes on from its own checkpoint, wherever that is"
         raise RecipeError(Problem("run_exists", f"{root} holds a run already", "run.dir", hint))
 
 
@@ -120,6 +130,7 @@ def write_own_launch(job: Job, name: str, argv: Sequence[str]) -> None:
     _check_no_run(run.root)
     write_json(run.versions_json, versions())
     write_text(run.command_txt, render_command(job.command, job.environment, Path.cwd()))
+    assert job.own is not None, "it is the user's own"
     record = RunRecord(
         recipe=name,
         argv=tuple(argv),
@@ -127,7 +138,7 @@ def write_own_launch(job: Job, name: str, argv: Sequence[str]) -> None:
         created_at=time.time(),
         data_dir=None,
         git=git_state(Path.cwd()),
-        command=job.command,
+        command=job.own.command,
     )
     write_run_record(run, record)
 

@@ -33,12 +33,18 @@ _TORCHRUN = (sys.executable, "-m", "trainspec_cli.engine.comm.torchrun")
 class OwnCommand:
     """What is wanted of a job that runs a command of the user's own."""
 
+    command: tuple[str, ...]
+    """As it was typed."""
     name: str
     """Its script, for people."""
     max_restarts: int
     """Starts after failures, in the whole job."""
     hang_s: float | None
     """A run that shows no sign of work for so long is hung; None: nobody ends it."""
+    silent_s: float | None
+    """The same where no step is counted, or none yet."""
+    work_s: float
+    """A start of which no step is counted has made progress once it has worked for so long."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,9 @@ class Job:
 
     @property
     def torchrun_log(self) -> Path:
-        """The output of torchrun itself; of a command of the user's own, all that it prints."""
-        return self.logs / ("output.log" if self.own else "torchrun.log")
+        """The output of torchrun itself, or of what starts the nodes' agents; of a command of the user's own, all that
+        it prints on this node."""
+        return self.logs / ("output.log" if self.own and not self.nodes else "torchrun.log")
 
     @property
     def program(self) -> str:

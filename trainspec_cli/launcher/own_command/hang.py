@@ -14,13 +14,15 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import psutil
 
+from trainspec_cli.launcher.backend.nodes.messages import NodeStands, RankStands
 from trainspec_cli.launcher.own_command.journal import CountedRank
 from trainspec_cli.launcher.own_command.progress import CountedProcess
-from trainspec_cli.launcher.own_command.usage import gpu_uses, processor_s
+from trainspec_cli.launcher.own_command.usage import gpu_uses, moved_bytes, wanted_s
 from trainspec_cli.policy.recovery.hang import Whereabouts, find_late, step_deadline_s
 from trainspec_cli.policy.recovery.silence import Reading, working
 from trainspec_cli.rundir.event_types.observed import HangEvent
@@ -36,18 +38,17 @@ LONGEST_STACK_BYTES = 2**16
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _WRAPPERS = ("wrapper", "inner", "_fn", "_wrapped_call_impl", "_call_impl")
-"""Functions of torch that stand between a call and what is called."""
-_TORCH = f"{os.sep}torch{os.sep}"
+"""Functions that stand between a call and what is called."""
+_LIBRARIES = ("torch", "accelerate", "transformers", "deepspeed", "lightning", "jax", "jaxlib", "tensorflow", "keras")
+"""Packages of what trains; a rank that stands in one of them waits there, most likely."""
+_LIBRARY = re.compile(rf"^.*?[/\\](?:{'|'.join(_LIBRARIES)})(?=[/\\])")
+_JAX = re.compile(r'^  File ".*[/\\]jax[/\\]_src[/\\]', re.MULTILINE)
+"""Functions that JAX has compiled wait without a Python frame of their own."""
+_PYTHONS = re.compile(r"^<|[/\\]python3\.\d+[/\\](?!site-packages|dist-packages)")
 
 
-@dataclass(frozen=True)
-class Hang:
-    late: tuple[int, ...]
-    """The ranks that the others wait for; all of them where none stands out."""
-    why: str
-    waited_s: float
-    events: dict[int, HangEvent]
-    """By rank."""
+Hang = tuple[float, float, tuple[RankStands, ...]]
+"""How long no rank has worked, how long that may be, and where each stands."""
 
 
 @dataclass
@@ -71,8 +72,13 @@ class HangWatch:
         self._worked_s = self._looked_s = time.monotonic()
         self._steps: dict[int, int] = {}
 
+    @property
+    def quiet_s(self) -> float:
+        """The time since the last sign of work."""
+        return time.monotonic() - self._worked_s
+
     def look(self, ranks: Sequence[CountedRank]) -> Hang | None:
-        """Return the hang, where the run is hung by now."""
+        """Return where the ranks stand, where none of them has worked for longer than they may."""
         now_s = time.monotonic()
         steps = {rank.number: rank.step for rank in ranks if rank.trainer}
         if self._floor_s is None or not steps or steps != self._steps:
@@ -88,7 +94,7 @@ class HangWatch:
         if (was_seen and working(readings)) or self._log_has_grown() or not readings:
             self._worked_s = now_s
         elif quiet_s > deadline_s and was_seen:
-            return self._describe(ranks, readings, quiet_s, deadline_s)
+            return quiet_s, deadline_s, self._describe(ranks, readings)
         return None
 
     def _log_has_grown(self) -> bool:
@@ -114,7 +120,7 @@ class HangWatch:
                 stopped=state == psutil.STATUS_STOPPED,
                 stack_changed=bool(stack) and main_stack(stack, trainer) != main_stack(was.stack, trainer),
                 has_stack=bool(stack),
-                in_torch=_in_torch(main_stack(stack, trainer)),
+                in_library=in_library(main_stack(stack, trainer)),
                 busy_cores=max(0.0, look.processor_s - was.processor_s) / passed_s,
                 child_cores=max(0.0, look.children_s - was.children_s) / passed_s,
                 moved_bytes=look.moved_bytes - was.moved_bytes,
@@ -122,57 +128,50 @@ class HangWatch:
             )
         return readings
 
-    def _describe(
-        self, ranks: Sequence[CountedRank], readings: dict[int, Reading], waited_s: float, deadline_s: float
-    ) -> Hang:
-        """Name the ranks that the others wait for. Those that were stopped go on for as long as it takes them to write
-        their stacks."""
+    def _describe(self, ranks: Sequence[CountedRank], readings: dict[int, Reading]) -> tuple[RankStands, ...]:
+        """Say where the ranks stand. Those that were stopped go on for as long as it takes them to write their
+        stacks."""
         trainers = {rank.number: rank.trainer for rank in ranks if rank.trainer}
         stopped = [number for number, reading in readings.items() if reading.stopped]
         found = {number: self._looks[number].stack for number in readings}
         resumed = read_stacks([trainers[number] for number in stopped], resume=True)
         found |= {number: resumed.get(trainers[number].pid, "") for number in stopped}
-        mains = {number: main_stack(stack, trainers[number]) for number, stack in found.items()}
-        ended = sorted(trainers.keys() - readings.keys())
-        late, why = (ended, "it has ended") if ended else _find_late(mains, readings)
-        step = max(rank.step for rank in ranks) + 1
-        events = {
-            number: HangEvent(
-                step=step,
-                waited_s=waited_s,
-                host=socket.gethostname(),
-                waiting=number not in late,
-                waits_in=place_of(stack) or None,
-                collectives={},
-                stack=stack or "its stack cannot be read",
-                deadline_s=deadline_s,
+        stands = []
+        for rank in ranks:
+            if rank.trainer is None:
+                continue
+            main = main_stack(found.get(rank.number, ""), rank.trainer)
+            stands.append(
+                RankStands(
+                    rank=rank.number,
+                    host=socket.gethostname(),
+                    step=rank.step,
+                    stack=main or "its stack cannot be read",
+                    place=place_of(main),
+                    waiting=in_library(main),
+                    stopped=rank.number in stopped,
+                    ended=rank.number not in readings,
+                )
             )
-            for number, stack in mains.items()
-        }
-        return Hang(tuple(late), why, waited_s, events)
+        return tuple(stands)
+
+
+def hang_event(stands: RankStands, node: NodeStands, late: Sequence[int]) -> HangEvent:
+    return HangEvent(
+        step=max(rank.step for rank in node.ranks) + 1,
+        waited_s=node.waited_s,
+        host=stands.host,
+        waiting=stands.rank not in late,
+        waits_in=stands.place or None,
+        collectives={},
+        stack=stands.stack,
+        deadline_s=node.deadline_s,
+    )
 
 
 def _look(process: psutil.Process, stack: str, trainers: set[int]) -> _Sighting:
     children = [child for child in process.children(recursive=True) if child.pid not in trainers]
-    moved_bytes = 0
-    with suppress(psutil.Error, AttributeError, NotImplementedError):  # macOS has no such counters
-        counters = process.io_counters()
-        moved_bytes = counters.read_chars + counters.write_chars
-    return _Sighting(stack, _wanted_s(process), sum(map(_wanted_s, children)), moved_bytes)
-
-
-def _wanted_s(process: psutil.Process) -> float:
-    """Return the time for which a process' threads have computed, or waited for a processor: on a machine that others
-    use too, what works may compute little. Where the system does not count waiting, the time that they computed."""
-    wanted_ns = 0
-    try:
-        for thread in Path(f"/proc/{process.pid}/task").iterdir():
-            with suppress(FileNotFoundError):  # it has ended meanwhile
-                ran_ns, waited_ns, _ = (thread / "schedstat").read_text().split()
-                wanted_ns += int(ran_ns) + int(waited_ns)
-    except (OSError, ValueError):
-        return processor_s([process])
-    return wanted_ns / 1e9 if wanted_ns else processor_s([process])
+    return _Sighting(stack, wanted_s(process), sum(map(wanted_s, children)), moved_bytes(process))
 
 
 def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> dict[int, str]:
@@ -181,7 +180,11 @@ def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> 
     sizes = {}
     for trainer in trainers:
         with suppress(OSError, psutil.Error):
-            if trainer.answers and (resume or psutil.Process(trainer.pid).status() != psutil.STATUS_STOPPED):
+            if (
+                trainer.answers
+                and _catches(trainer.pid)
+                and (resume or psutil.Process(trainer.pid).status() != psutil.STATUS_STOPPED)
+            ):
                 sizes[trainer] = trainer.stacks.stat().st_size
                 os.kill(trainer.pid, signal.SIGUSR2)
                 if resume:
@@ -200,6 +203,16 @@ def read_stacks(trainers: Sequence[CountedProcess], *, resume: bool = False) -> 
     return found
 
 
+def _catches(pid: int) -> bool:
+    """Return whether SIGUSR2 would not end a process: Lightning takes its handler away at the end of `fit`. True where
+    the system does not say."""
+    status = Path(f"/proc/{pid}/status")
+    if not status.parent.parent.joinpath("self").exists():
+        return True
+    caught = next(line.split()[1] for line in status.read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (signal.SIGUSR2 - 1) & 1)
+
+
 def _text_after(path: Path, offset: int) -> str:
     with path.open("rb") as file:
         file.seek(offset)
@@ -213,16 +226,24 @@ def main_stack(text: str, trainer: CountedProcess) -> str:
     return threads.get(trainer.main_thread, next(iter(threads.values()), ""))
 
 
-def _in_torch(stack: str) -> bool:
-    first = _FRAME.search(stack)
-    return first is not None and _TORCH in first[1]
+def in_library(stack: str) -> bool:
+    """Return whether the innermost frame, those of Python's own modules apart, is one of a library that trains."""
+    files = (file for file, _, _ in _FRAME.findall(stack))
+    return _is_librarys(next((file for file in files if not _PYTHONS.search(file)), ""))
+
+
+@lru_cache(maxsize=4096)
+def _is_librarys(file: str) -> bool:
+    """Return whether a file is one of such a package; a folder that only has its name is the user's own."""
+    found = _LIBRARY.match(file)
+    return found is not None and (Path(found[0]) / "__init__.py").is_file()
 
 
 def place_of(stack: str) -> str:
-    """Return where a stack stands in the user's own code, and what it has called of torch: `all_reduce, called at
-    train.py:31`."""
-    frames = _FRAME.findall(stack)
-    own = next((frame for frame in frames if _TORCH not in frame[0]), None)
+    """Return where a stack stands in the user's own code, and what it has called of torch or another library:
+    `all_reduce, called at train.py:31`."""
+    frames = [frame for frame in _FRAME.findall(stack) if not _PYTHONS.search(frame[0])]
+    own = next((frame for frame in frames if not _is_librarys(frame[0])), None)
     if own is None:
         return ""
     where = f"{Path(own[0]).name}:{own[1]}"
@@ -230,26 +251,30 @@ def place_of(stack: str) -> str:
     return f"{called[-1]}, called at {where}" if called else f"{own[2]}, {where}"
 
 
-def _find_late(mains: dict[int, str], readings: dict[int, Reading]) -> tuple[list[int], str]:
-    """Return the ranks that the others wait for, and why. Where all wait in torch, those that wait elsewhere than most
-    do have left out an exchange, or make one more."""
-    numbers = sorted(mains)  # those of this node: another one's ranks are not looked at
+def name_late(ranks: Sequence[RankStands]) -> tuple[list[int], str]:
+    """Return the ranks that the others wait for, of all nodes, and why; all of them where none stands out. Where all
+    wait in a library, those that wait elsewhere than most do have left out an exchange, or make one more."""
+    numbers = sorted(rank.rank for rank in ranks)
+    if ended := sorted(rank.rank for rank in ranks if rank.ended):
+        return ended, "it has ended"
+    standing = {rank.rank: rank for rank in ranks}
+    unseen = any(_JAX.search(rank.stack) for rank in ranks)
     places = {
-        place: Whereabouts(waiting=_in_torch(mains[number]))
+        place: Whereabouts(waiting=unseen or standing[number].waiting)
         for place, number in enumerate(numbers)
-        if not readings[number].stopped
+        if not standing[number].stopped
     }
     found, why = find_late(places, len(numbers))
     late = [numbers[place] for place in found]
-    if len(mains) == 1 and not late:
-        return [*mains], f"it stands in {place_of(*mains.values()) or 'code that has no Python stack'}"
+    if len(numbers) == 1 and not late:
+        return numbers, f"it stands in {standing[numbers[0]].place or 'code that has no Python stack'}"
     if late or not all(place.waiting for place in places.values()):
-        return late or sorted(mains), why
-    where = {number: place_of(stack) for number, stack in mains.items()}
+        return late or numbers, why
+    where = {number: standing[number].place for number in numbers}
     names = sorted(set(where.values()), key=list(where.values()).count)
     if len(names) == 1:
-        return sorted(mains), f"all ranks wait in {names[0]}"
+        return numbers, f"all ranks wait in {names[0]}"
     told = "; ".join(f"rank {number} waits in {place}" for number, place in sorted(where.items())[:8])
     fewest = [number for number, place in where.items() if place == names[0]]
-    alone = len(fewest) * 2 < len(mains)
-    return sorted(fewest if alone else mains), f"the ranks make different exchanges: {told}"
+    alone = len(fewest) * 2 < len(numbers)
+    return sorted(fewest if alone else numbers), f"the ranks make different exchanges: {told}"

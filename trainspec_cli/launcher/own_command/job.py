@@ -11,12 +11,21 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainspec_cli.environment_names import LAUNCH_ID, PROGRESS
+from trainspec_cli.environment_names import GENERATION, LAUNCH_ID, PROGRESS
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launcher.job.job import Job, OwnCommand, growing_segments, keep_freed_memory, next_log_folder
+from trainspec_cli.launcher.job.job import (
+    Job,
+    OwnCommand,
+    growing_segments,
+    keep_freed_memory,
+    next_log_folder,
+    own_modules,
+)
+from trainspec_cli.launcher.job.place import NodePlace, interface_of, own_address
+from trainspec_cli.rundir.generations import GenerationRecord, OwnCommandRecord
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.cluster import Machine
 
@@ -39,6 +48,10 @@ class Wanted:
     grace_s: float
     hang_s: float | None
     """None: never ended for a hang."""
+    silent_s: float | None
+    """The same where no step is counted, or none yet."""
+    work_s: float
+    """What no step is counted of is started again after it has worked for so long."""
 
 
 def check_command(command: Sequence[str]) -> None:
@@ -64,45 +77,148 @@ def build_own_job(command: Sequence[str], root: Path, machine: Machine, wanted: 
         root=root,
         command=tuple(command),
         environment={
-            **_environment(command, machine, secrets.token_hex(8)),
-            # torchrun kills workers that save for longer than this.
-            **_unless_set({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(wanted.grace_s))}),
+            LAUNCH_ID: secrets.token_hex(8),
+            **_hook_path(os.environ.get("PYTHONPATH", "")),
+            **_environment(command, machine, wanted.grace_s, process_count(command)),
+            **(_unless_set(_alone()) if is_on_one_node(command) else {}),
         },
         world_size=process_count(command) or 1,
         stop_grace_s=wanted.grace_s,
         logs=next_log_folder(RunDir(root).logs),
-        own=OwnCommand(script_name(command), wanted.max_restarts, wanted.hang_s),
+        own=_own_command(command, wanted),
     )
 
 
-def start_environment(job: Job, generation: int) -> dict[str, str]:
-    """Return what one start adds: where its processes count their steps, and where torchrun logs them."""
+def build_own_nodes_job(command: Sequence[str], root: Path, start: Sequence[str], nodes: int, wanted: Wanted) -> Job:
+    """Return the job of several nodes on paper. `start`: what starts the agents that the first node starts itself."""
+    root = root.absolute()
+    return Job(
+        root=root,
+        command=tuple(start),
+        environment={LAUNCH_ID: secrets.token_hex(8), **own_modules()},
+        world_size=nodes * (process_count(command) or 1),
+        stop_grace_s=wanted.grace_s,
+        logs=next_log_folder(RunDir(root).logs),
+        nodes=tuple(range(nodes)),
+        own=_own_command(command, wanted),
+    )
+
+
+def _own_command(command: Sequence[str], wanted: Wanted) -> OwnCommand:
+    return OwnCommand(
+        command=tuple(command),
+        name=script_name(command),
+        max_restarts=wanted.max_restarts,
+        hang_s=wanted.hang_s,
+        silent_s=wanted.silent_s,
+        work_s=wanted.work_s,
+    )
+
+
+def describe_own_command(job: Job, port: int) -> OwnCommandRecord:
+    """Return what every node is to run. `port`: of the first node, at which the processes meet."""
+    assert job.own is not None, "it is a command of the user's own"
+    return OwnCommandRecord(
+        command=job.own.command,
+        name=job.own.name,
+        port=port,
+        grace_s=job.stop_grace_s,
+        hang_s=job.own.hang_s,
+        silent_s=job.own.silent_s,
+        work_s=job.own.work_s,
+        python_path=os.environ.get("PYTHONPATH", ""),
+        python_safe_path=os.environ.get("PYTHONSAFEPATH", ""),
+    )
+
+
+def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: GenerationRecord) -> Job:
+    """Return the part of one node in a job of several, whose generation `record` describes. Raises MachineError where
+    the first node's name is not known here."""
+    own = record.own
+    assert own is not None, "it is a command of the user's own"
+    processes = process_count(own.command)
+    if processes and takes_all_processes(own.command):
+        processes = max(1, processes // place.num_nodes)
+    job = Job(
+        root=root,
+        command=command_on_node(own.command, place, own.port),
+        environment={
+            LAUNCH_ID: f"{record.launch_id}-{place.node}",
+            GENERATION: str(record.generation),
+            "PYTHONSAFEPATH": own.python_safe_path,
+            **_hook_path(own.python_path),
+            **_environment(own.command, machine, own.grace_s, processes),
+            **_unless_set(_among_several(own.command, place, own.port)),
+        },
+        world_size=place.num_nodes,
+        stop_grace_s=own.grace_s,
+        logs=Path(record.logs) / f"node{place.node:05d}",
+        own=OwnCommand(own.command, own.name, 0, own.hang_s, own.silent_s, own.work_s),
+    )
+    added = start_environment(job, record.generation, f"node{place.node:05d}")
+    return replace(job, environment={**job.environment, **added})
+
+
+def device_name(machine: Machine) -> str:
+    """Return what the ranks of a node run on, for people."""
+    return machine.gpu_names[0] if machine.gpu_names else f"process ({machine.cpu_cores} cores)"
+
+
+def progress_folder(job: Job) -> Path:
+    """Return where the processes of a start's job count their steps."""
+    return Path(job.environment[PROGRESS].partition(":")[2])
+
+
+def start_environment(job: Job, generation: int, node: str = "") -> dict[str, str]:
+    """Return what one start adds: where its processes count their steps, and where torchrun logs them. `node`: the name
+    of its folders, where the job has several."""
     return {
-        PROGRESS: f"{job.launch_id}:{job.run.progress(generation)}",
+        PROGRESS: f"{job.launch_id}:{job.run.progress(generation) / node}",
         **_unless_set({"PET_LOG_DIR": str(job.logs / "ranks"), "PET_TEE": "3"}),
     }
 
 
-def _environment(command: Sequence[str], machine: Machine, launch_id: str) -> dict[str, str]:
-    """Return what is set on top of this process' own environment; what the user has set stays."""
-    processes = process_count(command)
+def _environment(command: Sequence[str], machine: Machine, grace_s: float, processes: int | None) -> dict[str, str]:
+    """Return what is set on top of a node's own environment; what the user has set stays. `processes`: those of the
+    node."""
     environment = {
         # A crash in native code leaves its Python stack in the log.
         "PYTHONFAULTHANDLER": "1",
         # What a program prints is in its log at once, also where it is killed.
         "PYTHONUNBUFFERED": "1",
+        # torchrun kills workers that save for longer than this.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_s)),
     }
     if processes:
         environment["OMP_NUM_THREADS"] = str(max(1, machine.cpu_cores // processes))
     if not machine.gpu_names:
         environment |= keep_freed_memory()
-    if is_on_one_node(command):
-        port = str(_free_port())
-        environment |= {"MASTER_PORT": port, "PET_MASTER_PORT": port}
-        environment |= {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     grown = growing_segments() if machine.gpu_names else {}
-    path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH"))))
-    return {LAUNCH_ID: launch_id, "PYTHONPATH": path, **grown, **_unless_set(environment)}
+    return {**grown, **_unless_set(environment)}
+
+
+def _hook_path(python_path: str) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(HOOK), python_path)))}
+
+
+def _alone() -> dict[str, str]:
+    """Return where the processes of a single node meet."""
+    port = str(_free_port())
+    interface = "lo0" if sys.platform == "darwin" else "lo"
+    return {"MASTER_PORT": port, "PET_MASTER_PORT": port, "GLOO_SOCKET_IFNAME": interface}
+
+
+def _among_several(command: Sequence[str], place: NodePlace, port: int) -> dict[str, str]:
+    """Return where the processes of several nodes meet, and which of the nodes this is. torchrun reads it of PET_...; a
+    command without a launcher is one rank a node. gloo and NCCL take the interface that leads to the first node."""
+    address = own_address(place.head)
+    meeting = {"MASTER_ADDR": place.head, "MASTER_PORT": str(port)}
+    node = {"NNODES": str(place.num_nodes), "NODE_RANK": str(place.node)}
+    torchrun = {f"PET_{name}": value for name, value in {**meeting, **node, "LOCAL_ADDR": address}.items()}
+    interface = interface_of(address)
+    interfaces = {f"{name}_SOCKET_IFNAME": interface for name in ("GLOO", "NCCL") if interface}
+    alone = {"RANK": str(place.node), "WORLD_SIZE": str(place.num_nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return {**meeting, **node, **torchrun, **interfaces, **({} if has_launcher(command) else alone)}
 
 
 def _unless_set(variables: Mapping[str, str]) -> dict[str, str]:
@@ -126,6 +242,70 @@ def process_count(command: Sequence[str]) -> int | None:
 
 def is_on_one_node(command: Sequence[str]) -> bool:
     return _option(command, NODE_OPTIONS) in (None, "1", "1:1")
+
+
+def has_launcher(command: Sequence[str]) -> bool:
+    """Return whether the command is a launcher that gives its processes their ranks."""
+    return not {*command, *(Path(word).name for word in command)}.isdisjoint(
+        (*_LAUNCHERS, "accelerate", "accelerate.commands.launch", "deepspeed")
+    )
+
+
+def takes_all_processes(command: Sequence[str]) -> bool:
+    """Return whether its option speaks of the processes of all nodes, as that of accelerate does."""
+    return _place_of_accelerate(command) is not None
+
+
+def command_on_node(command: Sequence[str], place: NodePlace, port: int) -> tuple[str, ...]:
+    """Return the command of one node of several: accelerate is told of the others in options of its own, and all else
+    in variables."""
+    launch = _place_of_accelerate(command)
+    if launch is None:
+        return tuple(command)
+    options = {
+        "num_machines": place.num_nodes,
+        "machine_rank": place.node,
+        "main_process_ip": place.head,
+        "main_process_port": port,
+    }
+    added = [
+        word
+        for name, value in options.items()
+        if _option(command, (f"--{name}", f"--{name.replace('_', '-')}")) is None
+        for word in (f"--{name}", str(value))
+    ]
+    return (*command[: launch + 1], *added, *command[launch + 1 :])
+
+
+def _place_of_accelerate(command: Sequence[str]) -> int | None:
+    """Return the place of the word after which the options of accelerate's launcher stand."""
+    for place, word in enumerate(command):
+        if word == "accelerate.commands.launch":
+            return place
+        if Path(word).name == "accelerate" and list(command[place + 1 : place + 2]) == ["launch"]:
+            return place + 1
+    return None
+
+
+NODE_NUMBERS = ("--node-rank", "--node_rank", "--machine_rank", "--machine-rank")
+
+
+def check_for_nodes(command: Sequence[str], nodes: int) -> None:
+    """Raise RecipeError where the command says of its nodes what `--nnodes` does not, or starts them itself."""
+    if option := next((word.partition("=")[0] for word in command if word.partition("=")[0] in NODE_NUMBERS), None):
+        raise _misfit(f"the command has {option}", "leave it out: each node is given its own, by --node-rank before --")
+    if "--standalone" in command:
+        raise _misfit(f"--standalone is of one node, and --nnodes is {nodes}", "leave --standalone out")
+    said = _option(command, [name for name in NODE_OPTIONS if name != "--hostfile"])
+    if said is not None and said not in (str(nodes), f"{nodes}:{nodes}"):
+        raise _misfit(f"the command is of {said} nodes, and --nnodes is {nodes}", "leave it out of the command")
+    if any(Path(word).name == "deepspeed" for word in command[:1]):
+        message = "deepspeed's launcher starts the other nodes itself, by ssh"
+        raise _misfit(message, "start its script with torchrun --nproc-per-node N in place of deepspeed")
+
+
+def _misfit(message: str, hint: str) -> RecipeError:
+    return RecipeError(Problem("usage", message, "COMMAND", hint))
 
 
 def _option(command: Sequence[str], names: Sequence[str]) -> str | None:

@@ -80,6 +80,28 @@ def processor_s(processes: Iterable[psutil.Process]) -> float:
     return spent_s
 
 
+def wanted_s(process: psutil.Process) -> float:
+    """Return the time for which a process' threads have computed, or waited for a processor: on a machine that others
+    use too, what works may compute little. Where the system does not count waiting, the time that they computed."""
+    wanted_ns = 0
+    try:
+        for thread in Path(f"/proc/{process.pid}/task").iterdir():
+            with suppress(FileNotFoundError):  # it has ended meanwhile
+                ran_ns, waited_ns, _ = (thread / "schedstat").read_text().split()
+                wanted_ns += int(ran_ns) + int(waited_ns)
+    except (OSError, ValueError):
+        return processor_s([process])
+    return wanted_ns / 1e9 if wanted_ns else processor_s([process])
+
+
+def moved_bytes(process: psutil.Process) -> int:
+    """Return what a process has read and written; 0 where the system does not say."""
+    with suppress(psutil.Error, AttributeError, NotImplementedError):  # macOS has no such counters
+        counters = process.io_counters()
+        return int(counters.read_chars + counters.write_chars)
+    return 0
+
+
 def _swap_bytes(pid: int) -> int:
     """Return 0 where the system does not say."""
     with suppress(OSError, ValueError, IndexError):

@@ -28,8 +28,13 @@ class MemoryModel:
     """The device's context, kernels and libraries' workspaces."""
     group_bytes: float = 0.3 * GIB
     """Buffers of one communicator (NCCL's channels)."""
-    fragmentation: float = 0.25
-    """Memory lost to fragmentation, as a fraction of the allocator's activations and temporaries."""
+    fragmentation: float = 0.08
+    """Memory lost to fragmentation, as a fraction of the allocator's activations and temporaries, where a
+    backward finds all that it needs: what the allocator's rules make of traces of the engine's steps (5% of all
+    that is allocated; `policy/caching_allocator.py`)."""
+    recompute_fragmentation: float = 0.17
+    """The same that comes to it where forwards run again between backwards, whose blocks fit those of the first
+    forwards badly: 22% of all in such traces, and 25% of activations in the tables of runs with full recomputation."""
     states_fragmentation: float = 0.04
     """The same of parameters, gradients and optimizer states: allocated once, rounded up to whole blocks."""
     logit_bytes: float = 10.0
@@ -132,12 +137,23 @@ def add(left: tuple[float, float, float], right: tuple[float, float, float]) -> 
     return left[0] + right[0], left[1] + right[1], left[2] + right[2]
 
 
+def sharding_stage(setup: Setup) -> int:
+    """Return the ZeRO stage, 0 where nothing is sharded. Ranks of context parallelism share the shards too."""
+    is_sharded = setup.layout.shards > 1 and setup.software.shards_states
+    return setup.layout.zero_stage if is_sharded else 0
+
+
+def keeps_unsharded(setup: Setup) -> bool:
+    """Return whether a pipeline's stage keeps gathered parameters and whole gradients until its last micro-batch."""
+    return setup.layout.pp > 1 and setup.software.unshards_pipelines
+
+
 def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) -> tuple[float, float, float]:
     """-> (parameters, gradients, optimizer) between steps, of parameters shared by `shards` ranks.
 
     `ends`: the embedding and the head, which are not quantised.
     """
-    software, stage = setup.software, setup.layout.zero_stage if setup.layout.dp_shard > 1 else 0
+    software, stage = setup.software, sharding_stage(setup)
     trained = params * setup.trainable
     each = software.weight_bytes
     if setup.trainable < 1 and setup.matmul in EIGHT_BIT:
@@ -150,18 +166,22 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
     gradients = software.grad_bytes * trained / (shards if stage >= 2 else 1)
     if stage == 3 and software.weight_bytes == 4.0:
         gradients = 4.0 * trained / shards
+    if stage >= 2 and keeps_unsharded(setup):
+        gradients += software.reduce_bytes * trained
     moments = trained * software.moment_bytes / (shards if stage else 1)
     master = trained * software.master_bytes / (shards if stage else 1)
     return weights, gradients, 0.0 if setup.offload_optimizer else moments + master
 
 
-def gathered_bytes(layer: LayerMemory, outside: float, setup: Setup) -> float:
+def gathered_bytes(layer: LayerMemory, layers: int, outside: float, setup: Setup) -> float:
     """ZeRO-3: two layers' parameters and a layer's gradients unsharded, and the embedding and head."""
     params = layer.params + layer.expert_params
     if setup.lora.is_quantised:  # about the largest matrix in 2 bytes, and in 6 on the way
-        return 2.0 * params + (2.0 * outside if setup.layout.shards_parameters else 0.0)
-    if not setup.layout.shards_parameters:
+        return 2.0 * params + (2.0 * outside if sharding_stage(setup) == 3 else 0.0)
+    if sharding_stage(setup) < 3:
         return 0.0
+    if keeps_unsharded(setup):
+        return 2.0 * (layers * params + outside)
     gradient = (setup.software.reduce_bytes + 2.0) * params * min(1.0, setup.trainable * 1e3)
     return 2 * 2.0 * params + gradient + 2.0 * outside
 
@@ -183,14 +203,14 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
     experts = state_bytes(layers * layer.expert_params, layout.expert_shards, setup)
     logits = logit_bytes(setup, constants) if last else 0.0
     activations = stage_activations(setup, stage, layers, layer, logits)
-    buffers = setup.software.bucket_bytes if layout.data_parallel_size > 1 else 0.0
-    gathered = gathered_bytes(layer, outside, setup)
+    buffers = setup.software.bucket_bytes if layout.data_parallel_size * layout.cp > 1 else 0.0
+    gathered = gathered_bytes(layer, layers, outside, setup)
     stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / layout.expert_shards
     stepped = step_bytes(stepping * setup.trainable, constants.reuse * (activations + logits + gathered), setup)
     parameters = dense[0] + experts[0] + gathered
     gradients, optimizer = dense[1] + experts[1], dense[2] + experts[2] + stepped
     buffers += constants.group_bytes * communicators(setup)
-    unused = constants.fragmentation * (activations + logits)
+    unused = fragmentation_of(setup, constants) * (activations + logits)
     unused += constants.states_fragmentation * (parameters + gradients + optimizer)
     whole = parameters + gradients + optimizer + activations + logits + buffers + unused + constants.context_bytes
     return MemoryBreakdown(
@@ -203,6 +223,12 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
         fragmentation_bytes=unused + constants.reserve * whole,
         context_bytes=constants.context_bytes,
     )
+
+
+def fragmentation_of(setup: Setup, constants: MemoryModel) -> float:
+    """Return the fraction of activations that is lost, by the part of the products that are computed again."""
+    again = setup.recompute.matmul * setup.recompute.layers
+    return constants.fragmentation + constants.recompute_fragmentation * again
 
 
 def stage_activations(setup: Setup, stage: int, layers: int, layer: LayerMemory, logits: float) -> float:

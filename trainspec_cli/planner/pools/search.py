@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
-from trainspec_cli.planner.capacity import SLACK, software_of, start_s_a_step, template_of
+from trainspec_cli.planner.capacity import SLACK, softwares_of, start_s_a_step, template_of
 from trainspec_cli.planner.cut import is_open, room_within
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.memory.fit import SURELY, expected_step_s, fit_probability
@@ -79,7 +79,7 @@ class PoolSearch:
 
     def __post_init__(self) -> None:
         self.watch, self.samples = Stopwatch(self.pools, self.eff), main_size(self.spec)
-        self._softwares = {sharded: software_of(self.spec, sharded) for sharded in (True, False)}
+        self._softwares = softwares_of(self.spec)
         templates = [template_of(self.spec, pool.fabric) for pool in self.pools]
         compute = next((one.compute for one in templates if one.compute == "fp16"), templates[0].compute)
         matmul = compute if self.spec.precision.matmul == "compute" else templates[0].matmul
@@ -163,7 +163,7 @@ class PoolSearch:
                 micro_batch_size=float(unit.micro_batch_size),
                 grad_accum=unit.micro_batches,
                 recompute=RECOMPUTE[name],
-                software=self._softwares[unit.layout.shards_parameters],
+                software=self._softwares[unit.layout.sharding],
                 offload_optimizer=unit.offloads,
             )
             for template in self._templates

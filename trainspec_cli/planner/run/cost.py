@@ -68,10 +68,16 @@ def ownership_usd(devices: float, wall_s: float, energy: float, cost: CostSpec, 
         raise ValueError("owned machines need cluster.cost.device_price_usd")
     used_years = devices * wall_s / SECONDS_PER_HOUR / HOURS_PER_YEAR / cost.utilisation
     return {
-        "machines": used_years * cost.device_price_usd / cost.useful_years,
-        "operation": used_years * cost.device_price_usd * cost.operation_ratio,
+        "machines": used_years * cost.device_price_usd * (1 - cost.resale_ratio) / cost.useful_years,
+        "operation": used_years * operation_usd_per_year(cost.device_price_usd, cost),
         "electricity": energy / JOULES_PER_KWH * site.electricity_usd_per_kwh,
     }
+
+
+def operation_usd_per_year(device_price_usd: float, cost: CostSpec) -> float:
+    """Return what an owned device takes in a year beside electricity: repairs, staff and space."""
+    ratio_usd = device_price_usd * cost.operation_ratio
+    return ratio_usd + cost.staff_usd_per_device_year + cost.space_usd_per_device_year
 
 
 # Of a forecast, with intervals

@@ -32,7 +32,7 @@ from trainspec_cli.planner.time.step import (
     waiting_share,
 )
 from trainspec_cli.policy.batch.division import micro_batches_of
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.layout import Layout, Sharding
 
 ABOUT = 1.1
 """A layout is about as fast as another whose step is this much shorter at most."""
@@ -59,8 +59,8 @@ class Search:
     """Ranks layouts of `template`'s model on its fabric. Keeps the `keep` that fit with the shortest expected step."""
 
     template: Setup
-    softwares: dict[bool, Software]
-    """The software, by whether parameters are sharded (ZeRO-3)."""
+    softwares: dict[Sharding, Software]
+    """The software, by what data parallelism shards."""
     recomputes: tuple[str, ...]
     offloads: tuple[bool, ...]
     eff: Efficiency
@@ -104,7 +104,6 @@ class Search:
         return _in_order(self._safest)
 
     def _setup(self, layout: Layout, micro: int, accum: int) -> Setup:
-        sharded = layout.shards_parameters
         if self.samples is not None:
             accum = micro_batches_of(layout, micro, self.samples)
         return replace(
@@ -112,7 +111,7 @@ class Search:
             layout=layout,
             micro_batch_size=float(micro),
             grad_accum=accum,
-            software=self.softwares[sharded],
+            software=self.softwares[layout.sharding],
         )
 
     def _try(self, setup: Setup, recompute: str) -> bool:

@@ -100,12 +100,18 @@ class Space:
                 continue
             if not self._keep(replicate > 1 or not elastic, "resilience=elastic needs two replica groups"):
                 continue
-            for stage in stages_of(wanted, shard, replicate):
+            for stage in self._stages(shard, replicate):
                 yield replace(base, dp_replicate=replicate, dp_shard=shard, zero_stage=stage)
         pinned = wanted.dp_shard
         if pinned != AUTO and pinned not in options and width % int(pinned) == 0:
-            for stage in stages_of(wanted, int(pinned), width // int(pinned)):
+            for stage in self._stages(int(pinned), width // int(pinned)):
                 yield replace(base, dp_replicate=width // int(pinned), dp_shard=int(pinned), zero_stage=stage)
+
+    def _stages(self, shard: int, replicate: int) -> Sequence[ZeroStage]:
+        """Return the ZeRO stages to try that the framework has; without sharding the stage means nothing."""
+        facts, stages = self.spec.framework, stages_of(self.spec.layout, shard, replicate)
+        had = [stage for stage in stages if shard == 1 or stage in facts.zero_stages]
+        return had if self._keep(had != [], f"{facts.name} has no such ZeRO stage") else ()
 
     def _expert_axes(self, base: Layout) -> Iterator[Layout]:
         experts = self.spec.model.experts
@@ -137,7 +143,10 @@ class Space:
         layers = self.spec.model.num_layers
         if not self._keep(base.pp <= layers, "more pipeline stages than layers"):
             return
-        for schedule in schedules_of(wanted):
+        schedules = [name for name in schedules_of(wanted) if name in self.spec.framework.schedules]
+        if not self._keep(schedules != [], f"{self.spec.framework.name} has no such pipeline"):
+            return
+        for schedule in schedules:
             for chunks in self._chunks(schedule, base.pp, layers):
                 yield replace(base, pipeline_schedule=schedule, virtual_stages=chunks, stage_layers=wanted.stage_layers)
 

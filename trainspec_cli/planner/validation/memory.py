@@ -15,13 +15,12 @@ from trainspec_cli.planner.memory.frameworks import (
     kept_activation_bytes,
 )
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
-from trainspec_cli.planner.validation.prose import framework_of
+from trainspec_cli.planner.validation.frameworks import framework_of
 from trainspec_cli.planner.validation.table import Row, number
 from trainspec_cli.spec.results.prediction import MemoryBreakdown
 from trainspec_cli.units import GIB
 
 UNITS = {"GiB": GIB, "MiB": 2**20, "MB": 1e6}
-"""Tools that print GB count in 2**30, as drivers do; litgpt divides by 1e9."""
 
 
 def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
@@ -33,7 +32,7 @@ def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
         return None, None
     if unit == "%":
         return relative_activations(setup), value / 100
-    scale = 1e9 if unit == "GB" and "litgpt" in framework_of(row) else UNITS.get(unit, GIB)
+    scale = framework_of(row)[0].gb_bytes if unit == "GB" else UNITS.get(unit, GIB)
     return predicted_as(metric, setup), value * scale
 
 

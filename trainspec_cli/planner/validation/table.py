@@ -6,13 +6,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from trainspec_cli.planner.framework import describe_software
 from trainspec_cli.planner.hardware.catalogue import find_accelerator, find_model
 from trainspec_cli.planner.hardware.topology import Fabric
-from trainspec_cli.planner.setup import Setup
-from trainspec_cli.planner.validation.prose import network_of, recompute_of, software_of
+from trainspec_cli.planner.setup import Setup, Software
+from trainspec_cli.planner.validation.frameworks import UnknownFramework, framework_of
+from trainspec_cli.planner.validation.prose import network_of, recompute_of
 from trainspec_cli.spec.field_types import LARGEST_OF
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
-from trainspec_cli.spec.recipe.layout import Layout, PipelineSchedule, ZeroStage
+from trainspec_cli.spec.recipe.layout import Layout, PipelineSchedule, Sharding, ZeroStage
 from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel, ModelSpec
 from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpec
 
@@ -252,6 +254,7 @@ def state(row: Row) -> Stated:
     compute, matmul = formats_of(row, chip)
     micro, accum, samples, assumed_batch = batch_of(row, layout)
     recompute, is_open = recompute_of(row, model, layout)
+    software, framework_open = software_of(row)
     images = model.unit == "samples"
     setup = Setup(
         model=model,
@@ -263,12 +266,43 @@ def state(row: Row) -> Stated:
         compute=compute,
         matmul=matmul,
         recompute=recompute,
-        software=software_of(row),
+        software=software,
         trainable=ADAPTER_SHARE if is_adapter(row) else 1.0,
         tabled=True,
     )
-    opened = ("recompute",) if is_open else ()
+    opened = ("recompute",) * is_open + ("framework",) * framework_open
     return Stated(setup, samples, (*assumed, *assumed_network, *assumed_batch, *opened), is_open)
+
+
+STATED_SUMS = re.compile(r"gradients? (?:are )?accumulated? in fp32|fp32 grad")
+SHARDED = ("fsdp", "hsdp", "zero2", "zero3")
+"""Words of the column dp_mode that say that parameters (with zero2, gradients) are sharded."""
+QUANTISED_BYTES = {"nf4": 0.69, "nf4-dq": 0.64, "fp4": 0.69, "int8": 1.1}
+"""Bytes a parameter of a quantised base under adapters: 4 bits, a scale for 64 (in 8 bits with -dq), and 1 bit for what
+bitsandbytes keeps besides (litgpt's tables)."""
+
+
+def software_of(row: Row) -> tuple[Software, bool]:
+    """-> (the properties of the row's framework as the row uses it, whether the row leaves the framework open)."""
+    try:
+        facts, is_open = framework_of(row)
+    except UnknownFramework as unknown:
+        raise RowRefused(str(unknown)) from None
+    mode, notes = (row.get("dp_mode") or "ddp").lower(), (row.get("notes") or "").lower()
+    sharding: Sharding = "zero1" if "zero1" in mode or "distributed" in mode else "replicated"
+    if any(word in mode for word in SHARDED):
+        sharding = "zero3"
+    half = (row.get("dtype") or "bf16").lower() == "fp16"
+    sums, wire = facts.accumulate_fp16 if half else facts.accumulate, facts.reduce
+    if "pure" in notes:
+        sums = wire = "compute"
+    elif STATED_SUMS.search(notes):
+        sums = "fp32"
+    compiled = (row.get("compile") or "").lower() in ("1", "1.0", "true")
+    software = describe_software(facts, sharding, compiled, sums, wire)
+    quantised = re.search(r"quant=(\S+)", row.get("dtype") or "")
+    base_bytes = QUANTISED_BYTES.get(quantised.group(1)) if quantised else None
+    return (software if base_bytes is None else replace(software, weight_bytes=base_bytes)), is_open
 
 
 def is_adapter(row: Row) -> bool:

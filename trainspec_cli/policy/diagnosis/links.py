@@ -30,10 +30,13 @@ TIMEOUTS = 0.5
 """Time-outs as a fraction of the segments sent again, from which on the path is away for a while, and loses no single
 segments."""
 LATER_S, LATER = 5e-4, 1.0
-"""The latency has grown where it is longer by so much, and by this fraction of what is usual."""
+"""The latency has grown where it is longer by so much, and by this fraction of what is usual. A link that delays all
+that it carries delays the small exchange by half a round trip at least; a queue before a narrow one has drained by
+then."""
 LOADED, OF_RTT = 0.2, 0.3
-"""A longer latency is a link's where round trips show this part of it. Behind a relay they show none, and the ranks
-must not lack a processor for more than such a part of a step."""
+"""A longer latency is a link's where round trips show this part of it, all those that the exchange makes together where
+the ranks do not lack a processor for more than such a part of a step. Behind a relay they show none, and the ranks must
+not lack one."""
 OF_NOISE = 0.5
 """A transfer's excess of which waiting for processors is such a part says nothing of a link."""
 LONG_STEPS_S = 3.0
@@ -53,7 +56,10 @@ class Path:
 
     ranks: Pair
     resent: float
+    resent_later: float
+    """Of them those of the episode's later half."""
     segments: float
+    segments_later: float
     timeouts: float
     rate: float
     """Bytes a second while anything was under way; 0 where it is not known."""
@@ -64,9 +70,11 @@ class Path:
 
     @property
     def overflows(self) -> bool:
-        """Whether what was sent again was dropped by a queue that is full: TCP fills it to find the link's rate."""
+        """Whether what was sent again was dropped by a queue that is full: TCP fills it to find the link's rate, and
+        fills it most while the link has just become narrow."""
         is_queued = self.rtt_s > max(self.usual_rtt_s + QUEUED_S, QUEUED * self.usual_rtt_s)
-        return is_queued and self.resent <= OVERFLOW * self.segments
+        of_later = self.resent_later <= OVERFLOW * self.segments_later
+        return is_queued and (of_later or self.resent <= OVERFLOW * self.segments)
 
 
 def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
@@ -126,12 +134,14 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
     losing = _losing(paths)
     if losing is not None and not losing.overflows:
         return _lossy(evidence, episode, paths, losing)
-    names = ("queued_s", "exposed_queued_s", "throttled_s")
-    if sum(_rise(evidence.counter(name), episode, np.nanmean) for name in names) > OF_NOISE * episode.excess:
+    waiting_s = sum(_rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
+    throttled_s = _rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one such rank keeps all others waiting
+    if waiting_s + throttled_s > OF_NOISE * episode.excess:
         return None
     latency_s = _rise(evidence.counter("agreed_s"), episode, np.nanmin)
     usual_s = float(np.nan_to_num(np.nanpercentile(_over_ranks(evidence.counter("agreed_s"), np.nanmin), 25)))
-    if losing is None and latency_s > max(LATER_S, LATER * usual_s):
+    one_way_s = max((path.rtt_s - path.usual_rtt_s for path in paths), default=0.0) / 2
+    if losing is None and latency_s > max(LATER_S, LATER * usual_s, one_way_s):
         return _delayed(evidence, episode, paths, latency_s, usual_s)
     measured = [path for path in paths if path.rate > 0 and path.usual_rate > 0]
     worst = min(measured, key=lambda path: path.rate / path.usual_rate, default=None)
@@ -144,10 +154,12 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
 
 
 def _losing(paths: Sequence[Path]) -> Path | None:
-    """Return the path on which most segments were sent again; None where they are too few."""
+    """Return the path on which most segments were sent again, of those with two known ends if any did; None where they
+    are too few."""
     resent, segments = sum(path.resent for path in paths), sum(path.segments for path in paths)
     is_lossy = resent >= LOST_SEGMENTS and resent > LOST * segments
-    return max(paths, key=lambda path: path.resent) if is_lossy else None
+    known = [path for path in paths if path.ranks[0] != path.ranks[1] and path.resent > 0]
+    return max(known or paths, key=lambda path: path.resent) if is_lossy else None
 
 
 def _lossy(evidence: RunEvidence, episode: Episode, paths: Sequence[Path], worst: Path) -> RunVerdict:
@@ -165,9 +177,12 @@ def _delayed(
 ) -> RunVerdict | None:
     """Return a link whose latency has grown by `latency_s`; None where round trips do not show it."""
     worst = max(paths, key=lambda path: path.rtt_s - path.usual_rtt_s, default=None)
-    shows_rtt = worst is not None and worst.rtt_s - worst.usual_rtt_s >= OF_RTT * latency_s
+    is_loaded = _is_loaded(evidence, episode)
+    crosses = worst is not None and len(set(_ends(evidence, worst))) > 1
+    round_trips = 2 * (evidence.ranks - 1) if crosses and not is_loaded else 1  # of a ring's small all-reduce
+    shows_rtt = worst is not None and round_trips * (worst.rtt_s - worst.usual_rtt_s) >= OF_RTT * latency_s
     may_hide_rtt = any(len(set(path.ranks)) == 1 for path in paths)  # a relay answers in the other end's place
-    if not shows_rtt and (_is_loaded(evidence, episode) or not may_hide_rtt):
+    if not shows_rtt and (is_loaded or not may_hide_rtt):
         return None
     now_s = latency_s + usual_s
     text = f"the small exchange that ends a step takes {now_s * 1e3:.3g} ms, {usual_s * 1e3:.3g} usually"
@@ -275,6 +290,8 @@ def _paths(connections: Sequence[Connection], episode: Episode) -> list[Path]:
 def _path(ranks: Pair, connections: Sequence[Connection], episode: Episode) -> Path:
     inside = np.zeros(len(connections[0].sent_bytes), dtype=bool)
     inside[episode.where] = True
+    later = inside.copy()
+    later[: episode.first + episode.steps // 2] = False
 
     def total(name: str, where: Figures | np.ndarray = inside) -> float:
         return float(sum(np.nansum(getattr(one, name)[where]) for one in connections))
@@ -290,7 +307,9 @@ def _path(ranks: Pair, connections: Sequence[Connection], episode: Episode) -> P
     return Path(
         ranks,
         total("resent"),
+        total("resent", later),
         max(1.0, total("segments")),
+        max(1.0, total("segments", later)),
         total("timeouts"),
         rate(inside),
         rate(~inside),

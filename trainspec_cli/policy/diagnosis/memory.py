@@ -16,6 +16,11 @@ SETTLING_STEPS = 10
 LEAST_READINGS = 2 * EIGHTHS
 READINGS = 6 * EIGHTHS
 """A leak is looked for in so many of the newest readings."""
+ALIKE = 0.5
+"""Where each of `EIGHTHS` readings in a row has grown by such a part of what they usually grow by, they are enough: a
+cache that fills grows ever less."""
+LEAST_LEAKING = 4
+"""Readings since a leak began by which its slope is known."""
 LEAST_GROWTH, LEAST_GROWTH_BYTES = 0.05, 32 * 2**20
 """Memory that grows by less, as a fraction of what it was and in all, is no leak."""
 SWAPPED_BYTES = 16 * 2**20
@@ -59,16 +64,24 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
 def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | None:
     """Return (first step, bytes a step, bytes so far) of a rank that leaks."""
     steps, held = _readings(evidence, evidence.counter("rss_bytes")[:, rank])
-    for count in sorted({min(READINGS, len(steps)), min(LEAST_READINGS, len(steps))}, reverse=True):
-        if count < LEAST_READINGS:
-            return None
+    for count in sorted({min(READINGS, len(steps)), min(LEAST_READINGS, len(steps)), EIGHTHS}, reverse=True):
+        if count > len(steps) or (count < LEAST_READINGS and not _grows_evenly(held[-count:])):
+            continue
         recent_steps, recent = steps[-count:].tolist(), held[-count:].tolist()
         slope, grown_bytes = slope_per_step(recent_steps, recent), recent[-1] - recent[0]
         if grown_bytes > max(LEAST_GROWTH * recent[0], LEAST_GROWTH_BYTES) and grows_steadily(recent) and slope > 0:
             base = float(held[0])
-            since = int(steps[np.argmax(held > base + LEAST_GROWTH_BYTES / 4)])
-            return since, slope, float(held[-1] - base)
+            begun = int(np.argmax(held > base + LEAST_GROWTH_BYTES / 4))
+            leaking = slice(max(begun, len(held) - count), None)  # what was read before it began would flatten it
+            if len(held[leaking]) >= LEAST_LEAKING:
+                slope = slope_per_step(steps[leaking].tolist(), held[leaking].tolist())
+            return int(steps[begun]), slope, float(held[-1] - base)
     return None
+
+
+def _grows_evenly(held: Figures) -> bool:
+    grown = np.diff(held)
+    return len(held) >= EIGHTHS and bool((grown > ALIKE * np.median(grown)).all() and np.median(grown) > 0)
 
 
 def _readings(evidence: RunEvidence, series: Figures) -> tuple[Figures, Figures]:

@@ -31,11 +31,13 @@ LEAST_SHARE = 0.1
 """Causes that cost less than this part of a step are not reported."""
 STOLEN_S, COMMON_S = 8.0, 8.0
 """Other work takes a rank's processor, or slows all ranks, for so long at least: it comes and goes."""
+STOLEN_ALONE_S, OF_STOLEN = 3.0, 0.5
+"""So long is enough where the rank's peers lack a processor for no more than such a part of its excess."""
 LEFT_S = 60.0
 """Other work that has left a processor again before so long was noise."""
 UNCOUNTED_STEPS = 6
 """So many steps show what no counter does."""
-OF_PEERS = 0.3
+OF_PEERS = 0.4
 """Where the peers' time without a processor rises by such a part of a rank's excess, the whole machine is loaded."""
 LOADED = 0.05
 """The machine is loaded where ranks wait for a processor for such a part of a step."""
@@ -141,10 +143,11 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         if at_once or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
             slow.append(Slow(rank, episode, found.cause, found.why))
     queued_by_peers_s = times.expect_queued()
-    for rank, episode in _suspects(times, times.queued_s - queued_by_peers_s, STOLEN_S):
+    for rank, episode in _suspects(times, times.queued_s - queued_by_peers_s, STOLEN_ALONE_S):
         of_peers_s = queued_by_peers_s[:, rank]
-        rise_s = float(np.median(of_peers_s[episode.where]) - usual(of_peers_s))
-        if episode.steadiness >= STEADY and rise_s < OF_PEERS * episode.excess:
+        level_s = float(np.median(of_peers_s[episode.where]))
+        lasts = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
+        if episode.steadiness >= STEADY and lasts and level_s - usual(of_peers_s) < OF_PEERS * episode.excess:
             why = f"other processes have its processor for {_ms(episode.excess)} more of each step than its peers'"
             goes_on = until(evidence, episode) is None or times.step_s[episode.where].sum() >= LEFT_S
             slow.append(Slow(rank, episode, "stolen_cores" if goes_on else "noise", why))

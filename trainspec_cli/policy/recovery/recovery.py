@@ -270,6 +270,8 @@ def _comes_again(group: GroupState, event: GroupEnded) -> bool:
     """Return whether another start would most likely end in the same way: an error that was foreseen, or one of the
     run's own that came before a checkpoint was written. What came from outside need not come again, so that any
     checkpoint will do."""
+    if event.has_worked:
+        return event.foreseen
     return event.foreseen or event.checkpoint_step <= (0 if event.from_outside else group.checkpoint_step)
 
 

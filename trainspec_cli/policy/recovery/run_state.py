@@ -168,6 +168,9 @@ class GroupEnded:
     """Ids of processes that could not be ended."""
     shortage: Shortage | None = None
     """Its memory ran out, and that is why it failed."""
+    has_worked: bool = False
+    """A command of the user's own, none of whose steps is counted, has worked for long: its state has most likely come
+    further."""
 
 
 @dataclass(frozen=True)

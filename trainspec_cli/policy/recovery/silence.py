@@ -25,8 +25,8 @@ class Reading:
     stack_changed: bool = False
     has_stack: bool = True
     """False for a process that does not answer the signal that asks for its stack."""
-    in_torch: bool = False
-    """Its innermost Python frame is torch's."""
+    in_library: bool = False
+    """Its innermost Python frame is one of torch or of another library that trains."""
     busy_cores: float = 0.0
     """Threads that computed, or waited for a processor, on average."""
     child_cores: float = 0.0
@@ -55,5 +55,5 @@ def _works(reading: Reading, *, waits_for: bool) -> bool:
         return False
     if reading.stack_changed or reading.moved_bytes > MOVED_BYTES or reading.child_cores >= BUSY_CORES:
         return True
-    spins = reading.has_stack and waits_for and (reading.in_torch or reading.on_gpu)
+    spins = reading.has_stack and waits_for and (reading.in_library or reading.on_gpu)
     return not spins

@@ -31,6 +31,7 @@ def plan_as_json(plan: PlanReport) -> JsonObject:
         "advice": [*capacity.advice],
         "assumptions": [*capacity.assumptions],
         "defaults": [*plan.defaults],
+        "profile": plan.profile or None,
         "run": _run(plan.run) if plan.run else None,
     }
     if plan.trace:

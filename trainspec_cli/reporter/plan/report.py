@@ -31,6 +31,9 @@ class PlanReport:
     defaults: tuple[str, ...] = ()
     """Overrides that stand for what nobody has given, where no recipe is named."""
 
+    profile: str = ""
+    """The line of the cluster's profile: what it changed, or why it is not used."""
+
     @property
     def best(self) -> Candidate | None:
         return self.capacity.best

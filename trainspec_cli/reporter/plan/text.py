@@ -81,6 +81,8 @@ def _header(plan: PlanReport) -> RenderableType:
         lines.append(("run", f"{format_count(run.tokens)} {unit} in {run.steps:,} steps, {step}"))
     if code := list(describe_code(plan.spec)):
         lines.append(("code", "\n".join(code)))
+    if plan.profile:
+        lines.append(("profile", plan.profile))
     if plan.defaults:
         lines.append(("assumed", labels.defaults_label(plan)))
     return _pairs(lines, bold=True)
@@ -197,6 +199,9 @@ def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, s
     lost = ", ".join(f"{name} {percent(value, 2)}" for _, name, value in losses)
     if run.batches:
         yield "steps", f"{run.steps:,}", "", _batch_details(run.batches)
+    for step in (assumption for assumption in run.assumptions if assumption.key == "step_time_s"):
+        bounds = Interval(step.value, step.value / step.known_within, step.value * step.known_within)
+        yield _figure_row("step", bounds, format_duration, "")
     yield _figure_row("time", run.wall_time_s, format_duration, "")
     yield _figure_row("goodput", kept, labels.goodput_percent, lost)
     for other in run.alternatives:

@@ -157,7 +157,21 @@ class CostSpec:
     utilisation: Annotated[float, Range(0, 1, includes_low=False)] = 0.8
     """Fraction of those years in which some job pays for the device."""
     operation_ratio: NonNegativeFloat = 0.08
-    """Staff, space and repairs per year, over the price."""
+    """Repairs and support per year, over the price; staff and space too, as far as the next two keys are 0."""
+    staff_usd_per_device_year: NonNegativeFloat = 0.0
+    """owned: the people who run the machines, for each device that there is."""
+    space_usd_per_device_year: NonNegativeFloat = 0.0
+    """owned: floor, racks and the connected power, without electricity."""
+    resale_ratio: Fraction = 0.0
+    """owned: the part of its price that a device sells for after `useful_years`."""
+    reserved_ratio: NonNegativeFloat = 0.8
+    """Rent of a device that is taken for a whole year, used or not, over the rent by the hour."""
+    spot_ratio: NonNegativeFloat = 0.67
+    """Rent of a device that the cloud may take back, over the rent by the hour."""
+    spot_mtbf_device_hours: PositiveFloat = 29_220.0
+    """Device-hours between times that the cloud takes a node back; each ends a synchronous job, as a failure does."""
+    spot_wait_s: NonNegativeFloat = 1800.0
+    """The time until another node stands in its place."""
     known_within: dict[str, float] = field(default_factory=dict)
     """The uncertainty of each value: 2 means between half and twice the value with a probability of 90%."""
     sources: dict[str, str] = field(default_factory=dict)
@@ -300,6 +314,9 @@ class ClusterSpec:
     tolerance)."""
     efficiency: dict[str, float] | None = None
     """Corrections of the planner's efficiencies for this cluster, as `trainspec backtest --fit` writes them."""
+    profile: Literal["auto", "off"] = "auto"
+    """auto: plans and launches use what `trainspec calibrate` has learned of the cluster of this name, and say so; off:
+    they do not."""
     reliability: ReliabilitySpec = field(default_factory=ReliabilitySpec)
     """How often devices fail, and how long it takes until a run goes on."""
     site: SiteSpec = field(default_factory=SiteSpec)

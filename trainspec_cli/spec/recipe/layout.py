@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from trainspec_cli.spec.field_types import AUTO, Auto, AutoInt, PositiveInt
 
@@ -13,6 +13,9 @@ MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 ZeroStage = Literal[1, 2, 3]
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+Sharding = Literal["replicated", "zero1", "zero3"]
+"""What of a parameter data parallelism shards: nothing, the optimizer's state (and gradients), or all of it."""
+SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 ContextMethod = Literal["ring", "ulysses"]
 SPLIT_SCHEDULES: tuple[PipelineSchedule, ...] = ("zero_bubble", "zbv")
 """The backward is done in two: the input's gradient at once, the weights' later, where a stage would wait."""
@@ -104,6 +107,13 @@ class Layout:
     def shards_parameters(self) -> bool:
         """Each micro-batch gathers the parameters and lets go of them (ZeRO-3)."""
         return self.zero_stage == 3 and self.dp_shard > 1
+
+    @property
+    def sharding(self) -> Sharding:
+        """What is sharded of the states; ranks of cp share them too."""
+        if self.shards == 1:
+            return "replicated"
+        return "zero3" if self.zero_stage == 3 else "zero1"
 
     @property
     def keeps_parameters(self) -> bool:

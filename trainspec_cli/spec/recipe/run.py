@@ -22,6 +22,7 @@ from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec
 from trainspec_cli.spec.recipe.comm import CommSpec
 from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.framework import FrameworkSpec
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.lora import LoraSpec
@@ -234,6 +235,8 @@ class RunSpec:
     """Low-rank adapters in place of training all weights."""
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     """The hardware: this machine, or a described cluster."""
+    framework: FrameworkSpec = field(default_factory=lambda: FrameworkSpec(name="trainspec", counted=True))
+    """The training framework that `trainspec plan` plans for; only trainspec's own engine can be launched."""
     layout: LayoutSpec = field(default_factory=LayoutSpec)
     """How the work is distributed over ranks: data, tensor, pipeline, context and expert parallelism."""
     precision: PrecisionSpec = field(default_factory=PrecisionSpec)

@@ -55,6 +55,9 @@ class TraceResult:
     """Bytes by mesh axis and collective: `dp_shard all_gather`."""
     seconds: float = 0.0
     """Time that the trace took."""
+    peak_reserved_bytes: float = 0.0
+    """Bytes that PyTorch's allocator for CUDA devices would reserve for these tensors, by its rules; devices have more
+    streams, each with blocks of its own, and give blocks back when they are full."""
 
 
 @dataclass(frozen=True)

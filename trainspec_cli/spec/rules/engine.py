@@ -43,13 +43,29 @@ def _is_auto(value: object) -> bool:
 def check_engine(spec: RunSpec) -> list[Problem]:
     """Return what this version's engine cannot run."""
     return apply(
-        [*BUILT, only_planned, elastic_model, group_hosts, *(partial(trained_value, path) for path in TRAINED)], spec
+        [
+            *BUILT,
+            only_planned,
+            own_framework,
+            elastic_model,
+            group_hosts,
+            *(partial(trained_value, path) for path in TRAINED),
+        ],
+        spec,
     )
 
 
 def check_built(spec: RunSpec) -> list[Problem]:
     """Return the parts of the model and its layout that the engine cannot build, wherever it is to run."""
     return apply(BUILT, spec)
+
+
+def own_framework(spec: RunSpec) -> Iterator[Problem]:
+    """Only trainspec's own engine can be started; other frameworks are planned for."""
+    if not spec.framework.counted:
+        message = f"`framework` is {spec.framework.name}, whose runs are planned and not started here"
+        hint = "leave `framework` out, or type `trainspec plan`; `trainspec emit` writes other engines' configurations"
+        yield Problem("unsupported", message, "framework", hint)
 
 
 def data_of_its_kind(spec: RunSpec) -> Iterator[Problem]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem
+from trainspec_cli.spec.field_types import AUTO
 
 if TYPE_CHECKING:
     from trainspec_cli.spec.recipe.run import RunSpec
@@ -44,4 +45,19 @@ def heldout(spec: RunSpec) -> Iterator[Problem]:
             yield Problem("unsupported", message, path, "leave it out, or type resilience=restart")
 
 
-RUN_RULES = (memory_copies, heldout, run_name)
+def framework_has(spec: RunSpec) -> Iterator[Problem]:
+    """A layout that is pinned names what the framework has."""
+    facts, layout = spec.framework, spec.layout
+    pinned = {
+        "zero_stage": (layout.zero_stage, facts.zero_stages, layout.dp_shard not in (AUTO, 1)),
+        "pipeline_schedule": (layout.pipeline_schedule, facts.schedules, layout.pp not in (AUTO, 1)),
+    }
+    for key, (value, has, counts) in pinned.items():
+        if counts and value != AUTO and value not in has:
+            path = f"layout.{key}"
+            message = f"`{path}` is {value}, which {facts.name} does not have"
+            hint = f"type {path}=" + ", or ".join(map(str, has)) if has else f"{facts.name} has none: type layout.pp=1"
+            yield Problem("unsupported", message, path, hint)
+
+
+RUN_RULES = (memory_copies, heldout, run_name, framework_has)

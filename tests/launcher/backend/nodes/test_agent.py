@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.errors import MachineError
+from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.launcher.backend.nodes import agent
 from trainspec_cli.launcher.backend.nodes.agent import CUT_OFF, Agent
 from trainspec_cli.launcher.backend.nodes.messages import (
+    Beat,
     EndAgent,
     Goodbye,
     GroupExited,
@@ -22,6 +23,7 @@ from trainspec_cli.launcher.backend.nodes.messages import (
     Message,
     NodeExamined,
     NodeRefuses,
+    NumberTaken,
     ProcessMessage,
     StartGroup,
     StopAsked,
@@ -73,6 +75,7 @@ class Lab:
     def __init__(self, root: Path, plan, monkeypatch: pytest.MonkeyPatch):
         agent_end, hub_end = socket.socketpair()
         self.hub, self.requests, self.processes = Wire(hub_end), PatientRequests(), FakeProcesses()
+        self.hub.send(Beat())  # as the hub does when it takes an agent in
         self.script: list[Message | Callable[[], object]] = []
         record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(root), ("worker",), ())
         self.record = record
@@ -263,7 +266,7 @@ def test_an_examination_without_an_end_is_given_up(lab: Lab, monkeypatch: pytest
     def sleep(seconds: float) -> None:
         assert now[0] < 2 * agent.EXAMINE_TIMEOUT_S, "it waits without end"
         now[0] += 10.0
-        lab.hub.beat()
+        lab.hub.send(Beat())
 
     monkeypatch.setattr(agent.time, "sleep", sleep)
     monkeypatch.setattr(agent.time, "monotonic", lambda: now[0])
@@ -324,3 +327,11 @@ def test_a_node_has_its_place_in_each_start_or_stands_by(
     for node in range(4):
         agent.run_agent(run, 1, node)
     assert found == [("works", 0), ("stands by", 3), ("stands by", 2), ("works", 1)]
+
+
+def test_an_agent_whose_number_is_taken_starts_and_kills_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent.processes, "kill", lambda launch_id: pytest.fail("they are another agent's"))
+    lab.hub.send(NumberTaken("elsewhere"))
+    with pytest.raises(RecipeError, match="--node-rank 1 is given twice: elsewhere has it"):
+        lab.agent.work()
+    assert lab.processes.calls == []

@@ -24,11 +24,14 @@ from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecEr
 from trainspec_cli.launcher.backend import processes
 from trainspec_cli.launcher.backend.node_processes import NodeProcesses
 from trainspec_cli.launcher.backend.nodes import messages
+from trainspec_cli.launcher.backend.nodes.backend import node_timeout_s
 from trainspec_cli.launcher.backend.nodes.wire import Wire, call_hub
 from trainspec_cli.launcher.backend.processes import POLL_S
 from trainspec_cli.launcher.job.job import Job, build_node_job
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.launcher.job.place import NodePlace
+from trainspec_cli.launcher.own_command.job import build_own_node_job, device_name
+from trainspec_cli.launcher.own_command.node import OwnNode
 from trainspec_cli.launcher.signals import PatientRequests, on_stop_signal
 from trainspec_cli.node import node_name
 from trainspec_cli.reading.files import parse_json
@@ -63,10 +66,10 @@ def main() -> None:
 def run_agent(run: RunDir, generation: int, node: int) -> int:
     """Take part in one generation of a run; -> 0 when the hub has ended it, else `CUT_OFF` or `UNFIT`.
 
-    Raises MachineError where the hub cannot be reached.
+    Raises MachineError where the hub cannot be reached, RecipeError where another agent has the number.
     """
     record = await_record(run, generation)
-    plan = from_plain(Plan, read_json(run.plan_json))
+    plan = None if record.own else from_plain(Plan, read_json(run.plan_json))
     requests = PatientRequests()
     serve = partial(_serve, run, plan, record, record.place_of(node), requests)
 
@@ -74,7 +77,7 @@ def run_agent(run: RunDir, generation: int, node: int) -> int:
         return not requests.count and not run.result_json.is_file() and generations.newest(run) == generation
 
     with on_stop_signal(requests.add), private_files():
-        return _keep_serving(serve, goes_on) if plan.replica_groups > 1 else serve()
+        return _keep_serving(serve, goes_on) if plan and plan.replica_groups > 1 else serve()
 
 
 def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool]) -> int:
@@ -90,7 +93,7 @@ def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool]) -> int:
     return code
 
 
-def _serve(run: RunDir, plan: Plan, record: GenerationRecord, place: int, requests: PatientRequests) -> int:
+def _serve(run: RunDir, plan: Plan | None, record: GenerationRecord, place: int, requests: PatientRequests) -> int:
     wire = connect(record, read_secret(run.secret(record.generation)), place)
     try:
         agent = Agent(wire, run, plan, record, place, requests)
@@ -130,24 +133,30 @@ def connect(record: GenerationRecord, secret: bytes, node: int) -> Wire:
 
 class Agent:
     def __init__(
-        self, wire: Wire, run: RunDir, plan: Plan, record: GenerationRecord, node: int, requests: PatientRequests
+        self, wire: Wire, run: RunDir, plan: Plan | None, record: GenerationRecord, node: int, requests: PatientRequests
     ):
+        """`plan`: None for a command of the user's own."""
         self._wire, self._run, self._plan, self._record, self._node = wire, run, plan, record, node
         self._requests, self._is_stopping, self._is_ended = requests, False, False
-        self._machine = detect(look_for_gpus=plan.device != "cpu")
+        self._machine = detect(look_for_gpus=plan is None or plan.device != "cpu")
         self._received: deque[messages.Message] = deque()
         self._numbers: dict[int, int] = {}
         """The newest start of each group that runs, or ran, here."""
 
     def work(self) -> int:
         """Examine the node, and run workers until the hub ends that. Raises MachineError for what this node lacks."""
-        if problems := check_machine(self._plan.spec, self._machine):
+        self._take_in()
+        while not self._wire.was_heard and not self._is_cut_off:  # another agent may have the number, and its processes
+            self._listen()
+        if self._is_cut_off:
+            return CUT_OFF
+        if self._plan and (problems := check_machine(self._plan.spec, self._machine)):
             raise MachineError(problems)
         if self._record.examine:
             self._examine()
         job = self._build_job()
         processes.kill(job.launch_id)  # what an agent that was killed here has left
-        running = NodeProcesses(job, self._plan, self._place)
+        running = self._open(job)
         try:
             while self._listen():
                 while self._received:
@@ -172,7 +181,12 @@ class Agent:
         self._wire.send(messages.Goodbye())
         return 0
 
-    def _obey(self, message: messages.Message, running: NodeProcesses) -> None:
+    def _open(self, job: Job) -> NodeProcesses | OwnNode:
+        if self._plan:
+            return NodeProcesses(job, self._plan, self._place)
+        return OwnNode(job, self._record.generation, device_name(self._machine))
+
+    def _obey(self, message: messages.Message, running: NodeProcesses | OwnNode) -> None:
         if isinstance(message, messages.StartGroup):
             self._numbers[message.group] = message.number
             running.start(message.group, message.number)
@@ -181,17 +195,19 @@ class Agent:
                 running.kill(message.group)
             else:  # an agent that came back knows nothing of it
                 self._wire.send(messages.GroupExited(message.group, message.number, None))
+        elif isinstance(message, messages.HangFound) and isinstance(running, OwnNode):
+            running.record_hang(message.late)
         elif isinstance(message, messages.StopWorkers) and message.group is not None:
             running.stop(message.group)
         elif isinstance(message, messages.StopWorkers):
             self._stop(running)
 
-    def _pass_on_request(self, running: NodeProcesses) -> None:
+    def _pass_on_request(self, running: NodeProcesses | OwnNode) -> None:
         if self._requests.count and not self._is_stopping:
             self._wire.send(messages.StopAsked())
             self._stop(running)
 
-    def _stop(self, running: NodeProcesses) -> None:
+    def _stop(self, running: NodeProcesses | OwnNode) -> None:
         """Ask the workers once: Slurm and the hub may both want it."""
         if not self._is_stopping:
             self._is_stopping = True
@@ -204,6 +220,8 @@ class Agent:
     def _build_job(self) -> Job:
         """Return the job of this node. Where the agent of a replica group dies its workers are killed without being
         asked to stop: they would ask those of all groups to."""
+        if self._plan is None:
+            return build_own_node_job(self._run.root, self._machine, self._place, self._record)
         job = build_node_job(self._plan, self._run.root, self._machine, self._node, self._record)
         return job if self._plan.replica_groups == 1 else replace(job, stop_grace_s=0.0)
 
@@ -238,11 +256,15 @@ class Agent:
     def _take_in(self) -> None:
         """Receive what has come; only then can it be known that nothing did."""
         self._received.extend(self._wire.receive())
+        if taken := next((one for one in self._received if isinstance(one, messages.NumberTaken)), None):
+            message = f"--node-rank {self._node} is given twice: {taken.hostname} has it"
+            hint = "give each node a number of its own, from 0 to --nnodes less 1"
+            raise RecipeError(Problem("usage", message, "--node-rank", hint))
         self._is_ended = self._is_ended or any(isinstance(message, messages.EndAgent) for message in self._received)
 
     @property
     def _is_cut_off(self) -> bool:
-        return not self._is_ended and (self._wire.closed or self._wire.silent_s > self._plan.spec.run.node_timeout_s)
+        return not self._is_ended and (self._wire.closed or self._wire.silent_s > node_timeout_s(self._plan))
 
 
 if __name__ == "__main__":

@@ -19,17 +19,20 @@ from trainspec_cli.launcher.backend.family import Family
 from trainspec_cli.launcher.backend.node_processes import close_family
 from trainspec_cli.launcher.backend.nodes import messages
 from trainspec_cli.launcher.backend.nodes.hub import Came, Hub, Lost, News, RemoteNode, max_knocks
-from trainspec_cli.launcher.backend.observe import GroupStart, RendezvousWatch, poll_starts
+from trainspec_cli.launcher.backend.observe import GroupStart, RendezvousWatch, Start, poll_starts
 from trainspec_cli.launcher.backend.processes import POLL_S
 from trainspec_cli.launcher.backend.spawn import start_guard
 from trainspec_cli.launcher.job.job import ENGINE, Job, next_log_folder, own_modules
 from trainspec_cli.launcher.job.place import allow_connections, listen, listening_address
+from trainspec_cli.launcher.own_command.job import describe_own_command
+from trainspec_cli.launcher.own_command.start import OwnStart
 from trainspec_cli.launcher.rendezvous.address import Rendezvous
 from trainspec_cli.policy.recovery import run_state
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.generations import Fence, GenerationRecord, create_secret
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.spec.recipe.run import RunSection
 from trainspec_cli.spec.results.doctor import NodeReport
 from trainspec_cli.spec.results.plan import Plan
 
@@ -105,9 +108,12 @@ class NodesBackend:
         worker: Sequence[str] = ENGINE,
         examination: Examination | None = None,
     ):
-        """Own the run, open the hub and the rendezvous server, start the agents."""
-        assert plan is not None, "a job of several nodes has a plan"
+        """Own the run, open the hub and the rendezvous server, start the agents. Without a plan it is the job of a
+        command of the user's own, whose processes meet by themselves."""
+        assert (plan is None) == (job.own is not None), "a recipe has a plan"
         self._job, self._plan, self._reach, self._examination = job, plan, reach, examination
+        self._num_nodes = plan.num_nodes if plan else len(job.nodes)
+        self._num_groups = plan.replica_groups if plan else 1
         self._places = (*job.nodes, *job.left_out)
         """The numbers of the job's nodes; those beyond the plan's stand by."""
         job.logs.mkdir(parents=True, exist_ok=True)
@@ -116,21 +122,32 @@ class NodesBackend:
         secret_file = job.run.secret(self.generation)
         address, port = listening_address(reach.head), reach.rendezvous_port or 0
         self._hub = self._open_hub(create_secret(secret_file), address)
-        self._rendezvous = Rendezvous(job, plan.spec.resilience, secret_file, address, port, name=reach.head)
-        self._rendezvous_watch = RendezvousWatch(self._rendezvous, job.run, plan)
+        self._rendezvous: Rendezvous | None = None
+        self._rendezvous_watch: RendezvousWatch | None = None
+        self._port = 0
+        """Where the processes of a command of the user's own meet."""
+        if plan:
+            self._rendezvous = Rendezvous(job, plan.spec.resilience, secret_file, address, port, name=reach.head)
+            self._rendezvous_watch = RendezvousWatch(self._rendezvous, job.run, plan)
+        else:
+            with listen(address, port) as found:  # where somebody listens there already, it is said now
+                self._port = int(found.getsockname()[1])
         generations.describe(job.run, self._record(worker))
         # Where this process is killed, groups agree on their last step through the rendezvous server: a guard ends it.
-        self._guarded = (start_guard(job), Family(job)) if plan.replica_groups > 1 else None
+        self._guarded = (start_guard(job), Family(job)) if self._num_groups > 1 else None
         self._starter = _start_agents(job, self.generation)
-        self._starts: dict[int, GroupStart] = {}
+        self._starts: dict[int, Start] = {}
         self._presence: dict[int, run_state.Presence] = {}
         self._hostnames: tuple[str, ...] = ()
         self._lost: set[int] = set()
         self._agents_failed = False
 
     def start(self, group: int, number: int) -> None:
-        nodes = self._plan.nodes_of_group(group)
-        self._starts[group] = GroupStart(self._job, self._plan, group, number, nodes)
+        nodes = self._nodes_of(group)
+        if self._plan:
+            self._starts[group] = GroupStart(self._job, self._plan, group, number, nodes)
+        else:
+            self._starts[group] = OwnStart(self._job, number, nodes, self._name_hang)
         self._send(group, messages.StartGroup(group, number))
 
     def poll(self) -> list[run_state.Event]:
@@ -139,7 +156,8 @@ class NodesBackend:
         self._fence.check_now_and_then()
         events = [event for news in self._hub.poll() for event in self._handle(news)]
         events += [*self._admit(), *self._find_failed_starter(), *self._find_presence(), *self._find_nodes()]
-        return events + poll_starts(self._starts) + self._rendezvous_watch.poll()
+        events += poll_starts(self._starts)
+        return events + (self._rendezvous_watch.poll() if self._rendezvous_watch else [])
 
     def stop(self, group: int | None = None) -> None:
         if group is None:
@@ -159,7 +177,7 @@ class NodesBackend:
 
     def _handle(self, news: News) -> list[run_state.Event]:
         node, message = news
-        if node.node >= self._plan.num_nodes:  # it stands by: whether it is there is all that counts
+        if node.node >= self._num_nodes:  # it stands by: whether it is there is all that counts
             return []
         if isinstance(message, Came):
             returned = node.node in self._lost
@@ -190,12 +208,18 @@ class NodesBackend:
         """Return the job's number of a node, by which people know it; the hub knows it by its place."""
         return self._places[node.node] if self._places else node.node
 
-    def _starts_on(self, node: RemoteNode) -> list[GroupStart]:
-        return [start for start in self._starts.values() if node.node in self._plan.nodes_of_group(start.group)]
+    def _nodes_of(self, group: int) -> range:
+        return self._plan.nodes_of_group(group) if self._plan else range(self._num_nodes)
+
+    def _name_hang(self, late: tuple[int, ...]) -> None:
+        self._hub.send(messages.HangFound(late))
+
+    def _starts_on(self, node: RemoteNode) -> list[Start]:
+        return [start for start in self._starts.values() if node.node in self._nodes_of(start.group)]
 
     def _admit(self) -> list[run_state.Event]:
         """Let workers start once every node that is there has been examined; later, on one that came back."""
-        here = [node for node in self._hub.nodes[: self._plan.num_nodes] if not node.is_gone and not node.refusal]
+        here = [node for node in self._hub.nodes[: self._num_nodes] if not node.is_gone and not node.refusal]
         new = [node for node in here if node.wire and not node.admitted]
         if self._examination and any(node.report is None for node in here):
             return []
@@ -224,7 +248,7 @@ class NodesBackend:
         return [run_state.AgentsFailed(self._starter.returncode)]
 
     def _find_presence(self) -> list[run_state.Event]:
-        found = {group: self._presence_of(group) for group in range(self._plan.replica_groups)}
+        found = {group: self._presence_of(group) for group in range(self._num_groups)}
         changed = [group for group, presence in found.items() if self._presence.get(group) != presence]
         self._presence = found
         return [run_state.PresenceChanged(group, found[group]) for group in changed]
@@ -237,7 +261,7 @@ class NodesBackend:
         return [run_state.NodesSeen(hostnames)]
 
     def _presence_of(self, group: int) -> run_state.Presence:
-        nodes = [self._hub.nodes[node] for node in self._plan.nodes_of_group(group)]
+        nodes = [self._hub.nodes[node] for node in self._nodes_of(group)]
         if all(node.admitted and not node.is_gone for node in nodes):
             return "there"
         return "awaited" if all(self._may_come(node) for node in nodes) else "away"
@@ -248,10 +272,10 @@ class NodesBackend:
     # Opening and closing
 
     def _open_hub(self, secret: bytes, address: str) -> Hub:
-        plan, nodes = self._plan, max(self._plan.num_nodes, len(self._places))
+        nodes = max(self._num_nodes, len(self._places))
         allow_connections(max_knocks(nodes) + nodes)
-        welcomes_back = plan.replica_groups > 1
-        timeout_s = plan.spec.run.node_timeout_s
+        welcomes_back = self._num_groups > 1
+        timeout_s = node_timeout_s(self._plan)
         return Hub(nodes, secret, listen(address), timeout_s, JOIN_TIMEOUT_S, welcomes_back=welcomes_back)
 
     def _record(self, worker: Sequence[str]) -> GenerationRecord:
@@ -261,17 +285,18 @@ class NodesBackend:
             host=socket.gethostname(),
             head=self._reach.head,
             hub_port=self._hub.port,
-            rendezvous=self._rendezvous.environment,
-            num_nodes=self._plan.num_nodes,
+            rendezvous=self._rendezvous.environment if self._rendezvous else {},
+            num_nodes=self._num_nodes,
             launch_id=self._job.launch_id,
             logs=str(self._job.logs),
             worker=tuple(worker),
             examine=self._examination.command if self._examination else (),
             nodes=self._places,
+            own=None if self._plan else describe_own_command(self._job, self._port),
         )
 
     def _send(self, group: int, message: messages.StartGroup | messages.StopWorkers | messages.KillGroup) -> None:
-        for node in self._plan.nodes_of_group(group):
+        for node in self._nodes_of(group):
             self._hub.nodes[node].send(message)
 
     def _close(self) -> tuple[int, ...]:
@@ -281,10 +306,11 @@ class NodesBackend:
         while time.monotonic() < deadline_s and any(node.is_connected for node in self._hub.nodes):
             self._hub.poll()
             time.sleep(POLL_S)
-        own, others = self._hub.nodes[: self._plan.num_nodes], self._hub.nodes[self._plan.num_nodes :]
+        own, others = self._hub.nodes[: self._num_nodes], self._hub.nodes[self._num_nodes :]
         in_order = all(node.has_left for node in [*own, *(node for node in others if node.wire)])
         self._hub.close()
-        self._rendezvous.close()
+        if self._rendezvous:
+            self._rendezvous.close()
         self._end_starter(in_order=in_order)
         return close_family(self._guarded[1], self._guarded[0]) if self._guarded else ()
 
@@ -301,6 +327,11 @@ class NodesBackend:
                 self._starter.wait(DRAIN_S)
             except subprocess.TimeoutExpired:
                 continue
+
+
+def node_timeout_s(plan: Plan | None) -> float:
+    """Return the silence after which a node counts as lost."""
+    return plan.spec.run.node_timeout_s if plan else RunSection.node_timeout_s
 
 
 def _start_agents(job: Job, generation: int) -> subprocess.Popen[bytes]:

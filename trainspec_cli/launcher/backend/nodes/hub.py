@@ -164,9 +164,12 @@ class Hub:
         """Take an agent for the node that it names, unless that has one already; others are sent away."""
         hello, *others = received
         if not isinstance(hello, messages.Hello) or not self._is_free(hello.node):
+            if isinstance(hello, messages.Hello) and hello.node in range(len(self.nodes)) and not self._welcomes_back:
+                wire.send(messages.NumberTaken(self.nodes[hello.node].hostname))
             wire.close()
             return []
         node = self.nodes[hello.node] = RemoteNode(hello.node, hello.hostname, wire)
+        wire.send(messages.Beat())  # the agent waits for it, or to be sent away
         return [(node, Came()), *self._take(node, others)]
 
     def _is_free(self, number: int) -> bool:

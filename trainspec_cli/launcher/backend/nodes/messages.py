@@ -78,6 +78,87 @@ class GroupExited:
 
 
 @dataclass(frozen=True)
+class StepsMade:
+    """What a command of the user's own has made on the node in this start."""
+
+    group: int
+    number: int
+    made: int
+
+
+@dataclass(frozen=True)
+class RankStands:
+    """Where a rank stands of which no sign of work was seen for long."""
+
+    rank: int
+    host: str
+    step: int
+    """The newest that it has made."""
+    stack: str
+    """Of its main thread."""
+    place: str
+    """In the user's own code, and what that has called of torch or another library."""
+    waiting: bool
+    """It stands in torch, or in another library that trains."""
+    stopped: bool
+    """By SIGSTOP."""
+    ended: bool
+
+
+@dataclass(frozen=True)
+class NodeStands:
+    """No rank of a command of the user's own works on the node."""
+
+    group: int
+    number: int
+    waited_s: float
+    deadline_s: float
+    ranks: tuple[RankStands, ...]
+
+
+@dataclass(frozen=True)
+class ProcessSilent:
+    """A process of a command whose steps nobody counts."""
+
+    rank: int | None
+    """As its environment has it."""
+    host: str
+    pid: int
+    command: str
+    """The end of its command line."""
+    stopped: bool
+    """By SIGSTOP."""
+
+
+@dataclass(frozen=True)
+class NodeSilent:
+    """No step of a command of the user's own is counted on the node, or none yet, and no process of it works there."""
+
+    group: int
+    number: int
+    waited_s: float
+    processes: tuple[ProcessSilent, ...]
+    """The stopped ones, or all where none is; the first few of them."""
+
+
+@dataclass(frozen=True)
+class NodeWorks:
+    """After it stood or was silent, a rank or a process of the node works again."""
+
+    group: int
+    number: int
+
+
+@dataclass(frozen=True)
+class WorkedLong:
+    """A command of the user's own, of which no step is counted on the node, has worked there for so long that another
+    start of it may come as far."""
+
+    group: int
+    number: int
+
+
+@dataclass(frozen=True)
 class StopAsked:
     """The agent was asked to stop, as Slurm does with all of them."""
 
@@ -109,13 +190,29 @@ class KillGroup:
 
 
 @dataclass(frozen=True)
+class HangFound:
+    """A command of the user's own hangs: the node is to write down where its ranks stand."""
+
+    late: tuple[int, ...]
+    """The ranks that the others wait for."""
+
+
+@dataclass(frozen=True)
+class NumberTaken:
+    """Another agent has the number of the node; this one is sent away."""
+
+    hostname: str
+
+
+@dataclass(frozen=True)
 class EndAgent:
     """Kill what runs on the node, and end."""
 
 
-ProcessMessage = WorkerExited | WorkersOrphaned | GroupExited
+OwnCommandMessage = StepsMade | NodeStands | NodeSilent | NodeWorks | WorkedLong
+ProcessMessage = WorkerExited | WorkersOrphaned | GroupExited | OwnCommandMessage
 AgentMessage = Hello | NodeExamined | NodeRefuses | ProcessMessage | StopAsked | Goodbye
-HubMessage = StartGroup | StopWorkers | KillGroup | EndAgent
+HubMessage = StartGroup | StopWorkers | KillGroup | HangFound | NumberTaken | EndAgent
 Message = Beat | AgentMessage | HubMessage
 _MESSAGES: dict[str, type] = {message.__name__: message for message in Message.__args__}
 

@@ -76,6 +76,8 @@ class Wire:
         self._connection, self._unread, self._unsent = connection, b"", b""
         self._heard_at = self._beat_at = time.monotonic()
         self.closed = False
+        self.was_heard = False
+        """The peer has sent something."""
         self.fault = ""
         """Why the connection was closed here: the peer sent what is no message."""
 
@@ -122,7 +124,7 @@ class Wire:
                 piece = b""
             self.closed = not piece
             if piece:
-                self._heard_at = time.monotonic()
+                self._heard_at, self.was_heard = time.monotonic(), True
                 self._unread += piece
 
     def close(self) -> None:

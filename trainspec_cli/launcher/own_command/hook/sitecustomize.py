@@ -29,6 +29,8 @@ SLOT = "<Qd"
 SLOT_BYTES = 16
 SLOTS = 252
 OPTIMIZERS = "torch.optim.optimizer"
+STATE_MAKER = "_init_optim_state"
+"""The function of torch.distributed.checkpoint that makes a step for the optimizer's state alone."""
 
 
 class StepCount(types.ModuleType):
@@ -45,8 +47,10 @@ class StepCount(types.ModuleType):
             _state.update(pid=os.getpid(), file=None)
 
 
-_state = {"pid": 0, "file": None, "magic": MAGIC}
-"""The process that counts (a forked one counts anew), and its file: None where there is none, or writing has failed."""
+_state = {"pid": 0, "file": None, "magic": MAGIC, "ranks": None, "known": set(), "registered": False}
+"""The process that counts (a forked one counts anew), and its file: None where there is none, or writing has failed.
+ranks: its rank and the world size, where the program has said them. known: the optimizers that have made a step.
+registered: SIGUSR2 is this module's."""
 _count = StepCount("trainspec_steps")
 
 
@@ -57,13 +61,17 @@ def _stepped(optimizer, arguments, keywords):
 
 def _heard(optimizer):
     """Count a step where an optimizer steps again: with one optimizer for each parameter (its step is made in the
-    backward) they all step once in one step of the training."""
+    backward) they all step once in one step of the training. DeepSpeed's ZeRO has one optimizer step once for each of
+    its groups of parameters, which it gives to it in turn."""
+    if id(optimizer) not in _state["known"] and _makes_state_alone():
+        return
+    _state["known"].add(id(optimizer))
     if _state["pid"] != os.getpid():
         _open(_updates(optimizer) - 1)
     if _state["file"] is None or _state["magic"] == MAGIC_ATTACHED:
         return
     round_of = _state["round"]
-    key = id(optimizer)
+    key = id(optimizer), id(optimizer.param_groups[0]) if len(optimizer.param_groups) == 1 else 0
     if key not in round_of and round_of:
         round_of.add(key)
         return
@@ -72,9 +80,20 @@ def _heard(optimizer):
     _write_step()
 
 
-def attach(before):
+def _makes_state_alone():
+    """Return whether this first step of an optimizer is none of the training: torch's checkpoints make one, without
+    gradients, for the state that they then load."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == STATE_MAKER:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def attach(before, rank, world_size):
     """Count from now on the calls of `attached_step` in place of optimizers' steps; `before` steps were made before."""
-    _state["magic"] = MAGIC_ATTACHED
+    _state.update(magic=MAGIC_ATTACHED, ranks=(rank, world_size))
     if not _folder or not os.path.isdir(_folder):
         return
     try:
@@ -122,17 +141,27 @@ def _open(before):
 def _write_header():
     import struct
 
-    rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
     about = (
         os.getpid(),
-        int(rank) if rank.isdigit() else -1,
-        int(size) if size.isdigit() else 0,
+        *(_state["ranks"] or _find_ranks()),
         _state["answers"],
         max(-1, _state["before"]),
         _state["time"](),
         _state["main"],
     )
     os.pwrite(_state["file"], struct.pack(HEADER, _state["magic"], *about), 0)
+
+
+def _find_ranks():
+    """Return this process' rank and the world size as torch.distributed has them (Lightning sets no RANK), or else the
+    environment."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    try:
+        return distributed.get_rank(), distributed.get_world_size()
+    except Exception:
+        pass
+    rank, size = (os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE"))
+    return int(rank) if rank.isdigit() else -1, int(size) if size.isdigit() else 0
 
 
 def _updates(optimizer):
@@ -158,10 +187,11 @@ def _answer_signal(path, flags):
 
         number = _signal.SIGUSR2
         _state["handler"] = lambda: _signal.getsignal(number)
-        if _signal.getsignal(number) != _signal.SIG_DFL or _is_caught(number):
+        if _signal.getsignal(number) != _signal.SIG_DFL or (_is_caught(number) and not _state["registered"]):
             return 0
         stacks = open(os.open(path, flags | os.O_APPEND, 0o600), "wb")
         faulthandler.register(number, file=stacks, all_threads=True, chain=False)
+        _state["registered"] = True
         return 1
     except Exception:
         return 0

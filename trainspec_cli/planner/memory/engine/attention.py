@@ -30,7 +30,7 @@ def attention(tape: Tape, x: Value, shape: Shape) -> Value:
 
 def rotate(tape: Tape, x: Value) -> Value:
     """Saves cosines and sines alone, which all layers share."""
-    size = x.elements * x.width
+    size = 0.0 if tape.fuses else x.elements * x.width
     return tape.apply((x,), x.elements, scratch=(3 * size, 2.5 * size))
 
 

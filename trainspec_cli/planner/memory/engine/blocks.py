@@ -37,6 +37,8 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
     tape.is_saving = recompute == "none"
     tape.kept = [] if recompute == "selective" else None
     out = block()
+    if tape.fuses and tape.kept:  # a compiler sees that no backward needs the block's last product
+        tape.kept.pop()
     tape.mark()
     forward, tape.stretches, saves = tuple(tape.stretches), [], tape.saves
     arriving, node = [tape.new(out.elements)], out.node
@@ -44,6 +46,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
     tape.meter.peak = tape.meter.live
     if recompute != "none":
         tape.is_saving, tape.saves, tape.saves_left = True, 0, saves
+        tape.recomputes, tape.recalls = True, recompute == "selective"
         tape.recalled, tape.kept = deque(tape.kept or ()), None
         node = block().node
     assert node is not None
@@ -56,7 +59,7 @@ def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> Blo
 @lru_cache(maxsize=1024)
 def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfile:
     """Profile one layer, forward and backward. `split`: gradients of weights come later."""
-    tape = Tape(shape.width, fp8=shape.fp8, frozen=shape.lora.rank > 0)
+    tape = Tape(shape.width, fp8=shape.fp8, frozen=shape.lora.rank > 0, fuses=shape.compiled)
     tape.put_off = [] if split else None
     source = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
     return profile(tape, lambda: block(tape, source, shape), recompute)
@@ -68,7 +71,7 @@ def block(tape: Tape, x: Value, shape: Shape) -> Value:
     for mixer in shape.layer.mixers:
         given.append(MIXERS[mixer](tape, norm(tape, x, shape), shape))
         x = tape.add(x, with_bias(tape, given[-1], mixer, shape))
-    return x
+    return tape.settle(x)
 
 
 def with_bias(tape: Tape, mixed: Value, mixer: Mixer, shape: Shape) -> Value:

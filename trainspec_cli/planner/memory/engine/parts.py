@@ -28,6 +28,8 @@ class Shape:
     fp8: bool = False
     """Linear layers multiply in it."""
     lora: LoraSpec = field(default_factory=LoraSpec)
+    compiled: bool = False
+    """Element-wise operations are fused."""
 
     @property
     def tokens(self) -> float:

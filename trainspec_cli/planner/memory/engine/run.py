@@ -44,6 +44,8 @@ class EngineRun:
     optimizer: KeptState
     matmul: str = "compute"
     lora: LoraSpec = field(default_factory=LoraSpec)
+    compiled: bool = False
+    """Blocks are compiled (torch.compile)."""
 
 
 def run_of(plan: Plan) -> EngineRun:
@@ -60,6 +62,7 @@ def run_of(plan: Plan) -> EngineRun:
         spec.optim.kept_state,
         spec.precision.matmul,
         spec.lora,
+        spec.compile and fuses_countably(model, spec.lora, spec.precision.matmul, plan.compute),
     )
 
 
@@ -68,8 +71,17 @@ def is_counted(model: ModelSpec, offload: str) -> bool:
     return bool(model.record.memory) and model.is_built and offload == "none"
 
 
+def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str) -> bool:
+    """Return whether what a compiler fuses in the model's blocks is counted: those of whole attention and feed-forwards
+    in one format, all trained. Other blocks' compiled graphs were not held against the count."""
+    if not isinstance(model, TextModel) or lora.rank or matmul not in ("compute", compute):
+        return False
+    plain = all(set(layer.mixers) <= {"attention", "feed_forward"} for layer in model.layer_list)
+    return plain and all(layer.window is None for layer in model.layer_list) and not model.as_decoder.attention_sinks
+
+
 def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
-    """Return the peak of one pipeline rank, where `is_counted`. Blocks count as eager: compiled ones keep no more."""
+    """Return the peak of one pipeline rank, where `is_counted`."""
     family = cast("FamilyMemory", import_module(run.model.record.memory))
     return EnginePeak(family.replay(run, pipeline_rank))
 

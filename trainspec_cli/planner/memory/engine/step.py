@@ -39,7 +39,8 @@ def replayed_micro_batches(run: EngineRun) -> int:
 
 def shape_of(run: EngineRun, model: TextModel, layer: Layer) -> Shape:
     layout, width = _without_data(run.layout), WIDTHS[run.compute]
-    return Shape(model, layer, layout, run.samples, run.seq_len // run.layout.cp, width, run.matmul == "fp8", run.lora)
+    seq_len, is_fp8 = run.seq_len // run.layout.cp, run.matmul == "fp8"
+    return Shape(model, layer, layout, run.samples, seq_len, width, is_fp8, run.lora, run.compiled)
 
 
 @dataclass

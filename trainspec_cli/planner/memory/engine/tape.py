@@ -102,11 +102,16 @@ class Value:
 class Tape:
     """Records operations on values of `width` bytes an element."""
 
-    def __init__(self, width: float, *, fp8: bool = False, frozen: bool = False):
-        """`frozen`: parameters need no gradient unless stated otherwise."""
-        self.width, self.meter, self.fp8, self.frozen = width, Meter(), fp8, frozen
+    def __init__(self, width: float, *, fp8: bool = False, frozen: bool = False, fuses: bool = False):
+        """`frozen`: parameters need no gradient unless stated otherwise. `fuses`: a compiler makes one kernel of
+        element-wise operations that follow one another, so that what is between them takes no memory."""
+        self.width, self.meter, self.fp8, self.frozen, self.fuses = width, Meter(), fp8, frozen, fuses
         self.is_saving = True
         """False: nothing is saved for a backward, as in a forward that will be done again."""
+        self.recomputes = False
+        """The forward runs for the second time, for a backward."""
+        self.recalls = False
+        """Costly results of the first time are at hand then."""
         self.kept: list[Storage] | None = None
         """The place of kept results of costly operations, for a selective recomputation; None: they are not kept."""
         self.recalled: deque[Storage] = deque()
@@ -156,6 +161,8 @@ class Tape:
     def _meet(self, source: Node, first: Value | None, second: Value) -> Value:
         if first is None:
             return second
+        if self.fuses:  # the sum takes the place of what it is summed from
+            return first
         if source.has_views:
             both = JoinedStorage(self.meter, first.storage, second.storage)
             return Value(both, first.elements + second.elements, second.width)
@@ -215,6 +222,8 @@ class Tape:
         while the forward and the backward run."""
         if not any(value.node for value in inputs):
             return self._result(elements, width, scratch[0], costly, stopped=self.saves >= self.saves_left)
+        if self.fuses and self.recomputes and self.recalls and not costly:
+            return self._made_late(inputs, elements, saved, saves_output, width, scratch)
         held = [value.storage for value in saved] if self.is_saving else []
         self.saves += len(saved) + saves_output
         stopped = self.saves > self.saves_left or (self.saves == self.saves_left and not saves_output)
@@ -222,9 +231,11 @@ class Tape:
         if saves_output and self.is_saving:
             held.append(out.storage)
         sizes = [(value.elements, value.width) if value.node else None for value in inputs]
+        deferred = [value for value in saved if self.recalls and isinstance(value.storage, JoinedStorage)]
+        late_bytes = sum(value.elements * value.width for value in deferred)
 
         def backward(_gradient: Value, held: object = held) -> Sequence[Value | None]:
-            room = Storage(self.meter, scratch[1])
+            room = Storage(self.meter, scratch[1] + late_bytes)
             gradients = [self.new(*size) if size else None for size in sizes]
             del room
             return gradients
@@ -259,6 +270,7 @@ class Tape:
 
     def linear(self, x: Value, weight: Value, elements: float) -> Value:
         """Saves its input, for the gradient of the weight, which is FSDP2's; if that is frozen, the weight alone."""
+        x = self.settle(x)
         scratch = casts_to_fp8(x.elements, weight.elements, elements, self.width) if self.fp8 else (0.0, 0.0)
         out = self.apply((x, weight), elements, saved=(x if weight.node else weight,), costly=True, scratch=scratch)
         if self.put_off is None or out.node is None:
@@ -301,14 +313,86 @@ class Tape:
         return self.apply((x, weight), x.elements, saved=(x, self.new(rows, 4.0)))
 
     def unary(self, x: Value) -> Value:
+        if self.fuses:
+            return self._deferred(x)
         return self.apply((x,), x.elements, saved=(x,), width=x.width)
 
     def mul(self, left: Value, right: Value) -> Value:
+        if self.fuses:
+            return self._fused_product(left, right)
         return self.apply((left, right), left.elements, saved=(left, right), width=left.width)
 
     def add(self, left: Value, right: Value) -> Value:
+        if self.fuses:
+            return self._deferred(left, right)
         out = self._result(left.elements, left.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
         return self._recorded(out, (left, right), lambda gradient: (gradient, gradient))
+
+    # Of a compiler that fuses
+
+    def _made_late(
+        self,
+        inputs: Sequence[Value],
+        elements: float,
+        saved: Sequence[Value],
+        saves_output: bool,
+        width: float | None,
+        scratch: tuple[float, float],
+    ) -> Value:
+        """Where costly results are at hand, a cheap one is made anew when the backward reads it."""
+        self.saves += len(saved) + saves_output
+        held = JoinedStorage(self.meter, *(value.storage for value in (*inputs, *saved)))
+        sizes = [(value.elements, value.width) if value.node else None for value in inputs]
+
+        def backward(_gradient: Value, held: object = held) -> Sequence[Value | None]:
+            room = Storage(self.meter, scratch[1])
+            gradients = [self.new(*size) if size else None for size in sizes]
+            del room
+            return gradients
+
+        out = Value(held, elements, self.width if width is None else width)
+        return self._recorded(out, inputs, backward)
+
+    def _deferred(self, *inputs: Value) -> Value:
+        """The result of an element-wise operation as its readers have it: they hold its inputs and compute it again.
+
+        Backward, gradients of the inputs stand in the place of the one that comes.
+        """
+        held, count = JoinedStorage(self.meter, *(value.storage for value in inputs)), len(inputs)
+        out = Value(held, inputs[0].elements, inputs[0].width)
+        return self._recorded(out, inputs, lambda gradient: (gradient,) * count)
+
+    def _fused_product(self, left: Value, right: Value) -> Value:
+        """Backward, the gradient of `left` stands in the place of the one that comes.
+
+        In a backward that runs the forward again, one kernel makes the product, which the weights' gradient needs, and
+        both gradients, beside all that it reads.
+        """
+        saved, again = ((left, right) if self.is_saving else ()), self.recomputes
+        if again:
+            self.saves += 2
+            out = self._deferred(left, right)
+        else:
+            out = self.apply((left, right), left.elements, saved=saved, width=left.width)
+        size, room_bytes = (right.elements, right.width), 2 * left.elements * left.width * again
+        if out.node is not None:
+            storages = [value.storage for value in saved]
+
+            def backward(gradient: Value, held: object = storages) -> Sequence[Value | None]:
+                room = Storage(self.meter, room_bytes)
+                second = self.new(*size)
+                del room
+                return gradient, second
+
+            out.node.backward = backward
+        return out
+
+    def settle(self, x: Value) -> Value:
+        """Write down what was deferred, for a reader that is no element-wise operation."""
+        if self.recomputes or not isinstance(x.storage, JoinedStorage):
+            return x
+        out = self._result(x.elements, x.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
+        return self._recorded(out, (x,), lambda gradient: (gradient,))
 
     def copy(self, x: Value, elements: float | None = None, scratch: tuple[float, float] = (0.0, 0.0)) -> Value:
         """Another of perhaps another size, as collectives make; saves nothing."""

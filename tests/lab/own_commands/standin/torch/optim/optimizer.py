@@ -10,6 +10,7 @@ def register_optimizer_step_post_hook(hook):
 class Optimizer:
     def __init__(self, *state):
         self.state = dict(enumerate(state))
+        self.param_groups = [{} for _ in state] or [{}]
 
     def step(self):
         for hook in _hooks:

@@ -1,0 +1,74 @@
+"""How well four runs of a source predict the rest of it, as `trainspec calibrate` fits them and as `--fit` does.
+
+    python tests/bench/calibration.py [DRAWS]
+
+For each source of at least eight rows the efficiencies are fitted to the other sources, from guesses that owe nothing
+to it; then four of its rows are drawn (seeds 0, 1, ...), and the rest is predicted. Needs numpy. The fits to the other
+sources take some twenty minutes on a shared core, the draws a few seconds each.
+"""
+
+from __future__ import annotations
+
+import csv
+import random
+import sys
+from collections.abc import Sequence
+
+from planner_generality import DERIVE_EVERY, GUESS, ITERATIONS, PRIOR, TABLE, judged, source_of
+
+from trainspec_cli.planner.calibration.observe import EFFICIENCIES, GPU_SPREAD, efficiency_with, of_rows
+from trainspec_cli.planner.calibration.posterior import infer, slopes_of
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.validation.backtest import Prediction, backtest, cases_of, fit_table
+from trainspec_cli.planner.validation.fit import fit
+
+GIVEN, LEAST = 4, 8
+
+
+def error_with(runs: Sequence[Prediction], eff: Efficiency) -> float:
+    errors = backtest((run.row for run in runs), eff).errors()
+    return sum(map(abs, errors)) / len(errors)
+
+
+def draw(runs: Sequence[Prediction], learned: Efficiency, seed: int) -> tuple[float, float, float, float]:
+    """-> errors of the rest as learned from others, by `--fit`, calibrated; the part inside the intervals."""
+    given = random.Random(seed).sample(range(len(runs)), GIVEN)
+    few = [runs[place] for place in given]
+    rest = [run for place, run in enumerate(runs) if place not in given]
+    found = infer(of_rows(few, learned), EFFICIENCIES, GPU_SPREAD)
+    fitted = fit_table(backtest((run.row for run in few), learned), learned)
+    observations = of_rows(rest, learned)
+    held = 0
+    for one, slopes in zip(observations, slopes_of(observations, EFFICIENCIES), strict=True):
+        ratio, within = one.seconds_of(found.factors) / one.measured_s, found.known_within(slopes, GPU_SPREAD)
+        held += 1 / within <= ratio <= within
+    calibrated = efficiency_with(found.factors, learned)
+    errors = (error_with(rest, eff) for eff in (learned, fitted, calibrated))
+    return (*errors, held / len(observations))  # type: ignore[return-value]
+
+
+def few_shot(source: str, runs: Sequence[Prediction], learned: Efficiency, draws: int) -> list[float]:
+    figures = [draw(runs, learned, seed) for seed in range(draws)]
+    means = [sum(column) / draws for column in zip(*figures, strict=True)]
+    print("{:40s} {:4d} rows   none {:5.1%}   --fit {:5.1%}   calibrated {:5.1%}   inside {:4.0%}".format(
+        source[:40], len(runs), *means
+    ), flush=True)  # fmt: skip
+    return means
+
+
+def main() -> None:
+    draws = int(sys.argv[1]) if len(sys.argv) > 1 else 10
+    with TABLE.open(newline="", encoding="utf-8") as lines:
+        runs = judged(backtest(csv.DictReader(lines), Efficiency()))
+    found = []
+    for source in sorted({source_of(run) for run in runs}):
+        own = [run for run in runs if source_of(run) == source]
+        if len(own) >= LEAST:
+            others = cases_of([run for run in runs if source_of(run) != source])
+            found.append(few_shot(source, own, fit(others, GUESS, PRIOR, ITERATIONS, DERIVE_EVERY), draws))
+    means = [sum(column) / len(found) for column in zip(*found, strict=True)]
+    print("mean of the sources: none {:.1%}   --fit {:.1%}   calibrated {:.1%}   inside {:.0%}".format(*means))
+
+
+if __name__ == "__main__":
+    main()

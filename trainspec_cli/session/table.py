@@ -1,0 +1,32 @@
+"""A table of measured runs, read from a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.reading.files import exists, read_text
+
+
+def read_rows(file: Path) -> list[dict[str, str]]:
+    """Return the rows by column. Raises RecipeError for a file that is no table of runs."""
+    if not exists(file):
+        raise RecipeError(Problem(code="missing_file", message=f"there is no file {file}", file=str(file)))
+    try:
+        lines = csv.DictReader(io.StringIO(read_text(file), newline=""))
+        rows = [_row(row) for row in lines]
+    except csv.Error as error:
+        problem = Problem("wrong_table", f"this is no table: {error}", file=str(file), line=lines.line_num)
+        raise RecipeError(problem) from error
+    if not rows or not {"gpu", "n_gpus"} <= rows[0].keys():
+        message = "a table of runs has a line of column names, gpu and n_gpus among them"
+        raise RecipeError(Problem(code="wrong_table", message=message, file=str(file), line=1))
+    return rows
+
+
+def _row(row: Mapping[str | None, str | None]) -> dict[str, str]:
+    """A short line lacks its last columns; of a long one the rest is left out."""
+    return {name: value or "" for name, value in row.items() if name is not None}
