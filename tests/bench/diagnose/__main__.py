@@ -2,8 +2,9 @@
 
 Runs cases one after another, or `--jobs` at a time, and appends a line of JSON for each to FILE; those that are there
 already are passed over, unless they failed. Then prints the confusion matrix of all that FILE holds. Without
-`--held-out` two thirds of the cases are run, with it the last third, which nobody is to look at before the end. Needs
-root, for control groups and network namespaces.
+`--held-out` two thirds of the cases are run, with it the last third, which nobody is to look at before the end.
+`--again AGAIN` runs nothing: it asks the diagnosis of today about the folders that `--keep` has kept, and after how
+many steps it would have known, and writes that to AGAIN. Needs root, for control groups and network namespaces.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lab import hosts, quota
 
 from .cases import Case, case_names, draw_case, is_held_out
 from .matrix import misses, render
-from .trial import run_case
+from .trial import ask_again, run_case
 
 
 def main() -> None:
@@ -32,12 +33,16 @@ def main() -> None:
     options = _parse()
     if why := quota.lacking() or hosts.lacking():
         sys.exit(f"cannot inject here: {why}")
-    if options.jobs > 1:
+    if options.again:
+        _ask_again(options)
+    elif options.jobs > 1:
         _run_jobs(options.jobs)
     elif not options.matrix:
         _run_slice(options)
     if not options.slice and not options.effects:
-        results = [result for result in _read(options.out) if _wanted(result["case"]["index"], options)]
+        results = [
+            result for result in _read(options.again or options.out) if _wanted(result["case"]["index"], options)
+        ]
         print(render(results))
         for line in misses(results):
             print(f"miss: {line}")
@@ -55,7 +60,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--effects", action="store_true", help="only measure what injections do to step times")
     parser.add_argument("--matrix", action="store_true", help="run nothing")
     parser.add_argument("--keep", type=Path, help="keep the run folders here")
-    return parser.parse_args()
+    parser.add_argument("--again", type=Path, help="run nothing: ask again of the folders of --keep, and write here")
+    options = parser.parse_args()
+    if options.again and not options.keep:
+        parser.error("--again needs --keep")
+    return options
 
 
 def _run_slice(options: argparse.Namespace) -> None:
@@ -67,6 +76,17 @@ def _run_slice(options: argparse.Namespace) -> None:
         with options.out.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(_summary(result), flush=True)
+
+
+def _ask_again(options: argparse.Namespace) -> None:
+    known = {result["key"] for result in _read(options.again)}
+    for result in _read(options.out):
+        if result["key"] not in known and _wanted(result["case"]["index"], options):
+            case = result["case"]
+            asked = ask_again(result, draw_case(case["name"], case["index"], case["seed"]), options.keep)
+            with options.again.open("a") as file:
+                file.write(json.dumps(asked) + "\n")
+            print(_summary(asked), flush=True)
 
 
 def _run_jobs(jobs: int) -> None:

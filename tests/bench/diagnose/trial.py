@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import shutil
 import statistics
@@ -15,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from trainspec_cli.__main__ import run as trainspec
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.paths import RunDir
 
 from . import judge as judging
 from .cases import HANG, HEALTHY, Case
@@ -48,9 +54,8 @@ class Asked:
     """Memory that was left then."""
     leaked_bytes: int = 0
     """What the rank with the leak had taken since it began."""
-    named_after: int | None = None
-    """Steps, from the first that was disturbed on, whose events are enough for the right answer."""
     named_after_s: float | None = None
+    """Seconds until a hang was named."""
 
 
 def run_case(case: Case, *, asks: bool = True, keep: Path | None = None) -> dict[str, Any]:
@@ -63,9 +68,14 @@ def run_case(case: Case, *, asks: bool = True, keep: Path | None = None) -> dict
         found = {"error": f"{type(error).__name__}: {error}"}
     finally:
         if keep:
-            shutil.copytree(place, keep / case.key.replace("/", "-"), dirs_exist_ok=True)
+            shutil.copytree(place, keep / folder_name(case), dirs_exist_ok=True)
         shutil.rmtree(place, ignore_errors=True)
     return {"key": case.key, "case": case.to_plain(), **found, "took_s": round(time.monotonic() - begun, 1)}
+
+
+def folder_name(case: Case) -> str:
+    """Return the name of the folder in which a case is kept."""
+    return case.key.replace("/", "-")
 
 
 def _run_in(place: Path, case: Case, asks: bool) -> dict[str, Any]:
@@ -90,10 +100,7 @@ def _run_in(place: Path, case: Case, asks: bool) -> dict[str, Any]:
     if not asks:
         return {"first_step": first, **times_s}
     judged = asdict(judging.judge(case, asked.verdicts, first))
-    if judged["exact"] and case.injections and not _hangs(case):
-        asked.named_after = _named_after(run, case, first)
-    leaks = _exhaustion(case, asked, first)
-    more = {**leaks, "named_after": asked.named_after, "named_after_s": asked.named_after_s}
+    more = {**_exhaustion(case, asked, first), "named_after_s": asked.named_after_s}
     return {"first_step": first, **times_s, **judged, **more, "verdicts": judging.says(asked.verdicts)}
 
 
@@ -115,22 +122,34 @@ def _ask(run: LiveRun, case: Case, first: int) -> Asked:
         time.sleep(0.2)
 
 
-def _named_after(run: LiveRun, case: Case, first: int) -> int | None:
-    """Return of how many steps, from the first that was disturbed on, the right answer needs the events; of
-    `STEPS_ASKED`. The run is over."""
-    written = run.steps()
+def ask_again(result: dict[str, Any], case: Case, kept: Path) -> dict[str, Any]:
+    """Return the result with what the diagnosis says now of the run's folder as it was kept, and of how many steps,
+    from the first that was disturbed on, the right answer needs the events: of `STEPS_ASKED`, None where more are
+    needed. Of a hang the run's folder tells no more than was asked while it hung."""
+    if "error" in result or _hangs(case):
+        return result
+    run, first = RunDir(kept / folder_name(case) / "run"), result["first_step"]
+    verdicts = diagnose_here(run.root)
+    judged = judging.judge(case, verdicts, first)
+    named = _steps_until_named(run, case, first) if judged.exact and case.injections else None
+    return {**result, **asdict(judged), "named_after": named, "verdicts": judging.says(verdicts)}
+
+
+def _steps_until_named(run: RunDir, case: Case, first: int) -> int | None:
+    ends = {event["step"]: event["time"] for event in read_events(run.events(0)) if event["type"] == "step"}
     for made in STEPS_ASKED:
-        ends = [event["time"] for event in written if event["step"] == first + made - 1]
-        if ends and judging.judge(case, diagnose(_cut(run, ends[0])), first).exact:
-            return made
+        if (until := ends.get(first + made - 1)) is None:
+            continue
+        with tempfile.TemporaryDirectory(prefix="diagnose-") as place:
+            if judging.judge(case, diagnose_here(_cut(run, until, Path(place))), first).exact:
+                return made
     return None
 
 
-def _cut(run: LiveRun, until: float) -> Path:
-    """Return a copy of the run's folder with the events of the time before `until`."""
-    copy = run.place / "cut"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(run.folder.root, copy)
+def _cut(run: RunDir, until: float, place: Path) -> Path:
+    """Return a copy of a run's folder in `place`, with the events of the time before `until`."""
+    copy = place / "run"
+    shutil.copytree(run.root, copy)
     for file in (copy / "events").glob("rank*.jsonl"):
         lines = file.read_text().splitlines(keepends=True)
         file.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["time"] <= until))
@@ -175,10 +194,22 @@ def diagnose(folder: Path) -> list[dict[str, Any]]:
     """Return the verdicts on a run as its folder shows it. Raises NoDiagnosisError."""
     command = [sys.executable, "-m", "trainspec_cli", "diagnose", str(folder), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
+    return _verdicts(done.stdout, f"exit code {done.returncode}: {done.stdout[-300:]}{done.stderr[-600:]}")
+
+
+def diagnose_here(folder: Path) -> list[dict[str, Any]]:
+    """The same command in this process, which need not start one for each question. Raises NoDiagnosisError."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = trainspec(["diagnose", str(folder), "--json"])
+    return _verdicts(printed.getvalue(), f"exit code {code}: {printed.getvalue()[-300:]}")
+
+
+def _verdicts(printed: str, about: str) -> list[dict[str, Any]]:
     try:
-        verdicts: list[dict[str, Any]] = json.loads(done.stdout)["verdicts"]
+        verdicts: list[dict[str, Any]] = json.loads(printed)["verdicts"]
     except (ValueError, KeyError):
-        raise NoDiagnosisError(f"exit code {done.returncode}: {done.stdout[-300:]}{done.stderr[-600:]}") from None
+        raise NoDiagnosisError(about) from None
     return verdicts
 
 
