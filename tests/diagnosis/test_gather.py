@@ -63,6 +63,18 @@ def test_connections_are_matched_by_the_addresses_of_their_ends(folder):
     assert found[0, 3].rtt_s[3] == 0.01
 
 
+def test_a_connection_that_its_other_end_did_not_count_leads_to_the_node_of_its_address(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 4)
+    run.counters(0, 4, steps=2, connections=(connection("a:1", "a:2"), connection("a:3", "x:4")))
+    run.counters(2, 4, steps=2, connections=(connection("b:6", "b:7"),))
+    run.counters(3, 4, steps=2, connections=(connection("b:5", "a:9", rtt_s=0.4),))
+    found = {one.ranks: one for one in read_run(run.run).evidence().connections}
+    assert set(found) == {(0, 0), (2, 2), (3, 0)}
+    assert found[3, 0].rtt_s[3] == 0.4
+
+
 def test_a_start_forgets_what_an_earlier_one_made_beyond_it(folder):
     run = folder()
     run.start()

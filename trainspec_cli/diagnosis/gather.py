@@ -333,23 +333,45 @@ CONNECTION_FIGURES = ("sent_bytes", "segments", "resent", "timeouts", "busy_s")
 
 def _connections(histories: Sequence[RankHistory], steps: npt.NDArray[np.int64]) -> Iterator[Connection]:
     """Yield what the ranks counted of their connections, all between two ranks in one direction as one."""
-    owner = {
-        (one.local, one.peer): rank
-        for rank, history in enumerate(histories)
-        for event in history.counters
-        for one in event.connections
-    }
+    other_ends = _other_ends(histories)
     of_pair: dict[tuple[int, int], dict[str, Figures]] = defaultdict(lambda: _unknown(len(steps)))
     for rank, history in enumerate(histories):
         for event in history.counters:
             where = _window(steps, event)
             for one in event.connections:
-                series = of_pair[rank, owner.get((one.peer, one.local), rank)]
+                series = of_pair[rank, other_ends.get((one.local, one.peer), rank)]
                 for name in CONNECTION_FIGURES:
                     series[name][where] = np.nan_to_num(series[name][where]) + getattr(one, name) / event.steps
                 series["rtt_s"][where] = np.fmax(series["rtt_s"][where], one.rtt_s)
     for ranks, series in sorted(of_pair.items()):
         yield Connection(ranks, **series)
+
+
+def _other_ends(histories: Sequence[RankHistory]) -> dict[tuple[str, str], int]:
+    """Return the rank at the other end of each connection, by its local address and its peer's. A rank counts its
+    busiest connections alone: one that the other end left out leads to the first rank at that address, which is on the
+    right node; one whose other end is at no rank's address is not in the result."""
+    seen = {
+        (one.local, one.peer): rank
+        for rank, history in enumerate(histories)
+        for event in history.counters
+        for one in event.connections
+    }
+    hosts: dict[str, set[int]] = defaultdict(set)
+    for (local, _), rank in seen.items():
+        hosts[_host(local)].add(rank)
+    ends = {}
+    for (local, peer), rank in seen.items():
+        there = hosts.get(_host(peer), set())
+        if (peer, local) in seen:
+            ends[local, peer] = seen[peer, local]
+        elif there and rank not in there:
+            ends[local, peer] = min(there)
+    return ends
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
 
 
 def _unknown(steps: int) -> dict[str, Figures]:
