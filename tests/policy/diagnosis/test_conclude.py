@@ -373,6 +373,14 @@ def test_eight_readings_that_grow_alike_are_a_leak_and_a_cache_that_fills_is_non
     assert "memory_leak" not in named([0, 0, 0, 0, 0, 0, 8, 0])
 
 
+def test_memory_that_is_taken_at_once_is_no_leak():
+    telemetry = Telemetry()
+    telemetry.counters["rss_bytes"][:, 2] += 1e4 * np.arange(120) + 90e6 * (np.arange(120) >= 100)
+    assert not [one for one in conclude(telemetry.evidence()) if one.cause == "memory_leak"]
+    telemetry.counters["rss_bytes"][100:, 2] = telemetry.counters["rss_bytes"][100, 2]
+    assert not [one for one in conclude(telemetry.evidence()) if one.cause == "memory_leak"]
+
+
 def test_memory_that_fills_a_cache_and_stays_is_no_leak():
     telemetry = Telemetry()
     telemetry.counters["rss_bytes"][:, 2] += 5e8 * np.minimum(1, np.arange(120) / 40)

@@ -75,7 +75,9 @@ def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | Non
             leaking = slice(max(begun, len(held) - count), None)  # what was read before it began would flatten it
             if len(held[leaking]) >= LEAST_LEAKING:
                 slope = slope_per_step(steps[leaking].tolist(), held[leaking].tolist())
-            return int(steps[begun]), slope, float(held[-1] - base)
+            before = max(0, leaking.start - 1)
+            if slope * (steps[-1] - steps[before]) > ALIKE * (held[-1] - held[before]):  # not one jump
+                return int(steps[begun]), slope, float(held[-1] - base)
     return None
 
 
