@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 
 VERSION_1, VERSION_2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
-PERIOD_US = 20_000
+PERIOD_US, LEAST_QUOTA_US = 20_000, 1_000
+"""Of the usual period; the kernel takes no smaller quota, so a small share has a longer period."""
 REMOVE_TIMEOUT_S = 10.0
 
 
@@ -27,12 +28,13 @@ class Quota:
     def __init__(self, percent: float):
         self._folder = _root() / f"trainspec-{os.getpid()}"
         self._folder.mkdir()
-        quota_us = int(PERIOD_US * percent / 100)
+        period_us = max(PERIOD_US, round(100 * LEAST_QUOTA_US / percent))
+        quota_us = max(LEAST_QUOTA_US, round(period_us * percent / 100))
         if _root() == VERSION_1:
-            (self._folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
+            (self._folder / "cpu.cfs_period_us").write_text(str(period_us))
             (self._folder / "cpu.cfs_quota_us").write_text(str(quota_us))
         else:
-            (self._folder / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+            (self._folder / "cpu.max").write_text(f"{quota_us} {period_us}")
 
     def hold(self, process: psutil.Process) -> None:
         (self._folder / "cgroup.procs").write_text(str(process.pid))

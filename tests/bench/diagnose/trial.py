@@ -64,7 +64,7 @@ def run_case(case: Case, *, asks: bool = True, keep: Path | None = None) -> dict
     place = Path(tempfile.mkdtemp(prefix="diagnose-"))
     try:
         found = _run_in(place, case, asks)
-    except (RunEndedError, NoDiagnosisError, subprocess.SubprocessError, psutil.Error) as error:
+    except (RunEndedError, NoDiagnosisError, subprocess.SubprocessError, psutil.Error, OSError) as error:
         found = {"error": f"{type(error).__name__}: {error}"}
     finally:
         if keep:
