@@ -28,8 +28,8 @@ from .trial import ask_again, run_case
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs would not hear it
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background jobs would not hear SIGINT
+        signal.signal(number, _end)
     options = _parse()
     if why := quota.lacking() or hosts.lacking():
         sys.exit(f"cannot inject here: {why}")
@@ -46,6 +46,13 @@ def main() -> None:
         print(render(results))
         for line in misses(results):
             print(f"miss: {line}")
+
+
+def _end(*_: object) -> None:
+    """End the bench with all that it has started; a second signal does not end it in the middle of that."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit("ended by a signal")
 
 
 def _parse() -> argparse.Namespace:

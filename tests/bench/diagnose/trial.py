@@ -36,7 +36,7 @@ HANG_S = 12.0
 STALLED_S = 60.0
 STEPS_ASKED = (3, 4, 6, 8, 12, 16, 20, STEPS_AFTER)
 """After the run it is asked what the events of so many steps would have shown: the target is to name within three."""
-ASK_TIMEOUT_S = 240.0
+ASK_TIMEOUT_S, ASK_PAUSE_S = 240.0, 1.0
 
 
 class NoDiagnosisError(RuntimeError):
@@ -87,6 +87,7 @@ def _run_in(place: Path, case: Case, asks: bool) -> dict[str, Any]:
         stack.callback(run.end)
         prepare(run, case)
         run.await_step(WARM_STEPS, START_TIMEOUT_S)
+        run.start_is_over()
         settle(run, case)
         run.note_use()
         begins = max((injection.step for injection in case.injections), default=0)
@@ -119,7 +120,7 @@ def _ask(run: LiveRun, case: Case, first: int) -> Asked:
                 return asked
         if over:
             return asked
-        time.sleep(0.2)
+        time.sleep(ASK_PAUSE_S if _hangs(case) else 0.2)
 
 
 def ask_again(result: dict[str, Any], case: Case, kept: Path) -> dict[str, Any]:
