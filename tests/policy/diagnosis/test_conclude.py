@@ -200,11 +200,15 @@ def test_a_stage_with_more_layers_is_unbalanced():
     assert verdict.evidence[0].startswith("stage 2 (rank 4, 5) computes")
 
 
-def test_steps_that_wait_for_the_longest_samples_are_uneven():
-    telemetry = Telemetry()
-    longest = telemetry.random.integers(0, 8, telemetry.steps)
-    telemetry.counters["attended"][np.arange(120), longest] *= 1.5
-    telemetry.parts_s["forward"][np.arange(120), longest] += 0.1
+@pytest.mark.parametrize("stages", [1, 2])
+def test_steps_that_wait_for_the_longest_samples_are_uneven(stages):
+    """In a pipeline each stage has the samples, and one of them computes longer than the other."""
+    telemetry = Telemetry(stages=stages)
+    telemetry.parts_s["forward"][:, 8 // stages :] *= 1.2
+    longest = telemetry.random.integers(0, 8 // stages, telemetry.steps)
+    for rank in range(0, 8, 8 // stages):
+        telemetry.counters["attended"][np.arange(120), longest + rank] *= 1.5
+        telemetry.parts_s["forward"][np.arange(120), longest + rank] += 0.1
     verdict = heaviest(telemetry)
     assert (verdict.cause, verdict.rank) == ("uneven_lengths", None)
 

@@ -8,23 +8,20 @@ it is and where.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from trainspec_cli.policy.diagnosis.episodes import NOISE_FACTOR, Episode, deviation, find_episodes, smoothed, usual
-from trainspec_cli.policy.diagnosis.evidence import Connection, Figures, RunEvidence
+from trainspec_cli.policy.diagnosis.evidence import Figures, RunEvidence
+from trainspec_cli.policy.diagnosis.paths import Pair, Path, over_all_ranks, paths_of, rise
 from trainspec_cli.policy.diagnosis.ranks import LEAST_SHARE, STEADY, confidence, until
 from trainspec_cli.spec.results.verdict import Cause, RunVerdict
 
 LOST = 1e-3
 """Fraction of segments sent again above which a connection loses some."""
 LOST_SEGMENTS = 5
-OVERFLOW, QUEUED_S, QUEUED = 0.02, 2e-3, 4.0
-"""A queue before a narrow link drops what it cannot hold: no larger part of the segments, while round trips take so
-much longer and so many times as long as usual. A link that loses segments has no queue."""
 RECENT_STEPS = 16
 TIMEOUTS = 0.5
 """Time-outs as a fraction of the segments sent again, from which on the path is away for a while, and loses no single
@@ -33,6 +30,9 @@ LATER_S, LATER = 5e-4, 1.0
 """The latency has grown where it is longer by so much, and by this fraction of what is usual. A link that delays all
 that it carries delays the small exchange by half a round trip at least; a queue before a narrow one has drained by
 then."""
+DELAY_SHARE = 0.05
+"""A delay that costs less than this part of a step is not reported: the small exchange shows it in every step, so that
+it needs to be less than what stands out of the transfers' noise."""
 LOADED, OF_RTT = 0.2, 0.3
 """A longer latency is a link's where round trips show this part of it, all those that the exchange makes together where
 the ranks do not lack a processor for more than such a part of a step. Behind a relay they show none, and the ranks must
@@ -47,35 +47,6 @@ OUTAGES = 2
 MOST_STEPS, AT_OUTAGES = 0.5, 0.8
 """An outage is over again: fewer than this part of the steps show one. They hold so much of what is sent again."""
 
-Pair = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Path:
-    """The connections between two ranks, both ways, in an episode."""
-
-    ranks: Pair
-    resent: float
-    resent_later: float
-    """Of them those of the episode's later half."""
-    segments: float
-    segments_later: float
-    timeouts: float
-    rate: float
-    """Bytes a second while anything was under way; 0 where it is not known."""
-    usual_rate: float
-    """The same at other times."""
-    rtt_s: float
-    usual_rtt_s: float
-
-    @property
-    def overflows(self) -> bool:
-        """Whether what was sent again was dropped by a queue that is full: TCP fills it to find the link's rate, and
-        fills it most while the link has just become narrow."""
-        is_queued = self.rtt_s > max(self.usual_rtt_s + QUEUED_S, QUEUED * self.usual_rtt_s)
-        of_later = self.resent_later <= OVERFLOW * self.segments_later
-        return is_queued and (of_later or self.resent <= OVERFLOW * self.segments)
-
 
 def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     if evidence.ranks < 2:
@@ -89,7 +60,12 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     episodes = find_episodes(excess_s, limit, step_s, LONG_STEPS_S)
     verdicts = [_explain(evidence, one) for one in episodes if one.steadiness >= STEADY]
     found = [one for one in verdicts if one is not None]
-    return _outages(evidence, step_s) or found or _always_lossy(evidence, transfer_s, step_s)
+    return (
+        _outages(evidence, step_s)
+        or found
+        or _always_lossy(evidence, transfer_s, step_s)
+        or _delays(evidence, transfer_s, step_s)
+    )
 
 
 def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
@@ -107,7 +83,7 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
     resent = _resent(evidence)
     if cost_s < LEAST_SHARE * float(usual(step_s)) or resent[waited].sum() < AT_OUTAGES * resent.sum():
         return []
-    paths = _paths(evidence.connections, span)
+    paths = paths_of(evidence.connections, span)
     worst = max(paths, key=lambda path: path.timeouts)
     goes_on = len(step_s) - 1 - last <= 2 * span.steps / (bouts - 1)
     text = (
@@ -130,19 +106,16 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
 
 def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
     """Return what makes the transfers of an episode long; None where the machine's load does, or nothing is known."""
-    paths = _paths(evidence.connections, episode)
+    paths = paths_of(evidence.connections, episode)
     losing = _losing(paths)
     if losing is not None and not losing.overflows:
         return _lossy(evidence, episode, paths, losing)
-    waiting_s = sum(_rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
-    throttled_s = _rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one such rank keeps all others waiting
+    waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
+    throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one such rank keeps all others waiting
     if waiting_s + throttled_s > OF_NOISE * episode.excess:
         return None
-    latency_s = _rise(evidence.counter("agreed_s"), episode, np.nanmin)
-    usual_s = float(np.nan_to_num(np.nanpercentile(_over_ranks(evidence.counter("agreed_s"), np.nanmin), 25)))
-    one_way_s = max((path.rtt_s - path.usual_rtt_s for path in paths), default=0.0) / 2
-    if losing is None and latency_s > max(LATER_S, LATER * usual_s, one_way_s):
-        return _delayed(evidence, episode, paths, latency_s, usual_s)
+    if losing is None and _answers_later(evidence, episode, paths):
+        return _delayed(evidence, episode, paths)
     measured = [path for path in paths if path.rate > 0 and path.usual_rate > 0]
     worst = min(measured, key=lambda path: path.rate / path.usual_rate, default=None)
     if worst is None and not evidence.link_slowdowns:
@@ -172,10 +145,47 @@ def _lossy(evidence: RunEvidence, episode: Episode, paths: Sequence[Path], worst
     return _verdict(evidence, episode, "lossy_link", worst, paths, lambda path: path.resent, text)
 
 
-def _delayed(
-    evidence: RunEvidence, episode: Episode, paths: Sequence[Path], latency_s: float, usual_s: float
-) -> RunVerdict | None:
-    """Return a link whose latency has grown by `latency_s`; None where round trips do not show it."""
+def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
+    """Return a link that delays what it carries, where that is too little beside the noise of the transfers: the small
+    exchange at a step's end shows it by itself, and what it costs is what transfers take longer on the whole. Within a
+    node no link delays anything, and ranks that a quota holds back answer late."""
+    if len(set(evidence.nodes)) == 1:
+        return []
+    agreed_s = over_all_ranks(evidence.counter("agreed_s"), np.nanmin)
+    latency_s = np.where(np.isfinite(agreed_s), agreed_s, np.nanmedian(agreed_s))
+    usual_s, usual_step_s = float(usual(latency_s)), float(usual(step_s))
+    least_s = max(LATER_S, LATER * usual_s, NOISE_FACTOR * float(deviation(latency_s)))
+    limit = np.full(len(step_s), least_s)
+    verdicts = []
+    for episode in find_episodes(latency_s - usual_s, limit, step_s, LONG_STEPS_S):
+        outside_s = np.delete(transfer_s, np.arange(episode.first, episode.last + 1))
+        longer_s = float(np.median(transfer_s[episode.where]) - np.median(outside_s)) if len(outside_s) else 0.0
+        priced = replace(episode, excess=max(longer_s, episode.excess))
+        paths = paths_of(evidence.connections, episode)
+        is_held = rise(evidence.counter("throttled_s"), episode, np.nanmax) > OF_NOISE * episode.excess
+        is_felt = priced.excess > DELAY_SHARE * usual_step_s and episode.steadiness >= STEADY and not is_held
+        if is_felt and _losing(paths) is None and _answers_later(evidence, episode, paths):
+            verdicts.append(_delayed(evidence, priced, paths))
+    return [one for one in verdicts if one is not None]
+
+
+def _latency_s(evidence: RunEvidence, episode: Episode) -> tuple[float, float]:
+    """Return by how much the small exchange at a step's end takes longer in an episode, and how long it usually takes:
+    on the rank that comes last to it."""
+    agreed_s = over_all_ranks(evidence.counter("agreed_s"), np.nanmin)
+    return rise(evidence.counter("agreed_s"), episode, np.nanmin), float(np.nan_to_num(np.nanpercentile(agreed_s, 25)))
+
+
+def _answers_later(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
+    """Return whether the latency has grown, and by more than a queue before a narrow link makes of it."""
+    latency_s, usual_s = _latency_s(evidence, episode)
+    one_way_s = max((path.rtt_s - path.usual_rtt_s for path in paths), default=0.0) / 2
+    return latency_s > max(LATER_S, LATER * usual_s, one_way_s)
+
+
+def _delayed(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> RunVerdict | None:
+    """Return a link whose latency has grown; None where round trips do not show it."""
+    latency_s, usual_s = _latency_s(evidence, episode)
     worst = max(paths, key=lambda path: path.rtt_s - path.usual_rtt_s, default=None)
     is_loaded = _is_loaded(evidence, episode)
     crosses = worst is not None and len(set(_ends(evidence, worst))) > 1
@@ -252,7 +262,7 @@ def _always_lossy(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -
         return []
     first = int(np.argmax(_resent(evidence) > 0)) if evidence.connections else 0
     whole = Episode(first, len(step_s) - 1, float(np.median(transfer_s[first:])), 1.0)
-    paths = _paths(evidence.connections, whole)
+    paths = paths_of(evidence.connections, whole)
     worst = max(paths, key=lambda path: path.resent, default=None)
     is_costly = whole.excess > LEAST_SHARE * float(usual(step_s))
     if worst is None or not is_costly or worst.resent < 4 * max(LOST_SEGMENTS, LOST * worst.segments):
@@ -277,64 +287,6 @@ def _node_of(evidence: RunEvidence, paths: Sequence[Path], badness: Callable[[Pa
 
 def _ends(evidence: RunEvidence, path: Path) -> Pair:
     return evidence.nodes[path.ranks[0]], evidence.nodes[path.ranks[1]]
-
-
-def _paths(connections: Sequence[Connection], episode: Episode) -> list[Path]:
-    of_pair: dict[Pair, list[Connection]] = defaultdict(list)
-    for connection in connections:
-        first, second = sorted(connection.ranks)
-        of_pair[first, second].append(connection)
-    return [_path(ranks, of_pair[ranks], episode) for ranks in sorted(of_pair)]
-
-
-def _path(ranks: Pair, connections: Sequence[Connection], episode: Episode) -> Path:
-    inside = np.zeros(len(connections[0].sent_bytes), dtype=bool)
-    inside[episode.where] = True
-    later = inside.copy()
-    later[: episode.first + episode.steps // 2] = False
-
-    def total(name: str, where: Figures | np.ndarray = inside) -> float:
-        return float(sum(np.nansum(getattr(one, name)[where]) for one in connections))
-
-    def median_rtt_s(where: np.ndarray) -> float:
-        seen = np.concatenate([one.rtt_s[where] for one in connections])
-        return float(np.nanmedian(seen)) if np.isfinite(seen).any() else 0.0
-
-    def rate(where: np.ndarray) -> float:
-        busy_s = total("busy_s", where)
-        return total("sent_bytes", where) / busy_s if busy_s > 0 else 0.0
-
-    return Path(
-        ranks,
-        total("resent"),
-        total("resent", later),
-        max(1.0, total("segments")),
-        max(1.0, total("segments", later)),
-        total("timeouts"),
-        rate(inside),
-        rate(~inside),
-        median_rtt_s(inside),
-        median_rtt_s(~inside),
-    )
-
-
-def _rise(series: Figures, episode: Episode, over_ranks: Callable[..., Figures]) -> float:
-    """Return by how much a counter of all ranks is above its usual level in an episode; 0 where it is not known."""
-    whole = _over_ranks(series, over_ranks)
-    inside = whole[episode.where]
-    if not np.isfinite(inside).any():
-        return 0.0
-    return float(np.nanmedian(inside) - np.nanpercentile(whole, 25))
-
-
-def _over_ranks(series: Figures, over_ranks: Callable[..., Figures]) -> Figures:
-    """Return a counter (T,) over all ranks; NaN where a rank's is not known, 0 throughout where none is."""
-    if not np.isfinite(series).any():
-        return np.zeros(len(series))
-    whole = np.full(len(series), np.nan)
-    known = np.isfinite(series).any(axis=1)
-    whole[known] = over_ranks(series[known], axis=1)
-    return whole
 
 
 def _slowness(rate: float, usual_rate: float) -> float:

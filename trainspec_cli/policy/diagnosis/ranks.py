@@ -217,13 +217,16 @@ def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) 
 def _more_work(
     evidence: RunEvidence, times: OwnTimes, rank: int, peers: Sequence[int], episode: Episode
 ) -> float | None:
-    """Return by which fraction a rank has more work than its peers, where that explains its time."""
+    """Return by which fraction a rank has more work than its peers in those steps of an episode in which it is slow,
+    where that explains its time."""
     if not peers:
         return None
+    late_s = (times.own_s - times.expected_s)[episode.where, rank]
+    is_late = late_s > AS_SLOW * episode.excess
     expected_s = float(np.median(times.expected_s[episode.where, rank]))
     for name in ("tokens", "attended"):
-        work = evidence.counter(name)[episode.where]
-        own, others = _mean(work[:, rank]), _mean(work[:, list(peers)])
+        work = evidence.counter(name)[episode.where][is_late]
+        own, others = _mean(work[:, rank]), _mean(np.median(work[:, list(peers)], axis=1))
         if others > 0 and own / others - 1 > MORE_WORK * episode.excess / max(expected_s, 1e-9):
             return own / others - 1
     return None

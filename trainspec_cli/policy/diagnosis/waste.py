@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from trainspec_cli.policy.diagnosis.episodes import CONFIRMING_STEPS, Episode, find_episodes, usual
 from trainspec_cli.policy.diagnosis.evidence import Figures, RunEvidence
@@ -22,6 +23,9 @@ UNEVEN = 0.2
 """A stage, or a rank's work, above the mean by this fraction is uneven."""
 TOGETHER = 0.6
 """Correlation of times with work from which on the work explains the times."""
+UNEVEN_SHARE = 0.05
+"""Uneven lengths that cost less than this part of a step are not reported. It is less than `LEAST_SHARE`, since the
+correlation shows that it is no chance."""
 
 
 def find_waste(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
@@ -156,17 +160,17 @@ def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     """Return whether steps wait for whichever rank has the longest samples, another one each time."""
     attended, kinds = evidence.counter("attended"), np.array(evidence.kinds)
-    if evidence.ranks < 2 or len(np.unique(kinds)) > 1 or not np.isfinite(attended).any():
+    if evidence.ranks < 2 or not np.isfinite(attended).any():
         return []
     known = np.isfinite(attended).all(axis=1)
     work, own_s = attended[known], times.own_s[known]
-    mean = work.mean(axis=1, keepdims=True)
+    mean = _mean_of_kind(work, kinds)
     if not len(work) or not (mean > 0).all():
         return []
     uneven = work / mean - 1
-    late_s = own_s - own_s.mean(axis=1, keepdims=True)
+    late_s = own_s - _mean_of_kind(own_s, kinds)
     cost_s = float(late_s.max(axis=1).mean())
-    if uneven.max(axis=1).mean() < UNEVEN or cost_s < LEAST_SHARE * times.usual_step_s or uneven.std() == 0:
+    if uneven.max(axis=1).mean() < UNEVEN or cost_s < UNEVEN_SHARE * times.usual_step_s or uneven.std() == 0:
         return []
     if np.corrcoef(uneven.ravel(), late_s.ravel())[0, 1] < TOGETHER:
         return []
@@ -184,3 +188,12 @@ def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
             ),
         )
     ]
+
+
+def _mean_of_kind(series: Figures, kinds: npt.NDArray[np.int64]) -> Figures:
+    """Return at each rank of a series (T, R) the mean of the ranks of its kind."""
+    means = np.empty_like(series)
+    for kind in np.unique(kinds):
+        of_kind = np.flatnonzero(kinds == kind)
+        means[:, of_kind] = series[:, of_kind].mean(axis=1, keepdims=True)
+    return means
