@@ -223,6 +223,31 @@ def test_links_are_told_apart():
     assert (heaviest(lossy).cause, heaviest(lossy).link) == ("lossy_link", (0, 1))
 
 
+def answering_late(seconds: float, **sizes: int) -> Telemetry:
+    """A delay between ranks 1 and 2 that the noise of the transfers hides."""
+    telemetry = Telemetry(ranks=4, **sizes)
+    telemetry.transfers_s *= telemetry.random.uniform(0.5, 3.0, telemetry.steps)
+    telemetry.counters["agreed_s"][60:] += seconds
+    telemetry.rtts_s[1, 2] += 2 * seconds
+    return telemetry
+
+
+def test_a_delay_that_is_small_beside_the_noise_of_transfers_is_seen_in_the_small_exchange():
+    verdict = heaviest(answering_late(0.02, ranks_of_node=2))
+    assert (verdict.cause, verdict.link) == ("delayed_link", (1, 2))
+    assert abs(verdict.since_step - 61) <= 2
+    assert verdict.cost_s >= 0.019
+
+
+@pytest.mark.parametrize("held", ["within a node", "by a quota", "for too short"])
+def test_a_small_exchange_that_is_late_for_another_reason_is_no_delayed_link(held):
+    telemetry = answering_late(0.001 if held == "for too short" else 0.02, ranks_of_node=4 if "node" in held else 2)
+    if held == "by a quota":
+        telemetry.counters["throttled_s"][60:] += 0.02
+        telemetry.counters["queued_s"][60:] += 0.02
+    assert "delayed_link" not in names(telemetry.evidence())
+
+
 def test_what_a_full_queue_before_a_narrow_link_drops_is_no_loss_of_the_link():
     """The small exchange at a step's end waits in that queue too."""
     queued = Telemetry(resent={(3, 4): 15.0}).narrow([(3, 4)], 4.0)
