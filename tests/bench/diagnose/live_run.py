@@ -26,7 +26,7 @@ INSIDE = Path(__file__).parent / "inside"
 PORT = 29500
 POLL_S = 0.05
 WARM_STEPS, RECENT_STEPS = 4, 10
-STARTING_NICENESS = 19
+STARTING_NICENESS = 10
 """A run that starts leaves the processors to the other jobs' runs, which are measured."""
 
 

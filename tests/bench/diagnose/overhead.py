@@ -1,12 +1,12 @@
-"""What observing takes of a step of a 30M-parameter llama.
+"""What counting for a diagnosis takes of a step of a 30M-parameter llama.
 
-    git worktree add /tmp/before COMMIT
-    python -m tests.bench.diagnose.overhead --before /tmp/before [--turns 20] [--turn-steps 5]
+    python -m tests.bench.diagnose.overhead [--turns 20] [--turn-steps 5]
 
-Observation cannot be switched off, so a checkout of a commit that lacks it is the other contender. Two runs of one
-process each are both alive and take turns: while one makes some steps the other is stopped (SIGSTOP). Prints with /
-without in the time of a step, by the median over the turns and its quartiles, and in the processor time of all steps
-together, which other work on the machine hardly changes.
+Two runs of one process each are both alive and take turns: while one makes some steps the other is stopped (SIGSTOP).
+In one of them `StepCounters.note_step` does nothing (`bare/sitecustomize.py`), so that it writes no counters and its
+supervisor has nothing to conclude from. Prints with / without in the time of a step, by the median over the turns and
+its quartiles; in the processor time of all steps together, which other work on the machine hardly changes; and what
+the supervisor takes of a step.
 """
 
 from __future__ import annotations
@@ -36,16 +36,20 @@ RECIPE = (
 )
 WARM_STEPS = 5
 START_TIMEOUT_S = 300.0
+BARE = Path(__file__).parent / "bare"
+"""On PYTHONPATH, a rank counts nothing."""
 
 
 class Contender:
     """A run of one process that can be held."""
 
-    def __init__(self, place: Path, name: str, checkout: Path):
+    def __init__(self, place: Path, name: str, ahead: Path):
+        """`ahead`: a folder that stands first on PYTHONPATH."""
         self.folder = RunDir(place / name)
         command = [sys.executable, "-m", "trainspec_cli", "launch", *RECIPE, f"run.dir={name}"]
         self._output = (place / f"{name}.log").open("w")
-        environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join((str(ahead), str(Path.cwd()), os.environ.get("PYTHONPATH", "")))
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self._launcher = psutil.Popen(
             command, cwd=place, env=environment, stdout=self._output, stderr=subprocess.STDOUT
         )
@@ -62,6 +66,11 @@ class Contender:
             return {}
         return {event["step"]: event["step_time_s"] for event in read_events(events) if event["type"] == "step"}
 
+    def counted(self) -> bool:
+        """Return whether the worker has written counters in its turns."""
+        events = [event for event in read_events(self.folder.events(0)) if event["type"] == "counters"]
+        return any(event["step"] > self._begun[0] for event in events)
+
     def await_step(self, step: int) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
         while max(self.times_s(), default=0) < step:
@@ -76,14 +85,19 @@ class Contender:
         self.worker.suspend()
         return statistics.median(time_s for step, time_s in self.times_s().items() if step > held)
 
-    def processor_s(self) -> float:
-        """Return the processor time of a step, over all turns."""
-        (begun_s, begun), (ended_s, ended) = self._begun, self._state()
-        return (ended_s - begun_s) / (ended - begun)
+    def processor_s(self) -> tuple[float, float]:
+        """Return the processor time of a step, over all turns: of the worker, and of the supervisor."""
+        (begun, *begun_s), (ended, *ended_s) = self._begun, self._state()
+        worker_s, supervisor_s = (
+            (after - before) / (ended - begun) for before, after in zip(begun_s, ended_s, strict=True)
+        )
+        return worker_s, supervisor_s
 
-    def _state(self) -> tuple[float, int]:
-        used = self.worker.cpu_times()
-        return used.user + used.system, max(self.times_s())
+    def _state(self) -> tuple[int, float, float]:
+        """Return the last step, and the processor time of the worker and of the supervisor until now."""
+        used = [process.cpu_times() for process in (self.worker, self._launcher)]
+        worker_s, supervisor_s = (one.user + one.system for one in used)
+        return max(self.times_s()), worker_s, supervisor_s
 
     def end(self) -> None:
         for process in [*self._launcher.children(recursive=True), self._launcher]:
@@ -94,7 +108,6 @@ class Contender:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", required=True, type=Path, help="a checkout that does not observe")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--turn-steps", type=int, default=5)
     options = parser.parse_args()
@@ -102,8 +115,8 @@ def main() -> None:
     started: list[Contender] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
-            for name, checkout in (("with", Path.cwd()), ("without", options.before.resolve())):
-                started.append(Contender(Path(folder), name, checkout))
+            for name, ahead in (("with", Path.cwd()), ("without", BARE)):
+                started.append(Contender(Path(folder), name, ahead))
             measure(*started, options.turns, options.turn_steps)
         finally:
             for contender in started:
@@ -121,8 +134,10 @@ def measure(observed: Contender, bare: Contender, turns: int, steps: int) -> Non
     bare_s = statistics.median(times_s)
     print(f"load {os.getloadavg()[0]:.1f}; {turns} turns of {steps} steps each")
     print(f"without {1e3 * bare_s:.1f} ms a step; with / without {middle:.4f} ({low:.4f} to {high:.4f})")
-    ratio = observed.processor_s() / bare.processor_s()
-    print(f"processor time without {1e3 * bare.processor_s():.1f} ms a step; with / without {ratio:.4f}")
+    assert not bare.counted() and observed.counted(), "one contender counts, and the other does not"
+    (observed_s, watching_s), (bare_s, resting_s) = observed.processor_s(), bare.processor_s()
+    print(f"processor time without {1e3 * bare_s:.1f} ms a step; with / without {observed_s / bare_s:.4f}")
+    print(f"supervisor {1e3 * watching_s:.2f} ms a step with, {1e3 * resting_s:.2f} without")
 
 
 if __name__ == "__main__":
