@@ -223,6 +223,19 @@ def test_links_are_told_apart():
     assert (heaviest(lossy).cause, heaviest(lossy).link) == ("lossy_link", (0, 1))
 
 
+def test_a_narrow_link_is_named_on_a_loaded_machine_where_round_trips_are_long():
+    telemetry = Telemetry().narrow([(3, 4)], 4.0)
+    telemetry.rtts_s[3, 4] = 3e-2
+    telemetry.counters["queued_s"][60:] += 0.12
+    telemetry.parts_s["forward"][60:] += 0.12
+    assert heaviest(telemetry).cause == "narrow_link"
+    telemetry.counters["throttled_s"][60:, 4] += 0.12
+    assert heaviest(telemetry).cause != "narrow_link", "what a quota makes of the transfers is not the link's"
+    telemetry.counters["throttled_s"][60:, 4] = 0.0
+    telemetry.rtts_s[3, 4] = 2e-4
+    assert heaviest(telemetry).cause != "narrow_link", "only the processors are short"
+
+
 def answering_late(seconds: float, **sizes: int) -> Telemetry:
     """A delay between ranks 1 and 2 that the noise of the transfers hides."""
     telemetry = Telemetry(ranks=4, **sizes)

@@ -110,9 +110,7 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
     losing = _losing(paths)
     if losing is not None and not losing.overflows:
         return _lossy(evidence, episode, paths, losing)
-    waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
-    throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one such rank keeps all others waiting
-    if waiting_s + throttled_s > OF_NOISE * episode.excess:
+    if _is_of_processors(evidence, episode, paths):
         return None
     if losing is None and _answers_later(evidence, episode, paths):
         return _delayed(evidence, episode, paths)
@@ -124,6 +122,16 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
     return _verdict(
         evidence, episode, "narrow_link", worst, paths, lambda path: _slowness(path.rate, path.usual_rate), text
     )
+
+
+def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
+    """Return whether ranks that wait for a processor make the transfers long. Where no quota holds them back, and what
+    is sent between nodes waits on its way, the link does: the kernel answers for a rank that has no processor."""
+    throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one such rank keeps all others waiting
+    waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
+    waits_on_its_way = any(path.has_queue and len(set(_ends(evidence, path))) > 1 for path in paths)
+    is_held = throttled_s > OF_NOISE * episode.excess
+    return is_held or (waiting_s + throttled_s > OF_NOISE * episode.excess and not waits_on_its_way)
 
 
 def _losing(paths: Sequence[Path]) -> Path | None:
