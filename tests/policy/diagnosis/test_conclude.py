@@ -329,6 +329,18 @@ def test_a_core_that_others_take_is_named_after_three_seconds_where_the_peers_ha
     assert named(72) == []
 
 
+@pytest.mark.parametrize(("last", "causes"), [("always the same", ["stolen_cores"]), ("now and then", ["noise"])])
+def test_on_a_loaded_machine_a_core_is_taken_from_the_rank_that_is_always_last(last, causes):
+    telemetry = Telemetry(ranks=2)
+    lacking_s = 0.15 + telemetry.random.uniform(0.0, 0.05, (60, 2))
+    lacking_s[:, 0] += 0.1
+    if last == "now and then":
+        lacking_s[::4] = lacking_s[::4, ::-1] * 1.1
+    telemetry.counters["queued_s"][60:] += lacking_s
+    telemetry.parts_s["forward"][60:] += lacking_s
+    assert [name for name in names(telemetry.evidence()) if name != "as_planned"] == causes
+
+
 def test_a_link_that_has_always_lost_segments_is_named():
     telemetry = Telemetry(resent={(0, 1): 20.0})
     telemetry.transfers_s[:] = 0.2

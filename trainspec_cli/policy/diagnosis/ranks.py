@@ -38,7 +38,8 @@ LEFT_S = 60.0
 UNCOUNTED_STEPS = 6
 """So many steps show what no counter does."""
 OF_PEERS = 0.4
-"""Where the peers' time without a processor rises by such a part of a rank's excess, the whole machine is loaded."""
+"""Where the peers' time without a processor rises by such a part of a rank's excess, the whole machine is loaded,
+unless that rank is always the last one."""
 LOADED = 0.05
 """The machine is loaded where ranks wait for a processor for such a part of a step."""
 STEADY = 0.6
@@ -51,6 +52,10 @@ AS_SLOW = 0.5
 """A peer is as slow as a rank whose excess it has such a part of."""
 MORE_WORK = 0.5
 """A rank with more work is as slow as that asks for, where the work's growth is such a part of the time's."""
+
+
+CHANCE = 1e-5
+"""A rank is always the last one where chance would make it so in fewer episodes than this (Hoeffding, 1963)."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,14 @@ class OwnTimes:
         """Return whether other programs have had a part of the ranks' processors in an episode."""
         return bool(np.median(self.load_s[episode.where]) > LOADED * np.median(self.step_s[episode.where]))
 
+    def is_always_last(self, rank: int, episode: Episode) -> bool:
+        """Return whether a rank ends its part of a step as the last of those that do the same work far more often in an
+        episode than by chance. The load of a whole machine strikes now one rank and now another."""
+        of_kind = np.flatnonzero(np.array(self.evidence.kinds) == self.evidence.kinds[rank])
+        took_s = (self.own_s + self.queued_s)[episode.where][:, of_kind]
+        more_often = float((of_kind[took_s.argmax(axis=1)] == rank).mean()) - 1 / len(of_kind)
+        return more_often > 0 and math.exp(-2 * episode.steps * more_often**2) < CHANCE
+
     def limit(self, series: Figures | None = None) -> Figures:
         """Return above what a series of seconds (T,) counts: a part of the steps around it, and beyond the noise of its
         single steps."""
@@ -147,7 +160,8 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         of_peers_s = queued_by_peers_s[:, rank]
         level_s = float(np.median(of_peers_s[episode.where]))
         lasts = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
-        if episode.steadiness >= STEADY and lasts and level_s - usual(of_peers_s) < OF_PEERS * episode.excess:
+        is_alone = level_s - usual(of_peers_s) < OF_PEERS * episode.excess or times.is_always_last(rank, episode)
+        if episode.steadiness >= STEADY and lasts and is_alone:
             why = f"other processes have its processor for {_ms(episode.excess)} more of each step than its peers'"
             goes_on = until(evidence, episode) is None or times.step_s[episode.where].sum() >= LEFT_S
             slow.append(Slow(rank, episode, "stolen_cores" if goes_on else "noise", why))
