@@ -236,6 +236,13 @@ def test_a_narrow_link_is_named_on_a_loaded_machine_where_round_trips_are_long()
     assert heaviest(telemetry).cause != "narrow_link", "only the processors are short"
 
 
+def test_a_narrow_link_is_named_after_four_steps_where_round_trips_are_long():
+    telemetry = Telemetry(steps=64).narrow([(3, 4)], 5.0)
+    assert "narrow_link" not in names(telemetry.evidence())
+    telemetry.rtts_s[3, 4] = 3e-2
+    assert heaviest(telemetry).link == (3, 4)
+
+
 def answering_late(seconds: float, **sizes: int) -> Telemetry:
     """A delay between ranks 1 and 2 that the noise of the transfers hides."""
     telemetry = Telemetry(ranks=4, **sizes)

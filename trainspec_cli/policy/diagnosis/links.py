@@ -40,7 +40,7 @@ not lack one."""
 OF_NOISE = 0.5
 """A transfer's excess of which waiting for processors is such a part says nothing of a link."""
 LONG_STEPS_S = 3.0
-"""A transfer is long for so much time of a run, before a link is blamed for it."""
+"""Transfers are long for so much time of a run before a link is blamed for it, unless its connections show it."""
 
 OUTAGES = 2
 """Connections time out in so many places of a run before a link is blamed for it."""
@@ -57,8 +57,8 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
     excess_s = transfer_s - usual(transfer_s)
     least_s = LEAST_SHARE * np.maximum(usual(step_s), smoothed(step_s))
     limit = np.maximum(least_s, NOISE_FACTOR * deviation(transfer_s))
-    episodes = find_episodes(excess_s, limit, step_s, LONG_STEPS_S)
-    verdicts = [_explain(evidence, one) for one in episodes if one.steadiness >= STEADY]
+    steady = [one for one in find_episodes(excess_s, limit, step_s) if one.steadiness >= STEADY]
+    verdicts = [_explain(evidence, one) for one in steady if _is_of_link(evidence, one, step_s)]
     found = [one for one in verdicts if one is not None]
     return (
         _outages(evidence, step_s)
@@ -66,6 +66,17 @@ def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
         or _always_lossy(evidence, transfer_s, step_s)
         or _delays(evidence, transfer_s, step_s)
     )
+
+
+def _is_of_link(evidence: RunEvidence, episode: Episode, step_s: Figures) -> bool:
+    """Return whether an episode of long transfers lasts long enough to blame a link, or its connections show it."""
+    lasts = float(step_s[episode.where].sum()) >= LONG_STEPS_S
+    return lasts or _waits_on_its_way(evidence, paths_of(evidence.connections, episode))
+
+
+def _waits_on_its_way(evidence: RunEvidence, paths: Sequence[Path]) -> bool:
+    """Return whether what is sent between nodes has to wait: the kernel answers for a rank that has no processor."""
+    return any(path.has_queue and len(set(_ends(evidence, path))) > 1 for path in paths)
 
 
 def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
@@ -126,12 +137,12 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
 
 def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
     """Return whether ranks that wait for a processor make the transfers long. Where no quota holds them back, and what
-    is sent between nodes waits on its way, the link does: the kernel answers for a rank that has no processor."""
+    is sent between nodes waits on its way, the link does."""
     throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one such rank keeps all others waiting
     waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
-    waits_on_its_way = any(path.has_queue and len(set(_ends(evidence, path))) > 1 for path in paths)
-    is_held = throttled_s > OF_NOISE * episode.excess
-    return is_held or (waiting_s + throttled_s > OF_NOISE * episode.excess and not waits_on_its_way)
+    if throttled_s > OF_NOISE * episode.excess:
+        return True
+    return waiting_s + throttled_s > OF_NOISE * episode.excess and not _waits_on_its_way(evidence, paths)
 
 
 def _losing(paths: Sequence[Path]) -> Path | None:
