@@ -143,6 +143,16 @@ def test_the_script_starts_the_planned_processes() -> None:
     assert "--nnodes 2 --nproc-per-node 8" in script and "-m axolotl.cli.train" in script
 
 
+def test_values_that_axolotl_names_in_another_way() -> None:
+    by_stage = [spoken_in("axolotl", *run).keys_of("config")["fsdp_config.reshard_after_forward"] for run in RUNS[:2]]
+    assert by_stage == [True, False]
+    keys = spoken_in("axolotl", *RUNS[1]).keys_of("config")
+    assert keys["lr_scheduler_kwargs.num_decay_steps"] == round(0.2 * int(str(keys["max_steps"])))
+    adapted = spoken_in("axolotl", *RUNS[3]).keys_of("config")
+    assert adapted["lora_target_modules"] == ["q_proj", "v_proj"] and adapted["adapter"] == "qlora"
+    assert (adapted["train_on_inputs"], adapted["bf16"], "fsdp_version" in adapted) == (True, True, False)
+
+
 def test_packed_samples_are_divided_over_cp_one_by_one() -> None:
     refused = refused_by(
         "axolotl",

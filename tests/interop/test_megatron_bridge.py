@@ -106,6 +106,16 @@ def test_every_argument_of_megatron_has_its_field() -> None:
     assert {name.partition(".")[0] for name in megatron_bridge.NAMES.values()} <= set(megatron_bridge.CALLS)
 
 
+def test_values_whose_field_says_the_opposite_of_the_argument() -> None:
+    keys = spoken_in(ENGINE, *RUNS[5]).keys_of("config")
+    assert (keys["mixed_precision.grad_reduce_in_fp32"], keys["model.share_embeddings_and_output_weights"]) == (
+        False,
+        True,
+    )
+    assert spoken_in(ENGINE, *RUNS[0]).keys_of("config")["model.share_embeddings_and_output_weights"] is False
+    assert keys["scheduler.end_weight_decay"] == keys["optimizer.weight_decay"] == 0.1
+
+
 def test_the_module_trains_where_it_is_started() -> None:
     files = files_in(ENGINE, *RUNS[0])
     assert 'if __name__ == "__main__":' in files[FILE] and "pretrain(trainspec_run(), forward_step)" in files[FILE]
