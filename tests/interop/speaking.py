@@ -23,8 +23,6 @@ from trainspec_cli.session.emit import resolved
 from trainspec_cli.session.plan import plan_recipe
 
 JUDGES = Path(__file__).parent / "judges"
-PYTHON = os.environ.get("INTEROP_PYTHON", sys.executable)
-"""The Python whose packages judge: some engines want another one than trainspec runs on."""
 PINNED = (
     "layout=fsdp",
     "recipe=llama3_8b",
@@ -82,11 +80,12 @@ class Case:
 def judge(engine: str, cases: list[Case], *, package: str | None = None) -> list[Judgement]:
     """Let the engine's own parser read each case, in one process. Skips where the engine is not installed."""
     package = package or engine
-    found = subprocess.run([PYTHON, "-c", f"import importlib.util as i, sys; sys.exit(not i.find_spec('{package}'))"])
+    python = judging_python(engine)
+    found = subprocess.run([python, "-c", f"import importlib.util as i, sys; sys.exit(not i.find_spec('{package}'))"])
     if found.returncode:
-        pytest.skip(f"{package} {NOT_IN_CI}: pip install -e '.[interop]'")
+        pytest.skip(f"{package} {NOT_IN_CI}: .ci/interop {engine} installs and asks it")
     ran = subprocess.run(
-        [PYTHON, "-P", JUDGES / f"{engine}.py"],
+        [python, "-P", JUDGES / f"{engine}.py"],
         input=json.dumps([vars(case) for case in cases]),
         capture_output=True,
         text=True,
@@ -94,6 +93,12 @@ def judge(engine: str, cases: list[Case], *, package: str | None = None) -> list
     )
     assert ran.returncode == 0, ran.stderr
     return [Judgement(**one) for one in json.loads(ran.stdout.splitlines()[-1])]
+
+
+def judging_python(engine: str) -> str:
+    """Return the Python whose packages judge: some engines want other packages, or another Python, than trainspec."""
+    named = os.environ.get(f"INTEROP_PYTHON_{engine.upper()}") or os.environ.get("INTEROP_PYTHON")
+    return named or sys.executable
 
 
 def mistyped(key: str) -> str:

@@ -13,7 +13,7 @@ from trainspec_cli.session.import_recipe import import_file, write_recipe
 from trainspec_cli.spec.json_text import json_text
 
 File = Annotated[
-    Path, typer.Argument(metavar="FILE", help="A DeepSpeed JSON, an Accelerate YAML, a torchtitan module, or a script.")
+    Path, typer.Argument(metavar="FILE", help="A JSON, a YAML, a Python module, or a script of another engine.")
 ]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="The recipe to write; without it, it is printed.")]
 From = Annotated[
@@ -24,8 +24,9 @@ From = Annotated[
 def import_recipe(file: File, output: Output = None, engine: From = "", as_json: AsJson = False) -> None:
     """Read the configuration of a run that you have, so that trainspec plan answers for it.
 
-    Reads the JSON of DeepSpeed, the YAML of Accelerate, a module of torchtitan (parsed, not run), and the arguments of
-    Megatron-LM in a shell script. What the file does not say is asked for: model=NAME, cluster=NAME and so on.
+    Reads the JSON of DeepSpeed, the YAML of Accelerate, axolotl and MaxText, a module of torchtitan or Megatron-Bridge
+    (parsed, not run), and the arguments of Megatron-LM in a shell script. What the file does not say is asked for:
+    model=NAME, cluster=NAME and so on.
     """
     imported = import_file(file, engine)
     if output:

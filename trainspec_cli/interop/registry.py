@@ -5,16 +5,27 @@ from __future__ import annotations
 from trainspec_cli.interop.target import Target
 from trainspec_cli.interop.targets import (
     accelerate,
+    axolotl,
     deepspeed,
     kubernetes,
     maxtext,
     megatron,
+    megatron_bridge,
     skypilot,
     torchtitan,
     transformers,
 )
 
-ENGINES = (deepspeed.TARGET, accelerate.TARGET, transformers.TARGET, torchtitan.TARGET, megatron.TARGET, maxtext.TARGET)
+ENGINES = (
+    deepspeed.TARGET,
+    accelerate.TARGET,
+    transformers.TARGET,
+    axolotl.TARGET,
+    torchtitan.TARGET,
+    megatron.TARGET,
+    megatron_bridge.TARGET,
+    maxtext.TARGET,
+)
 LAUNCHERS = (kubernetes.JOB, kubernetes.JOB_SET, kubernetes.TRAIN_JOB, skypilot.TARGET)
 """Cluster managers, which start trainspec itself."""
 TARGETS: dict[str, Target] = {target.name: target for target in (*ENGINES, *LAUNCHERS)}

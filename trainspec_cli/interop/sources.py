@@ -47,7 +47,11 @@ def guess_engine(file: Path) -> str:
     engine = {".json": "deepspeed", ".yaml": "accelerate", ".yml": "accelerate", ".py": "torchtitan"}.get(
         file.suffix, "megatron"
     )
-    if engine != "accelerate" or not file.is_file():
+    if not file.is_file():
+        return engine
+    if engine == "torchtitan" and "ConfigContainer(" in _text(file):
+        return "megatron-bridge"
+    if engine != "accelerate":
         return engine
     top = set(re.findall(r"^(\w+):", _text(file), re.MULTILINE))
     return next((name for name, keys in KEYS_OF_YAML.items() if keys & top), engine)
@@ -55,8 +59,9 @@ def guess_engine(file: Path) -> str:
 
 KEYS_OF_YAML: Mapping[str, set[str]] = {
     "maxtext": {"base_emb_dim", "per_device_batch_size", "max_target_length", "remat_policy"},
+    "axolotl": {"base_model", "micro_batch_size", "sequence_len"},
 }
-"""Engine -> keys that tell its YAML from Accelerate's."""
+"""Engine -> keys that tell its YAML from Accelerate's and from the others'."""
 
 
 def _text(file: Path) -> str:
@@ -85,6 +90,17 @@ def _yaml(text: str) -> dict[str, JsonValue]:
 def _flat_yaml(text: str) -> dict[str, JsonValue]:
     """Return the keys of a file without sections; a list is one value."""
     return dict(_section(yaml.safe_load(text)))
+
+
+def _yaml_with_items(text: str) -> dict[str, JsonValue]:
+    """Return the keys of a file, those of a section in a list as `name[i].key`; a list of plain values is one value."""
+    keys: dict[str, JsonValue] = {}
+    for name, value in _section(yaml.safe_load(text)).items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            keys.update(flat({f"{name}[{index}]": item for index, item in enumerate(value)}))
+        else:
+            keys.update({name: value} if isinstance(value, list) else flat({name: value}))
+    return keys
 
 
 def _section(value: object) -> JsonObject:
@@ -120,24 +136,38 @@ def _number(word: str) -> JsonValue:
     return word
 
 
-def _module(text: str) -> dict[str, JsonValue]:
+def _torchtitan(text: str) -> dict[str, JsonValue]:
     """Return the keyword arguments of the `Trainer.Config(...)` that a function returns, by section and name."""
     tree = ast.parse(text)
-    calls = [
-        node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Trainer.Config"
-    ]
-    if len(calls) != 1:
-        raise ValueError(f"it calls Trainer.Config {len(calls)} times, and one is read")
     keys = dict(_model(tree))
-    for argument in calls[0].keywords:
-        name, value = argument.arg or "**", argument.value
+    for name, value in _arguments(tree, "Trainer.Config"):
         if name == "activation_checkpoint":
             keys[name] = {"FullAC.Config": "full", "SelectiveAC.Config": "selective"}.get(_called(value))
         elif isinstance(value, ast.Call):
-            keys.update(flat({name: {one.arg or "**": _literal(one.value) for one in value.keywords}}))
+            keys.update(_section_of(name, value))
         elif name != "model_spec":
             keys[name] = _literal(value)
     return keys
+
+
+def _megatron_bridge(text: str) -> dict[str, JsonValue]:
+    """Return the keyword arguments of a `ConfigContainer(...)`, by section and name."""
+    keys: dict[str, JsonValue] = {}
+    for name, value in _arguments(ast.parse(text), "ConfigContainer"):
+        keys.update(_section_of(name, value) if isinstance(value, ast.Call) else {name: _literal(value)})
+    return keys
+
+
+def _arguments(tree: ast.Module, called: str) -> list[tuple[str, ast.expr]]:
+    """Return the keyword arguments of the only call of a class."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) == called]
+    if len(calls) != 1:
+        raise ValueError(f"it calls {called} {len(calls)} times, and one is read")
+    return [(argument.arg or "**", argument.value) for argument in calls[0].keywords]
+
+
+def _section_of(name: str, call: ast.Call) -> dict[str, JsonValue]:
+    return flat({name: {one.arg or "**": _literal(one.value) for one in call.keywords}})
 
 
 def _called(node: ast.expr) -> str:
@@ -170,8 +200,10 @@ def _model(tree: ast.Module) -> Iterator[tuple[str, JsonValue]]:
 READERS: Mapping[str, Callable[[str], dict[str, JsonValue]]] = {
     "deepspeed": _json,
     "accelerate": _yaml,
-    "torchtitan": _module,
+    "torchtitan": _torchtitan,
     "megatron": _words,
     "maxtext": _flat_yaml,
+    "megatron-bridge": _megatron_bridge,
+    "axolotl": _yaml_with_items,
 }
 """Engines whose files are read."""

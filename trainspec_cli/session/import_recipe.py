@@ -19,6 +19,8 @@ from trainspec_cli.rundir.files import write_text
 ASKED = ("train.max_steps", "batching.global_batch_size", "data.seq_len")
 """Keys that a plan needs; where the file does not say one, the recipe asks for it."""
 NEEDED_OF_MODEL = "model.num_layers"
+CHECKPOINT = "init.from"
+"""It holds the sizes of the model, too."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Imported:
     @property
     def missing(self) -> tuple[str, ...]:
         """Return what the recipe asks for on the command line."""
-        model = () if NEEDED_OF_MODEL in self.heard.values else ("model",)
+        model = () if {NEEDED_OF_MODEL, CHECKPOINT} & self.heard.values.keys() else ("model",)
         cluster = ("cluster",)
         return (*model, *cluster, *(key for key in ASKED if key not in self.heard.values))
 
@@ -70,7 +72,8 @@ def _recipe(imported: Imported) -> Iterator[str]:
     model = NEEDED_OF_MODEL in values
     yield f"# Read from {imported.file.name!r} ({imported.target.title}) by trainspec import."
     yield "defaults:"
-    yield f"  - override /model: {'llama3_8b  # whose sizes are replaced below' if model else MISSING}"
+    named = "llama3_8b  # whose sizes are replaced below" if model else "auto" if CHECKPOINT in values else MISSING
+    yield f"  - override /model: {named}"
     yield f"  - override /data: {'megatron' if values.get('data.source') == 'megatron' else 'tokens'}"
     yield f"  - override /cluster: {MISSING}"
     yield "  - override /layout: fsdp"

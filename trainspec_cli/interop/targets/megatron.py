@@ -264,11 +264,14 @@ def refused_together(run: RunValues) -> Iterator[Problem]:
         yield Problem("not_said", message, "checkpoint.mode", "type checkpoint.mode=sync")
 
 
+WITHOUT_ORDER = "unset CUDA_DEVICE_MAX_CONNECTIONS  # which FSDP refuses to be 1"
+
+
 def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
     command = torchrun(run.whole("cluster.num_nodes"), run.whole("cluster.devices_per_node"))
     command += ['"$MEGATRON/pretrain_gpt.py"', *options(spoken.keys_of("config"))]
     needs = [': "${MEGATRON:?set MEGATRON to the folder of Megatron-LM}"']
-    needs += ["unset CUDA_DEVICE_MAX_CONNECTIONS  # which FSDP refuses to be 1"] if _by_fsdp(run) else []
+    needs += [WITHOUT_ORDER] if _by_fsdp(run) else []
     about = f"Trains {run.recipe} with Megatron-LM, as trainspec planned it."
     return {FILE: shell_script(about, command, spoken.keys_of("environment"), needs=needs)}
 
@@ -291,6 +294,11 @@ def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
         values |= {"model.activation": "silu", "model.gated_mlp": True}
     if "--data-path" in keys:
         values["data.source"] = "megatron"
+    return sharded(values)
+
+
+def sharded(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the values with the layout of a run whose state nobody divides, where none is."""
     if "layout.zero_stage" not in values:
         return {**values, "layout.dp_shard": 1, "layout.dp_replicate": "auto"}
     return values
