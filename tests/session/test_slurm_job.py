@@ -17,7 +17,7 @@ from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan
-from trainspec_cli.session import slurm_job
+from trainspec_cli.session import requeue, slurm_job
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.session import Session
 from trainspec_cli.spec.recipe.cluster import SlurmSpec
@@ -53,6 +53,7 @@ class Slurm:
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     found = Slurm()
     monkeypatch.setattr(slurm_job, "slurm", found)
+    monkeypatch.setattr(requeue, "slurm", found)
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
@@ -188,9 +189,9 @@ def test_slurm_is_asked_again_until_the_job_is_pending(
             raise MachineError("the job is running")
 
     monkeypatch.setattr(slurm, "exclude", exclude, raising=False)
-    monkeypatch.setattr(slurm_job.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(slurm_job.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
-    slurm_job._avoid("41", ["n7", "n8"], "n1")
+    monkeypatch.setattr(requeue.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(requeue.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    requeue._avoid("41", ["n7", "n8"], "n1")
     assert all(given == ("41", ["n7", "n8"], "n1") for given in asked)
     assert ("may be started on n7, n8 again" in capsys.readouterr().err) == is_told
     assert len(asked) == 3 if not is_told else 20 <= len(asked) <= 30

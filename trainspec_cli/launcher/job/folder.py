@@ -143,6 +143,23 @@ def write_own_launch(job: Job, name: str, argv: Sequence[str]) -> None:
     write_run_record(run, record)
 
 
+def write_own_resume(job: Job, argv: Sequence[str], from_step: int) -> None:
+    """Write down that a command of the user's own is started again in its run; what the last start left of its end is
+    cleared away."""
+    run = job.run
+    _clear_end(run)
+    write_text(run.command_txt, render_command(job.command, job.environment, Path.cwd()))
+    record = read_run_record(run)
+    resume = Resume(tuple(argv), __version__, time.time(), from_step)
+    write_run_record(run, replace(record, resumes=(*record.resumes, resume)))
+
+
+def _clear_end(run: RunDir) -> None:
+    for report in run.errors_folder.glob("*.json"):
+        report.unlink()
+    run.result_json.unlink(missing_ok=True)
+
+
 def _keep_small_files(spec: RunSpec, run: RunDir) -> None:
     """Keep what an export needs beside the weights, since its files need not be there for ever: the chat template that
     the data names, and config and tokenizer of the Hugging Face folder that the run begins with, at once or through
@@ -182,9 +199,7 @@ def write_resume(
     record = replace(record, digest=digest(plan.spec), memory_secret=secret)
     if data_folder is not None:
         record = replace(record, data_dir=str(data_folder.absolute()))
-    for report in run.errors_folder.glob("*.json"):
-        report.unlink()
-    run.result_json.unlink(missing_ok=True)
+    _clear_end(run)
     _write_start(job, plan, kernels)
     write_run_record(run, record)
 
