@@ -31,15 +31,16 @@ JOB = "SLURM_JOB_ID"
 
 def find_place(command: Sequence[str], folder: str | None, nodes: NodeOptions) -> tuple[NodeOptions, str]:
     """Return the nodes of the run and its folder: as they were typed; else those of srun's step, and a folder below
-    ./runs that has its number, which all of its nodes know. Raises RecipeError where srun has started several tasks on
-    a node."""
+    ./runs that has its number, which all of its nodes know, and its next start. Raises RecipeError where srun has
+    started several tasks on a node."""
     if nodes != NodeOptions():
         return nodes, folder or AUTO
     step = read_step(os.environ)
     if step is None:
         return nodes, folder or AUTO
     usual = RUNS / script_name(command) / f"slurm-{step.job_id}.{step.number}"
-    return NodeOptions(step.num_nodes, step.node, of_slurm=True), folder or str(usual)
+    several = NodeOptions(step.num_nodes, step.node, of_slurm=True) if step.num_nodes > 1 else nodes
+    return several, folder or str(usual)
 
 
 def describe_place(nodes: NodeOptions, reach: Reach | None) -> str:

@@ -73,12 +73,12 @@ def _refuse_foreign(argument: Argument) -> Problem | None:
         return None
     value = argument.text.partition("=")[2]
     hint = "leave it out: the command has its own options, and the job's keys begin with cluster."
-    if near := closest(root, [*(field.name for field in fields(SlurmSpec)), "nodes"]):
+    if root == SLURM:
+        hint = f"type cluster.{argument.text}"
+    elif near := closest(root, [*(field.name for field in fields(SlurmSpec)), "nodes"]):
         hint = f"type {'cluster.num_nodes' if near == 'nodes' else f'cluster.slurm.{near}'}={value}"
     elif near := closest(root, [field.name for field in fields(ClusterSpec)]):
         hint = f"type cluster.{near}={value}"
-    elif root == SLURM:
-        hint = f"type cluster.{argument.text}"
     elif key == "run.dir":
         hint = f"type --dir {value}"
     elif key == RECIPE:

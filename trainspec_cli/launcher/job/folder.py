@@ -71,6 +71,8 @@ def _check_no_run(root: Path) -> None:
         hint = f"go on with it: trainspec resume {shlex.quote(str(root))}; or choose another run.dir"
         if _is_own_run(RunDir(root)):
             hint = "choose another folder with --dir; the command goes on from its own checkpoint, wherever that is"
+            if RunDir(root).job_sbatch.is_file():
+                hint = f"go on with it: sbatch {shlex.quote(str(RunDir(root).job_sbatch))}; or choose another --dir"
         raise RecipeError(Problem("run_exists", f"{root} holds a run already", "run.dir", hint))
 
 

@@ -13,7 +13,7 @@ FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Step:
-    """A step of srun's with one task on each of several nodes."""
+    """A step of srun's with one task on each of its nodes."""
 
     job_id: str
     number: int
@@ -23,8 +23,8 @@ class Step:
 
 
 def read_step(environ: Mapping[str, str]) -> Step | None:
-    """Return the step that this process is a task of; None where it is no task of srun's, or the step has one node.
-    Raises RecipeError where a node has several tasks."""
+    """Return the step that this process is a task of; None where srun has not started it. Raises RecipeError where a
+    node has several tasks."""
     number, tasks = environ.get("SLURM_STEP_ID", ""), environ.get("SLURM_STEP_NUM_TASKS", "")
     if (
         not number.isdigit()
@@ -38,8 +38,6 @@ def read_step(environ: Mapping[str, str]) -> Step | None:
         message = f"srun has started this command {tasks} times on {nodes} {'node' if nodes == 1 else 'nodes'}"
         hint = "start it once on each: srun --ntasks-per-node=1 trainspec run -- torchrun --nproc-per-node N train.py"
         raise RecipeError(Problem("usage", message, "--ntasks-per-node", hint))
-    if nodes == 1:
-        return None
     return Step(environ["SLURM_JOB_ID"], int(number), int(environ["SLURM_PROCID"]), nodes)
 
 
