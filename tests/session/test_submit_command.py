@@ -65,7 +65,7 @@ def test_the_commands_own_modules_are_those_of_the_jobs_shell(tmp_path: Path, ca
         ([CPU, "cluster.slurm.tme=1", "--", *COMMAND], "unknown_key", "did you mean `cluster.slurm.time`?"),
         ([CPU, "cluster.slurm.time=soon", "--", *COMMAND], "bad_time", "such as two hours"),
         ([CPU, "cluster.num_nodes=0", "--", *COMMAND], "out_of_range", "cluster.num_nodes=1 or more"),
-        (["--", *COMMAND], "left_open", "cluster.slurm.gpus_per_node=8"),
+        (["--", *COMMAND], "left_open", "cluster.device=cuda cluster.devices_per_node=8"),
         (["cluster.device=cuda", "--", *COMMAND], "left_open", "cluster.devices_per_node=8"),
         ([CPU, "--grace-s", "300", "--", *COMMAND], "out_of_range", "cluster.slurm.warn_s=300"),
         ([CPU, "--"], "usage", "trainspec sbatch -- python train.py"),

@@ -56,6 +56,8 @@ from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
 
 THIS_NODE = NodeOptions()
+FOLDER = "--dir"
+"""What names the run's folder."""
 SHOWN_BYTES = 2**16
 """Of what a command prints at once, no more is shown here; its log holds all of it."""
 
@@ -84,9 +86,9 @@ def run_command(
         heed_no_warning()
         return join(run_dir, nodes.node_rank, console, command)
     if not again:
-        check_free(run_dir)
-    with storage(run_dir):
-        root = Path(run_dir) if again else make_folder(run_dir, script_name(command))
+        check_free(run_dir, FOLDER)
+    with storage(run_dir, FOLDER):
+        root = Path(run_dir) if again else make_folder(run_dir, script_name(command), FOLDER)
         started = Started(_build(command, root, detect(), _left(root, wanted), reach, nodes), reach, notify, as_json)
         return requeueing(RunDir(root), nodes, console, lambda requests: _run(started, console, requests))
 
@@ -101,7 +103,7 @@ def run_in_job(run_dir: RunDir, reach: Reach, console: RunConsole, requests: Sto
         message, hint = f"the run in {run_dir.root} is done", "start it again in another folder: --dir"
         raise RecipeError(Problem("nothing_left", message, hint=hint))
     wanted = _left(run_dir.root, asked.wanted)
-    with storage(str(run_dir.root)):
+    with storage(str(run_dir.root), FOLDER):
         job = build_own_nodes_job(command, run_dir.root, reach.start, asked.num_nodes, wanted)
         return _run(Started(job, reach), console, requests)
 
@@ -126,7 +128,8 @@ def _run(started: Started, console: RunConsole, requests: StopRequests) -> int:
             write_own_resume(job, sys.argv[1:], newest_step(job.run))
         else:
             write_own_launch(job, job.own.name, sys.argv[1:])
-        console.report(*_notes(job.own.command))
+        if notes := _notes(job.own.command):
+            console.report(*notes)
         alone = partial(OwnCommandBackend, device_name=device_name(detect()))
         backend: OpenBackend = partial(NodesBackend, reach=reach, worker=()) if reach else alone
         output, how = Output(job), {"as_json": started.as_json, "notifies": started.notify}
@@ -161,7 +164,7 @@ def show_command(
     check_command(command)
     nodes, run_dir = find_place(command, folder, nodes)
     reach = _check(command, run_dir, nodes)
-    check_free(run_dir)
+    check_free(run_dir, FOLDER)
     root = RUNS / script_name(command) / "TIME" if run_dir == AUTO else Path(run_dir)
     job = _build(command, root, detect(), wanted, reach, nodes)
     job = _part_of_node(job, reach, nodes.node_rank) if reach else job

@@ -28,6 +28,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.container import unseen_image
 from trainspec_cli.session.load import Loaded, require
 from trainspec_cli.session.no_recipe import DEFAULTS
+from trainspec_cli.session.own_command import FOLDER
 from trainspec_cli.session.submit import Submission
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, SlurmSpec
@@ -92,7 +93,8 @@ def _gpus_are_known(cluster: ClusterSpec) -> Iterator[Problem]:
         return
     if cluster.device == AUTO:
         message = "nothing says whether the command needs GPUs, and the job's nodes cannot be examined before it starts"
-        hint = "type cluster.slurm.gpus_per_node=8, or a cluster such as cluster=h100; without GPUs cluster.device=cpu"
+        gpus = "cluster=h100 or another, or cluster.device=cuda cluster.devices_per_node=8"
+        hint = f"type {gpus}; without GPUs cluster.device=cpu"
         yield Problem("left_open", message, "cluster.device", hint)
     elif cluster.devices_per_node == AUTO:
         message = "`cluster.devices_per_node` is auto, and the job asks for a number of GPUs"
@@ -124,11 +126,11 @@ def write_own_submission(command: Sequence[str], folder: str | None, wanted: Wan
     """Make the run's folder and its script, where submitting it again goes on with the run. Raises RecipeError where
     the folder is in use, or a container cannot see it."""
     name, cluster, here = script_name(command), loaded.spec.cluster, Path.cwd()
-    check_folder(Path(folder).absolute() if folder else here)
+    check_folder(Path(folder).absolute() if folder else here, FOLDER)
     if cluster.slurm.container_image is not None:
         mounts(cluster.slurm, [here, *([Path(folder).absolute()] if folder else [])])
-    with storage(folder or AUTO):
-        run = RunDir(make_folder(folder or AUTO, name).absolute())
+    with storage(folder or AUTO, FOLDER):
+        run = RunDir(make_folder(folder or AUTO, name, FOLDER).absolute())
         log_of(run.root).parent.mkdir(parents=True, exist_ok=True)
         write_own_job(run, OwnJob(cluster.num_nodes, wanted, cluster.slurm.max_requeues, cluster.slurm.exclude))
         text = render_own_script(asked_by_cluster(cluster), run.root, name, sys.argv[1:], here)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainspec_cli.environment_names import GENERATION, LAUNCH_ID, OWN_PATH, OWN_SAFE_PATH, PROGRESS
-from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.launcher.job.job import (
     Job,
     OwnCommand,
@@ -35,6 +35,8 @@ HOOK = Path(__file__).parent / "hook"
 PROCESS_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes", "--num_gpus")
 """Options by which torchrun, accelerate and deepspeed are told how many processes to start here."""
 NODE_OPTIONS = ("--nnodes", "--num_machines", "--num-machines", "--num_nodes", "--hostfile")
+USUAL_PROGRAMS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "bash")
+"""What commands begin with, most often."""
 _PYTHON = re.compile(r"python[0-9.]*$")
 _ISOLATED = re.compile(r"-[a-zA-Z]*[IES][a-zA-Z]*$")
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -68,6 +70,10 @@ def check_command(command: Sequence[str], before: str = "trainspec run") -> None
             hint = f"make it executable: chmod +x {command[0]}"
     else:
         message, hint = "is no program here", "give its whole path, or activate the environment that holds it"
+        if "=" in command[0]:
+            hint = f"variables stand before trainspec ({command[0]} {before} ...), and options before --"
+        elif near := closest(command[0], USUAL_PROGRAMS):
+            hint = f"did you mean {near}? Else {hint}"
     raise RecipeError(Problem("no_command", f"{command[0]} {message}", "COMMAND", hint))
 
 

@@ -148,13 +148,15 @@ def _run_driver(options: Sequence[str], srun: Sequence[str], agent: Sequence[str
     yield f"  {shlex.join(agent)}"
 
 
-def check_folder(root: Path) -> None:
+def check_folder(root: Path, named_by: str = "run.dir") -> None:
     """Raise RecipeError if sbatch could not write the log below `root` (`%j` fails beside a backslash), or the script
-    could not name it."""
+    could not name it. `named_by`: the key or option that names the folder."""
     path = str(root)
     if "\\" in path or path != on_one_line(path):
         message = f"sbatch takes no backslash, line break or control character in the run's folder, {on_one_line(path)}"
-        raise RecipeError(Problem("bad_text", message, "run.dir", "choose another run.dir, or work in another folder"))
+        raise RecipeError(
+            Problem("bad_text", message, named_by, f"choose another {named_by}, or work in another folder")
+        )
 
 
 def log_of(root: Path) -> Path:
