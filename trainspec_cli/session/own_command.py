@@ -132,8 +132,13 @@ def _run(started: Started, console: RunConsole, requests: StopRequests) -> int:
             console.report(*notes)
         alone = partial(OwnCommandBackend, device_name=device_name(detect()))
         backend: OpenBackend = partial(NodesBackend, reach=reach, worker=()) if reach else alone
-        output, how = Output(job), {"as_json": started.as_json, "notifies": started.notify}
-        return run(*(job, None, backend, console), requests=requests, output=output, **how)
+        return run(
+            *(job, None, backend, console),
+            as_json=started.as_json,
+            requests=requests,
+            notifies=started.notify,
+            output=Output(job),
+        )
 
 
 def _left(root: Path, wanted: Wanted) -> Wanted:
