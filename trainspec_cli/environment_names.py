@@ -21,6 +21,10 @@ START = "TRAINSPEC_START"
 PROGRESS = "TRAINSPEC_PROGRESS"
 """The start, and the folder in which the processes of a command of the user's own count their steps, as ID:FOLDER."""
 
+OWN_PATH, OWN_SAFE_PATH = "TRAINSPEC_OWN_PYTHONPATH", "TRAINSPEC_OWN_PYTHONSAFEPATH"
+"""In a Slurm job, PYTHONPATH and PYTHONSAFEPATH as a command of the user's own is to have them: trainspec's own
+processes have others."""
+
 SECRET_FILE = "TRAINSPEC_SECRET_FILE"
 """The file that holds the secret of the job's processes; the secret itself stands in no environment."""
 RENDEZVOUS = "TRAINSPEC_RENDEZVOUS"

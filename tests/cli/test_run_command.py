@@ -23,7 +23,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["run"], "usage", ""),
         (["run", "--"], "usage", ""),
         (["run", "--", "no_such_program"], "no_command", "COMMAND"),
-        (["run", "--dir", "full", "--", sys.executable], "run_exists", "run.dir"),
+        (["run", "--dir", "full", "--", sys.executable], "run_exists", "--dir"),
         (["run", "--max-restarts", "-1", "--", sys.executable], "usage", ""),
     ],
 )
@@ -49,3 +49,21 @@ def test_a_dry_run_shows_command_and_environment_and_starts_nothing(
     text = capsys.readouterr().out
     assert "steps cannot be counted" in text and "train.py" in text
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--", "pyton", "train.py"], "did you mean python?"),
+        (["--", "LR=1", "python", "train.py"], "variables stand before trainspec (LR=1 trainspec run ...)"),
+        (["--dir", "full", "--", sys.executable], "choose another --dir"),
+        (["torchrun", "--nproc-per-node", "8", "train.py"], "with its options, stands after --"),
+    ],
+)
+def test_what_is_mistyped_is_answered_with_what_to_type(
+    arguments: list[str], hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert run(["run", *arguments]) == 2
+    assert hint in capsys.readouterr().err

@@ -26,7 +26,7 @@ from launcher.memory_backend import World
 from trainspec_cli.environment_names import LAUNCH_ID
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launcher import supervise as module
-from trainspec_cli.launcher.job.job import Job
+from trainspec_cli.launcher.job.job import Job, OwnCommand
 from trainspec_cli.launcher.signals import StopRequests
 from trainspec_cli.launcher.supervise import Ending, Supervisor, supervise
 from trainspec_cli.policy.recovery.recovery import RESTART_WINDOW_S
@@ -71,6 +71,16 @@ def with_resilience(plan: Plan, groups: int = 1, **resilience: object) -> Plan:
     mode = "elastic" if groups > 1 else "restart"
     spec = replace(plan.spec, resilience=ResilienceSpec(**{"mode": mode, **resilience}))  # type: ignore[arg-type]
     return replace(plan, spec=spec, replica_groups=groups)
+
+
+def test_a_command_that_goes_on_has_made_the_steps_of_its_earlier_starts(tmp_path: Path) -> None:
+    """A start that fails before its first step has made none: it would come again."""
+    own = OwnCommand(("train",), "train", max_restarts=1, hang_s=None, silent_s=None, work_s=300.0)
+    job = replace(a_job(tmp_path), own=own)
+    assert Supervisor(job, None, World, print).state.checkpoint_step == 0
+    for step in (1, 2, 3):
+        write_event(job.run.events(0), stepped(step))
+    assert Supervisor(job, None, World, print).state.checkpoint_step == 3
 
 
 class Run:

@@ -6,18 +6,32 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainspec_cli.errors import EXIT_DONE, Interrupted, MachineError, PlanError, Problem, Stopped, WorkerError
+from trainspec_cli.errors import (
+    EXIT_DONE,
+    Interrupted,
+    MachineError,
+    PlanError,
+    Problem,
+    RecipeError,
+    Stopped,
+    WorkerError,
+)
+from trainspec_cli.launcher.own_command.job import Wanted
 from trainspec_cli.launcher.signals import PatientRequests
+from trainspec_cli.launcher.slurm.own_job import OwnJob, write_own_job
 from trainspec_cli.launcher.slurm.placing import HOSTFILE
+from trainspec_cli.rundir.event_types.failures import RecoveryEvent
+from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
-from trainspec_cli.session import slurm_job
+from trainspec_cli.rundir.record import read_plan, read_run_record
+from trainspec_cli.session import own_command, requeue, slurm_job
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.session import Session
 from trainspec_cli.spec.recipe.cluster import SlurmSpec
@@ -53,6 +67,7 @@ class Slurm:
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     found = Slurm()
     monkeypatch.setattr(slurm_job, "slurm", found)
+    monkeypatch.setattr(requeue, "slurm", found)
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
@@ -188,9 +203,9 @@ def test_slurm_is_asked_again_until_the_job_is_pending(
             raise MachineError("the job is running")
 
     monkeypatch.setattr(slurm, "exclude", exclude, raising=False)
-    monkeypatch.setattr(slurm_job.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(slurm_job.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
-    slurm_job._avoid("41", ["n7", "n8"], "n1")
+    monkeypatch.setattr(requeue.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(requeue.time, "sleep", lambda seconds: now.append(now.pop() + seconds))
+    requeue._avoid("41", ["n7", "n8"], "n1")
     assert all(given == ("41", ["n7", "n8"], "n1") for given in asked)
     assert ("may be started on n7, n8 again" in capsys.readouterr().err) == is_told
     assert len(asked) == 3 if not is_told else 20 <= len(asked) <= 30
@@ -212,6 +227,69 @@ def test_a_start_that_slurm_has_overtaken_asks_for_nothing(job: Callable[..., An
     slurm.job = {"Restarts": "1", "PreemptTime": "now"}
     assert job(lambda session, requests: WorkerError.exit_code)[0] == WorkerError.exit_code
     assert slurm.requeued == []
+
+
+@pytest.fixture
+def own_run(tmp_path: Path) -> RunDir:
+    """A command of the user's own on three nodes, as `trainspec sbatch` writes it."""
+    run = RunDir(tmp_path / "own")
+    run.root.mkdir(mode=0o700)
+    write_own_job(run, OwnJob(3, Wanted(2, 60.0, None, None, 300.0), max_requeues=1, exclude="n1"))
+    write_json(run.run_json, {"recipe": "train.py", "created_at": 1.0, "command": ["train"]})
+    return run
+
+
+def begin_own(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(sys, "argv", ["slurm_job", str(run.root), "srun", "agent"])
+    with pytest.raises(SystemExit) as ended:
+        slurm_job.main()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_a_command_of_ones_own_runs_on_the_jobs_nodes_and_goes_back_as_often_as_it_may(
+    own_run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    reached: list[Any] = []
+
+    def start(run: RunDir, reach: Any, console: Any, requests: Any) -> int:
+        reached.append((run.root, reach.head, reach.start, type(requests)))
+        return Stopped.exit_code
+
+    monkeypatch.setattr(slurm_job, "run_in_job", start)
+    slurm.job = {"Restarts": "0", "PreemptTime": "now"}
+    assert begin_own(own_run, monkeypatch) == Stopped.exit_code
+    assert reached == [(own_run.root, "node1", ("srun", "agent"), PatientRequests)]
+    assert slurm.requeued == ["41"]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    slurm.job = {"Restarts": "1", "PreemptTime": "now"}
+    assert begin_own(own_run, monkeypatch) == Stopped.exit_code
+    assert slurm.requeued == ["41"]
+    assert "the job was requeued 1 times (cluster.slurm.max_requeues)" in capsys.readouterr().out
+
+
+def test_a_start_has_what_earlier_ones_have_left_of_the_restarts(
+    own_run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events, jobs = EventWriter(own_run.events(0), rank=0), []
+    events.write(RecoveryEvent(step=5, change="restart", group=None, stall_s=None, lost_steps=None))
+    events.close()
+    write_json(own_run.result_json, {"status": "stopped", "exit_code": 1, "steps": 5})
+    monkeypatch.setattr(own_command, "run", lambda job, *_, **__: jobs.append(job) or EXIT_DONE)
+    assert begin_own(own_run, monkeypatch) == EXIT_DONE
+    (job,) = jobs
+    assert (job.own.max_restarts, job.own.command, job.nodes) == (1, ("train",), (0, 1, 2))
+    assert not own_run.result_json.exists()
+    assert len(read_run_record(own_run).resumes) == 1
+
+
+def test_a_command_that_is_done_is_not_run_again(
+    own_run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    write_json(own_run.result_json, {"status": "done", "exit_code": 0, "steps": 5})
+    monkeypatch.setattr(own_command, "run", lambda *_, **__: pytest.fail("it was run"))
+    assert begin_own(own_run, monkeypatch) == RecipeError.exit_code
+    assert "is done" in capsys.readouterr().err
 
 
 TIERS = "cluster.fabric.tiers=[{name: domain},{name: leaf,devices: 2},{name: spine}]"

@@ -139,13 +139,13 @@ Sbatch = Callable[..., str]
 
 @pytest.fixture
 def sbatch(slurm: Cluster, environment: dict[str, str], tmp_path: Path) -> Sbatch:
-    """Submits `trainspec sbatch SMALL ARGUMENTS` from an empty folder; -> the job's number."""
+    """Submits `trainspec sbatch SMALL --submit ARGUMENTS` from an empty folder; -> the job's number."""
 
     def submit(*arguments: str, base: tuple[str, ...] = SMALL) -> str:
         given = {argument.partition("=")[0] for argument in arguments}
         kept = [argument for argument in base if argument.partition("=")[0] not in given]
         program = [*slurm.beside_controller, sys.executable, "-m", "trainspec_cli"]
-        command = [*program, "sbatch", *kept, *arguments, "--submit", "--json"]
+        command = [*program, "sbatch", *kept, "--submit", "--json", *arguments]
         env = slurm.environment | environment
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -17,7 +17,7 @@ COMMANDS = {
     "budget": "set buying machines beside renting them, for a portfolio of runs",
     "launch": "train a recipe on this machine",
     "run": "run a training command of your own, as it is, with all that a recipe gets",
-    "sbatch": "train a recipe as a Slurm job, on one node or several",
+    "sbatch": "train a recipe, or run a training command of your own, as a Slurm job",
     "resume": "continue a run from its newest checkpoint",
     "runs": "list the runs below ./runs",
     "watch": "show a run that goes on, from another terminal",
@@ -46,6 +46,8 @@ COMMANDS = {
 """A command, which is a function in a module of its name -> what it does."""
 COMPLETE = "complete"
 """Print the words that may end a command line; for shells (see `completion`), not for people."""
+WITH_COMMAND = ("run", "sbatch")
+"""Commands that take one of the user's own after `--`."""
 HELP_OPTIONS = ("--help", "-h", "help")
 
 
@@ -95,7 +97,7 @@ def load_command(name: str) -> Any:
     if not sys.stdout.isatty():
         app.rich_markup_mode = None
     if not app.registered_commands:
-        app.command()(getattr(module, name))
+        app.command(cls=getattr(module, "COMMAND_CLASS", None))(getattr(module, name))
     return typer.main.get_command(app)
 
 
@@ -115,9 +117,25 @@ def _usage_problem(name: str, error: Any) -> Problem:
     option = getattr(error, "option_name", "").lstrip("-")
     if option == "recipe" or "." in option:
         hint = f"values are given without dashes: {option}=<value>"
+    elif type(error).__name__ == "NoSuchOption" and name in WITH_COMMAND:
+        hint = _hint_of_option(name, option) or f"{hint}; a command of your own, with its options, stands after --"
     elif type(error).__name__ == "MissingParameter" and error.param.name == "arguments":
         hint = f"such as trainspec {name} recipe=quickstart; trainspec recipes lists what there is"
     return Problem(code="usage", message=error.format_message(), hint=hint)
+
+
+def _hint_of_option(name: str, option: str) -> str:
+    """Return what is typed in the place of an option of Slurm's own sbatch; empty for any other."""
+    from trainspec_cli.spec.rules.slurm import KEYS, OF_SCRIPT, PREFIX
+
+    if name != "sbatch" or option not in {*KEYS, *OF_SCRIPT, "gres", "gpus-per-node", "mail-type"}:
+        return ""
+    key = {"nodes": "cluster.num_nodes", "output": "--dir"}.get(option)
+    if key is None and option in KEYS:
+        key = f"{PREFIX}.{KEYS[option]}"
+    elif option in ("gres", "gpus-per-node"):
+        key = f"{PREFIX}.gpus_per_node"
+    return f"type {key}=<value>" if key else f"see trainspec explain slurm, and {PREFIX}.sbatch_lines for all else"
 
 
 def _unknown_command(name: str, rest: Sequence[str]) -> Problem:

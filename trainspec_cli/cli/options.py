@@ -6,7 +6,7 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from trainspec_cli import __version__
 from trainspec_cli.environment_names import MESSAGE, RUN, STATUS
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.reporter.page.parts import PageOrigin
+
+if TYPE_CHECKING:
+    from trainspec_cli.launcher.own_command.job import Wanted
 
 RecipeArguments = Annotated[
     list[str],
@@ -61,6 +64,36 @@ Webhook = Annotated[
     str,
     typer.Option("--webhook", metavar="URL", help="Post how the run has ended to this address.", show_default=False),
 ]
+HANG_S, SILENT_S = 600.0, 1800.0
+MAX_RESTARTS, GRACE_S, WORK_S = 3, 60.0, 300.0
+CommandFolder = Annotated[
+    str | None,
+    typer.Option("--dir", metavar="RUN", help="The run's folder; by default one of its own below ./runs."),
+]
+MaxRestarts = Annotated[
+    int,
+    typer.Option("--max-restarts", metavar="N", min=0, help="Starts after failures, in the whole job."),
+]
+Grace = Annotated[
+    float,
+    typer.Option("--grace-s", metavar="S", min=0, help="Time to save and end in, once asked to stop."),
+]
+HangAfter = Annotated[
+    float | None,
+    typer.Option(
+        "--hang-s",
+        metavar="S",
+        min=0,
+        help="Without a step or a sign of work for so long it hangs; 0: never.",
+        show_default=f"{HANG_S:g}; {SILENT_S:g} until a step is counted",
+    ),
+]
+WorkFor = Annotated[
+    float,
+    typer.Option(
+        "--work-s", metavar="S", min=0, help="Where no step is counted: start again what has worked for so long."
+    ),
+]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, or `last` for the newest below ./runs.")
 ]
@@ -91,3 +124,12 @@ def write_page(file: Path, page: str) -> None:
         message = f"--html {file} cannot be written: {error.strerror}"
         hint = "choose a file in a folder that is there"
         raise RecipeError(Problem(code="output_exists", message=message, hint=hint)) from error
+
+
+def wanted_of(max_restarts: int, grace_s: float, hang_s: float | None, work_s: float) -> Wanted:
+    """Return what the options of a command of the user's own ask for. `hang_s`: None where it is not given, 0 for
+    never."""
+    from trainspec_cli.launcher.own_command.job import Wanted  # loads what the help does without
+
+    given, usual = hang_s or None, hang_s is None
+    return Wanted(max_restarts, grace_s, HANG_S if usual else given, SILENT_S if usual else given, work_s)

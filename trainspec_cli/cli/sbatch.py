@@ -1,16 +1,47 @@
-"""`trainspec sbatch`: a run as a Slurm job."""
+"""`trainspec sbatch`: a recipe's run, or a command of the user's own, as a Slurm job."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer.core import TyperCommand
 
-from trainspec_cli.cli.options import AsJson, Force, RecipeArguments, Sweeps
+from trainspec_cli.cli.options import (
+    GRACE_S,
+    MAX_RESTARTS,
+    WORK_S,
+    AsJson,
+    CommandFolder,
+    Force,
+    Grace,
+    HangAfter,
+    MaxRestarts,
+    Sweeps,
+    WorkFor,
+    wanted_of,
+)
+from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.session.sweep import read_sweep
 from trainspec_cli.spec.json_text import json_text
 
+if TYPE_CHECKING:
+    from trainspec_cli.launcher.own_command.job import Wanted
+    from trainspec_cli.session.load import Loaded
+    from trainspec_cli.session.submit import Submission
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="recipe=NAME|key=value... [-- COMMAND...]",
+        help="A recipe, and what to change of it; or cluster.* keys, and after -- a training command of your own.",
+        show_default=False,
+    ),
+]
 Submit = Annotated[bool, typer.Option("--submit", help="Give it to sbatch, and print the job's number.")]
 AllowSetup = Annotated[
     bool,
@@ -18,41 +49,113 @@ AllowSetup = Annotated[
         "--allow-setup", help="Submit shell lines of a recipe's file that another user owns or everyone may write."
     ),
 ]
+OF_RECIPE, OF_COMMAND = ("sweep", "force"), ("folder", "max_restarts", "grace_s", "hang_s", "work_s")
+"""Options that a recipe's job alone has, and that of a command."""
+
+
+class CommandApart(TyperCommand):
+    """Keeps apart what follows `--`, which the parser would put among the other arguments."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if "--" in args:
+            place = args.index("--")
+            args, ctx.obj = args[:place], args[place + 1 :]
+        return super().parse_args(ctx, args)
+
+
+COMMAND_CLASS = CommandApart
 
 
 def sbatch(
-    arguments: RecipeArguments,
+    context: typer.Context,
+    arguments: Arguments = None,
     submit: Submit = False,
     allow_setup: AllowSetup = False,
     sweep: Sweeps = None,
     force: Force = False,
+    folder: CommandFolder = None,
+    max_restarts: MaxRestarts = MAX_RESTARTS,
+    grace_s: Grace = GRACE_S,
+    hang_s: HangAfter = None,
+    work_s: WorkFor = WORK_S,
     as_json: AsJson = False,
 ) -> None:
     """Make a run's folder and the script that trains it on Slurm, and print or submit that.
 
-    The folder must be where every node sees it (run.dir). What the job asks of Slurm is cluster.slurm.
+    The folder must be where every node sees it (run.dir; of a command --dir). What the job asks of Slurm is
+    cluster.slurm.
     With --sweep, its runs are the tasks of one array.
     Lines of shell that a recipe brings (cluster.slurm.setup) are shown on the error output.
     The script may be submitted again: the run goes on.
     """
     from trainspec_cli.session import submit as session  # half a second, which the help does without
 
-    runs = session.plan_runs(arguments, [read_sweep(one) for one in sweep or []])
-    first = runs[0].loaded
+    command = context.obj
+    _check_options(context, OF_COMMAND if command is None else OF_RECIPE, of_recipe=command is None)
+    if command is None:
+        made = _prepare_recipe(arguments or [], sweep or [], force=force)
+    else:
+        wanted = wanted_of(max_restarts, grace_s, hang_s, work_s)
+        made = _prepare_command(command, arguments or [], folder, wanted)
+    first = made.loaded[0]
     print(session.render_shell_lines(first), end="", file=sys.stderr)
     if submit and not allow_setup:
-        session.check_own_lines(runs)
-    warnings = session.warnings(runs)
-    submission = session.write_submission(runs, force=force)
+        session.check_own_lines(made.loaded)
+    submission = made.write()
     job_id = session.submit(submission) if submit else None
     folders = [str(root) for root in submission.roots]
     if as_json:
-        made = {"script": str(submission.script), "runs": folders, "job_id": job_id, "warnings": warnings}
-        print(json_text({**made, **session.shell_lines(first.spec)}))
+        shown = {"script": str(submission.script), "runs": folders, "job_id": job_id, "warnings": made.warnings}
+        print(json_text({**shown, **session.shell_lines(first.spec)}))
     elif submit:
         print(job_id)
     else:
         print(submission.text, end="")
     lines = [*(f"run folder  {folder}" for folder in folders), f"script      {submission.script}"]
-    lines += [f"warning     {warning}" for warning in warnings]
+    lines += [f"warning     {warning}" for warning in made.warnings]
     print("\n".join(lines), file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that was checked; nothing is written yet."""
+
+    loaded: Sequence[Loaded]
+    """Of each run of an array."""
+    warnings: Sequence[str]
+    write: Callable[[], Submission]
+
+
+def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], *, force: bool) -> Prepared:
+    from trainspec_cli.session import submit as session  # as above
+    from trainspec_cli.session.submit_command import refuse_bare_command  # as above
+
+    refuse_bare_command(arguments)
+    if not arguments:
+        hint = "such as trainspec sbatch recipe=quickstart, or trainspec sbatch cluster=h100 -- torchrun train.py"
+        raise RecipeError(Problem("usage", "neither a recipe is named, nor a command after --", hint=hint))
+    runs = session.plan_runs(arguments, [read_sweep(one) for one in sweeps])
+    write = partial(session.write_submission, runs, force=force)
+    return Prepared([run.loaded for run in runs], session.warnings(runs), write)
+
+
+def _prepare_command(command: Sequence[str], arguments: Sequence[str], folder: str | None, wanted: Wanted) -> Prepared:
+    from trainspec_cli.session import submit_command as session  # as above
+
+    loaded = session.load_cluster(arguments)
+    session.check_own_command(command, loaded, wanted)
+    write = partial(session.write_own_submission, command, folder, wanted, loaded)
+    return Prepared([loaded], session.warnings(loaded), write)
+
+
+def _check_options(context: typer.Context, others: Sequence[str], *, of_recipe: bool) -> None:
+    """Raise RecipeError for options of the other kind of job, which would change nothing."""
+    for option in context.command.params:
+        source = context.get_parameter_source(str(option.name))
+        if option.name in others and source and source.name == "COMMANDLINE":
+            name = option.opts[0]
+            message = f"{name} is of a command of your own" if of_recipe else f"{name} is of a recipe"
+            hint = "the command stands after --" if of_recipe else "leave it out: what stands after -- is a command"
+            if name == "--dir" and of_recipe:
+                hint = f"type run.dir={context.params[option.name]}; or the command of your own after --"
+            raise RecipeError(Problem("usage", message, name, hint))

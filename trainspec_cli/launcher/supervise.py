@@ -13,6 +13,7 @@ from trainspec_cli.launcher.backend.node_processes import ranks_of, start_folder
 from trainspec_cli.launcher.backend.observe import newest_checkpoint, newest_step
 from trainspec_cli.launcher.backend.processes import POLL_S
 from trainspec_cli.launcher.job.job import Job, torchrun_command
+from trainspec_cli.launcher.own_command.journal import count_steps
 from trainspec_cli.launcher.signals import StopRequests, on_stop_signal
 from trainspec_cli.launcher.slow_nodes import Replan, SlowNodes
 from trainspec_cli.policy.recovery import recovery, run_state
@@ -101,7 +102,7 @@ class Supervisor:
             plan.spec.resilience if plan else TOOL,
             plan.replica_groups if plan else 1,
             job.stop_grace_s,
-            newest_checkpoint(job.run),
+            count_steps(job.run) if job.own else newest_checkpoint(job.run),
             memory_ladder=plan.memory_ladder if plan else (),
             own_restarts=job.own.max_restarts if job.own else None,
         )

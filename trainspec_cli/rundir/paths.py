@@ -11,7 +11,7 @@ RUN/
   generations/    one file a start: the newest owns the run
   stops/          one file a start that was asked to stop        secrets/     what its processes share, while it lasts
   job.sbatch      the script of the Slurm job    errors/node00001.json  how a node was lost
-  slurm.json      the job it was last given to
+  slurm.json      the job it was last given to   own_job.json  the job of a command of one's own
   directives.jsonl  what the scheduler has changed, and what came of it
   verdicts.jsonl  what slowed the run, as it was found while it went on
   looks.json      deeper looks at ranks that the supervisor asked for   looks/  a trace of each
@@ -64,6 +64,7 @@ class RunDir:
         self.generations = self.root / "generations"
         self.job_sbatch = self.root / "job.sbatch"
         self.slurm_json = self.root / "slurm.json"
+        self.own_job_json = self.root / "own_job.json"
         self.hosts_txt = self.root / "hosts.txt"
         self.nccl_env = self.root / "nccl.env"
         self.nccl_tuner_csv = self.root / "nccl_tuner.csv"

@@ -13,6 +13,7 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launcher.slurm.container import mounts
 from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.recipe.cluster import SlurmSpec
 from trainspec_cli.spec.results.plan import Plan
 
 SNAPSHOTS = "snapshots"
@@ -65,8 +66,8 @@ def _weights(plan: Plan) -> Iterator[Path]:
         yield folder.absolute()
 
 
-def unseen_image(plan: Plan) -> Iterator[str]:
+def unseen_image(slurm: SlurmSpec) -> Iterator[str]:
     """Yield a warning where the image is a file or folder that is not seen here; a login node need not see it."""
-    image = plan.spec.cluster.slurm.container_image
+    image = slurm.container_image
     if image is not None and image.startswith(("/", "./", "../")) and not expand(image).exists():
         yield f"cluster.slurm.container_image is {image}, which this node does not see; the job's nodes must"

@@ -35,6 +35,8 @@ def check_has_recipe(run: RunDir) -> None:
     if not isinstance(command, Absent):
         message = f"the run in {run.root} is a command of your own, and knows its checkpoints itself"
         hint = f"start it again, in a new run: trainspec run -- {shlex.join(command)}"
+        if run.job_sbatch.is_file():
+            hint = f"give its job to Slurm again: sbatch {shlex.quote(str(run.job_sbatch))}"
         raise RecipeError(Problem("own_command", message, hint=hint))
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
 from trainspec_cli.launcher.backend.nodes.agent import run_agent
-from trainspec_cli.launcher.backend.nodes.backend import JOIN_TIMEOUT_S, Reach, reach_from_here
+from trainspec_cli.launcher.backend.nodes.backend import JOIN_TIMEOUT_S, Reach, agent_command, reach_from_here
+from trainspec_cli.launcher.slurm import commands as slurm
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_result
@@ -32,6 +33,8 @@ class NodeOptions:
     node_rank: int = 0
     endpoint: str | None = None
     """HOST:PORT"""
+    of_slurm: bool = False
+    """srun has started this command once on each node, so that nothing needs to be typed."""
 
     @property
     def as_arguments(self) -> list[str]:
@@ -63,6 +66,8 @@ class NodeOptions:
         """Return likewise how the nodes of a command of the user's own reach one another. Raises RecipeError."""
         example = "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT --dir <a shared folder> -- COMMAND"
         hint = f"on each node: trainspec run {example}"
+        if self.of_slurm:
+            return Reach(slurm.own_address() if self.is_first else "", agent_command(0), None, JOIN_TIMEOUT_S)
         if self.nnodes is None or self.nnodes == 1:
             if self.endpoint is not None or self.node_rank:
                 option = "--node-rank" if self.node_rank else "--rdzv-endpoint"

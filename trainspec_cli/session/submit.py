@@ -7,7 +7,7 @@ everyone may write, are submitted only with --allow-setup. root's files are trus
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
@@ -92,7 +92,9 @@ def _check_alike(plans: Sequence[Plan]) -> None:
 def warnings(runs: Sequence[PlannedRun]) -> list[str]:
     """Return what may go wrong with the job, each once: a time limit that is too short, an image that is not there."""
     found = (
-        line for run in runs for line in (*short_limit(run.plan, _machine_of_job(run.loaded)), *unseen_image(run.plan))
+        line
+        for run in runs
+        for line in (*short_limit(run.plan, _machine_of_job(run.loaded)), *unseen_image(run.plan.spec.cluster.slurm))
     )
     return list(dict.fromkeys(found))
 
@@ -119,9 +121,9 @@ def render_shell_lines(loaded: Loaded) -> str:
     return "".join(paragraphs)
 
 
-def check_own_lines(runs: Sequence[PlannedRun]) -> None:
+def check_own_lines(loaded: Iterable[Loaded]) -> None:
     """Raises RecipeError for lines that somebody else has written, or could have."""
-    problems = [problem for run in runs for problem in run.loaded.composed.locate(_not_own(run.loaded))]
+    problems = [problem for one in loaded for problem in one.composed.locate(_not_own(one))]
     if problems:
         raise RecipeError(list(dict.fromkeys(problems)))
 

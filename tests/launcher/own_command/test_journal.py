@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.launcher.own_command import progress
-from trainspec_cli.launcher.own_command.journal import StepJournal, count_steps
+from trainspec_cli.launcher.own_command.journal import StepJournal, count_steps, newest_step, restarts_left
 from trainspec_cli.rundir.accounting import read_recoveries
 from trainspec_cli.rundir.event_types.failures import RecoveryEvent
 from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
@@ -90,3 +90,17 @@ def test_a_damaged_file_is_passed_over(run: RunDir, data: bytes) -> None:
     journal = StepJournal(run, run.progress(1), "")
     journal.poll()
     assert journal.ranks == []
+
+
+def test_a_run_that_goes_on_has_the_rest_of_its_restarts(run: RunDir) -> None:
+    assert (restarts_left(run, 3), newest_step(run)) == (3, 0)
+    write_steps(run.progress(1), "1", 5, rank=0)
+    journal = StepJournal(run, run.progress(1), "")
+    journal.poll()
+    journal.close()
+    events = EventWriter(run.events(0), rank=0)
+    for _ in range(2):
+        events.write(RecoveryEvent(step=5, change="restart", group=None, stall_s=None, lost_steps=None))
+    events.close()
+    assert newest_step(run) == 5
+    assert [restarts_left(run, most) for most in (3, 2, 1)] == [1, 0, 0]

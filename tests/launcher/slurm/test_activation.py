@@ -48,3 +48,14 @@ def test_an_environment_without_trainspec_is_left_alone_and_modules_are_named(tm
     assert "was active, and trainspec is not installed there" in lines[-1] and sys.executable in lines[-1]
     (nothing,) = activation_lines({}, str(tmp_path), sys.executable)
     assert "none was active" in nothing
+
+
+def test_the_environment_of_a_command_need_not_hold_trainspec(tmp_path: Path) -> None:
+    root = tmp_path / "theirs"
+    venv.create(root, symlinks=True)
+    active = {"VIRTUAL_ENV": str(root)}
+    _, *lines = activation_lines(active, sys.prefix, sys.executable, of_command=True)
+    assert run(lines, "$VIRTUAL_ENV") == f"{root}\n"
+    assert list(activation_lines({}, sys.prefix, sys.executable, of_command=True)) == []
+    (comment,) = activation_lines(active, sys.prefix, sys.executable)
+    assert "trainspec is not installed there" in comment

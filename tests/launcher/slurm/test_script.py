@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import trainspec_cli
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.launcher.slurm.container import mounts
-from trainspec_cli.launcher.slurm.script import check_folder, render_script, srun_command
+from trainspec_cli.launcher.slurm.script import asked_by_plan, check_folder, render_script, srun_command, start_command
 from trainspec_cli.printable import is_printable
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, SlurmSpec
 from trainspec_cli.spec.results.blueprint import Blueprint
@@ -361,4 +361,5 @@ def test_tasks_are_numbered_by_a_hostfile_where_the_plan_places_nodes(
     plan = replace(make_plan(), blueprint=blueprint)
     text = render_script(plan, [tmp_path / "run"], "tiny", ("sbatch",), tmp_path)
     assert ("--distribution=arbitrary" in text) == sorts_nodes
-    assert "--distribution=arbitrary" not in srun_command(plan), "the doctor writes no hostfile"
+    assert ("--distribution=arbitrary" in srun_command(asked_by_plan(plan))) == sorts_nodes
+    assert "--distribution=arbitrary" not in start_command(plan, tmp_path, []), "the doctor writes no hostfile"

@@ -23,7 +23,7 @@ DONE = b"done"
 def main() -> None:
     launch_id, grace_s, root, generation, spoken_before = sys.argv[1:]
     run = RunDir(root)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):  # the last is Slurm's warning
         signal.signal(number, signal.SIG_IGN)
     if sys.stdin.buffer.read() == DONE:
         return

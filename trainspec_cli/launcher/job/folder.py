@@ -46,17 +46,17 @@ class LaunchOrigin:
     composed_yaml: str
 
 
-def check_free(run_dir: str) -> None:
-    """Raises RecipeError where `run.dir` names a folder that is in use, MachineError where others could write in it;
-    the folder is not made yet."""
+def check_free(run_dir: str, named_by: str = "run.dir") -> None:
+    """Raises RecipeError where the folder is in use, MachineError where others could write in it; it is not made yet.
+    `named_by`: the key or option that names it."""
     root = Path(run_dir)
     if run_dir == AUTO or not root.exists():
         return
-    check_folder(root, "choose another run.dir, or leave it out")
-    _check_no_run(root)
+    hint = f"choose another {named_by}, or leave it out"
+    check_folder(root, hint)
+    _check_no_run(root, named_by)
     if not root.is_dir() or any(root.iterdir()):
-        hint = "choose another run.dir, or leave it out"
-        raise RecipeError(Problem("run_exists", f"{root} exists and is not an empty folder", "run.dir", hint))
+        raise RecipeError(Problem("run_exists", f"{root} exists and is not an empty folder", named_by, hint))
 
 
 def _is_own_run(run: RunDir) -> bool:
@@ -66,19 +66,25 @@ def _is_own_run(run: RunDir) -> bool:
         return False
 
 
-def _check_no_run(root: Path) -> None:
+def _check_no_run(root: Path, named_by: str = "run.dir") -> None:
     if RunDir(root).run_json.exists():
-        hint = f"go on with it: trainspec resume {shlex.quote(str(root))}; or choose another run.dir"
+        hint = f"go on with it: trainspec resume {shlex.quote(str(root))}; or choose another {named_by}"
         if _is_own_run(RunDir(root)):
-            hint = "choose another folder with --dir; the command goes on from its own checkpoint, wherever that is"
-        raise RecipeError(Problem("run_exists", f"{root} holds a run already", "run.dir", hint))
+            hint = (
+                f"choose another folder with {named_by}; the command goes on from its own checkpoint, wherever that is"
+            )
+            if RunDir(root).job_sbatch.is_file():
+                hint = (
+                    f"go on with it: sbatch {shlex.quote(str(RunDir(root).job_sbatch))}; or choose another {named_by}"
+                )
+        raise RecipeError(Problem("run_exists", f"{root} holds a run already", named_by, hint))
 
 
-def make_folder(run_dir: str, recipe: str) -> Path:
-    """Make the folder that `run.dir` names, or a new one of its own below ./runs; for this user alone, where it is new.
-    Raises as `check_free`."""
+def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
+    """Make the folder that is named, or a new one of its own below ./runs; for this user alone, where it is new. Raises
+    as `check_free`."""
     if run_dir != AUTO:
-        check_free(run_dir)
+        check_free(run_dir, named_by)
         Path(run_dir).mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
         return Path(run_dir)
     parent = RUNS / re.sub(r"[^\w.-]+", "_", recipe)
@@ -127,7 +133,7 @@ def write_launch(
 def write_own_launch(job: Job, name: str, argv: Sequence[str]) -> None:
     """Write what a command of the user's own is started with, as `write_launch` does for a recipe."""
     run = job.run
-    _check_no_run(run.root)
+    _check_no_run(run.root, "--dir")
     write_json(run.versions_json, versions())
     write_text(run.command_txt, render_command(job.command, job.environment, Path.cwd()))
     assert job.own is not None, "it is the user's own"
@@ -141,6 +147,23 @@ def write_own_launch(job: Job, name: str, argv: Sequence[str]) -> None:
         command=job.own.command,
     )
     write_run_record(run, record)
+
+
+def write_own_resume(job: Job, argv: Sequence[str], from_step: int) -> None:
+    """Write down that a command of the user's own is started again in its run; what the last start left of its end is
+    cleared away."""
+    run = job.run
+    _clear_end(run)
+    write_text(run.command_txt, render_command(job.command, job.environment, Path.cwd()))
+    record = read_run_record(run)
+    resume = Resume(tuple(argv), __version__, time.time(), from_step)
+    write_run_record(run, replace(record, resumes=(*record.resumes, resume)))
+
+
+def _clear_end(run: RunDir) -> None:
+    for report in run.errors_folder.glob("*.json"):
+        report.unlink()
+    run.result_json.unlink(missing_ok=True)
 
 
 def _keep_small_files(spec: RunSpec, run: RunDir) -> None:
@@ -182,9 +205,7 @@ def write_resume(
     record = replace(record, digest=digest(plan.spec), memory_secret=secret)
     if data_folder is not None:
         record = replace(record, data_dir=str(data_folder.absolute()))
-    for report in run.errors_folder.glob("*.json"):
-        report.unlink()
-    run.result_json.unlink(missing_ok=True)
+    _clear_end(run)
     _write_start(job, plan, kernels)
     write_run_record(run, record)
 
@@ -208,9 +229,9 @@ def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
 
 
 @contextmanager
-def storage(run_dir: str) -> Iterator[None]:
+def storage(run_dir: str, named_by: str = "run.dir") -> Iterator[None]:
     """Cover all that is written in a run's folder: it is for this user alone, and what the disk refuses becomes a
-    MachineError that names the file, or the folder."""
+    MachineError that names the file, or the folder. `named_by`: as of `check_free`."""
     try:
         with private_files():
             yield
@@ -222,8 +243,8 @@ def storage(run_dir: str) -> Iterator[None]:
         problem = Problem(
             code="cannot_write",
             message=f"cannot write {place}: {error.strerror}",
-            path="run.dir",
-            hint=f"{hint}, or choose another place with run.dir=<folder>",
+            path=named_by,
+            hint=f"{hint}, or choose another place with {named_by}{' ' if named_by.startswith('-') else '='}<folder>",
             environment=True,
         )
         raise MachineError(problem) from error

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainspec_cli.environment_names import GENERATION, LAUNCH_ID, PROGRESS
-from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.environment_names import GENERATION, LAUNCH_ID, OWN_PATH, OWN_SAFE_PATH, PROGRESS
+from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.launcher.job.job import (
     Job,
     OwnCommand,
@@ -35,6 +35,8 @@ HOOK = Path(__file__).parent / "hook"
 PROCESS_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes", "--num_gpus")
 """Options by which torchrun, accelerate and deepspeed are told how many processes to start here."""
 NODE_OPTIONS = ("--nnodes", "--num_machines", "--num-machines", "--num_nodes", "--hostfile")
+USUAL_PROGRAMS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "bash")
+"""What commands begin with, most often."""
 _PYTHON = re.compile(r"python[0-9.]*$")
 _ISOLATED = re.compile(r"-[a-zA-Z]*[IES][a-zA-Z]*$")
 _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
@@ -54,20 +56,24 @@ class Wanted:
     """What no step is counted of is started again after it has worked for so long."""
 
 
-def check_command(command: Sequence[str]) -> None:
-    """Raise RecipeError where there is no command, or none that can be started."""
+def check_command(command: Sequence[str], before: str = "trainspec run") -> None:
+    """Raise RecipeError where there is no command, or none that can be started. `before`: what is typed before it."""
     if not command:
-        hint = "such as trainspec run -- python train.py"
+        hint = f"such as {before} -- python train.py"
         raise RecipeError(Problem("usage", "there is no command to run; it stands after --", hint=hint))
     if shutil.which(command[0]):
         return
     program = Path(command[0])
     if program.is_file():
-        message, hint = "is a file that cannot be executed", f"such as trainspec run -- python {command[0]}"
+        message, hint = "is a file that cannot be executed", f"such as {before} -- python {command[0]}"
         if program.suffix != ".py":
             hint = f"make it executable: chmod +x {command[0]}"
     else:
         message, hint = "is no program here", "give its whole path, or activate the environment that holds it"
+        if "=" in command[0]:
+            hint = f"variables stand before trainspec ({command[0]} {before} ...), and options before --"
+        elif near := closest(command[0], USUAL_PROGRAMS):
+            hint = f"did you mean {near}? Else {hint}"
     raise RecipeError(Problem("no_command", f"{command[0]} {message}", "COMMAND", hint))
 
 
@@ -126,8 +132,8 @@ def describe_own_command(job: Job, port: int) -> OwnCommandRecord:
         hang_s=job.own.hang_s,
         silent_s=job.own.silent_s,
         work_s=job.own.work_s,
-        python_path=os.environ.get("PYTHONPATH", ""),
-        python_safe_path=os.environ.get("PYTHONSAFEPATH", ""),
+        python_path=os.environ.get(OWN_PATH, os.environ.get("PYTHONPATH", "")),
+        python_safe_path=os.environ.get(OWN_SAFE_PATH, os.environ.get("PYTHONSAFEPATH", "")),
     )
 
 
@@ -290,15 +296,15 @@ def _place_of_accelerate(command: Sequence[str]) -> int | None:
 NODE_NUMBERS = ("--node-rank", "--node_rank", "--machine_rank", "--machine-rank")
 
 
-def check_for_nodes(command: Sequence[str], nodes: int) -> None:
-    """Raise RecipeError where the command says of its nodes what `--nnodes` does not, or starts them itself."""
+def check_for_nodes(command: Sequence[str], nodes: int, said_by: str = "--nnodes") -> None:
+    """Raise RecipeError where the command says of its nodes what `said_by` does not, or starts them itself."""
     if option := next((word.partition("=")[0] for word in command if word.partition("=")[0] in NODE_NUMBERS), None):
-        raise _misfit(f"the command has {option}", "leave it out: each node is given its own, by --node-rank before --")
+        raise _misfit(f"the command has {option}", "leave it out: each node is given its own")
     if "--standalone" in command:
-        raise _misfit(f"--standalone is of one node, and --nnodes is {nodes}", "leave --standalone out")
+        raise _misfit(f"--standalone is of one node, and {said_by} is {nodes}", "leave --standalone out")
     said = _option(command, [name for name in NODE_OPTIONS if name != "--hostfile"])
     if said is not None and said not in (str(nodes), f"{nodes}:{nodes}"):
-        raise _misfit(f"the command is of {said} nodes, and --nnodes is {nodes}", "leave it out of the command")
+        raise _misfit(f"the command is of {said} nodes, and {said_by} is {nodes}", "leave it out of the command")
     if any(Path(word).name == "deepspeed" for word in command[:1]):
         message = "deepspeed's launcher starts the other nodes itself, by ssh"
         raise _misfit(message, "start its script with torchrun --nproc-per-node N in place of deepspeed")

@@ -11,6 +11,7 @@ import psutil
 
 from trainspec_cli.launcher.own_command.progress import CountedProcess, CountedStep, StepFile, step_files
 from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.failures import RecoveryEvent
 from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
 from trainspec_cli.rundir.events import EventWriter, read_sound
 from trainspec_cli.rundir.paths import RunDir
@@ -148,3 +149,14 @@ def _step_event(step: int, step_time_s: float) -> StepEvent:
 def count_steps(run: RunDir) -> int:
     """Return the steps that all starts of a run have made, those that were made again included."""
     return sum(isinstance(event, StepEvent) for event in read_sound(run.events(0)))
+
+
+def restarts_left(run: RunDir, max_restarts: int) -> int:
+    """Return the starts after failures that are left to a run that goes on, of those that it may have in all."""
+    made = sum(isinstance(event, RecoveryEvent) for event in read_sound(run.events(0)))
+    return max(0, max_restarts - made)
+
+
+def newest_step(run: RunDir) -> int:
+    """Return the newest step that any start has made; 0 where none is counted."""
+    return max((event.step for event in read_sound(run.events(0)) if isinstance(event, StepEvent)), default=0)

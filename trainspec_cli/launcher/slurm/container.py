@@ -15,7 +15,6 @@ import trainspec_cli
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.printable import on_one_line
 from trainspec_cli.spec.recipe.cluster import SlurmSpec
-from trainspec_cli.spec.results.plan import Plan
 
 HOME = "/opt/trainspec"
 """The folder inside the container that holds trainspec, and nothing else that Python could import."""
@@ -91,19 +90,28 @@ def srun_options(slurm: SlurmSpec, folder: Path, mounted: Sequence[str]) -> list
     ]
 
 
-def program(plan: Plan, folder: Path, mounted: Sequence[str]) -> list[str]:
-    """Return the program that runs the rest of the command in the container; nothing where srun does."""
-    slurm = plan.spec.cluster.slurm
+def program(
+    slurm: SlurmSpec, folder: Path, mounted: Sequence[str], *, uses_gpus: bool, vendor: str | None
+) -> list[str]:
+    """Return the program that runs the rest of the command in the container; nothing where srun does. `vendor`: of the
+    GPUs, None where it is not known."""
     if slurm.container_image is None or slurm.container_runtime == "pyxis":
         return []
     binds = [word for mount in mounted for word in ("--bind", mount)]
-    return [slurm.container_runtime, "exec", *_gpu_option(plan), *binds, "--pwd", str(folder), slurm.container_image]
+    return [
+        slurm.container_runtime,
+        "exec",
+        *_gpu_option(slurm.container_gpus, vendor, uses_gpus),
+        *binds,
+        "--pwd",
+        str(folder),
+        slurm.container_image,
+    ]
 
 
-def _gpu_option(plan: Plan) -> list[str]:
-    chip, wanted = plan.spec.cluster.accelerator, plan.spec.cluster.slurm.container_gpus
-    if wanted == "auto" and plan.device == "cuda":
-        wanted = "amd" if chip and chip.vendor == "amd" else "nvidia"
+def _gpu_option(wanted: str, vendor: str | None, uses_gpus: bool) -> list[str]:
+    if wanted == "auto" and uses_gpus:
+        wanted = "amd" if vendor == "amd" else "nvidia"
     return {"nvidia": ["--nv"], "amd": ["--rocm"]}.get(wanted, [])
 
 

@@ -11,7 +11,7 @@ from trainspec_cli.launcher.slurm import commands as slurm
 from trainspec_cli.reading.files import read_field, read_object
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import NodeErrorRecord, WorkerErrorRecord, read_error
+from trainspec_cli.rundir.record import NodeErrorRecord, WorkerErrorRecord, has_own_command, read_error
 
 HUNG = "hang"
 """The error code of a worker whose step hung."""
@@ -20,6 +20,13 @@ HUNG = "hang"
 def note_job(run: RunDir, job_id: str) -> None:
     """Record the job of a run; `job_id` as squeue shows it: `12`, or `12_3` for a task of an array."""
     write_json(run.slurm_json, {"job_id": job_id})
+
+
+def job_of(run: RunDir) -> str | None:
+    """Return the job that a run was last given to; None where it was given to none."""
+    if not run.slurm_json.is_file():
+        return None
+    return read_field(run.slurm_json, read_object(run.slurm_json), "job_id", str)
 
 
 def own_job() -> str:
@@ -38,11 +45,12 @@ class Queue:
         self._pending: frozenset[str] | None = None
 
     def holds(self, run: RunDir) -> bool:
-        if not run.slurm_json.is_file():
+        job_id = job_of(run)
+        if job_id is None:
             return False
         if self._pending is None:
             self._pending = slurm.pending()
-        return read_field(run.slurm_json, read_object(run.slurm_json), "job_id", str) in self._pending
+        return job_id in self._pending
 
 
 @dataclass(frozen=True)
@@ -66,8 +74,9 @@ def is_preempted(job: Mapping[str, str]) -> bool:
     return job.get("PreemptTime", "None") not in ("None", "Unknown")
 
 
-def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool) -> Requeue | None:
-    """Requeue for causes that a restart fixes: a time limit, a preemption, a lost node, a hang; not for an error."""
+def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool, num_nodes: int) -> Requeue | None:
+    """Requeue for causes that a restart fixes: a time limit, a preemption, a lost node, a hang; not for an error. A
+    command of the user's own that hangs has been started again within its job, as often as it may."""
     if preempted and exit_code != EXIT_DONE:  # workers that had not begun yet die of the signal: that is no failure
         return Requeue("it was preempted")
     if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):
@@ -78,9 +87,9 @@ def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool) -> Req
     lost = [node for node in nodes if node.lost]
     if lost:
         names = ", ".join(f"node {node.node} ({node.host or 'never joined'})" for node in lost)
-        plan = run.plan_json
-        all_at_once = len(lost) == read_field(plan, read_object(plan), "num_nodes", int)  # no single node is at fault
+        all_at_once = len(lost) == num_nodes  # no single node is at fault
         return Requeue(f"{names} was lost", [] if all_at_once else [node.host for node in lost if node.host])
-    if any(read_error(path, WorkerErrorRecord).code == HUNG for path in run.errors_folder.glob("rank*.json")):
+    hung = (read_error(path, WorkerErrorRecord).code == HUNG for path in run.errors_folder.glob("rank*.json"))
+    if not has_own_command(run) and any(hung):
         return Requeue("a step hung")
     return None

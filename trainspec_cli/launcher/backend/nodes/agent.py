@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("run", type=RunDir)
     parser.add_argument("generation", type=int)
     options = parser.parse_args()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm warns every process of a step; the supervisor heeds it
     sys.exit(run_agent(options.run, options.generation, int(options.node)))
 
 

@@ -1,0 +1,123 @@
+"""A command of the user's own as a Slurm job: what is written, what is refused, and what is typed instead."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.__main__ import run
+from trainspec_cli.launcher.slurm.own_job import read_own_job
+from trainspec_cli.reading.files import UnreadableFileError
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_run_record
+
+COMMAND = (sys.executable, "train.py", "--lr", "1e-3", "--", "it's")
+CPU = "cluster.device=cpu"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
+def test_the_run_and_its_script_are_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("cluster.num_nodes=2", "cluster.slurm.gpus_per_node=h100:8", "cluster.slurm.gpu_request=gres")
+    more = ("cluster.slurm.time=4:00:00", "cluster.slurm.exclude=node7", "--max-restarts", "5", "--hang-s", "0")
+    assert run(["sbatch", *asked, *more, "--dir", "mine", "--", *COMMAND]) == 0
+    text, made = capsys.readouterr().out, RunDir(tmp_path / "mine")
+    assert text == made.job_sbatch.read_text()
+    lines = text.splitlines()
+    assert {f"#SBATCH --{option}" for option in ("nodes=2", "gres=gpu:h100:8", "time=4:00:00", "requeue")} <= set(lines)
+    assert f"#SBATCH --job-name=trainspec-{Path(COMMAND[1]).name}" in lines
+    assert read_run_record(made).command == COMMAND
+    own = read_own_job(made)
+    assert (own.num_nodes, own.exclude, own.max_requeues) == (2, "node7", 10)
+    assert (own.wanted.max_restarts, own.wanted.hang_s, own.wanted.silent_s) == (5, None, None)
+    assert subprocess.run(["bash", "-n", str(made.job_sbatch)], check=False).returncode == 0
+
+
+def test_the_commands_own_modules_are_those_of_the_jobs_shell(tmp_path: Path, capsys) -> None:
+    """trainspec's own processes need others, and see none of a folder that they stand in."""
+    assert run(["sbatch", CPU, 'cluster.slurm.setup=["export PYTHONPATH=/mine"]', "--dir", "mine", "--", *COMMAND]) == 0
+    script = (tmp_path / "mine/job.sbatch").read_text().partition("exec ")[0]
+    shown = 'echo "$TRAINSPEC_OWN_PYTHONPATH,$TRAINSPEC_OWN_PYTHONSAFEPATH,$PYTHONSAFEPATH"'
+    done = subprocess.run(
+        ["bash", "-u"], input=script + shown, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert done.stdout == "/mine,,1\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "hint"),
+    [
+        ([CPU, "time=3:00:00", "--", *COMMAND], "unknown_key", "type cluster.slurm.time=3:00:00"),
+        ([CPU, "nodes=2", "--", *COMMAND], "unknown_key", "type cluster.num_nodes=2"),
+        ([CPU, "num_nodes=2", "--", *COMMAND], "unknown_key", "type cluster.num_nodes=2"),
+        ([CPU, "slurm.time=1", "--", *COMMAND], "unknown_key", "type cluster.slurm.time=1"),
+        ([CPU, "run.dir=x", "--", *COMMAND], "unknown_key", "type --dir x"),
+        ([CPU, "recipe=tiny", "--", *COMMAND], "unknown_key", "a job has one of them"),
+        ([CPU, "optim.lr=1", "--", *COMMAND], "unknown_key", "the command has its own options"),
+        ([CPU, "cluster.slurm.tme=1", "--", *COMMAND], "unknown_key", "did you mean `cluster.slurm.time`?"),
+        ([CPU, "cluster.slurm.time=soon", "--", *COMMAND], "bad_time", "such as two hours"),
+        ([CPU, "cluster.num_nodes=0", "--", *COMMAND], "out_of_range", "cluster.num_nodes=1 or more"),
+        (["--", *COMMAND], "left_open", "cluster.device=cuda cluster.devices_per_node=8"),
+        (["cluster.device=cuda", "--", *COMMAND], "left_open", "cluster.devices_per_node=8"),
+        ([CPU, "--grace-s", "300", "--", *COMMAND], "out_of_range", "cluster.slurm.warn_s=300"),
+        ([CPU, "--"], "usage", "trainspec sbatch -- python train.py"),
+        ([CPU, "--", "no_such_program"], "no_command", "activate the environment"),
+        ([CPU, "--", "srun", *COMMAND], "usage", "leave srun out"),
+        ([CPU, "--", "trainspec", "run", *COMMAND], "usage", "leave `trainspec run` out"),
+        ([CPU, "cluster.num_nodes=2", "--", *COMMAND, "--node-rank", "0"], "usage", "leave it out"),
+        ([CPU, "--force", "--", *COMMAND], "usage", "leave it out"),
+        (["recipe=tiny", "--dir", "x"], "usage", "type run.dir=x"),
+        (["recipe=tiny", "--max-restarts", "1"], "usage", "the command stands after --"),
+        ([CPU, "bash", "train.sh"], "usage", f"type trainspec sbatch {CPU} -- bash train.sh"),
+        (["--partition=gpu", "--", *COMMAND], "usage", "type cluster.slurm.partition=<value>"),
+        (["--nodes=2", "--", *COMMAND], "usage", "type cluster.num_nodes=<value>"),
+        ([CPU, "bash", "--nproc-per-node", "8"], "usage", "a command of your own, with its options, stands after --"),
+        ([], "usage", "trainspec sbatch recipe=quickstart"),
+    ],
+)
+def test_what_is_wrong_is_answered_with_what_to_type(
+    arguments: list[str], code: str, hint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["sbatch", "--json", *arguments]) == 2
+    problems = json.loads(capsys.readouterr().out)["errors"]
+    assert [problem["code"] for problem in problems] == [code]
+    assert hint in problems[0]["hint"]
+    assert list(tmp_path.iterdir()) == [], "nothing is made"
+
+
+def test_wrong_keys_are_told_at_once_with_their_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sbatch", "time=3", CPU, "nodes=2", "--", *COMMAND]) == 2
+    said = capsys.readouterr().err
+    assert "command line:1" in said and "command line:3" in said
+
+
+def test_a_command_of_a_container_or_of_modules_need_not_be_here(tmp_path: Path, capsys) -> None:
+    image = ("cluster.slurm.container_image=/images/torch.sif", "cluster.slurm.container_runtime=apptainer")
+    assert run(["sbatch", CPU, *image, "--dir", "inside", "--", "no_such_program"]) == 0
+    text = capsys.readouterr().out
+    assert f"--bind {tmp_path}:{tmp_path} " in text and "HF_HUB_CACHE" not in text
+    assert run(["sbatch", CPU, "cluster.slurm.setup=[module load train]", "--dir", "set", "--", "no_such_program"]) == 0
+
+
+def test_a_run_that_is_there_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sbatch", CPU, "--dir", "mine", "--", *COMMAND]) == 0
+    capsys.readouterr()
+    for again in (["sbatch", CPU, "--dir", "mine", "--", *COMMAND], ["run", "--dir", "mine", "--", *COMMAND]):
+        assert run(again) == 2
+        assert "go on with it: sbatch mine/job.sbatch" in capsys.readouterr().err
+    assert run(["resume", "mine"]) == 2
+    assert "sbatch mine/job.sbatch" in capsys.readouterr().err
+
+
+def test_a_damaged_job_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own_job.json").write_text('{"num_nodes": 2}')
+    with pytest.raises(UnreadableFileError, match="is no job of this version"):
+        read_own_job(RunDir(tmp_path))

@@ -1,0 +1,105 @@
+"""Whether a Slurm job goes back to the queue when its run has ended, and how: the same for a recipe and for a command
+of the user's own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+
+from trainspec_cli.errors import MachineError
+from trainspec_cli.launcher.slurm import commands as slurm
+from trainspec_cli.launcher.slurm.own_job import read_own_job
+from trainspec_cli.launcher.slurm.queue import decide, is_over, is_preempted
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import has_own_command, read_plan
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.spec.recipe.cluster import SlurmSpec
+
+AVOID_S = 5.0
+"""Slurm leaves a job that it has requeued some seconds to end (KillWait, 30 by default)."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a job may do at its end."""
+
+    num_nodes: int
+    max_requeues: int = SlurmSpec.max_requeues
+    exclude: str | None = None
+    """Nodes that the user avoids."""
+
+
+def limits_of(run: RunDir) -> Limits:
+    """Return what `trainspec sbatch` was asked for."""
+    if has_own_command(run):
+        own = read_own_job(run)
+        return Limits(own.num_nodes, own.max_requeues, own.exclude)
+    plan = read_plan(run)
+    options = plan.spec.cluster.slurm
+    return Limits(plan.num_nodes, options.max_requeues, options.exclude)
+
+
+class TimeWarning:
+    """SIGUSR2, which Slurm sends ahead of the time limit; for the supervisor it is a request to stop."""
+
+    def __init__(self) -> None:
+        self.came = False
+        signal.signal(signal.SIGUSR2, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        signal.raise_signal(signal.SIGTERM)
+
+
+def requeue_if_of_use(
+    run: RunDir, job_id: str, code: int, limits: Limits, *, warned: bool, console: PrintableConsole
+) -> None:
+    """Send the job back to the queue, unless that was done often enough; where Slurm refuses, say so."""
+    try:
+        _requeue(run, job_id, code, limits, warned=warned, console=console)
+    except MachineError as error:
+        print(f"not requeued: {error}", file=sys.stderr)
+
+
+def _requeue(run: RunDir, job_id: str, code: int, limits: Limits, *, warned: bool, console: PrintableConsole) -> None:
+    """Raises MachineError."""
+    done, job = restarts(), slurm.show(job_id)
+    again = decide(run, code, warned=warned, preempted=is_preempted(job), num_nodes=limits.num_nodes)
+    if again is None or is_over(job, done) or job.get("BatchFlag") == "0":  # an interactive job cannot go back
+        return
+    if job.get("Requeue", "1") == "0":
+        console.print(f"not requeued: {again.reason}, and the job was submitted without --requeue")
+        return
+    if done >= limits.max_requeues:
+        often = f"the job was requeued {done} times (cluster.slurm.max_requeues)"
+        console.print(f"not requeued: {again.reason}, and {often}")
+        return
+    console.print(f"requeued: {again.reason}; start {done + 2} goes on from the newest checkpoint")
+    sys.stdout.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    slurm.requeue(job_id)
+    if again.avoid:
+        _avoid(job_id, again.avoid, limits.exclude)
+
+
+def restarts() -> int:
+    """Return how often Slurm has started this job again."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def _avoid(job_id: str, hostnames: Sequence[str], always: str | None) -> None:
+    """Keep the job off `hostnames`: only a pending job takes that, so it is done in the grace time before the end."""
+    deadline = time.monotonic() + AVOID_S
+    while True:
+        try:
+            return slurm.exclude(job_id, hostnames, always)
+        except MachineError as error:
+            if time.monotonic() > deadline:
+                print(f"{error}; the job may be started on {', '.join(hostnames)} again", file=sys.stderr)
+                return None
+        time.sleep(0.2)
