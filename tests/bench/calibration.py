@@ -3,8 +3,8 @@
     python tests/bench/calibration.py [DRAWS]
 
 For each source of at least eight rows the efficiencies are fitted to the other sources, from guesses that owe nothing
-to it; then four of its rows are drawn (seeds 0, 1, ...), and the rest is predicted. Needs numpy. The fits to the other
-sources take some twenty minutes on a shared core, the draws a few seconds each.
+to it and as far from them as those sources choose among themselves; then four of its rows are drawn (seeds 0, 1, ...),
+and the rest is predicted. Needs numpy. The fits take a minute on one core, the draws a few seconds each.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import random
 import sys
 from collections.abc import Sequence
 
-from planner_generality import DERIVE_EVERY, GUESS, ITERATIONS, PRIOR, TABLE, judged, source_of
+from planner_generality import TABLE, Known, choose_prior, learn, measured_runs, source_of
 
 from trainspec_cli.planner.calibration.observe import EFFICIENCIES, GPU_SPREAD, efficiency_with, of_rows
 from trainspec_cli.planner.calibration.posterior import infer, slopes_of
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.validation.backtest import Prediction, backtest, cases_of, fit_table
-from trainspec_cli.planner.validation.fit import fit
+from trainspec_cli.planner.validation.backtest import Prediction, backtest, fit_table
 
 GIVEN, LEAST = 4, 8
 
@@ -59,13 +58,14 @@ def few_shot(source: str, runs: Sequence[Prediction], learned: Efficiency, draws
 def main() -> None:
     draws = int(sys.argv[1]) if len(sys.argv) > 1 else 10
     with TABLE.open(newline="", encoding="utf-8") as lines:
-        runs = judged(backtest(csv.DictReader(lines), Efficiency()))
-    found = []
-    for source in sorted({source_of(run) for run in runs}):
-        own = [run for run in runs if source_of(run) == source]
+        runs = measured_runs(backtest(csv.DictReader(lines), Efficiency()))
+    known, found = Known.of(runs), []
+    for source in sorted(set(known.sources)):
+        own = [run for run in runs if source_of(run.row) == source]
         if len(own) >= LEAST:
-            others = cases_of([run for run in runs if source_of(run) != source])
-            found.append(few_shot(source, own, fit(others, GUESS, PRIOR, ITERATIONS, DERIVE_EVERY), draws))
+            others = known.apart_from(source, families=False)
+            prior, _ = choose_prior(known, others)
+            found.append(few_shot(source, own, learn(known, others, prior), draws))
     means = [sum(column) / len(found) for column in zip(*found, strict=True)]
     print("mean of the sources: none {:.1%}   --fit {:.1%}   calibrated {:.1%}   inside {:.0%}".format(*means))
 

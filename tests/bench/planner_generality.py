@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import estimate_step
-from trainspec_cli.planner.validation.backtest import Prediction, backtest, cases_of
+from trainspec_cli.planner.validation.backtest import Backtest, Prediction, backtest, cases_of
 from trainspec_cli.planner.validation.fit import HUBER, FittedRow, derive, fit, log_errors, newton_step
 from trainspec_cli.planner.validation.table import Row
 
@@ -189,14 +189,23 @@ class Judged:
         return abs(self.log_error) <= self.log_width
 
 
-def judge(known: Known, source: str, *, families: bool = True) -> list[Judged]:
-    taught, judged = known.apart_from(source, families=families), known.of_source(source)
+def choose_prior(known: Known, taught: Mask) -> tuple[float, list[Values]]:
+    """-> (how far the efficiencies may leave their guesses, the scaled errors of the taught sources with that)."""
     inner = {prior: within_fold(known, taught, prior) for prior in PRIORS}
     prior = min(PRIORS, key=lambda one: float(np.mean([np.mean(abs(own)) for own in inner[one][0]])))
-    scaled = [abs(errors) / spreads for errors, spreads in zip(*inner[prior], strict=True)]
-    width = quantile_by_source(scaled)
+    return prior, [abs(errors) / spreads for errors, spreads in zip(*inner[prior], strict=True)]
+
+
+def learn(known: Known, taught: Mask, prior: float) -> Efficiency:
     cases = [case for case, teaches in zip(known.cases, taught, strict=True) if teaches]
-    learned = fit(cases, GUESS, prior, ITERATIONS, known.derivatives[taught])
+    return fit(cases, GUESS, prior, ITERATIONS, known.derivatives[taught])
+
+
+def judge(known: Known, source: str, *, families: bool = True) -> list[Judged]:
+    taught, judged = known.apart_from(source, families=families), known.of_source(source)
+    prior, scaled = choose_prior(known, taught)
+    width = quantile_by_source(scaled)
+    learned = learn(known, taught, prior)
     predicted = {case: estimate_step(known.cases[case].setup, learned).total_s for case in np.flatnonzero(judged)}
     widths = dict(zip(np.flatnonzero(judged), width * spread(known, taught, prior, judged), strict=True))
     return [
@@ -274,12 +283,15 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def measured_runs(shipped: Backtest) -> list[Prediction]:
+    return [run for run in shipped.predictions if run.judged and run.setup and run.measured_step_time_s]
+
+
 def main() -> None:
     chosen, began = arguments(), time.process_time()
     with chosen.table.open(newline="", encoding="utf-8") as lines:
         shipped = backtest(csv.DictReader(lines), Efficiency())
-    runs = [run for run in shipped.predictions if run.judged and run.setup and run.measured_step_time_s]
-    known = Known.of(runs)
+    known = Known.of(measured_runs(shipped))
     sources = sorted(set(known.sources))
     found = [one for source in sources for one in judge(known, source, families=not chosen.same_families)]
     report(found)

@@ -52,6 +52,10 @@ class Software:
     """Norms, activations, losses as single kernels (Transformer Engine, torch.compile, XLA)."""
     fused_loss: bool = False
     """Softmax and loss over the vocabulary as one kernel each way."""
+    plain_loss: bool = False
+    """The loss stays in plain operations where the blocks are compiled."""
+    cut_logit_bytes: float | None = None
+    """Bytes of a logit in a loss of plain operations over a vocabulary that is cut; None: as over a whole one."""
     fused_accumulation: bool = True
     """Weight gradients are added up by the matrix products that make them."""
     overlap_dp: bool = True

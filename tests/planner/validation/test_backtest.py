@@ -54,8 +54,8 @@ def measured_peaks(corrected_memory: Backtest) -> list[Prediction]:
 def test_step_time_error_does_not_grow(throughput: Backtest) -> None:
     summary = report(throughput).summary
     assert summary.judged == 1092
-    assert summary.step_time_mape < 0.091
-    assert summary.step_time_median_ape < 0.067
+    assert summary.step_time_mape < 0.09
+    assert summary.step_time_median_ape < 0.065
     assert abs(summary.bias) < 0.015
 
 
@@ -66,10 +66,10 @@ def geometric_mean(values: Iterable[float | None]) -> float:
 def test_no_prediction_changes_unnoticed(throughput: Backtest, memory: Backtest) -> None:
     """Whoever changes a constant or a formula sees by how much, compares the errors above, and writes the new means."""
     found, peaks = throughput.predictions, memory.predictions
-    assert geometric_mean(p.step_time_s for p in found) == pytest.approx(3.2612418, rel=1e-7)
-    assert geometric_mean(p.tokens_s_gpu for p in found) == pytest.approx(1870.08426, rel=1e-7)
-    assert geometric_mean(p.peak_memory_bytes for p in found) == pytest.approx(6.12849133e10, rel=1e-7)
-    assert geometric_mean(p.memory_bytes for p in found) == pytest.approx(5.56691278e10, rel=1e-7)
+    assert geometric_mean(p.step_time_s for p in found) == pytest.approx(3.25049369, rel=1e-7)
+    assert geometric_mean(p.tokens_s_gpu for p in found) == pytest.approx(1876.2679, rel=1e-7)
+    assert geometric_mean(p.peak_memory_bytes for p in found) == pytest.approx(6.1329082e10, rel=1e-7)
+    assert geometric_mean(p.memory_bytes for p in found) == pytest.approx(5.59243242e10, rel=1e-7)
     assert geometric_mean(p.peak_memory_bytes for p in peaks) == pytest.approx(5.56855236e10, rel=1e-7)
     assert geometric_mean(p.memory_bytes for p in peaks) == pytest.approx(2.18616425e9, rel=1e-7)
 
@@ -86,10 +86,10 @@ def test_the_columns_are_read_as_they_were(throughput: Backtest, memory: Backtes
         "columns mbs and gbs are empty": 4,
         "column n_gpus is empty": 3,
     }
-    assert summary.step_time_mape == pytest.approx(0.0890407, rel=1e-5)
-    assert summary.step_time_median_ape == pytest.approx(0.0644953, rel=1e-5)
-    assert summary.bias == pytest.approx(0.00725899, rel=1e-5)
-    assert summary.memory_worst_under == pytest.approx(-0.270988, rel=1e-5)
+    assert summary.step_time_mape == pytest.approx(0.0888186, rel=1e-5)
+    assert summary.step_time_median_ape == pytest.approx(0.0631661, rel=1e-5)
+    assert summary.bias == pytest.approx(0.00184394, rel=1e-5)
+    assert summary.memory_worst_under == pytest.approx(-0.268193, rel=1e-5)
     assert sum(ranking.loss for ranking in throughput.ranking) == pytest.approx(0.252683, rel=1e-5)
     assert next(iter(summary.by_gpu)) == "H100-SXM-80GB", "the largest group comes first"
     assert sum(group.rows for group in summary.by_gpu.values()) == len(throughput.points()) == 1092

@@ -190,3 +190,18 @@ def test_nodes_of_rows(intra: str, gpus_per_node: str, scaleup: int, kind: str) 
     fabric = state(ROW | {"intra_node": intra, "gpus_per_node": gpus_per_node}).setup.fabric
     assert (fabric.scaleup_devices, fabric.chip.link_kind) == (scaleup, kind)
     assert kind != "pcie" or fabric.link_gb_per_s == 63
+
+
+@pytest.mark.parametrize(
+    ("columns", "rotates"),
+    [
+        ({"gated_mlp": "0", "kv_heads": ""}, False),
+        ({"gated_mlp": "0", "kv_heads": "2"}, True),
+        ({"gated_mlp": "1", "kv_heads": ""}, True),
+    ],
+    ids=["GPT", "shared keys", "gated"],
+)
+def test_what_has_neither_gates_nor_shared_keys_has_a_table_of_positions(
+    columns: dict[str, str], rotates: bool
+) -> None:
+    assert state(ROW | columns).setup.model.rotates == rotates

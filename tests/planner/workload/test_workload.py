@@ -22,6 +22,7 @@ from trainspec_cli.planner.workload.adapters import adapted_matrices, adapter_pa
 from trainspec_cli.planner.workload.cnn import layer_works as conv_works
 from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params
 from trainspec_cli.planner.workload.ssm import mamba_params
+from trainspec_cli.planner.workload.transformer import attention_work
 from trainspec_cli.planner.workload.work import Gemm, Work
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
@@ -483,3 +484,13 @@ def test_adapters_of_all_layers_are_counted() -> None:
     lora = LoraSpec(rank=2, targets=("q", "down"))
     assert adapter_params(DEEPSEEK, lora) == 2 * (3 * (24 + 10) + (8 + 16) + 2 * (8 + 12))
     assert adapter_params(HYBRID, lora) == adapter_params(LLAMA, LoraSpec()) == 0
+
+
+def test_a_model_with_a_table_of_positions_rotates_nothing() -> None:
+    """A rotation reads and writes each query and key: 2 bytes an element twice, and in plain operations 16 more."""
+    rotating = DecoderModel(2, 64, 4, 4, 16, 256, 1000)
+    seated = replace(rotating, learned_positions=128)
+    layout, tokens = Layout(), 8.0
+    turned, still = (attention_work(model, tokens, 128, layout) for model in (rotating, seated))
+    assert turned.pass_bytes - still.pass_bytes == 2 * 2 * tokens * (64 + 64)
+    assert turned.eager_bytes - still.eager_bytes == 16 * tokens * (64 + 64)

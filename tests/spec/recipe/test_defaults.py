@@ -218,6 +218,8 @@ DEFAULTS: dict[str, Any] = {
         "attention_generation": 2,
         "fused_kernels": False,
         "fused_loss": False,
+        "compiles_loss": True,
+        "cut_logit_bytes": None,
         "fused_accumulation": False,
         "overlap_dp": True,
         "overlap_tp": True,

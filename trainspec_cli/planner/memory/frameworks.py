@@ -243,8 +243,12 @@ def stage_activations(setup: Setup, stage: int, layers: int, layer: LayerMemory,
 def logit_bytes(setup: Setup, constants: MemoryModel) -> float:
     if setup.model.unit == "samples":
         return 0.0
-    each = constants.logit_bytes if setup.software.fused_kernels else constants.logit_bytes_eager
-    each += 2.0 * setup.software.shifted_logits
+    software = setup.software
+    is_plain = software.plain_loss or not software.fused_kernels
+    each = constants.logit_bytes_eager if is_plain else constants.logit_bytes
+    if is_plain and setup.layout.tp > 1 and software.cut_logit_bytes is not None:
+        each = software.cut_logit_bytes
+    each += 2.0 * software.shifted_logits
     return each * setup.tokens * setup.model.vocab_size / setup.layout.tp
 
 

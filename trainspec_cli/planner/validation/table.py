@@ -111,6 +111,13 @@ def latent_of(row: Row) -> LatentAttentionSpec | None:
     return None
 
 
+def positions_of(row: Row, gated: bool) -> int:
+    """Return the rows of a position table: tables do not state it. Rotations came with gates, or with keys that several
+    queries share; what has neither is a GPT, with a table of positions or with ALiBi's slopes, which cost nothing."""
+    is_gpt = not gated and whole(row, "kv_heads", whole(row, "heads", 1)) == whole(row, "heads", 1)
+    return whole(row, "seq_len", 1) if is_gpt else 0
+
+
 def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
     hidden, heads, layers = int(need(row, "hidden")), whole(row, "heads", 1), int(need(row, "layers"))
     head_dim = number(row, "head_dim") or hidden / heads
@@ -128,6 +135,7 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
         name=row.get("model", ""),
         gated_mlp=gated,
         mla=latent_of(row),
+        learned_positions=positions_of(row, gated),
     )
     total = number(row, "params_b")
     experts = experts_of(row, layers, model)

@@ -140,6 +140,7 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
     # The core reads q, k, v and keeps its output, which is also the input of the output projection.
     # The residual stream itself is the norm's saved input; the norm's output is the projections'.
     inner = (2 * query + 2 * key) / tp
+    rotated = (query + key) / tp if model.rotates else 0.0
     latent = 0.0
     if model.mla is not None:
         latent = 2.0 * (model.mla.q_lora_rank + model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)
@@ -148,10 +149,8 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
         attention_flops=4.0 * tokens * attention_width(model) / tp * context(window, seq_len),
         attention_head_dim=attention_width(model) / model.num_heads,
         score_bytes=2.0 * tokens * seq_len * model.num_heads / tp,
-        pass_bytes=2.0 * tokens * (7 * hidden / split + 2 * (query + key) / tp + 2 * latent),
-        eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split + EAGER_ROTATION_BYTES * (query + key) / tp)
-        if model.gated_mlp
-        else 0.0,
+        pass_bytes=2.0 * tokens * (7 * hidden / split + 2 * rotated + 2 * latent),
+        eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split * model.gated_mlp + EAGER_ROTATION_BYTES * rotated),
         tensor_bytes=2.0 * tokens * hidden / split,
         kernels=16 if model.mla is None else 34,
         tp_bytes=2.0 * tokens * hidden,

@@ -84,6 +84,11 @@ class FrameworkSpec:
     XLA). A run that compiles its blocks has them in any case."""
     fused_loss: bool = False
     """Softmax and loss over the vocabulary are one kernel each way, without torch.compile."""
+    compiles_loss: bool = True
+    """A run that compiles its blocks compiles the loss too."""
+    cut_logit_bytes: NonNegativeFloat | None = None
+    """Bytes of a logit in a loss of plain operations over a vocabulary that tensor parallelism cuts; null: as many as
+    over a whole vocabulary."""
     fused_accumulation: bool = False
     """Matrix products add weight gradients to their sums themselves."""
     overlap_dp: bool = True
