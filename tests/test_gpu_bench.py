@@ -41,7 +41,7 @@ def schedule_of(folder: Path, bodies: dict[str, str], limit_s: float = 60.0) -> 
     """`bodies`: check -> the Python by which its process finds its items."""
 
     def command(check: Check, left_s: float) -> list[str]:
-        body = textwrap.indent(textwrap.dedent(bodies[check.name]), " " * 8).strip()
+        body = textwrap.indent(textwrap.dedent(bodies[check.name]), " " * 4).strip()
         values = {"tests": str(TESTS), "folder": str(folder), "name": check.name, "left_s": left_s, "body": body}
         return [sys.executable, "-c", textwrap.dedent(ONE_CHECK).format(**values)]
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from . import engine_checks, run_checks
 from .schedule import Check
-from .workloads import MEMORY, WORKLOADS, Workload
+from .workloads import MEMORY, WORKLOADS
 
 ON_THE_DEVICE = ("tests/engine/kernels/test_inputs.py", "tests/engine/kernels/test_backends.py")
 """Tests that take a GPU where there is one; the others show that the engine works with this torch and Python."""
@@ -24,38 +24,48 @@ def checks(tiny: bool) -> list[Check]:
 
 
 def _in_order(tiny: bool) -> list[Check]:
-    first, *others = WORKLOADS
     return [
+        # about ten minutes of an H200
         Check("machine", "what the machine is", run_checks.machine, 90),
-        Check("quickstart", "the README's first run", run_checks.quickstart, 150, 30),
-        _profile(first),
-        _speed(first, WORKLOADS[first]),
-        *(_memory(name, workload) for name, workload in list(MEMORY.items())[:2]),
-        Check("clauses", "the training spec on the chip, one process", engine_checks.clauses, 240, 40),
-        _tests("tests on the device", TINY_TESTS if tiny else ON_THE_DEVICE, 180),
-        *(_speed(name, WORKLOADS[name]) for name in others[:4]),
-        Check("data path", "waits for data, copies, allocations", run_checks.data_path, 180, 60),
-        Check("kernels", "the table of kernels=auto", run_checks.kernels, 240, 60),
-        Check("stall", "what a checkpoint holds up", run_checks.stall, 150, 45),
-        Check("out of memory", "memory runs out, and the run goes on", run_checks.out_of_memory, 150, 40),
-        Check("elastic", "two replica groups on one device", run_checks.elastic, 150, 60),
-        *(_memory(name, workload) for name, workload in list(MEMORY.items())[2:]),
-        *(_profile(name) for name in others if name in ("dense_1b", "moe", "mamba2")),
-        *(_speed(name, WORKLOADS[name]) for name in others[4:]),
+        Check("quickstart", "the README's first run", run_checks.quickstart, 120, 30),
+        _profile("dense_8b"),
+        _speed("dense_8b", rounds=2),
+        _memory("1b"),
+        # the next ten
+        Check("clauses", "the training spec on the chip, one process", engine_checks.clauses, 180, 40),
+        _tests("tests on the device", TINY_TESTS if tiny else ON_THE_DEVICE, 120),
+        _speed("dense_1b"),
+        Check("data path", "waits for data, copies, allocations", run_checks.data_path, 120, 60),
+        Check("elastic", "two replica groups on one device", run_checks.elastic, 120, 60),
+        Check("out of memory", "memory runs out, and the run goes on", run_checks.out_of_memory, 120, 40),
+        # the last ten
+        _speed("moe"),
+        _speed("mamba2"),
+        _speed("unet"),
+        Check("stall", "what a checkpoint holds up", run_checks.stall, 90, 45),
+        Check("kernels", "the table of kernels=auto", run_checks.kernels, 150, 60),
+        _memory("0.1b"),
+        _speed("dense_8b_fp8"),
+        _speed("dense_8b_8k"),
+        # where there is more time
+        *map(_memory, ("3b", "0.4b", "8b_half")),
+        *map(_profile, ("dense_1b", "moe", "mamba2")),
+        *map(_speed, ("dense_1b_8k", "dense_1b_fp8", "dense_8b_8k_fp8")),
         *([] if tiny else [_tests("tests of the engine", OF_THE_ENGINE, 300)]),
     ]
 
 
-def _speed(name: str, workload: Workload) -> Check:
-    return Check(f"speed {name}", workload.what, partial(run_checks.speed, name), 300, 60)
+def _speed(name: str, rounds: int = 1) -> Check:
+    find = partial(run_checks.speed, name, rounds=rounds)
+    return Check(f"speed {name}", WORKLOADS[name].what, find, 150 * (1 + rounds), 60)
 
 
-def _memory(name: str, workload: Workload) -> Check:
-    return Check(f"memory {name}", workload.what, partial(engine_checks.memory_of, name), 200, 45)
+def _memory(name: str) -> Check:
+    return Check(f"memory {name}", MEMORY[name].what, partial(engine_checks.memory_of, name), 150, 45)
 
 
 def _profile(name: str) -> Check:
-    return Check(f"profile {name}", WORKLOADS[name].what, partial(engine_checks.profile_of, name), 150, 45)
+    return Check(f"profile {name}", WORKLOADS[name].what, partial(engine_checks.profile_of, name), 120, 45)
 
 
 def _tests(name: str, files: tuple[str, ...], limit_s: float) -> Check:

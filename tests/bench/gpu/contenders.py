@@ -20,7 +20,7 @@ from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
 
-from .workloads import Workload, arguments_of
+from .workloads import Workload, arguments_of, unpredicted
 
 WARMUP_STEPS = 5
 CLIP_NORM, LEARNING_RATE = 1.0, 3e-4
@@ -61,7 +61,7 @@ def run_trainspec(workload: Workload, tokens: str, steps: int, device: str, sett
         run_dir = RunDir(Path(folder, "run"))
         data = ["data=phantom"] if workload.is_unet else ["data=nanogpt", f"data.path={tokens}"]
         given = [*data, f"train.max_steps={steps + 2}", "run.preflight=false", f"run.dir={run_dir.root}"]
-        given += [f"compile={str(setting == 'compiled').lower()}"]
+        given += [f"compile={str(setting == 'compiled').lower()}", *([] if workload.is_unet else unpredicted(device))]
         command = [sys.executable, "-m", "trainspec_cli", "launch", *arguments_of(workload, device, *given), "--force"]
         steps_s = follow(command, run_dir, steps)
         return sum(steps_s[WARMUP_STEPS:]) / len(steps_s[WARMUP_STEPS:])

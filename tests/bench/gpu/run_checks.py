@@ -24,7 +24,7 @@ from trainspec_cli.rundir.paths import RunDir
 from .machine import ROOT, describe_machine, measure_chip
 from .record import Items, last_lines
 from .schedule import kill_all
-from .workloads import WORKLOADS, arguments_of, write_tokens
+from .workloads import WORKLOADS, arguments_of, on_one, unpredicted, write_tokens
 
 CLI = (sys.executable, "-m", "trainspec_cli")
 KERNEL_RUNS = {
@@ -42,10 +42,6 @@ def run(*command: str, **environment: str) -> str:
     return ended.stdout
 
 
-def cluster(device: str, devices: int = 1) -> tuple[str, ...]:
-    return "cluster=auto", f"cluster.device={device}", f"cluster.devices_per_node={devices}"
-
-
 def machine(items: Items, device: str, tiny: bool) -> None:
     items.take("machine", describe_machine)
     items.take("chip", lambda: measure_chip(device))
@@ -53,7 +49,9 @@ def machine(items: Items, device: str, tiny: bool) -> None:
 
 def quickstart(items: Items, device: str, tiny: bool) -> None:
     length = ("train.max_steps=4", "train.eval_interval_steps=2", "data.max_bytes=400000") if tiny else ()
-    items.take("quickstart", lambda: launched("recipe=quickstart", *cluster(device), *length), least_s=30)
+    items.take(
+        "quickstart", lambda: launched("recipe=quickstart", *on_one(device), *unpredicted(device), *length), least_s=30
+    )
 
 
 def launched(*arguments: str) -> dict[str, Any]:
@@ -116,7 +114,7 @@ def _failure(case: ElementTree.Element) -> str:
 def kernels(items: Items, device: str, tiny: bool) -> None:
     for name, arguments in list(KERNEL_RUNS.items())[: 1 if tiny else None]:
         smaller = ("data.seq_len=64", "model.num_layers=1") if tiny else ()
-        command = (*CLI, "kernels", *arguments, *smaller, *cluster(device), "--again", "--json")
+        command = (*CLI, "kernels", *arguments, *smaller, *on_one(device), *unpredicted(device), "--again", "--json")
         items.take(name, lambda command=command: json.loads(run(*command)), least_s=60)
 
 
@@ -129,7 +127,7 @@ def data_path(items: Items, device: str, tiny: bool) -> None:
         tokens = write_tokens(folder, workload, 4 * steps * workload.units_a_step)
         given = ("data=nanogpt", f"data.path={tokens}", f"train.max_steps={steps}", "checkpoint.interval_steps=null")
         compiled = f"compile={str(not tiny).lower()}"
-        arguments = arguments_of(workload, device, *given, "run.preflight=false", compiled)
+        arguments = arguments_of(workload, device, *unpredicted(device), *given, "run.preflight=false", compiled)
         items.take(name, functools.partial(launched, *arguments), least_s=60)
 
 
@@ -146,14 +144,17 @@ def stall(items: Items, device: str, tiny: bool) -> None:
     )
     recipe = ("recipe=tiny" if tiny else "recipe=quickstart", *sizes, *steps, "train.eval_interval_steps=null")
     for mode in ("async", "sync"):
-        given = (*recipe, *cluster(device), "sample.max_new_tokens=0", f"checkpoint.mode={mode}")
+        given = (*recipe, *on_one(device), *unpredicted(device), "sample.max_new_tokens=0", f"checkpoint.mode={mode}")
         items.take(mode, functools.partial(launched, *given), least_s=45)
 
 
 def out_of_memory(items: Items, device: str, tiny: bool) -> None:
     """A batch that is too large for the device: the run takes less at a time and goes on with the same samples."""
     items.take(
-        "injected", lambda: launched("recipe=tiny", *cluster(device), "fault=oom(rank=0,step=5)", "scheduler=auto")
+        "injected",
+        lambda: launched(
+            "recipe=tiny", *on_one(device), *unpredicted(device), "fault=oom(rank=0,step=5)", "scheduler=auto"
+        ),
     )
     if device == "cpu":
         return
@@ -171,7 +172,7 @@ def elastic(items: Items, device: str, tiny: bool) -> None:
 def two_groups(device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "run")
-        given = ("recipe=tiny", *cluster(device), "cluster.num_nodes=2", "resilience=elastic", "train.max_steps=100000")
+        given = ("recipe=tiny", *on_one(device), *unpredicted(device), "resilience=elastic", "train.max_steps=100000")
         given += ("resilience.exchange_timeout_s=20", "optim.schedule.kind=constant", "train.log_interval_steps=100")
         command = [*CLI, "launch", *given, f"run.dir={root}", "--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:29653"]
         nodes = []
@@ -236,9 +237,9 @@ def worker_below(pid: int) -> psutil.Process:
     raise RuntimeError("no worker is there to kill")
 
 
-def speed(name: str, items: Items, device: str, tiny: bool, rounds: int = 2) -> None:
-    """Tokens a second of every contender, in turns."""
-    from .contenders import CONTENDERS, WARMUP_STEPS, is_installed
+def speed(name: str, items: Items, device: str, tiny: bool, rounds: int = 1) -> None:
+    """Tokens a second (of a U-Net volumes) of every contender, in turns."""
+    from .contenders import WARMUP_STEPS
     from .speed import TINY_CONTENDERS, measure
 
     workload = WORKLOADS[name].shrunk() if tiny else WORKLOADS[name]
@@ -246,12 +247,19 @@ def speed(name: str, items: Items, device: str, tiny: bool, rounds: int = 2) -> 
     tokens = Path(tempfile.mkdtemp(), "drawn_train.bin")
     if not workload.is_unet:
         write_tokens(tokens.parent, workload, 4 * steps * workload.units_a_step)
-    wanted = TINY_CONTENDERS if tiny else tuple(one for one in CONTENDERS if not one.endswith("eager"))
-    chosen = [one for one in wanted if is_installed(one) and CONTENDERS[one].serves(workload)]
+    contenders = serving(TINY_CONTENDERS if tiny else ("trainspec", "hf", "hf-bf16", "torchtitan"), workload)
+    if "hf" in contenders and rounds == 1:  # bf16 parameters are the peer where autocast is none
+        contenders = [one for one in contenders if one != "hf-bf16"]
     for number in range(1 if tiny else rounds):
-        for contender in chosen:
+        for contender in contenders:
             measured = functools.partial(one_round, measure, name, contender, workload, tokens, steps, device, tiny)
             items.take(f"{contender} {number + 1}", measured, least_s=45)
+
+
+def serving(names: Sequence[str], workload: Any) -> list[str]:
+    from .contenders import CONTENDERS, is_installed
+
+    return [name for name in names if is_installed(name) and CONTENDERS[name].serves(workload)]
 
 
 def one_round(

@@ -74,22 +74,30 @@ def _changed(model: Any, change: tuple[str, Any]) -> Any:
 
 
 def arguments_of(workload: Workload, device: str, *settings: str) -> list[str]:
-    """Return the arguments of `launch` for a workload on one device, with all of a step's samples in one go."""
-    given = ["recipe=tiny_unet3d" if workload.is_unet else "recipe=tiny"]
-    given += [] if workload.is_unet else [f"model={workload.base}", f"data.seq_len={workload.seq_len}"]
+    """Return the arguments of `launch` for a workload on one device, with all of a step's samples in one go. What
+    `settings` name is as they say."""
+    given = ["recipe=tiny_unet3d" if workload.is_unet else "recipe=tiny", f"model={workload.base}"]
+    given += [] if workload.is_unet else [f"data.seq_len={workload.seq_len}", "sample.max_new_tokens=0"]
     given += [f"model.{key}={_text(value)}" for key, value in workload.changes.items()]
     given += [f"batching.global_batch_size={workload.batch_size}", f"batching.micro_batch_size={workload.batch_size}"]
-    given += [
-        "cluster=auto",
-        f"cluster.device={device}",
-        "cluster.devices_per_node=1",
-        f"precision={workload.precision}",
-    ]
-    return [*given, "sample.max_new_tokens=0", "scheduler=off", *settings]
+    given += [*on_one(device), f"precision={workload.precision}", "scheduler=off"]
+    named = {setting.partition("=")[0] for setting in settings}
+    return [*(one for one in given if one.partition("=")[0] not in named), *settings]
+
+
+def on_one(device: str) -> list[str]:
+    return ["cluster=auto", f"cluster.device={device}", "cluster.devices_per_node=1"]
+
+
+def unpredicted(device: str) -> list[str]:
+    """Return what makes a CPU's run one that is not predicted: to probe the machine would take longer than the run."""
+    return ["recompute=full"] if device == "cpu" else []
 
 
 def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def write_tokens(folder: Path, workload: Workload, count: int) -> Path:
@@ -149,6 +157,6 @@ MEMORY = {
     "0.1b": _llama("dense 0.1B", 8, 12, 768, 12, 12, 2048),
     "3b": _llama("dense 3B (Llama 3.2's sizes)", 1, 28, 3072, 24, 8, 8192),
     "0.4b": _llama("dense 0.4B", 4, 24, 1024, 16, 16, 2816),
-    "8b_half": replace(_DENSE_8B, batch_size=1, changes={"num_layers": 16}),
+    "8b_half": replace(_DENSE_8B, what="half of Llama 3 8B's layers", batch_size=1, changes={"num_layers": 16}),
 }
 """Five sizes, of which memory is measured."""
