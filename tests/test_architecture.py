@@ -195,6 +195,17 @@ def test_torch_is_imported_in_the_engine_and_in_users_scripts_alone() -> None:
     assert loading.stdout == "False\n", loading.stderr
 
 
+def test_what_cuda_alone_has_stands_in_one_module() -> None:
+    """Everything else asks torch.accelerator, torch.Event and torch.Stream, or the device's own module."""
+    naming = re.compile(r"\btorch\.cuda\.|\bfrom torch import .*\bcuda\b|\bfrom torch\.cuda\b|\.is_cuda\b|\.cuda\(")
+    files = {
+        file.relative_to(PACKAGE).as_posix()
+        for file in PACKAGE.rglob("*.py")
+        if naming.search(file.read_text(encoding="utf-8"))
+    }
+    assert files == {"engine/cuda_only.py"}
+
+
 def test_folders_of_the_engine_do_not_import_one_another() -> None:
     engine = PACKAGE / "engine"
     folders = {folder.name for folder in engine.iterdir() if folder.is_dir() and folder.name != "__pycache__"}

@@ -120,6 +120,8 @@ def _number(value: SupportsFloat) -> float | None:
 
 def _device_name() -> str:
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
-        return str(torch.cuda.get_device_name())
+    chip = torch.accelerator.current_accelerator(check_available=True) if torch is not None else None
+    module = torch.get_device_module(chip) if torch is not None and chip else None
+    if hasattr(module, "get_device_name") and module.is_initialized():
+        return str(module.get_device_name())
     return f"process ({os.cpu_count()} cores)"

@@ -83,7 +83,7 @@ def _bare(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def random_state() -> dict[str, object]:
-    """Return the state of Python's, numpy's and torch's random numbers, this process' GPU included."""
+    """Return the state of Python's, numpy's and torch's random numbers, this process' accelerator included."""
     version, numbers, gauss = random.getstate()
     of_numpy: Any = np.random.get_state(legacy=True)
     kind, keys, place, has_gauss, cached = of_numpy
@@ -92,8 +92,10 @@ def random_state() -> dict[str, object]:
         "numpy": [kind, keys.tolist(), int(place), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
+    chip = torch.accelerator.current_accelerator(check_available=True)
+    module: Any = torch.get_device_module(chip) if chip else None
+    if chip and getattr(module, "is_initialized", lambda: True)():
+        state[chip.type] = module.get_rng_state()
     return state
 
 
@@ -105,8 +107,9 @@ def set_random_state(state: dict[str, object]) -> None:
     kind, keys, *rest = of_numpy
     np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])  # type: ignore[arg-type]
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])  # type: ignore[arg-type]
+    for kind in state.keys() - {"python", "numpy", "torch"}:
+        module: Any = torch.get_device_module(kind)
+        module.set_rng_state(state[kind])
 
 
 # Files

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotInTime
-from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,7 +91,21 @@ def test_reading_stops_where_every_slot_is_in_use():
         assert late.result() is slots[0]
 
 
-# On a GPU, whose streams and events are stand-ins
+# On an accelerator, whose streams and events are stand-ins
+
+
+@dataclass
+class CopyStream:
+    """A context that can be entered again, as torch.Stream is."""
+
+    chip: Gpu
+    name: str
+
+    def __enter__(self) -> None:
+        self.chip.noted.append(("enter", self.name))
+
+    def __exit__(self, *_: object) -> None:
+        self.chip.noted.append(("leave", self.name))
 
 
 class Gpu:
@@ -100,15 +114,13 @@ class Gpu:
     def __init__(self) -> None:
         self.noted: list[tuple[Any, ...]] = []
         self.made = 0
-        self.cuda = SimpleNamespace(
-            Event=self.event,
-            Stream=lambda device: f"copies on {device}",
-            stream=self.stream,
-            set_device=lambda device: self.noted.append(("set device", str(device))),
-            current_stream=lambda device: f"computing on {device}",
-        )
+        self.accelerator = SimpleNamespace(current_stream=lambda device: f"computing on {device}")
 
-    def event(self) -> Any:
+    def make_current(self, device: torch.device) -> None:
+        self.noted.append(("make current", str(device)))
+
+    def Event(self, device: torch.device, *, enable_timing: bool) -> Any:  # noqa: N802 - as torch has it
+        assert not enable_timing
         self.made += 1
         name = "copied" if self.made % 2 else "used"
 
@@ -121,30 +133,31 @@ class Gpu:
         self.noted.append(("pinned" if pin_memory else f"on {device}", tuple(shape)))
         return torch.empty(shape, dtype=dtype)
 
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        self.noted.append(("enter", stream))
-        yield
-        self.noted.append(("leave", stream))
+    def Stream(self, device: torch.device) -> Any:  # noqa: N802 - as torch has it
+        return CopyStream(self, f"copies on {device}")
 
     def cut(self) -> list[tuple[Any, ...]]:
         noted, self.noted = self.noted, []
         return noted
 
 
-def test_a_gpus_batch_is_copied_on_its_own_stream_and_neither_waits_on_the_host(
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "hpu"])
+def test_a_chips_batch_is_copied_on_its_own_stream_and_neither_waits_on_the_host(
+    kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A slot is written over when its last copy has ended and, on the device, the last step that used it."""
     gpu = Gpu()
     monkeypatch.setattr(module, "torch", gpu)
-    staging = Staging(torch.device("cuda", 1))
+    monkeypatch.setattr(module, "make_current", gpu.make_current)
+    chip = torch.device(kind, 1)
+    staging = Staging(chip)
     parts = [(torch.arange(6).view(2, 3), torch.ones(2, 3))]
     slot = staging.stage(parts)
-    copies, computing = "copies on cuda:1", "computing on cuda:1"
+    copies, computing = f"copies on {chip}", f"computing on {chip}"
     assert gpu.cut() == [
-        *(("set device", "cuda:1"), ("enter", copies), ("copied", "synchronize"), ("used", "wait")),
-        *[("pinned", (2, 3)), ("on cuda:1", (2, 3))] * 2,
+        *(("make current", str(chip)), ("enter", copies), ("copied", "synchronize"), ("used", "wait")),
+        *[("pinned", (2, 3)), (f"on {chip}", (2, 3))] * 2,
         *(("copied", "record"), ("leave", copies)),
     ]
     ((tokens, targets),) = staging.take(slot)
@@ -160,6 +173,6 @@ def test_a_gpus_batch_is_copied_on_its_own_stream_and_neither_waits_on_the_host(
     gpu.cut()
     assert staging.stage(parts) is slot
     assert gpu.cut() == [
-        *(("set device", "cuda:1"), ("enter", copies), ("copied", "synchronize"), ("used", "wait")),
+        *(("make current", str(chip)), ("enter", copies), ("copied", "synchronize"), ("used", "wait")),
         *(("copied", "record"), ("leave", copies)),
     ], "in the memory that it has"

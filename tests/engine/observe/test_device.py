@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,26 +73,33 @@ def test_the_peak_of_memory_is_in_bytes() -> None:
     assert device.device_allocations(CPU) == 0
 
 
-CUDA = torch.device("cuda", 2)
+CHIPS = [torch.device(kind, 2) for kind in ("cuda", "xpu", "hpu")]
 
 
-def test_a_gpus_calls_are_awaited_before_a_round_and_after_each_of_them(
-    clock: type[Clock], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("chip", CHIPS, ids=str)
+def test_a_chips_calls_are_awaited_before_a_round_and_after_each_of_them(
+    chip: torch.device, clock: type[Clock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
     clock()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda where: order.append(f"wait for {where}"))
-    device.quickest_s(lambda: order.append("call"), CUDA, rounds=1)
-    assert order == ["call", "wait for cuda:2", "call", "wait for cuda:2"]
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda where: order.append(f"wait for {where}"))
+    device.quickest_s(lambda: order.append("call"), chip, rounds=1)
+    assert order == ["call", f"wait for {chip}", "call", f"wait for {chip}"]
     order.clear()
     device.quickest_s(lambda: order.append("call"), CPU, rounds=1)
     assert order == ["call", "call"]
 
 
-def test_a_gpu_is_asked_for_its_own_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda where: {"num_device_alloc": 3 + where.index})
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda where: 100 + where.index)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda where: f"chip {where.index}")
-    assert (device.device_allocations(CUDA), device.peak_memory_bytes(CUDA)) == (5, 102)
-    assert device.device_name(CUDA) == "chip 2"
+@pytest.mark.parametrize("chip", CHIPS, ids=str)
+def test_a_chip_is_asked_for_its_own_figures(chip: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_module = SimpleNamespace(get_device_name=lambda where: f"chip {where.index}")
+    monkeypatch.setattr(torch, "get_device_module", lambda where: own_module)
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda where: {"num_device_alloc": 3 + where.index})
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda where: 100 + where.index)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda where: 500)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda where: 560)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda where: (40, 900))
+    assert (device.device_allocations(chip), device.peak_memory_bytes(chip)) == (5, 102)
+    assert device.free_bytes(chip) == 100, "the allocator's cache is free too"
+    assert device.device_name(chip) == "chip 2"
     assert device.device_name(CPU) == device.cpu_name()

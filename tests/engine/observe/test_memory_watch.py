@@ -103,8 +103,8 @@ def test_a_process_uses_its_resident_memory_and_is_left_what_the_host_has(monkey
     watch._process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=70))
     monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=30, total=1000))
     assert watch._usage() == {"host": (70.0, 30.0)}
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40, 900))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 500)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 560)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (40, 900))
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 500)
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 560)
     watch._device = torch.device("cuda", 0)
     assert watch._usage() == {"host": (70.0, 30.0), "device": (500.0, 100.0)}, "the allocator's cache is free too"

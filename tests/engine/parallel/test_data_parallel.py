@@ -172,7 +172,7 @@ def test_gradients_that_come_after_their_backward_are_exchanged_with_the_others(
     torch.testing.assert_close(split, plain, rtol=torch.finfo(torch.bfloat16).eps, atol=0)
 
 
-@pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("cuda", True)])
+@pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("cuda", True), ("xpu", True)])
 def test_offloaded_shards_are_pinned_for_a_gpu(device: str, pinned: bool) -> None:
     policy = how(offload=True).offload_policy(device)
     assert isinstance(policy, CPUOffloadPolicy) and policy.pin_memory is pinned

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainspec_cli.engine.checkpoint.manifest import Chunk, TensorEntry
 from trainspec_cli.engine.checkpoint.parts import TensorPart
+from trainspec_cli.engine.cuda_only import register_pinned, unregister_pinned
 
 CODES = {
     torch.float64: "F64",
@@ -74,15 +75,15 @@ class Image:
 
 
 def pin(buffer: Tensor, device: torch.device) -> None:
-    """Pin the buffer if the device is a GPU, so that copies are asynchronous (torch's own rounds to powers of two)."""
+    """Pin the buffer where the device has a call for it, so that copies are asynchronous; elsewhere the host waits."""
     if device.type == "cuda":
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)))
+        register_pinned(buffer)
 
 
 def unpin(buffer: Tensor, device: torch.device) -> None:
     """Take back `pin`, before the buffer is let go of: its addresses may be another's next."""
     if device.type == "cuda":
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())))
+        unregister_pinned(buffer)
 
 
 def view_bytes(tensor: Tensor) -> memoryview:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trainspec_cli.engine.accelerators import on_chip, random_state, set_random_state
 from trainspec_cli.engine.shares import Share, unique_shares
 from trainspec_cli.spec.structure import convert
 
@@ -127,8 +128,8 @@ def copy_twins(shares: Sequence[Share], optimizer: torch.optim.Optimizer) -> Non
 def rng_parts(rank: int, device: torch.device) -> list[TensorPart]:
     """Return copies of the states of this rank's random generators."""
     states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if on_chip(device):
+        states[device.type] = random_state(device)
     return [TensorPart.whole(f"rng.{rank}.{kind}", state) for kind, state in states.items()]
 
 
@@ -138,7 +139,7 @@ def set_rng(parts: Sequence[TensorPart], device: torch.device) -> None:
         if part.name.endswith(".cpu"):
             torch.set_rng_state(part.tensor)
         else:
-            torch.cuda.set_rng_state(part.tensor, device)
+            set_random_state(part.tensor, device)
 
 
 def read_held(rows: Iterable[tuple[Any, Any, Any]]) -> dict[PartKey, int]:

@@ -245,7 +245,7 @@ def _pack(moves: Sequence[Move], source: Storages, target: Storages) -> tuple[li
 
 def _exchange(outgoing: Sequence[_Message], incoming: Sequence[_Message]) -> None:
     """Exchange the messages of each kind of device by themselves: torch batches one kind alone."""
-    operations: dict[str, list[dist.P2POp]] = {"cpu": [], "cuda": []}
+    operations = defaultdict[str, list[dist.P2POp]](list)
     for message in outgoing:
         sent = dist.P2POp(dist.isend, message.buffer, message.moves[0].target)
         operations[message.buffer.device.type].append(sent)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.engine.accelerators import make_current, on_chip
 from trainspec_cli.engine.checkpoint import files
 from trainspec_cli.engine.checkpoint.image import Image, pin, plan_image, unpin, view_bytes
 from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
@@ -134,9 +135,9 @@ class Saver:
         started = time.perf_counter()
         slot, self._slot = self._slot, 1 - self._slot
         buffer = self._memory.open(slot) if self._memory else self._buffer
-        begun = mark(on_gpu=self._device.type == "cuda")
+        begun = mark(on_gpu=on_chip(self._device))
         self._image.fill(buffer, self._own_parts())
-        copied = mark(on_gpu=self._device.type == "cuda")
+        copied = mark(on_gpu=on_chip(self._device))
         blocked_s = time.perf_counter() - started
         copy = Copy(about, started, blocked_s, buffer, begun, copied, slot, to_disk)
         self._pending = self._thread.submit(self._write_copy, copy)
@@ -241,8 +242,7 @@ def _read_token(token: Any) -> str:
 
 def _enter_thread(device: torch.device) -> None:
     """Select the copies' device and lower the thread's priority: Linux gives each thread its own niceness."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    make_current(device)
     if sys.platform == "linux":
         thread = threading.get_native_id()
         niceness = os.getpriority(os.PRIO_PROCESS, thread) + WRITER_NICENESS

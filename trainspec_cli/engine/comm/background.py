@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from queue import Queue
 
 import torch
 
+from trainspec_cli.engine.accelerators import on_chip, own_stream, synchronise_stream
 from trainspec_cli.engine.marks import Mark, mark, wait_for
 
 UNHEARD_S = 10.0
@@ -42,7 +42,7 @@ class Background:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
             self._thread.start()
-        reached = mark(on_gpu=self._device.type == "cuda")
+        reached = mark(on_gpu=on_chip(self._device))
         self._given.put(lambda: self._run(act, reached, after))
 
     def wait(self) -> None:
@@ -65,7 +65,7 @@ class Background:
             self._thread = None
 
     def _work(self) -> None:
-        with self._own_stream():
+        with own_stream(self._device):
             while (act := self._given.get()) is not None:
                 try:
                     if self._error is None:
@@ -82,14 +82,10 @@ class Background:
             self._unheard.daemon = True
             self._unheard.start()
 
-    def _own_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(torch.cuda.Stream(self._device)) if self._device.type == "cuda" else nullcontext()
-
     def _run(self, act: Callable[[], None], reached: Mark, after: Callable[[], object]) -> None:
         wait_for(reached)
         after()
         started_s = time.perf_counter()
         act()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+        synchronise_stream(self._device)
         self._note(started_s, time.perf_counter())

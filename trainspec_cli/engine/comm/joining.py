@@ -11,9 +11,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.engine.accelerators import enter, process_group_backends
 from trainspec_cli.environment_names import STORE_FILE
 
-BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _stores: list[dist.Store] = []
 """References that keep stores alive: process groups hold only their C++ half."""
@@ -21,15 +21,11 @@ _stores: list[dist.Store] = []
 
 def join_processes(device_type: str) -> torch.device:
     """Join the other ranks of this generation, and return this rank's device."""
-    device = torch.device(device_type)
-    if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    device = enter(device_type)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _stores.append(_open_store(world_size))
-    dist.init_process_group(
-        BACKENDS[device_type], store=_stores[-1], rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
-    )
+    backends = process_group_backends(device_type)
+    dist.init_process_group(backends, store=_stores[-1], rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
     return device
 
 

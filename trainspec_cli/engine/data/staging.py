@@ -9,12 +9,14 @@ The life of a slot: free -> filled by the loader's thread -> taken by a step -> 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
+from trainspec_cli.engine.accelerators import make_current, on_chip
 from trainspec_cli.engine.batch import MicroBatch
 
 PREFETCHED_STEPS = 2
@@ -39,12 +41,12 @@ class Slot:
     """Memory for a step's batch."""
 
     def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
+        self.on_gpu = on_chip(device)
         self._device = device
         self._host: list[Tensor] = []
         self._chip: list[Tensor] = []
         if self.on_gpu:
-            self.copied, self.used = torch.cuda.Event(), torch.cuda.Event()
+            self.copied, self.used = (torch.Event(device, enable_timing=False) for _ in range(2))
         self.batch: list[MicroBatch] = []
         """The batch on the device, once it is copied."""
         self.traffic = Traffic()
@@ -88,7 +90,7 @@ class Staging:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = torch.Stream(device) if on_chip(device) else None
         self._free: SimpleQueue[Slot] = SimpleQueue()
         for _ in range(SLOTS):
             self._free.put(Slot(device))
@@ -99,8 +101,8 @@ class Staging:
         """Assemble a batch and start its copy; wait if every slot is in use."""
         slot = self._free.get()
         if self._copies:
-            torch.cuda.set_device(self._device)  # a thread starts on the first device, and would allocate there
-        with torch.cuda.stream(self._copies):
+            make_current(self._device)  # a thread starts on the first device, and would allocate there
+        with self._copies or nullcontext():
             slot.fill(micro_batches)
         return slot
 
@@ -110,14 +112,14 @@ class Staging:
             self.give_back(self._taken)
         self._taken = slot
         if slot.on_gpu:
-            slot.copied.wait(torch.cuda.current_stream(self._device))
+            slot.copied.wait(torch.accelerator.current_stream(self._device))
         self._traffic.add(slot.traffic)
         return slot.batch
 
     def give_back(self, slot: Slot) -> None:
         """Free the slot; computations on it may still be running."""
         if slot.on_gpu:
-            slot.used.record(torch.cuda.current_stream(self._device))
+            slot.used.record(torch.accelerator.current_stream(self._device))
         self._free.put(slot)
 
     def cut(self) -> Traffic:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainspec_cli.engine.accelerators import KINDS
+
 
 class GuardedAdamW(torch.optim.AdamW):
     """AdamW that takes `grad_scale` and `found_inf` as torch's fused kernel does; the host waits to read
@@ -62,8 +64,9 @@ Groups = Sequence[dict[str, Any]]
 
 
 def _on_gpu(groups: Groups) -> bool:
-    """Return True if parameters are on a GPU: the update count then stays there, and the host does not wait."""
-    return any(parameter.is_cuda for group in groups for parameter in group["params"])
+    """Return True if parameters are on an accelerator that can keep the update count: the host does not wait."""
+    kinds = {parameter.device.type for group in groups for parameter in group["params"]}
+    return any(KINDS[kind].capturable for kind in kinds & KINDS.keys())
 
 
 def foreach(groups: Groups, lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.marks import Mark, elapsed_s, mark, wait_for
 from trainspec_cli.engine.observe.intervals import ExchangeTime, Interval, exchange_time
 from trainspec_cli.engine.observe.processor import ProcessorClock
@@ -36,7 +37,7 @@ class QueuedTime(NamedTuple):
 
 class StepClock:
     def __init__(self, device: torch.device):
-        self.on_gpu = device.type == "cuda"
+        self.on_gpu = on_chip(device)
         self._running = ["other"]
         self._marks: list[tuple[str, Mark]] = []
         self._last = mark(on_gpu=self.on_gpu)

@@ -22,6 +22,7 @@ from statistics import median
 
 import torch
 
+from trainspec_cli.engine.accelerators import allocator_count, on_chip
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.comm.connections import ConnectionCounter
 from trainspec_cli.engine.observe.clock import QueuedTime
@@ -90,7 +91,7 @@ class WindowWork:
         for tokens, *others in micro_batches:
             self.tokens += tokens.numel()
             documents = others[1] if len(others) > 1 else None
-            if documents is None or documents.is_cuda:
+            if documents is None or on_chip(documents.device):
                 self.attended += tokens.numel() * tokens.shape[-1]
             else:
                 rows = documents.reshape(-1, documents.shape[-1])
@@ -277,4 +278,4 @@ def _compiles() -> int:
 
 
 def _allocator_retries(device: torch.device) -> int:
-    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else 0
+    return allocator_count(device, "num_alloc_retries")

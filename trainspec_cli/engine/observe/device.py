@@ -13,9 +13,10 @@ from typing import Any
 import psutil
 import torch
 
+from trainspec_cli.engine.accelerators import allocator_count, chip_name, device_memory, on_chip, synchronise
 from trainspec_cli.node import cpu_name
 
-MATMUL_SIZES = {"cpu": (1024, 2048), "cuda": (4096, 8192)}
+MATMUL_SIZES, CHIP_MATMUL_SIZES = (1024, 2048), (4096, 8192)
 MATMUL_SECONDS, MATMUL_ROUNDS = 0.2, 10
 """A size is tried for this long; its best round counts."""
 
@@ -29,13 +30,14 @@ class Peak:
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    return chip_name(device) if on_chip(device) else cpu_name()
 
 
 def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = MATMUL_SECONDS) -> Peak:
     """The best rate of a square matrix product, with every rank of the node measuring at the same time."""
     round_s = seconds / MATMUL_ROUNDS
-    best = max(matmul_flops(device, dtype, size, MATMUL_ROUNDS, round_s) for size in MATMUL_SIZES[device.type])
+    sizes = CHIP_MATMUL_SIZES if on_chip(device) else MATMUL_SIZES
+    best = max(matmul_flops(device, dtype, size, MATMUL_ROUNDS, round_s) for size in sizes)
     return Peak(best, f"best {str(dtype).removeprefix('torch.')} matmul measured on this device")
 
 
@@ -64,28 +66,21 @@ def _round_s(call: Callable[[], Any], device: torch.device, round_s: float) -> f
     return taken_s / calls
 
 
-def synchronise(device: torch.device) -> None:
-    """Wait until the device has done what it was asked for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def free_bytes(device: torch.device) -> float:
     """Return the memory that this process may still take: of a GPU all that is free, of a host its part of it."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(torch.cuda.mem_get_info(device)[0] + unused)
+    if on_chip(device):
+        return float(device_memory(device).available)
     return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def device_allocations(device: torch.device) -> int:
     """Return how often this process has allocated from the device's driver; 0 on a CPU."""
-    return int(torch.cuda.memory_stats(device)["num_device_alloc"]) if device.type == "cuda" else 0
+    return allocator_count(device, "num_device_alloc")
 
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the allocator's peak on a GPU, the resident peak of this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if on_chip(device):
+        return torch.accelerator.max_memory_allocated(device)
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes

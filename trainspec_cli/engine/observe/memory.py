@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
+from trainspec_cli.engine.accelerators import device_memory, on_chip
 from trainspec_cli.policy.recovery.leak import WINDOW, slope_per_step, steps_until_full
 from trainspec_cli.units import format_bytes
 
@@ -52,9 +53,7 @@ class MemoryWatch:
     def _usage(self) -> dict[str, tuple[float, float]]:
         """Map each kind of memory to (bytes this process uses, bytes left)."""
         host = (float(self._process.memory_info().rss), float(psutil.virtual_memory().available))
-        if self._device.type != "cuda":
+        if not on_chip(self._device):
             return {"host": host}
-        free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        used = torch.cuda.memory_allocated(self._device)
-        cached = torch.cuda.memory_reserved(self._device) - used
-        return {"host": host, "device": (float(used), float(free_bytes + cached))}
+        memory = device_memory(self._device)
+        return {"host": host, "device": (float(memory.used), float(memory.available))}

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from trainspec_cli.engine.accelerators import started_kind
 from trainspec_cli.errors import Problem, RecipeError, WorkerError, did_you_mean
 from trainspec_cli.extensions.load import load, own_errors
 from trainspec_cli.extensions.source import Extension
@@ -126,9 +127,10 @@ def _make(extension: Extension, made_of: Callable[..., Any], facts: RunFacts) ->
 def keeping_generators() -> Iterator[None]:
     """Put the random generators of Python, numpy and torch back to where they were before the block."""
     numpy: Any = sys.modules.get("numpy")
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    kind = started_kind()
+    devices = range(torch.accelerator.device_count()) if kind else ()
     python, arrays = random.getstate(), numpy.random.get_state() if numpy else None
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng(devices, device_type=kind or "cpu"):
         try:
             yield
         finally:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd import profiler
 
+from trainspec_cli.engine.accelerators import KINDS
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.results.look import OperationTime
@@ -41,7 +42,7 @@ class StepProfile:
 
     def __init__(self, device: torch.device):
         # torch.profiler.profile would import all of torch._inductor first, which takes seconds
-        use_device = "cuda" if device.type == "cuda" else None
+        use_device = device.type if KINDS[device.type].is_profiled else None
         self._profile = profiler.profile(use_cpu=True, use_device=use_device)
         self._profile.__enter__()
 

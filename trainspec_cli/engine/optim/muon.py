@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.comm.exchange import TimeCollective
 from trainspec_cli.engine.optim.guarded import Group, Guard, GuardedOptimizer
 from trainspec_cli.engine.optim.whole import gather_own, scatter_own
@@ -83,7 +84,7 @@ class Muon(GuardedOptimizer):
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad / guard.scale
         averaged = buffer.lerp(gradient, 1 - momentum)
         guard.set_(buffer, averaged)
-        compute = self.compute or (torch.bfloat16 if weight.is_cuda else weight.dtype)
+        compute = self.compute or (torch.bfloat16 if on_chip(weight.device) else weight.dtype)
         return gradient.lerp_(averaged, momentum).to(compute)
 
 

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.comm.codec import Codec
 from trainspec_cli.engine.comm.compressed import CompressedSum, Compression, GroupWire, ReplicaSum
 from trainspec_cli.engine.comm.exchange import (
@@ -77,7 +78,7 @@ class DataParallel:
     """A name that tells the exchanges of this module from those of others on the same rank."""
 
     def offload_policy(self, device_type: str) -> OffloadPolicy:
-        return CPUOffloadPolicy(pin_memory=device_type == "cuda") if self.offload else OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=device_type != "cpu") if self.offload else OffloadPolicy()
 
 
 def apply_data_parallel(
@@ -260,8 +261,8 @@ def _sum_over_replicas(replicas: Peers, look: Look | None, compressed: ReplicaSu
 
 def _keep_for_this_stream(buffer: Tensor) -> None:
     """Keep `buffer` until this stream has read it: on a GPU, casts and offloading still do when FSDP2 lets it go."""
-    if buffer.is_cuda:
-        buffer.record_stream(torch.cuda.current_stream(buffer.device))
+    if on_chip(buffer.device):
+        buffer.record_stream(torch.accelerator.current_stream(buffer.device))
 
 
 class _TimedCollective:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainspec_cli.engine.accelerators import synchronise
 from trainspec_cli.engine.kernels.inputs import OPERATIONS, Call, Inputs, make_inputs
-from trainspec_cli.engine.observe.device import synchronise
 from trainspec_cli.engine.optim.optimizer import build_optimizer
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.recipe.kernels import TORCH, KernelTrial

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from trainspec_cli.engine.accelerators import enter
 from trainspec_cli.engine.build.kernel_loading import load_kernel, modules_with
 from trainspec_cli.engine.build.train_state import DTYPES, TrainState, build_train_state
 from trainspec_cli.engine.comm.joining import join_processes
@@ -36,9 +37,7 @@ from trainspec_cli.spec.rules.kernels import why_untried
 
 def run(request: KernelRequest) -> KernelResult:
     plan, rank, here = request.plan, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cpu") if plan.device == "cpu" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton launches on the current one, whatever its arguments lie on
+    device = enter(plan.device)  # Triton launches on the current one, whatever its arguments lie on
     calls = calls_of(plan, stand_in(rank, here, plan.world_size))
     trials = try_all(plan, calls, device)
     join_processes(plan.device)

@@ -9,6 +9,7 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.observe.device import quickest_s
@@ -16,8 +17,8 @@ from trainspec_cli.node import node_name
 from trainspec_cli.spec.results.tools import AllReduceRate, LinksRequest, LinksResult, PairRate, PingRate
 from trainspec_cli.spec.structure import convert
 
-SIZES_BYTES = {"cpu": (4 * 2**10, 2**18, 2**22), "cuda": (2**13, 2**20, 2**25, 2**28)}
-PAIR_SIZES_BYTES = {"cpu": (4 * 2**10, 2**18, 2**22), "cuda": (2**13, 2**20, 2**26)}
+SIZES_BYTES = PAIR_SIZES_BYTES = (4 * 2**10, 2**18, 2**22)
+CHIP_SIZES_BYTES, CHIP_PAIR_SIZES_BYTES = (2**13, 2**20, 2**25, 2**28), (2**13, 2**20, 2**26)
 REPEATS = 3
 MAX_PAIRS = 64
 """The most pairs of nodes that are measured; of more only a chain is, each with the next."""
@@ -31,7 +32,7 @@ def run(request: LinksRequest) -> LinksResult:
 def all_reduces(device: torch.device) -> list[AllReduceRate]:
     """Time an all-reduce of each size over all processes."""
     count, rows = dist.get_world_size(), []
-    for size in SIZES_BYTES[device.type]:
+    for size in CHIP_SIZES_BYTES if on_chip(device) else SIZES_BYTES:
         values = torch.zeros(size // 4, device=device)
         seconds = quickest_s(lambda values=values: dist.all_reduce(values), device, REPEATS)  # type: ignore[misc]
         rows.append(AllReduceRate(size, seconds, size * 2 * (count - 1) / count / seconds))
@@ -45,10 +46,11 @@ def pairs(device: torch.device) -> list[PairRate]:
     chosen = list(combinations(firsts, 2))
     if len(chosen) > MAX_PAIRS:
         chosen = [(rank, rank + per_node) for rank in firsts if rank + per_node < dist.get_world_size()]
+    pair_sizes = CHIP_PAIR_SIZES_BYTES if on_chip(device) else PAIR_SIZES_BYTES
     nodes = gather_json(node_name(), partial(convert, str))
     measured = []
     for low, high in chosen:
-        sizes = [ping(low, high, size, device) for size in PAIR_SIZES_BYTES[device.type]]
+        sizes = [ping(low, high, size, device) for size in pair_sizes]
         dist.barrier()
         measured.append(PairRate((nodes[low], nodes[high]), sizes[-1].bytes_per_s, tuple(sizes)))
     return measured

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import torch
 
+from trainspec_cli.engine.accelerators import devices_here, on_chip
 from trainspec_cli.engine.build.train_state import DTYPES
+from trainspec_cli.engine.cuda_only import nccl_version
 from trainspec_cli.engine.observe.device import matmul_flops, quickest_s
 from trainspec_cli.spec.results.tools import SpeedRequest, SpeedResult
 
-MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
-COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
+MATMUL_SIZE, CHIP_MATMUL_SIZE = 1024, 8192
+COPY_BYTES, CHIP_COPY_BYTES = 2**26, 2**30
 ROUNDS, ROUND_S = 5, 0.1
 
 
 def run(request: SpeedRequest) -> SpeedResult:
-    on_gpus, dtype = request.device == "cuda", DTYPES[request.compute]
-    count = torch.cuda.device_count() if on_gpus else 1
-    devices = [torch.device("cuda", index) if on_gpus else torch.device("cpu") for index in range(count)]
-    flops = [matmul_flops(device, dtype, MATMUL_SIZE[device.type], ROUNDS, ROUND_S) for device in devices]
+    dtype, devices = DTYPES[request.compute], devices_here(request.device)
+    size = MATMUL_SIZE if request.device == "cpu" else CHIP_MATMUL_SIZE
+    flops = [matmul_flops(device, dtype, size, ROUNDS, ROUND_S) for device in devices]
     return SpeedResult(
         torch=torch.__version__,
         cuda=torch.version.cuda,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpus else None,  # type: ignore[no-untyped-call]
-        devices=count,
+        nccl=nccl_version() if request.device == "cuda" else None,
+        devices=len(devices),
         matmul_flops=min(flops),
         memory_bytes_per_s=min(map(measure_copy, devices)),
         slowest_device=flops.index(min(flops)),
@@ -31,6 +32,7 @@ def run(request: SpeedRequest) -> SpeedResult:
 
 def measure_copy(device: torch.device) -> float:
     """Return the bytes read and written a second."""
-    source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
+    size_bytes = CHIP_COPY_BYTES if on_chip(device) else COPY_BYTES
+    source = torch.ones(size_bytes // 4, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / quickest_s(lambda: target.copy_(source), device, ROUNDS, ROUND_S)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
@@ -64,7 +65,7 @@ class StepLinks:
     def adopt(self, plan: Plan, state: TrainState) -> None:
         """Begin with the layout of `plan`, which is in force: links are learnt anew."""
         self._state = state
-        is_measured = plan.spec.scheduler.mode != "off" and state.device.type != "cuda"
+        is_measured = plan.spec.scheduler.mode != "off" and not on_chip(state.device)
         self._links = links_of(state, self._group) if is_measured else {}
         self._columns = [*self._links, *([BACK] if AHEAD in self._links else [])]
         change = plan.spec.scheduler.change

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.engine.accelerators import release_unused
 from trainspec_cli.engine.build.lost_gradients import has_other_losses, lost_parts, parts_to_fill, take_lost
 from trainspec_cli.engine.build.train_state import TrainState, build_train_state
 from trainspec_cli.engine.checkpoint.moves import BUCKET_BYTES
@@ -244,5 +245,4 @@ def _forget(state: TrainState) -> None:
 
 def _collect(state: TrainState) -> None:
     gc.collect()
-    if state.device.type == "cuda":
-        torch.cuda.empty_cache()
+    release_unused(state.device)

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import nullcontext
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.engine.accelerators import own_stream
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.parts import kept_buffers
 from trainspec_cli.engine.marks import Mark, mark, wait_for
@@ -105,10 +104,8 @@ class Emergency:
         with self._lock:
             if self._saved_step == progress.step:
                 return
-            on_gpu = self._state.clock.on_gpu
             assert self._mark is not None, "a step has begun"
             wait_for(self._mark)
-            beside = torch.cuda.stream(torch.cuda.Stream(self._state.device)) if on_gpu else nullcontext()
-            with self._watch.between_steps(), beside:
+            with self._watch.between_steps(), own_stream(self._state.device):
                 self._checkpoints.save_where_it_stands(progress.step, progress.samples, self.kept)
             self._saved_step = progress.step

@@ -8,6 +8,7 @@ import resource
 import psutil
 import torch
 
+from trainspec_cli.engine.accelerators import device_memory, on_chip
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.recovery.memory import rank_setting
 from trainspec_cli.spec.results.memory import MemorySetting, Shortage
@@ -50,8 +51,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def measure_shortage(plan: Plan, setting: MemorySetting, device: torch.device) -> Shortage:
     """Return the shortage in the layout of `plan`, with what this process holds now, and may hold."""
     layout = plan.layout.describe()
-    if device.type == "cuda":
-        return Shortage(setting, layout, torch.cuda.memory_reserved(device), torch.cuda.mem_get_info(device)[1])
+    if on_chip(device):
+        memory = device_memory(device)
+        return Shortage(setting, layout, memory.reserved, memory.total)
     soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
     limits = [limit for limit in soft if limit != resource.RLIM_INFINITY]
     return Shortage(setting, layout, psutil.Process().memory_info().rss, min(limits, default=None))

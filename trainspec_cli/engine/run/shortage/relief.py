@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from trainspec_cli.engine.accelerators import release_unused
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, errors_together
 from trainspec_cli.engine.observe.journal import DirectiveLog
 from trainspec_cli.engine.observe.watch import StepWatch
@@ -159,8 +159,7 @@ class MemoryRelief:
         if self._emergency:
             self._emergency.restore_kept()
         gc.collect()
-        if self._state.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_unused(self._state.device)
 
     def _take(self, progress: TrainProgress, shortage: Shortage, taken: MemorySetting, cause: BaseException) -> None:
         self._log.write(

@@ -1,4 +1,4 @@
-"""Who trains in gpu.py: each gives the seconds of a step, the mean over those after the first ones."""
+"""Who trains in speed.py: each gives the seconds of a step, the mean over those after the first ones."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 import psutil
-from gpu_workloads import Workload
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
+
+from .workloads import Workload, arguments_of, unpredicted
 
 WARMUP_STEPS = 5
 CLIP_NORM, LEARNING_RATE = 1.0, 3e-4
@@ -58,23 +59,10 @@ def read_batches(tokens: str, workload: Workload, steps: int) -> Any:
 def run_trainspec(workload: Workload, tokens: str, steps: int, device: str, setting: str) -> float:
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir(Path(folder, "run"))
-        command = [sys.executable, "-m", "trainspec_cli", "launch", "recipe=tiny", f"model={workload.base}", "--force"]
-        command += [f"model.{key}={str(value).lower()}" for key, value in workload.changes.items()]
-        command += ["data=nanogpt", f"data.path={tokens}", f"data.seq_len={workload.seq_len}"]
-        command += [f"batching.global_batch_size={workload.batch_size}"]
-        command += [f"batching.micro_batch_size={workload.batch_size}", f"train.max_steps={steps + 2}"]
-        command += [
-            "run.preflight=false",
-            "cluster=auto",
-            f"cluster.device={device}",
-            "cluster.devices_per_node=1",
-            "precision=bf16",
-        ]
-        command += [
-            f"compile={str(setting == 'compiled').lower()}",
-            "sample.max_new_tokens=0",
-            f"run.dir={run_dir.root}",
-        ]
+        data = ["data=phantom"] if workload.is_unet else ["data=nanogpt", f"data.path={tokens}"]
+        given = [*data, f"train.max_steps={steps + 2}", "run.preflight=false", f"run.dir={run_dir.root}"]
+        given += [f"compile={str(setting == 'compiled').lower()}", *([] if workload.is_unet else unpredicted(device))]
+        command = [sys.executable, "-m", "trainspec_cli", "launch", *arguments_of(workload, device, *given), "--force"]
         steps_s = follow(command, run_dir, steps)
         return sum(steps_s[WARMUP_STEPS:]) / len(steps_s[WARMUP_STEPS:])
 
@@ -119,6 +107,7 @@ def hugging_face_config(workload: Workload) -> tuple[str, dict[str, Any]]:
 
         config = write_config(model, workload.seq_len, "float32") | {"use_cache": False}
         return config.pop("model_type"), {key: value for key, value in config.items() if key != "architectures"}
+    assert isinstance(model, HybridModel), "a U-Net has no contender"
     return "mamba2", {
         "num_hidden_layers": model.mamba_layers,
         "hidden_size": model.hidden_size,
@@ -148,7 +137,7 @@ def run_hugging_face(workload: Workload, tokens: str, steps: int, device: str, s
     forward = model if setting == "eager" else torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     batches = read_batches(tokens, workload, steps)
-    batches = batches.pin_memory() if device == "cuda" else batches
+    batches = batches.pin_memory() if device != "cpu" else batches
     for step, batch in enumerate(batches):
         if step == WARMUP_STEPS:
             started = now(device)
@@ -166,13 +155,15 @@ def now(device: str) -> float:
     """When the device has done what it was given."""
     import torch
 
-    if device == "cuda":
-        torch.cuda.synchronize()
+    if device != "cpu":
+        torch.accelerator.synchronize()
     return time.perf_counter()
 
 
 def has_fast_scan(workload: Workload) -> bool:
     """transformers' own Mamba-2 holds all of a chunk's states unless these packages are there."""
+    if workload.is_unet or workload.precision != "bf16":
+        return False
     decoder = isinstance(workload.model, DecoderModel)
     return decoder or all(importlib.util.find_spec(name) for name in ("mamba_ssm", "causal_conv1d"))
 
@@ -184,11 +175,11 @@ def has_fast_autocast(workload: Workload) -> bool:
 
 def has_titan_size(workload: Workload) -> bool:
     """Llama 3's own."""
-    return workload.is_dense and workload.model.hidden_size in (2048, 4096)
+    return workload.is_dense and workload.precision == "bf16" and workload.model.hidden_size in (2048, 4096)
 
 
 def run_titan(workload: Workload, tokens: str, steps: int, device: str, setting: str) -> float:
-    from gpu_titan import train
+    from .titan import train
 
     return train(workload, read_batches(tokens, workload, steps), WARMUP_STEPS)
 

@@ -1,4 +1,4 @@
-"""torchtitan's own trainer on the samples of gpu.py: Llama 3 by its flavours, blocks compiled, nothing recomputed.
+"""torchtitan's own trainer on the samples of speed.py: Llama 3 by its flavours, blocks compiled, nothing recomputed.
 
 Written against torchtitan 0.3, whose configuration is Python. Its attention is FlexAttention, which has no backward on
 a CPU.
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_workloads import Workload
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -26,6 +25,8 @@ from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
 from trainspec_cli.corpus import bpe
+
+from .workloads import Workload
 
 FLAVOURS = {2048: "1B", 4096: "8B"}
 """By the hidden size."""

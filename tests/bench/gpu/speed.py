@@ -1,9 +1,9 @@
 """Tokens a second and MFU on the GPU at hand: this engine beside a plain Hugging Face loop and torchtitan.
 
-    pip install -e '.[bench]' && python tests/bench/gpu.py [--only dense_1b,moe] [--rounds 3] [--json FILE]
+    pip install -e '.[bench]' && python -m tests.bench.gpu.speed [--only dense_1b,moe] [--rounds 3] [--json FILE]
 
-Four models: a dense one of 1B parameters, some layers as wide as an 8B model's, a mixture of experts, and Mamba-2. Each
-contender trains the same model on the same samples in bf16 with fused AdamW and clipping, in a process of its own, and
+Models: dense ones, some layers as wide as an 8B model's, a mixture of experts, Mamba-2 and a U-Net. Each contender
+trains the same model on the same samples in bf16 (or fp8) with fused AdamW and clipping, in a process of its own, and
 they take turns: round 1 of each, round 2 of each, ... The first steps (compilation, allocation) are left out. MFU is
 against the dense bf16 peak of the catalogue (989 TFLOP/s for an H200). What fails is shown with its reason.
 
@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_contenders import CONTENDERS, WARMUP_STEPS, is_installed, run_contender
-from gpu_workloads import WORKLOADS, Workload
+
+from .contenders import CONTENDERS, WARMUP_STEPS, is_installed, run_contender
+from .workloads import WORKLOADS, Workload
 
 TINY_CONTENDERS = ("trainspec-eager", "hf-eager")
 Figures = dict[str, dict[str, list[float | str]]]
@@ -92,29 +93,35 @@ def measure_rounds(options: argparse.Namespace) -> Figures:
             found[name] = {contender: [] for contender in contenders(options, workload)}
             for turn in range(options.rounds):
                 for contender, figures in found[name].items():
-                    figures.append(measure(name, contender, workload, tokens, options))
+                    figures.append(
+                        measure(name, contender, workload, tokens, options.steps, options.device, options.tiny)
+                    )
                     print(f"round {turn + 1}: {name:16} {contender:16} {shown(figures[-1])}", flush=True)
     return found
 
 
 def write_tokens(file: Path, workload: Workload, steps: int) -> Path:
     """Ids drawn at random, as nanoGPT keeps them: some more than all steps read, for what is held out."""
-    count = 2 * steps * workload.batch_size * workload.seq_len + 1
+    if workload.is_unet:
+        return file
+    count = 2 * steps * workload.units_a_step + 1
     highest = min(workload.model.vocab_size, 2**16)
     np.random.default_rng(0).integers(highest, size=count).astype(np.uint16).tofile(file)
     return file
 
 
-def measure(name: str, contender: str, workload: Workload, tokens: Path, options: argparse.Namespace) -> float | str:
-    """Tokens a second of one round, or the last that the process said."""
-    command = [sys.executable, __file__, "--one", name, contender, str(tokens), "--device", options.device]
-    command += ["--steps", str(options.steps), "--batch-size", str(workload.batch_size)]
-    ended = subprocess.run(command + ["--tiny"] * options.tiny, capture_output=True, text=True)
+def measure(
+    name: str, contender: str, workload: Workload, tokens: Path, steps: int, device: str, tiny: bool
+) -> float | str:
+    """Tokens (of a U-Net volumes) a second of one round, or the last that the process said."""
+    command = [sys.executable, "-m", "tests.bench.gpu.speed", "--one", name, contender, str(tokens), "--device", device]
+    command += ["--steps", str(steps), "--batch-size", str(workload.batch_size)]
+    ended = subprocess.run(command + ["--tiny"] * tiny, capture_output=True, text=True)
     if ended.returncode:
         said = (ended.stderr or ended.stdout).strip().splitlines() or ["no word"]
-        return next((line for line in reversed(said) if "Error" in line or "error" in line), said[-1])[:200]
+        return next((line for line in reversed(said) if "Error" in line or "error" in line), said[-1])[:400]
     step_s = json.loads(ended.stdout.strip().splitlines()[-1])["step_s"]
-    return float(workload.batch_size * workload.seq_len / step_s)
+    return float(workload.units_a_step / step_s)
 
 
 # Where and with what
@@ -123,7 +130,7 @@ def measure(name: str, contender: str, workload: Workload, tokens: Path, options
 def has_gpu() -> bool:
     import torch
 
-    return torch.cuda.is_available()
+    return torch.accelerator.is_available()
 
 
 def facts_of(device: str) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""What this project says of a GPU, measured on one: see `__main__.py`."""

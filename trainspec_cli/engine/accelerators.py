@@ -1,0 +1,155 @@
+"""The kinds of device that the engine runs on, and what it asks of one, whoever made it.
+
+torch.accelerator, torch.Event and torch.Stream serve the chips of every vendor, on CUDA by the same calls as torch.cuda
+(read in torch 2.11 to 2.13). What they lack, a device's name and its random numbers, is asked of the device's own
+module (`torch.get_device_module`). What CUDA alone has is in `cuda_only.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    collectives: str
+    """The backend of process groups for tensors on such devices."""
+    is_numbered: bool = True
+    """False where a machine has one device, which torch gives no number."""
+    capturable: bool = True
+    """True if torch's optimizers can keep the count of their updates on the device (torch/optim/optimizer.py)."""
+    is_profiled: bool = True
+    """True if torch's profiler takes times on the device (torch/autograd/profiler.py)."""
+
+
+KINDS = {
+    "cpu": DeviceKind("gloo", is_numbered=False, capturable=False, is_profiled=False),
+    "cuda": DeviceKind("nccl"),
+    "xpu": DeviceKind("xccl"),
+    "hpu": DeviceKind("hccl"),
+    "npu": DeviceKind("hccl"),
+    "mps": DeviceKind("gloo", is_numbered=False, capturable=False, is_profiled=False),
+}
+"""torch's name of a kind of device -> what differs. NVIDIA's and AMD's devices are both `cuda`, and RCCL is AMD's
+`nccl`; `xpu` is Intel's, `hpu` Habana's, `npu` Ascend's, `mps` Apple's."""
+
+
+def on_chip(device: torch.device) -> bool:
+    """Return True if the device is an accelerator: it works while the host goes on."""
+    return device.type != "cpu"
+
+
+def enter(device_type: str) -> torch.device:
+    """Return this process' device, of its number on the node, and make it the current one of this thread."""
+    number = int(os.environ["LOCAL_RANK"]) if KINDS[device_type].is_numbered else None
+    device = torch.device(device_type) if number is None else torch.device(device_type, number)
+    make_current(device)
+    return device
+
+
+def make_current(device: torch.device) -> None:
+    """Make an accelerator the current device of this thread: a thread starts on the first one of the node."""
+    if KINDS[device.type].is_numbered:
+        torch.accelerator.set_device_index(device)
+
+
+def process_group_backends(device_type: str) -> str:
+    """Return what `init_process_group` takes: for an accelerator one backend of its own, and gloo for the host."""
+    own, host = KINDS[device_type].collectives, KINDS["cpu"].collectives
+    return host if device_type == "cpu" else f"cpu:{host},{device_type}:{own}"
+
+
+def devices_here(device_type: str) -> list[torch.device]:
+    """Return the devices of this kind that this process sees."""
+    if not KINDS[device_type].is_numbered:
+        return [torch.device(device_type)]
+    return [torch.device(device_type, index) for index in range(torch.accelerator.device_count())]
+
+
+# Streams
+
+
+def own_stream(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which an accelerator's work is queued in a new stream; on a CPU there is none."""
+    return torch.Stream(device) if on_chip(device) else nullcontext()
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait until the device has done what it was asked for, in all streams."""
+    if on_chip(device):
+        torch.accelerator.synchronize(device)
+
+
+def synchronise_stream(device: torch.device) -> None:
+    """Wait until the device has done what this thread's current stream has to do."""
+    if on_chip(device):
+        torch.accelerator.current_stream(device).synchronize()
+
+
+# Memory
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes of an accelerator."""
+
+    used: int
+    """By this process' tensors."""
+    reserved: int
+    """Held by this process' allocator."""
+    free: int
+    """Held by nobody."""
+    total: int
+
+    @property
+    def available(self) -> int:
+        """What this process may still take: what is free, and what its allocator holds unused."""
+        return self.free + self.reserved - self.used
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    used, reserved = torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device)
+    return DeviceMemory(used, reserved, *torch.accelerator.get_memory_info(device))
+
+
+def allocator_count(device: torch.device, name: str) -> int:
+    """Return a counter of the allocator's statistics; 0 on a CPU, and before the first allocation."""
+    return int(torch.accelerator.memory_stats(device).get(name, 0)) if on_chip(device) else 0
+
+
+def release_unused(device: torch.device) -> None:
+    """Hand back to the driver what the allocator holds unused."""
+    if on_chip(device):
+        torch.accelerator.empty_cache()
+
+
+# Names and random numbers
+
+
+def chip_name(device: torch.device) -> str:
+    """Return the accelerator's name, or its kind's where its module tells none, as Apple's."""
+    name_of = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(name_of(device)) if name_of else device.type
+
+
+def random_state(device: torch.device) -> torch.Tensor:
+    """Return the state of the device's random numbers, a tensor on the host."""
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def set_random_state(state: torch.Tensor, device: torch.device) -> None:
+    torch.get_device_module(device).set_rng_state(state, device)
+
+
+def started_kind() -> str | None:
+    """Return the kind of accelerator that this process has begun to use; asking does not begin it."""
+    chip = torch.accelerator.current_accelerator()
+    module: Any = torch.get_device_module(chip) if chip else None
+    is_started = getattr(module, "is_initialized", lambda: True)
+    return chip.type if chip and is_started() else None
