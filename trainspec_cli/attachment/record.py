@@ -122,6 +122,6 @@ def _device_name() -> str:
     torch = sys.modules.get("torch")
     chip = torch.accelerator.current_accelerator(check_available=True) if torch is not None else None
     module = torch.get_device_module(chip) if torch is not None and chip else None
-    if hasattr(module, "get_device_name") and module.is_initialized():
+    if module is not None and hasattr(module, "get_device_name") and module.is_initialized():
         return str(module.get_device_name())
     return f"process ({os.cpu_count()} cores)"

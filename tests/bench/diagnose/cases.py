@@ -53,13 +53,14 @@ PAIRS = (
     ("quota", "rate"),
     ("quota", "leak"),
     ("quota", "slow_reads"),
-    ("slow_reads", "delay"),
+    ("delay", "slow_reads"),
     ("garbage", "leak"),
     ("garbage", "loss"),
     ("slow_disk", "quota"),
     ("leak", "rate"),
 )
-"""What is injected at once, at two ranks where both are of ranks, so that neither hides the other."""
+"""What is injected one after the other, at two ranks where both are of ranks. What is read ahead while steps are slow
+costs nothing, so that `slow_reads` comes second."""
 
 SHAPES = ((1, 2), (1, 2), (1, 3), (1, 4), (1, 4), (1, 6), (1, 8), (2, 2), (2, 2), (2, 3), (2, 4), (3, 2))
 """(nodes, ranks of each), each as likely as the others. On several nodes each has two ranks at least, so that a slow

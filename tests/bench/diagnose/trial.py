@@ -25,7 +25,7 @@ from trainspec_cli.rundir.paths import RunDir
 from . import judge as judging
 from .cases import HANG, HEALTHY, Case
 from .injectors import inject, prepare, settle
-from .live_run import WARM_STEPS, LiveRun, RunEndedError
+from .live_run import RECENT_STEPS, WARM_STEPS, LiveRun, RunEndedError
 from .recipe import arguments, write_documents
 
 START_TIMEOUT_S = 300.0
@@ -92,7 +92,9 @@ def _run_in(place: Path, case: Case, asks: bool) -> dict[str, Any]:
         run.note_use()
         begins = max((injection.step for injection in case.injections), default=0)
         run.await_step(begins, STALLED_S + START_TIMEOUT_S)
-        for injection in case.injections:
+        for number, injection in enumerate(case.injections):
+            if number:
+                run.await_step(run.step() + RECENT_STEPS, STALLED_S)  # so that it is as strong as steps are by now
             if removable := inject(run, injection):
                 stack.callback(removable.remove)
         first = run.step() + 1 if begins else 1

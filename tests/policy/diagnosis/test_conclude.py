@@ -230,6 +230,9 @@ def test_a_narrow_link_is_named_on_a_loaded_machine_where_round_trips_are_long()
     telemetry.parts_s["forward"][60:] += 0.12
     assert heaviest(telemetry).cause == "narrow_link"
     telemetry.counters["throttled_s"][60:, 4] += 0.12
+    telemetry.counters["queued_s"][60:, 4] += 0.12
+    assert heaviest(telemetry).cause == "narrow_link"
+    telemetry.rtts_s[3, 4] = 5e-3
     assert heaviest(telemetry).cause != "narrow_link", "what a quota makes of the transfers is not the link's"
     telemetry.counters["throttled_s"][60:, 4] = 0.0
     telemetry.rtts_s[3, 4] = 2e-4

@@ -15,7 +15,7 @@ import numpy as np
 
 from trainspec_cli.policy.diagnosis.episodes import NOISE_FACTOR, Episode, deviation, find_episodes, smoothed, usual
 from trainspec_cli.policy.diagnosis.evidence import Figures, RunEvidence
-from trainspec_cli.policy.diagnosis.paths import Pair, Path, over_all_ranks, paths_of, rise
+from trainspec_cli.policy.diagnosis.paths import QUEUED_S, Pair, Path, over_all_ranks, paths_of, rise
 from trainspec_cli.policy.diagnosis.ranks import LEAST_SHARE, STEADY, confidence, until
 from trainspec_cli.spec.results.verdict import Cause, RunVerdict
 
@@ -39,6 +39,8 @@ the ranks do not lack a processor for more than such a part of a step. Behind a 
 not lack one."""
 OF_NOISE = 0.5
 """A transfer's excess of which waiting for processors is such a part says nothing of a link."""
+HELD_QUEUED_S = 1e-2
+"""A rank that a quota holds back empties its sockets late, so that round trips to it grow by some milliseconds."""
 LONG_STEPS_S = 3.0
 """Transfers are long for so much time of a run before a link is blamed for it, unless its connections show it."""
 
@@ -74,9 +76,9 @@ def _is_of_link(evidence: RunEvidence, episode: Episode, step_s: Figures) -> boo
     return lasts or _waits_on_its_way(evidence, paths_of(evidence.connections, episode))
 
 
-def _waits_on_its_way(evidence: RunEvidence, paths: Sequence[Path]) -> bool:
+def _waits_on_its_way(evidence: RunEvidence, paths: Sequence[Path], least_s: float = QUEUED_S) -> bool:
     """Return whether what is sent between nodes has to wait: the kernel answers for a rank that has no processor."""
-    return any(path.has_queue and len(set(_ends(evidence, path))) > 1 for path in paths)
+    return any(path.has_queue(least_s) and len(set(_ends(evidence, path))) > 1 for path in paths)
 
 
 def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
@@ -136,13 +138,14 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
 
 
 def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
-    """Return whether ranks that wait for a processor make the transfers long. Where no quota holds them back, and what
+    """Return whether ranks that wait for a processor, or that a quota holds back, make the transfers long. Where what
     is sent between nodes waits on its way, the link does."""
     throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one such rank keeps all others waiting
     waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
-    if throttled_s > OF_NOISE * episode.excess:
-        return True
-    return waiting_s + throttled_s > OF_NOISE * episode.excess and not _waits_on_its_way(evidence, paths)
+    if waiting_s + throttled_s <= OF_NOISE * episode.excess:
+        return False
+    is_held = throttled_s > OF_NOISE * episode.excess
+    return not _waits_on_its_way(evidence, paths, HELD_QUEUED_S if is_held else QUEUED_S)
 
 
 def _losing(paths: Sequence[Path]) -> Path | None:

@@ -36,17 +36,17 @@ class Path:
     rtt_s: float
     usual_rtt_s: float
 
-    @property
-    def has_queue(self) -> bool:
-        """Whether what is sent waits on its way: round trips take far longer than at other times."""
-        return self.rtt_s > max(self.usual_rtt_s + QUEUED_S, QUEUED * self.usual_rtt_s)
+    def has_queue(self, least_s: float = QUEUED_S) -> bool:
+        """Return whether what is sent waits on its way: round trips take far longer than at other times, and `least_s`
+        longer."""
+        return self.rtt_s > max(self.usual_rtt_s + least_s, QUEUED * self.usual_rtt_s)
 
     @property
     def overflows(self) -> bool:
         """Whether what was sent again was dropped by a queue that is full: TCP fills it to find the link's rate, and
         fills it most while the link has just become narrow."""
         of_later = self.resent_later <= OVERFLOW * self.segments_later
-        return self.has_queue and (of_later or self.resent <= OVERFLOW * self.segments)
+        return self.has_queue() and (of_later or self.resent <= OVERFLOW * self.segments)
 
 
 def paths_of(connections: Sequence[Connection], episode: Episode) -> list[Path]:
