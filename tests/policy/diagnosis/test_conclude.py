@@ -339,6 +339,16 @@ def test_a_core_that_others_take_is_named_after_three_seconds_where_the_peers_ha
     assert named(72) == []
 
 
+def test_a_core_that_others_take_again_was_taken_since_the_first_time():
+    telemetry = Telemetry()
+    for away in (slice(50, 70), slice(90, 120)):
+        telemetry.counters["queued_s"][away, 3] += 0.2
+        telemetry.parts_s["forward"][away, 3] += 0.2
+    (verdict,) = conclude(telemetry.evidence())
+    assert (verdict.cause, verdict.rank, verdict.until_step) == ("stolen_cores", 3, None)
+    assert abs(verdict.since_step - 51) <= 2
+
+
 @pytest.mark.parametrize(("last", "causes"), [("always the same", ["stolen_cores"]), ("now and then", ["noise"])])
 def test_on_a_loaded_machine_a_core_is_taken_from_the_rank_that_is_always_last(last, causes):
     telemetry = Telemetry(ranks=2)

@@ -155,17 +155,26 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         at_once = found.is_counted or (found.is_of_device and not times.is_loaded(episode))
         if at_once or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
             slow.append(Slow(rank, episode, found.cause, found.why))
-    queued_by_peers_s = times.expect_queued()
-    for rank, episode in _suspects(times, times.queued_s - queued_by_peers_s, STOLEN_ALONE_S):
-        of_peers_s = queued_by_peers_s[:, rank]
+    return _verdicts(evidence, times, slow + list(_stolen(evidence, times)))
+
+
+def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
+    """Yield the ranks whose processors other processes have; `noise` where these have left again before long."""
+    of_all_peers_s = times.expect_queued()
+    found: list[tuple[int, Episode]] = []
+    for rank, episode in _suspects(times, times.queued_s - of_all_peers_s, STOLEN_ALONE_S):
+        of_peers_s = of_all_peers_s[:, rank]
         level_s = float(np.median(of_peers_s[episode.where]))
         lasts = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
         is_alone = level_s - usual(of_peers_s) < OF_PEERS * episode.excess or times.is_always_last(rank, episode)
         if episode.steadiness >= STEADY and lasts and is_alone:
-            why = f"other processes have its processor for {_ms(episode.excess)} more of each step than its peers'"
-            goes_on = until(evidence, episode) is None or times.step_s[episode.where].sum() >= LEFT_S
-            slow.append(Slow(rank, episode, "stolen_cores" if goes_on else "noise", why))
-    return _verdicts(evidence, times, slow)
+            found.append((rank, episode))
+    last = dict(found)  # of each rank
+    for rank, episode in found:
+        why = f"other processes have its processor for {_ms(episode.excess)} more of each step than its peers'"
+        span = slice(episode.first, last[rank].last + 1)
+        came_to_stay = until(evidence, last[rank]) is None or times.step_s[span].sum() >= LEFT_S
+        yield Slow(rank, episode, "stolen_cores" if came_to_stay else "noise", why)
 
 
 def _suspects(
