@@ -11,7 +11,7 @@ import numpy as np
 from trainspec_cli.policy.diagnosis.episodes import Episode
 from trainspec_cli.policy.diagnosis.evidence import Connection, Figures
 
-OVERFLOW, QUEUED_S, QUEUED = 0.02, 2e-3, 4.0
+OVERFLOW, QUEUED_S, QUEUED = 0.05, 2e-3, 4.0
 """A queue before a narrow link drops what it cannot hold: no larger part of the segments, while round trips take so
 much longer and so many times as long as usual. A link that loses segments has no queue."""
 
