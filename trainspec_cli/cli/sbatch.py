@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from trainspec_cli.cli.options import AsJson, Force, RecipeArguments, Sweeps
+from trainspec_cli.cli.options import AsJson, Force, RecipeArguments, Site, SitesEndpoint, SitesSecret, Sweeps
 from trainspec_cli.session.sweep import read_sweep
 from trainspec_cli.spec.json_text import json_text
 
@@ -26,6 +26,9 @@ def sbatch(
     allow_setup: AllowSetup = False,
     sweep: Sweeps = None,
     force: Force = False,
+    site: Site = None,
+    sites_endpoint: SitesEndpoint = None,
+    sites_secret: SitesSecret = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a run's folder and the script that trains it on Slurm, and print or submit that.
@@ -36,8 +39,10 @@ def sbatch(
     The script may be submitted again: the run goes on.
     """
     from trainspec_cli.session import submit as session  # half a second, which the help does without
+    from trainspec_cli.session.sites import SiteOptions
 
-    runs = session.plan_runs(arguments, [read_sweep(one) for one in sweep or []])
+    options = SiteOptions(site, sites_endpoint, sites_secret)
+    runs = session.plan_runs(arguments, [read_sweep(one) for one in sweep or []], options)
     first = runs[0].loaded
     print(session.render_shell_lines(first), end="", file=sys.stderr)
     if submit and not allow_setup:

@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TextIO
 
 from trainspec_cli.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge
 
@@ -19,7 +20,8 @@ BAD_REQUEST = (ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
 
 
 class Door:
-    def __init__(self) -> None:
+    def __init__(self, log: TextIO = sys.stderr) -> None:
+        self._log = log
         self._unproven: dict[asyncio.Task[None], None] = {}
         self._refusals = 0
         self._max_unproven = min(MAX_UNPROVEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
@@ -45,7 +47,9 @@ class Door:
         self._refusals += 1
         if self._refusals <= LOGGED_REFUSALS:
             peer = writer.get_extra_info("peername")
-            print(f"{name}: the connection from {peer} ended: {type(error).__name__}: {error}", file=sys.stderr)
+            print(
+                f"{name}: the connection from {peer} ended: {type(error).__name__}: {error}", file=self._log, flush=True
+            )
 
 
 async def prove(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, challenge: Challenge) -> None:
