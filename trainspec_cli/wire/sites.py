@@ -24,7 +24,7 @@ OPERATION, PAYLOAD_BYTES = "op", "bytes"
 
 
 @dataclass(frozen=True)
-class Hello:
+class SiteHello:
     """A rank is there; the meeting point answers when all ranks of its site are."""
 
     site: int
@@ -92,9 +92,9 @@ class Refused:
     hint: str
 
 
-Message = Hello | Sent | Followed | Alive | Welcome | Decided | Refused
+Message = SiteHello | Sent | Followed | Alive | Welcome | Decided | Refused
 OPERATIONS: dict[str, type[Message]] = {
-    "hello": Hello,
+    "hello": SiteHello,
     "sent": Sent,
     "followed": Followed,
     "alive": Alive,

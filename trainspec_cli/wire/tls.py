@@ -21,7 +21,7 @@ PACKAGE = "cryptography"
 
 
 @dataclass(frozen=True)
-class Certificate:
+class TlsCertificate:
     context: ssl.SSLContext
     digest: str
     """SHA-256 of its DER."""
@@ -36,7 +36,7 @@ def purpose_of(digest: str) -> str:
     return f"{SITES_PURPOSE} {digest}"
 
 
-def make_certificate() -> Certificate:
+def make_certificate() -> TlsCertificate:
     """Make a key and its certificate, which are on the disk only while they are loaded."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -55,7 +55,7 @@ def make_certificate() -> Certificate:
     with tempfile.NamedTemporaryFile() as file:  # for this user alone; ssl loads from files only
         Path(file.name).write_bytes(secret + certificate.public_bytes(serialization.Encoding.PEM))
         context.load_cert_chain(file.name)
-    return Certificate(context, hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest())
+    return TlsCertificate(context, hashlib.sha256(certificate.public_bytes(serialization.Encoding.DER)).hexdigest())
 
 
 def client_context() -> ssl.SSLContext:

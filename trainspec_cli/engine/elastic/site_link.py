@@ -25,10 +25,10 @@ from trainspec_cli.wire.sites import (
     Alive,
     Decided,
     Followed,
-    Hello,
     Message,
     Refused,
     Sent,
+    SiteHello,
     Welcome,
     pack,
     receive,
@@ -42,7 +42,7 @@ LOST = (OSError, EOFError, ValueError, TimeoutError, TrainspecError)
 
 
 class SiteLink:
-    def __init__(self, endpoint: str, secret: bytes, hello: Hello, applied: Callable[[], int], silence_s: float):
+    def __init__(self, endpoint: str, secret: bytes, hello: SiteHello, applied: Callable[[], int], silence_s: float):
         """`applied` returns the newest round that was applied, which a new connection begins from."""
         self._address = endpoint.rpartition(":")[::2]
         self._secret, self._hello, self._applied, self._silence_s = secret, hello, applied, silence_s

@@ -22,7 +22,7 @@ from trainspec_cli.rundir.generations import read_secret
 from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.structure import convert
-from trainspec_cli.wire.sites import Hello, Sent
+from trainspec_cli.wire.sites import Sent, SiteHello
 
 
 class SiteRun(Protocol):
@@ -59,7 +59,7 @@ class SiteVoice:
     def _connect(self) -> SiteLink:
         plan, sites = self._plan, self._plan.spec.resilience.sites
         assert sites.site is not None and sites.endpoint and sites.secret, "the launcher has checked them"
-        hello = Hello(
+        hello = SiteHello(
             site=sites.site,
             rank=self._speakers.index(dist.get_rank()),
             ranks=len(self._speakers),

@@ -28,7 +28,7 @@ from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepS
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.sites.agreement import schedule_of
 from trainspec_cli.policy.sites.meeting import RoundRecord
-from trainspec_cli.policy.sites.schedule import Exchange
+from trainspec_cli.policy.sites.schedule import SiteExchange
 from trainspec_cli.rundir.event_types.failures import RecoveryEvent
 from trainspec_cli.rundir.event_types.sites import ExchangeEvent
 from trainspec_cli.rundir.event_types.training import WarningEvent
@@ -132,15 +132,15 @@ class FarSites:
                 return False
         return True
 
-    def _send(self, exchange: Exchange) -> None:
+    def _send(self, exchange: SiteExchange) -> None:
         self._post(exchange, self._outer.encode(exchange.round, exchange.fragments))
 
-    def _post(self, exchange: Exchange, encoded: bytes) -> None:
+    def _post(self, exchange: SiteExchange, encoded: bytes) -> None:
         saved = self._schedule.newest_applied(self._run.run_dir.newest_step)
         work, digest = self._outer.sent_work, self._outer.digest
         self._voice.send(exchange.round, encoded, work, self._pace.cut(), digest, saved)
 
-    def _merge(self, number: int, exchange: Exchange | None) -> bool:
+    def _merge(self, number: int, exchange: SiteExchange | None) -> bool:
         """Apply a round as one that has trained; where it has found this site lost, catch up."""
         outer, own = self._outer, self._outer.sent
         record, parts = self._voice.take(number)
@@ -178,7 +178,7 @@ class FarSites:
         self._progress = TrainProgress(schedule.applied_at(outer.applied), self._progress.samples)
         return True
 
-    def _apply(self, record: RoundRecord, exchange: Exchange, parts: dict[int, bytes], keep: float) -> None:
+    def _apply(self, record: RoundRecord, exchange: SiteExchange, parts: dict[int, bytes], keep: float) -> None:
         if record.diverged:
             raise _diverged(record.diverged, self._progress.step)
         encoded = [parts[site] for site in record.included]

@@ -6,7 +6,7 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from trainspec_cli.wire.sites import Alive, Hello, Message, Sent, pack
+from trainspec_cli.wire.sites import Alive, Message, Sent, SiteHello, pack
 
 BEAT_S = 1.0
 
@@ -52,7 +52,7 @@ class ConnectedSite:
     """A site, as far as its ranks are connected."""
 
     ranks: dict[int, RankConnection] = field(default_factory=dict)
-    hellos: dict[int, Hello] = field(default_factory=dict)
+    hellos: dict[int, SiteHello] = field(default_factory=dict)
     sent: dict[int, tuple[Sent, bytes]] = field(default_factory=dict)
     """What each rank has sent for the next round."""
     followed: dict[int, int] = field(default_factory=dict)

@@ -33,13 +33,13 @@ from trainspec_cli.wire.sites import (
     Alive,
     Decided,
     Followed,
-    Hello,
     Refused,
     Sent,
+    SiteHello,
     Welcome,
     receive,
 )
-from trainspec_cli.wire.tls import Certificate, make_certificate
+from trainspec_cli.wire.tls import TlsCertificate, make_certificate
 
 TICK_S = 0.05
 KEPT_INTERVALS = 32
@@ -55,7 +55,7 @@ class MeetingPoint:
         meeting: Meeting,
         rounds: Rounds,
         secret: bytes,
-        certificate: Certificate,
+        certificate: TlsCertificate,
         recipe: str,
         silence_s: float,
         log: TextIO = sys.stderr,
@@ -144,7 +144,7 @@ class MeetingPoint:
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection. An error is logged and closes the connections of this site alone."""
         connection = RankConnection(writer)
-        hello: Hello | None = None
+        hello: SiteHello | None = None
         try:
             async with self._door.proving():
                 writer.write(GREETING)
@@ -160,9 +160,9 @@ class MeetingPoint:
                 self._leave(hello, connection)
             writer.transport.abort()
 
-    async def _greet(self, reader: asyncio.StreamReader, connection: RankConnection) -> Hello | None:
+    async def _greet(self, reader: asyncio.StreamReader, connection: RankConnection) -> SiteHello | None:
         """Return what the rank says of itself; None where it was refused."""
-        hello = await _next(reader, connection, Hello)
+        hello = await _next(reader, connection, SiteHello)
         if refusal := self._refusal(hello):
             self._say(f"site {hello.site} is refused: {refusal.reason}")
             connection.send(refusal)
@@ -170,7 +170,7 @@ class MeetingPoint:
             return None
         return hello
 
-    def _refusal(self, hello: Hello) -> Refused | None:
+    def _refusal(self, hello: SiteHello) -> Refused | None:
         state, wanted = self._meeting.state, range(hello.applied + 1, self._meeting.state.round + 1)
         if hello.recipe != self._recipe:
             reason = "its recipe differs from that of site 0 in the model, the layout, the data or what sites exchange"
@@ -187,7 +187,7 @@ class MeetingPoint:
             return Refused(reason, "copy the newest folder of another site's checkpoints into this run's checkpoints")
         return None
 
-    async def _serve_rank(self, reader: asyncio.StreamReader, connection: RankConnection, hello: Hello) -> None:
+    async def _serve_rank(self, reader: asyncio.StreamReader, connection: RankConnection, hello: SiteHello) -> None:
         self._arrive(hello, connection)
         writing = asyncio.ensure_future(connection.write())
         try:
@@ -197,7 +197,7 @@ class MeetingPoint:
         finally:
             writing.cancel()
 
-    def _arrive(self, hello: Hello, connection: RankConnection) -> None:
+    def _arrive(self, hello: SiteHello, connection: RankConnection) -> None:
         before = self._sites.get(hello.site)
         if before is not None and hello.rank in before.ranks:
             self._drop(hello.site)  # a new start, whose last connections have not been found broken yet
@@ -220,7 +220,7 @@ class MeetingPoint:
                 connection.send(*_decided(record, parts))
         self._say(f"site {number} is connected" + ("" if is_member else ", and catches up"))
 
-    def _hear(self, hello: Hello, fields: dict[str, object], payload: bytes) -> None:
+    def _hear(self, hello: SiteHello, fields: dict[str, object], payload: bytes) -> None:
         """Raise one of `BAD_REQUEST` where a message does not fit."""
         message = read_record(OPERATIONS[str(fields[OPERATION])], fields)
         site = self._sites.get(hello.site)
@@ -248,7 +248,7 @@ class MeetingPoint:
             self._sent[number] = dict(site.sent)
             self._saved[number] = first.saved_round
 
-    def _leave(self, hello: Hello, connection: RankConnection) -> None:
+    def _leave(self, hello: SiteHello, connection: RankConnection) -> None:
         site = self._sites.get(hello.site)
         if site is not None and site.ranks.get(hello.rank) is connection:
             self._drop(hello.site)
@@ -271,7 +271,7 @@ def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> 
     return MeetingPoint(meeting, rounds, secret, make_certificate(), agreement_of(plan), silence_s, log)
 
 
-async def _next(reader: asyncio.StreamReader, connection: RankConnection, kind: type[Hello]) -> Hello:
+async def _next(reader: asyncio.StreamReader, connection: RankConnection, kind: type[SiteHello]) -> SiteHello:
     fields, _ = await receive(reader, connection.hear)
     if fields.pop(OPERATION) != "hello":
         raise ValueError("a rank begins with hello")

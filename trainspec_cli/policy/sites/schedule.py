@@ -20,7 +20,7 @@ def fragment_of(layer: int | None, fragments: int, *, is_input: bool = False) ->
 
 
 @dataclass(frozen=True)
-class Exchange:
+class SiteExchange:
     """One exchange between the sites."""
 
     round: int
@@ -53,13 +53,13 @@ class SiteSchedule:
     def last_round(self) -> int:
         return (self.total_steps - 1) // self.steps_between + 1
 
-    def exchange(self, number: int) -> Exchange:
+    def exchange(self, number: int) -> SiteExchange:
         """Return the exchange of a round from 1 to `last_round`."""
         if number == self.last_round:
-            return Exchange(number, tuple(range(self.fragments)), self.total_steps, self.total_steps)
+            return SiteExchange(number, tuple(range(self.fragments)), self.total_steps, self.total_steps)
         sent_at = number * self.steps_between
         applied_at = min(sent_at + self.delay_steps, self.total_steps)
-        return Exchange(number, ((number - 1) % self.fragments,), sent_at, applied_at)
+        return SiteExchange(number, ((number - 1) % self.fragments,), sent_at, applied_at)
 
     def applied_at(self, number: int) -> int:
         """Return the step at which a round is applied, from round 0 on."""
@@ -71,7 +71,7 @@ class SiteSchedule:
             return range(self.total_steps, self.total_steps)
         return range(self.applied_at(number), self.applied_at(number + 1))
 
-    def sent_at(self, step: int) -> Exchange | None:
+    def sent_at(self, step: int) -> SiteExchange | None:
         """Return the exchange that is sent after `step` updates; None where none is. At most one is."""
         number = self.last_round if step == self.total_steps else step // self.steps_between
         exchange = self.exchange(number) if number else None
