@@ -15,6 +15,9 @@ from trainspec_cli.cli.options import (
     NotifyCommand,
     NumNodes,
     RecipeArguments,
+    Site,
+    SitesEndpoint,
+    SitesSecret,
     Sweeps,
     Webhook,
 )
@@ -37,6 +40,9 @@ def launch(
     nnodes: NumNodes = None,
     node_rank: NodeRank = 0,
     rdzv_endpoint: Endpoint = None,
+    site: Site = None,
+    sites_endpoint: SitesEndpoint = None,
+    sites_secret: SitesSecret = None,
     notify: NotifyCommand = "",
     webhook: Webhook = "",
     as_json: AsJson = False,
@@ -44,10 +50,11 @@ def launch(
     """Train a recipe. Ctrl-C writes a checkpoint and stops (exit code 6); a second one stops at once.
 
     On several nodes without Slurm, give the same command on each, with --node-rank and a run.dir that all share.
+    Of far-apart sites (resilience=sites), give the command at each, with --site.
     With --sweep, a run for each value is trained on this node, and a table shows the best first.
     """
     if sweep:
-        _check_sweepable(dry_run=dry_run, detach=detach, several=nnodes is not None)
+        _check_sweepable(dry_run=dry_run, detach=detach, several=nnodes is not None, site=site is not None)
         from trainspec_cli.session.sweep import read_sweep
         from trainspec_cli.session.sweep_runs import launch_sweep  # as below
 
@@ -57,18 +64,20 @@ def launch(
             return launch_sweep(arguments, sweeps, wanted, side_by_side=at_once, force=force, as_json=as_json)
     from trainspec_cli.session import launch as session  # half a second, which the help does without
     from trainspec_cli.session.nodes import NodeOptions
+    from trainspec_cli.session.sites import SiteOptions
 
-    nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
+    nodes, options = NodeOptions(nnodes, node_rank, rdzv_endpoint), SiteOptions(site, sites_endpoint, sites_secret)
     with on_stop_signal(interrupt):
         if dry_run:
-            print(session.show_launch(arguments, nodes, force=force, as_json=as_json), end="\n" if as_json else "")
+            shown = session.show_launch(arguments, nodes, force=force, as_json=as_json, site=options)
+            print(shown, end="\n" if as_json else "")
             return 0
         wanted = Notify(notify, webhook)
-        return session.launch(arguments, nodes, wanted, force=force, as_json=as_json, detach=detach)
+        return session.launch(arguments, nodes, wanted, force=force, as_json=as_json, detach=detach, site=options)
 
 
-def _check_sweepable(*, dry_run: bool, detach: bool, several: bool) -> None:
-    given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": several}
+def _check_sweepable(*, dry_run: bool, detach: bool, several: bool, site: bool) -> None:
+    given = {"--dry-run": dry_run, "--detach": detach, "--nnodes": several, "--site": site}
     if option := next((name for name, is_given in given.items() if is_given), None):
         hint = "leave one out; trainspec sbatch --sweep makes an array of Slurm"
         raise RecipeError(Problem("usage", f"{option} takes one run, and --sweep makes many", option, hint))

@@ -36,6 +36,20 @@ Endpoint = Annotated[
         "--rdzv-endpoint", metavar="HOST:PORT", help="The first node, as the others reach it, and a free port."
     ),
 ]
+Site = Annotated[
+    int | None,
+    typer.Option(
+        "--site", metavar="I", help="Which of several far-apart sites this is, from 0 (resilience=sites); 0 hosts."
+    ),
+]
+SitesEndpoint = Annotated[
+    str | None,
+    typer.Option("--sites-endpoint", metavar="HOST:PORT", help="Where the sites meet: site 0, as the others reach it."),
+]
+SitesSecret = Annotated[
+    str | None,
+    typer.Option("--sites-secret", metavar="FILE", help="32 random bytes that all sites share, private to you."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts.")]
 Force = Annotated[bool, typer.Option("--force", help="Train although the plan is predicted not to fit this machine.")]

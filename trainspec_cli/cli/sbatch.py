@@ -21,6 +21,9 @@ from trainspec_cli.cli.options import (
     Grace,
     HangAfter,
     MaxRestarts,
+    Site,
+    SitesEndpoint,
+    SitesSecret,
     Sweeps,
     WorkFor,
     wanted_of,
@@ -32,6 +35,7 @@ from trainspec_cli.spec.json_text import json_text
 if TYPE_CHECKING:
     from trainspec_cli.launcher.own_command.job import Wanted
     from trainspec_cli.session.load import Loaded
+    from trainspec_cli.session.sites import SiteOptions
     from trainspec_cli.session.submit import Submission
 
 Arguments = Annotated[
@@ -49,7 +53,10 @@ AllowSetup = Annotated[
         "--allow-setup", help="Submit shell lines of a recipe's file that another user owns or everyone may write."
     ),
 ]
-OF_RECIPE, OF_COMMAND = ("sweep", "force"), ("folder", "max_restarts", "grace_s", "hang_s", "work_s")
+OF_RECIPE, OF_COMMAND = (
+    ("sweep", "force", "site", "sites_endpoint", "sites_secret"),
+    ("folder", "max_restarts", "grace_s", "hang_s", "work_s"),
+)
 """Options that a recipe's job alone has, and that of a command."""
 
 
@@ -73,6 +80,9 @@ def sbatch(
     allow_setup: AllowSetup = False,
     sweep: Sweeps = None,
     force: Force = False,
+    site: Site = None,
+    sites_endpoint: SitesEndpoint = None,
+    sites_secret: SitesSecret = None,
     folder: CommandFolder = None,
     max_restarts: MaxRestarts = MAX_RESTARTS,
     grace_s: Grace = GRACE_S,
@@ -89,11 +99,13 @@ def sbatch(
     The script may be submitted again: the run goes on.
     """
     from trainspec_cli.session import submit as session  # half a second, which the help does without
+    from trainspec_cli.session.sites import SiteOptions
 
     command = context.obj
     _check_options(context, OF_COMMAND if command is None else OF_RECIPE, of_recipe=command is None)
     if command is None:
-        made = _prepare_recipe(arguments or [], sweep or [], force=force)
+        options = SiteOptions(site, sites_endpoint, sites_secret)
+        made = _prepare_recipe(arguments or [], sweep or [], options, force=force)
     else:
         wanted = wanted_of(max_restarts, grace_s, hang_s, work_s)
         made = _prepare_command(command, arguments or [], folder, wanted)
@@ -126,7 +138,7 @@ class Prepared:
     write: Callable[[], Submission]
 
 
-def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], *, force: bool) -> Prepared:
+def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], site: SiteOptions, *, force: bool) -> Prepared:
     from trainspec_cli.session import submit as session  # as above
     from trainspec_cli.session.submit_command import refuse_bare_command  # as above
 
@@ -134,7 +146,7 @@ def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], *, force: b
     if not arguments:
         hint = "such as trainspec sbatch recipe=quickstart, or trainspec sbatch cluster=h100 -- torchrun train.py"
         raise RecipeError(Problem("usage", "neither a recipe is named, nor a command after --", hint=hint))
-    runs = session.plan_runs(arguments, [read_sweep(one) for one in sweeps])
+    runs = session.plan_runs(arguments, [read_sweep(one) for one in sweeps], site)
     write = partial(session.write_submission, runs, force=force)
     return Prepared([run.loaded for run in runs], session.warnings(runs), write)
 

@@ -42,7 +42,13 @@ def _sha256(tensor: Tensor) -> str:
 @torch.no_grad()
 def local_digest(shares: Sequence[Share]) -> Tensor:
     """Return the sum of this rank's bits as whole numbers, (1,) int64: any one flip changes it."""
-    sums = [_words(share.local.detach()).sum(dtype=torch.int64) for share in shares if share.local.numel()]
+    return sum_bits([share.local.detach() for share in shares])
+
+
+@torch.no_grad()
+def sum_bits(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of the bits of fp32 tensors (or of bytes) as whole numbers, (1,) int64."""
+    sums = [_words(tensor).sum(dtype=torch.int64) for tensor in tensors if tensor.numel()]
     return torch.stack(sums).sum(0, keepdim=True) if sums else torch.zeros(1, dtype=torch.int64)
 
 

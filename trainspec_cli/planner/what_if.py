@@ -39,7 +39,7 @@ Parts = Mapping[str, float]
 def look_ahead(plan: Plan, machine: Machine, probe: MachineProbe | None) -> Outlook:
     """Return what the planner knows of a run's step on its machine, of which there is a probe where it has no GPUs."""
     whole = plan.as_one_group
-    may_change = plan.replica_groups == 1 and plan.spec.resilience.mode != "elastic"
+    may_change = plan.replica_groups == 1 and not plan.spec.resilience.keeps_layout
     if is_known(whole, machine):
         try:
             return _on_gpus(whole, machine, may_change=may_change)

@@ -47,8 +47,8 @@ class Layouts(Protocol):
 
 
 def decides_layouts(plan: Plan) -> bool:
-    """Return whether the scheduler may change a run's layout. Replica groups keep theirs."""
-    scheduler, alone = plan.spec.scheduler, plan.replica_groups == 1 and plan.spec.resilience.mode != "elastic"
+    """Return whether the scheduler may change a run's layout. Replica groups and sites keep theirs."""
+    scheduler, alone = plan.spec.scheduler, plan.replica_groups == 1 and not plan.spec.resilience.keeps_layout
     return scheduler.mode != "off" and "layout" in scheduler.may_change and alone and plan.world_size > 1
 
 

@@ -73,8 +73,8 @@ def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -
     setup, number = setup_of(candidate, spec, machine), replica_groups_of(spec, candidate)
     most = largest_micro_batch(candidate, setup, spec.scheduler.max_micro_batch_size)
     job = _job_of(spec, setup, number, most)
-    if number > 1 or spec.resilience.mode == "elastic":
-        return job  # replica groups keep their layout
+    if number > 1 or spec.resilience.keeps_layout:
+        return job  # replica groups and sites keep their layout
     others = OtherLayouts.of_candidate(spec, candidate, machine)
     return replace(job, layouts=JobLayouts(spec, others, others.memory.largest_stage_layers(setup)))
 

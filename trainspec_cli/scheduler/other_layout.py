@@ -100,8 +100,8 @@ class OtherLayouts:
         fast as planned. What another layout would save on equally fast ranks does not count: that was known when the
         run was planned.
         """
-        if self._spec.resilience.mode == "elastic":
-            return None  # replica groups heal from one another, part by part
+        if self._spec.resilience.keeps_layout:
+            return None  # replica groups and sites exchange part by part
         relative = equalise_paces(paces, self._spec.scheduler.change)
         if set(relative) == {1.0} and (links is None or links.is_usual):
             return self._go_home()

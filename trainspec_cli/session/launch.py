@@ -18,6 +18,7 @@ from trainspec_cli.session.load import Loaded, load, plan_on, this_machine
 from trainspec_cli.session.nodes import NodeOptions, join
 from trainspec_cli.session.profile import with_profile
 from trainspec_cli.session.session import Session, rehearse, start, write_down
+from trainspec_cli.session.sites import SiteOptions, load_site
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 
@@ -30,10 +31,11 @@ def launch(
     force: bool,
     as_json: bool,
     detach: bool = False,
+    site: SiteOptions = SiteOptions(),  # noqa: B008
 ) -> int:
     """Train a recipe, as the first node of the run or as another that joins it; return the run's exit code. With
     `detach`, 0 as soon as the run has begun in a process of its own."""
-    loaded = load([*arguments, *nodes.as_arguments])
+    loaded = load_site([*arguments, *nodes.as_arguments], site)
     wanted = loaded.spec.run.dir
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
         return join(wanted, nodes.node_rank, make_console(as_json=False))
@@ -66,9 +68,16 @@ def launch_apart(arguments: Sequence[str], *, force: bool) -> RunDir:
     return run
 
 
-def show_launch(arguments: Sequence[str], nodes: NodeOptions, *, force: bool, as_json: bool) -> str:
+def show_launch(
+    arguments: Sequence[str],
+    nodes: NodeOptions,
+    *,
+    force: bool,
+    as_json: bool,
+    site: SiteOptions = SiteOptions(),  # noqa: B008
+) -> str:
     """Return what `launch` would start, and where, as text or as JSON; refused as the launch would be."""
-    loaded = load([*arguments, *nodes.as_arguments])
+    loaded = load_site([*arguments, *nodes.as_arguments], site)
     job, plan = rehearse(_prepare(loaded, nodes, force=force, as_json=as_json))
     if not as_json:
         return f"{describe_plan(plan)}\n\n{render_command(job.command, job.environment, Path.cwd())}"

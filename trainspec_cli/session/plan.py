@@ -14,6 +14,7 @@ from trainspec_cli.planner.planes.plan import plan_planes
 from trainspec_cli.planner.pools.describe import on_pools
 from trainspec_cli.planner.pools.plan import advise_pools, compare_pools, plan_pools
 from trainspec_cli.planner.run.forecast import forecast_run
+from trainspec_cli.planner.run.sites import plan_sites
 from trainspec_cli.planner.search.advice import advise
 from trainspec_cli.planner.search.auto import as_plan, is_run
 from trainspec_cli.planner.search.variants import plan_on_what_divides, plan_other_recovery
@@ -64,6 +65,7 @@ def plan_loaded(
         blueprint=blueprint_of(best, spec, machine) if best and capacity.world_size > 1 else None,
         defaults=defaults,
         planes=plan_planes(spec.cluster, capacity.world_size),
+        sites=plan_sites(spec, capacity, best) if best else None,
         simulation=simulate_disturbed(disturbed, spec, best, machine) if disturbed and best else None,
         trace=_trace(spec, capacity) if trace and capacity.candidates else None,
         profile=profile,

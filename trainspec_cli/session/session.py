@@ -37,6 +37,7 @@ from trainspec_cli.session.load import Loaded
 from trainspec_cli.session.predict import predict, with_known_limits
 from trainspec_cli.session.run import run
 from trainspec_cli.session.select_kernels import select_kernels
+from trainspec_cli.session.sites import check_site, meeting_point
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.own_code import describe_code
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -83,14 +84,15 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
         if session.reach:
             backend = partial(NodesBackend, reach=session.reach, examination=examination)
         limits = LimitsWatch(job.run, plan, machine)
-        return run(
-            *(job, plan, backend, session.console, limits),
-            advisor=_advisor(job.run, plan, machine),
-            as_json=session.as_json,
-            requests=requests,
-            replan=partial(plan_on_fewer, machine=machine),
-            notifies=session.notify,
-        )
+        with meeting_point(job.run, plan):
+            return run(
+                *(job, plan, backend, session.console, limits),
+                advisor=_advisor(job.run, plan, machine),
+                as_json=session.as_json,
+                requests=requests,
+                replan=partial(plan_on_fewer, machine=machine),
+                notifies=session.notify,
+            )
 
 
 def write_down(session: Session) -> RunDir:
@@ -103,6 +105,7 @@ def write_down(session: Session) -> RunDir:
 def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | None]]:
     """Do all that comes before the workers; hold the run, as it is written, while the block runs."""
     console, machine = session.console, session.machine
+    check_site(session.plan.spec)
     plan = predict(_within_limits(session), machine, console, force=session.force)
     examination = check_nodes(plan, session.folder, console, force=session.force)
     plan, kernels = select_kernels(plan, machine, console)
@@ -128,6 +131,7 @@ def _advisor(run: RunDir, plan: Plan, machine: Machine) -> LayoutAdvisor | None:
 def rehearse(session: Session) -> tuple[Job, Plan]:
     """Return what `start` would start, refused as it would be; nothing is probed, measured or made for that."""
     console, machine = session.console, session.machine
+    check_site(session.plan.spec)
     plan = predict(_within_limits(session), machine, console, force=session.force, may_probe=False)
     plan, _ = select_kernels(plan, machine, console, may_measure=False)
     root = session.folder

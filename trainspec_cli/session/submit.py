@@ -25,7 +25,8 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.container import check_container, folders_read, unseen_image
 from trainspec_cli.session.data import prepare_data
-from trainspec_cli.session.load import Loaded, load, plan_for
+from trainspec_cli.session.load import Loaded, plan_for
+from trainspec_cli.session.sites import SiteOptions, check_site, load_site
 from trainspec_cli.session.sweep import Sweep, sweep_arguments
 from trainspec_cli.session.time_limit import short_limit
 from trainspec_cli.spec.field_types import AUTO
@@ -46,9 +47,15 @@ class PlannedRun:
     plan: Plan
 
 
-def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[PlannedRun]:
+def plan_runs(
+    arguments: Sequence[str],
+    sweeps: Sequence[Sweep],
+    site: SiteOptions = SiteOptions(),  # noqa: B008
+) -> list[PlannedRun]:
     """Plan a run for each combination of the swept values. Raises RecipeError."""
-    loaded = [load(point) for _, point in sweep_arguments(arguments, sweeps)]
+    loaded = [load_site(point, site) for _, point in sweep_arguments(arguments, sweeps)]
+    for one in loaded:
+        check_site(one.spec)
     runs = [PlannedRun(one, plan_for(one, _machine_of_job(one))) for one in loaded]
     _check_alike([run.plan for run in runs])
     return runs

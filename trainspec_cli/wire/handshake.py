@@ -44,6 +44,27 @@ class Challenge:
         return _prove(self.secret, "server", self.purpose, self.nonce, theirs)
 
 
+@dataclass(frozen=True)
+class Answer:
+    """The client's half of one handshake."""
+
+    secret: bytes
+    purpose: str
+    theirs: bytes
+    """The server's nonce."""
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+
+    @property
+    def content(self) -> bytes:
+        """Return what the client sends: its nonce and its proof."""
+        return self.nonce + _prove(self.secret, "client", self.purpose, self.theirs, self.nonce)
+
+    def check(self, proof: bytes) -> None:
+        """Raise HandshakeError where the server's own proof is wrong."""
+        if not hmac.compare_digest(proof, _prove(self.secret, "server", self.purpose, self.theirs, self.nonce)):
+            raise HandshakeError("the server does not know the job's secret")
+
+
 def connect(address: tuple[str, int], secret: bytes, purpose: str) -> socket.socket:
     """Return an authenticated connection. Raises as `prove_to` does."""
     connection = socket.create_connection(address, TIMEOUT_S)
@@ -62,10 +83,9 @@ def prove_to(connection: socket.socket, secret: bytes, purpose: str) -> None:
     Raises HandshakeError, or OSError if the connection is lost: a server closes connections in their handshake when too
     many arrive at once.
     """
-    theirs, own = _receive(connection, NONCE_BYTES), secrets.token_bytes(NONCE_BYTES)
-    connection.sendall(own + _prove(secret, "client", purpose, theirs, own))
-    if not hmac.compare_digest(_receive(connection, PROOF_BYTES), _prove(secret, "server", purpose, theirs, own)):
-        raise HandshakeError("the server does not know the job's secret")
+    answer = Answer(secret, purpose, _receive(connection, NONCE_BYTES))
+    connection.sendall(answer.content)
+    answer.check(_receive(connection, PROOF_BYTES))
 
 
 def _prove(secret: bytes, side: str, purpose: str, server_nonce: bytes, client_nonce: bytes) -> bytes:

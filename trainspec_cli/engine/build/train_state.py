@@ -125,6 +125,8 @@ class TrainState:
     """The sums of gradients over data-parallel ranks beside the backward; None on a GPU, and where one rank has all."""
     losses: list[ModuleLosses] = field(default_factory=list)
     """The losses of compressed exchanges of gradients, by module."""
+    beyond: dict[str, Tensor] = field(default_factory=dict)
+    """What a coordinator keeps beside the model and has saved, by a name that no other rank or layout has."""
 
     @property
     def parts(self) -> list[Any]:
@@ -136,7 +138,7 @@ class TrainState:
 
     @property
     def held(self) -> Held:
-        return Held(self.shares, self.parts, self.optimizer, self.compression.saved)
+        return Held(self.shares, self.parts, self.optimizer, self.compression.saved | self.beyond)
 
 
 @dataclass(frozen=True)

@@ -75,8 +75,8 @@ class Held:
     modules: Sequence[nn.Module]
     optimizer: torch.optim.Optimizer
     feedback: Mapping[str, Tensor] = field(default_factory=dict)
-    """Losses of compressed exchanges of gradients on this rank, by a name that no other rank or layout has. It is
-    saved and loaded, and stays behind where the state is copied to another replica group."""
+    """Losses of compressed exchanges of gradients on this rank, and what its coordinator keeps, by a name that no other
+    rank or layout has. It is saved and loaded, and stays behind where the state is copied to another replica group."""
     lost: Sequence[TensorPart] = ()
     """The same as shares of the parameters, as which they move to another layout; made for that alone."""
 

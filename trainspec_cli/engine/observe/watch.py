@@ -81,14 +81,16 @@ class StepWatch(threading.Thread):
             faulthandler.dump_traceback_later(self._deadline_s + TICK_S)
 
     @contextmanager
-    def between_steps(self) -> Iterator[None]:
-        """Allow the long limit inside, for example for an evaluation, whose length is not learned from steps."""
-        self._allow()
+    def between_steps(self, *, for_ever: bool = False) -> Iterator[None]:
+        """Allow the long limit inside, for example for an evaluation, whose length is not learned from steps; or any
+        time, for what others decide on."""
+        self._allow(for_ever=for_ever)
         yield
         self._allow()
 
-    def _allow(self) -> None:
-        self._fresh, self._last_beat, self._deadline_s = True, time.monotonic(), max(FIRST_S, self._floor_s)
+    def _allow(self, *, for_ever: bool = False) -> None:
+        self._fresh, self._last_beat = True, time.monotonic()
+        self._deadline_s = math.inf if for_ever else max(FIRST_S, self._floor_s)
         self._stall_s = math.inf
         faulthandler.cancel_dump_traceback_later()
 

@@ -1,11 +1,13 @@
 """The trainer asks its coordinator who takes part in each step, and what is exchanged beyond its own ranks.
 
-An ordinary run is one replica group (`SingleGroup`); `replica_groups.py` has the coordinator of several.
+An ordinary run is one replica group (`SingleGroup`); `replica_groups.py` has the coordinator of several, `sites.py`
+that of a run which is one of several far-apart sites.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +88,8 @@ class Coordinator(Protocol):
     """The state comes from a checkpoint before the first step; else `begin` heals or restores it."""
     waits_for_groups: bool
     """Each step waits for other replica groups, and its figures have reached the host when it ends."""
+    merges_at_end: bool
+    """The weights of the last step are those that `bring_together` makes: none are saved before."""
     leads: bool
     """This replica group writes the run's log and its checkpoints."""
     finished_without: bool
@@ -132,6 +136,12 @@ class Coordinator(Protocol):
     def note_step(self, step: int, step_time_s: float) -> None:
         """Record what the step that made update `step` says of the replica groups."""
 
+    def bring_together(self, progress: TrainProgress) -> None:
+        """All steps are made: exchange what is left. A second call does nothing."""
+
+    def merged(self) -> AbstractContextManager[None]:
+        """Have the weights in the model, inside, by which the run is judged."""
+
     def leave(self) -> None:
         """End all exchange: no step follows."""
 
@@ -173,7 +183,7 @@ class SingleGroup:
     """The only replica group of its run: nobody to wait for, nothing to exchange, nothing that others do."""
 
     restores_at_start, leads = True, True
-    waits_for_groups, finished_without, group = False, False, None
+    waits_for_groups, merges_at_end, finished_without, group = False, False, False, None
 
     def __init__(self, run: RunContext):
         self._run, self._spec = run, run.plan.spec
@@ -210,12 +220,23 @@ class SingleGroup:
     def note_step(self, step: int, step_time_s: float) -> None:
         pass
 
+    def bring_together(self, progress: TrainProgress) -> None:
+        pass
+
+    def merged(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def leave(self) -> None:
         self.batches.close()
 
 
 def open_coordinator(run: RunContext) -> Coordinator:
-    """Replica groups' modules are imported where there are several, and not elsewhere: they make every start longer."""
+    """The modules of several replica groups or sites are imported where there are some, and not elsewhere: they make
+    every start longer."""
+    if run.plan.spec.resilience.mode == "sites":
+        from trainspec_cli.engine.run.sites import FarSites
+
+        return FarSites(run)
     if run.plan.replica_groups == 1:
         return SingleGroup(run)
     from trainspec_cli.engine.run.replica_groups import ReplicaGroups, own_rank

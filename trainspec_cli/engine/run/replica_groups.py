@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -64,7 +65,7 @@ class RollCall:
 
 
 class ReplicaGroups:
-    waits_for_groups = True
+    waits_for_groups, merges_at_end = True, False
     stop_flag = False
     """Requests to stop are agreed on before the step, over all groups."""
 
@@ -297,6 +298,12 @@ class ReplicaGroups:
             event = RecoveryEvent(step=step, change=change, group=group, stall_s=stall_s, lost_steps=lost)
             self.journal.write(event)
             stall_s, lost = 0.0, 0  # several at once cost as much as one
+
+    def bring_together(self, progress: TrainProgress) -> None:
+        pass
+
+    def merged(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def leave(self) -> None:
         self.batches.close()

@@ -141,23 +141,34 @@ class Trainer:
         self.clock.restart()
         if self._lacks_evaluation:
             self._evaluate_between_steps()
+        self._bring_together()
         while not self._is_last_step and not self.stopping:
             done = self._step()
             if done is None:
+                self._bring_together()
                 continue
             self._record_late(done)
+            self._bring_together()
             if self._is_evaluation_due or self._is_sample_due:
                 self._record_unread()
                 self._evaluate_between_steps()
         self._record_unread()
 
+    def _bring_together(self) -> None:
+        if self._is_last_step:
+            with self._waiting_for_groups():
+                self.coordinator.bring_together(self.progress)
+
     def _step(self) -> DoneStep | None:
-        """Make one step; None where the run stops before it, or the replica groups did not agree on it."""
+        """Make one step; None where the run stops before it, the replica groups did not agree on it, or the other sites
+        have made all steps meanwhile."""
         with self._waiting_for_groups():
             start = self.coordinator.begin(self.progress, self._restore)
         self.progress = start.progress
         if start.stop:
             self.stopping = True
+            return None
+        if self._is_last_step:
             return None
         step = self.progress.step
         self._follow_layout(step)
@@ -234,8 +245,9 @@ class Trainer:
         return parts_of(samples.division, self.state.mesh, samples.group_samples, samples.step_samples)
 
     def _waiting_for_groups(self) -> AbstractContextManager[None]:
-        """The time that other replica groups take is no hang of this one."""
-        return self.watch.between_steps() if self.coordinator.waits_for_groups else nullcontext()
+        """The time that other replica groups or sites take is no hang of this one; other sites may take any time."""
+        for_ever = self.coordinator.merges_at_end
+        return self.watch.between_steps(for_ever=for_ever) if self.coordinator.waits_for_groups else nullcontext()
 
     def _count(self, outcome: StepOutcome, lr: float, samples: StepSamples) -> DoneStep:
         """The update is made; the checkpoint that may be due belongs to its step."""
@@ -245,8 +257,9 @@ class Trainer:
             noise_scale = self._note_noise(step, outcome, samples)
         if self.clock.on_gpu:
             outcome = outcome.on_host()
+        writes = self.coordinator.leads and not (self.coordinator.merges_at_end and self._is_last_step)
         with self.clock.part("checkpoint"):
-            self.checkpoints.after_step(step, self.progress.samples, writes=self.coordinator.leads)
+            self.checkpoints.after_step(step, self.progress.samples, writes=writes)
         self.watch.beat(step)
         self.deeper_look.after_step(step)
         agreement, segments, traffic = self.clock.agreement, self.clock.cut(), self._cut_traffic()
@@ -355,7 +368,8 @@ class Trainer:
     def _evaluate(self) -> None:
         """Measure how the model does on what was held out."""
         started = time.perf_counter()
-        evaluated = self.source.evaluate(self.progress.step)
+        with self.coordinator.merged():
+            evaluated = self.source.evaluate(self.progress.step)
         if evaluated is None:
             return
         self.tally.heldout = evaluated

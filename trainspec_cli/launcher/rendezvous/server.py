@@ -12,7 +12,6 @@ import asyncio
 import json
 import math
 import os
-import resource
 import signal
 import socket
 import sys
@@ -23,24 +22,19 @@ from pathlib import Path
 
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.launcher.job.place import BACKLOG, allow_connections
+from trainspec_cli.launcher.rendezvous.door import BAD_REQUEST, Door, prove
 from trainspec_cli.launcher.rendezvous.key_value import KeyValueStore
 from trainspec_cli.policy.recovery.quorum import ConnectedGroup, QuorumRules, choose_members
 from trainspec_cli.rundir.generations import read_secret
 from trainspec_cli.spec.records import read_record
 from trainspec_cli.wire import rendezvous as messages
 from trainspec_cli.wire.client import LINE_BYTES, RENDEZVOUS_PURPOSE
-from trainspec_cli.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge
+from trainspec_cli.wire.handshake import Challenge
 
-MAX_UNPROVEN = 1024
-"""The most connections in their handshake at once; one more closes the oldest."""
 TICK_S = 0.05
 """The interval at which silent replica groups are looked for."""
 MAX_CONNECTIONS = 100_000
 """The most connections of a job; the system's limit may be lower."""
-LOGGED_REFUSALS = 20
-"""The most refused connections that are logged."""
-
-BAD_REQUEST = (ValueError, KeyError, TypeError, ArithmeticError, RecursionError)
 Write = Callable[[messages.Answer], None]
 
 
@@ -95,9 +89,8 @@ class RendezvousServer:
     def __init__(self, secret: bytes, quorums: Quorums):
         self._secret = secret
         self.store, self.quorums = KeyValueStore(), quorums
-        self._unproven: dict[asyncio.Task[None], None] = {}
-        self._refusals = self._proven = 0
-        self._max_unproven = min(MAX_UNPROVEN, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._door = Door()
+        self._proven = 0
 
     async def serve(self, listener: socket.socket, supervisor: int, grace_s: float) -> None:
         """Serve until the supervisor kills this process.
@@ -119,25 +112,13 @@ class RendezvousServer:
             await self._shake_hands(reader, writer)
             await self._answer_requests(reader, writer)
         except (*BAD_REQUEST, OSError, EOFError, asyncio.CancelledError) as error:
-            self._note_refusal(writer, error)
+            self._door.note_refusal("rendezvous", writer, error)
         finally:
             writer.transport.abort()
 
     async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "a connection is served by a task"
-        if len(self._unproven) >= self._max_unproven:
-            oldest = next(iter(self._unproven))
-            del self._unproven[oldest]
-            oldest.cancel()
-        self._unproven[task] = None
-        try:
-            challenge = Challenge(self._secret, RENDEZVOUS_PURPOSE)
-            writer.write(challenge.nonce)
-            async with asyncio.timeout(TIMEOUT_S):
-                writer.write(challenge.accept(await reader.readexactly(ANSWER_BYTES)))
-        finally:
-            self._unproven.pop(task, None)
+        async with self._door.proving():
+            await prove(reader, writer, Challenge(self._secret, RENDEZVOUS_PURPOSE))
 
     async def _answer_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         def write(answer: messages.Answer) -> None:
@@ -159,12 +140,6 @@ class RendezvousServer:
         finally:
             self._proven -= 1
             self.quorums.leave(name, write)
-
-    def _note_refusal(self, writer: asyncio.StreamWriter, error: BaseException) -> None:
-        self._refusals += 1
-        if self._refusals <= LOGGED_REFUSALS:
-            peer = writer.get_extra_info("peername")
-            print(f"rendezvous: the connection from {peer} ended: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 def read_request(plain: JsonObject) -> messages.Request:

@@ -36,7 +36,13 @@ def plan_as_json(plan: PlanReport) -> JsonObject:
     }
     if plan.trace:
         content["trace"] = plan.trace.as_json()
-    parts = {"blueprint": plan.blueprint, "planes": plan.planes, "simulation": plan.simulation, "pools": plan.pools}
+    parts = {
+        "blueprint": plan.blueprint,
+        "planes": plan.planes,
+        "sites": plan.sites,
+        "simulation": plan.simulation,
+        "pools": plan.pools,
+    }
     return content | {name: to_plain(part) for name, part in parts.items() if part}
 
 

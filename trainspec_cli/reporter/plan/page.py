@@ -41,6 +41,7 @@ from trainspec_cli.reporter.plan.planes import (
 from trainspec_cli.reporter.plan.pools import PART_HEADINGS, choice_headings, choice_rows, part_rows, sentence
 from trainspec_cli.reporter.plan.report import PlanReport
 from trainspec_cli.reporter.plan.simulation import decision_rows, describe_won_back, event_lines, pace_rows
+from trainspec_cli.reporter.plan.sites import SITE_HEADINGS, describe_beside, describe_links, site_rows
 from trainspec_cli.reporter.plan.text import assumption_row, run_rows
 from trainspec_cli.reporter.svg import Segment, render_bar, render_legend
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -50,6 +51,7 @@ from trainspec_cli.spec.results.planes import PlanesPlan
 from trainspec_cli.spec.results.pools import PoolsPlan
 from trainspec_cli.spec.results.prediction import Candidate
 from trainspec_cli.spec.results.simulation import Simulation
+from trainspec_cli.spec.results.sites import SitesOutlook
 from trainspec_cli.units import format_bytes, format_count, format_duration
 
 CHARTED_CANDIDATES = 8
@@ -94,6 +96,8 @@ def body_of(plan: PlanReport) -> Iterator[str]:
         yield _blueprint(plan.blueprint)
     if plan.planes:
         yield _planes(plan.planes)
+    if plan.sites:
+        yield _sites(plan.sites)
     if plan.simulation:
         yield _simulation(plan.simulation)
     if run:
@@ -250,6 +254,11 @@ def _pools(best: Candidate | None, pools: PoolsPlan, unit: str) -> str:
     choices = table(choice_headings(unit), [text_row(row) for row in choice_rows(pools)])
     text = f"What each pool does in a step of the best layout, and the best plans on fewer. {sentence(pools.verdict)}"
     return section("Pools", text, parts + choices)
+
+
+def _sites(sites: SitesOutlook) -> str:
+    text = f"{describe_links(sites)}. {describe_beside(sites)} {sites.loss_penalty}."
+    return section("Far-apart sites", text, table(SITE_HEADINGS, [text_row(row) for row in site_rows(sites)]))
 
 
 def _planes(planes: PlanesPlan) -> str:

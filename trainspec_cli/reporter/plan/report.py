@@ -12,6 +12,7 @@ from trainspec_cli.spec.results.planes import PlanesPlan
 from trainspec_cli.spec.results.pools import PoolsPlan
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.results.simulation import Simulation
+from trainspec_cli.spec.results.sites import SitesOutlook
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class PlanReport:
     """None where no layout fits; then `capacity.advice` says what would."""
     blueprint: Blueprint | None = None
     planes: PlanesPlan | None = None
+    sites: SitesOutlook | None = None
     simulation: Simulation | None = None
     trace: TraceReport | None = None
     pools: PoolsPlan | None = None

@@ -17,6 +17,7 @@ from trainspec_cli.reporter.plan.planes import render_planes
 from trainspec_cli.reporter.plan.pools import render_pools
 from trainspec_cli.reporter.plan.report import PlanReport, SweepPoint, SweepReport
 from trainspec_cli.reporter.plan.simulation import render_simulation
+from trainspec_cli.reporter.plan.sites import render_sites
 from trainspec_cli.reporter.plan.trace import render_trace
 from trainspec_cli.reporter.rich_text import Text
 from trainspec_cli.spec.own_code import describe_code
@@ -50,6 +51,8 @@ def render_plan(plan: PlanReport, width: int = WIDE) -> RenderableType:
         parts.append(render_blueprint(plan.blueprint))
     if plan.planes:
         parts.append(render_planes(plan.planes))
+    if plan.sites:
+        parts.append(render_sites(plan.sites))
     if plan.simulation:
         parts.append(render_simulation(plan.simulation, min(width, WIDE)))
     if plan.trace:

@@ -22,8 +22,10 @@ class RecoveryEvent(Event):
     type: Literal["recovery"] = "recovery"
     step: Count
     change: str
-    """left, joined or retried (replica groups), or restart (the whole run)."""
+    """left, joined or retried (replica groups), site_left or site_joined (far-apart sites), or restart (the whole
+    run)."""
     group: Count | None
+    """The number of the replica group, or of the site."""
     stall_s: Seconds | None
     lost_steps: Count | None
 

@@ -24,6 +24,7 @@ from trainspec_cli.rundir.event_types.observed import (
     UsageEvent,
     VerdictEvent,
 )
+from trainspec_cli.rundir.event_types.sites import ExchangeEvent
 from trainspec_cli.rundir.event_types.training import (
     CadenceEvent,
     CheckpointEvent,
@@ -46,6 +47,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
     "sample": SampleEvent,
     "warning": WarningEvent,
     "retry": RetryEvent,
+    "exchange": ExchangeEvent,
     "recovery": RecoveryEvent,
     "directive": DirectiveEvent,
     "achieved": AchievedEvent,

@@ -2,12 +2,65 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-from trainspec_cli.spec.field_types import AUTO, AutoInt, NonNegativeInt, PositiveFloat, PositiveInt
+from trainspec_cli.spec.field_types import (
+    AUTO,
+    AutoInt,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+)
 
-RecoveryMode = Literal["restart", "elastic", "none"]
+RecoveryMode = Literal["restart", "elastic", "sites", "none"]
+SiteFormat = Literal["int4", "int8", "bf16"]
+
+
+@dataclass(frozen=True)
+class SitesSpec:
+    """Training at far-apart sites (`mode` sites). Each site is a run of its own, of the same recipe but for `site`,
+    `batching` and `cluster`; the sites exchange what they have learned, a fragment of the model at a time, by outer
+    gradients (Streaming DiLoCo, arXiv:2501.18512)."""
+
+    count: PositiveInt = 2
+    """Sites that the run begins with; all of them are waited for at the start."""
+    site: NonNegativeInt | None = None
+    """The number of this site, from 0; `--site` sets it. Site 0 runs the meeting point: while it is away the others
+    train to their next exchange and wait for it there."""
+    endpoint: str | None = None
+    """HOST:PORT of the meeting point, as all sites reach it; `--sites-endpoint` sets it."""
+    secret: str | None = None
+    """The file of 32 random bytes that all sites share, which nobody else may read; `--sites-secret` sets it. Nodes of
+    a site read it under the same path."""
+    interval_steps: PositiveInt = 100
+    """Each fragment is exchanged every so many steps (H)."""
+    fragments: PositiveInt = 4
+    """Parts of the model that are exchanged in turns: of 4, each has every fourth layer. `interval_steps` is a
+    multiple."""
+    delay_steps: NonNegativeInt = 5
+    """A sum is applied so many steps after it was sent (tau), while training goes on; at most `interval_steps` /
+    `fragments`."""
+    format: SiteFormat = "int4"
+    """The format of outer gradients on the wire; sums are made in fp32, and what is lost is added to the next one."""
+    keep: Fraction = 0.5
+    """The part of its own weights that a site keeps where a sum is applied late; the last exchange keeps none."""
+    outer_lr: PositiveFloat = 0.7
+    """The rate of the outer optimizer (SGD with Nesterov momentum)."""
+    outer_momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.9
+    """Its momentum."""
+    quorum: PositiveInt = 1
+    """The least number of sites whose work makes an exchange; with fewer the sites wait."""
+    grace_s: NonNegativeFloat = 30.0
+    """An exchange that has its quorum waits so long for sites that are connected and late; one that is late twice in a
+    row is left out until it has caught up."""
+    link_gbit_s: PositiveFloat | None = None
+    """Gbit/s of each site's link, each way, for `trainspec plan`; null: the exchange is not planned."""
+    link_delay_s: NonNegativeFloat = 0.05
+    """The delay from one site to another, one way, for `trainspec plan`."""
 
 
 @dataclass(frozen=True)
@@ -16,6 +69,9 @@ class ResilienceSpec:
     """restart: a failure ends all processes, and the run restarts from its last checkpoint.
 
     elastic: the surviving replica groups continue, and the failed one restarts and heals from them.
+
+    sites: this run is one of several far-apart sites (`sites`); a failure here restarts it from its last checkpoint,
+    and the others go on.
 
     none: the first failure ends the run.
     """
@@ -28,13 +84,14 @@ class ResilienceSpec:
     min_groups: PositiveInt = 1
     """elastic: with fewer replica groups than this the run waits; if none can come back, it ends."""
     max_restarts_per_hour: NonNegativeInt = 6
-    """The limit for each replica group (elastic) or the whole run (restart); a group that fails more often stays
+    """The limit for each replica group (elastic) or the whole run (restart, sites); a group that fails more often stays
     down."""
     hang_floor_s: PositiveFloat | None = 120.0
     """A step that takes this long, and five times as long as the slowest before it, has hung; it ends the run with the
     ranks' stacks. null waits forever."""
     heartbeat_timeout_s: PositiveFloat = 3.0
-    """elastic: a replica group silent for this long counts as dead (its node is off, cut off, or its process stopped).
+    """elastic, sites: a replica group, or a site, silent for this long counts as dead (its node is off, cut off, or its
+    process stopped).
 
     A killed one is noticed at once, by its closed connection. Heartbeats come from a Python thread, which a native call
     that holds the interpreter lock delays."""
@@ -42,3 +99,10 @@ class ResilienceSpec:
     """elastic: how long a gradient exchange waits for a replica group that is alive but does not take part."""
     sdc_check: PositiveInt | None = None
     """elastic: steps between comparisons of the groups' parameters (silent data corruption); null never compares."""
+    sites: SitesSpec = field(default_factory=SitesSpec)
+    """sites: what they exchange, and when."""
+
+    @property
+    def keeps_layout(self) -> bool:
+        """Return whether what takes part exchanges its state part by part, and so keeps the layout it begins with."""
+        return self.mode in ("elastic", "sites")

@@ -30,6 +30,7 @@ from trainspec_cli.spec.rules.own_code import OWN_CODE_RULES
 from trainspec_cli.spec.rules.pools import POOL_RULES
 from trainspec_cli.spec.rules.relayout import RELAYOUT_RULES
 from trainspec_cli.spec.rules.run import RUN_RULES
+from trainspec_cli.spec.rules.sites import SITES_RULES
 from trainspec_cli.spec.rules.slurm import SLURM_RULES
 from trainspec_cli.spec.rules.values import TEXT_RULES, forget_out_of_range
 from trainspec_cli.spec.unknown import UnknownTouched
@@ -60,7 +61,7 @@ def check(spec: RunSpec) -> list[Problem]:
         largest_micro_batch,
     ]
     rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
-    rules += [*OPTIM_RULES, *POOL_RULES, *RELAYOUT_RULES, *SLURM_RULES, *TEXT_RULES, *OWN_CODE_RULES]
+    rules += [*OPTIM_RULES, *POOL_RULES, *RELAYOUT_RULES, *SITES_RULES, *SLURM_RULES, *TEXT_RULES, *OWN_CODE_RULES]
     return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
 
 
@@ -280,7 +281,8 @@ def packages(spec: RunSpec) -> Iterator[Problem]:
         sources |= {f"data.{group}.{name}.source": part.source for name, part in getattr(spec.data, group).items()}
     tables = [(path, source, "pyarrow", "hf") for path, source in sources.items() if source in OF_TABLES]
     scaled = [("precision.matmul", "fp8", "torchao", "float8")] if spec.precision.matmul == "fp8" else []
-    for path, value, package, extra in (*tracked, *tables, *scaled):
+    encrypted = [("resilience.mode", "sites", "cryptography", "sites")] if spec.resilience.mode == "sites" else []
+    for path, value, package, extra in (*tracked, *tables, *scaled, *encrypted):
         if importlib.util.find_spec(package) is None:
             message = f"`{path}` is {value}, and the package {package} is not installed"
             yield _lacking("missing_package", path, message, f"type pip install 'trainspec[{extra}]'")

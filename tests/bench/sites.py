@@ -1,0 +1,197 @@
+"""Far-apart sites over an emulated link: bytes at the socket, held-out loss, speed, and what a kill costs.
+
+    python tests/bench/sites.py loss --sites 2 --seeds 3     sites beside data parallelism at equal tokens
+    python tests/bench/sites.py speed                        tokens/s over the link beside no link at all
+
+Every site is a launch of its own. The link is a relay in this process between the sites and the meeting point: it
+delays what passes by `--delay-ms`, lets through `--mbit` of each site's each way, and counts the bytes that it reads
+from sockets (TLS and all). Site 0 reaches the meeting point through a link too. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from lab.ports import free_port
+
+from trainspec_cli.rundir.events import read_events
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.generations import create_secret
+from trainspec_cli.rundir.paths import RunDir
+
+PIECE_BYTES = 16_384
+WARM_STEPS = 5
+"""Steps that a speed leaves out: the first ones take longer."""
+
+
+class Link:
+    """A relay to the meeting point at a port of this machine; `carried_bytes` counts both ways."""
+
+    def __init__(self, to_port: int, bytes_per_s: float | None, delay_s: float):
+        self.port, self.carried_bytes = free_port(), 0
+        self._to_port, self._bytes_per_s, self._delay_s = to_port, bytes_per_s, delay_s
+        threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._join, "127.0.0.1", self.port)
+        await server.serve_forever()
+
+    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to_port)
+        except OSError:
+            writer.close()
+            return
+        await asyncio.gather(self._carry(reader, far_writer), self._carry(far_reader, writer), return_exceptions=True)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+        late = asyncio.ensure_future(self._deliver(waiting, writer))
+        free_s = time.monotonic()
+        while content := await reader.read(PIECE_BYTES):
+            self.carried_bytes += len(content)
+            if self._bytes_per_s:
+                free_s = max(free_s, time.monotonic()) + len(content) / self._bytes_per_s
+                await asyncio.sleep(max(0.0, free_s - time.monotonic()))
+            waiting.put_nowait((time.monotonic() + self._delay_s, content))
+        waiting.put_nowait((time.monotonic() + self._delay_s, b""))
+        await late
+
+    async def _deliver(self, waiting: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
+        while True:
+            due_s, content = await waiting.get()
+            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+            if not content:
+                writer.close()
+                return
+            writer.write(content)
+            await writer.drain()
+
+
+def launch(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    log = (folder / f"{arguments[-1].rpartition('=')[2]}.log").open("wb")
+    command = ["nice", "-n", "19", sys.executable, "-m", "trainspec_cli", "launch", *arguments]
+    return subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
+
+
+def train_sites(folder: Path, wanted: argparse.Namespace, seed: int, *, shaped: bool) -> dict[str, Any]:
+    """Train `wanted.sites` sites, and return what came of it."""
+    create_secret(folder / "secret")
+    port = free_port()
+    bytes_per_s = wanted.mbit * 1e6 / 8 if shaped else None
+    links = [Link(port, bytes_per_s, wanted.delay_ms / 1e3 if shaped else 0.0) for _ in range(wanted.sites)]
+    running = []
+    for site in range(wanted.sites):
+        endpoint = port if site == 0 else links[site].port  # site 0 is where the meeting point is
+        options = ["--site", str(site), "--sites-endpoint", f"127.0.0.1:{endpoint}", "--sites-secret", "secret"]
+        running.append(launch(folder, *recipe(wanted, seed), *of_sites(wanted), *options, f"run.dir=site{site}"))
+    require(running, folder)
+    runs = [RunDir(folder / f"site{site}") for site in range(wanted.sites)]
+    results = [read_json(run.result_json) for run in runs]
+    assert len({result["weights_sha256"] for result in results}) == 1, "all sites end with the same weights"
+    return {
+        "heldout_loss": results[0]["heldout_loss"],
+        "link_bytes": sum(link.carried_bytes for link in links),
+        "units_per_s": sum(map(units_per_s, runs)),
+        "waited_s": [round(sum(waits(run)), 3) for run in runs],
+    }
+
+
+def recipe(wanted: argparse.Namespace, seed: int, batch: int | None = None) -> list[str]:
+    size = batch or wanted.batch
+    return [
+        *(f"recipe={wanted.recipe}", f"train.max_steps={wanted.steps}", f"train.seed={seed}", "scheduler=off"),
+        *(f"batching.global_batch_size={size}", "cluster.devices_per_node=1", "run.preflight=false"),
+        *("checkpoint.interval_steps=null", *wanted.changes),
+    ]
+
+
+def of_sites(wanted: argparse.Namespace) -> list[str]:
+    keys = {"count": wanted.sites, "interval_steps": wanted.interval, "fragments": wanted.fragments}
+    keys |= {"delay_steps": wanted.delay_steps, "format": wanted.format}
+    return ["resilience=sites", *(f"resilience.sites.{key}={value}" for key, value in keys.items())]
+
+
+def train_together(folder: Path, wanted: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Train the same tokens in one run: what data parallelism over all sites computes."""
+    require([launch(folder, *recipe(wanted, seed, wanted.batch * wanted.sites), "run.dir=whole")], folder)
+    run = RunDir(folder / "whole")
+    result = read_json(run.result_json)
+    others = wanted.sites - 1
+    return {
+        "heldout_loss": result["heldout_loss"],
+        "ring_bytes": 2 * others * 4 * read_json(run.plan_json)["params"] * wanted.steps,
+        "units_per_s": units_per_s(run),
+    }
+
+
+def require(running: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
+    for process in running:
+        if process.wait():
+            logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
+            raise SystemExit(logs)
+
+
+def units_per_s(run: RunDir) -> float:
+    """Return tokens a second of wall time, from the first steps' end to the last step's."""
+    steps = [event for event in read_events(run.events(0)) if event["type"] == "step"][WARM_STEPS - 1 :]
+    return sum(step["tokens"] for step in steps[1:]) / (steps[-1]["time"] - steps[0]["time"])
+
+
+def waits(run: RunDir) -> list[float]:
+    return [event["waited_s"] for event in read_events(run.events(0)) if event["type"] == "exchange"][1:]
+
+
+def bench_loss(wanted: argparse.Namespace) -> dict[str, Any]:
+    rows = []
+    for seed in range(wanted.seeds):
+        with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+            together = train_together(Path(one), wanted, seed)
+            apart = train_sites(Path(other), wanted, seed, shaped=True)
+        rows.append({"seed": seed, "together": together, "apart": apart})
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    losses = {key: statistics.mean(row[key]["heldout_loss"] for row in rows) for key in ("together", "apart")}
+    fewer = statistics.mean(row["together"]["ring_bytes"] / row["apart"]["link_bytes"] for row in rows)
+    return {"rows": rows, "mean_loss": losses, "loss_ratio": losses["apart"] / losses["together"], "fewer_bytes": fewer}
+
+
+def bench_speed(wanted: argparse.Namespace) -> dict[str, Any]:
+    found = {}
+    for shaped in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            found["over the link" if shaped else "no link"] = train_sites(Path(folder), wanted, 0, shaped=shaped)
+    return found | {"ratio": found["over the link"]["units_per_s"] / found["no link"]["units_per_s"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("loss", "speed"))
+    parser.add_argument("--recipe", default="tiny")
+    numbers = {"sites": 2, "seeds": 3, "steps": 200, "batch": 4, "interval": 100, "fragments": 2, "delay-steps": 5}
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--mbit", type=float, default=50.0)
+    parser.add_argument("--delay-ms", type=float, default=50.0)
+    parser.add_argument("--format", default="int4")
+    parser.add_argument("changes", nargs="*", help="key=value of the recipe")
+    wanted = parser.parse_args()
+    bench = {"loss": bench_loss, "speed": bench_speed}[wanted.what]
+    print(json.dumps({"settings": vars(wanted), "cores": os.cpu_count(), **bench(wanted)}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""What a rank keeps of the shared weights, and what goes over the wire."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
+from trainspec_cli.engine.elastic.outer_state import OuterState
+from trainspec_cli.engine.shares import Share
+
+NAMES = ("embed.weight", "blocks.0.ffn.up.weight", "blocks.1.ffn.up.weight", "norm.weight")
+BOTH = (0, 1)
+
+
+def state_of(codec: str = "int4", lr: float = 1.0, momentum: float = 0.0, values: int = 200) -> OuterState:
+    torch.manual_seed(0)
+    shares = [Share(name, nn.Parameter(torch.randn(values))) for name in NAMES]
+    state = OuterState(shares, 2, GRADIENT_CODECS[codec], lr, momentum)
+    state.begin()
+    return state
+
+
+def learn(state: OuterState, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for one in state.shares:
+            one.share.local.add_(torch.randn(one.values), alpha=0.1)
+
+
+def test_fragments_have_every_second_layer_and_what_stands_around_them() -> None:
+    assert [one.fragment for one in state_of().shares] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("codec", ["int4", "int8", "bf16"])
+def test_shared_weights_take_on_what_two_sites_have_learned(codec: str) -> None:
+    sites = [state_of(codec), state_of(codec)]
+    for seed, site in enumerate(sites):
+        learn(site, seed)
+    begun = {one.share.name: one.shared.clone() for one in sites[0].shares}
+    wanted = [(a.share.local + b.share.local) / 2 for a, b in zip(*(site.shares for site in sites), strict=True)]
+    sent = [site.encode(1, BOTH) for site in sites]
+    for site in sites:
+        site.apply(BOTH, sent, (0.5, 0.5), keep=0.0)
+    for one, other, mean in zip(sites[0].shares, sites[1].shares, wanted, strict=True):
+        assert torch.equal(one.shared, other.shared) and torch.equal(one.shared, one.share.local)
+        assert torch.linalg.norm(one.shared - mean) < 0.2 * torch.linalg.norm(mean - begun[one.share.name])
+
+
+def test_what_encoding_loses_comes_with_the_next_outer_gradient() -> None:
+    """Over many rounds the shared weights come to a site's own, though each is sent in 4 bits."""
+    site = state_of(lr=0.5)
+    learn(site, 1)
+    aim = [one.share.local.detach().clone() for one in site.shares]
+    for number in range(1, 40):
+        with torch.no_grad():
+            for one, wanted in zip(site.shares, aim, strict=True):
+                one.share.local.copy_(wanted)
+        site.apply(BOTH, [site.encode(number, BOTH)], (1.0,), keep=0.0)
+    for one, wanted in zip(site.shares, aim, strict=True):
+        assert torch.allclose(one.shared, wanted, atol=0.02)
+
+
+def test_what_was_not_merged_comes_with_the_next_one() -> None:
+    site = state_of("int8")
+    learn(site, 1)
+    moved = [one.shared - one.share.local for one in site.shares]
+    site.encode(1, BOTH)
+    site.take_back(BOTH)
+    for one, gradient in zip(site.shares, moved, strict=True):
+        assert torch.allclose(one.lost.float(), gradient.detach(), atol=0.01)
+
+
+def test_weights_are_sent_in_few_bits() -> None:
+    site = state_of(values=64 * 64)
+    learn(site, 1)
+    assert len(site.encode(1, BOTH)) < 0.53 * 4 * 64 * 64
+
+
+def test_a_gradient_of_another_length_is_refused() -> None:
+    site = state_of()
+    with pytest.raises(ValueError, match=r"has .* bytes"):
+        site.apply((0,), [b"123"], (1.0,), keep=0.0)
+
+
+def test_a_digest_changes_with_any_bit() -> None:
+    site = state_of()
+    before = site.digest
+    site.shares[2].momentum[7] = 1e-30
+    assert site.digest != before
+
+
+def test_the_model_is_judged_by_the_shared_weights_and_trains_on_with_its_own() -> None:
+    site = state_of()
+    learn(site, 1)
+    own = site.shares[0].share.local.detach().clone()
+    with site.as_weights():
+        assert torch.equal(site.shares[0].share.local, site.shares[0].shared)
+    assert torch.equal(site.shares[0].share.local, own)
+
+
+def test_a_checkpoint_goes_on_with_what_was_on_its_way() -> None:
+    site, again = state_of(), state_of()
+    learn(site, 1)
+    site.count(64)
+    sent = site.encode(3, (1,))
+    for name, kept in site.saved("rank").items():
+        again.saved("rank")[name].copy_(kept)
+    assert (again.sent_round, again.sent, again.sent_work) == (3, sent, (64, 1))

@@ -1,0 +1,163 @@
+"""Far-apart sites: the same weights at the end, each sample once, nobody waits for one that is gone."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cryptography")
+
+from lab.sites import BATCH, STEPS, Site, SitesLab, kill, wait_until
+
+Lab = Callable[..., SitesLab]
+
+
+@pytest.fixture
+def lab(one_process: None, tmp_path: Path) -> Iterator[Lab]:
+    made: list[SitesLab] = []
+
+    def make(name: str = "lab", **settings: Any) -> SitesLab:
+        folder = tmp_path / name
+        folder.mkdir()
+        made.append(SitesLab(folder, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for site in one.started:
+            site.stop.requested = True
+
+
+def taken(*sites: Site) -> list[int]:
+    return sorted(p for site in sites for _, start, samples in site.took for p in range(start, start + samples))
+
+
+def test_sites_end_with_the_same_weights_and_each_sample_is_taken_once(lab: Lab) -> None:
+    trial = lab()
+    first, second = trial.run_all()
+    assert torch.equal(first.weights, second.weights)
+    assert taken(first, second) == list(range(2 * BATCH * STEPS))
+    rounds = first.events("exchange")
+    assert [(event["round"], event["step"]) for event in rounds[1:]] == [
+        (1, 6),
+        (2, 10),
+        (3, 14),
+        (4, 18),
+        (5, 22),
+        (6, 24),
+    ]
+    assert all(event["sites"] == [0, 1] for event in rounds[1:])
+
+
+def test_weights_that_sites_share_are_better_than_what_one_has_seen_alone(lab: Lab) -> None:
+    """They move towards what sites have learned, and not away from it: the sign of the outer gradient."""
+    trial = lab(outer_momentum=0.0, outer_lr=1.0)
+    begun = torch.cat([torch.arange(130.0) / 130] * 4)
+    first, _ = trial.run_all()
+    learned = first.saves[4][1]
+    locally = torch.cat([learned[share.name] for share in first.shares]) - begun
+    assert torch.cosine_similarity(first.weights - begun, locally, dim=0) > 0.3
+
+
+def test_a_killed_site_is_not_waited_for_and_trains_again(lab: Lab) -> None:
+    trial = lab(sites=3)
+
+    def wait_for_return(_site: Site) -> None:
+        meeting = trial.point._meeting
+        wait_until(lambda: meeting.ready.get(1) == meeting.state.round)
+
+    trial.acts |= {(1, 9): kill, (0, 16): wait_for_return, (2, 16): wait_for_return}
+    trial.open()
+    first, killed, third = (trial.start(number) for number in range(3))
+    trial.wait(killed)
+    wait_until(lambda: "site 1 is lost" in trial.said)
+    back = trial.start(1, killed.saves[4])
+    trial.wait(first, third, back)
+    trial.close()
+    assert torch.equal(first.weights, third.weights) and torch.equal(first.weights, back.weights)
+    assert [event["group"] for event in first.events("recovery")] == [1, 1]
+    assert [event["change"] for event in first.events("recovery")] == ["site_left", "site_joined"]
+    merged_at = max(r["round"] for r in first.events("exchange") if 1 in r["sites"] and r["step"] <= 10) * 4
+    merged = [took for took in killed.took if took[0] < merged_at]
+    positions = sorted([*taken(first, third, back), *(p for _, s, n in merged for p in range(s, s + n))])
+    assert positions == list(range(len(positions))), "none is lost, none doubled"
+
+
+def test_a_run_that_is_stopped_everywhere_ends_with_the_same_bits(lab: Lab) -> None:
+    whole, _ = lab("whole").run_all()
+    for first_stop, second_stop in ((9, 12), (13, 11)):
+        trial = lab(f"stopped{first_stop}")
+        trial.acts |= {(0, first_stop): kill, (1, second_stop): kill}
+        trial.return_s = 600.0  # nobody is left out meanwhile
+        trial.open()
+        sites = [trial.start(number) for number in range(2)]
+        trial.wait(sites[0])
+        trial.close()
+        sites[1].stop.requested = True
+        trial.wait(sites[1])
+        trial.open()
+        again = [trial.start(site.number, site.saves[max(site.saves)]) for site in sites]
+        trial.wait(*again)
+        trial.close()
+        assert torch.equal(again[0].weights, whole.weights) and torch.equal(again[1].weights, whole.weights)
+
+
+def test_a_site_that_is_half_as_fast_takes_fewer_samples(lab: Lab) -> None:
+    from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
+
+    trial = lab()
+    trial.sections = {"scheduler": SchedulerSpec(mode="auto")}
+    trial.compute_s = {0: 0.1, 1: 0.2}
+    first, second = trial.run_all()
+    assert torch.equal(first.weights, second.weights)
+    assert first.took[-1][2] == BATCH and second.took[-1][2] < BATCH
+
+
+def test_a_stranger_and_a_peer_that_sends_garbage_are_refused_and_the_run_goes_on(lab: Lab) -> None:
+    trial = lab()
+
+    def molest(site: Site) -> None:
+        for content in (b"", b"\x16\x03\x01" + bytes(200), b"GET / HTTP/1.1\r\n\r\n"):
+            with socket.create_connection(("127.0.0.1", trial.port), 5) as stranger:
+                stranger.sendall(content)
+
+    trial.acts[0, 5] = molest
+    first, second = trial.run_all()
+    assert torch.equal(first.weights, second.weights)
+    assert "connection from" in trial.said and all(len(e["sites"]) == 2 for e in first.events("exchange")[1:])
+
+
+def test_another_secret_is_refused(lab: Lab, tmp_path: Path) -> None:
+    trial = lab()
+    trial.open()
+    trial.start(0)
+    other = lab("other")
+    other.port = trial.port
+    stranger = other.start(1)
+    wait_until(lambda: "HandshakeError" in trial.said)
+    assert stranger.coordinator._voice.trouble
+
+
+def test_a_flipped_bit_of_the_shared_weights_is_found(lab: Lab) -> None:
+    trial = lab()
+
+    def flip(site: Site) -> None:
+        site.coordinator._outer.shares[0].shared[3] += 1e-6
+
+    trial.acts[1, 9] = flip
+    with pytest.raises(Exception, match="shared weights of sites 0, 1 differ"):
+        trial.run_all()
+
+
+def test_another_recipe_is_refused(lab: Lab) -> None:
+    trial = lab()
+    trial.open()
+    trial.settings = type(trial.settings)(**{**vars(trial.settings), "outer_lr": 0.5})
+    site = trial.start(1)
+    site.thread.join(30)
+    assert "recipe differs" in str(site.error)

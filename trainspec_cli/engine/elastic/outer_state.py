@@ -1,0 +1,214 @@
+"""What a rank of a site keeps of the weights that all sites share, and its outer gradients on the wire.
+
+Beside each trained parameter (this rank's share of it, whatever the layout) stand the shared weights and the outer
+momentum in fp32, and in bf16 what encoding has lost of its outer gradients, which is added to the next one. Shares are
+encoded one by one, so that copies of the same part on several ranks stay the same bits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainspec_cli.engine.comm.codec import Codec
+from trainspec_cli.engine.digest import sum_bits
+from trainspec_cli.engine.shares import Share
+from trainspec_cli.policy.sites.outer import mix, outer_gradient, outer_step
+from trainspec_cli.policy.sites.schedule import fragment_of
+
+LAYER = re.compile(r"blocks\.(\d+)\.")
+INPUT = "embed."
+NEVER = -2
+"""The applied round of a state that was neither begun nor loaded."""
+
+
+@dataclass(frozen=True)
+class OuterShare:
+    """One share of a parameter, and what is kept beside it."""
+
+    share: Share
+    fragment: int
+    shared: Tensor
+    momentum: Tensor
+    lost: Tensor
+
+    @property
+    def values(self) -> int:
+        return self.shared.numel()
+
+
+class OuterState:
+    """The tensors are changed between steps alone, so a checkpoint finds them as of its step."""
+
+    def __init__(self, shares: Sequence[Share], fragments: int, codec: Codec, lr: float, momentum: float):
+        self._codec, self._lr, self._factor = codec, lr, momentum
+        self.fragments = fragments
+        trained = [share for share in shares if share.is_trained and share.local.numel()]
+        self.shares = [_beside(share, fragments) for share in trained]
+        device = self.shares[0].shared.device if self.shares else torch.device("cpu")
+        sizes = [sum(self._bytes_of(one) for one in self._of((fragment,))) for fragment in range(fragments)]
+        self._sent = torch.zeros(max(sizes), dtype=torch.uint8, device=device)
+        """The encoded outer gradient that is on its way."""
+        self._about = torch.tensor([NEVER, 0, 0, 0, 0])
+        """The newest round that was applied; the round that is on its way (0: none), its bytes, and the tokens and
+        steps that it is made of."""
+        self.counts = torch.zeros(2, fragments, dtype=torch.int64)
+        """Tokens and steps of this site since its work on each fragment was merged last."""
+
+    def saved(self, prefix: str) -> dict[str, Tensor]:
+        """Return what a checkpoint holds. `prefix` names the rank and the layout, in which alone it means something."""
+        named = {"about": self._about, "counts": self.counts, "sent": self._sent}
+        for place, one in enumerate(self.shares):
+            named |= {f"shared.{place}": one.shared, f"momentum.{place}": one.momentum, f"lost.{place}": one.lost}
+        return {f"sites.{prefix}.{name}": tensor for name, tensor in named.items()}
+
+    @property
+    def is_new(self) -> bool:
+        return self.applied == NEVER
+
+    @property
+    def applied(self) -> int:
+        """Return the newest round that was applied; -1: none yet."""
+        return int(self._about[0])
+
+    @property
+    def sent_round(self) -> int:
+        return int(self._about[1])
+
+    @property
+    def sent(self) -> bytes:
+        """Return the encoded outer gradient that is on its way."""
+        return bytes(self._sent[: int(self._about[2])].cpu().numpy().tobytes())
+
+    @property
+    def sent_work(self) -> tuple[int, int]:
+        """Return tokens and steps of what is on its way."""
+        tokens, steps = self._about[3:].tolist()
+        return tokens, steps
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of this rank's part of what all sites share; any one flipped bit changes it."""
+        kept = [tensor for one in self.shares for tensor in (one.shared, one.momentum)]
+        return str(int(sum_bits(kept)))
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begin with this rank's weights as those that all sites share."""
+        for one in self.shares:
+            one.shared.copy_(one.share.local)
+        self._about[0] = -1
+
+    def count(self, tokens: int) -> None:
+        """Count a step."""
+        self.counts += torch.tensor([[tokens], [1]])
+
+    @torch.no_grad()
+    def encode(self, number: int, fragments: Sequence[int]) -> bytes:
+        """Return the outer gradient of the fragments, encoded, and keep what that loses for the next one."""
+        rows = [self._encode_one(one) for one in self._of(fragments)]
+        sent = torch.cat(rows) if rows else self._sent[:0]
+        if len(sent) > len(self._sent):  # all fragments: after the last step, when no checkpoint is written
+            self._sent = sent
+        else:
+            self._sent[: len(sent)] = sent
+        tokens, steps = self.counts[:, list(fragments)].amax(1).tolist()  # those of the longest ago
+        self._about[1:] = torch.tensor([number, len(sent), tokens, steps])
+        return self.sent
+
+    def _encode_one(self, one: OuterShare) -> Tensor:
+        wanted = outer_gradient(one.shared, one.share.local.detach().float()).flatten() + one.lost.flatten()
+        row_1B = self._codec.encode(wanted[None])
+        one.lost.copy_((wanted - self._codec.decode(row_1B, one.values)[0]).view_as(one.lost))
+        return row_1B[0]
+
+    @torch.no_grad()
+    def apply(self, fragments: Sequence[int], encoded: Sequence[bytes], weights: Sequence[float], keep: float) -> None:
+        """Update the shared weights by the mean of the sites' outer gradients, summed in fp32 in the order given, and
+        this rank's own weights by theirs, of which they keep the part `keep`.
+
+        Raises ValueError where a gradient is not as long as this rank's.
+        """
+        chosen = self._of(fragments)
+        sizes = [self._bytes_of(one) for one in chosen]
+        rows = [_row(one, self._sent.device) for one in encoded]
+        if any(len(row) != sum(sizes) for row in rows):
+            raise ValueError(f"an outer gradient has {[len(row) for row in rows]} bytes, and here it has {sum(sizes)}")
+        parts = [row.split(sizes) for row in rows]
+        for place, one in enumerate(chosen):
+            gradient = torch.zeros_like(one.shared)
+            for site, weight in enumerate(weights):
+                gradient += self._decode(parts[site][place], one) * weight
+            self._step(one, gradient, keep)
+
+    def _step(self, one: OuterShare, gradient: Tensor, keep: float) -> None:
+        shared, momentum = outer_step(one.shared, one.momentum, gradient, self._lr, self._factor)
+        one.shared.copy_(shared)
+        one.momentum.copy_(momentum)
+        own = one.share.local
+        own.copy_(mix(own, shared, keep) if keep else shared)
+
+    def note_applied(self, number: int) -> None:
+        self._about[:] = torch.tensor([number, 0, 0, 0, 0])
+
+    def note_merged(self, fragments: Sequence[int]) -> None:
+        """What is on its way is in the shared weights; steps since it was sent count for the next one."""
+        chosen = list(fragments)
+        self.counts[:, chosen] = (self.counts[:, chosen] - self._about[3:, None]).clamp_min(0)
+
+    @torch.no_grad()
+    def take_back(self, fragments: Sequence[int]) -> None:
+        """What is on its way was not merged: it comes with the next outer gradient."""
+        chosen = self._of(fragments)
+        parts = self._sent[: int(self._about[2])].split([self._bytes_of(one) for one in chosen])
+        for one, part in zip(chosen, parts, strict=True):
+            one.lost.add_(self._decode(part, one))
+
+    @torch.no_grad()
+    def take_shared(self) -> None:
+        """Go on from the shared weights alone; what this site has learned since they came is given up."""
+        for one in self.shares:
+            one.share.local.copy_(one.shared)
+            one.lost.zero_()
+        self.counts.zero_()
+
+    @contextmanager
+    def as_weights(self) -> Iterator[None]:
+        """Have the shared weights in the model's place inside."""
+        with torch.no_grad():
+            own = [one.share.local.detach().clone() for one in self.shares]
+            for one in self.shares:
+                one.share.local.copy_(one.shared)
+        yield
+        with torch.no_grad():
+            for one, weights in zip(self.shares, own, strict=True):
+                one.share.local.copy_(weights)
+
+    def _of(self, fragments: Sequence[int]) -> list[OuterShare]:
+        return [one for fragment in fragments for one in self.shares if one.fragment == fragment]
+
+    def _decode(self, row_B: Tensor, one: OuterShare) -> Tensor:
+        return self._codec.decode(row_B[None], one.values)[0].view_as(one.shared)
+
+    def _bytes_of(self, one: OuterShare) -> int:
+        """Return the bytes of its encoded gradient."""
+        return len(self._codec.encode(torch.zeros(1, one.values))[0])
+
+
+@torch.no_grad()
+def _beside(share: Share, fragments: int) -> OuterShare:
+    layer = LAYER.match(share.name)
+    fragment = fragment_of(int(layer[1]) if layer else None, fragments, is_input=share.name.startswith(INPUT))
+    shared = share.local.detach().float().clone()
+    return OuterShare(share, fragment, shared, torch.zeros_like(shared), torch.zeros_like(shared, dtype=torch.bfloat16))
+
+
+def _row(encoded: bytes, device: torch.device) -> Tensor:
+    if not encoded:
+        return torch.zeros(0, dtype=torch.uint8, device=device)
+    return torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)

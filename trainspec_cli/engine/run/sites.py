@@ -1,0 +1,330 @@
+"""The coordinator of one of several far-apart sites.
+
+A site trains by itself, in any layout. Every few steps each of its ranks sends an outer gradient of one fragment to the
+meeting point, and some steps later applies the sum of all sites'. What a round decides holds until the next one is
+applied: who is a member, and which samples each member takes. The last round, after the last step, leaves all sites
+with the same weights.
+
+Of ranks that hold the same shares (replicas along `dp_replicate`) the first speaks, and hands on what it hears.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
+from trainspec_cli.engine.elastic.outer_state import OuterState
+from trainspec_cli.engine.elastic.site_voice import SiteVoice
+from trainspec_cli.engine.observe.journal import Journal
+from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
+from trainspec_cli.errors import WorkerError
+from trainspec_cli.policy.sites.agreement import schedule_of
+from trainspec_cli.policy.sites.meeting import RoundRecord
+from trainspec_cli.policy.sites.schedule import SiteExchange
+from trainspec_cli.rundir.event_types.failures import RecoveryEvent
+from trainspec_cli.rundir.event_types.sites import ExchangeEvent
+from trainspec_cli.rundir.event_types.training import WarningEvent
+
+WAIT_S = 0.01
+TROUBLE_S = 5.0
+"""A wait for the meeting point that is as long as this is said."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What all ranks of the site have."""
+
+    answered: bool
+    decided: bool
+    """The round that is waited for has arrived."""
+    follows: bool
+    """The site is no member: it has to catch up."""
+    stop: bool
+    """Some rank was asked to stop."""
+
+
+class FarSites:
+    restores_at_start, leads, waits_for_groups, merges_at_end = True, True, True, True
+    finished_without, group = False, None
+
+    def __init__(self, run: RunContext):
+        self._run, self._spec = run, run.plan.spec
+        self._sites, self._schedule = run.plan.spec.resilience.sites, schedule_of(run.plan)
+        assert self._sites.site is not None, "a site is started with its number"
+        self.site = self._sites.site
+        self.journal = Journal(run.run_dir, dist.get_rank(), run.plan.spec)
+        self.batches = GroupBatches(run)
+        codec = GRADIENT_CODECS[self._sites.format]
+        self._outer = OuterState(
+            run.state.shares, self._sites.fragments, codec, self._sites.outer_lr, self._sites.outer_momentum
+        )
+        run.state.beyond.update(self._outer.saved(f"{run.plan.layout.describe()}.{dist.get_rank()}"))
+        self._voice = SiteVoice(run, lambda: self._outer.applied)
+        self._record: RoundRecord | None = None
+        """The decision that holds now."""
+        self._progress = TrainProgress()
+        self._taken = 0
+        """Samples of the step that is being made."""
+        self._pace = WindowPace(follows=self._spec.scheduler.mode == "auto")
+
+    @property
+    def stop_flag(self) -> bool:
+        return self._run.stop.requested
+
+    # Rounds
+
+    def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
+        self._pace.pause()
+        self._progress = progress
+        keeps_up = self._open() and self._keep_up()
+        self._pace.go_on()
+        return StepStart(self._progress, stop=not keeps_up)
+
+    def bring_together(self, progress: TrainProgress) -> None:
+        """Take part in the rounds that are left, whoever asks for a stop meanwhile: without them the run has no end."""
+        self._progress = progress
+        self._open(heeds_stop=False)
+        self._keep_up(heeds_stop=False)
+
+    def _open(self, *, heeds_stop: bool = True) -> bool:
+        """Connect at the first call; return False where the run was asked to stop."""
+        if self._voice.is_open:
+            return True
+        outer, step = self._outer, self._progress.step
+        if outer.is_new and step:
+            raise _no_shared_weights(step)
+        if outer.is_new:
+            outer.begin()
+        self._voice.open()
+        seen = self._wait(outer.applied + 1, lambda seen: seen.answered, heeds_stop=heeds_stop)
+        if seen is None:
+            return False
+        if seen.follows:
+            return self._follow(heeds_stop=heeds_stop)
+        if outer.applied >= 0:
+            self._record = self._voice.read_record()
+        if outer.sent_round:
+            self._post(self._schedule.exchange(outer.sent_round), outer.sent)
+        return True
+
+    def _keep_up(self, *, heeds_stop: bool = True) -> bool:
+        """Send and apply what is due at this step; return False where the run was asked to stop meanwhile."""
+        outer, schedule = self._outer, self._schedule
+        while outer.applied < schedule.last_round:
+            number, step = outer.applied + 1, self._progress.step
+            exchange = schedule.exchange(number) if number else None
+            if exchange and exchange.sent_at == step and not outer.sent_round:
+                self._send(exchange)
+            if schedule.applied_at(number) != step:
+                return True
+            seen = self._wait(number, lambda seen: seen.decided or seen.follows, heeds_stop=heeds_stop)
+            if seen is None:
+                return False
+            if not (self._follow(heeds_stop=heeds_stop) if seen.follows else self._merge(number, exchange)):
+                return False
+        return True
+
+    def _send(self, exchange: SiteExchange) -> None:
+        self._post(exchange, self._outer.encode(exchange.round, exchange.fragments))
+
+    def _post(self, exchange: SiteExchange, encoded: bytes) -> None:
+        saved = self._schedule.newest_applied(self._run.run_dir.newest_step)
+        work, digest = self._outer.sent_work, self._outer.digest
+        self._voice.send(exchange.round, encoded, work, self._pace.cut(), digest, saved)
+
+    def _merge(self, number: int, exchange: SiteExchange | None) -> bool:
+        """Apply a round as one that has trained; where it has found this site lost, catch up."""
+        outer, own = self._outer, self._outer.sent
+        record, parts = self._voice.take(number)
+        included = self.site in record.included
+        if exchange:
+            if included:
+                outer.note_merged(exchange.fragments)
+            else:
+                outer.take_back(exchange.fragments)
+            is_late = exchange.applied_at > exchange.sent_at
+            self._apply(record, exchange, {self.site: own, **parts}, self._sites.keep if is_late else 0.0)
+        self._note(record)
+        if self.site in record.members or number == self._schedule.last_round:
+            return True
+        return self._follow()
+
+    def _follow(self, *, heeds_stop: bool = True) -> bool:
+        """Apply rounds without training, until this site is a member again or the run is over."""
+        outer, schedule = self._outer, self._schedule
+        self._warn("this site was left out: it catches up, and what it had not sent yet is given up")
+        self._voice.follow(outer.applied)
+        while outer.applied < schedule.last_round:
+            number = outer.applied + 1
+            if not self._wait(number, lambda seen: seen.decided, heeds_stop=heeds_stop):
+                return False
+            record, parts = self._voice.take(number)
+            if number:
+                self._apply(record, schedule.exchange(number), parts, keep=0.0)
+            self._note(record)
+            if self.site in record.joined:  # rounds of before it was lost name it as a member too
+                break
+            self._voice.follow(number)
+        outer.take_shared()
+        self._voice.join()
+        self._progress = TrainProgress(schedule.applied_at(outer.applied), self._progress.samples)
+        return True
+
+    def _apply(self, record: RoundRecord, exchange: SiteExchange, parts: dict[int, bytes], keep: float) -> None:
+        if record.diverged:
+            raise _diverged(record.diverged, self._progress.step)
+        encoded = [parts[site] for site in record.included]
+        self._outer.apply(exchange.fragments, encoded, record.weights, keep)
+
+    def _note(self, record: RoundRecord) -> None:
+        """Note a round as applied, and write what it says of the sites."""
+        self._outer.note_applied(record.round)
+        self._record = record
+        if dist.get_rank():
+            return
+        step, voice = self._progress.step, self._voice
+        self.journal.write(
+            ExchangeEvent(
+                step=step,
+                round=record.round,
+                sites=record.included,
+                members=record.members,
+                waited_s=voice.cut_waited_s(),
+                sent_bytes=voice.sent_bytes,
+                received_bytes=voice.received_bytes,
+            )
+        )
+        for change, sites in (("site_left", record.lost), ("site_joined", record.joined)):
+            for site in sites:
+                self.journal.write(RecoveryEvent(step=step, change=change, group=site, stall_s=None, lost_steps=None))
+
+    def _wait(self, number: int, is_enough: Callable[[Seen], bool], *, heeds_stop: bool) -> Seen | None:
+        """Wait until all ranks have seen enough of round `number`; None where the run was asked to stop meanwhile."""
+        began_s, warned = time.perf_counter(), False
+        while True:
+            seen = self._look(number)
+            if is_enough(seen):
+                self._voice.note_waited(time.perf_counter() - began_s)
+                return seen
+            if seen.stop and heeds_stop:
+                return None
+            self._voice.check()
+            trouble = self._voice.trouble
+            if trouble and not warned and time.perf_counter() > began_s + TROUBLE_S:
+                warned = True
+                self._warn(
+                    f"the meeting point {self._sites.endpoint} is not reached ({trouble}): this site waits for it"
+                )
+            time.sleep(WAIT_S)
+
+    def _look(self, number: int) -> Seen:
+        """Return what every rank of this site has. Called by all of them together."""
+        voice = self._voice
+        has = [voice.has_answer, voice.has(number), voice.follows, not self._run.stop.requested]
+        least = torch.tensor([float(each) for each in has])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(least, dist.ReduceOp.MIN)
+        answered, decided, follows, goes_on = (bool(each) for each in least)
+        return Seen(answered, decided, follows, stop=not goes_on)
+
+    def _warn(self, message: str) -> None:
+        self.journal.write(WarningEvent(step=self._progress.step, message=message))
+
+    # Steps
+
+    def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
+        """Take the samples that the decision in force gives to this site."""
+        assert self._record is not None, "a round was applied before the first step"
+        pieces = self._record.pieces(self.site)
+        place = self._progress.step - self._schedule.window(self._record.round).start
+        (start, samples), *following = pieces[place : place + len(steps)]
+        own, micro_batches = self.batches.take((start, samples), *following)
+        self._taken = samples
+        return StepSamples(
+            micro_batches,
+            own,
+            self.batches.division,
+            global_tokens=self.batches.count_targets(start, samples),
+            step_samples=samples,
+            group_samples=samples,
+            took=(start, samples),
+        )
+
+    def begin_passes(self, state: TrainState, micro_batches: int) -> None:
+        pass
+
+    def abandon_passes(self, state: TrainState) -> None:
+        pass
+
+    def reduce(self, state: TrainState, loss: Tensor) -> None:
+        pass
+
+    def commit(self) -> bool:
+        """The step is made, within this site."""
+        data = self._spec.data
+        self._outer.count(self._taken * (data.seq_len if data.unit == "tokens" else 1))
+        self._pace.note(self._taken)
+        return True
+
+    def note_step(self, step: int, step_time_s: float) -> None:
+        pass
+
+    def merged(self) -> AbstractContextManager[None]:
+        return self._outer.as_weights()
+
+    def leave(self) -> None:
+        self.batches.close()
+        self._voice.close()
+
+
+class WindowPace:
+    """Samples that a site computes a second, from one round to the next, without its waits for others."""
+
+    def __init__(self, *, follows: bool):
+        self._follows = follows
+        self._busy_s, self._samples = 0.0, 0
+        self._since_s: float | None = None
+
+    def go_on(self) -> None:
+        self._since_s = time.perf_counter()
+
+    def pause(self) -> None:
+        if self._since_s is not None:
+            self._busy_s += time.perf_counter() - self._since_s
+        self._since_s = None
+
+    def note(self, samples: int) -> None:
+        self._samples += samples
+
+    def cut(self) -> float:
+        """Return the rate since the last call; 0 where nothing is to follow from it."""
+        busy_s, samples = self._busy_s, self._samples
+        self._busy_s, self._samples = 0.0, 0
+        return samples / busy_s if self._follows and busy_s else 0.0
+
+
+def _no_shared_weights(step: int) -> WorkerError:
+    return WorkerError(
+        f"the checkpoint of step {step} holds no shared weights for this layout: it was written in another one, or "
+        "without resilience=sites",
+        code="no_shared_weights",
+        hint="resume in the layout that the run has begun with, or begin a new run with init.from=<this run's folder>",
+    )
+
+
+def _diverged(sites: Sequence[int], step: int) -> WorkerError:
+    named = f"site {sites[0]} differ" if len(sites) == 1 else f"sites {', '.join(map(str, sites))} differ"
+    return WorkerError(
+        f"the shared weights of {named} from the others' at step {step}: a value changed without an exchange, or the "
+        "sites began with other weights",
+        code="diverged",
+        hint="test that site's memory and devices; go on from a checkpoint before the last exchange that agreed",
+    )

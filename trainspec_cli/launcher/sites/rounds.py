@@ -1,0 +1,66 @@
+"""The rounds that the meeting point keeps on the disk: its state, and the outer gradients of each of the newest rounds.
+
+From them a site that was away applies what it has missed, and a meeting that is begun again goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.policy.sites.meeting import MeetingState
+from trainspec_cli.reading.files import UnreadableFileError
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.spec.canonical import from_plain, to_plain
+
+Payloads = dict[int, dict[int, bytes]]
+"""Outer gradients by site and rank."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    folder: Path
+
+    def load(self) -> MeetingState:
+        """Return the state in which the last meeting ended. Raises MachineError where it cannot be read."""
+        path = self.folder / "meeting.json"
+        if not path.exists():
+            return MeetingState()
+        try:
+            return from_plain(MeetingState, read_json(path))
+        except (UnreadableFileError, RecipeError) as error:
+            message, hint = f"{path} cannot be read: {error}", "restore it from a backup, or begin a new run"
+            raise MachineError(Problem("sites", message, hint=hint, environment=True)) from error
+
+    def keep(self, state: MeetingState, payloads: Mapping[int, Mapping[int, bytes]]) -> None:
+        """Write a round that was decided, before anybody hears of it."""
+        self.folder.mkdir(exist_ok=True)
+        rows = [(site, rank, part) for site, parts in sorted(payloads.items()) for rank, part in sorted(parts.items())]
+        head = json.dumps([[site, rank, len(part)] for site, rank, part in rows]).encode()
+        path = self._path(state.round)
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(b"\n".join((head, b"".join(part for *_, part in rows))))
+        partial.replace(path)
+        write_json(self.folder / "meeting.json", to_plain(state))
+
+    def read(self, number: int) -> Payloads:
+        head, _, body = self._path(number).read_bytes().partition(b"\n")
+        payloads: Payloads = {}
+        for site, rank, size in json.loads(head):
+            payloads.setdefault(site, {})[rank] = body[:size]
+            body = body[size:]
+        return payloads
+
+    def has(self, number: int) -> bool:
+        return self._path(number).exists()
+
+    def forget(self, before: int) -> None:
+        for path in self.folder.glob("round_*.bin"):
+            if int(path.stem.removeprefix("round_")) < before:
+                path.unlink()
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"round_{number:08d}.bin"

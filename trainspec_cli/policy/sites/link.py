@@ -1,0 +1,56 @@
+"""How long an exchange between sites takes over their links, and after how many steps the next one is hidden.
+
+All sites meet at one of them, whose link carries every site's outer gradient once in and to all others once out; what
+all have sent goes out when all has come in. Nothing else uses the links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VALUE_BYTES = {"int4": 0.5 + 1 / 64, "int8": 1 + 2 / 128, "bf16": 2.0}
+"""Bytes of a value on the wire with its part of its block's scale, as `engine.comm.codec` encodes it; a tensor has four
+bytes more in int4."""
+ROUND_MULTIPLES = (1, 2, 3, 5, 10, 20, 30, 50, 100, 200, 300, 500, 1000, 2000, 5000, 10_000)
+
+
+@dataclass(frozen=True)
+class SiteLinks:
+    """The links of sites that are joined alike."""
+
+    sites: int
+    bytes_per_s: float
+    """Of each site's own link, each way."""
+    delay_s: float
+    """From one site to another, one way."""
+
+    def exchange_s(self, sent_bytes: float) -> float:
+        """Return how long an exchange takes in which each site sends so many bytes."""
+        others = self.sites - 1
+        return 2 * self.delay_s + (others + others * others) * sent_bytes / self.bytes_per_s
+
+    def carried_bytes(self, sent_bytes: float) -> float:
+        """Return what the busiest link carries in such an exchange, both ways together."""
+        others = self.sites - 1
+        return (others + others * others) * sent_bytes
+
+    def all_reduce_s(self, tensor_bytes: float) -> float:
+        """Return how long a ring over the sites sums a tensor: what data parallelism does every step."""
+        others = self.sites - 1
+        return 2 * others * (tensor_bytes / self.sites / self.bytes_per_s + self.delay_s)
+
+
+def utilisation(between_steps: int, delay_steps: int, step_s: float, exchange_s: float) -> float:
+    """Return the part of the time in which a site trains: an exchange is sent every `between_steps` steps, and what it
+    takes beyond `delay_steps` of them is waited for."""
+    busy_s = between_steps * step_s
+    return busy_s / (busy_s + max(0.0, exchange_s - delay_steps * step_s))
+
+
+def hiding_interval(fragments: int, step_s: float, exchange_s: float, wanted: float) -> int | None:
+    """Return the shortest of some intervals H at which a site trains `wanted` of the time, where each sum is applied
+    when the next one is sent; None where even the longest is too short."""
+    for multiple in ROUND_MULTIPLES:
+        if utilisation(multiple, multiple, step_s, exchange_s) >= wanted:
+            return multiple * fragments
+    return None

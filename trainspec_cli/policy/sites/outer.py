@@ -1,0 +1,39 @@
+"""The outer optimizer: what sites have learned, merged into the weights that all of them share.
+
+DiLoCo (arXiv:2311.08105): the outer gradient is the shared weights minus a site's own, and the shared weights are
+updated by SGD with Nesterov momentum. What is here is arithmetic: it takes numbers as well as tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def outer_gradient(shared: Any, own: Any) -> Any:
+    """Return what a site asks of the shared weights: they are to move against it, towards the site's own."""
+    return shared - own
+
+
+def outer_step(shared: Any, momentum: Any, gradient: Any, rate: float, factor: float) -> tuple[Any, Any]:
+    """Return (shared weights, momentum) after an outer update by Nesterov's rule as torch's SGD has it:
+    m' = factor m + g, and the weights less rate (g + factor m')."""
+    momentum = momentum * factor + gradient
+    return shared - (gradient + momentum * factor) * rate, momentum
+
+
+def mix(own: Any, shared: Any, keeps: float) -> Any:
+    """Return a site's weights after the shared ones have come, some steps late: it keeps the part `keeps` of its own
+    (Streaming DiLoCo, arXiv:2501.18512, equation 3; 0 takes the shared ones alone)."""
+    return own * keeps + shared * (1 - keeps)
+
+
+def site_weights(tokens: Sequence[int], steps: Sequence[int]) -> tuple[float, ...]:
+    """Return the weight of each site's outer gradient; they sum to 1.
+
+    tokens^2 / steps (Decoupled DiLoCo, arXiv:2604.21428): at equal steps a site counts by the square of its batch. A
+    site that has seen nothing since it last took part counts nothing; where none has, all count alike.
+    """
+    worth = [seen * seen / made if made else 0.0 for seen, made in zip(tokens, steps, strict=True)]
+    total = sum(worth)
+    return tuple(one / total for one in worth) if total else (1 / len(worth),) * len(worth)

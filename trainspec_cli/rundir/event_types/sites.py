@@ -1,0 +1,29 @@
+"""Events of a site among far-apart ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.spec.records import Count, Seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeEvent(Event):
+    """The site has applied what a round has decided."""
+
+    type: Literal["exchange"] = "exchange"
+    step: Count
+    """Updates made before it."""
+    round: Count
+    sites: tuple[Count, ...]
+    """Those whose outer gradients were merged."""
+    members: tuple[Count, ...]
+    """Those that train until the next round."""
+    waited_s: Seconds
+    """Training waited for it."""
+    sent_bytes: Count
+    """This rank has sent so many to the meeting point since its start, before encryption."""
+    received_bytes: Count
+    """Outer gradients of other sites that it has received since its start."""

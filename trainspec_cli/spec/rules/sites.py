@@ -1,0 +1,72 @@
+"""Rules for training at far-apart sites."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from trainspec_cli.errors import Problem
+
+if TYPE_CHECKING:
+    from trainspec_cli.spec.recipe.run import RunSpec
+
+PATH = "resilience.sites"
+OTHERWISE = "resilience=restart"
+
+
+def numbers(spec: RunSpec) -> Iterator[Problem]:
+    """The schedule of exchanges, and who takes part."""
+    sites = spec.resilience.sites
+    if spec.resilience.mode != "sites":
+        return
+    if sites.interval_steps % sites.fragments:
+        fitting = [number for number in range(1, sites.fragments) if sites.interval_steps % number == 0]
+        message = f"`{PATH}.interval_steps` is {sites.interval_steps}, no multiple of {sites.fragments} fragments"
+        yield Problem("not_divisible", message, f"{PATH}.fragments", f"type {PATH}.fragments={fitting[-1]}")
+    elif sites.delay_steps > sites.interval_steps // sites.fragments:
+        between = sites.interval_steps // sites.fragments
+        message = f"`{PATH}.delay_steps` is {sites.delay_steps}, and the next exchange is sent after {between} steps"
+        yield Problem("out_of_range", message, f"{PATH}.delay_steps", f"type {PATH}.delay_steps={between} or less")
+    if sites.count == 1:
+        message = f"`{PATH}.count` is 1; one site has no other to exchange with"
+        yield Problem("out_of_range", message, f"{PATH}.count", f"type {PATH}.count=2 or more, or {OTHERWISE}")
+    for key, number, most in (("quorum", sites.quorum, sites.count), ("site", sites.site or 0, sites.count - 1)):
+        if number > most:
+            message = f"`{PATH}.{key}` is {number}, and of {sites.count} sites it is {most} at most"
+            yield Problem("out_of_range", message, f"{PATH}.{key}", f"type {PATH}.{key}={most} or less")
+
+
+def endpoint(spec: RunSpec) -> Iterator[Problem]:
+    wanted = spec.resilience.sites.endpoint
+    if wanted is None:
+        return
+    host, _, port = wanted.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        message = f"`{PATH}.endpoint` is `{wanted}`; HOST:PORT is needed"
+        yield Problem(
+            "usage", message, f"{PATH}.endpoint", "type --sites-endpoint HOST:PORT, as all sites reach site 0"
+        )
+
+
+def other_parts(spec: RunSpec) -> Iterator[Problem]:
+    """What sites cannot do together."""
+    if spec.resilience.mode != "sites":
+        return
+    unlike = {
+        "model": (spec.model.unit != "tokens", "exchanges the layers of language models", "choose another model"),
+        "model.experts": (_has_experts(spec), "does not merge the balance of experts", "choose a dense model"),
+        "train": (spec.ends_by_samples, "counts steps, which are the same at all sites", "type train.max_steps alone"),
+        "checkpoint.keep_best": (spec.checkpoint.keep_best, "judges the merged model", "leave it out"),
+        "train.early_stop_evals": (spec.train.early_stop_evals is not None, "ends at its last step", "leave it out"),
+        "scheduler.changes": (bool(spec.scheduler.changes), "keeps the layout it begins with", "leave it out"),
+    }
+    for path, (is_wanted, why, hint) in unlike.items():
+        if is_wanted:
+            yield Problem("unsupported", f"resilience=sites {why}", path, f"{hint}, or type {OTHERWISE}")
+
+
+def _has_experts(spec: RunSpec) -> bool:
+    return any("experts" in layer.mixers for layer in getattr(spec.model, "layer_list", ()))
+
+
+SITES_RULES = (numbers, endpoint, other_parts)
