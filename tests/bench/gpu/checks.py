@@ -32,7 +32,7 @@ def _in_order(tiny: bool) -> list[Check]:
         _speed("dense_8b", rounds=2),
         _memory("1b"),
         # the next ten
-        Check("clauses", "the training spec on the chip, one process", engine_checks.clauses, 180, 40),
+        Check("clauses", "the training spec on the chip, one process", engine_checks.clauses, 240, 40),
         _tests("tests on the device", TINY_TESTS if tiny else ON_THE_DEVICE, 120),
         _speed("dense_1b"),
         Check("data path", "waits for data, copies, allocations", run_checks.data_path, 120, 60),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,26 +129,24 @@ def is_product(name: str) -> bool:
     return any(word in name.lower() for word in words)
 
 
-# Clauses that one process can keep or break: the chip against one process of the CPU in fp64
+# Clauses that one process can keep or break, held against one process of the CPU
 
 
 FP8_OVER_BF16 = 2**4
 """e4m3 keeps 3 bits of a number's fraction, bf16 keeps 7."""
 FAMILIES = ("dense", "moe", "hybrid", "unet", "resnet")
+DECODERS = ("dense", "moe", "hybrid")
 
 
-def chip_cases(tiny: bool) -> list[Any]:
+def cases_of(family: str, tiny: bool) -> list[Any]:
     from trainspec_cli.certify.cases import Case
 
-    cases = []
-    for family in FAMILIES[: 1 if tiny else None]:
-        plain = Case(family)
-        cases += [plain, replace(plain, compute="bf16")]
-        if family in ("dense", "moe", "hybrid"):
-            cases += [replace(plain, recompute="selective"), replace(plain, recompute="full")]
-        if family == "dense":
-            cases += [replace(plain, offload="optimizer"), replace(plain, compile=True)]
-            cases += [] if tiny else [replace(plain, compute="fp8")]
+    plain = Case(family)
+    cases = [plain, replace(plain, compute="bf16")]
+    if family in DECODERS:
+        cases += [replace(plain, recompute="selective"), replace(plain, recompute="full")]
+    if family == "dense" and not tiny:
+        cases += [replace(plain, offload="optimizer"), replace(plain, compile=True), replace(plain, compute="fp8")]
     return cases
 
 
@@ -156,37 +155,55 @@ def clauses(items: Items, device_type: str, tiny: bool) -> None:
     from trainspec_cli.launcher.job.machine import detect
 
     machine = detect(look_for_gpus=device_type != "cpu")
-    for case in chip_cases(tiny):
-        items.take(case.name, functools.partial(judge_on_chip, case, machine), least_s=30)
+    for family in FAMILIES[: 1 if tiny else None]:
+        items.take(family, functools.partial(judge_family, cases_of(family, tiny), machine), least_s=40)
 
 
-def judge_on_chip(case: Any, machine: Any) -> dict[str, Any]:
-    from trainspec_cli.certify.cases import Case
-    from trainspec_cli.certify.judge import FORMAT_FACTOR, GRADIENT_BOUND, LOSS_BOUND
-    from trainspec_cli.certify.runs import Run, gradient_errors, loss_error, measure
+def judge_family(cases: Sequence[Any], machine: Any) -> dict[str, Any]:
+    """Return what was found of each case; one torchrun on the chip and one on the CPU make all runs."""
+    from trainspec_cli.certify.runs import measure
 
-    fp32, exact = Case(case.family), Case(case.family, compute="fp64")
-    own = [Run(case), Run(case, take=1), Run(replace(case, optimizer="adamw"), gradients=False, resume=True)]
-    theirs = [Run(exact), Run(fp32), Run(replace(fp32, compute="bf16"))]
     with tempfile.TemporaryDirectory() as folder:
-        chip = measure(own, Path(folder, "chip"), machine, lambda _done: None)
-        cpu = measure(theirs, Path(folder, "cpu"), replace(machine, gpu_names=()), lambda _done: None)
-        first, again, resumed = (chip[run] for run in own)
-        reference, plain, rough = (cpu[run] for run in theirs)
-        error = max(gradient_errors(first, reference).values())
-        formats = max(gradient_errors(rough, reference).values())
-        losses = loss_error(first.losses, plain.losses)
-        bound = (
-            GRADIENT_BOUND
-            if case.compute == "fp32"
-            else FORMAT_FACTOR * formats * (FP8_OVER_BF16 if case.compute == "fp8" else 1)
-        )
-        return {
-            "gradient_error": error,
-            "gradient_bound": bound,
-            "loss_error": losses,
-            "loss_bound": LOSS_BOUND if case.compute == "fp32" else None,
-            "kept": error <= bound and (case.compute != "fp32" or losses <= LOSS_BOUND),
-            "repeats_to_the_bit": first.losses == again.losses,
-            "resumes_to_the_bit": resumed.losses == resumed.resumed_losses,
-        }
+        wanted = [run for case in cases for run in runs_of(case)]
+        chip = measure(wanted, Path(folder, "chip"), machine, lambda _done: None)
+        on_cpu = replace(machine, gpu_names=())
+        cpu = measure(references_of(cases[0].family), Path(folder, "cpu"), on_cpu, lambda _done: None)
+        return {case.name: judge_case(case, chip, cpu) for case in cases}
+
+
+def runs_of(case: Any) -> tuple[Any, Any, Any]:
+    """Return a run, its repetition, and one that is resumed in the middle."""
+    from trainspec_cli.certify.runs import Run
+
+    return Run(case), Run(case, take=1), Run(replace(case, optimizer="adamw"), gradients=False, resume=True)
+
+
+def references_of(family: str) -> tuple[Any, Any, Any]:
+    """Return the runs in fp64, fp32 and bf16."""
+    from trainspec_cli.certify.cases import Case
+    from trainspec_cli.certify.runs import Run
+
+    return Run(Case(family, compute="fp64")), Run(Case(family)), Run(Case(family, compute="bf16"))
+
+
+def judge_case(case: Any, chip: Any, cpu: Any) -> dict[str, Any]:
+    from trainspec_cli.certify.cases import SAVE_AT
+    from trainspec_cli.certify.judge import FORMAT_FACTOR, GRADIENT_BOUND, LOSS_BOUND
+    from trainspec_cli.certify.runs import gradient_errors, loss_error
+
+    first, again, resumed = (chip[run] for run in runs_of(case))
+    exact, plain, rough = (cpu[run] for run in references_of(case.family))
+    error = max(gradient_errors(first, exact).values())
+    losses = loss_error(first.losses, plain.losses)
+    exactly = case.compute == "fp32"
+    format_error = max(gradient_errors(rough, exact).values()) * (FP8_OVER_BF16 if case.compute == "fp8" else 1)
+    bound = GRADIENT_BOUND if exactly else FORMAT_FACTOR * format_error
+    return {
+        "gradient_error": error,
+        "gradient_bound": bound,
+        "loss_error": losses,
+        "loss_bound": LOSS_BOUND if exactly else None,
+        "kept": error <= bound and (not exactly or losses <= LOSS_BOUND),
+        "repeats_to_the_bit": first.result.trained.weights_sha256 == again.result.trained.weights_sha256,
+        "resumes_to_the_bit": resumed.losses[SAVE_AT:] == resumed.resumed_losses,
+    }

@@ -29,11 +29,17 @@ def _peak(checks: dict[str, Any]) -> float | None:
 
 
 def lines_of(name: str, found: dict[str, Any], peak_flops: float | None) -> list[str]:
-    errors = [f"{key}: {value['error'].splitlines()[-1][:200]}" for key, value in found.items() if _failed(value)]
+    errors = [f"{key}: FAILED: {reason(value['error'])}" for key, value in found.items() if _failed(value)]
     good = {key: value for key, value in found.items() if not _failed(value)}
     kind = name.split()[0]
     render = {"speed": _speed, "memory": _memory, "profile": _profile, "clauses": _clauses, "tests": _tests}.get(kind)
     return [*(render(good, peak_flops) if render else _plain(good)), *errors]
+
+
+def reason(error: str) -> str:
+    """Return the line that says what happened: a command prints a hint below its error."""
+    lines = error.splitlines()
+    return next((line for line in reversed(lines) if "rror:" in line), lines[-1]).strip()[:200]
 
 
 def _failed(value: Any) -> bool:
@@ -105,7 +111,9 @@ def _clauses(found: dict[str, Any], _peak_flops: float | None) -> list[str]:
         f"{case:28} gradients {value['gradient_error']:.2g} of {value['gradient_bound']:.2g}, "
         f"losses {value['loss_error']:.2g}, {'kept' if value['kept'] else 'BROKEN'}, "
         f"repeats {value['repeats_to_the_bit']}, resumes {value['resumes_to_the_bit']}"
-        for case, value in found.items()
+        for family in found.values()
+        for case, value in family.items()
+        if isinstance(value, dict)
     ]
 
 

@@ -48,10 +48,11 @@ def machine(items: Items, device: str, tiny: bool) -> None:
 
 
 def quickstart(items: Items, device: str, tiny: bool) -> None:
-    length = ("train.max_steps=4", "train.eval_interval_steps=2", "data.max_bytes=400000") if tiny else ()
-    items.take(
-        "quickstart", lambda: launched("recipe=quickstart", *on_one(device), *unpredicted(device), *length), least_s=30
-    )
+    given = ["recipe=quickstart", *on_one(device), *unpredicted(device)]
+    if tiny:
+        given += ["train.max_steps=4", "train.eval_interval_steps=2", "data.max_bytes=400000"]
+        given.append("optim.schedule.warmup_steps=0")
+    items.take("quickstart", lambda: launched(*given), least_s=30)
 
 
 def launched(*arguments: str) -> dict[str, Any]:
