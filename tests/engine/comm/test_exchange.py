@@ -105,7 +105,7 @@ def test_a_rank_joins_with_its_own_device(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(joining, "_stores", [])
     monkeypatch.setattr(joining, "_open_store", lambda world_size: f"store of {world_size}")
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     monkeypatch.setattr(joining.dist, "init_process_group", lambda name, **more: given.update(more, backend=name))
     assert joining.join_processes(device_type) == torch.device(device)
     assert given.pop("timeout").total_seconds() == 1800

@@ -226,7 +226,7 @@ def test_each_process_tries_on_its_own_device_at_the_shapes_of_its_rank(
     for name, value in {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     plan = SimpleNamespace(device=device, world_size=8)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda chosen: order.append(f"set {chosen}"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda chosen: order.append(f"set {chosen}"))
     monkeypatch.setattr(kernels, "calls_of", lambda given, rank: order.append(f"calls of {rank}") or "calls")
     trials = KernelTrials({"rope": ()}, {"rope": {TORCH: KernelTrial(error=math.inf)}})
     monkeypatch.setattr(kernels, "try_all", lambda given, calls, where: order.append((calls, str(where))) or trials)

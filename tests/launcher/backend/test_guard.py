@@ -33,7 +33,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Guard:
         monkeypatch.setattr(guard.processes, "stop", lambda *asked: done.append(("stop", *asked)))
         monkeypatch.setattr(guard.processes, "kill", lambda *asked: done.append(("kill", *asked)))
         guard.main()
-        assert set(ignored) == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        assert set(ignored) == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2}
         return done
 
     return run
