@@ -32,7 +32,7 @@ class MeetingRules:
     grace_s: float
     """A round that has its quorum waits so long for sites that are connected."""
     return_s: float
-    """A meeting that begins again waits so long for its members to connect."""
+    """A meeting that begins again waits so long for its members to connect, and not for those that leave it later."""
     change: float
     """Sites whose steps differ by no more than this fraction are equally fast."""
 
@@ -109,6 +109,8 @@ class Meeting:
     state: MeetingState = field(default_factory=MeetingState)
     connected: dict[int, int] = field(default_factory=dict)
     """Samples of a step, by site."""
+    seen: set[int] = field(default_factory=set)
+    """Sites that have been connected since the meeting began, or began again."""
     ready: dict[int, int] = field(default_factory=dict)
     """The round up to which a site that comes back has followed."""
     came: dict[int, Contribution] = field(default_factory=dict)
@@ -134,6 +136,7 @@ class Meeting:
     def connect(self, site: int, batch: int) -> bool:
         """Note that a site is there; return whether it goes on as a member. Else it has to follow, and to be ready."""
         self.connected[site] = batch
+        self.seen.add(site)
         return site in self.members or self.state.round < 0
 
     def disconnect(self, site: int) -> None:
@@ -175,7 +178,7 @@ class Meeting:
         missing = set(self.members) - self.came.keys()
         assert self.opened_s is not None, "it is set above"
         returning = now_s < self.opened_s + self.rules.return_s
-        if returning and missing - self.connected.keys():
+        if returning and missing - self.seen:
             return False
         return not missing & self.connected.keys() or now_s >= self.quorum_since_s + self.rules.grace_s
 
