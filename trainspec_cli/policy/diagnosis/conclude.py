@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from trainspec_cli.policy.diagnosis.all_ranks import find_common_slowness
 from trainspec_cli.policy.diagnosis.evidence import RunEvidence
 from trainspec_cli.policy.diagnosis.links import find_retries, find_slow_links
 from trainspec_cli.policy.diagnosis.looks import with_look
 from trainspec_cli.policy.diagnosis.memory import find_memory
 from trainspec_cli.policy.diagnosis.outlook import Outlook
 from trainspec_cli.policy.diagnosis.planned import as_planned
-from trainspec_cli.policy.diagnosis.ranks import OwnTimes, find_common_slowness, find_slow_ranks
+from trainspec_cli.policy.diagnosis.ranks import OwnTimes, find_slow_ranks
 from trainspec_cli.policy.diagnosis.waste import find_waste
 from trainspec_cli.policy.recovery.hang import Whereabouts, find_late
 from trainspec_cli.spec.results.verdict import Cause, RunVerdict, heaviest_first

@@ -1,4 +1,4 @@
-"""Ranks, nodes, or all ranks together, that take longer than they should for their own part of a step.
+"""Ranks, or whole nodes, that take longer than they should for their own part of a step.
 
 All ranks end a step together, so the step's time tells nothing: a rank's own part does, which the others wait for. It
 is held against that of the ranks that do the same work, and, where there are none, against the rank's own past. The
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,8 +29,8 @@ from trainspec_cli.spec.results.verdict import Cause, RunVerdict
 
 LEAST_SHARE = 0.1
 """Causes that cost less than this part of a step are not reported."""
-STOLEN_S, COMMON_S = 8.0, 8.0
-"""Other work takes a rank's processor, or slows all ranks, for so long at least: it comes and goes."""
+STOLEN_S = 8.0
+"""Other work takes a rank's processor for so long at least: it comes and goes."""
 STOLEN_ALONE_S, OF_STOLEN = 3.0, 0.5
 """So long is enough where the rank's peers lack a processor for no more than such a part of its excess."""
 LEFT_S = 60.0
@@ -171,7 +171,7 @@ def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
             found.append((rank, episode))
     last = dict(found)  # of each rank
     for rank, episode in found:
-        why = f"other processes have its processor for {_ms(episode.excess)} more of each step than its peers'"
+        why = f"other processes have its processor for {milliseconds(episode.excess)} more of each step than its peers'"
         span = slice(episode.first, last[rank].last + 1)
         came_to_stay = until(evidence, last[rank]) is None or times.step_s[span].sum() >= LEFT_S
         yield Slow(rank, episode, "stolen_cores" if came_to_stay else "noise", why)
@@ -213,7 +213,7 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
         return _difference(evidence.counter(name), rank, peers, episode)
 
     if more("throttled_s") > EXPLAINS * excess_s:
-        why = f"a quota holds its control group back for {_ms(more('throttled_s'))} a step"
+        why = f"a quota holds its control group back for {milliseconds(more('throttled_s'))} a step"
         return Explained("slow_device", why, is_counted=True)
     if more("major_faults") > PAGES or more("memory_stall_s") > EXPLAINS * excess_s:
         why = f"it reads {more('major_faults'):.0f} more pages back from disk in a step than others"
@@ -224,7 +224,7 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
         return Explained("host_bound", "the time passes between the passes, in Python")
     busy_s = more("cpu_s")
     if np.isfinite(busy_s) and busy_s > EXPLAINS * excess_s:
-        why = f"the same work takes {_ms(busy_s)} more processor time a step than on its peers"
+        why = f"the same work takes {milliseconds(busy_s)} more processor time a step than on its peers"
         return Explained("slow_device", why)
     return Explained("slow_device", "it computes longer than its peers, and the system counts no reason")
 
@@ -249,7 +249,7 @@ def _more_work(
     expected_s = float(np.median(times.expected_s[episode.where, rank]))
     for name in ("tokens", "attended"):
         work = evidence.counter(name)[episode.where][is_late]
-        own, others = _mean(work[:, rank]), _mean(np.median(work[:, list(peers)], axis=1))
+        own, others = mean_known(work[:, rank]), mean_known(np.median(work[:, list(peers)], axis=1))
         if others > 0 and own / others - 1 > MORE_WORK * episode.excess / max(expected_s, 1e-9):
             return own / others - 1
     return None
@@ -258,24 +258,24 @@ def _more_work(
 def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episode) -> float:
     """Return by how much a rank's counter is above its peers' median in an episode, or, where it has none, above its
     own outside it; NaN where it is not known."""
-    inside = _mean(series[episode.where, rank])
+    inside = mean_known(series[episode.where, rank])
     if peers:
-        others = _means(series[episode.where][:, list(peers)])
+        others = means_known(series[episode.where][:, list(peers)])
         return inside - float(np.median(others[np.isfinite(others)])) if np.isfinite(others).any() else float("nan")
     outside = np.delete(series[:, rank], np.arange(episode.first, episode.last + 1))
-    return inside - (_mean(outside) if np.isfinite(outside).any() else 0.0)
+    return inside - (mean_known(outside) if np.isfinite(outside).any() else 0.0)
 
 
 def _part_difference(evidence: RunEvidence, part: str, rank: int, peers: Sequence[int], episode: Episode) -> float:
     return _difference(evidence.parts_s[part], rank, peers, episode)
 
 
-def _mean(values: Figures) -> float:
+def mean_known(values: Figures) -> float:
     known = values[np.isfinite(values)]
     return float(known.mean()) if known.size else float("nan")
 
 
-def _means(values: Figures) -> Figures:
+def means_known(values: Figures) -> Figures:
     """Return the mean over the first axis of what is known; NaN where nothing is."""
     known = np.isfinite(values)
     counts = known.sum(axis=0)
@@ -284,7 +284,7 @@ def _means(values: Figures) -> Figures:
     return means if np.isfinite(means).any() else np.array([np.nan])
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
 
 
@@ -343,8 +343,8 @@ def _rank_verdict(evidence: RunEvidence, times: OwnTimes, slow: Slow) -> RunVerd
         cost_s=episode.excess,
         confidence=confidence(episode),
         evidence=(
-            f"rank {rank} (node {evidence.nodes[rank]}) takes {_ms(own_s)} for its part of a step, its peers "
-            f"{_ms(expected_s)}",
+            f"rank {rank} (node {evidence.nodes[rank]}) takes {milliseconds(own_s)} for its part of a step, its peers "
+            f"{milliseconds(expected_s)}",
             slow.why,
         ),
     )
@@ -358,58 +358,3 @@ def until(evidence: RunEvidence, episode: Episode) -> int | None:
 def confidence(episode: Episode) -> float:
     """Return how sure an episode is: how many of its steps show it, and more of them the surer."""
     return round(min(0.99, episode.steadiness * (1 - 0.5 / episode.steps)), 2)
-
-
-# All ranks together
-
-
-def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
-    """Return why all ranks compute longer than at other times, where they do: other tenants, a quota of the node."""
-    ranks = evidence.ranks
-    middle = (ranks - 1) // 2
-    common_s = np.partition(times.own_s + times.queued_s, middle, axis=1)[:, middle]
-    excess_s = common_s - usual(common_s)
-    found = find_episodes(excess_s, times.limit(excess_s), times.step_s, COMMON_S)
-    verdicts = [_explain_common(evidence, one) for one in found if one.steadiness >= STEADY]
-    return _as_one([one for one in verdicts if one is not None])
-
-
-def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
-    def rise(name: str) -> float:
-        """Return by how much a counter's mean over the ranks is above its usual level."""
-        series = _means(evidence.counter(name).T)
-        if len(series) != len(evidence.steps) or not np.isfinite(series).any():
-            return float("nan")
-        return _mean(series[episode.where]) - float(np.nanpercentile(series, 25))
-
-    excess_s = episode.excess
-    if rise("tokens") > 0 or rise("attended") > 0:
-        return None
-    found = RunVerdict(
-        cause="noise",
-        since_step=int(evidence.steps[episode.first]),
-        until_step=until(evidence, episode),
-        cost_s=excess_s,
-        confidence=confidence(episode),
-        evidence=(f"all ranks take {_ms(excess_s)} longer for their parts of a step than at other times",),
-    )
-    if rise("throttled_s") > EXPLAINS * excess_s:
-        node = evidence.nodes[0] if len(set(evidence.nodes)) == 1 else None
-        why = f"a quota holds their control groups back for {_ms(rise('throttled_s'))} a step"
-        return replace(found, cause="slow_node", node=node, evidence=(*found.evidence, why))
-    if rise("memory_stall_s") > EXPLAINS * excess_s or rise("major_faults") > PAGES:
-        why = f"processes wait {_ms(rise('memory_stall_s'))} a step for memory"
-        return replace(found, cause="memory_pressure", evidence=(*found.evidence, why))
-    if rise("queued_s") + np.nan_to_num(rise("steal_s")) > EXPLAINS * excess_s:
-        why = f"they wait {_ms(rise('queued_s'))} more of each step for a processor, which other processes have"
-        return replace(found, evidence=(*found.evidence, why))
-    return replace(found, confidence=round(found.confidence / 2, 2))
-
-
-def _as_one(verdicts: Sequence[RunVerdict]) -> list[RunVerdict]:
-    """Join what comes and goes: one verdict a cause and place, since it came first, at its mean price."""
-    joined: dict[tuple[object, ...], RunVerdict] = {}
-    for one in verdicts:
-        known = joined.get(one.place)
-        joined[one.place] = one if known is None else replace(known, until_step=one.until_step)
-    return list(joined.values())
