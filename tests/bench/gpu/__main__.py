@@ -19,37 +19,66 @@ import threading
 import time
 from pathlib import Path
 
-from . import report, wheels
 from .record import ItemFailed, Items, OutOfTime, read_json
-from .schedule import GOES_ON_ANEW, OUT_OF_TIME, Check, Schedule, kill_all
 
 BUDGET_S = 570.0
 """Of a machine that gives a command ten minutes."""
 
 
 def main() -> None:
-    started = time.monotonic()
     options = parse_arguments()
-    python = sys.executable
     if options.wheels:
-        python = wheels.install(options.wheels, options.venv)
+        go_on_in_environment(options)
     if options.check:
         run_check(options)
-    if options.show:
-        report.show(options.show)
-        return
-    from .checks import checks
+    from . import report  # from here on in a Python that has what the checks need
 
-    wanted = [
-        one for one in checks(options.tiny) if not options.only or any(w in one.name for w in options.only.split(","))
-    ]
+    if not options.show:
+        whole = run_all(options)
+    report.show(options.show or options.all)
+    if not options.show:
+        again = f"not all is checked: {' '.join(['python -m tests.bench.gpu', *sys.argv[1:]])} goes on"
+        print("everything has been checked" if whole else again)
+
+
+def go_on_in_environment(options: argparse.Namespace) -> None:
+    """Install the wheels, and begin anew in the environment that has them."""
+    from . import wheels
+
+    started = time.monotonic()
+    python = wheels.install(options.wheels, options.venv)
+    place = sys.argv.index("--wheels")
+    given = [*sys.argv[1:place], *sys.argv[place + 2 :]]
+    left_s = options.budget_s - (time.monotonic() - started)
+    os.execv(python, [python, "-m", "tests.bench.gpu", *given, "--budget-s", f"{left_s:.0f}"])
+
+
+def run_all(options: argparse.Namespace) -> bool:
+    """Run what is missing, as far as the time of this call goes; return True if nothing is missing any more."""
+    from .checks import checks
+    from .schedule import Check, Schedule
+
+    def command(check: Check, left_s: float) -> list[str]:
+        own = [
+            sys.executable,
+            "-m",
+            "tests.bench.gpu",
+            "--all",
+            str(options.all),
+            "--check",
+            check.name,
+            f"{left_s:.1f}",
+        ]
+        return [*own, "--device", options.device, *["--tiny"] * options.tiny]
+
+    started = time.monotonic()
+    words = options.only.split(",") if options.only else [""]
+    wanted = [check for check in checks(options.tiny) if any(word in check.name for word in words)]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), *filter(None, [os.environ.get("PYTHONPATH")])])
-    schedule = Schedule(wanted, options.all, lambda check, left_s: command_of(python, check, left_s, options))
+    schedule = Schedule(wanted, options.all, command)
     for name in options.again:
         schedule.records.pop(name, None)
-    whole = schedule.run(options.budget_s - (time.monotonic() - started))
-    report.show(options.all)
-    print("everything has been checked" if whole else f"not all is checked: {' '.join(sys.argv[1:])} goes on")
+    return schedule.run(options.budget_s - (time.monotonic() - started))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -72,14 +101,10 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def command_of(python: str, check: Check, left_s: float, options: argparse.Namespace) -> list[str]:
-    command = [python, "-m", "tests.bench.gpu", "--all", str(options.all), "--check", check.name, f"{left_s:.1f}"]
-    return [*command, "--device", options.device, *["--tiny"] * options.tiny]
-
-
 def run_check(options: argparse.Namespace) -> None:
     """Run one check in this process, which ends."""
     from .checks import checks
+    from .schedule import GOES_ON_ANEW, OUT_OF_TIME
 
     name, left_s = options.check
     end_with_parent(os.getppid())
@@ -101,6 +126,8 @@ def run_check(options: argparse.Namespace) -> None:
 
 def end_with_parent(parent: int) -> None:
     """End this process, and what it has started, when its parent is gone: that call was killed."""
+
+    from .schedule import kill_all
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -32,8 +32,10 @@ def lines_of(name: str, found: dict[str, Any], peak_flops: float | None) -> list
     errors = [f"{key}: FAILED: {reason(value['error'])}" for key, value in found.items() if _failed(value)]
     good = {key: value for key, value in found.items() if not _failed(value)}
     kind = name.split()[0]
-    render = {"speed": _speed, "memory": _memory, "profile": _profile, "clauses": _clauses, "tests": _tests}.get(kind)
-    return [*(render(good, peak_flops) if render else _plain(good)), *errors]
+    render = {"speed": _speed, "memory": _memory, "profile": _profile, "clauses": _clauses, "tests": _tests}.get(
+        kind, _runs
+    )
+    return [*render(good, peak_flops), *errors]
 
 
 def reason(error: str) -> str:
@@ -46,14 +48,33 @@ def _failed(value: Any) -> bool:
     return isinstance(value, dict) and "error" in value
 
 
-def _plain(found: dict[str, Any]) -> list[str]:
+def _runs(found: dict[str, Any], _peak_flops: float | None) -> list[str]:
+    """Figures of launched runs, and plain values of anything else."""
     lines = []
     for key, value in found.items():
+        if isinstance(value, dict) and "parts_s" in value:
+            lines += _run(key, value)
+            continue
         simple = (
             {k: v for k, v in value.items() if isinstance(v, str | int | float)} if isinstance(value, dict) else value
         )
         lines.append(f"{key}: {simple}"[:400])
     return lines
+
+
+def _run(name: str, run: dict[str, Any]) -> list[str]:
+    waits = f"{run['parts_s']['data_wait'] * 1e3:.3g} ms of them waiting for data"
+    copies = f"{run['h2d_copies']:g} copies of {run['h2d_bytes']:g} B a step, {run['allocations']} allocations"
+    lines = [f"{name}: {run['steps']} steps of {run['step_s']:.4g} s, {waits}, {copies}"]
+    result, told = run["result"], run["prediction"]
+    lines.append(f"  peak memory {result['peak_memory_bytes'] / GIB:.3g} GiB, loss {run['last_loss']:.4g}")
+    if told:
+        memory = _against("memory planned", sum(told["memory"].values()), result["peak_memory_bytes"])
+        lines.append(f"  {memory}, {_against('step planned', sum(told['time_s'].values()), run['step_s'], 1.0, 's')}")
+    for save in run["saves"]:
+        held_up = f"held up {save['seconds']:.3g} s, whole after {save['written_s']:.3g} s"
+        lines.append(f"  checkpoint of {save['bytes'] / GIB:.3g} GiB: {held_up}")
+    return [*lines, *(f"  {one['reason']}" for one in run["memory"])]
 
 
 def _speed(found: dict[str, Any], peak_flops: float | None) -> list[str]:

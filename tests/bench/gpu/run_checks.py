@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from trainspec_cli.launcher.backend.processes import rank_of
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
@@ -114,8 +114,8 @@ def _failure(case: ElementTree.Element) -> str:
 
 def kernels(items: Items, device: str, tiny: bool) -> None:
     for name, arguments in list(KERNEL_RUNS.items())[: 1 if tiny else None]:
-        smaller = ("data.seq_len=64", "model.num_layers=1") if tiny else ()
-        command = (*CLI, "kernels", *arguments, *smaller, *on_one(device), *unpredicted(device), "--again", "--json")
+        sized = ("recipe=tiny",) if tiny else arguments
+        command = (*CLI, "kernels", *sized, *on_one(device), *unpredicted(device), "--again", "--json")
         items.take(name, lambda command=command: json.loads(run(*command)), least_s=60)
 
 
@@ -154,7 +154,7 @@ def out_of_memory(items: Items, device: str, tiny: bool) -> None:
     items.take(
         "injected",
         lambda: launched(
-            "recipe=tiny", *on_one(device), *unpredicted(device), "fault=oom(rank=0,step=5)", "scheduler=auto"
+            "recipe=tiny", *on_one(device), *unpredicted(device), "fault=oom(rank=0,step=5,above=4)", "scheduler=auto"
         ),
     )
     if device == "cpu":
@@ -233,7 +233,7 @@ def wait_for_step(
 def worker_below(pid: int) -> psutil.Process:
     """Return the process of a rank."""
     for process in psutil.Process(pid).children(recursive=True):
-        if re.search(r"trainspec_cli\.engine( |$)", " ".join(process.cmdline())) and process.environ().get("RANK"):
+        if rank_of(process) is not None:
             return process
     raise RuntimeError("no worker is there to kill")
 

@@ -22,8 +22,12 @@ import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name, parse_wheel_filename
+try:
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name, parse_wheel_filename
+except ImportError:  # the machine lacks it, and its pip has a copy
+    from pip._vendor.packaging.requirements import Requirement
+    from pip._vendor.packaging.utils import canonicalize_name, parse_wheel_filename
 
 from .record import last_lines, read_json
 
