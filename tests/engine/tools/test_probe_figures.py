@@ -286,7 +286,7 @@ def test_a_nodes_speed_is_that_of_its_slowest_device(monkeypatch: pytest.MonkeyP
     assert (alone.devices, alone.matmul_flops, alone.memory_bytes_per_s, alone.slowest_device) == (1, 9e12, 3e9, 0)
     assert (alone.torch, alone.nccl) == (torch.__version__, None)
     assert asked == [(torch.bfloat16, 1024, 5, 0.1)]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     three = speed.run(SpeedRequest("cuda", "fp32"))
     assert (three.devices, three.matmul_flops, three.memory_bytes_per_s, three.slowest_device) == (3, 4e12, 2e9, 1)
