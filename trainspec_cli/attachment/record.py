@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from dataclasses import replace
-from typing import Protocol, SupportsFloat
+from typing import Any, Protocol, SupportsFloat
 
 from trainspec_cli.rundir.event_types.training import CheckpointEvent, EvalEvent, StartEvent, StepEvent
 from trainspec_cli.rundir.events import EventWriter
@@ -119,9 +119,9 @@ def _number(value: SupportsFloat) -> float | None:
 
 
 def _device_name() -> str:
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
     chip = torch.accelerator.current_accelerator(check_available=True) if torch is not None else None
-    module = torch.get_device_module(chip) if torch is not None and chip else None
-    if module is not None and hasattr(module, "get_device_name") and module.is_initialized():
+    module: Any = torch.get_device_module(chip) if chip else None
+    if hasattr(module, "get_device_name") and module.is_initialized():
         return str(module.get_device_name())
     return f"process ({os.cpu_count()} cores)"

@@ -94,7 +94,8 @@ def test_sums_and_maxima_are_in_place_and_timed(peers: Peers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device_type", "device", "backend"), [("cpu", "cpu", "gloo"), ("cuda", "cuda:3", "cpu:gloo,cuda:nccl")]
+    ("device_type", "device", "backend"),
+    [("cpu", "cpu", "gloo"), ("cuda", "cuda:3", "cpu:gloo,cuda:nccl"), ("xpu", "xpu:3", "cpu:gloo,xpu:xccl")],
 )
 def test_a_rank_joins_with_its_own_device(
     device_type: str, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +111,7 @@ def test_a_rank_joins_with_its_own_device(
     assert joining.join_processes(device_type) == torch.device(device)
     assert given.pop("timeout").total_seconds() == 1800
     assert given == {"backend": backend, "store": "store of 8", "rank": 5, "world_size": 8}
-    assert chosen == ([torch.device(device)] if device_type == "cuda" else [])
+    assert chosen == ([torch.device(device)] if device_type != "cpu" else [])
     assert joining._stores == ["store of 8"], "a process group holds only the C++ half"
 
 

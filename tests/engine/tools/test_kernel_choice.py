@@ -217,7 +217,7 @@ def test_kernels_are_tried_as_the_run_compiles_them(compiles: bool, monkeypatch:
     assert workload.device == CPU
 
 
-@pytest.mark.parametrize(("device", "own"), [("cpu", "cpu"), ("cuda", "cuda:1")])
+@pytest.mark.parametrize(("device", "own"), [("cpu", "cpu"), ("cuda", "cuda:1"), ("xpu", "xpu:1")])
 def test_each_process_tries_on_its_own_device_at_the_shapes_of_its_rank(
     device: str, own: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,5 +233,5 @@ def test_each_process_tries_on_its_own_device_at_the_shapes_of_its_rank(
     monkeypatch.setattr(kernels, "join_processes", lambda kind: order.append(f"joins {kind}"))
     monkeypatch.setattr(kernels, "gather_json", lambda value, read: [read(value), read(value)])
     found = kernels.run(SimpleNamespace(plan=plan))  # type: ignore[arg-type]
-    assert order == [*([f"set {own}"] if device == "cuda" else []), "calls of 3", ("calls", own), f"joins {device}"]
+    assert order == [*([f"set {own}"] if device != "cpu" else []), "calls of 3", ("calls", own), f"joins {device}"]
     assert len(found.ranks) == 2 and list(found.ranks[0].trials) == ["rope"]
