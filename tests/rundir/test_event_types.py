@@ -25,6 +25,7 @@ from trainspec_cli.rundir.event_types.observed import (
     VerdictEvent,
 )
 from trainspec_cli.rundir.event_types.parse import EVENT_TYPES, parse_event
+from trainspec_cli.rundir.event_types.sites import ExchangeEvent
 from trainspec_cli.rundir.event_types.training import (
     CadenceEvent,
     CheckpointEvent,
@@ -173,6 +174,9 @@ VERDICT = RunVerdict(
     advice="trainspec doctor",
     full_step=7,
 )
+EXCHANGE = ExchangeEvent(
+    step=8, round=2, sites=(0, 2), members=(0, 1, 2), waited_s=0.5, sent_bytes=4096, received_bytes=8192
+)
 RECOVERY = RecoveryEvent(step=4, change="left", group=1, stall_s=1.5, lost_steps=1)
 DIRECTIVE = DirectiveEvent(
     step=4,
@@ -236,6 +240,7 @@ EVENTS: list[Event] = [
     COUNTERS,
     VerdictEvent(step=9, is_over=False, verdict=VERDICT),
     RECOVERY,
+    EXCHANGE,
     DIRECTIVE,
     RELAYOUT,
     ACHIEVED,

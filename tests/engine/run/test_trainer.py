@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,7 +108,7 @@ class Scripted:
     """A coordinator that follows a script; it reads samples by the position it is given, as replica groups do."""
 
     restores_at_start, waits_for_groups, stop_flag = False, True, False
-    leads, finished_without, group = True, False, 3
+    leads, finished_without, group, merges_at_end = True, False, 3, False
 
     def __init__(self, run: RunContext):
         self.run, self.journal = run, Journal(run.run_dir, 0, run.plan.spec)
@@ -138,6 +139,12 @@ class Scripted:
         tokens = self.batches.count_targets(start, samples)
         taken = samples + self.taken_by_others
         return StepSamples(micro_batches, own, self.batches.division, tokens, taken, samples, 0.5, group=self.group)
+
+    def bring_together(self, progress: TrainProgress) -> None:
+        pass
+
+    def merged(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def begin_passes(self, state: TrainState, micro_batches: int) -> None:
         pass

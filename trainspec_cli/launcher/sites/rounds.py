@@ -39,7 +39,7 @@ class Rounds:
         """Write a round that was decided, before anybody hears of it."""
         self.folder.mkdir(exist_ok=True)
         rows = [(site, rank, part) for site, parts in sorted(payloads.items()) for rank, part in sorted(parts.items())]
-        head = json.dumps([[site, rank, len(part)] for site, rank, part in rows]).encode()
+        head = json.dumps([[site, rank, len(part)] for site, rank, part in rows], allow_nan=False).encode()
         path = self._path(state.round)
         partial = path.with_suffix(".partial")
         partial.write_bytes(b"\n".join((head, b"".join(part for *_, part in rows))))
