@@ -19,6 +19,7 @@ from trainspec_cli.planner.optimizer import moment_bytes
 from trainspec_cli.planner.run.batches import main_size, predict_sizes
 from trainspec_cli.planner.search.search import (
     ABOUT,
+    SAFEST,
     SLOWER,
     TOO_LARGE,
     Estimated,
@@ -72,6 +73,14 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     )
 
 
+def plan_best(spec: RunSpec, machine: Machine | None = None) -> Candidate | None:
+    """Return the first layout of `plan_capacity` alone, in less time; None where nothing fits. Raises as it does."""
+    eff = efficiency_of(spec.cluster)
+    search, found = run_search(spec, describe_fabric(spec.cluster, machine), eff, POOL * SHOWN, keep_safest=0)
+    best = next(iter(choose_candidates(search, found, spec, eff, SHOWN)), None)
+    return best if best and best.fits else None
+
+
 def choose_candidates(
     search: Search, found: list[Estimated], spec: RunSpec, eff: Efficiency, shown: int
 ) -> list[Candidate]:
@@ -102,7 +111,9 @@ def choose_safest(
     return max(about, key=lambda candidate: (min(candidate.fit_probability, SURELY), -candidate.step_time_s))
 
 
-def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tuple[Search, list[Estimated]]:
+def run_search(
+    spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int, keep_safest: int = SAFEST
+) -> tuple[Search, list[Estimated]]:
     search = Search(
         template=template_of(spec, fabric),
         softwares=softwares_of(spec),
@@ -110,6 +121,7 @@ def run_search(spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int) -> tup
         offloads=(False, True) if spec.offload == AUTO else (spec.offload == "optimizer",),
         eff=eff,
         keep=keep,
+        keep_safest=keep_safest,
         layer_memory=layer_memory,
         samples=main_size(spec),
         slack=SLACK,

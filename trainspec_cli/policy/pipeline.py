@@ -44,7 +44,8 @@ def actions(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...
     if layout.pp == 1:
         return (tuple(_one_after_another(micro_batches)),)
     if layout.splits_backward:
-        return _fill_bubbles(layout, micro_batches)
+        stages = tuple(tuple(layout.stages_of_rank(rank)) for rank in range(layout.pp))
+        return _fill_bubbles(stages, micro_batches)
     order = {"gpipe": _gpipe, "1f1b": _one_forward_one_backward, "interleaved": _interleaved}[layout.pipeline_schedule]
     return tuple(tuple(order(layout, rank, micro_batches)) for rank in range(layout.pp))
 
@@ -94,22 +95,26 @@ def _alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: 
 # Zero bubble
 
 
-def _fill_bubbles(layout: Layout, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+@lru_cache(maxsize=64)
+def _fill_bubbles(stages: tuple[tuple[int, ...], ...], micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """Build a zero-bubble schedule (arXiv:2401.10241) greedily, in ticks of one forward, input or weight pass.
 
-    At each tick a rank takes the gradient that others wait for, else a forward, else a weight pass. At most `pp`
-    micro-batches are in flight on its first chunk, so it holds no more than 1F1B's fullest stage.
+    `stages`: of each rank. At each tick a rank takes the gradient that others wait for, else a forward, else a weight
+    pass. At most as many micro-batches as there are ranks are in flight on its first chunk, so it holds no more than
+    1F1B's fullest stage.
     """
-    stages = [layout.stages_of_rank(rank) for rank in range(layout.pp)]
-    done: _Done = {kind: [0] * layout.num_stages for kind in _SPLIT_KINDS}
+    num_stages = sum(map(len, stages))
+    done: _Done = {kind: [0] * num_stages for kind in _SPLIT_KINDS}
     orders: list[list[Action]] = [[] for _ in stages]
-    while any(done["backward_weight"][stage] < micro_batches for stage in range(layout.num_stages)):
-        taken = [_choose(own, layout.pp, micro_batches, done) for own in stages]
+    left = 3 * num_stages * micro_batches
+    while left:
+        taken = [_choose(own, len(stages), micro_batches, done) for own in stages]
         for order, action in zip(orders, taken, strict=True):
             if action is not None:
                 order.append(action)
                 done[action.kind][action.stage] += 1
-    return tuple(tuple(order) for order in orders)
+                left -= 1
+    return tuple(map(tuple, orders))
 
 
 _Done = dict[Kind, list[int]]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.planner.capacity import describe_fabric, plan_capacity, template_of
+from trainspec_cli.planner.capacity import describe_fabric, plan_best, plan_capacity, template_of
 from trainspec_cli.planner.cut import cut, is_open, planned_times
 from trainspec_cli.planner.hardware.catalogue import find_accelerator, models
 from trainspec_cli.planner.hardware.rates import Efficiency
@@ -26,6 +26,7 @@ from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import SHARDINGS, LayoutSpec
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
 
 OPEN = LayoutSpec(AUTO, AUTO, AUTO, AUTO, AUTO, AUTO, AUTO, pipeline_schedule=AUTO, virtual_stages=AUTO)
@@ -87,6 +88,33 @@ def test_pruning_loses_nothing(pp: int | str) -> None:
     safest = max((chance, -step_s) for _, step_s, chance in all_of_them if step_s <= slowest_s)
     first = search.safest[0]
     assert (min(fit_probability(first.peak_bytes, limit_bytes), SURELY), -first.step_time_s) == pytest.approx(safest)
+
+
+@pytest.mark.parametrize("model", ["llama3_8b", "mixtral_8x7b"])
+def test_no_step_is_shorter_than_its_bound(model: str) -> None:
+    spec, eff = run_of(model, nodes=2, batch=64), Efficiency()
+    template = template_of(spec, describe_fabric(spec.cluster, None))
+    softwares = dict.fromkeys(SHARDINGS, Software())
+    search = Search(template, softwares, recompute_names("auto"), (False,), eff, keep=10**6)
+    bounds = {
+        (option.setup.layout, option.setup.grad_accum, option.recompute): option.bound_s
+        for option in search.bounded(Space(spec, 16, 8))
+    }
+    steps = {
+        (found.setup.layout, found.setup.grad_accum, found.recompute): found.step_time_s
+        for found in search.run(Space(spec, 16, 8))
+    }
+    parts = [bounds[option] / step_s for option, step_s in steps.items()]
+    assert len(parts) > 100 and max(parts) <= 1
+    assert max(parts) > 0.9, "a bound that is far below cuts nothing off"
+
+
+def test_the_best_alone_is_the_best_of_the_plan() -> None:
+    for changes in ({}, {"resilience": ResilienceSpec(mode="elastic")}):
+        spec = run_of("llama3_8b", nodes=4, batch=256, **changes)
+        best = plan_best(spec)
+        assert best is not None and best == plan_capacity(spec).best
+    assert plan_best(run_of("llama3_405b", nodes=1)) is None
 
 
 def test_the_first_choice_is_not_one_that_barely_fits() -> None:

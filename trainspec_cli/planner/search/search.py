@@ -1,10 +1,10 @@
 """Exact search: every layout in the space is either predicted, or proven to be too large or too slow.
 
-A bound that no layout can beat (its mean stage's work, without bubble, data-parallel traffic or optimizer) drops those
-that cannot enter the shown ones, before their memory is looked at where the layer's times are already known; memory
-drops others, layers cut evenly; what is left is predicted in full, layers cut by their time. Layouts are ranked by the
-step to expect with the probability that they fit (`memory/fit.py`); the safest of those that are not much slower than
-the first are kept beside them.
+Layouts are taken in the order of a bound that none of them can beat (its mean stage's work and the bubble of equal
+stages, without data-parallel traffic or optimizer), until the bound says that no other can be among those shown. Memory
+drops some of those taken, layers cut evenly; the others are predicted in full, layers cut by their time. Layouts are
+ranked by the step to expect with the probability that they fit (`memory/fit.py`); the safest of those that are not much
+slower than the first are kept beside them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from trainspec_cli.planner.cut import cut, is_open, mean_times
@@ -37,7 +37,7 @@ from trainspec_cli.spec.recipe.layout import Layout, Sharding
 ABOUT = 1.1
 """A layout is about as fast as another whose step is this much shorter at most."""
 SAFEST = 4
-"""Safest layouts that are kept, since which of them fit is seen when every tensor is counted."""
+"""Safest layouts that a search keeps, since which of them fit is seen when every tensor is counted."""
 TOO_LARGE = "memory"
 SLOWER = "slower than those shown"
 
@@ -48,6 +48,28 @@ class Estimated:
     recompute: str
     step_time_s: float
     peak_bytes: float
+
+
+@dataclass(frozen=True)
+class Option:
+    """A layout with a recomputation and an offload that may be tried."""
+
+    bound_s: float
+    """No step of it is shorter."""
+    number: int
+    """Layouts are counted as the space yields them."""
+    base: Setup
+    recompute: str
+    offload: bool
+
+    @property
+    def setup(self) -> Setup:
+        return replace(self.base, recompute=RECOMPUTE[self.recompute], offload_optimizer=self.offload)
+
+    @property
+    def alike(self) -> tuple[int, bool]:
+        """What options that differ in the recomputation alone have in common."""
+        return self.number, self.offload
 
 
 Ranked = list[tuple[tuple[float, ...], int, Estimated]]
@@ -65,6 +87,8 @@ class Search:
     offloads: tuple[bool, ...]
     eff: Efficiency
     keep: int = 10
+    keep_safest: int = SAFEST
+    """Of the safest layouts; 0 where only the best are wanted."""
     layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
     """Returns the memory of a layer under a recomputation."""
     samples: int | None = None
@@ -78,24 +102,41 @@ class Search:
     smallest: Estimated | None = None
     """The layout that takes the least memory, fitting or not, to be named when none fits."""
 
-    def run(self, space: Space) -> list[Estimated]:
-        """Return the best, best first."""
+    def __post_init__(self) -> None:
         self._usable = memory_limit_bytes(self.template.fabric.chip)
         self._limit = self.slack * self._usable
         self._parts: dict[tuple[object, ...], MicroBatch] = {}
+        self._works_s: dict[tuple[int, str], float] = {}
         self._memory: dict[tuple[object, ...], LayerMemory] = {}
         self._best: Ranked = []
         self._safest: Ranked = []
         self._least_s = math.inf
-        for layout, micro, accum in space.layouts():
-            base = self._setup(layout, micro, accum)
-            for offload in self.offloads:
-                for name in self.recomputes:
-                    setup = replace(base, recompute=RECOMPUTE[name], offload_optimizer=offload)
-                    if self._try(setup, name):
-                        break  # heavier recomputation of a layout that surely fits is only slower
+
+    def run(self, space: Space) -> list[Estimated]:
+        """Return the best, best first. A search is run once."""
+        surely: set[tuple[int, bool]] = set()
+        bounded = sorted(self.bounded(space), key=lambda option: option.bound_s)
+        for place, option in enumerate(bounded):
+            if self._is_too_slow(option.bound_s):
+                self.considered += len(bounded) - place
+                self.refused[SLOWER] += len(bounded) - place
+                break
+            if option.alike in surely:
+                continue  # heavier recomputation of a layout that surely fits is only slower
+            if self._surely_fits(option):
+                surely.add(option.alike)
         self.refused.update(space.refused)
         return _in_order(self._best)
+
+    def bounded(self, space: Space) -> Iterator[Option]:
+        """Yield what there is to try, with the step that it cannot beat."""
+        for number, (layout, micro, accum) in enumerate(space.layouts()):
+            base = self._setup(layout, micro, accum)
+            once = self._micro_batch(base)
+            for name in self.recomputes:
+                bound_s = self._bound_s(base, once, name)
+                for offload in self.offloads:
+                    yield Option(bound_s, number, base, name, offload)
 
     @property
     def safest(self) -> list[Estimated]:
@@ -114,23 +155,17 @@ class Search:
             software=self.softwares[layout.sharding],
         )
 
-    def _try(self, setup: Setup, recompute: str) -> bool:
-        """-> whether heavier recomputation is no use: this surely fits, or is already too slow."""
+    def _surely_fits(self, option: Option) -> bool:
+        """Predict a layout, and take it up where it is one of the best. Return whether it fits without a doubt."""
         self.considered += 1
-        known = self._parts.get(part_key(setup))
-        if known is not None and self._too_slow(setup, known):
-            return True
+        setup, recompute = option.setup, option.recompute
         peak = peak_of(setup, self._layer_memory(setup, recompute))
         if peak > self._limit:
             self.refused[TOO_LARGE] += 1
             if self.smallest is None or peak < self.smallest.peak_bytes:
                 self.smallest = Estimated(setup, recompute, 0.0, peak)
             return False
-        once = self._micro_batch(setup)
-        if known is None and self._too_slow(setup, once):
-            return True
-        step_s = self._step_s(setup, once)
-        self._keep(Estimated(setup, recompute, step_s, peak))
+        self._keep(Estimated(setup, recompute, self._step_s(setup, self._micro_batch(setup)), peak))
         return fit_probability(peak, self._usable) >= SURELY
 
     def _keep(self, found: Estimated) -> None:
@@ -140,8 +175,8 @@ class Search:
         self._least_s = min(self._least_s, expected_s)
         self.refused[SLOWER] += len(self._best) == self.keep
         self._push(self._best, self.keep, (-expected_s,), found)
-        if found.step_time_s <= ABOUT * self._least_s:
-            self._push(self._safest, SAFEST, (min(probability, SURELY), -found.step_time_s), found)
+        if self.keep_safest and found.step_time_s <= ABOUT * self._least_s:
+            self._push(self._safest, self.keep_safest, (min(probability, SURELY), -found.step_time_s), found)
 
     def _push(self, heap: Ranked, size: int, rank: tuple[float, ...], found: Estimated) -> None:
         push = heapq.heappush if len(heap) < size else heapq.heappushpop
@@ -154,29 +189,40 @@ class Search:
             setup = replace(setup, layout=cut(mean_times(once, setup), setup.layout))
         return assemble_step(setup, once, groups, self.eff).total_s
 
-    def _too_slow(self, setup: Setup, once: MicroBatch) -> bool:
-        """Whether a layout is neither one of the best, nor one of the safest that are about as fast."""
-        slow = len(self._best) == self.keep and self._bound(setup, once) >= max(self._worst_s(), self._slowest_safe_s())
-        self.refused[SLOWER] += slow
-        return slow
+    def _is_too_slow(self, bound_s: float) -> bool:
+        """Return whether no layout with this bound is one of the best, nor of the safest that are about as fast."""
+        return len(self._best) == self.keep and bound_s >= max(self._worst_s(), self._slowest_safe_s())
 
     def _worst_s(self) -> float:
         return -self._best[0][0][0]
 
     def _slowest_safe_s(self) -> float:
         """Return the step beyond which no layout is wanted for being safe."""
+        if not self.keep_safest:
+            return 0.0
         about_s = ABOUT * self._least_s
-        if len(self._safest) < SAFEST:
+        if len(self._safest) < self.keep_safest:
             return about_s
         probability, negative_s = self._safest[0][0]
         return about_s if probability < SURELY else min(about_s, -negative_s)
 
-    def _bound(self, setup: Setup, once: MicroBatch) -> float:
-        """No schedule is faster than the mean stage's own work, waiting for the slowest device included."""
-        layer, layout = once.layer, setup.layout
-        work = setup.model.num_layers * (own_work_s(layer) + recompute_part_s(layer, setup))
-        work += own_work_s(once.embedding) + own_work_s(once.head)
-        return setup.grad_accum * work / layout.pp * (1 + waiting_share(setup, self.eff))
+    def _bound_s(self, base: Setup, once: MicroBatch, recompute: str) -> float:
+        """No schedule is faster than the mean stage's own work and its wait for others that are no heavier, waiting for
+        the slowest device included."""
+        layout = base.layout
+        work_s = self._work_s(base, once, recompute)
+        mean_s = work_s / layout.pp
+        wait_s = min(1.0, self.eff.bubble) * layout.bubble_part * (work_s - mean_s)
+        return (base.grad_accum * mean_s + wait_s) * (1 + waiting_share(base, self.eff))
+
+    def _work_s(self, base: Setup, once: MicroBatch, recompute: str) -> float:
+        """Return the seconds of a micro-batch in all stages together."""
+        key = (id(once), recompute)
+        if key not in self._works_s:
+            again_s = recompute_part_s(once.layer, replace(base, recompute=RECOMPUTE[recompute]))
+            layers_s = base.model.num_layers * (own_work_s(once.layer) + again_s)
+            self._works_s[key] = layers_s + own_work_s(once.embedding) + own_work_s(once.head)
+        return self._works_s[key]
 
     def _micro_batch(self, setup: Setup) -> MicroBatch:
         key = part_key(setup)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainspec_cli.planner.capacity import describe_fabric, plan_capacity
+from trainspec_cli.planner.capacity import describe_fabric, plan_best, plan_capacity
 from trainspec_cli.planner.run.forecast import other_recovery
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -66,5 +66,4 @@ def plan_other_recovery(spec: RunSpec, machine: Machine | None) -> Candidate | N
     """
     if spec.resilience.mode in ("none", "sites") or spec.cluster.num_nodes == 1:
         return None
-    best = plan_capacity(replace(spec, resilience=other_recovery(spec.resilience)), machine).best
-    return best if best and best.fits else None
+    return plan_best(replace(spec, resilience=other_recovery(spec.resilience)), machine)

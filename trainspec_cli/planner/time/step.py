@@ -163,7 +163,8 @@ def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
 def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
     """Assemble a whole step under the setup's layout from the parts of a micro-batch."""
     ranks = rank_parts(once, setup.layout)
-    times = [rank.time_s(setup) for rank in ranks]
+    each_s = {id(rank): rank.time_s(setup) for rank in {id(rank): rank for rank in ranks}.values()}
+    times = [each_s[id(rank)] for rank in ranks]
     slowest = max(range(len(times)), key=times.__getitem__)
     bubble = eff.bubble * bubble_s(times, setup.layout)
     return step_of_rank(ranks[slowest], times[slowest], bubble, setup, once.rates, groups, eff)
@@ -233,11 +234,12 @@ class RankParts:
 
 
 def rank_parts(once: MicroBatch, layout: Layout) -> list[RankParts]:
-    """Return each pipeline rank's part: of its stages' layers, and of the ends that it holds."""
+    """Return each pipeline rank's part: of its stages' layers, and of the ends that it holds. Ranks without an end that
+    have the same layers are one object."""
     stages = cut_layers(once.num_layers, layout)
     numbers = [once.numbers([stages[stage] for stage in layout.stages_of_rank(rank)]) for rank in range(layout.pp)]
-    layers = {number: once.layers(number) for number in set(numbers)}
-    ranks = [RankParts(layers[number]) for number in numbers]
+    parts = {number: RankParts(once.layers(number)) for number in set(numbers)}
+    ranks = [parts[number] for number in numbers]
     for stage, end in ((0, once.embedding), (layout.num_stages - 1, once.head)):
         rank = layout.rank_of_stage(stage)
         ranks[rank] = RankParts(ranks[rank].layers, ranks[rank].beside.plus(end))
