@@ -1,143 +1,135 @@
 """What counting for a diagnosis takes of a step of a 30M-parameter llama.
 
-    python -m tests.bench.diagnose.overhead [--turns 20] [--turn-steps 5]
+    python -m tests.bench.diagnose.overhead [--pairs 100] [--block-steps 8]
 
-Two runs of one process each are both alive and take turns: while one makes some steps the other is stopped (SIGSTOP).
-In one of them `StepCounters.note_step` does nothing (`bare/sitecustomize.py`), so that it writes no counters and its
-supervisor has nothing to conclude from. Prints with / without in the time of a step, by the median over the turns and
-its quartiles; in the processor time of all steps together, which other work on the machine hardly changes; and what
-the supervisor takes of a step.
+One run of one process counts in every other block of steps and not in those between (`switched/sitecustomize.py`), so
+that both have the same process, the same memory and the same neighbours. Prints with / without of adjacent blocks, by
+the median and its 90% interval (resampled): in the time of a step; in the processor time of all threads, which other
+work on the machine hardly changes; and how long the counting itself takes.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import random
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-
-import psutil
-
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
 
 MODEL = (
     *("model.num_layers=10", "model.hidden_size=384", "model.num_heads=6", "model.num_kv_heads=6"),
     *("model.head_dim=64", "model.ffn_size=1024", "model.vocab_size=16384"),
 )
 RECIPE = (
-    *("recipe=tiny", *MODEL, "data.seq_len=128", "batching.global_batch_size=8", "train.max_steps=1000000"),
-    *("run.preflight=false", "resilience=none", "resilience.hang_floor_s=null", "precision=fp32"),
+    *("recipe=tiny", *MODEL, "data.seq_len=128", "train.max_steps=1000000", "cluster.devices_per_node=1"),
+    *("run.preflight=false", "resilience=none", "resilience.hang_floor_s=null", "precision=fp32", "run.dir=run"),
 )
-WARM_STEPS = 5
-START_TIMEOUT_S = 300.0
-BARE = Path(__file__).parent / "bare"
-"""On PYTHONPATH, a rank counts nothing."""
+TIMEOUT_S = 3600.0
+SWITCHED = Path(__file__).parent / "switched"
+RESAMPLED = 2000
 
 
-class Contender:
-    """A run of one process that can be held."""
+@dataclass(frozen=True)
+class Step:
+    """A step's end: whether counting was on, and the clocks before (`at_s`) and after it (`processor_s`)."""
 
-    def __init__(self, place: Path, name: str, ahead: Path):
-        """`ahead`: a folder that stands first on PYTHONPATH."""
-        self.folder = RunDir(place / name)
-        command = [sys.executable, "-m", "trainspec_cli", "launch", *RECIPE, f"run.dir={name}"]
-        self._output = (place / f"{name}.log").open("w")
-        path = os.pathsep.join((str(ahead), str(Path.cwd()), os.environ.get("PYTHONPATH", "")))
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        self._launcher = psutil.Popen(
-            command, cwd=place, env=environment, stdout=self._output, stderr=subprocess.STDOUT
-        )
-        self.await_step(WARM_STEPS)
-        (start,) = (event for event in read_events(self.folder.events(0)) if event["type"] == "start")
-        self.worker = psutil.Process(start["pid"])
-        self.worker.suspend()
-        self._begun = self._state()
+    step: int
+    counts: bool
+    note_s: float
+    """Seconds that the counting took."""
+    at_s: float
+    processor_s: float
+    """Processor time of all threads since the process began."""
 
-    def times_s(self) -> dict[int, float]:
-        """Return the time of each step that has been made."""
-        events = self.folder.events(0)
-        if not events.exists():
-            return {}
-        return {event["step"]: event["step_time_s"] for event in read_events(events) if event["type"] == "step"}
 
-    def counted(self) -> bool:
-        """Return whether the worker has written counters in its turns."""
-        events = [event for event in read_events(self.folder.events(0)) if event["type"] == "counters"]
-        return any(event["step"] > self._begun[0] for event in events)
-
-    def await_step(self, step: int) -> None:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while max(self.times_s(), default=0) < step:
-            assert self._launcher.poll() is None and time.monotonic() < deadline, Path(self._output.name).read_text()
-            time.sleep(0.05)
-
-    def take_turn(self, steps: int) -> float:
-        """Return the median step; the one in which it was stopped is not counted."""
-        held = max(self.times_s()) + 1
-        self.worker.resume()
-        self.await_step(held + steps)
-        self.worker.suspend()
-        return statistics.median(time_s for step, time_s in self.times_s().items() if step > held)
-
-    def processor_s(self) -> tuple[float, float]:
-        """Return the processor time of a step, over all turns: of the worker, and of the supervisor."""
-        (begun, *begun_s), (ended, *ended_s) = self._begun, self._state()
-        worker_s, supervisor_s = (
-            (after - before) / (ended - begun) for before, after in zip(begun_s, ended_s, strict=True)
-        )
-        return worker_s, supervisor_s
-
-    def _state(self) -> tuple[int, float, float]:
-        """Return the last step, and the processor time of the worker and of the supervisor until now."""
-        used = [process.cpu_times() for process in (self.worker, self._launcher)]
-        worker_s, supervisor_s = (one.user + one.system for one in used)
-        return max(self.times_s()), worker_s, supervisor_s
-
-    def end(self) -> None:
-        for process in [*self._launcher.children(recursive=True), self._launcher]:
-            process.kill()
-        self._launcher.wait()
-        self._output.close()
+@dataclass(frozen=True)
+class Block:
+    counts: bool
+    step_s: float
+    processor_s: float
+    """Of a step, as the next two."""
+    note_s: float
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--turn-steps", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=100)
+    parser.add_argument("--block-steps", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=4, help="samples of 128 tokens a step")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
-    started: list[Contender] = []
+    steps = observe(options.batch, options.block_steps, (2 * options.pairs + 2) * options.block_steps)
+    report(blocks_of(steps, options.block_steps)[1:])
+
+
+def observe(batch: int, block: int, steps: int) -> list[Step]:
+    """Return the steps of a run that is ended after so many."""
     with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder) / "steps.jsonl", Path(folder) / "log"
+        path = os.pathsep.join((str(SWITCHED), str(Path.cwd()), os.environ.get("PYTHONPATH", "")))
+        switched = {"SWITCHED_OUT": str(out), "SWITCHED_BLOCK": str(block)}
+        command = [sys.executable, "-m", "trainspec_cli", "launch", *RECIPE, f"batching.global_batch_size={batch}"]
+        environment = {**os.environ, **switched, "PYTHONPATH": path}
+        with log.open("w") as output:
+            run = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
-            for name, ahead in (("with", Path.cwd()), ("without", BARE)):
-                started.append(Contender(Path(folder), name, ahead))
-            measure(*started, options.turns, options.turn_steps)
+            deadline = time.monotonic() + TIMEOUT_S
+            while not out.exists() or out.read_text().count("\n") < steps:
+                assert run.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(2.0)
         finally:
-            for contender in started:
-                contender.end()
+            run.terminate()
+            run.wait()
+        return [Step(**json.loads(line)) for line in out.read_text().splitlines()[:steps]]
 
 
-def measure(observed: Contender, bare: Contender, turns: int, steps: int) -> None:
-    ratios, times_s = [], []
-    for turn in range(turns):
-        order = (observed, bare) if turn % 2 else (bare, observed)
-        taken_s = {contender.folder.root.name: contender.take_turn(steps) for contender in order}
-        ratios.append(taken_s["with"] / taken_s["without"])
-        times_s.append(taken_s["without"])
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    bare_s = statistics.median(times_s)
-    print(f"load {os.getloadavg()[0]:.1f}; {turns} turns of {steps} steps each")
-    print(f"without {1e3 * bare_s:.1f} ms a step; with / without {middle:.4f} ({low:.4f} to {high:.4f})")
-    assert not bare.counted() and observed.counted(), "one contender counts, and the other does not"
-    (observed_s, watching_s), (bare_s, resting_s) = observed.processor_s(), bare.processor_s()
-    print(f"processor time without {1e3 * bare_s:.1f} ms a step; with / without {observed_s / bare_s:.4f}")
-    print(f"supervisor {1e3 * watching_s:.2f} ms a step with, {1e3 * resting_s:.2f} without")
+def blocks_of(steps: Sequence[Step], block: int) -> list[Block]:
+    """Return whole blocks. A step is from the end of the one before to its own; a block's first, in which counting is
+    switched, is left out."""
+    found: dict[int, list[tuple[Step, Step]]] = defaultdict(list)
+    for before, after in pairwise(steps):
+        if after.step % block:
+            found[after.step // block].append((before, after))
+    whole = [pairs for _, pairs in sorted(found.items()) if len(pairs) == block - 1]
+    return [_block(pairs) for pairs in whole]
+
+
+def _block(pairs: Sequence[tuple[Step, Step]]) -> Block:
+    return Block(
+        counts=pairs[0][1].counts,
+        step_s=statistics.median(after.at_s - before.at_s for before, after in pairs),
+        processor_s=(pairs[-1][1].processor_s - pairs[0][0].processor_s) / len(pairs),
+        note_s=sum(after.note_s for _, after in pairs) / len(pairs),
+    )
+
+
+def report(blocks: Sequence[Block]) -> None:
+    adjacent = [(first, second) for first, second in zip(blocks[::2], blocks[1::2], strict=False)]
+    pairs = [(first, second) if first.counts else (second, first) for first, second in adjacent]
+    bare = statistics.median(without.step_s for _, without in pairs)
+    noted = statistics.fmean(on.note_s for on, _ in pairs)
+    print(f"load {os.getloadavg()[0]:.1f}; {len(pairs)} pairs of blocks; {1e3 * bare:.1f} ms a step without")
+    print(f"with / without in time: {_median([on.step_s / without.step_s for on, without in pairs])}")
+    print(f"with / without in processor time: {_median([on.processor_s / off.processor_s for on, off in pairs])}")
+    print(f"counting takes {1e3 * noted:.3f} ms a step, {noted / bare:.2%} of it")
+
+
+def _median(ratios: Sequence[float]) -> str:
+    """Return the median with its 90% interval, by resampling."""
+    draw = random.Random(0)
+    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLED))
+    low, high = medians[RESAMPLED // 20], medians[-RESAMPLED // 20]
+    return f"{statistics.median(ratios):.4f} ({low:.4f} to {high:.4f})"
 
 
 if __name__ == "__main__":
