@@ -20,6 +20,7 @@ def told(composed: Composed) -> list[tuple[str, str, str, str]]:
     return [(problem.code, problem.where(), problem.message, problem.hint) for problem in composed.problems]
 
 
+@pytest.mark.clause("REC-1")
 def test_a_shipped_recipe_with_the_origin_of_every_value(tmp_path: Path) -> None:
     composed = compose("tiny", ["optim.lr=0.5", "optim=sgd"], tmp_path)
     assert composed.problems == ()
@@ -30,6 +31,7 @@ def test_a_shipped_recipe_with_the_origin_of_every_value(tmp_path: Path) -> None
     assert composed.origins["train.seed"].file.endswith("conf/trainspec.yaml")
 
 
+@pytest.mark.clause("REC-1")
 def test_origins_point_at_the_line_that_says_it(tmp_path: Path, write) -> None:
     write("recipes/mine.yaml", RECIPE)
     composed = compose("mine", [], tmp_path)
@@ -84,6 +86,7 @@ def test_a_recipe_by_its_path(tmp_path: Path, write) -> None:
     assert compose("else where/tiny.yaml", [], tmp_path).data["train"]["max_steps"] == 5, "not the shipped one"
 
 
+@pytest.mark.clause("REC-2")
 def test_a_recipe_in_a_folder_and_one_built_on_another(tmp_path: Path, write) -> None:
     write("recipes/team/base.yaml", RECIPE)
     write("recipes/child.yaml", "defaults: [team/base, _self_]\ntrain: {seed: 7}\n")
@@ -93,6 +96,7 @@ def test_a_recipe_in_a_folder_and_one_built_on_another(tmp_path: Path, write) ->
     assert str(composed.origins["train.max_steps"]) == "recipes/team/base.yaml:3"
 
 
+@pytest.mark.clause("REC-2")
 def test_the_command_line_outranks_a_recipes_choice(tmp_path: Path) -> None:
     assert compose("tiny", ["model=llama_6m"], tmp_path).data["model"]["name"] == "llama_6m"
 

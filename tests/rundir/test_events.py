@@ -33,6 +33,7 @@ def write(path, *written, rank=0):
     writer.close()
 
 
+@pytest.mark.clause("RUN-4")
 def test_events_are_read_back_in_order(tmp_path):
     path = tmp_path / "events" / "rank00003.jsonl"
     write(path, StepEvent(step=1, loss=2.5, **STEP), WarningEvent(step=1, message="naïve — ünïcode"), rank=3)
@@ -42,6 +43,7 @@ def test_events_are_read_back_in_order(tmp_path):
     assert warning.time >= step.time > 1.7e9
 
 
+@pytest.mark.clause("RUN-4")
 def test_a_killed_writer_loses_no_whole_line(tmp_path):
     path = tmp_path / "rank00000.jsonl"
     script = f"""
@@ -57,6 +59,7 @@ os.kill(os.getpid(), 9)
     assert [event["step"] for event in read_events(path)] == list(range(100))
 
 
+@pytest.mark.clause("RUN-4")
 def test_half_a_line_is_passed_over_and_closed_by_the_next_writer(tmp_path):
     path = tmp_path / "rank00000.jsonl"
     path.write_bytes(json.dumps({"type": "retry", "time": 1, "step": 1}).encode() + b'\n{"type": "st')
@@ -65,6 +68,7 @@ def test_half_a_line_is_passed_over_and_closed_by_the_next_writer(tmp_path):
     assert [event.step for event in read_log(path)] == [1, 2]
 
 
+@pytest.mark.clause("RUN-5")
 def test_a_number_that_is_not_finite_is_null_in_an_event_and_read_back(tmp_path):
     path = tmp_path / "e.jsonl"
     sets = {"a": SetFigures(loss=math.inf, bits_per_byte=None)}
@@ -99,6 +103,7 @@ def damaged(tmp_path):
     return path
 
 
+@pytest.mark.clause("RUN-6")
 def test_a_report_names_the_line_of_a_damaged_event(damaged):
     with pytest.raises(UnreadableFileError, match="`step` is 'two'; a whole number from 0 to") as caught:
         list(read_log(damaged))

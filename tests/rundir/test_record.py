@@ -78,6 +78,7 @@ def test_a_run_record_is_read_back(run: RunDir) -> None:
     assert read_data_dir(run) is None
 
 
+@pytest.mark.clause("RUN-6", "EXT-1")
 def test_a_resume_keeps_what_another_version_has_written(run: RunDir) -> None:
     older = {"recipe": "tiny", "created_at": 5, "colour": [1], "others": "mine", "resumes": [{"at": 1.0, "who": "x"}]}
     write_json(run.run_json, older)
@@ -106,6 +107,7 @@ def test_a_damaged_run_record_is_reported(run: RunDir, content: dict[str, Any], 
         read_run_record(run)
 
 
+@pytest.mark.clause("RUN-7")
 @pytest.mark.parametrize(
     ("result", "keys"),
     [
@@ -130,6 +132,7 @@ def test_a_result_is_read_back_and_has_the_keys_of_its_data(run: RunDir, result:
     assert json.loads(run.result_json.read_text()).keys() == SHARED | keys | {"spec_version"}
 
 
+@pytest.mark.clause("RUN-7")
 def test_a_run_that_goes_on_has_no_result(run: RunDir) -> None:
     assert read_result(run) is None
 

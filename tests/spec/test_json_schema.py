@@ -167,6 +167,7 @@ def is_taken(section: type, key: str, value: Any) -> bool:
     return not [one for one in (*problems, *out_of_range) if one.path.startswith(key) and one.code != "missing_value"]
 
 
+@pytest.mark.clause("REC-5")
 @pytest.mark.parametrize("name", SECTIONS)
 def test_the_schema_takes_the_values_that_trainspec_takes(name: str) -> None:
     """Each of many values for each key, also those of lists and sections."""
