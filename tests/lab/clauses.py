@@ -81,7 +81,13 @@ def render_table() -> str:
     tests, clauses = held_by(), read_clauses()
     for document in DOCUMENTS:
         link = "../../trainspec_cli/certify/SPEC.md" if document.parent != SPEC else document.name
-        lines += ["", f"## [{document.name}]({link})", "", "| clause | level | what it says | held by |", "|---|---|---|---|"]
+        lines += [
+            "",
+            f"## [{document.name}]({link})",
+            "",
+            "| clause | level | what it says | held by |",
+            "|---|---|---|---|",
+        ]
         for clause in (one for one in clauses if one.document == document):
             held = "<br>".join(f"`{test}`" for test in tests.get(clause.id, ()))
             lines.append(f"| {clause.id} | {clause.level} | {clause.title} | {held} |")

@@ -235,3 +235,25 @@ def test_an_event_has_its_writers_time_and_rank_whatever_it_held_before(tmp_path
     (event,) = read_log(tmp_path / "e.jsonl")
     assert event.rank == 2
     assert event.time > 5.0
+
+
+@pytest.mark.clause("VER-1")
+def test_the_first_line_of_each_writer_states_the_version(tmp_path):
+    path = tmp_path / "rank00000.jsonl"
+    path.write_text('{"type": "retry", "time": 1.0, "step": 1}\n')  # as version 0.1 wrote it
+    for first in (2, 4):
+        write(path, RetryEvent(step=first), RetryEvent(step=first + 1))
+    assert [event.get("spec_version") for event in read_events(path)] == [None, "1.0", None, "1.0", None]
+    assert [event.step for event in read_log(path)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.clause("VER-4")
+def test_events_of_a_newer_version_are_refused_with_their_line(tmp_path):
+    path = tmp_path / "rank00000.jsonl"
+    write(path, RetryEvent(step=1))
+    with path.open("a") as file:
+        file.write('{"spec_version": "4.0", "type": "retry", "time": 1.0, "step": 2}\n')
+    with pytest.raises(UnreadableFileError, match="was made by a newer trainspec: it is of version 4.0") as caught:
+        list(read_log(path))
+    assert caught.value.problems[0].line == 2
+    assert [event.step for event in read_sound(path)] == [1, 2], "how a run ended is written down all the same"

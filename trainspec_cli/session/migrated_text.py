@@ -45,9 +45,9 @@ def migrated_head(path: Path, form: Form) -> Head:
 
 def _head_of_json(path: Path, form: Form) -> Head:
     content, old = read_object(path), read_bytes(path)
+    version = _checked(path, content.get(KEY, UNSTATED))
     if missing := next((key for key in form.needs if key not in content), None):
         raise RecipeError(Problem("no_form", f"{path} is no {form.kind} file: it has no `{missing}`", file=str(path)))
-    version = _checked(path, content.get(KEY, UNSTATED))
     new = old if version == CURRENT else (json_text(bring_to_current(form, content)) + "\n").encode()
     return Head(version, old, new)
 
