@@ -32,8 +32,8 @@ def run(tmp_path: Path) -> RunDir:
 
 RECIPES = {
     "comments": (
-        "# yaml-language-server: $schema=x\n# mine\ntrain:  # steps\n    max_steps: 1_000   # many\n",
-        '# yaml-language-server: $schema=x\n# mine\nspec_version: "1.0"\ntrain:  # steps\n    max_steps: 1_000   # many\n',
+        "# $schema=x\n# mine\ntrain:  # steps\n    max_steps: 1_000   # many\n",
+        '# $schema=x\n# mine\nspec_version: "1.0"\ntrain:  # steps\n    max_steps: 1_000   # many\n',
     ),
     "an older version": (
         "compile: true\nspec_version: '0.1'  # first\n",

@@ -41,7 +41,7 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a command of one's own": ("own", lambda path: read_run_record(RunDir(path))),
     "plan": ("run", lambda path: read_plan(RunDir(path))),
     "result": ("run", lambda path: read_result(RunDir(path))),
-    "events": ("run", lambda path: [list(read_log(one)) for one in sorted((path / "events").iterdir())]),
+    "events": ("run", lambda path: [list(read_log(one)) for one in sorted((path / "events").glob("*.jsonl"))]),
     "directives": ("run", lambda path: list(read_log(RunDir(path).directives))),
     "report": ("run", lambda path: collect(path)),
     "composed": ("run", lambda path: read_composed(RunDir(path)).removeprefix(f'{KEY}: "{CURRENT}"\n')),
@@ -70,7 +70,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_every_earlier_version_has_its_files() -> None:
-    assert EARLIER == [*VERSIONS[:-1]]
+    assert [*VERSIONS[:-1]] == EARLIER
 
 
 @pytest.mark.clause("VER-2", "VER-3", "VER-6")
