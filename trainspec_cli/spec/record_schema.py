@@ -57,7 +57,8 @@ def events_schema(
     keys = found["properties"]
     assert isinstance(keys, dict), "as `record` returns them"
     names: list[JsonValue] = [*kinds]
-    keys |= {KEY: STATED, **({"type": {"enum": names}} if closed else {})}
+    stated_type: JsonObject = {"type": {"enum": names}} if closed else {}
+    keys |= {KEY: STATED, **stated_type}
     cases: list[JsonValue] = [
         {"if": {"properties": {"type": {"const": name}}}, "then": _case(writer, kind, one_of.get(name, ()))}
         for name, kind in kinds.items()
