@@ -101,7 +101,7 @@ def render_forms() -> str:
 
 
 def _row(form: Form) -> str:
-    places = ", ".join(f"`{pattern}`" for pattern in form.patterns) or "-"
+    places = ", ".join(f"`RUN/{pattern}`" for pattern in form.patterns) or "-"
     how = "states the version" + (", in place of a `version` of its own" if form.steps else "")
     current, migrated = (f"`{form.schema}`", "never") if form.schema else (CURRENT, f"{UNSTATED}: {how}")
     return f"| {form.kind} | {places} | {form.about} | {current} | {migrated} |"
