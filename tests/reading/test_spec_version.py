@@ -47,7 +47,7 @@ def test_what_is_no_version_is_told_with_what_to_write(stated: object, why: str)
 
 
 def test_numbers_are_compared_as_numbers() -> None:
-    assert is_newer("1.10") and is_newer("2.0") and not is_newer("0.10") and not is_newer("1.0")
+    assert is_newer("1.10", than="1.9") and is_newer("10.0", than="9.1") and not is_newer("1.9", than="1.10")
 
 
 def test_a_fault_names_the_file_and_the_line() -> None:

@@ -57,10 +57,10 @@ def check_version(path: Path, stated: object, line: int | None = None) -> None:
         raise UnreadableFileError(problem)
 
 
-def is_newer(stated: object) -> bool:
-    """Return whether a version is one that may still come."""
+def is_newer(stated: object, than: str = CURRENT) -> bool:
+    """Return whether a version comes after another."""
     found = _VERSION.fullmatch(stated) if isinstance(stated, str) else None
-    return found is not None and _order(found[0]) > _order(CURRENT)
+    return found is not None and _order(found[0]) > _order(than)
 
 
 def _order(version: str) -> tuple[int, ...]:
