@@ -34,6 +34,7 @@ def test_a_place_is_told_as_far_as_it_is_known(place: tuple, shown: str) -> None
     assert Problem("c", "m", file=file, line=line, column=column).where() == shown
 
 
+@pytest.mark.clause("LAUNCH-10")
 def test_a_problem_as_json_has_what_other_programs_read() -> None:
     plain = Problem("c", "m", "p", "h", "f", 1, 2, excerpt="x", environment=True).as_json()
     assert plain == {"code": "c", "message": "m", "path": "p", "hint": "h", "file": "f", "line": 1, "column": 2}
@@ -47,6 +48,7 @@ def test_an_error_is_made_of_a_text_a_problem_or_several() -> None:
     assert str(RecipeError([one, Problem("c", "two")])) == "one; two"
 
 
+@pytest.mark.clause("LAUNCH-2")
 def test_every_way_to_end_has_a_code_of_its_own_and_a_meaning() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TrainspecError)]
     codes = {kind.__name__: kind.exit_code for kind in kinds if kind is not TrainspecError}

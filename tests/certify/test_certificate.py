@@ -48,6 +48,7 @@ def test_every_axis_manner_and_family_is_in_the_matrix():
     assert {case.family for case in found if case.ramp} == set(FAMILIES)
 
 
+@pytest.mark.clause("LEGAL-1")
 def test_what_is_refused_says_why_and_what_to_type():
     reasons = refused(4)
     assert "dense-fp32-dp_shard2.ep2" in reasons

@@ -64,6 +64,7 @@ def results(tmp_path_factory) -> Results:
     return runs.measure([*PLANTED.values(), *sound], folder, detect(look_for_gpus=False), lambda done: None, tool)
 
 
+@pytest.mark.clause("NUM-1", "NUM-2")
 @pytest.mark.parametrize("check", SOUND, ids=lambda check: f"{check.clause} {check.run.case.name}")
 def test_sound_layouts_keep_the_clauses(results: Results, check: ClauseCheck) -> None:
     finding = judge(check, results)
@@ -168,6 +169,22 @@ def test_every_clause_is_kept_by_sound_runs(findings):
     assert [check.run.name for check in checks if not findings[check.clause, check.run.name].passed] == []
 
 
+@pytest.mark.clause(
+    "NUM-1",
+    "NUM-2",
+    "NUM-7",
+    "NUM-8",
+    "COMM-1",
+    "COMM-2",
+    "COMM-3",
+    "CKPT-1",
+    "CKPT-2",
+    "LIVE-1",
+    "LIVE-2",
+    "LIVE-3",
+    "LIVE-4",
+    "LIVE-5",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "number",
@@ -181,6 +198,7 @@ def test_a_planted_fault_breaks_its_clause_and_no_other(findings, number):
     assert finding.passed is (number > len(BREAKING)), finding.figures
 
 
+@pytest.mark.clause("NUM-3")
 @pytest.mark.slow
 @pytest.mark.parametrize("check", IN_FP8, ids=lambda check: check.run.name)
 def test_fp8_costs_what_fp8_costs_one_process(findings, check):

@@ -56,6 +56,7 @@ def told(losses: tuple[float, ...] = (), sha256: str = "", resumed: Any = None, 
     )
 
 
+@pytest.mark.clause("NUM-1", "NUM-4", "NUM-5")
 @pytest.mark.parametrize(
     ("error", "passed"), [(0.0, True), (0.9e-5, True), (1.1e-5, False), (math.nan, False), (math.inf, False)]
 )
@@ -79,6 +80,7 @@ def test_losses_are_held_against_one_process(error: float, passed: bool) -> None
     assert finding.measured == pytest.approx(error, rel=1e-4)
 
 
+@pytest.mark.clause("NUM-3")
 @pytest.mark.parametrize(("ratio", "passed"), [(1.9, True), (2.1, False)])
 def test_a_formats_error_may_be_twice_its_own(ratio: float, passed: bool) -> None:
     """A parameter that the format costs less than the median one may err as much as that."""
@@ -195,6 +197,7 @@ def test_weights_that_are_missing_or_of_another_shape_are_infinitely_wrong() -> 
     assert whole_error({}, whole) == whole_error(whole | {"b": np.array([1.0, math.inf])}, whole) == math.inf
 
 
+@pytest.mark.clause("NUM-6")
 @pytest.mark.parametrize(("again", "passed"), [("ab", True), ("cd", False)])
 def test_a_repetition_has_the_same_weights(again: str, passed: bool) -> None:
     check = ClauseCheck("NUM-6", Run(CASE, gradients=False))

@@ -68,6 +68,7 @@ def test_a_recipe_is_trained_and_summed_up(done: subprocess.CompletedProcess[str
     assert (result["status"], result["exit_code"], result["steps"]) == ("done", 0, 20)
 
 
+@pytest.mark.clause("RUN-10")
 def test_all_that_supervisor_and_workers_have_made_is_for_this_user_alone(
     done: subprocess.CompletedProcess[str], place: Path
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_folder_with_a_run_is_not_launched_into(done: subprocess.CompletedProc
     assert "hint: go on with it: trainspec resume runs/tiny/done" in again.stderr
 
 
+@pytest.mark.clause("LAUNCH-8")
 def test_a_resume_refuses_what_the_checkpoint_depends_on(
     done: subprocess.CompletedProcess[str], trainspec: Command
 ) -> None:

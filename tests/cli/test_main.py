@@ -69,6 +69,7 @@ def test_a_command_of_commands_shows_them(capsys) -> None:
     assert captured.err == "error: trainspec data needs a command\n  hint: see trainspec data --help\n"
 
 
+@pytest.mark.clause("LAUNCH-10")
 def test_errors_of_usage_as_json(capsys) -> None:
     assert __main__.run(["validate", "--json", "--nonsense"]) == 2
     captured = capsys.readouterr()
@@ -76,6 +77,7 @@ def test_errors_of_usage_as_json(capsys) -> None:
     assert (error["code"], error["message"], captured.err) == ("usage", "No such option: --nonsense", "")
 
 
+@pytest.mark.clause("LAUNCH-2")
 @pytest.mark.parametrize(
     ("raised", "code", "text"),
     [

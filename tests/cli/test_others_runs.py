@@ -73,6 +73,7 @@ def test_a_stranger_reads_nothing_of_a_run(
     stranger("! ls $1 && ! cat $1/run.json", shared / "mine")
 
 
+@pytest.mark.clause("LAUNCH-9")
 @pytest.mark.parametrize("name", ["pid.json", "result.json", "composed.yaml"])
 def test_resume_writes_through_no_link(trainspec: Trainspec, run: RunDir, victim: Path, name: str) -> None:
     (run.root / name).unlink(missing_ok=True)
@@ -108,6 +109,7 @@ def test_nothing_begins_with_what_a_link_names(trainspec: Trainspec, run: RunDir
     assert "rank00000.safetensors is a link that leads out of" in refused.stderr
 
 
+@pytest.mark.clause("LAUNCH-9")
 def test_a_strangers_run_may_be_looked_at_and_no_more(
     trainspec: Trainspec, run: RunDir, shared: Path, stranger: Callable[..., None]
 ) -> None:

@@ -21,7 +21,13 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> object:
 
 
 def test_of_a_recipe_and_of_a_group(capsys, write) -> None:
-    for arguments, name in (([], "recipe"), (["recipe"], "recipe"), (["fabric"], "fabric"), (["disturb"], "disturb")):
+    for arguments, name in (
+        ([], "recipe"),
+        (["recipe"], "recipe"),
+        (["fabric"], "fabric"),
+        (["disturb"], "disturb"),
+        (["plan"], "plan"),
+    ):
         assert printed(capsys, *arguments) == json.loads((PUBLISHED / f"{name}.json").read_text())
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import yaml
 
 from trainspec_cli.__main__ import run
@@ -12,6 +13,7 @@ def show(capsys, *arguments: str) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.clause("REC-1")
 def test_every_value_with_the_place_it_comes_from(capsys, write) -> None:
     write("recipes/mine.yaml", "defaults: [tiny, _self_]\ntrain:\n  seed: 7\n")
     text = show(capsys, "recipe=mine", "optim.lr=0.5")

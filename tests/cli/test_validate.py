@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from trainspec_cli.__main__ import run
 
 EVERYTHING_WRONG = """\
@@ -37,6 +39,7 @@ def test_a_sound_recipe(capsys) -> None:
     assert errors(capsys, "recipe=quickstart") == (0, [])
 
 
+@pytest.mark.clause("LAUNCH-1")
 def test_every_fault_at_once_with_its_place(capsys, write) -> None:
     write("recipes/mine.yaml", EVERYTHING_WRONG)
     code, found = errors(capsys, "recipe=mine", "+foo=1", "optim.lr=1", "optim.lr=2", "compile=yes")
@@ -89,6 +92,7 @@ def test_what_is_open_is_named_with_the_file_that_leaves_it_open(capsys, write) 
     ]  # fmt: skip
 
 
+@pytest.mark.clause("LAUNCH-1")
 def test_what_follows_from_another_fault_is_not_told(capsys, write) -> None:
     """Neither values that an unknown recipe would have given, nor rules on an option that stands in for another."""
     assert [e["code"] for e in errors(capsys, "recipe=tinny")[1]] == ["unknown_recipe"]

@@ -14,6 +14,7 @@ PARENT = "defaults: [old]\ntrain: {tokens: 6}"
 CHILD = "defaults: [middle]\ntrain: {epochs: 7}"
 
 
+@pytest.mark.clause("REC-2")
 @pytest.mark.parametrize(
     ("recipe", "arguments", "kept"),
     [

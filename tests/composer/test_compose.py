@@ -20,6 +20,7 @@ def told(composed: Composed) -> list[tuple[str, str, str, str]]:
     return [(problem.code, problem.where(), problem.message, problem.hint) for problem in composed.problems]
 
 
+@pytest.mark.clause("REC-1")
 def test_a_shipped_recipe_with_the_origin_of_every_value(tmp_path: Path) -> None:
     composed = compose("tiny", ["optim.lr=0.5", "optim=sgd"], tmp_path)
     assert composed.problems == ()
@@ -30,6 +31,7 @@ def test_a_shipped_recipe_with_the_origin_of_every_value(tmp_path: Path) -> None
     assert composed.origins["train.seed"].file.endswith("conf/trainspec.yaml")
 
 
+@pytest.mark.clause("REC-1")
 def test_origins_point_at_the_line_that_says_it(tmp_path: Path, write) -> None:
     write("recipes/mine.yaml", RECIPE)
     composed = compose("mine", [], tmp_path)
@@ -84,6 +86,7 @@ def test_a_recipe_by_its_path(tmp_path: Path, write) -> None:
     assert compose("else where/tiny.yaml", [], tmp_path).data["train"]["max_steps"] == 5, "not the shipped one"
 
 
+@pytest.mark.clause("REC-2")
 def test_a_recipe_in_a_folder_and_one_built_on_another(tmp_path: Path, write) -> None:
     write("recipes/team/base.yaml", RECIPE)
     write("recipes/child.yaml", "defaults: [team/base, _self_]\ntrain: {seed: 7}\n")
@@ -93,6 +96,7 @@ def test_a_recipe_in_a_folder_and_one_built_on_another(tmp_path: Path, write) ->
     assert str(composed.origins["train.max_steps"]) == "recipes/team/base.yaml:3"
 
 
+@pytest.mark.clause("REC-2")
 def test_the_command_line_outranks_a_recipes_choice(tmp_path: Path) -> None:
     assert compose("tiny", ["model=llama_6m"], tmp_path).data["model"]["name"] == "llama_6m"
 
@@ -353,3 +357,31 @@ def test_a_broken_file_of_a_named_section_is_told(tmp_path: Path, write) -> None
     write("conf/accelerator/mine.yaml", "name: [1\n")
     (problem,) = compose("llama3_8b", ["cluster.accelerator=mine"], tmp_path).problems
     assert (problem.code, problem.where()) == ("bad_yaml", "conf/accelerator/mine.yaml:1:7")
+
+
+@pytest.mark.clause("VER-2")
+def test_a_recipe_may_state_its_version_which_is_no_value(tmp_path: Path, write) -> None:
+    write("recipes/older.yaml", "defaults: [tiny, _self_]\ntrain: {seed: 7}\n")
+    write("recipes/mine.yaml", 'spec_version: "1.0"\ndefaults: [older, _self_]\noptim: {lr: 0.5}\n')
+    composed = compose("mine", cwd=tmp_path)
+    assert composed.problems == () and "spec_version" not in {*composed.data, *composed.origins}
+    assert (composed.data["train"]["seed"], composed.data["optim"]["lr"]) == (7, 0.5)
+
+
+@pytest.mark.clause("VER-4", "VER-5")
+@pytest.mark.parametrize(
+    ("stated", "code", "message"),
+    [
+        ('"1.2"', "newer_version", "recipes/old.yaml was made by a newer trainspec: it is of version 1.2"),
+        ('"0.3"', "unknown_version", "recipes/old.yaml is of version '0.3' of the training spec, which there has not"),
+        ("1.0", "unknown_version", "recipes/old.yaml has 1.0 as `spec_version`; text is needed"),
+    ],
+)
+def test_a_recipe_of_another_version_is_refused_with_its_line(tmp_path: Path, write, stated, code, message) -> None:
+    """Also where another builds on it. What it says otherwise is not judged: it may be right there."""
+    write("recipes/old.yaml", f"description: old\nspec_version: {stated}\nnew_section: {{}}\ndefaults: [gone]\n")
+    write("recipes/mine.yaml", "defaults: [old, _self_]\n")
+    for name in ("old", "mine"):
+        (problem,) = compose(name, cwd=tmp_path).problems
+        assert (problem.code, problem.where()) == (code, "recipes/old.yaml:2:1")
+        assert problem.message.startswith(message) and problem.hint

@@ -64,6 +64,7 @@ def test_a_failed_reference_leaves_the_others_readable() -> None:
     assert resolver.value(("good",)) == 1
 
 
+@pytest.mark.clause("REC-6")
 def test_texts_and_chains_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpolation, "MAX_CHARS", 8)
     resolver = Resolver({"four": "abcd", "eight": "${four}${four}", "nine": "${four}${four}x"}, {})

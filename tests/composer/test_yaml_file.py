@@ -97,6 +97,7 @@ def test_a_whole_number_of_too_many_digits_is_refused() -> None:
     assert compose_yaml("a: " + "1" * 30) is not None
 
 
+@pytest.mark.clause("REC-6")
 @pytest.mark.parametrize(
     ("text", "reason"),
     [

@@ -52,6 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.clause("EXT-2")
 @pytest.mark.parametrize(
     ("text", "options", "file"),
     [

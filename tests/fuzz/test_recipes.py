@@ -83,6 +83,7 @@ def write_hostile(project: Path, text: str) -> None:
     (project / "mine.txt").write_text("to be or not to be\n" * 50)
 
 
+@pytest.mark.clause("REC-6")
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_recipes(project: Path, kind: str) -> None:
     text, words = HOSTILE[kind]

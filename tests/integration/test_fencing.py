@@ -14,6 +14,7 @@ def steps_of(run: RunDir) -> list[int]:
     return [event["step"] for event in read_events(run.events(0)) if event["type"] == "step"]
 
 
+@pytest.mark.clause("LAUNCH-5")
 @pytest.mark.slow
 def test_a_worker_stops_when_a_newer_start_owns_the_run(start_trainspec, tmp_path) -> None:
     run = RunDir(tmp_path / "run")

@@ -69,6 +69,7 @@ def result(folder: Path) -> dict[str, object]:
     return read
 
 
+@pytest.mark.clause("EXT-2")
 def test_a_run_of_ones_own_code_is_the_same_after_a_kill_and_keeps_its_code(
     trainspec: Trainspec, tmp_path: Path
 ) -> None:

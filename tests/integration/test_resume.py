@@ -15,6 +15,7 @@ from trainspec_cli.rundir.paths import RunDir
 RECIPE = (*WHOLE, "checkpoint.interval_steps=10")
 
 
+@pytest.mark.clause("NUM-6", "CKPT-1")
 @pytest.mark.slow
 def test_kill_9_at_random_moments_and_resume(
     wait_for_step, kill_everything, start_trainspec, trainspec, tmp_path, read_result, undisturbed
@@ -54,6 +55,7 @@ def test_kill_9_of_one_worker_then_resume(
     assert starts[1] >= 10, "from a checkpoint"
 
 
+@pytest.mark.clause("LAUNCH-7")
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
 def test_a_stopped_run_goes_on_at_the_next_sample(
@@ -75,6 +77,7 @@ def test_a_stopped_run_goes_on_at_the_next_sample(
     assert steps == list(range(1, STEPS + 1)), "no step twice, none left out"
 
 
+@pytest.mark.clause("RUN-8")
 def test_an_altered_checkpoint_is_refused_by_name(trainspec, tmp_path, whole):
     altered = RunDir(shutil.copytree(whole.root, tmp_path / "altered"))
     part = altered.checkpoint(STEPS) / "rank00001.safetensors"
@@ -89,6 +92,7 @@ def test_an_altered_checkpoint_is_refused_by_name(trainspec, tmp_path, whole):
     assert "Traceback" not in said
 
 
+@pytest.mark.clause("RUN-9")
 @pytest.mark.slow
 def test_what_a_killed_save_left_is_passed_over(trainspec, tmp_path, read_result, whole):
     run_dir = RunDir(shutil.copytree(whole.root, tmp_path / "half"))

@@ -103,6 +103,7 @@ def test_shares_follow_a_rank_that_slows_down_and_recovers(
     assert not even.directives.exists()
 
 
+@pytest.mark.clause("SCHED-4")
 @pytest.mark.slow
 def test_advice_leaves_the_bits_alone(trainspec, tmp_path: Path, read_result) -> None:
     for mode, fault in (("advise", slow_for(100)), ("off", "fault=''")):
@@ -113,6 +114,7 @@ def test_advice_leaves_the_bits_alone(trainspec, tmp_path: Path, read_result) ->
     assert read_result("advise")["weights_sha256"] == read_result("off")["weights_sha256"]
 
 
+@pytest.mark.clause("SCHED-3")
 @pytest.mark.slow
 def test_a_run_killed_after_a_directive_follows_it_again(
     trainspec, start_trainspec, kill_everything, tmp_path: Path, read_result

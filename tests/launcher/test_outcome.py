@@ -51,6 +51,7 @@ def log_events(path: Path, *events: Event) -> None:
 LEFT: dict[str, RunResult | None] = {"done": DONE, "stopped": STOPPED, "nothing": None}
 
 
+@pytest.mark.clause("RUN-7")
 @pytest.mark.parametrize(
     ("left", "stop", "error", "status", "exit_code"),
     [

@@ -137,6 +137,7 @@ def test_a_run_that_ends_well(run: Run) -> None:
     assert run.watched[-1] is False
 
 
+@pytest.mark.clause("LAUNCH-6")
 def test_a_failed_run_begins_a_new_generation_from_its_checkpoint(run: Run) -> None:
     job = run.job
     for step in (4, 7):
@@ -244,6 +245,7 @@ def test_a_tool_is_never_started_again(tmp_path: Path) -> None:
     assert (len(run.world.starts), run.reports) == (1, [])
 
 
+@pytest.mark.clause("LAUNCH-6")
 def test_a_checkpoint_that_was_there_before_is_no_progress(run: Run) -> None:
     run.job.run.checkpoint(4).mkdir(parents=True)
     run.world.checkpoint = 4
@@ -252,6 +254,7 @@ def test_a_checkpoint_that_was_there_before_is_no_progress(run: Run) -> None:
     assert len(run.world.starts) == 1
 
 
+@pytest.mark.clause("LAUNCH-7")
 def test_a_request_to_stop_reaches_the_workers_and_is_reported_to_the_view(run: Run) -> None:
     run.world.answers_stop = True
     run.script = [run.happen(Begun(0)), run.requests.add]
@@ -260,6 +263,7 @@ def test_a_request_to_stop_reaches_the_workers_and_is_reported_to_the_view(run: 
     assert run.watched[-1] is True
 
 
+@pytest.mark.clause("LAUNCH-7")
 def test_deaf_workers_are_killed_at_the_deadline(run: Run) -> None:
     run.script = [run.happen(Begun(0)), run.requests.add]
     ending = run()
@@ -566,5 +570,6 @@ HISTORIES = settings(
 )
 
 
+@pytest.mark.clause("LAUNCH-6")
 def test_random_histories() -> None:
     run_state_machine_as_test(Histories, settings=HISTORIES)

@@ -261,6 +261,7 @@ def test_a_described_gpu_has_a_peak_where_none_is_at_hand():
                 replace(LAPTOP, bf16=True)).peak_flops is None  # fmt: skip
 
 
+@pytest.mark.clause("LAUNCH-3")
 def test_what_is_open_beside_the_layout_is_closed_and_the_rest_passed_on():
     kernels = KernelSpec(attention="math")
     got = plan(replace(SPEC, recompute="auto", offload="auto", kernels=kernels), LAPTOP)

@@ -321,6 +321,7 @@ def test_a_dropped_field_is_noticed(event: Event) -> None:
                 parse_event(damaged)
 
 
+@pytest.mark.clause("RUN-6")
 @pytest.mark.parametrize("event", EVENTS, ids=NAMES)
 def test_a_value_of_another_kind_is_refused_by_name(event: Event) -> None:
     plain = to_plain(event)
@@ -363,6 +364,7 @@ def test_infinite_losses_of_earlier_versions_are_read() -> None:
         assert isinstance(found, StepEvent)
 
 
+@pytest.mark.clause("RUN-6", "EXT-1")
 def test_fields_and_types_of_a_later_version_are_passed_over() -> None:
     assert parse_event({**to_plain(STEP), "colour": {"deep": [1]}}) == STEP
     assert parse_event({"type": "eclipse", "time": 5, "rank": 1, "step": "x"}) == UnknownEvent(

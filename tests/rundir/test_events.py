@@ -33,6 +33,7 @@ def write(path, *written, rank=0):
     writer.close()
 
 
+@pytest.mark.clause("RUN-4")
 def test_events_are_read_back_in_order(tmp_path):
     path = tmp_path / "events" / "rank00003.jsonl"
     write(path, StepEvent(step=1, loss=2.5, **STEP), WarningEvent(step=1, message="naïve — ünïcode"), rank=3)
@@ -42,6 +43,7 @@ def test_events_are_read_back_in_order(tmp_path):
     assert warning.time >= step.time > 1.7e9
 
 
+@pytest.mark.clause("RUN-4")
 def test_a_killed_writer_loses_no_whole_line(tmp_path):
     path = tmp_path / "rank00000.jsonl"
     script = f"""
@@ -57,6 +59,7 @@ os.kill(os.getpid(), 9)
     assert [event["step"] for event in read_events(path)] == list(range(100))
 
 
+@pytest.mark.clause("RUN-4")
 def test_half_a_line_is_passed_over_and_closed_by_the_next_writer(tmp_path):
     path = tmp_path / "rank00000.jsonl"
     path.write_bytes(json.dumps({"type": "retry", "time": 1, "step": 1}).encode() + b'\n{"type": "st')
@@ -65,6 +68,7 @@ def test_half_a_line_is_passed_over_and_closed_by_the_next_writer(tmp_path):
     assert [event.step for event in read_log(path)] == [1, 2]
 
 
+@pytest.mark.clause("RUN-5")
 def test_a_number_that_is_not_finite_is_null_in_an_event_and_read_back(tmp_path):
     path = tmp_path / "e.jsonl"
     sets = {"a": SetFigures(loss=math.inf, bits_per_byte=None)}
@@ -99,6 +103,7 @@ def damaged(tmp_path):
     return path
 
 
+@pytest.mark.clause("RUN-6")
 def test_a_report_names_the_line_of_a_damaged_event(damaged):
     with pytest.raises(UnreadableFileError, match="`step` is 'two'; a whole number from 0 to") as caught:
         list(read_log(damaged))
@@ -230,3 +235,25 @@ def test_an_event_has_its_writers_time_and_rank_whatever_it_held_before(tmp_path
     (event,) = read_log(tmp_path / "e.jsonl")
     assert event.rank == 2
     assert event.time > 5.0
+
+
+@pytest.mark.clause("VER-1")
+def test_the_first_line_of_each_writer_states_the_version(tmp_path):
+    path = tmp_path / "rank00000.jsonl"
+    path.write_text('{"type": "retry", "time": 1.0, "step": 1}\n')  # as version 0.1 wrote it
+    for first in (2, 4):
+        write(path, RetryEvent(step=first), RetryEvent(step=first + 1))
+    assert [event.get("spec_version") for event in read_events(path)] == [None, "1.0", None, "1.0", None]
+    assert [event.step for event in read_log(path)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.clause("VER-4")
+def test_events_of_a_newer_version_are_refused_with_their_line(tmp_path):
+    path = tmp_path / "rank00000.jsonl"
+    write(path, RetryEvent(step=1))
+    with path.open("a") as file:
+        file.write('{"spec_version": "4.0", "type": "retry", "time": 1.0, "step": 2}\n')
+    with pytest.raises(UnreadableFileError, match=r"was made by a newer trainspec: it is of version 4\.0") as caught:
+        list(read_log(path))
+    assert caught.value.problems[0].line == 2
+    assert [event.step for event in read_sound(path)] == [1, 2], "how a run ended is written down all the same"

@@ -8,6 +8,7 @@ from trainspec_cli.rundir.files import read_json, write_json, write_text
 from trainspec_cli.rundir.paths import RunDir
 
 
+@pytest.mark.clause("RUN-3")
 def test_json_is_read_back_and_nothing_is_left_beside_it(tmp_path):
     write_json(tmp_path / "a" / "x.json", {"é": [1, None]})
     assert read_json(tmp_path / "a" / "x.json") == {"é": [1, None]}
@@ -31,6 +32,7 @@ def test_only_whole_checkpoints_are_listed(tmp_path):
     assert run_dir.checkpoint(20).name == "step_00000020"
 
 
+@pytest.mark.clause("RUN-5")
 def test_json_holds_nothing_that_another_parser_refuses(tmp_path):
     write_json(tmp_path / "x.json", {"final_loss": math.nan, "name": "a\udcff"})
     assert json.loads((tmp_path / "x.json").read_text(), parse_constant=pytest.fail) == {
@@ -39,6 +41,7 @@ def test_json_holds_nothing_that_another_parser_refuses(tmp_path):
     }
 
 
+@pytest.mark.clause("RUN-3")
 def test_nothing_is_written_through_links_at_names_that_could_be_guessed(tmp_path):
     victim = tmp_path / "thesis"
     victim.write_text("words")
@@ -48,6 +51,7 @@ def test_nothing_is_written_through_links_at_names_that_could_be_guessed(tmp_pat
     assert (victim.read_text(), (tmp_path / "x").read_text()) == ("words", "new")
 
 
+@pytest.mark.clause("RUN-3")
 def test_the_content_is_on_disk_before_the_name_is(tmp_path, disk_calls):
     write_text(tmp_path / "x", "new")
     (kind, partial), renamed = disk_calls

@@ -19,6 +19,7 @@ def test_every_start_gets_the_next_number(tmp_path: Path) -> None:
     assert generations.newest(run) == 3
 
 
+@pytest.mark.clause("LAUNCH-5")
 def test_starts_at_the_same_time_get_numbers_of_their_own(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     with ThreadPoolExecutor(8) as pool:
@@ -48,6 +49,7 @@ def test_a_node_has_the_place_that_a_start_gives_it() -> None:
     assert [without.place_of(node) for node in range(3)] == [0, 2, 1]
 
 
+@pytest.mark.clause("LAUNCH-5")
 def test_an_older_start_is_fenced_off(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     fence = Fence(run, generations.begin(run))

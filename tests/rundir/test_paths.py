@@ -11,6 +11,7 @@ from trainspec_cli.rundir.paths import RunDir
 RUN = RunDir("run")
 
 
+@pytest.mark.clause("RUN-1")
 @pytest.mark.parametrize(
     ("path", "name"),
     [

@@ -29,7 +29,7 @@ def test_it_reads_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"version": 2}, "is of version 2; this trainspec reads version 1"),
+        ({"spec_version": "9.1"}, "was made by a newer trainspec: it is of version 9.1 of the training spec"),
         ({"number": -1}, "is no proposal of a layout: `number` is "),
         ({"before": None}, "is no proposal of a layout: `before` "),
     ],

@@ -74,17 +74,21 @@ def test_a_run_record_is_read_back(run: RunDir) -> None:
     write_run_record(run, RECORD)
     assert read_run_record(run) == RECORD
     keys = {"recipe", "digest", "argv", "trainspec", "created_at", "data_dir", "git", "resumes", "memory_secret"}
-    assert json.loads(run.run_json.read_text()).keys() == keys
+    assert json.loads(run.run_json.read_text()).keys() == {"spec_version", *keys}
     assert read_data_dir(run) is None
 
 
+@pytest.mark.clause("RUN-6", "EXT-1")
 def test_a_resume_keeps_what_another_version_has_written(run: RunDir) -> None:
     older = {"recipe": "tiny", "created_at": 5, "colour": [1], "others": "mine", "resumes": [{"at": 1.0, "who": "x"}]}
     write_json(run.run_json, older)
     record = read_run_record(run)
     write_run_record(run, replace(record, resumes=(*record.resumes, Resume(("resume",), "0.1", 2.0, 7))))
     resume = {"argv": ["resume"], "trainspec": "0.1", "at": 2.0, "from_step": 7}
-    assert json.loads(run.run_json.read_text()) == older | {"resumes": [{"at": 1.0, "who": "x"}, resume]}
+    assert json.loads(run.run_json.read_text()) == older | {
+        "spec_version": "1.0",
+        "resumes": [{"at": 1.0, "who": "x"}, resume],
+    }
 
 
 @pytest.mark.parametrize(
@@ -103,6 +107,7 @@ def test_a_damaged_run_record_is_reported(run: RunDir, content: dict[str, Any], 
         read_run_record(run)
 
 
+@pytest.mark.clause("RUN-7")
 @pytest.mark.parametrize(
     ("result", "keys"),
     [
@@ -124,9 +129,10 @@ def test_a_damaged_run_record_is_reported(run: RunDir, content: dict[str, Any], 
 def test_a_result_is_read_back_and_has_the_keys_of_its_data(run: RunDir, result: RunResult, keys: set[str]) -> None:
     write_result(run, result)
     assert read_result(run) == result
-    assert json.loads(run.result_json.read_text()).keys() == SHARED | keys
+    assert json.loads(run.result_json.read_text()).keys() == SHARED | keys | {"spec_version"}
 
 
+@pytest.mark.clause("RUN-7")
 def test_a_run_that_goes_on_has_no_result(run: RunDir) -> None:
     assert read_result(run) is None
 

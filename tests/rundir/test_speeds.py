@@ -52,7 +52,7 @@ def test_a_watch_finds_each_report_once_and_none_of_an_earlier_start(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"version": 2}, "is of version 2; this trainspec reads version 1"),
+        ({"spec_version": "9.1"}, "was made by a newer trainspec: it is of version 9.1 of the training spec"),
         ({"samples": [8]}, "has other numbers of figures than the layout's ranks, 2"),
         ({"links": [{**LINK, "ranks": [0, 2]}]}, "has a link without a speed, or of ranks beyond the layout's, 2"),
         ({"links": [{**LINK, "ranks": []}]}, "has a link without a speed, or of ranks beyond the layout's, 2"),

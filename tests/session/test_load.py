@@ -18,6 +18,7 @@ def test_a_spec_and_its_plan() -> None:
     assert (plan.spec, plan.world_size, plan.device) == (loaded.spec, 2, "cpu")
 
 
+@pytest.mark.clause("LAUNCH-1")
 def test_every_problem_is_raised_with_its_place() -> None:
     with pytest.raises(RecipeError) as raised:
         load(["recipe=tiny", "optim.lr=x", "train.seed=-1"])

@@ -38,6 +38,7 @@ def prepare(console: RunConsole) -> Prepare:
     return call
 
 
+@pytest.mark.clause("LAUNCH-8")
 @pytest.mark.parametrize(
     "change",
     [

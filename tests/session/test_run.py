@@ -191,6 +191,7 @@ def test_a_failed_run_prints_its_traceback_and_raises_with_how_to_go_on(run: Run
     assert fail(run).problems[0].hint == ""
 
 
+@pytest.mark.clause("LAUNCH-2")
 @pytest.mark.parametrize(("exit_code", "kind"), [(4, MachineError), (5, WorkerError), (2, WorkerError)])
 def test_a_failed_run_ends_with_the_exit_code_of_its_cause(run: Run, exit_code: int, kind: type[Exception]) -> None:
     report_error(run, code="x", hint="do this", exit_code=exit_code)

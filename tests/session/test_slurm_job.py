@@ -112,7 +112,7 @@ def test_the_run_is_started_on_the_jobs_nodes(job: Callable[..., Any], slurm: Sl
     assert session.reach is not None
     assert (session.reach.head, session.reach.start) == ("node1", ("srun", "agent"))
     assert (session.force, type(requests)) == (False, PatientRequests)
-    assert read_json(run.slurm_json) == {"job_id": "41"}
+    assert read_json(run.slurm_json)["job_id"] == "41"
 
 
 def test_force_reaches_the_prediction(job: Callable[..., Any]) -> None:

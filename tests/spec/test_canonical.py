@@ -37,6 +37,7 @@ def test_what_does_not_fit_is_refused_by_name(make_spec) -> None:
     assert [problem.path for problem in raised.value.problems] == ["foo", "train.max_steps"]
 
 
+@pytest.mark.clause("REC-7")
 def test_a_digest_does_not_depend_on_order_or_on_how_numbers_are_written(data) -> None:
     spec, _ = structure(data)
     reordered = {name: data[name] for name in reversed(data)}
@@ -45,6 +46,7 @@ def test_a_digest_does_not_depend_on_order_or_on_how_numbers_are_written(data) -
     assert digest(spec) == digest(same)
 
 
+@pytest.mark.clause("REC-7")
 def test_a_digest_knows_every_value_but_the_folder(make_spec) -> None:
     before = digest(make_spec({}))
     assert digest(make_spec({"run.dir": "elsewhere"})) == before

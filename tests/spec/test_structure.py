@@ -52,6 +52,7 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
     assert (value, type(value), problems) == (taken, type(taken), [])
 
 
+@pytest.mark.clause("REC-4")
 @pytest.mark.parametrize(
     ("path", "value", "code", "message", "hint"),
     [
@@ -98,6 +99,7 @@ def test_what_is_refused(data, path: str, value: Any, code: str, message: str, h
     assert told(with_value(data, path, value)) == [(code, path, message, hint)]
 
 
+@pytest.mark.clause("REC-3")
 @pytest.mark.parametrize(
     ("path", "hint"),
     [
@@ -230,6 +232,7 @@ def test_values_become_what_is_wanted(wanted: Any, value: Any, converted: Any) -
     assert found == converted and type(found) is type(converted)
 
 
+@pytest.mark.clause("REC-4")
 @pytest.mark.parametrize(
     ("wanted", "value"),
     [(int, "1"), (int, 1.5), (float, True), (str, 1), (bool, 0), (int | None, "x"), (tuple[int, ...], 1),

@@ -22,8 +22,9 @@ from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.tensor import DTensor
 
 from trainspec_cli.errors import MachineError
-from trainspec_cli.rundir.files import read_object, write_json
+from trainspec_cli.reading.spec_version import NEWER, UNKNOWN
 from trainspec_cli.rundir.paths import CHECKPOINT_MANIFEST
+from trainspec_cli.rundir.versioned import read_versioned, write_versioned
 
 STATE = "state.pt"
 WHOLE = sharded.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -125,14 +126,21 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def newest_sound(folder: Path) -> Path | None:
     """Return the newest checkpoint whose digest is right. A damaged one is named on stderr."""
     for path in reversed(checkpoints_in(folder)):
-        try:
-            whole = read_object(path / CHECKPOINT_MANIFEST).get("sha256") == _digest(path / STATE)
-        except (OSError, MachineError):
-            whole = False
-        if whole:
+        if not (fault := _fault_of(path)):
             return path
-        print(f"trainspec: {path} is damaged, and is not used", file=sys.stderr)
+        print(f"trainspec: {fault}, and is not used", file=sys.stderr)
     return None
+
+
+def _fault_of(path: Path) -> str:
+    """Return why a checkpoint is not to be used; empty where its digest is right."""
+    damaged = f"{path} is damaged"
+    try:
+        return "" if read_versioned(path / CHECKPOINT_MANIFEST).get("sha256") == _digest(path / STATE) else damaged
+    except MachineError as error:
+        return str(error) if error.problems[0].code in (NEWER, UNKNOWN) else damaged
+    except OSError:
+        return damaged
 
 
 def read_state(path: Path) -> dict[str, dict[str, object]]:
@@ -149,7 +157,8 @@ def write_state(folder: Path, step: int, state: dict[str, object], ranks: int, k
         torch.save(state, partial / STATE)
         _flush(partial / STATE)
         digest, size_bytes = _digest(partial / STATE), (partial / STATE).stat().st_size
-        write_json(partial / CHECKPOINT_MANIFEST, {"step": step, "ranks": ranks, "sha256": digest, "bytes": size_bytes})
+        manifest = {"step": step, "ranks": ranks, "sha256": digest, "bytes": size_bytes}
+        write_versioned(partial / CHECKPOINT_MANIFEST, manifest)
         _flush(partial)
         if path.exists():  # of a run that has gone back behind it
             path.rename(folder / f".{path.name}.{secrets.token_hex(8)}.partial")

@@ -56,8 +56,9 @@ def _candidates(before: Sequence[str], word: str, commands: Sequence[str]) -> It
     elif command == "schema" and not given:
         from trainspec_cli.composer.folders import DISTURB, find_folders
         from trainspec_cli.composer.origins import RECIPE
+        from trainspec_cli.rundir.file_schemas import FILE_SCHEMAS
 
-        yield from (RECIPE, DISTURB, *find_folders(Path.cwd()).groups())
+        yield from (RECIPE, DISTURB, *FILE_SCHEMAS, *find_folders(Path.cwd()).groups())
     elif command in WITH_KEYS:
         yield from _values(word) if "=" in word else _keys(word, takes_recipe=command not in RUN_FIRST)
 

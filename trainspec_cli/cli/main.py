@@ -40,6 +40,7 @@ COMMANDS = {
     "list": "list the accelerators, clusters and models that have a name",
     "explain": "say what a key of a recipe means, and what it may be",
     "schema": "print the JSON Schema by which editors check and complete recipes",
+    "migrate": "bring files of earlier versions of the training spec to the current one",
     "data": "prepare text for training, and inspect it",
     "completion": "print what makes a shell complete words: bash, zsh or fish",
 }

@@ -1,4 +1,4 @@
-"""`trainspec schema [GROUP]`: the JSON Schema by which editors check and complete recipes and the files of a group."""
+"""`trainspec schema [NAME]`: the JSON Schemas of recipes, for editors, and of the files that trainspec writes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from trainspec_cli.composer.folders import DISTURB, find_folders
 from trainspec_cli.composer.origins import RECIPE
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.json_value import JsonObject
+from trainspec_cli.rundir.file_schemas import FILE_SCHEMAS
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.json_schema import group_schema, recipe_schema, sections_of_group
 from trainspec_cli.spec.json_text import json_text
@@ -19,21 +20,26 @@ from trainspec_cli.spec.json_text import json_text
 def schema(
     group: Annotated[
         str | None,
-        typer.Argument(metavar="GROUP", help="A folder of conf, such as optim; the schema of a recipe without it."),
+        typer.Argument(
+            metavar="NAME",
+            help=f"A folder of conf, such as optim, or a file that trainspec writes: {', '.join(FILE_SCHEMAS)}; the "
+            "schema of a recipe without it.",
+        ),
     ] = None,
     write: Annotated[
         Path | None,
-        typer.Option("--write", metavar="FOLDER", help="Write recipe.json and GROUP.json of every group there."),
+        typer.Option("--write", metavar="FOLDER", help="Write recipe.json and NAME.json of every other there."),
     ] = None,
 ) -> None:
-    """Print the JSON Schema of a recipe, or of the files of conf/GROUP, for editors.
+    """Print the JSON Schema of a recipe or of the files of a folder of conf, for editors, or of a file that trainspec
+    writes.
 
     An editor with yaml-language-server reads the one that a comment of the file names:
 
     # yaml-language-server: $schema=../conf/schema/recipe.json
     """
     groups = find_folders(Path.cwd()).groups()
-    names = [RECIPE, *filter(sections_of_group, groups), DISTURB]
+    names = list(dict.fromkeys([RECIPE, *filter(sections_of_group, groups), DISTURB, *FILE_SCHEMAS]))
     if group is not None and group not in names:
         raise RecipeError(_unknown(group, names))
     if write is None:
@@ -48,6 +54,8 @@ def _schema_of(name: str, groups: list[str]) -> JsonObject:
         from trainspec_cli.session.disturbance import disturbance_schema  # loads the planner
 
         return disturbance_schema()
+    if name in FILE_SCHEMAS and name not in groups:
+        return FILE_SCHEMAS[name]()
     return recipe_schema(groups) if name == RECIPE else group_schema(name, groups)
 
 

@@ -12,7 +12,7 @@ from trainspec_cli.composer.origins import RECIPE
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.json_value import JsonObject, flatten
 from trainspec_cli.reading.files import UnreadableFileError, exists, expand
-from trainspec_cli.reading.yaml_file import read_yaml
+from trainspec_cli.reading.yaml_file import read_versioned_yaml
 from trainspec_cli.reporter.style import Style
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.load import examine, load, require
@@ -59,7 +59,7 @@ def _compose_other(other: str) -> JsonObject:
     file = inside if exists(inside) else path
     if file.name == inside.name and exists(file):
         try:
-            values = read_yaml(file)
+            values = read_versioned_yaml(file)
         except UnreadableFileError as error:
             raise RecipeError(error.problems) from error
         if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

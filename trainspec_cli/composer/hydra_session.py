@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainspec_cli.composer.folders import ROOT, SUFFIX, Folders
 from trainspec_cli.composer.origins import RECIPE
+from trainspec_cli.reading.spec_version import KEY
 from trainspec_cli.reading.yaml_file import read_yaml
 
 HYDRA_VERSION_BASE = "1.3"
@@ -123,6 +124,8 @@ class RecipeSource(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         file = self._file(config_path)
         config = OmegaConf.load(file)
+        if isinstance(config, DictConfig):
+            config.pop(KEY, None)
         skipped = _session.get().skipped.get(config_path, set())
         if skipped and isinstance(config, DictConfig):
             config.defaults = [entry for index, entry in enumerate(config.defaults) if index not in skipped]

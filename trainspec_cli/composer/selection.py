@@ -16,6 +16,7 @@ from trainspec_cli.composer.origins import COMMAND_LINE, RECIPE, Origin
 from trainspec_cli.composer.yaml_file import YamlEntry, YamlFile, read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.reading.files import exists, expand
+from trainspec_cli.reading.spec_version import KEY, find_fault
 
 SELF = "_self_"
 
@@ -122,7 +123,7 @@ def _add_recipe(selection: Selection, name: str, seen: set[str]) -> bool:
     """Read a recipe and its parents, and record the options they ask for. Return False if it is unreadable."""
     seen.add(name)
     file = _read(selection, selection.folders.find_config(name))
-    if file is None:
+    if file is None or not _is_of_known_version(selection, file):
         selection.failed.add(RECIPE)
         return False
     repeated = _repeated(selection, file)
@@ -130,6 +131,18 @@ def _add_recipe(selection: Selection, name: str, seen: set[str]) -> bool:
         if entry in repeated or not _add_entry(selection, entry, seen):
             selection.skipped.setdefault(name, set()).add(index)
     return True
+
+
+def _is_of_known_version(selection: Selection, file: YamlFile) -> bool:
+    """Return whether a recipe's version is read; report one that is not."""
+    stated = file.version
+    if stated is None or (fault := find_fault(stated.value)) is None:
+        return True
+    origin = stated.origin
+    selection.problems.append(
+        Problem(fault.code, f"{origin.file} {fault.why}", KEY, fault.hint, origin.file, origin.line, origin.column)
+    )
+    return False
 
 
 def _add_entry(selection: Selection, entry: YamlEntry, seen: set[str]) -> bool:

@@ -14,6 +14,7 @@ from trainspec_cli.composer.origins import Origin, Origins, show_path
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import UnreadableFileError, read_text
+from trainspec_cli.reading.spec_version import KEY as VERSION_KEY
 from trainspec_cli.reading.yaml_file import MAX_BYTES, YamlLimitError, compose_yaml
 
 SYNTAX_HINTS = {
@@ -26,6 +27,9 @@ SYNTAX_HINTS = {
     "expected <block end>": "give keys of one level the same indentation",
 }
 """Fragment of PyYAML's message -> what to do."""
+
+ABOUT_FILE = ("defaults", VERSION_KEY)
+"""Keys that say something of the file, and are no values of the recipe."""
 
 UNFINISHED = ("could not find expected ':'", "end of stream", "expected ',' or")
 """Fragments of messages about something unfinished, whose start is in PyYAML's context mark."""
@@ -46,6 +50,15 @@ class YamlEntry:
 
 
 @dataclass(frozen=True)
+class StatedVersion:
+    """`spec_version: "1.0"`"""
+
+    value: object
+    """As YAML reads it: text, where it is written right."""
+    origin: Origin
+
+
+@dataclass(frozen=True)
 class YamlFile:
     start: Origin
     """The first key, or the first line."""
@@ -55,6 +68,8 @@ class YamlFile:
     description: str
     root: yaml.MappingNode | None
     """None in an empty file."""
+    version: StatedVersion | None = None
+    """The version of the training spec that the file states; None where it states none."""
 
     def values(self) -> JsonObject:
         """Return what the file holds as plain values. Raises RecipeError where a value is of no type that YAML has."""
@@ -79,10 +94,22 @@ def read_yaml(path: Path, cwd: Path) -> YamlFile:
     top = {key.value: value for key, value in root.value}
     return YamlFile(
         start=_origin(root.value[0][0], shown) if root.value else Origin(shown, 1, 1),
-        origins={path: origin for path, origin in _walk(root, "", shown) if path.split(".")[0] != "defaults"},
+        origins={path: origin for path, origin in _walk(root, "", shown) if path.split(".")[0] not in ABOUT_FILE},
         defaults=tuple(_entries(top.get("defaults"), shown)),
         description=_scalar(top.get("description")),
         root=root,
+        version=_version(root, shown),
+    )
+
+
+def _version(root: yaml.MappingNode, shown: str) -> StatedVersion | None:
+    return next(
+        (
+            StatedVersion(yaml.SafeLoader("").construct_document(value), _origin(key, shown))
+            for key, value in root.value
+            if key.value == VERSION_KEY
+        ),
+        None,
     )
 
 

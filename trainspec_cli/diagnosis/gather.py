@@ -20,7 +20,7 @@ from trainspec_cli.policy.diagnosis.evidence import (
     RunEvidence,
     Stall,
 )
-from trainspec_cli.reading.files import read_object, unreadable
+from trainspec_cli.reading.files import unreadable
 from trainspec_cli.rundir.columns import StepColumns
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.rundir.event_types.event import PARTS, Event
@@ -37,6 +37,7 @@ from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
 from trainspec_cli.rundir.events import EventTail, read_sound
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import has_own_command
+from trainspec_cli.rundir.versioned import read_versioned
 from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.spec.results.look import Look
 
@@ -87,7 +88,7 @@ def shape_of(run: RunDir) -> RunShape:
         begun = [event for event in read_sound(run.events(0)) if isinstance(event, StartEvent)]
         ranks = min(begun[-1].world_size, MOST_RANKS) if begun else 1
         return RunShape(ranks=ranks, devices_per_node=ranks, is_own_command=True)
-    plan = read_object(run.plan_json)
+    plan = read_versioned(run.plan_json)
 
     def whole(plain: object, name: str, otherwise: int) -> int:
         value = plain.get(name) if isinstance(plain, dict) else None

@@ -28,6 +28,7 @@ from trainspec_cli.launcher.job.job import Job, build_job, own_modules
 from trainspec_cli.launcher.supervise import supervise
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import write_plan
 from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results import tools as messages
@@ -134,7 +135,7 @@ def on_nodes(plan: Plan, reach: Reach, examination: Examination) -> Prepare:
     """Run the tool in all processes of `plan` on several nodes, after each node was examined."""
 
     def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
-        write_json(RunDir(root).plan_json, to_plain(plan))  # a node's agent reads it
+        write_plan(RunDir(root), plan)  # a node's agent reads it
 
         def open_backend(job: Job, _: Plan | None) -> NodesBackend:
             return NodesBackend(job, plan, reach=reach, worker=worker, examination=examination)

@@ -8,6 +8,7 @@ import yaml
 
 from trainspec_cli.json_value import JsonValue
 from trainspec_cli.reading.files import read_text, unreadable
+from trainspec_cli.reading.spec_version import KEY, UNSTATED, check_version, without_version
 
 MAX_BYTES = 512 * 2**10
 MAX_DEPTH = 32
@@ -58,6 +59,16 @@ def read_yaml(path: Path) -> JsonValue:
         raise unreadable(path, f"is not YAML: {error.problem or error.context}", line=line, column=column) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise unreadable(path, f"cannot be read: {str(error).partition(chr(10))[0]}") from error
+
+
+def read_versioned_yaml(path: Path) -> JsonValue:
+    """Return the content of a file of any version that this trainspec reads, without its version. Raises as
+    `read_yaml`, and UnreadableFileError where a newer trainspec wrote it."""
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        return content
+    check_version(path, content.get(KEY, UNSTATED))
+    return without_version(content)
 
 
 def _count(node: yaml.Node, depth: int, known: dict[int, int], above: set[int]) -> int:

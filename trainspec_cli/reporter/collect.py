@@ -30,9 +30,9 @@ from trainspec_cli.rundir.event_types.training import (
     WarningEvent,
 )
 from trainspec_cli.rundir.events import read_log, read_sound
-from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan_outline, read_result, read_run_record
+from trainspec_cli.rundir.versioned import read_versioned
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.kernels import KernelSpec, KernelTable
 from trainspec_cli.spec.results.prediction import LocalPrediction
@@ -164,7 +164,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         time_s=time_s,
         goodput=time_s.goodput,
         kernels=from_plain(KernelSpec, plan.kernels),
-        kernel_table=from_plain(KernelTable, read_json(run.kernels_json)) if run.kernels_json.is_file() else None,
+        kernel_table=from_plain(KernelTable, read_versioned(run.kernels_json)) if run.kernels_json.is_file() else None,
         name=name_of(plan.spec),
         recoveries=tuple(log.recoveries.recoveries),
     )

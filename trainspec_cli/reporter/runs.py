@@ -10,12 +10,13 @@ from pathlib import Path
 
 from trainspec_cli.errors import TrainspecError
 from trainspec_cli.json_value import JsonObject, JsonValue, flatten
-from trainspec_cli.reading.files import read_field, read_object
+from trainspec_cli.reading.files import read_field
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.event_types.training import StepEvent
 from trainspec_cli.rundir.events import TAIL_BYTES, read_log
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan_outline, read_run_record
+from trainspec_cli.rundir.versioned import read_versioned
 from trainspec_cli.spec.json_text import finite_or_none, json_text
 
 QUEUED, RUNNING, MADE, KILLED, DAMAGED = "queued", "running", "made", "killed", "damaged"
@@ -36,7 +37,7 @@ def status_of(run: RunDir, *, running: bool, queued: bool) -> str:
     if running:
         return RUNNING
     if run.result_json.is_file():
-        return read_field(run.result_json, read_object(run.result_json), "status", str)
+        return read_field(run.result_json, read_versioned(run.result_json), "status", str)
     return KILLED if generations.newest(run) else MADE
 
 

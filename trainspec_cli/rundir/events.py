@@ -2,6 +2,9 @@
 
 A line reaches the kernel in one `write`, so a crash of the process loses no whole line; a half line can only be
 the last, and a reader passes over it. A resumed run appends: where a step occurs twice the later line is true.
+
+The first line of each writer states the version of the training spec, which holds up to the next line that does. Lines
+before the first statement are of 0.1.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from pathlib import Path
 
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import open_regular, parse_json, unreadable
+from trainspec_cli.reading.spec_version import KEY, check_version, with_version
 from trainspec_cli.rundir.event_types.event import Event
 from trainspec_cli.rundir.event_types.parse import parse_event
 from trainspec_cli.rundir.paths import RunDir
@@ -37,6 +41,7 @@ class EventWriter:
     def __init__(self, path: Path, rank: int):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._rank, self._unwritten, self._lock = rank, b"", threading.Lock()
+        self._has_stated_version = False
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         size = os.fstat(self._descriptor).st_size
         if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
@@ -44,8 +49,14 @@ class EventWriter:
 
     def write(self, event: Event, at: float | None = None) -> None:
         """Append `event`, with this writer's rank and the time: now, or where it is known to have been at `at`."""
-        stamped = {**to_plain(event), "time": time.time() if at is None else at, "rank": self._rank}
+        stamped: JsonObject = {
+            **to_plain(event),
+            "time": time.time() if at is None else at,
+            "rank": self._rank,
+        }
         with self._lock:
+            if not self._has_stated_version:
+                stamped, self._has_stated_version = with_version(stamped), True
             self._unwritten += json_text(stamped, indent=None).encode() + b"\n"
             self._flush()
 
@@ -110,14 +121,16 @@ def read_events(path: Path) -> Iterator[JsonObject]:
 def read_log(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
     """Yield the events of a file that anybody may have written; with `last_bytes` those at the end of a long file.
 
-    Raises UnreadableFileError that names the line of a damaged event.
+    Raises UnreadableFileError that names the line of a damaged event, and of one that a newer trainspec wrote.
     """
     for number, plain in _numbered(path, last_bytes):
+        line = number if last_bytes is None else None
+        if KEY in plain:
+            check_version(path, plain[KEY], line)
         try:
             yield parse_event(plain)
         except FieldError as fault:
             hint = f"to look at the run without it, take the line out of {path}"
-            line = number if last_bytes is None else None
             raise unreadable(path, f"holds an event that no worker writes: {fault}", hint, line=line) from fault
 
 

@@ -3,14 +3,17 @@ they are new."""
 
 from __future__ import annotations
 
+import filecmp
 import os
 import secrets
+import shutil
+import stat
 from pathlib import Path
 
 from trainspec_cli.reading.files import read_json, read_object
 from trainspec_cli.spec.json_text import json_text
 
-__all__ = ["FileWatch", "read_json", "read_object", "write_json", "write_text"]
+__all__ = ["FileWatch", "read_json", "read_object", "replace_head", "write_json", "write_text"]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -25,6 +28,39 @@ def write_text(path: Path, text: str) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def replace_head(path: Path, old: bytes, new: bytes, backup: Path) -> None:
+    """Put `new` in the place of `old`, with which a file begins; what follows it stays, and so does the file's mode. A
+    copy of the file as it was is made first, under a name that must be free or hold just that.
+
+    Raises FileExistsError where the name of the copy is taken, ValueError where the file does not begin with `old`.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        with path.open("rb") as source, partial.open("xb") as target:
+            if source.read(len(old)) != old:
+                raise ValueError(f"{path} has changed meanwhile")
+            target.write(new)
+            shutil.copyfileobj(source, target)
+            target.flush()
+            os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
+            os.fsync(target.fileno())
+        _keep_copy(path, backup)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _keep_copy(path: Path, backup: Path) -> None:
+    """A copy that an interruption has left is taken as it is."""
+    if backup.is_file() and filecmp.cmp(path, backup, shallow=False):
+        return
+    with path.open("rb") as source, backup.open("xb") as target:
+        os.fchmod(target.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
+        shutil.copyfileobj(source, target)
+        target.flush()
+        os.fsync(target.fileno())
 
 
 def write_json(path: Path, content: object) -> None:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.versioned import read_versioned
+from trainspec_cli.rundir.versioned import read_versioned_record, write_versioned
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.records import Count
 from trainspec_cli.spec.results.look import LookOrder
 
-VERSION = 1
 TRACE_VERSION = 1
 
 
@@ -22,16 +19,15 @@ TRACE_VERSION = 1
 class LooksRecord:
     """looks.json: all looks that were asked for, over all starts of the run."""
 
-    version: Count = VERSION
     orders: tuple[LookOrder, ...] = ()
 
 
 def write_looks(run: RunDir, record: LooksRecord) -> None:
-    write_json(run.looks_json, to_plain(record))
+    write_versioned(run.looks_json, to_plain(record))
 
 
 def read_looks(run: RunDir) -> LooksRecord:
     """Return the looks that were asked for; none where there is no file. Raises UnreadableFileError where it is damaged
-    or of another version."""
+    or of a later version."""
     path = run.looks_json
-    return read_versioned(path, LooksRecord, VERSION, "list of looks") if path.exists() else LooksRecord()
+    return read_versioned_record(path, LooksRecord, "list of looks") if path.exists() else LooksRecord()

@@ -9,9 +9,9 @@ from pathlib import Path
 from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.extensions.kinds import SOURCE
 from trainspec_cli.extensions.source import MAX_SOURCE_BYTES, find, source_sha256
-from trainspec_cli.reading.files import exists, read_bytes, read_object
-from trainspec_cli.rundir.files import write_json
+from trainspec_cli.reading.files import exists, read_bytes
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.versioned import read_versioned, write_versioned
 from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.own_code import own_code_of, worker_code_of
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -55,12 +55,12 @@ def keep_code(spec: RunSpec, run: RunDir) -> None:
         known = files[path].keys if path in files else {}
         files[path] = KeptFile(sha256, copy, {**known, extension.path: source.name})
     if files or run.code_json.exists():
-        write_json(run.code_json, to_plain(KeptCode(files)))
+        write_versioned(run.code_json, to_plain(KeptCode(files)))
 
 
 def read_code(run: RunDir) -> KeptCode:
     """Return what `keep_code` wrote; nothing where the run has no code of one's own. Raises UnreadableFileError."""
-    return from_plain(KeptCode, read_object(run.code_json)) if run.code_json.exists() else KeptCode()
+    return from_plain(KeptCode, read_versioned(run.code_json)) if run.code_json.exists() else KeptCode()
 
 
 def describe_changed_code(run: RunDir) -> Iterator[str]:

@@ -8,21 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainspec_cli.rundir.event_types.decisions import WrittenLayout
-from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.versioned import read_versioned
+from trainspec_cli.rundir.versioned import read_versioned_record, write_versioned
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.records import Count, Seconds
 from trainspec_cli.spec.results.plan import LayoutProposal
-
-VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProposalRecord:
     """proposal.json: the newest proposal. `LayoutProposal` says what the fields mean that have the same names."""
 
-    version: Count = VERSION
     number: Count
     """Proposals of a run are numbered from 1, over all of its starts."""
     before: WrittenLayout
@@ -53,11 +49,11 @@ class ProposalRecord:
 
 
 def write_proposal(run: RunDir, record: ProposalRecord) -> None:
-    write_json(run.proposal_json, to_plain(record))
+    write_versioned(run.proposal_json, to_plain(record))
 
 
 def read_proposal(run: RunDir) -> ProposalRecord | None:
     """Return the newest proposal; None where there is none. Raises UnreadableFileError where it is damaged or of a
     later version."""
     path = run.proposal_json
-    return read_versioned(path, ProposalRecord, VERSION, "proposal of a layout") if path.exists() else None
+    return read_versioned_record(path, ProposalRecord, "proposal of a layout") if path.exists() else None

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.json_value import JsonObject, JsonValue
-from trainspec_cli.reading.files import read_field, read_object, read_text, show_kind, unreadable
+from trainspec_cli.reading.files import read_field, read_text, show_kind, unreadable
 from trainspec_cli.rundir.accounting import Recovery, WallTime
 from trainspec_cli.rundir.event_types.training import SetFigures
-from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.versioned import read_versioned, read_versioned_record, write_versioned
 from trainspec_cli.spec.canonical import ABSENT, Absent, from_plain, to_plain
 from trainspec_cli.spec.records import Count, FieldError, number, read_record
 from trainspec_cli.spec.results.memory import Shortage
 from trainspec_cli.spec.results.plan import Plan
 
-Record = TypeVar("Record")
 ErrorRecord = TypeVar("ErrorRecord", "WorkerErrorRecord", "NodeErrorRecord")
 COMPOSED_BYTES = 2**18
 """A composed recipe is no longer."""
@@ -62,10 +60,18 @@ class RunRecord:
     """Keys of other versions, which are kept."""
 
 
+def write_plan(run: RunDir, plan: Plan) -> None:
+    """Write the plan that the workers are to run."""
+    write_versioned(run.plan_json, to_plain(plan))
+
+
 def read_run_record(run: RunDir) -> RunRecord:
     """Read run.json. Raises UnreadableFileError."""
-    plain = read_object(run.run_json)
-    record = _record(RunRecord, run.run_json, {key: plain[key] for key in plain.keys() - {"others"}}, "record")
+    plain = read_versioned(run.run_json)
+    try:
+        record = read_record(RunRecord, {key: plain[key] for key in plain.keys() - {"others"}})
+    except FieldError as fault:
+        raise unreadable(run.run_json, f"is no record of a run: {fault}") from fault
     known = to_plain(record).keys() - {"others"}
     return replace(record, others={key: value for key, value in plain.items() if key not in known})
 
@@ -73,7 +79,7 @@ def read_run_record(run: RunDir) -> RunRecord:
 def write_run_record(run: RunDir, record: RunRecord) -> None:
     plain = to_plain(record)
     del plain["others"]
-    write_json(run.run_json, {**plain, **record.others})
+    write_versioned(run.run_json, {**plain, **record.others})
 
 
 def read_composed(run: RunDir) -> str:
@@ -106,7 +112,7 @@ def read_plan_of_all_nodes(run: RunDir) -> Plan:
 
 
 def _read_plan(path: Path) -> Plan:
-    plain = read_object(path)
+    plain = read_versioned(path)
     read_field(path, plain, "spec", dict)
     try:
         return from_plain(Plan, plain)
@@ -131,7 +137,7 @@ def read_plan_outline(run: RunDir) -> PlanOutline:
     path = run.plan_json
     if not path.exists():
         return PlanOutline()
-    plan = read_object(path)
+    plan = read_versioned(path)
     spec = read_field(path, plan, "spec", dict)
     train = spec.get("train", {})
     if not isinstance(train, dict):
@@ -190,11 +196,11 @@ def read_result(run: RunDir) -> RunResult | None:
     """Read result.json; None where the run has not ended. Raises UnreadableFileError."""
     if not run.result_json.exists():
         return None
-    return _record(RunResult, run.result_json, read_object(run.result_json), "result")
+    return read_versioned_record(run.result_json, RunResult, "result of a run")
 
 
 def write_result(run: RunDir, result: RunResult) -> None:
-    write_json(run.result_json, to_plain(result))
+    write_versioned(run.result_json, to_plain(result))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,16 +235,9 @@ class NodeErrorRecord:
 
 
 def write_error(path: Path, error: WorkerErrorRecord | NodeErrorRecord) -> None:
-    write_json(path, to_plain(error))
+    write_versioned(path, to_plain(error))
 
 
 def read_error(path: Path, cls: type[ErrorRecord]) -> ErrorRecord:
     """Read a file of the run's errors folder. Raises UnreadableFileError."""
-    return _record(cls, path, read_object(path), "error")
-
-
-def _record(cls: type[Record], path: Path, plain: Mapping[str, object], what: str) -> Record:
-    try:
-        return read_record(cls, plain)
-    except FieldError as fault:
-        raise unreadable(path, f"is no {what} of a run: {fault}") from fault
+    return read_versioned_record(path, cls, "error of a run")

@@ -9,21 +9,18 @@ from dataclasses import dataclass
 
 from trainspec_cli.reading.files import unreadable
 from trainspec_cli.rundir.event_types.decisions import WrittenLayout
-from trainspec_cli.rundir.files import FileWatch, write_json
+from trainspec_cli.rundir.files import FileWatch
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.versioned import read_versioned
+from trainspec_cli.rundir.versioned import read_versioned_record, write_versioned
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.records import Count, Seconds
 from trainspec_cli.spec.results.links import MeasuredLink
-
-VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeedsReport:
     """speeds.json: the confirmed speeds of all ranks, and how samples are divided over them."""
 
-    version: Count = VERSION
     step: Count
     """Updates made when this was written."""
     step_s: Seconds
@@ -56,13 +53,13 @@ class SpeedsReport:
 
 
 def write_speeds(run: RunDir, report: SpeedsReport) -> None:
-    write_json(run.speeds_json, to_plain(report))
+    write_versioned(run.speeds_json, to_plain(report))
 
 
 def read_speeds(run: RunDir) -> SpeedsReport:
     """Read speeds.json. Raises UnreadableFileError where it is damaged or of a later version."""
     path = run.speeds_json
-    report = read_versioned(path, SpeedsReport, VERSION, "report of speeds")
+    report = read_versioned_record(path, SpeedsReport, "report of speeds")
     ranks = report.layout.world_size
     if any(len(figures) != ranks for figures in (report.samples, report.fixed_s, report.per_sample_s)):
         raise unreadable(path, f"has other numbers of figures than the layout's ranks, {ranks}")

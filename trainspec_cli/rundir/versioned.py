@@ -1,28 +1,35 @@
-"""Records of the run folder that carry the version of their form."""
+"""Files that state the version of the training spec that they keep to."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import read_object, unreadable
+from trainspec_cli.reading.spec_version import KEY, UNSTATED, check_version, with_version, without_version
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.records import FieldError, read_record
 
-
-class Versioned(Protocol):
-    @property
-    def version(self) -> int: ...
+Record = TypeVar("Record")
 
 
-Record = TypeVar("Record", bound=Versioned)
+def write_versioned(path: Path, content: JsonObject) -> None:
+    """Write a file of the current version. Raises as `write_json`."""
+    write_json(path, with_version(content))
 
 
-def read_versioned(path: Path, record_type: type[Record], version: int, name: str) -> Record:
-    """Read the record, which is a `name`. Raises UnreadableFileError where it is damaged or of another version."""
+def read_versioned(path: Path) -> JsonObject:
+    """Return the object in a file of any version that this trainspec reads, without its version. Raises
+    UnreadableFileError as `read_object`, and where a newer trainspec wrote it."""
+    content = read_object(path)
+    check_version(path, content.get(KEY, UNSTATED))
+    return without_version(content)
+
+
+def read_versioned_record(path: Path, record_type: type[Record], name: str) -> Record:
+    """Read the record, which is a `name`. Raises as `read_versioned`, and where it is damaged."""
     try:
-        record = read_record(record_type, read_object(path))
+        return read_record(record_type, read_versioned(path))
     except FieldError as fault:
         raise unreadable(path, f"is no {name}: {fault}") from fault
-    if record.version != version:
-        raise unreadable(path, f"is of version {record.version}; this trainspec reads version {version}")
-    return record

@@ -14,6 +14,7 @@ from trainspec_cli.interop.registry import TARGETS
 from trainspec_cli.interop.sources import READERS, guess_engine, read_source
 from trainspec_cli.interop.target import Target, nest
 from trainspec_cli.json_value import JsonValue
+from trainspec_cli.reading.spec_version import VERSION_LINE
 from trainspec_cli.rundir.files import write_text
 
 ASKED = ("train.max_steps", "batching.global_batch_size", "data.seq_len")
@@ -71,6 +72,7 @@ def _recipe(imported: Imported) -> Iterator[str]:
     values = dict(imported.heard.values)
     model = NEEDED_OF_MODEL in values
     yield f"# Read from {imported.file.name!r} ({imported.target.title}) by trainspec import."
+    yield VERSION_LINE.strip()
     yield "defaults:"
     named = "llama3_8b  # whose sizes are replaced below" if model else "auto" if CHECKPOINT in values else MISSING
     yield f"  - override /model: {named}"

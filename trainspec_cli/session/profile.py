@@ -17,7 +17,8 @@ from trainspec_cli.planner.calibration.observe import efficiency_with
 from trainspec_cli.planner.calibration.posterior import PACE
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.reading.yaml_file import read_yaml
+from trainspec_cli.reading.spec_version import VERSION_LINE
+from trainspec_cli.reading.yaml_file import read_versioned_yaml
 from trainspec_cli.rundir.files import write_text
 from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -39,7 +40,7 @@ def list_profiles() -> list[Path]:
 def read_profile(path: Path) -> ClusterProfile:
     """Read a profile. Raises RecipeError for a file that is none."""
     try:
-        return from_plain(ClusterProfile, read_yaml(path))
+        return from_plain(ClusterProfile, read_versioned_yaml(path))
     except (RecipeError, ValueError, TypeError) as error:
         message, hint = f"{path} is no profile of a cluster: {error}", "write it again with trainspec calibrate"
         raise RecipeError(Problem("wrong_profile", message, file=str(path), hint=hint)) from error
@@ -49,7 +50,7 @@ def write_profile(path: Path, profile: ClusterProfile) -> None:
     if path.is_relative_to(cache_dir()):
         make_cache()
     head = "# Factors over the planner's shipped values, by trainspec calibrate; nine in ten lie within low and high.\n"
-    write_text(path, head + yaml.safe_dump(to_plain(profile), sort_keys=False))
+    write_text(path, head + VERSION_LINE + yaml.safe_dump(to_plain(profile), sort_keys=False))
 
 
 def device_of(spec: RunSpec, machine: Machine | None) -> str:

@@ -73,7 +73,7 @@ def explain_field(owner: type, field: dataclasses.Field[Any], path: str) -> KeyM
     return KeyMeaning(
         key=path,
         of=owner.__name__,
-        doc=_docs(owner).get(field.name, ""),
+        doc=docs_of(owner).get(field.name, ""),
         value="a section" if sections else _allowed(owner, field),
         unit=next((UNITS[end] for end in sorted(UNITS, key=len, reverse=True) if field.name.endswith(end)), ""),
         default=_default(field),
@@ -98,7 +98,7 @@ def _default(field: dataclasses.Field[Any]) -> str | None:
 
 
 @cache
-def _docs(owner: type) -> Mapping[str, str]:
+def docs_of(owner: type) -> Mapping[str, str]:
     """Return the text under each field of a dataclass, from its source."""
     found: dict[str, str] = {}
     for base in reversed(owner.__mro__[:-1]):

@@ -13,13 +13,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from trainspec_cli.json_value import JsonObject, JsonValue
+from trainspec_cli.reading.spec_version import KEY, VERSIONS
 from trainspec_cli.spec.explain import explain_field
 from trainspec_cli.spec.field_types import AUTO, Range, largest_of, ranges_of
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, PoolSpec
 from trainspec_cli.spec.recipe.kernels import KERNELS, KernelSpec
 from trainspec_cli.spec.recipe.model import AUTO_FAMILY
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.structure import MAX_ITEMS, hints_of, key_of, known_paths, members_of, sections_of
+from trainspec_cli.spec.structure import MAX_ITEMS, hints_of, is_required, key_of, known_paths, members_of, sections_of
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 REFERENCE: JsonObject = {
@@ -58,7 +59,13 @@ def recipe_schema(groups: Iterable[str]) -> JsonObject:
     }
     parent = _text("A recipe that this one builds on, or _self_.")
     doc = "The options that this recipe chooses, and the recipes that it builds on."
-    return _SchemaWriter().document("a recipe", [RunSpec], _defaults(doc, entry, parent))
+    version: JsonObject = {
+        KEY: {
+            "description": "The version of the training spec that the recipe is written for; 0.1 where it states none.",
+            "enum": [*VERSIONS],
+        }
+    }
+    return _SchemaWriter().document("a recipe", [RunSpec], version | _defaults(doc, entry, parent))
 
 
 def group_schema(group: str, groups: Iterable[str]) -> JsonObject:
@@ -82,6 +89,13 @@ def group_schema(group: str, groups: Iterable[str]) -> JsonObject:
 def plain_schema(name: str, section: type) -> JsonObject:
     """Return the schema of the files of conf/NAME, which are read by themselves: without defaults and references."""
     return _SchemaWriter(has_references=False).document(f"an option of conf/{name}", [section], {})
+
+
+def written_sections(roots: Iterable[type]) -> JsonObject:
+    """Return definitions of what `from_plain` reads, by the names of the dataclasses: JSON that trainspec has written,
+    without references, and with every key that has no default."""
+    writer = _SchemaWriter(has_references=False, is_written=True)
+    return writer.define(roots)
 
 
 def sections_of_group(group: str) -> list[type]:
@@ -120,8 +134,9 @@ def _defaults(description: str, *items: JsonObject) -> JsonObject:
 class _SchemaWriter:
     """Writes one schema. Every section below the root becomes a definition, to which the keys refer."""
 
-    def __init__(self, *, has_references: bool = True):
-        self._has_references = has_references
+    def __init__(self, *, has_references: bool = True, is_written: bool = False):
+        """`is_written`: the file is JSON of trainspec's own, not YAML of a person's."""
+        self._has_references, self._is_written = has_references, is_written
         self._definitions: JsonObject = {}
 
     def document(self, title: str, roots: list[type], further: JsonObject) -> JsonObject:
@@ -134,22 +149,31 @@ class _SchemaWriter:
             "definitions": {**SHARED, **dict(sorted(self._definitions.items()))},
         }
 
+    def define(self, roots: Iterable[type]) -> JsonObject:
+        """Return the definitions of `roots` and of all sections below them."""
+        for root in roots:
+            self._refer(root)
+        return dict(sorted(self._definitions.items()))
+
     def _section(self, section: type, further: JsonObject) -> JsonObject:
         keys = {key_of(field): self._key(section, field) for field in dataclasses.fields(section)}
-        return {"type": "object", "properties": {**further, **keys}, "additionalProperties": False}
+        needed: list[JsonValue] = [key_of(field) for field in dataclasses.fields(section) if is_required(field)]
+        required: JsonObject = {"required": needed} if self._is_written and needed else {}
+        return {"type": "object", "properties": {**further, **keys}, "additionalProperties": False, **required}
 
     def _key(self, owner: type, field: dataclasses.Field[Any]) -> JsonObject:
         wanted = _wanted(owner, field.name)
         found: JsonObject = {"description": _description(owner, field), **_default(field)}
         alternatives = [*self._alternatives(wanted, ranges_of(owner).get(field.name), field.name)]
-        return found | _any_of([*alternatives, *SHORT_FORMS.get((owner, field.name), ())])
+        short = () if self._is_written else SHORT_FORMS.get((owner, field.name), ())
+        return found | _any_of([*alternatives, *short])
 
     def _alternatives(self, wanted: Any, limits: Range | None, name: str) -> Iterator[JsonObject]:
         """Yield a schema for each member of a union; where text is not one, a reference may stand for any of them."""
         members = members_of(wanted)
         for member in members:
             yield self._alternative(member, limits, name)
-        if {int, float} & set(members):
+        if {int, float} & set(members) and not self._is_written:
             yield {"$ref": "#/definitions/grouped_number"}
         if self._has_references and str not in members:
             yield {"$ref": "#/definitions/reference"}

@@ -12,10 +12,11 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Annotated, Any, TypeVar
 
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import show_kind
 from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.spec.structure import is_required, key_of
@@ -35,6 +36,10 @@ class ValueKind:
     """The kind as an error names it."""
     read: Callable[[object], Any]
     """Returns the value as the record holds it. Raises FieldError where it is not of this kind."""
+    schema: JsonObject = field(default_factory=dict, compare=False)
+    """The JSON Schema of these values; an empty one allows anything."""
+    section: type | None = None
+    """The dataclass that `from_plain` builds of such a value, whose schema it then has."""
 
 
 def number(low: float, high: float, *, whole: bool = False, may_diverge: bool = False) -> ValueKind:
@@ -48,7 +53,10 @@ def number(low: float, high: float, *, whole: bool = False, may_diverge: bool = 
                 return value
         raise FieldError
 
-    return ValueKind(f"{'a whole number' if whole else 'a number'} from {low:g} to {high:g}", read)
+    limits = {"minimum": low, "maximum": high}
+    schema: JsonObject = {"type": "integer" if whole else "number"}
+    schema |= {name: limit for name, limit in limits.items() if math.isfinite(limit)}
+    return ValueKind(f"{'a whole number' if whole else 'a number'} from {low:g} to {high:g}", read, schema)
 
 
 Count = Annotated[int, number(0, 2**53, whole=True)]
@@ -66,13 +74,14 @@ def _exactly(wanted: type[T], value: object) -> T:
     return value
 
 
-_PLAIN: dict[Any, ValueKind] = {
+PLAIN: dict[Any, ValueKind] = {
     int: number(-(2**53), 2**53, whole=True),
     float: number(-1e30, 1e30, may_diverge=True),
-    str: ValueKind("text", partial(_exactly, str)),
-    bool: ValueKind("true or false", partial(_exactly, bool)),
+    str: ValueKind("text", partial(_exactly, str), {"type": "string"}),
+    bool: ValueKind("true or false", partial(_exactly, bool), {"type": "boolean"}),
     object: ValueKind("anything", lambda value: value),
 }
+"""The values of fields whose annotation says nothing of them."""
 
 
 def _list_of(item: ValueKind) -> ValueKind:
@@ -116,10 +125,10 @@ def _kind_of(annotation: Any) -> ValueKind:
     if origin is dict:
         return _object_of(_kind_of(members[1]))
     if origin is typing.Literal:
-        return _PLAIN[str]
+        return PLAIN[str]
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return ValueKind("an object", lambda value: read_record(annotation, _exactly(dict, value)))
-    return _PLAIN[annotation]
+    return PLAIN[annotation]
 
 
 @dataclass(frozen=True)
@@ -134,8 +143,7 @@ class _Field:
 def _fields_of(cls: type[Any]) -> tuple[_Field, ...]:
     hints = typing.get_type_hints(cls, include_extras=True)
     return tuple(
-        _Field(field.name, key_of(field), _kind_of(hints[field.name]), is_required(field))
-        for field in dataclasses.fields(cls)
+        _Field(one.name, key_of(one), _kind_of(hints[one.name]), is_required(one)) for one in dataclasses.fields(cls)
     )
 
 
@@ -144,15 +152,15 @@ def read_record(cls: type[T], plain: Mapping[str, object]) -> T:
     field that does not fit."""
     values = {}
     record: Any = cls
-    for field in _fields_of(record):
-        if field.key in plain:
+    for one in _fields_of(record):
+        if one.key in plain:
             try:
-                values[field.name] = field.kind.read(plain[field.key])
+                values[one.name] = one.kind.read(plain[one.key])
             except FieldError as error:
                 if inner := str(error):
-                    raise FieldError(f"`{field.key}` does not fit: {inner}") from error
-                wrong = show_kind(plain[field.key])
-                raise FieldError(f"`{field.key}` is {wrong}; {field.kind.name} is needed") from error
-        elif field.needed:
-            raise FieldError(f"it has no `{field.key}`")
+                    raise FieldError(f"`{one.key}` does not fit: {inner}") from error
+                wrong = show_kind(plain[one.key])
+                raise FieldError(f"`{one.key}` is {wrong}; {one.kind.name} is needed") from error
+        elif one.needed:
+            raise FieldError(f"it has no `{one.key}`")
     return cls(**values)

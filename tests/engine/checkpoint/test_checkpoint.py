@@ -102,6 +102,7 @@ def test_a_fresh_optimizer_without_state_takes_it(tmp_path):
     )
 
 
+@pytest.mark.clause("RUN-8")
 def test_its_files_are_safetensors_and_json_and_hold_no_pickle(tmp_path):
     held = trained()
     save(RunDir(tmp_path), held, 3)
@@ -112,6 +113,7 @@ def test_its_files_are_safetensors_and_json_and_hold_no_pickle(tmp_path):
         assert file.get_tensor("model.1.num_batches_tracked").dtype == torch.int64
 
 
+@pytest.mark.clause("RUN-9")
 @pytest.mark.parametrize("way", ["save", "begin"])
 def test_a_checkpoint_is_on_disk_before_it_has_its_name(tmp_path, disk_calls, way):
     """Tensors, then the manifest, then the folder; after the rename also the folder above."""
@@ -179,6 +181,7 @@ def flip_a_bit(path):
     path.write_bytes(content)
 
 
+@pytest.mark.clause("RUN-8")
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -236,6 +239,7 @@ def test_the_ranks_verify_every_file_once_between_them(tmp_path, monkeypatch, da
     assert found == [damaged % 2]
 
 
+@pytest.mark.clause("RUN-8")
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -16,6 +16,7 @@ from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 
 
+@pytest.mark.clause("LAUNCH-4")
 def test_a_run_is_held_by_one_launch_at_a_time(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert not is_running(run)
@@ -50,6 +51,7 @@ def test_a_launch_that_fails_lets_go(tmp_path: Path) -> None:
         assert is_running(run)
 
 
+@pytest.mark.clause("LAUNCH-4")
 def test_a_killed_launch_lets_go_once_its_workers_are_gone(tmp_path: Path) -> None:
     run, launch_id = RunDir(tmp_path), f"killed-{os.getpid()}"
     program = f"""

@@ -67,6 +67,7 @@ def test_a_folder_in_other_use_is_refused(tmp_path: Path) -> None:
     assert make_folder(str(tmp_path / "new" / "run"), "tiny").is_dir()
 
 
+@pytest.mark.clause("LAUNCH-3", "RUN-2")
 def test_what_the_workers_need_is_written_before_the_run_exists(
     make_job: MakeJob, make_plan: MakePlan, tmp_path: Path
 ) -> None:
@@ -152,6 +153,7 @@ def mode(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
+@pytest.mark.clause("RUN-10")
 def test_a_run_is_for_its_user_alone_and_what_was_there_stays_as_it_was(
     make_job: MakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,6 +171,7 @@ def test_a_run_is_for_its_user_alone_and_what_was_there_stays_as_it_was(
     assert [mode(path) for path in (made / "childs", job.logs, job.torchrun_log)] == [0o600, 0o700, 0o600]
 
 
+@pytest.mark.clause("LAUNCH-9")
 def test_a_folder_in_which_others_write_is_no_place_for_a_run(shared: Path, stranger: Callable[..., None]) -> None:
     stranger("mkdir $1", shared / "theirs")
     (shared / "everybodys").mkdir()

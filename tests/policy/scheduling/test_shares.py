@@ -108,6 +108,7 @@ def test_two_disturbances_of_which_one_leaves_settle(samples: int, noise: float,
         assert max(ends) <= 1.12 * (2 / 7 * (samples + 4 * fixed_s) + 2)
 
 
+@pytest.mark.clause("SCHED-6")
 def test_a_thousand_healthy_steps_with_noise_give_no_directive() -> None:
     for seed in range(5):
         healthy = Simulated(lambda rank, step: 1.0, 1024, 0.05, largest=512, micro_batch_size=256, seed=seed)
@@ -123,6 +124,7 @@ def packed_s(draw: random.Random, spread: float) -> float:
     return 1 + attention
 
 
+@pytest.mark.clause("SCHED-6")
 @pytest.mark.parametrize(("samples", "spread"), [(1, 1.0), (1, 2.0), (8, 2.0)])
 def test_a_thousand_healthy_steps_of_very_different_lengths_give_no_directive(samples: int, spread: float) -> None:
     """Long steps, and changes that cost nothing."""
@@ -146,6 +148,7 @@ def test_ranks_that_always_differ_a_little_are_left_alone() -> None:
     assert unequal.run(100).counts == []
 
 
+@pytest.mark.clause("SCHED-7")
 def test_no_micro_batch_is_larger_than_memory_allows() -> None:
     run = Simulated(slow_from_30_to_150, largest=8).run(120)
     assert run.counts == [(9, 9, 5, 9)]

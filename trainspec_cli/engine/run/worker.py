@@ -11,18 +11,17 @@ from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import open_source
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.policy.recovery.memory import with_reliefs
-from trainspec_cli.reading.files import read_field, read_object
-from trainspec_cli.rundir.files import read_json
+from trainspec_cli.reading.files import read_field
 from trainspec_cli.rundir.own_code import check_code
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import from_plain
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.rundir.versioned import read_versioned
 
 
 def work(run_dir: RunDir, stop: StopRequest) -> None:
     """Train by the folder's plan.json and run.json; does not return where all went well."""
-    plan = from_plain(Plan, read_json(run_dir.plan_json))
-    about = read_object(run_dir.run_json)
+    plan = read_plan(run_dir)
+    about = read_versioned(run_dir.run_json)
     data_dir = None if about["data_dir"] is None else read_field(run_dir.run_json, about, "data_dir", str)
     digest = read_field(run_dir.run_json, about, "digest", str)
     device = join_processes(plan.device)

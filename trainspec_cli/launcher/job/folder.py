@@ -18,12 +18,21 @@ from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.launcher.job.communication import write_communication
 from trainspec_cli.launcher.job.job import Job, render_command
 from trainspec_cli.launcher.job.provenance import git_state, versions
-from trainspec_cli.reading.files import UnreadableFileError
+from trainspec_cli.reading.files import UnreadableFileError, read_text
+from trainspec_cli.reading.spec_version import VERSION_LINE
 from trainspec_cli.rundir import memory
-from trainspec_cli.rundir.files import read_json, write_json, write_text
+from trainspec_cli.rundir.files import write_json, write_text
 from trainspec_cli.rundir.own_code import keep_code
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import Resume, RunRecord, has_own_command, read_run_record, write_run_record
+from trainspec_cli.rundir.record import (
+    Resume,
+    RunRecord,
+    has_own_command,
+    read_run_record,
+    write_plan,
+    write_run_record,
+)
+from trainspec_cli.rundir.versioned import write_versioned
 from trainspec_cli.spec.canonical import Absent, digest, to_plain
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.kernels import KernelTable
@@ -113,7 +122,7 @@ def write_launch(
     """
     run = job.run
     _check_no_run(run.root)
-    write_text(run.composed_yaml, origin.composed_yaml)
+    write_text(run.composed_yaml, VERSION_LINE + origin.composed_yaml)
     write_json(run.versions_json, versions())
     _keep_small_files(plan.spec, run)
     _write_start(job, plan, kernels)
@@ -213,8 +222,8 @@ def write_resume(
 def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
     """`kernels`: what was measured for this start; None leaves what an earlier one has written."""
     if kernels is not None:
-        write_json(job.run.kernels_json, to_plain(kernels))
-    write_json(job.run.plan_json, to_plain(plan))
+        write_versioned(job.run.kernels_json, to_plain(kernels))
+    write_plan(job.run, plan)
     keep_code(plan.spec, job.run)
     write_communication(plan, job.run)
     job.run.plan_of_all_nodes.unlink(missing_ok=True)
@@ -224,8 +233,8 @@ def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
 def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
     """Write the plan of the next start, which is without a node. The first one's is kept: a resume goes back to it."""
     if not run.plan_of_all_nodes.exists():
-        write_json(run.plan_of_all_nodes, read_json(run.plan_json))
-    write_json(run.plan_json, to_plain(plan))
+        write_text(run.plan_of_all_nodes, read_text(run.plan_json))
+    write_plan(run, plan)
 
 
 @contextmanager

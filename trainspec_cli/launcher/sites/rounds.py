@@ -13,7 +13,7 @@ from pathlib import Path
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.policy.sites.meeting import MeetingState
 from trainspec_cli.reading.files import UnreadableFileError
-from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.rundir.versioned import read_versioned, write_versioned
 from trainspec_cli.spec.canonical import from_plain, to_plain
 
 Payloads = dict[int, dict[int, bytes]]
@@ -30,7 +30,7 @@ class Rounds:
         if not path.exists():
             return MeetingState()
         try:
-            return from_plain(MeetingState, read_json(path))
+            return from_plain(MeetingState, read_versioned(path))
         except (UnreadableFileError, RecipeError) as error:
             message, hint = f"{path} cannot be read: {error}", "restore it from a backup, or begin a new run"
             raise MachineError(Problem("sites", message, hint=hint, environment=True)) from error
@@ -44,7 +44,7 @@ class Rounds:
         partial = path.with_suffix(".partial")
         partial.write_bytes(b"\n".join((head, b"".join(part for *_, part in rows))))
         partial.replace(path)
-        write_json(self.folder / "meeting.json", to_plain(state))
+        write_versioned(self.folder / "meeting.json", to_plain(state))
 
     def read(self, number: int) -> Payloads:
         head, _, body = self._path(number).read_bytes().partition(b"\n")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.launcher.own_command.job import Wanted
-from trainspec_cli.reading.files import read_object, unreadable
-from trainspec_cli.rundir.files import write_json
+from trainspec_cli.reading.files import unreadable
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.versioned import read_versioned, write_versioned
 from trainspec_cli.spec.canonical import from_plain, to_plain
 
 
@@ -22,13 +22,13 @@ class OwnJob:
 
 
 def write_own_job(run: RunDir, job: OwnJob) -> None:
-    write_json(run.own_job_json, to_plain(job))
+    write_versioned(run.own_job_json, to_plain(job))
 
 
 def read_own_job(run: RunDir) -> OwnJob:
     """Raises UnreadableFileError."""
     try:
-        return from_plain(OwnJob, read_object(run.own_job_json))
+        return from_plain(OwnJob, read_versioned(run.own_job_json))
     except RecipeError as error:
         hint = "it is damaged, or another version of trainspec wrote it"
         raise unreadable(run.own_job_json, f"is no job of this version: {error}", hint) from error

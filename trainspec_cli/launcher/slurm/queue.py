@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from trainspec_cli.errors import EXIT_DONE, Interrupted, Stopped, WorkerError
 from trainspec_cli.launcher.slurm import commands as slurm
-from trainspec_cli.reading.files import read_field, read_object
-from trainspec_cli.rundir.files import write_json
+from trainspec_cli.reading.files import read_field
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import NodeErrorRecord, WorkerErrorRecord, has_own_command, read_error
+from trainspec_cli.rundir.versioned import read_versioned, write_versioned
 
 HUNG = "hang"
 """The error code of a worker whose step hung."""
@@ -19,14 +19,14 @@ HUNG = "hang"
 
 def note_job(run: RunDir, job_id: str) -> None:
     """Record the job of a run; `job_id` as squeue shows it: `12`, or `12_3` for a task of an array."""
-    write_json(run.slurm_json, {"job_id": job_id})
+    write_versioned(run.slurm_json, {"job_id": job_id})
 
 
 def job_of(run: RunDir) -> str | None:
     """Return the job that a run was last given to; None where it was given to none."""
     if not run.slurm_json.is_file():
         return None
-    return read_field(run.slurm_json, read_object(run.slurm_json), "job_id", str)
+    return read_field(run.slurm_json, read_versioned(run.slurm_json), "job_id", str)
 
 
 def own_job() -> str:

@@ -20,7 +20,7 @@ def _read_layout(value: object) -> Layout:
         raise FieldError(error.problems[0].message) from error
 
 
-WrittenLayout = Annotated[Layout, ValueKind("a layout", _read_layout)]
+WrittenLayout = Annotated[Layout, ValueKind("a layout", _read_layout, section=Layout)]
 
 
 ADVICE = "advice: "

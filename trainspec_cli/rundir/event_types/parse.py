@@ -69,7 +69,7 @@ EVENT_TYPES: dict[str, type[Event]] = {
 }
 
 
-_ONE_OF = {
+ONE_OF = {
     "step": ("tokens", "samples", "steps"),
     "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
 }
@@ -84,7 +84,7 @@ def parse_event(plain: Mapping[str, object]) -> Event:
             raise FieldError(f"it has no `{key}`")
     kind = plain["type"]
     event = read_record(EVENT_TYPES.get(kind, UnknownEvent) if isinstance(kind, str) else UnknownEvent, plain)
-    choices = _ONE_OF.get(event.type)
+    choices = ONE_OF.get(event.type)
     if choices and not any(choice in plain for choice in choices):
         raise FieldError(f"it has none of {', '.join(f'`{choice}`' for choice in choices)}")
     return event

@@ -87,6 +87,7 @@ HISTORY = (
 )
 
 
+@pytest.mark.clause("SCHED-3")
 def test_a_run_that_is_resumed_goes_through_the_same_layouts_and_shares(tmp_path: Path) -> None:
     run = reopened(tmp_path, DATA, *HISTORY)
     assert numbers(run.shares_of_layout(4, applied=True)) == [1]
@@ -129,6 +130,7 @@ def test_what_was_tried_is_not_planned_again(tmp_path: Path) -> None:
     assert not run.has_changed_layout(21)
 
 
+@pytest.mark.clause("SCHED-2")
 def test_new_directives_go_on_in_number_and_void_the_shares_of_other_layouts(tmp_path: Path) -> None:
     run = reopened(tmp_path, DATA, HISTORY[0])
     assert run.write(change(0, 12, DATA, PIPELINE, applied=False)).number == 2

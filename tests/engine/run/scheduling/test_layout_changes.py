@@ -63,6 +63,7 @@ def test_a_proposal_goes_the_way_of_a_planned_change(tmp_path: Path) -> None:
     assert run.written == []
 
 
+@pytest.mark.clause("SCHED-4")
 def test_advice_is_written_down_and_changes_nothing(tmp_path: Path) -> None:
     run = Changes(tmp_path, "advise")
     assert run.due(9, MOVED, PROPOSED) is None

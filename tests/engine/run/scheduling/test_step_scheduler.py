@@ -168,6 +168,7 @@ def test_a_slow_rank_gets_less_from_the_next_step_on(tmp_path: Path) -> None:
     assert "group" not in first
 
 
+@pytest.mark.clause("SCHED-1")
 def test_it_is_written_down_before_a_step_is_made_with_it(tmp_path: Path) -> None:
     run = Run(tmp_path)
     for step in range(5):
@@ -179,6 +180,7 @@ def test_it_is_written_down_before_a_step_is_made_with_it(tmp_path: Path) -> Non
     assert run.written
 
 
+@pytest.mark.clause("SCHED-5")
 def test_what_it_has_come_to_is_measured(tmp_path: Path) -> None:
     """Two steps still bring figures of before; of the five after that the median counts."""
     run = Run(tmp_path)
@@ -205,6 +207,7 @@ def test_a_directive_says_how_many_micro_batches_there_are(tmp_path: Path) -> No
     assert [(tuple(line["counts"]), line["micro_batches"]) for line in given] == [(UNEVEN, 2), (EVEN, 2)]
 
 
+@pytest.mark.clause("SCHED-4")
 def test_advice_changes_nothing_and_is_given_once(tmp_path: Path) -> None:
     run = Run(tmp_path, mode="advise")
     assert set(run.steps(0, 40, *ONE_SLOW)) == {EVEN}
@@ -329,6 +332,7 @@ def test_only_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # A run that is resumed
 
 
+@pytest.mark.clause("SCHED-3")
 def test_a_resumed_run_follows_what_was_decided_at_the_same_steps(tmp_path: Path, write: Any) -> None:
     path = write(directive(1, 3), directive(2, 6, EVEN))
     before = path.read_bytes()
@@ -343,6 +347,7 @@ def test_a_run_that_starts_after_several_directives_follows_the_last(tmp_path: P
     assert Run(tmp_path).step(2) == EVEN
 
 
+@pytest.mark.clause("SCHED-3")
 def test_new_decisions_come_after_those_that_are_followed(tmp_path: Path, write: Any) -> None:
     write(directive(1, 6))
     run = Run(tmp_path)
@@ -403,6 +408,7 @@ def test_half_a_line_at_the_end_was_never_in_force(tmp_path: Path, write: Any) -
     assert [line["number"] for line in run.written if line["type"] == "directive"] == [1, 2]
 
 
+@pytest.mark.clause("SCHED-2")
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -509,6 +515,7 @@ def test_layers_move_where_a_stage_is_slow_in_every_pipeline(tmp_path: Path) -> 
     assert run.written == []
 
 
+@pytest.mark.clause("SCHED-7")
 @pytest.mark.parametrize("changes", [{"largest_stage_layers": None}, {"largest_stage_layers": 3}])
 def test_no_layers_move_where_memory_is_not_known_or_full(tmp_path: Path, changes: dict[str, Any]) -> None:
     layout = Layout(pp=2, dp_shard=2, zero_stage=1)

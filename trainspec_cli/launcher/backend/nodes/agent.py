@@ -37,9 +37,9 @@ from trainspec_cli.launcher.signals import PatientRequests, on_stop_signal
 from trainspec_cli.node import node_name
 from trainspec_cli.reading.files import parse_json
 from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.generations import GenerationRecord, read_secret
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.results.doctor import NodeReport
 from trainspec_cli.spec.results.plan import Plan
@@ -71,7 +71,7 @@ def run_agent(run: RunDir, generation: int, node: int) -> int:
     Raises MachineError where the hub cannot be reached, RecipeError where another agent has the number.
     """
     record = await_record(run, generation)
-    plan = None if record.own else from_plain(Plan, read_json(run.plan_json))
+    plan = None if record.own else read_plan(run)
     requests = PatientRequests()
     serve = partial(_serve, run, plan, record, record.place_of(node), requests)
 
