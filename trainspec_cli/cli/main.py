@@ -41,6 +41,7 @@ COMMANDS = {
     "explain": "say what a key of a recipe means, and what it may be",
     "schema": "print the JSON Schema by which editors check and complete recipes",
     "data": "prepare text for training, and inspect it",
+    "bundle": "make a folder that installs trainspec where no network is",
     "completion": "print what makes a shell complete words: bash, zsh or fish",
 }
 """A command, which is a function in a module of its name -> what it does."""
