@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.composer.folders import SUFFIX, Folders
@@ -37,7 +37,7 @@ class Carried:
 
     words: list[str]
     """After `trainspec launch`, in the folder of the bundle."""
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
     """What the run needs and the bundle does not hold."""
 
 
@@ -52,15 +52,15 @@ def copy_recipes(folders: Folders, bundle: Path) -> None:
 
 def carry(name: str, words: Sequence[str], spec: RunSpec, bundle: Path, on_progress: OnProgress | None) -> Carried:
     """Copy what the run of `spec` reads into `bundle`, below folders of this name. Raises as `prepare` does."""
-    carried = Carried(list(words))
-    carried.words.extend(_carry_weights(name, spec, bundle))
+    places = list(_carry_weights(name, spec, bundle))
     if spec.model.unit == "samples":
-        carried.words.extend(_carry_samples(name, spec.data, bundle))
+        places += _carry_samples(name, spec.data, bundle)
     else:
-        carried.words.extend(_carry_text(name, spec.data, bundle, on_progress))
-        carried.words.extend(_carry_tokenizer(name, spec.data, bundle))
-    carried.notes.extend(_carry_code(spec, bundle))
-    return carried
+        places += _carry_text(name, spec.data, bundle, on_progress)
+        places += _carry_tokenizer(name, spec.data, bundle)
+    changed = {word.partition("=")[0] for word in places}
+    kept = [word for word in words if word.partition("=")[0] not in changed]
+    return Carried([*kept, *places], list(_carry_code(spec, bundle)))
 
 
 def _carry_weights(name: str, spec: RunSpec, bundle: Path) -> Iterator[str]:
