@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from lab.wheels import make_wheel, make_whole_set
 
+from trainspec_cli.bundle.installer import sha256_of
+
 CHECKOUT = Path(__file__).parents[2]
 
 
@@ -86,15 +88,13 @@ def test_wheels_that_do_not_fit_are_named_although_their_digests_are_right(made:
         out / "wheels" / "deeper-1.1-cp311-cp311-win_amd64.whl"
     )
     record = json.loads((out / "bundle.json").read_text())
-    from trainspec_cli.bundle.installer import sha256_of
-
     record["files"][f"wheels/{wheel.name}"] = {"sha256": sha256_of(wheel), "bytes": 1}
     del record["files"]["wheels/dep-1.5-py3-none-any.whl"]
     (out / "wheels" / "dep-1.5-py3-none-any.whl").unlink()
     (out / "bundle.json").write_text(json.dumps(record))
     ended = run(tmp_path, "out", "--check", "--json")
     assert ended.returncode == 4
-    codes = {problem["code"]: problem["message"] for problem in json.loads(ended.stdout)["problems"]}
+    codes = {problem["code"]: problem["message"] for problem in json.loads(ended.stdout)["errors"]}
     assert wheel.name in codes["wrong_platform"]
     assert "dep>=1" in codes["missing_wheel"]
 

@@ -161,3 +161,15 @@ def test_no_command_calls_out(listening: Listening, tmp_path: Path) -> None:
     )
     assert ended.returncode in (0, 4), ended.stderr.decode()
     assert [call for call in listening.calls() if call.partition(".")[0] != socket.gethostname()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tracker", ["wandb", "mlflow"])
+def test_trackers_keep_to_the_run_folder_and_report_to_nobody(
+    tracker: str, listening: Listening, tmp_path: Path
+) -> None:
+    pytest.importorskip(tracker)
+    words = ["launch", "recipe=tiny", "run.dir=run", "train.max_steps=2", f"tracking.{tracker}=true"]
+    done(listening.inside([sys.executable, "-m", "trainspec_cli", *words]), tmp_path, PYTHONPATH=str(CHECKOUT))
+    assert list((tmp_path / "run").glob(f"{tracker}*"))
+    assert [call for call in listening.calls() if call.partition(".")[0] != socket.gethostname()] == []

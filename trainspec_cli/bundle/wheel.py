@@ -69,7 +69,7 @@ class Wheel:
         if given and given != "UNKNOWN" and "\n" not in given and len(given) <= MAX_LICENCE_LETTERS:
             return given
         classifiers = map(str, self.metadata.get_all("Classifier") or ())
-        return " AND ".join(text.removeprefix(_OSI) for text in classifiers if text.startswith(_OSI))
+        return ", ".join(text.removeprefix(_OSI) for text in classifiers if text.startswith(_OSI))
 
 
 def _is_metadata(name: str) -> bool:
