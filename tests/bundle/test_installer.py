@@ -16,7 +16,7 @@ import pytest
 from lab.wheels import make_wheel
 
 from trainspec_cli.bundle import installer
-from trainspec_cli.bundle.installer import BundleFault, examine, platform_here, unfit_machine
+from trainspec_cli.bundle.installer import BundleFault, examine, platform_here, read_bundle, unfit_machine
 from trainspec_cli.bundle.target import python_here
 
 COMMAND = "trainspec bundle OUT recipe=mine"
@@ -42,7 +42,13 @@ def write_record(folder: Path, **changed: Any) -> None:
         str(path.relative_to(folder)): {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": 1}
         for path in files
     }
-    about = {"schema": "trainspec.bundle/1", "version": "0.1.0", "python": python_here(), "extras": []}
+    about = {
+        "schema": "trainspec.bundle/1",
+        "date": "2026-01-02",
+        "version": "0.1.0",
+        "python": python_here(),
+        "extras": [],
+    }
     places = {"platforms": [platform_here()], "command": COMMAND, "launches": {}, "files": digests}
     (folder / "bundle.json").write_text(json.dumps({**about, **places, **changed}))
 
@@ -156,7 +162,8 @@ def test_another_python_or_machine_is_told_before_anything_is_made(bundle: Path)
     assert "the bundle is for Python 3.8" in ended.stderr and "type python3.8 install.py" in ended.stderr
     assert f"make a bundle with --platform {platform_here()}" in ended.stderr
     assert not (bundle.parent / "new").exists()
-    assert unfit_machine({"python": python_here(), "platforms": ["riscv", platform_here()]}) == []
+    write_record(bundle, platforms=["riscv", platform_here()])
+    assert unfit_machine(read_bundle(bundle)) == []
 
 
 def test_an_environment_that_exists_is_left_alone(bundle: Path) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from trainspec_cli.bundle.installer import RECORD, WHEELS, examine
+from trainspec_cli.bundle.installer import RECORD, WHEELS, BundleRecord, examine, read_bundle
 from trainspec_cli.bundle.own_wheel import NAME
-from trainspec_cli.bundle.record import BundleRecord, read_bundle
 from trainspec_cli.bundle.target import check_target
 from trainspec_cli.bundle.wheel import lacking, missing_requirements, unfit_wheels, wheels_in
 from trainspec_cli.errors import Problem

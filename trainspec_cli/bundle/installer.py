@@ -42,29 +42,79 @@ class BundleFault:
     hint: str
 
 
+@dataclass(frozen=True)
+class BundledFile:
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class BundleRecord:
+    """The content of bundle.json: what a bundle is for, and the digest of every other file in it."""
+
+    version: str
+    """Of trainspec."""
+    date: str
+    python: str
+    """Major and minor version, such as 3.12."""
+    platforms: tuple[str, ...]
+    extras: tuple[str, ...]
+    command: str
+    """The command line that made the bundle."""
+    launches: dict[str, tuple[str, ...]]
+    """Recipe -> what is typed after `trainspec launch`, in the folder of the bundle."""
+    files: dict[str, BundledFile]
+    """By their paths in the bundle."""
+    schema: str = SCHEMA
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+
 class DamagedRecordError(Exception):
     """bundle.json cannot be read. The message says why."""
 
 
-def read_plain(folder: Path) -> dict[str, Any]:
+def read_bundle(folder: Path) -> BundleRecord:
     """Return the content of bundle.json. Raises DamagedRecordError where it is not what trainspec writes."""
     try:
         with (folder / RECORD).open("rb") as file:
-            record = json.loads(file.read(MAX_RECORD_BYTES))
+            content = json.loads(file.read(MAX_RECORD_BYTES))
     except OSError as error:
         raise DamagedRecordError(f"cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise DamagedRecordError(f"is not JSON: {error}") from error
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise DamagedRecordError(f"is not of the schema {SCHEMA}")
-    kinds = {"version": str, "python": str, "command": str, "extras": list, "platforms": list, "files": dict}
-    for key, kind in {**kinds, "launches": dict}.items():
-        if not isinstance(record.get(key), kind):
-            raise DamagedRecordError(f"has no `{key}` that is one of Python's {kind.__name__}")
-    for name, entry in record["files"].items():
-        if not _stays_inside(name) or not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
-            raise DamagedRecordError(f"names a file {name!r} that leads out of the bundle, or has no sha256")
-    return record
+    texts = {key: _kept(content, key, str) for key in ("version", "date", "python", "command")}
+    return BundleRecord(
+        **texts,
+        platforms=_words(_kept(content, "platforms", list)),
+        extras=_words(_kept(content, "extras", list)),
+        launches={name: _words(words) for name, words in _kept(content, "launches", dict).items()},
+        files={name: _file(name, entry) for name, entry in _kept(content, "files", dict).items()},
+    )
+
+
+def _kept(content: Mapping[str, object], key: str, kind: type) -> Any:
+    """Return a field that is of this kind."""
+    if not isinstance(content.get(key), kind):
+        raise DamagedRecordError(f"has no `{key}` that is of Python's type {kind.__name__}")
+    return content[key]
+
+
+def _words(listed: object) -> tuple[str, ...]:
+    if not isinstance(listed, list) or not all(isinstance(word, str) for word in listed):
+        raise DamagedRecordError(f"has {listed!r} in the place of a list of words")
+    return tuple(listed)
+
+
+def _file(name: str, entry: object) -> BundledFile:
+    sha256, size = (entry.get(key) for key in ("sha256", "bytes")) if isinstance(entry, dict) else (None, None)
+    if not _stays_inside(name) or not isinstance(sha256, str) or type(size) is not int:
+        raise DamagedRecordError(f"names a file {name!r} that leads out of the bundle, or has no sha256 and size")
+    return BundledFile(sha256, size)
 
 
 def _stays_inside(name: str) -> bool:
@@ -74,16 +124,16 @@ def _stays_inside(name: str) -> bool:
 def examine(folder: Path) -> list[BundleFault]:
     """Return what is wrong with the files of a bundle: missing, altered, or named nowhere."""
     try:
-        record = read_plain(folder)
+        record = read_bundle(folder)
     except DamagedRecordError as error:
         hint = "name the folder that trainspec bundle made, or copy bundle.json again from where it was made"
         return [BundleFault("bad_bundle", f"{folder / RECORD} {error}", hint)]
-    return [*_wrong_files(folder, record), *_unknown_files(folder, record["files"])]
+    return [*_wrong_files(folder, record), *_unknown_files(folder, record.files)]
 
 
-def _wrong_files(folder: Path, record: Mapping[str, Any]) -> Iterator[BundleFault]:
-    for name, entry in sorted(record["files"].items()):
-        again = f"copy {shlex.quote(name)} again from where the bundle was made, or make a new one: {record['command']}"
+def _wrong_files(folder: Path, record: BundleRecord) -> Iterator[BundleFault]:
+    for name, entry in sorted(record.files.items()):
+        again = f"copy {shlex.quote(name)} again from where the bundle was made, or make a new one: {record.command}"
         path = folder / name
         if not os.path.lexists(path):
             yield BundleFault("missing_file", f"{path} is missing", again)
@@ -93,8 +143,8 @@ def _wrong_files(folder: Path, record: Mapping[str, Any]) -> Iterator[BundleFaul
         except OSError as error:
             yield BundleFault("unreadable_file", f"{path} cannot be read: {error.strerror or error}", again)
             continue
-        if found != entry["sha256"]:
-            message = f"{path} is altered: its sha256 is {found}, and {RECORD} says {entry['sha256']}"
+        if found != entry.sha256:
+            message = f"{path} is altered: its sha256 is {found}, and {RECORD} says {entry.sha256}"
             yield BundleFault("altered_file", message, again)
 
 
@@ -120,18 +170,18 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def unfit_machine(record: Mapping[str, Any]) -> list[BundleFault]:
+def unfit_machine(record: BundleRecord) -> list[BundleFault]:
     """Return why this Python, on this machine, cannot use the wheels of a bundle."""
     faults = []
     here = "{}.{}".format(*sys.version_info[:2])
-    if here != record["python"]:
-        message = f"the bundle is for Python {record['python']}, and this is Python {here} ({sys.executable})"
-        hint = f"type python{record['python']} {INSTALLER}, or make a bundle with --python {here}"
+    if here != record.python:
+        message = f"the bundle is for Python {record.python}, and this is Python {here} ({sys.executable})"
+        hint = f"type python{record.python} {INSTALLER}, or make a bundle with --python {here}"
         faults.append(BundleFault("wrong_python", message, hint))
-    if not any(runs_here(name) for name in record["platforms"]):
+    if not any(runs_here(name) for name in record.platforms):
         libc = " ".join(platform.libc_ver()).strip()
         machine = f"{sys.platform} on {platform.machine()}" + (f" with {libc}" if libc else "")
-        message = f"the bundle is for {', '.join(record['platforms'])}, and this machine is {machine}"
+        message = f"the bundle is for {', '.join(record.platforms)}, and this machine is {machine}"
         hint = f"make a bundle with --platform {platform_here()} where a network is"
         faults.append(BundleFault("wrong_platform", message, hint))
     return faults
@@ -163,7 +213,7 @@ def _split_platform(name: str) -> tuple[str, tuple[int, int], str]:
     return found[1], (int(found[2]), int(found[3])), found[4]
 
 
-def install(folder: Path, record: Mapping[str, Any], target: Path) -> None:
+def install(folder: Path, record: BundleRecord, target: Path) -> None:
     """Make the virtual environment `target`, which must not exist; nothing is left of it where that fails.
 
     pip runs from its own wheel, so that a Python without ensurepip will do, and reads no settings that name an index.
@@ -171,8 +221,8 @@ def install(folder: Path, record: Mapping[str, Any], target: Path) -> None:
     try:
         venv.create(target, with_pip=False)
         (pip,) = (folder / WHEELS).glob("pip-*.whl")
-        extras = f"[{','.join(record['extras'])}]" if record["extras"] else ""
-        wanted = [f"trainspec{extras}=={record['version']}", "pip"]
+        extras = f"[{','.join(record.extras)}]" if record.extras else ""
+        wanted = [f"trainspec{extras}=={record.version}", "pip"]
         options = ["--no-index", "--find-links", str(folder / WHEELS), "--no-cache-dir", "--disable-pip-version-check"]
         settings = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
         subprocess.run(
@@ -189,11 +239,12 @@ def main() -> int:
     arguments = _parse()
     folder = Path(__file__).resolve().parent
     faults = examine(folder)
-    record = {} if faults else read_plain(folder)
-    faults = faults or unfit_machine(record)
     if faults:
         return _tell(faults)
-    print(f"{len(record['files'])} files are as {RECORD} says", flush=True)
+    record = read_bundle(folder)
+    if unfit := unfit_machine(record):
+        return _tell(unfit)
+    print(f"{len(record.files)} files are as {RECORD} says", flush=True)
     return 0 if arguments.check else _install(folder, record, arguments.venv)
 
 
@@ -204,7 +255,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _install(folder: Path, record: Mapping[str, Any], target: Path) -> int:
+def _install(folder: Path, record: BundleRecord, target: Path) -> int:
     if os.path.lexists(target):
         hint = f"name another one: python3 {INSTALLER} FOLDER; or remove it: rm -r {shlex.quote(str(target))}"
         _tell([BundleFault("output_exists", f"{target} exists", hint)])
@@ -216,8 +267,8 @@ def _install(folder: Path, record: Mapping[str, Any], target: Path) -> int:
         hint = "read what pip said above; free some space, or name a folder that you may write"
         return _tell([BundleFault("cannot_install", f"{target} could not be made: {why}", hint)])
     program = shlex.quote(str(target.absolute() / "bin" / "trainspec"))
-    launches = record["launches"] or {"quickstart": ["recipe=quickstart"]}
-    print(f"\ntrainspec {record['version']} is installed in {target}. Train with:\n")
+    launches = record.launches or {"quickstart": ("recipe=quickstart",)}
+    print(f"\ntrainspec {record.version} is installed in {target}. Train with:\n")
     print(f"  cd {shlex.quote(str(folder))}")
     for words in launches.values():
         print(f"  {program} launch {shlex.join(words)}")

@@ -12,10 +12,10 @@ from pathlib import Path
 from trainspec_cli.bundle import installer
 from trainspec_cli.bundle.contents import Carried, carry, copy_recipes
 from trainspec_cli.bundle.download import download
-from trainspec_cli.bundle.installer import INSTALLER, RECORD, SCHEMA, WHEELS
+from trainspec_cli.bundle.installer import INSTALLER, RECORD, WHEELS, BundleRecord
 from trainspec_cli.bundle.own_wheel import NAME
 from trainspec_cli.bundle.readme import README, readme
-from trainspec_cli.bundle.record import BundleRecord, list_files
+from trainspec_cli.bundle.record import list_files
 from trainspec_cli.bundle.sbom import SBOM, sbom
 from trainspec_cli.bundle.target import WheelTarget
 from trainspec_cli.bundle.wheel import Wheel, wheels_in
@@ -104,7 +104,6 @@ def _describe(
     launches = {name: tuple(of_recipe.words) for name, of_recipe in carried.items()}
     write_text(bundle / README, readme(_version(wheels), python, launches))
     record = BundleRecord(
-        schema=SCHEMA,
         version=_version(wheels),
         date=now.date().isoformat(),
         python=python,

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from packaging.licenses import InvalidLicenseExpression, canonicalize_license_expression
 from packaging.utils import canonicalize_name
 
-from trainspec_cli.bundle.installer import WHEELS
+from trainspec_cli.bundle.installer import WHEELS, BundledFile
 from trainspec_cli.bundle.own_wheel import NAME
-from trainspec_cli.bundle.record import BundledFile
 from trainspec_cli.bundle.target import WheelTarget
 from trainspec_cli.bundle.wheel import Wheel
 from trainspec_cli.json_value import JsonObject, JsonValue

@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.bundle.check import find_faults, read_checked
-from trainspec_cli.bundle.installer import INSTALLER, RECORD
+from trainspec_cli.bundle.installer import INSTALLER, RECORD, BundleRecord
 from trainspec_cli.bundle.make import MadeBundle, WantedBundle, WantedRecipe, make_bundle
-from trainspec_cli.bundle.record import BundleRecord
 from trainspec_cli.bundle.target import check_target, default_platform, python_here
 from trainspec_cli.cli.options import AsJson, check_new, not_empty
 from trainspec_cli.errors import MachineError, Problem, RecipeError
