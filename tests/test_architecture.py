@@ -36,6 +36,7 @@ DOORS = {
     "reporter": {"spec", "rundir"},
     "certify": {"spec", "policy", "rundir", "launcher"},
     "doctor": {"spec", "rundir", "launcher"},
+    "bundle": {"composer", "spec", "corpus", "rundir"},
     "session": {
         "composer",
         "spec",
@@ -65,6 +66,7 @@ DOORS = {
         "reporter",
         "certify",
         "doctor",
+        "bundle",
     },
 }
 """Room -> the rooms it may import. `FREE` modules are free to all."""

@@ -17,7 +17,9 @@ RUN_FIRST = ("resume", "watch", "logs", "stop", "report", "diagnose", "export")
 """Commands whose first argument is a run."""
 RUNS_AFTER = (("runs", "compare"), ("runs", "rm"))
 """Commands of commands that take any number of runs."""
-WITH_KEYS = ("plan", "launch", "sbatch", "emit", "fabric", "kernels", "validate", "show", "resume", "calibrate")
+WITH_KEYS = (
+    "plan", "launch", "sbatch", "emit", "fabric", "kernels", "validate", "show", "resume", "calibrate", "bundle",
+)  # fmt: skip
 """Commands that take `key=value`."""
 RUNS, RUN_FILE, LAST = "runs", "run.json", "last"
 MOST_FOLDERS = 2_000

@@ -42,6 +42,7 @@ COMMANDS = {
     "schema": "print the JSON Schema by which editors check and complete recipes",
     "migrate": "bring files of earlier versions of the training spec to the current one",
     "data": "prepare text for training, and inspect it",
+    "bundle": "make a folder that installs trainspec where no network is",
     "completion": "print what makes a shell complete words: bash, zsh or fish",
 }
 """A command, which is a function in a module of its name -> what it does."""

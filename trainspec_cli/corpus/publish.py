@@ -63,8 +63,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def _flush(folder: Path) -> None:
-    """Flush every file, then the folder, to disk, so that a power cut after the rename leaves nothing empty."""
-    for path in (*folder.iterdir(), folder):
+    """Flush all that is below the folder, then itself, to disk, so that a power cut after the rename leaves nothing
+    empty."""
+    for path in (*folder.rglob("*"), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -51,6 +51,19 @@ def _numbers(record: Event | SetFigures) -> dict[str, float]:
     return {name: value for name, value in to_plain(record).items() if isinstance(value, (int, float))}
 
 
+NO_REPORTS = {
+    "wandb": {"WANDB_ERROR_REPORTING": "false"},
+    "mlflow": {"MLFLOW_DISABLE_TELEMETRY": "true"},
+}
+"""Trackers report on their own use to their makers unless these variables say no."""
+
+
+def _send_no_reports(tracker: str) -> None:
+    """Say no, before the tracker is imported, where the user has said nothing."""
+    for name, value in NO_REPORTS[tracker].items():
+        os.environ.setdefault(name, value)
+
+
 class Tracker(Protocol):
     def record(self, event: Event) -> None: ...
 
@@ -78,6 +91,7 @@ class WandbLog:
     """Offline in the run folder unless WANDB_MODE is set; a resumed run continues under the id of its folder."""
 
     def __init__(self, run_dir: RunDir, spec: RunSpec):
+        _send_no_reports("wandb")
         import wandb
 
         self._run = wandb.init(
@@ -103,6 +117,7 @@ class MlflowLog:
     """The run as MLflow keeps it: in the run folder unless MLFLOW_TRACKING_URI names a server."""
 
     def __init__(self, run_dir: RunDir, spec: RunSpec):
+        _send_no_reports("mlflow")
         from mlflow import MlflowClient
 
         folder = (run_dir.root / "mlflow").resolve()

@@ -1,0 +1,285 @@
+"""Install trainspec from this folder into a new virtual environment. No network is used:
+
+    python3 install.py [--check] [VENV]
+
+Every file is compared with bundle.json first. A bundle holds this file as install.py, so it imports the standard
+library alone; `trainspec bundle OUT --check` calls `examine` too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+RECORD, WHEELS, INSTALLER = "bundle.json", "wheels", "install.py"
+SCHEMA = "trainspec.bundle/1"
+CHUNK_BYTES = 2**20
+MAX_RECORD_BYTES = 64 * 2**20
+EXIT_USAGE, EXIT_LACKING = 2, 4
+"""trainspec's own exit codes."""
+
+
+@dataclass(frozen=True)
+class BundleFault:
+    """One thing that is wrong with a bundle, or with the machine that it is to be installed on."""
+
+    code: str
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class BundledFile:
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class BundleRecord:
+    """The content of bundle.json: what a bundle is for, and the digest of every other file in it."""
+
+    version: str
+    """Of trainspec."""
+    date: str
+    python: str
+    """Major and minor version, such as 3.12."""
+    platforms: tuple[str, ...]
+    extras: tuple[str, ...]
+    command: str
+    """The command line that made the bundle."""
+    launches: dict[str, tuple[str, ...]]
+    """Recipe -> what is typed after `trainspec launch`, in the folder of the bundle."""
+    files: dict[str, BundledFile]
+    """By their paths in the bundle."""
+    schema: str = SCHEMA
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(file.bytes for file in self.files.values())
+
+
+class DamagedRecordError(Exception):
+    """bundle.json cannot be read. The message says why."""
+
+
+def read_bundle(folder: Path) -> BundleRecord:
+    """Return the content of bundle.json. Raises DamagedRecordError where it is not what trainspec writes."""
+    try:
+        with (folder / RECORD).open("rb") as file:
+            content = json.loads(file.read(MAX_RECORD_BYTES))
+    except OSError as error:
+        raise DamagedRecordError(f"cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise DamagedRecordError(f"is not JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise DamagedRecordError(f"is not of the schema {SCHEMA}")
+    texts = {key: _kept(content, key, str) for key in ("version", "date", "python", "command")}
+    return BundleRecord(
+        **texts,
+        platforms=_words(_kept(content, "platforms", list)),
+        extras=_words(_kept(content, "extras", list)),
+        launches={name: _words(words) for name, words in _kept(content, "launches", dict).items()},
+        files={name: _file(name, entry) for name, entry in _kept(content, "files", dict).items()},
+    )
+
+
+def _kept(content: Mapping[str, object], key: str, kind: type) -> Any:
+    """Return a field that is of this kind."""
+    if not isinstance(content.get(key), kind):
+        raise DamagedRecordError(f"has no `{key}` that is of Python's type {kind.__name__}")
+    return content[key]
+
+
+def _words(listed: object) -> tuple[str, ...]:
+    if not isinstance(listed, list) or not all(isinstance(word, str) for word in listed):
+        raise DamagedRecordError(f"has {listed!r} in the place of a list of words")
+    return tuple(listed)
+
+
+def _file(name: str, entry: object) -> BundledFile:
+    sha256, size = (entry.get(key) for key in ("sha256", "bytes")) if isinstance(entry, dict) else (None, None)
+    if not _stays_inside(name) or not isinstance(sha256, str) or type(size) is not int:
+        raise DamagedRecordError(f"names a file {name!r} that leads out of the bundle, or has no sha256 and size")
+    return BundledFile(sha256, size)
+
+
+def _stays_inside(name: str) -> bool:
+    return not name.startswith("/") and not {"", ".", ".."} & set(name.split("/")) and "\0" not in name
+
+
+def examine(folder: Path) -> list[BundleFault]:
+    """Return what is wrong with the files of a bundle: missing, altered, or named nowhere."""
+    try:
+        record = read_bundle(folder)
+    except DamagedRecordError as error:
+        hint = "name the folder that trainspec bundle made, or copy bundle.json again from where it was made"
+        return [BundleFault("bad_bundle", f"{folder / RECORD} {error}", hint)]
+    return [*_wrong_files(folder, record), *_unknown_files(folder, record.files)]
+
+
+def _wrong_files(folder: Path, record: BundleRecord) -> Iterator[BundleFault]:
+    for name, entry in sorted(record.files.items()):
+        again = f"copy {shlex.quote(name)} again from where the bundle was made, or make a new one: {record.command}"
+        path = folder / name
+        if not os.path.lexists(path):
+            yield BundleFault("missing_file", f"{path} is missing", again)
+            continue
+        try:
+            found = sha256_of(path)
+        except OSError as error:
+            yield BundleFault("unreadable_file", f"{path} cannot be read: {error.strerror or error}", again)
+            continue
+        if found != entry.sha256:
+            message = f"{path} is altered: its sha256 is {found}, and {RECORD} says {entry.sha256}"
+            yield BundleFault("altered_file", message, again)
+
+
+def _unknown_files(folder: Path, known: Mapping[str, object]) -> Iterator[BundleFault]:
+    """Yield the files in folders of the bundle that it does not name; what else lies beside them, such as runs, may."""
+    for top in sorted({name.partition("/")[0] for name in known if "/" in name}):
+        for path in sorted(path for path in (folder / top).rglob("*") if not path.is_dir() or path.is_symlink()):
+            name = path.relative_to(folder).as_posix()
+            if name not in known:
+                hint = f"move it elsewhere, or remove it: rm {shlex.quote(str(path))}"
+                yield BundleFault("extra_file", f"{path} is not named in {RECORD}", hint)
+
+
+def sha256_of(path: Path) -> str:
+    """Return the digest of a regular file. Raises OSError, also for what is no regular file."""
+    digest = hashlib.sha256()
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is no regular file")
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def unfit_machine(record: BundleRecord) -> list[BundleFault]:
+    """Return why this Python, on this machine, cannot use the wheels of a bundle."""
+    faults = []
+    here = "{}.{}".format(*sys.version_info[:2])
+    if here != record.python:
+        message = f"the bundle is for Python {record.python}, and this is Python {here} ({sys.executable})"
+        hint = f"type python{record.python} {INSTALLER}, or make a bundle with --python {here}"
+        faults.append(BundleFault("wrong_python", message, hint))
+    if not any(runs_here(name) for name in record.platforms):
+        libc = " ".join(platform.libc_ver()).strip()
+        machine = f"{sys.platform} on {platform.machine()}" + (f" with {libc}" if libc else "")
+        message = f"the bundle is for {', '.join(record.platforms)}, and this machine is {machine}"
+        hint = f"make a bundle with --platform {platform_here()} where a network is"
+        faults.append(BundleFault("wrong_platform", message, hint))
+    return faults
+
+
+def runs_here(name: str) -> bool:
+    """Return whether this machine takes wheels of a platform such as manylinux_2_28_x86_64 or macosx_14_0_arm64."""
+    wanted, here = _split_platform(name), _split_platform(platform_here())
+    return wanted[0] == here[0] and wanted[2] == here[2] and wanted[1] <= here[1]
+
+
+def platform_here() -> str:
+    """Return the newest platform whose wheels this machine takes."""
+    machine = platform.machine()
+    if sys.platform == "darwin":
+        major, minor = [*platform.mac_ver()[0].split("."), "0"][:2]
+        return f"macosx_{major}_{minor}_{machine}"
+    libc, version = platform.libc_ver()
+    if libc != "glibc":
+        return f"{sys.platform}_0_0_{machine}"
+    return f"manylinux_{version.replace('.', '_')}_{machine}"
+
+
+def _split_platform(name: str) -> tuple[str, tuple[int, int], str]:
+    """`manylinux_2_28_x86_64` -> ("manylinux", (2, 28), "x86_64")"""
+    found = re.fullmatch(r"([a-z0-9]+)_(\d+)_(\d+)_(\w+)", name)
+    if found is None:
+        return name, (0, 0), ""
+    return found[1], (int(found[2]), int(found[3])), found[4]
+
+
+def install(folder: Path, record: BundleRecord, target: Path) -> None:
+    """Make the virtual environment `target`, which must not exist; nothing is left of it where that fails.
+
+    pip runs from its own wheel, so that a Python without ensurepip will do, and reads no settings that name an index.
+    """
+    try:
+        venv.create(target, with_pip=False)
+        (pip,) = (folder / WHEELS).glob("pip-*.whl")
+        extras = f"[{','.join(record.extras)}]" if record.extras else ""
+        wanted = [f"trainspec{extras}=={record.version}", "pip"]
+        options = ["--no-index", "--find-links", str(folder / WHEELS), "--no-cache-dir", "--disable-pip-version-check"]
+        settings = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "PYTHON"))}
+        subprocess.run(
+            [str(target / "bin" / "python"), str(pip / "pip"), "install", *options, *wanted],
+            env={**settings, "PIP_CONFIG_FILE": os.devnull},
+            check=True,
+        )
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+
+
+def main() -> int:
+    arguments = _parse()
+    folder = Path(__file__).resolve().parent
+    faults = examine(folder)
+    if faults:
+        return _tell(faults)
+    record = read_bundle(folder)
+    if unfit := unfit_machine(record):
+        return _tell(unfit)
+    print(f"{len(record.files)} files are as {RECORD} says", flush=True)
+    return 0 if arguments.check else _install(folder, record, arguments.venv)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Install trainspec from this folder; no network is used.")
+    parser.add_argument("venv", nargs="?", type=Path, default=Path("venv"), help="environment to make (./venv)")
+    parser.add_argument("--check", action="store_true", help="compare the files with bundle.json, and install nothing")
+    return parser.parse_args()
+
+
+def _install(folder: Path, record: BundleRecord, target: Path) -> int:
+    if os.path.lexists(target):
+        hint = f"name another one: python3 {INSTALLER} FOLDER; or remove it: rm -r {shlex.quote(str(target))}"
+        _tell([BundleFault("output_exists", f"{target} exists", hint)])
+        return EXIT_USAGE
+    try:
+        install(folder, record, target)
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = f"pip ended with exit code {error.returncode}" if hasattr(error, "returncode") else str(error)
+        hint = "read what pip said above; free some space, or name a folder that you may write"
+        return _tell([BundleFault("cannot_install", f"{target} could not be made: {why}", hint)])
+    program = shlex.quote(str(target.absolute() / "bin" / "trainspec"))
+    launches = record.launches or {"quickstart": ("recipe=quickstart",)}
+    print(f"\ntrainspec {record.version} is installed in {target}. Train with:\n")
+    print(f"  cd {shlex.quote(str(folder))}")
+    for words in launches.values():
+        print(f"  {program} launch {shlex.join(words)}")
+    return 0
+
+
+def _tell(faults: list[BundleFault]) -> int:
+    for fault in faults:
+        print(f"error: {fault.message}\n  hint: {fault.hint}", file=sys.stderr)
+    return EXIT_LACKING
+
+
+if __name__ == "__main__":
+    sys.exit(main())

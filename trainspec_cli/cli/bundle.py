@@ -1,0 +1,142 @@
+"""`trainspec bundle`: a folder that installs trainspec and trains where no network is."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trainspec_cli.bundle.check import find_faults, read_checked
+from trainspec_cli.bundle.installer import INSTALLER, RECORD, BundleRecord
+from trainspec_cli.bundle.make import MadeBundle, WantedBundle, WantedRecipe, make_bundle
+from trainspec_cli.bundle.target import check_target, default_platform, python_here
+from trainspec_cli.cli.options import AsJson, check_new, not_empty
+from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.reporter.live import showing_progress
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.load import load
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.units import format_bytes
+
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make, or to check.", show_default=False)]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[recipe=NAME key=value...]...",
+        help="Recipes whose data, tokenizer and weights go along; what follows one changes that one.",
+        show_default=False,
+    ),
+]
+Platforms = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--platform",
+        help="Such as manylinux_2_28_x86_64: what the machines are, with their glibc. May be given again.",
+        show_default="this machine's",
+    ),
+]
+Python = Annotated[str | None, typer.Option(help="Their Python, such as 3.12.", show_default="this one's version")]
+Extras = Annotated[list[str] | None, typer.Option("--extra", help="An extra of trainspec. May be given again.")]
+Wheels = Annotated[
+    Path | None,
+    typer.Option(help="Take wheels from this folder alone, not from where pip looks.", show_default=False),
+]
+Check = Annotated[bool, typer.Option("--check", help="Compare a bundle with its digests, and make none.")]
+
+
+def bundle(
+    out: Out,
+    arguments: Arguments = None,
+    platform: Platforms = None,
+    python: Python = None,
+    extra: Extras = None,
+    wheels: Wheels = None,
+    check: Check = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a folder that installs trainspec and trains where there is no way out: wheels, recipes, data, digests, and a
+    bill of materials. pip gets the wheels, by its own settings.
+    """
+    if check:
+        _refuse_beside_check({"a recipe": arguments, "--platform": platform, "--extra": extra, "--wheels": wheels})
+        _check(out, as_json)
+        return
+    targets = tuple(check_target(python or python_here(), name) for name in platform or [default_platform()])
+    if wheels is not None and not wheels.is_dir():
+        raise RecipeError(
+            Problem("missing_file", f"--wheels {wheels} is no folder", "--wheels", "name one with wheels")
+        )
+    check_new(out)
+    recipes = tuple(_load_recipes(arguments or []))
+    command = shlex.join(["trainspec", *sys.argv[1:]])
+    wanted = WantedBundle(targets, tuple(extra or ()), recipes, wheels, command)
+    try:
+        with showing_progress(PrintableConsole(stderr=True)) as on_progress:
+            made = make_bundle(out, wanted, on_progress)
+    except FileExistsError as error:
+        raise not_empty(out) from error
+    _tell_made(made, as_json)
+
+
+def _refuse_beside_check(given: dict[str, object]) -> None:
+    for name, value in given.items():
+        if value:
+            message = f"--check looks at a bundle as it is; {name} cannot stand beside it"
+            raise RecipeError(Problem("contradiction", message, "--check", "type trainspec bundle OUT --check"))
+
+
+def _load_recipes(arguments: Sequence[str]) -> Iterator[WantedRecipe]:
+    """Raises RecipeError for a value before the first recipe, a name that is given twice, and as `load` does."""
+    groups: dict[str, list[str]] = {}
+    current: list[str] | None = None
+    for word in arguments:
+        key, _, name = word.partition("=")
+        if key == "recipe":
+            if name in groups:
+                raise RecipeError(Problem("contradiction", f"{word} is given twice", "recipe", "give it once"))
+            current = groups[name] = []
+        elif current is None:
+            message = f"{word} comes before any recipe=NAME; a value changes the recipe that it follows"
+            raise RecipeError(Problem("usage", message, hint=f"type trainspec bundle OUT recipe=NAME {word}"))
+        current.append(word)
+    for name, words in groups.items():
+        yield WantedRecipe(name, tuple(words), load(words).spec)
+
+
+def _check(folder: Path, as_json: bool) -> None:
+    if problems := find_faults(folder):
+        raise MachineError(problems)
+    checked = read_checked(folder)
+    if as_json:
+        print(json_text({"path": str(folder), **to_plain(checked.record)}))
+        return
+    print(f"{folder} is whole: {_describe(checked.record, checked.num_wheels)}")
+
+
+def _describe(record: BundleRecord, num_wheels: int) -> str:
+    platforms = " and ".join(record.platforms)
+    size = format_bytes(record.total_bytes)
+    what = f"trainspec {record.version} for {platforms} with Python {record.python}"
+    return f"{what}, {num_wheels} wheels, {len(record.files)} files, {size}"
+
+
+def _tell_made(made: MadeBundle, as_json: bool) -> None:
+    digest = hashlib.sha256((made.folder / RECORD).read_bytes()).hexdigest()
+    if as_json:
+        about = {"path": str(made.folder), "sha256": digest, "notes": list(made.notes)}
+        print(json_text({**about, **to_plain(made.record)}))
+        return
+    print(f"{made.folder}: {_describe(made.record, len(made.wheels))}")
+    for note in made.notes:
+        print(f"not in it    {note}")
+    unnamed = [wheel.name for wheel in made.wheels if not wheel.licence]
+    if unnamed:
+        print(f"no licence   {', '.join(unnamed)} name none")
+    print(f"{RECORD}  sha256 {digest}")
+    print(f"install it   python{made.record.python} {INSTALLER} VENV, in a copy of the folder")
