@@ -394,9 +394,29 @@ def test_a_rank_that_is_late_by_less_than_all_wait_for_processors_is_part_of_the
     assert set(names(late.evidence())) == {"noise", "as_planned"}
 
 
+@pytest.mark.parametrize(
+    ("spans", "found"),
+    [
+        ([(100, 110), (600, 615), (900, 908)], {"noise", "as_planned"}),
+        ([(100, 500)], {"slow_device"}),
+        ([(100, 110), (990, 1000)], {"slow_device"}),
+    ],
+    ids=["three visits", "a minute", "still there"],
+)
+def test_on_a_loaded_machine_what_slows_a_rank_for_a_moment_was_a_visit(spans, found):
+    """Steps of 0.2 s, and of 0.4 s while it is slow."""
+    telemetry = Telemetry(steps=1000)
+    for first, last in spans:
+        telemetry.slow(3, 3.0, first, last)
+    telemetry.counters["queued_s"] += 0.1
+    for part in ("forward", "backward"):
+        telemetry.parts_s[part] += 0.05
+    assert set(names(telemetry.evidence())) == found
+
+
 def test_a_device_is_slow_after_three_steps_and_on_a_loaded_machine_after_six():
     def named(last: int) -> list[str]:
-        telemetry = Telemetry(steps=100).slow(3, 3.0, 60, last)
+        telemetry = Telemetry(steps=last + 1).slow(3, 3.0, 60, last)
         telemetry.counters["queued_s"] += 0.1 * is_loaded
         for part in ("forward", "backward"):
             telemetry.parts_s[part] += 0.05 * is_loaded

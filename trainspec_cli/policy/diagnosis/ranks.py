@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,7 +34,7 @@ STOLEN_S = 8.0
 STOLEN_ALONE_S, OF_STOLEN = 3.0, 0.5
 """So long is enough where the rank's peers lack a processor for no more than such a part of its excess."""
 LEFT_S = 60.0
-"""Other work that has left a processor again before so long was noise."""
+"""Other work that has left a rank or its processor again before so long was noise."""
 UNCOUNTED_STEPS = 6
 """So many steps show what no counter does."""
 OF_PEERS = 0.4
@@ -66,6 +66,8 @@ class Slow:
     episode: Episode
     cause: Cause
     why: str
+    is_counted: bool = False
+    """As `Explained.is_counted`."""
 
 
 class OwnTimes:
@@ -154,8 +156,30 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         found = explain(evidence, times, rank, episode)
         at_once = found.is_counted or (found.is_of_device and not times.is_loaded(episode))
         if at_once or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
-            slow.append(Slow(rank, episode, found.cause, found.why))
-    return _verdicts(evidence, times, slow + list(_stolen(evidence, times)))
+            slow.append(Slow(rank, episode, found.cause, found.why, found.is_counted))
+    return _verdicts(evidence, times, _without_visits(evidence, times, slow) + list(_stolen(evidence, times)))
+
+
+def _without_visits(evidence: RunEvidence, times: OwnTimes, slow: Sequence[Slow]) -> list[Slow]:
+    """Return what slows the ranks, as `noise` where the system counts no reason for it, others load the machine, and it
+    has left again before long: other programs share caches and memory with a rank now and then."""
+    unexplained = [one for one in slow if not one.is_counted and one.cause in ("slow_device", "host_bound")]
+    visits = []
+    for rank in {one.rank for one in unexplained}:
+        of_rank = [one for one in unexplained if one.rank == rank]
+        episodes = [one.episode for one in of_rank]
+        loaded = sum(times.is_loaded(episode) for episode in episodes)
+        if loaded > len(episodes) / 2 and not _came_to_stay(evidence, times, episodes):
+            visits += of_rank
+    return [replace(one, cause="noise") if one in visits else one for one in slow]
+
+
+def _came_to_stay(evidence: RunEvidence, times: OwnTimes, of_rank: Sequence[Episode]) -> bool:
+    """Return whether a rank is still slow, or was so for long and most of the time since it first was."""
+    first, last = of_rank[0], of_rank[-1]
+    span_s = times.step_s[first.first : last.last + 1].sum()
+    slow_s = sum(times.step_s[episode.where].sum() for episode in of_rank)
+    return until(evidence, last) is None or bool(slow_s >= max(LEFT_S, span_s / 2))
 
 
 def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
