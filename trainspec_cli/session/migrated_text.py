@@ -100,6 +100,7 @@ def _head_of_yaml(path: Path) -> Head:
     version = _checked(path, values.get(KEY, UNSTATED))
     if version == CURRENT:
         return Head(version, old, old)
+    assert root is not None, "`yaml_form` has seen its keys"
     new = "" if root.flow_style else _with_version_line(text, root)
     if root.flow_style or repr(without_version(_values(new))) != repr(without_version(values)):
         hint = f"write its keys on lines of their own, and {VERSION_LINE.strip()} above them"

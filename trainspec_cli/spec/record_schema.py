@@ -63,7 +63,7 @@ def events_schema(
         {"if": {"properties": {"type": {"const": name}}}, "then": _case(writer, kind, one_of.get(name, ()))}
         for name, kind in kinds.items()
     ]
-    whole = {**found, "required": ["type", "time"], "allOf": cases}
+    whole: JsonObject = {**found, "required": ["type", "time"], "allOf": cases}
     return {"$schema": DRAFT, "title": f"trainspec: {title}", **whole, "definitions": writer.definitions()}
 
 

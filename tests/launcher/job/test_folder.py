@@ -27,7 +27,7 @@ from trainspec_cli.launcher.job.job import Job
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan, read_plan_of_all_nodes
-from trainspec_cli.spec.canonical import digest, from_plain
+from trainspec_cli.spec.canonical import digest
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.run import InitSpec
@@ -75,10 +75,10 @@ def test_what_the_workers_need_is_written_before_the_run_exists(
     write_launch(job, plan, ORIGIN, tmp_path / "tokens")
     run = job.run
     about = read_json(run.run_json)
-    assert from_plain(Plan, read_json(run.plan_json)) == plan
+    assert read_plan(run) == plan
     assert (about["recipe"], about["argv"], about["digest"]) == ("tiny", ORIGIN.argv, digest(plan.spec))
     assert Path(about["data_dir"]) == tmp_path / "tokens"
-    assert run.composed_yaml.read_text() == ORIGIN.composed_yaml
+    assert run.composed_yaml.read_text() == f'spec_version: "1.0"\n{ORIGIN.composed_yaml}'
     assert read_json(run.versions_json)["torch"]
     assert "trainspec_cli.engine.comm.torchrun" in run.command_txt.read_text()
     with pytest.raises(RecipeError, match="holds a run already"):
