@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from lab.waiting import wait_for
 from lab.wheels import make_wheel, make_whole_set
 
 from trainspec_cli.bundle.installer import sha256_of
@@ -16,10 +18,15 @@ from trainspec_cli.bundle.installer import sha256_of
 CHECKOUT = Path(__file__).parents[2]
 
 
+BUNDLE = (sys.executable, "-m", "trainspec_cli", "bundle")
+
+
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainspec_cli", "bundle", *arguments]
-    places = {"PYTHONPATH": str(CHECKOUT), "TRAINSPEC_CACHE": str(folder / "cache")}
-    return subprocess.run(command, cwd=folder, env=os.environ | places, capture_output=True, text=True)
+    return subprocess.run([*BUNDLE, *arguments], cwd=folder, env=environment(folder), capture_output=True, text=True)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(CHECKOUT), "TRAINSPEC_CACHE": str(folder / "cache")}
 
 
 @pytest.fixture
@@ -178,3 +185,31 @@ def test_two_own_wheels_are_a_question(stock: Path, tmp_path: Path) -> None:
     make_wheel(stock, "trainspec", "0.2.0")
     ended = run(tmp_path, "out", "--wheels", "stock")
     assert ended.returncode == 2 and "holds several wheels of trainspec" in " ".join(ended.stderr.split())
+
+
+def test_a_disk_that_fills_is_told_and_nothing_is_left_on_it(stock: Path, tmp_path: Path) -> None:
+    """The recipes do not fit."""
+    small = tmp_path / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(small)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounts a small disk")
+    try:
+        ended = run(tmp_path, "small/out", "--wheels", "stock")
+        left = list(small.iterdir())
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+    assert ended.returncode == 4 and "no space left to write" in " ".join(ended.stderr.split())
+    assert left == []
+
+
+def test_an_interrupted_bundle_leaves_nothing(stock: Path, tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    command = [*BUNDLE, "place/out", "--wheels", "stock"]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stderr=subprocess.PIPE) as making:
+        wait_for(lambda: any(place.iterdir()))
+        making.send_signal(signal.SIGINT)
+        said = making.communicate()[1].decode()
+    assert making.returncode == 130 and "Traceback" not in said
+    assert list(place.iterdir()) == []

@@ -57,7 +57,7 @@ def installed(bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     elsewhere = tmp_path_factory.mktemp("else where")
     bundle = bundle.rename(elsewhere / "bundle")
     said = done(no_route.without_route([str(PYTHON), str(bundle / "install.py"), "venv"]), elsewhere)
-    assert "trainspec launch recipe=own" in said
+    assert "launch recipe=own data.source=tokens" in said
     return elsewhere
 
 

@@ -118,7 +118,7 @@ def _file(name: str, entry: object) -> BundledFile:
 
 
 def _stays_inside(name: str) -> bool:
-    return not name.startswith("/") and not {"", ".", ".."} & set(name.split("/")) and "\0" not in name
+    return not {"", ".", ".."} & set(name.split("/")) and "\0" not in name
 
 
 def examine(folder: Path) -> list[BundleFault]:
