@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import state_dict as sharded
 from torch.distributed.tensor import DTensor
 
 from trainspec_cli.errors import MachineError
+from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.spec_version import NEWER, UNKNOWN
 from trainspec_cli.rundir.paths import CHECKPOINT_MANIFEST
 from trainspec_cli.rundir.versioned import read_versioned, write_versioned
@@ -157,7 +158,7 @@ def write_state(folder: Path, step: int, state: dict[str, object], ranks: int, k
         torch.save(state, partial / STATE)
         _flush(partial / STATE)
         digest, size_bytes = _digest(partial / STATE), (partial / STATE).stat().st_size
-        manifest = {"step": step, "ranks": ranks, "sha256": digest, "bytes": size_bytes}
+        manifest: JsonObject = {"step": step, "ranks": ranks, "sha256": digest, "bytes": size_bytes}
         write_versioned(partial / CHECKPOINT_MANIFEST, manifest)
         _flush(partial)
         if path.exists():  # of a run that has gone back behind it

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import read_object, unreadable
-from trainspec_cli.reading.spec_version import KEY, UNSTATED, check_version, with_version, without_version
+from trainspec_cli.reading.spec_version import CURRENT, KEY, UNSTATED, check_version, without_version
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.records import FieldError, read_record
 
 Record = TypeVar("Record")
 
 
-def write_versioned(path: Path, content: JsonObject) -> None:
+def write_versioned(path: Path, content: Mapping[str, object]) -> None:
     """Write a file of the current version. Raises as `write_json`."""
-    write_json(path, with_version(content))
+    write_json(path, {KEY: CURRENT, **content})
 
 
 def read_versioned(path: Path) -> JsonObject:

@@ -51,7 +51,8 @@ def find_migrations(paths: Sequence[str], version: str = CURRENT) -> list[Migrat
     """Return what is to be done to the files and run folders at `paths`, also where that is nothing. Raises RecipeError
     or MachineError with everything that stands against it, before anything is written."""
     _check_target(version)
-    found, problems = [], []
+    found: list[Migration] = []
+    problems: list[Problem] = []
     for path in dict.fromkeys(map(Path, paths)):
         try:
             found += _of_path(path, problems)
