@@ -15,7 +15,13 @@ from lab.no_route import Listening
 
 CHECKOUT = Path(__file__).parents[2]
 PYTHON = Path(sys.base_prefix) / "bin" / "python{}.{}".format(*sys.version_info[:2])
-SHORT = ("recipe=quickstart", "train.max_steps=4", "run.dir=run", "sample.max_new_tokens=4")
+SHORT = (
+    "recipe=quickstart",
+    "train.max_steps=4",
+    "optim.schedule.warmup_steps=1",
+    "run.dir=run",
+    "sample.max_new_tokens=4",
+)
 CONVERSATIONS = CHECKOUT / "recipes" / "tiny_chat.jsonl"
 
 
