@@ -104,7 +104,7 @@ def train_sites(folder: Path, wanted: argparse.Namespace, seed: int, *, shaped: 
     results = [read_json(run.result_json) for run in runs]
     assert len({result["weights_sha256"] for result in results}) == 1, "all sites end with the same weights"
     return {
-        "heldout_loss": results[0]["heldout_loss"],
+        "heldout_bits_per_byte": results[0]["heldout_bits_per_byte"],
         "link_bytes": sum(link.carried_bytes for link in links),
         "units_per_s": sum(map(units_per_s, runs)),
         "waited_s": [round(sum(waits(run)), 3) for run in runs],
@@ -133,7 +133,7 @@ def train_together(folder: Path, wanted: argparse.Namespace, seed: int) -> dict[
     result = read_json(run.result_json)
     others = wanted.sites - 1
     return {
-        "heldout_loss": result["heldout_loss"],
+        "heldout_bits_per_byte": result["heldout_bits_per_byte"],
         "ring_bytes": 2 * others * 4 * read_json(run.plan_json)["params"] * wanted.steps,
         "units_per_s": units_per_s(run),
     }
@@ -164,7 +164,7 @@ def bench_loss(wanted: argparse.Namespace) -> dict[str, Any]:
             apart = train_sites(Path(other), wanted, seed, shaped=True)
         rows.append({"seed": seed, "together": together, "apart": apart})
         print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    losses = {key: statistics.mean(row[key]["heldout_loss"] for row in rows) for key in ("together", "apart")}
+    losses = {key: statistics.mean(row[key]["heldout_bits_per_byte"] for row in rows) for key in ("together", "apart")}
     fewer = statistics.mean(row["together"]["ring_bytes"] / row["apart"]["link_bytes"] for row in rows)
     return {"rows": rows, "mean_loss": losses, "loss_ratio": losses["apart"] / losses["together"], "fewer_bytes": fewer}
 
