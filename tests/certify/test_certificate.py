@@ -9,10 +9,11 @@ import pytest
 
 from trainspec_cli.certify import runs
 from trainspec_cli.certify.cases import Case, cases, refused
-from trainspec_cli.certify.certificate import digest, read_clauses, spec_version, verdict, verify, write_certificate
+from trainspec_cli.certify.certificate import digest, read_clauses, spec_version, verdict, write_certificate
 from trainspec_cli.certify.families import FAMILIES
 from trainspec_cli.certify.judge import checks, judge_refusals
 from trainspec_cli.certify.runs import gradient_errors, loss_error
+from trainspec_cli.certify.verify import verify
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.canonical import to_plain

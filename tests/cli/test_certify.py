@@ -109,3 +109,41 @@ def test_a_machine_without_gpus_certifies_its_cpu_with_nothing_to_explain(run, m
     assert code == 0
     assert json.loads(out)["machine"]["cpu_cores"] == 8
     assert "need a GPU each" not in err
+
+
+def test_a_certificate_is_signed_for_whoever_asks_and_refused_where_it_is_another(run, tmp_path):
+    key, file = tmp_path / "key", tmp_path / "certificate.json"
+    code, out, _ = run("--make-key", str(key))
+    fingerprint = out.splitlines()[1]
+    assert (code, out.splitlines()[0]) == (0, (tmp_path / "key.pub").read_text().strip())
+    asked = ("--only", "LEGAL-1", "--sign", str(key), "--for", "word 7", "--output", str(file))
+    code, out, _ = run(*asked, "--valid-days", "30")
+    assert code == 0 and f"signed by {fingerprint}" in out and "answers the challenge word 7" in out
+    accepted = ("--verify", str(file), "--signed-by", f"{key}.pub", "--for", "word 7", "--machine", "here")
+    assert run(*accepted)[0] == 0
+    assert run("--verify", str(file), "--signed-by", fingerprint)[0] == 0
+    for other, words in (
+        (("--for", "word 8"), "is not the answer to the challenge 'word 8'"),
+        (("--signed-by", "SHA256:other"), "a signature by SHA256:other is needed"),
+        (("--machine", "ab"), "and not of ab"),
+    ):
+        code, _, err = run("--verify", str(file), *other)
+        assert code == 2 and words in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--sign", "no-such-key"), 4, "the key no-such-key cannot be read"),
+        (("--for", "a\nb"), 2, "printable characters"),
+        (("--for", ""), 2, "printable characters"),
+        (("--signed-by", "SHA256:x"), 2, "says what a certificate has to be, and none is given"),
+        (("--machine", "here"), 2, "type --verify FILE --machine"),
+        (("--verify", "c.json", "--sign", "key"), 2, "--sign goes with a certificate that is made"),
+        (("--verify", "c.json", "--signed-by", "none.pub"), 2, "there is no file none.pub"),
+    ],
+)
+def test_what_does_not_go_together_is_told_before_anything_runs(run, arguments, code, words):
+    found, _, err = run(*arguments)
+    assert found == code
+    assert words in err

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
-from datetime import UTC, datetime
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from trainspec_cli.certify import keys
 from trainspec_cli.certify.cases import Case, refusals
-from trainspec_cli.certify.certificate import read_clauses, write_certificate
-from trainspec_cli.certify.certificate import verify as read_verified
+from trainspec_cli.certify.certificate import Terms, read_clauses, sign_certificate, write_certificate
 from trainspec_cli.certify.families import FAMILIES, measure_alone
 from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusals
 from trainspec_cli.certify.runs import measure
+from trainspec_cli.certify.verify import Asked
+from trainspec_cli.certify.verify import verify as read_verified
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError, WorkerError, closest
+from trainspec_cli.launcher.job.identity import machine_identity
 from trainspec_cli.launcher.job.machine import detect
-from trainspec_cli.reporter.findings import render_certificate
+from trainspec_cli.reporter.certificate import render_certificate
 from trainspec_cli.session.console import PrintableConsole, make_console
 from trainspec_cli.session.load import load_for_planning
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.certificate import Certificate, Finding
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 Arguments = Annotated[
     list[str] | None,
@@ -45,9 +52,35 @@ Processes = Annotated[
     int | None,
     typer.Option(help="At most so many; as many as there are GPUs, else 4. More than there are run on the CPU.", min=2),
 ]
-Verify = Annotated[Path | None, typer.Option(help="Check the digest of this certificate, and print it.")]
-Output = Annotated[Path | None, typer.Option(help="Write the certificate to this file.")]
+Verify = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Check the digest, the signature and the dates of a certificate, and print it."),
+]
+Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the certificate to this file.")]
 Listed = Annotated[bool, typer.Option("--list", help="Name the cases, and run none.")]
+MakeKey = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Make a key to sign with: FILE, private to you, and FILE.pub.")
+]
+Sign = Annotated[Path | None, typer.Option(metavar="KEY", help="Sign the certificate with this private key.")]
+SignedBy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY", help="With --verify: refuse what is not signed by this public key (FILE.pub, SHA256:...)."
+    ),
+]
+Challenge = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        metavar="CHALLENGE",
+        help="Words of whoever asks for the certificate, which it holds; with --verify, refuse one without them.",
+    ),
+]
+OnMachine = Annotated[
+    str | None,
+    typer.Option("--machine", metavar="ID", help="With --verify: refuse one of another machine; `here` is this one."),
+]
+ValidDays = Annotated[int, typer.Option(metavar="N", min=1, max=36_500, help="The certificate expires after so many.")]
 
 
 def certify(
@@ -55,7 +88,13 @@ def certify(
     only: Only = None,
     processes: Processes = None,
     output: Output = None,
+    sign: Sign = None,
+    valid_days: ValidDays = 365,
+    challenge: Challenge = None,
     verify: Verify = None,
+    signed_by: SignedBy = None,
+    machine: OnMachine = None,
+    make_key: MakeKey = None,
     listed: Listed = False,
     as_json: AsJson = False,
 ) -> int:
@@ -65,29 +104,98 @@ def certify(
     they allow. Exits with 5 where a MUST is broken.
     """
     console = make_console(as_json=as_json)
+    if make_key is not None:
+        return _make_key(make_key, as_json=as_json)
+    if challenge is not None:
+        _check_challenge(challenge)
     if verify is not None:
-        return _tell(read_verified(verify), console, as_json=as_json)
+        _refuse_with_verify({"--sign": sign, "--output": output, "--only": only})
+        return _tell(read_verified(verify, _asked(signed_by, challenge, machine)), console, as_json=as_json)
+    _refuse_without_verify({"--signed-by": signed_by, "--machine": machine})
+    key = keys.read_key(sign) if sign is not None else None
     if output is not None:
         _check_writable(output)
     if arguments:
         _measure_recipe(arguments)
-    machine = _machine()
-    gpus = len(machine.gpu_names)
-    processes = processes or (gpus if gpus > 1 else DEFAULT_PROCESSES)
-    wanted = _checks(only or [], processes)
+    wanted = _wanted(only or [], processes, console, whole=not arguments and not only)
     if listed:
-        print("\n".join(f"{check.clause}  {check.run.name}" for check in wanted))
+        print("\n".join(f"{check.clause}  {check.run.name}" for check in wanted.checks))
         return 0
-    if 0 < gpus < processes:
-        console.print(f"{processes} processes need a GPU each, this node has {gpus}: the CPU is certified")
-        machine = replace(machine, gpu_names=())
-    certificate = _certify(wanted, only or [], processes, machine, whole=not arguments)
+    certificate = _certify(wanted, _terms(valid_days, challenge), key)
     if output is not None:
         output.write_text(json_text(to_plain(certificate)) + "\n", encoding="utf-8")
     return _tell(certificate, console, as_json=as_json)
 
 
 DEFAULT_PROCESSES = 4
+MOST_WORDS = 200
+
+
+# Keys, and certificates of others
+
+
+def _make_key(file: Path, *, as_json: bool) -> int:
+    signer = keys.make_key(file)
+    if as_json:
+        print(json_text(to_plain(signer)))
+    else:
+        print(f"{signer.public_key}\n{signer.fingerprint}\n\nprivate key  {file}\npublic key   {file}{keys.SUFFIX}")
+    return 0
+
+
+def _check_challenge(challenge: str) -> None:
+    if not challenge.isprintable() or not 0 < len(challenge) <= MOST_WORDS:
+        message = f"--for takes a line of 1 to {MOST_WORDS} printable characters, not {challenge[:MOST_WORDS]!r}"
+        hint = "such as --for $(openssl rand -hex 16)"
+        raise RecipeError(Problem("usage", message, "--for", hint))
+
+
+def _asked(signed_by: str | None, challenge: str | None, machine: str | None) -> Asked:
+    fingerprint = keys.read_fingerprint(signed_by) if signed_by is not None else ""
+    return Asked(fingerprint, challenge or "", machine_identity() if machine == "here" else machine or "")
+
+
+def _refuse_with_verify(given: Mapping[str, object]) -> None:
+    if named := [option for option, value in given.items() if value]:
+        message = f"{named[0]} goes with a certificate that is made, and --verify reads one"
+        raise RecipeError(Problem("usage", message, named[0], "give one of the two"))
+
+
+def _refuse_without_verify(given: Mapping[str, object]) -> None:
+    if named := [option for option, value in given.items() if value is not None]:
+        message = f"{named[0]} says what a certificate has to be, and none is given"
+        raise RecipeError(Problem("usage", message, named[0], f"type --verify FILE {named[0]} ..."))
+
+
+def _terms(valid_days: int, challenge: str | None) -> Terms:
+    today = datetime.now(UTC).date()
+    until = today + timedelta(days=valid_days)
+    return Terms(until.isoformat(), challenge or "", today.isoformat(), machine_identity())
+
+
+# What is measured
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What this command is to measure."""
+
+    checks: list[ClauseCheck]
+    only: list[str]
+    processes: int
+    machine: Machine
+    whole: bool
+
+
+def _wanted(only: list[str], processes: int | None, console: Console, *, whole: bool) -> Wanted:
+    machine = _machine()
+    gpus = len(machine.gpu_names)
+    processes = processes or (gpus if gpus > 1 else DEFAULT_PROCESSES)
+    found = _checks(only, processes)
+    if 0 < gpus < processes:
+        console.print(f"{processes} processes need a GPU each, this node has {gpus}: the CPU is certified")
+        machine = replace(machine, gpu_names=())
+    return Wanted(found, only, processes, machine, whole)
 
 
 def _measure_recipe(arguments: list[str]) -> None:
@@ -128,13 +236,13 @@ def _names_nothing(pattern: str, processes: int) -> Problem:
     return Problem("unknown_value", message, hint=hint)
 
 
-def _certify(
-    wanted: list[ClauseCheck], only: list[str], processes: int, machine: Machine, *, whole: bool
-) -> Certificate:
-    findings = _measure(wanted, machine)
-    if not only or "LEGAL-1" in only:
-        findings += judge_refusals(processes)
-    return write_certificate(findings, machine, date=datetime.now(UTC).date().isoformat(), whole=whole and not only)
+def _certify(wanted: Wanted, terms: Terms, key: Ed25519PrivateKey | None) -> Certificate:
+    findings = _measure(wanted.checks, wanted.machine)
+    if not wanted.only or "LEGAL-1" in wanted.only:
+        findings += judge_refusals(wanted.processes)
+    date = datetime.now(UTC).date().isoformat()
+    certificate = write_certificate(findings, wanted.machine, date=date, whole=wanted.whole, terms=terms)
+    return sign_certificate(certificate, key) if key else certificate
 
 
 def _measure(wanted: list[ClauseCheck], machine: Machine) -> list[Finding]:

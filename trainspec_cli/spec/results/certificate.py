@@ -46,14 +46,35 @@ class ClauseSummary:
     worst_case: str | None = None
 
 
+@dataclass(frozen=True)
+class Signer:
+    """Who vouches for a certificate."""
+
+    public_key: str
+    """`ssh-ed25519 ...`, as OpenSSH writes it."""
+    fingerprint: str
+    """`SHA256:...`, as `ssh-keygen -l` prints it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
+    """Fields that schema 1 did not have are empty in a certificate of it."""
+
     schema: str
     spec_version: str
     spec_sha256: str = ""
     """Digest of the document that the clauses stand in."""
     date: str = ""
+    """The day it was written, by UTC."""
+    valid_until: str = ""
+    """The last day on which it is accepted; empty: every day."""
+    challenge: str = ""
+    """The words of whoever asked for it, which show that it was not made before."""
+    measured_since: str = ""
+    """The day on which the first of its runs was made."""
     machine: Machine
+    machine_id: str = ""
+    """Tells the machine from others; empty where its system has no identity."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the software, by package."""
     whole: bool
@@ -62,5 +83,9 @@ class Certificate:
     """`kept` where every MUST that was measured holds, else `broken`."""
     clauses: tuple[ClauseSummary, ...]
     findings: tuple[Finding, ...]
+    signer: Signer | None = None
+    """None: nobody has signed it."""
     digest: str = ""
-    """SHA-256 of everything else, as canonical JSON."""
+    """SHA-256 of everything else but the signature, as canonical JSON."""
+    signature: str = ""
+    """The signer's Ed25519 signature of everything else, as canonical JSON."""
