@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
 from trainspec_cli.certify.cases import CLIP_FROM, CLIP_NORM, SAVE_AT, STEPS, Case, build_plan
+from trainspec_cli.certify.folder import RESULT, begin_run, is_kept
 from trainspec_cli.certify.live import KILLED_AT
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launcher.tools import CERTIFY, Tool, run_tool, torchrun
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.tools import CertifyRequest, CertifyResult, CertifyRun, CertifyRunResult
+from trainspec_cli.spec.results.tools import CertifyRequest, CertifyResult, CertifyRun, CertifyRunResult, Device
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Run:
         """Return whether later steps clip: adaptive optimizers hide a gradient that is wrong by a factor."""
         return self.losses and self.case.optimizer == "sgd" and not self.case.ramp
 
-    def request(self, device: Literal["cpu", "cuda"]) -> CertifyRun:
+    def request(self, device: Device) -> CertifyRun:
         live = self.case.live
         return CertifyRun(
             build_plan(self.case, device),
@@ -82,7 +82,7 @@ class Measured:
 
     @cached_property
     def result(self) -> CertifyRunResult:
-        return from_plain(CertifyRunResult, read_json(self.folder / "result.json"))
+        return from_plain(CertifyRunResult, read_json(self.folder / RESULT))
 
     @property
     def losses(self) -> list[float]:
@@ -121,18 +121,27 @@ def measure(
     on_progress: Callable[[int], None],
     tool: Tool[CertifyRequest, CertifyResult] = CERTIFY,
 ) -> dict[Run, Measured]:
-    """Run all of them below `folder`; `on_progress` gets the number of those that are done.
+    """Run all of them below `folder` but those that it holds already; `on_progress` gets the number of those that are
+    done.
 
     Raises MachineError where a job fails, Interrupted where a stop was requested.
     """
-    wanted = list(dict.fromkeys(runs))
+    wanted, device = list(dict.fromkeys(runs)), device_of(machine)
+    left = [run for run in wanted if not is_kept(folder / run.name, run.request(device))]
+    for run in left:
+        begin_run(folder / run.name, run.request(device))
 
     def report_done() -> None:
-        on_progress(sum((folder / run.name / "result.json").is_file() for run in wanted))
+        on_progress(sum((folder / run.name / RESULT).is_file() for run in wanted))
 
-    for batch in _batches(wanted):
+    report_done()
+    for batch in _batches(left):
         _run_batch(batch, folder, machine, tool, report_done)
     return {run: Measured(folder / run.name) for run in wanted}
+
+
+def device_of(machine: Machine) -> Device:
+    return "cuda" if machine.gpu_names else "cpu"
 
 
 def _batches(runs: Sequence[Run]) -> list[list[Run]]:
@@ -158,17 +167,14 @@ def _run_batch(
     tool: Tool[CertifyRequest, CertifyResult],
     on_tick: Callable[[], None],
 ) -> None:
-    device: Literal["cpu", "cuda"] = "cuda" if machine.gpu_names else "cpu"
-    request = CertifyRequest(str(folder.absolute()), {run.name: run.request(device) for run in batch})
-    for run in batch:
-        (folder / run.name).mkdir(parents=True, exist_ok=True)
+    request = CertifyRequest(str(folder.absolute()), {run.name: run.request(device_of(machine)) for run in batch})
     # Threads of small work only wait.
     where = torchrun(request.runs[batch[0].name].plan, machine, {"OMP_NUM_THREADS": "1"})
     try:
         run_tool(tool, request, where, on_tick=on_tick)
     except MachineError as error:
         # The first run without a result is the one that failed.
-        failed = next((run.name for run in batch if not (folder / run.name / "result.json").is_file()), batch[-1].name)
+        failed = next((run.name for run in batch if not (folder / run.name / RESULT).is_file()), batch[-1].name)
         problem = error.problems[0]
         message = f"the run {failed} failed: {problem.message}"
         raise MachineError(replace(problem, message=message, hint=f"run it alone: --only {failed}")) from error

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,12 +20,13 @@ from trainspec_cli.certify import keys
 from trainspec_cli.certify.cases import Case, refusals
 from trainspec_cli.certify.certificate import Terms, read_clauses, sign_certificate, write_certificate
 from trainspec_cli.certify.families import FAMILIES, measure_alone
+from trainspec_cli.certify.folder import opened, subject_of
 from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusals
 from trainspec_cli.certify.runs import measure
 from trainspec_cli.certify.verify import Asked
 from trainspec_cli.certify.verify import verify as read_verified
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.errors import Problem, RecipeError, WorkerError, closest
+from trainspec_cli.errors import Interrupted, Problem, RecipeError, WorkerError, closest
 from trainspec_cli.launcher.job.identity import machine_identity
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.reporter.certificate import render_certificate
@@ -58,6 +62,10 @@ Verify = Annotated[
 ]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the certificate to this file.")]
 Listed = Annotated[bool, typer.Option("--list", help="Name the cases, and run none.")]
+Folder = Annotated[
+    Path | None,
+    typer.Option("--dir", metavar="FOLDER", help="Keep the runs here, and go on where an earlier start was stopped."),
+]
 MakeKey = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Make a key to sign with: FILE, private to you, and FILE.pub.")
 ]
@@ -87,6 +95,7 @@ def certify(
     arguments: Arguments = None,
     only: Only = None,
     processes: Processes = None,
+    folder: Folder = None,
     output: Output = None,
     sign: Sign = None,
     valid_days: ValidDays = 365,
@@ -109,7 +118,7 @@ def certify(
     if challenge is not None:
         _check_challenge(challenge)
     if verify is not None:
-        _refuse_with_verify({"--sign": sign, "--output": output, "--only": only})
+        _refuse_with_verify({"--sign": sign, "--output": output, "--only": only, "--dir": folder})
         return _tell(read_verified(verify, _asked(signed_by, challenge, machine)), console, as_json=as_json)
     _refuse_without_verify({"--signed-by": signed_by, "--machine": machine})
     key = keys.read_key(sign) if sign is not None else None
@@ -121,7 +130,7 @@ def certify(
     if listed:
         print("\n".join(f"{check.clause}  {check.run.name}" for check in wanted.checks))
         return 0
-    certificate = _certify(wanted, _terms(valid_days, challenge), key)
+    certificate = _certify(wanted, folder, _terms(valid_days, challenge), key)
     if output is not None:
         output.write_text(json_text(to_plain(certificate)) + "\n", encoding="utf-8")
     return _tell(certificate, console, as_json=as_json)
@@ -168,9 +177,12 @@ def _refuse_without_verify(given: Mapping[str, object]) -> None:
 
 
 def _terms(valid_days: int, challenge: str | None) -> Terms:
-    today = datetime.now(UTC).date()
-    until = today + timedelta(days=valid_days)
-    return Terms(until.isoformat(), challenge or "", today.isoformat(), machine_identity())
+    until = _today() + timedelta(days=valid_days)
+    return Terms(until.isoformat(), challenge or "", machine_id=machine_identity())
+
+
+def _today() -> date:
+    return datetime.now(UTC).date()
 
 
 # What is measured
@@ -191,7 +203,7 @@ def _wanted(only: list[str], processes: int | None, console: Console, *, whole: 
     machine = _machine()
     gpus = len(machine.gpu_names)
     processes = processes or (gpus if gpus > 1 else DEFAULT_PROCESSES)
-    found = _checks(only, processes)
+    found = _checks(only, processes, on_gpu=gpus >= processes)
     if 0 < gpus < processes:
         console.print(f"{processes} processes need a GPU each, this node has {gpus}: the CPU is certified")
         machine = replace(machine, gpu_names=())
@@ -220,12 +232,12 @@ def _machine() -> Machine:
     return detect(look_for_gpus=True)
 
 
-def _checks(only: list[str], processes: int) -> list[ClauseCheck]:
+def _checks(only: list[str], processes: int, *, on_gpu: bool) -> list[ClauseCheck]:
     """Raises RecipeError where a pattern names nothing."""
     for pattern in only:
-        if not checks(processes, [pattern]) and pattern != "LEGAL-1":
+        if not checks(processes, [pattern], on_gpu=on_gpu) and pattern != "LEGAL-1":
             raise RecipeError(_names_nothing(pattern, processes))
-    return checks(processes, only)
+    return checks(processes, only, on_gpu=on_gpu)
 
 
 def _names_nothing(pattern: str, processes: int) -> Problem:
@@ -236,22 +248,40 @@ def _names_nothing(pattern: str, processes: int) -> Problem:
     return Problem("unknown_value", message, hint=hint)
 
 
-def _certify(wanted: Wanted, terms: Terms, key: Ed25519PrivateKey | None) -> Certificate:
-    findings = _measure(wanted.checks, wanted.machine)
+def _certify(wanted: Wanted, folder: Path | None, terms: Terms, key: Ed25519PrivateKey | None) -> Certificate:
+    today = _today().isoformat()
+    with _workplace(folder, wanted.machine, today) as (place, since):
+        findings = _measure(wanted.checks, place, wanted.machine)
     if not wanted.only or "LEGAL-1" in wanted.only:
         findings += judge_refusals(wanted.processes)
-    date = datetime.now(UTC).date().isoformat()
-    certificate = write_certificate(findings, wanted.machine, date=date, whole=wanted.whole, terms=terms)
+    terms = replace(terms, measured_since=since)
+    certificate = write_certificate(findings, wanted.machine, date=today, whole=wanted.whole, terms=terms)
     return sign_certificate(certificate, key) if key else certificate
 
 
-def _measure(wanted: list[ClauseCheck], machine: Machine) -> list[Finding]:
+@contextmanager
+def _workplace(folder: Path | None, machine: Machine, today: str) -> Iterator[tuple[Path, str]]:
+    """Give the folder of the runs, and the day on which they were begun; where it is none of the user's, it goes."""
+    try:
+        if folder is not None:
+            with opened(folder, subject_of(machine), today) as since:
+                yield folder, since
+        else:
+            with tempfile.TemporaryDirectory(prefix="trainspec-certify-") as scratch:
+                yield Path(scratch), today
+    except Interrupted as error:
+        again = f"type it again to go on: {shlex.join(['trainspec', *sys.argv[1:]])}"
+        hint = again if folder is not None else "with --dir FOLDER, the runs that have ended are kept"
+        raise Interrupted("the certification was interrupted", code="interrupted", hint=hint) from error
+
+
+def _measure(wanted: list[ClauseCheck], folder: Path, machine: Machine) -> list[Finding]:
     runs = list(dict.fromkeys(run for check in wanted for run in check.runs))
     console = PrintableConsole(stderr=True)
     columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with tempfile.TemporaryDirectory(prefix="trainspec-certify-") as folder, Progress(*columns, console=console) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task("runs", total=len(runs))
-        results = measure(runs, Path(folder), machine, lambda done: bar.update(task, completed=done))
+        results = measure(runs, folder, machine, lambda done: bar.update(task, completed=done))
         return [judge(check, results) for check in wanted]
 
 
