@@ -95,7 +95,7 @@ def test_legal_layouts_need_no_runs_and_certificates_are_verified(run, tmp_path)
 @pytest.mark.parametrize(("gpus", "processes", "certified"), [(1, (), 0), (2, (), 2), (2, ("--processes", "4"), 0)])
 def test_where_gpus_are_too_few_the_cpu_is_certified_and_that_is_said(run, monkeypatch, gpus, processes, certified):
     here = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=True, gpu_names=("NVIDIA H200",) * gpus)
-    monkeypatch.setattr("trainspec_cli.cli.certify._machine", lambda: here)
+    monkeypatch.setattr("trainspec_cli.cli.certifying.machine_here", lambda: here)
     code, out, err = run("--only", "LEGAL-1", "--json", *processes)
     assert code == 0
     assert len(json.loads(out)["machine"]["gpu_names"]) == certified
@@ -104,7 +104,7 @@ def test_where_gpus_are_too_few_the_cpu_is_certified_and_that_is_said(run, monke
 
 def test_a_machine_without_gpus_certifies_its_cpu_with_nothing_to_explain(run, monkeypatch):
     here = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=False)
-    monkeypatch.setattr("trainspec_cli.cli.certify._machine", lambda: here)
+    monkeypatch.setattr("trainspec_cli.cli.certifying.machine_here", lambda: here)
     code, out, err = run("--only", "LEGAL-1", "--json")
     assert code == 0
     assert json.loads(out)["machine"]["cpu_cores"] == 8
@@ -139,7 +139,7 @@ def test_a_certificate_is_signed_for_whoever_asks_and_refused_where_it_is_anothe
         (("--for", ""), 2, "printable characters"),
         (("--signed-by", "SHA256:x"), 2, "says what a certificate has to be, and none is given"),
         (("--machine", "here"), 2, "type --verify FILE --machine"),
-        (("--verify", "c.json", "--sign", "key"), 2, "--sign goes with a certificate that is made"),
+        (("--verify", "c.json", "--sign", "key"), 2, "--sign does not go with --verify"),
         (("--verify", "c.json", "--signed-by", "none.pub"), 2, "there is no file none.pub"),
     ],
 )

@@ -16,7 +16,7 @@ from trainspec_cli.json_value import JsonObject
 from trainspec_cli.launcher.job.provenance import versions
 from trainspec_cli.spec.canonical import canonical_json, to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.certificate import Certificate, ClauseSummary, Finding
+from trainspec_cli.spec.results.certificate import Certificate, ClauseSummary, Finding, NotOffered
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -59,6 +59,8 @@ class Terms:
     challenge: str = ""
     measured_since: str = ""
     machine_id: str = ""
+    engine: str = ""
+    not_offered: tuple[NotOffered, ...] = ()
 
 
 def write_certificate(
@@ -73,7 +75,7 @@ def write_certificate(
         machine=machine,
         versions=versions(),
         whole=whole,
-        verdict=verdict(findings),
+        verdict=verdict(findings) if findings or not (terms and terms.not_offered) else "not offered",
         clauses=tuple(_summarise(clause, findings) for clause in read_clauses()),
         findings=tuple(
             replace(finding, figures={name: _number(value) for name, value in finding.figures.items()})
@@ -108,6 +110,7 @@ def _summarise(id: str, findings: Sequence[Finding]) -> ClauseSummary:
         worst=_number(worst.measured) if worst else None,
         bound=worst.bound if worst else None,
         worst_case=worst.case if worst else None,
+        grade=worst.grade if worst else "",
     )
 
 

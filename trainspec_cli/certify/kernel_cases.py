@@ -54,7 +54,7 @@ def _legal(family: str, kernel: tuple[str, str], max_processes: int) -> Iterator
 
 
 def _has(model: ModelSpec, operation: str) -> bool:
-    """Return whether the layers of a model have attention or SwiGLU; the rules of a recipe tell the other operations."""
+    """Return whether a model's layers have attention or SwiGLU; the rules of a recipe tell of other operations."""
     if operation not in ("attention", "swiglu"):
         return True
     if not isinstance(model, (DecoderModel, HybridModel)):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from trainspec_cli.launcher.tools import CERTIFY, Tool, run_tool, torchrun
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.tools import DRAWN_BATCHES as BATCHES
+from trainspec_cli.spec.results.tools import DRAWN_TOKENS as TOKENS
 from trainspec_cli.spec.results.tools import CertifyRequest, CertifyResult, CertifyRun, CertifyRunResult, Device
 
 
@@ -33,6 +36,8 @@ class Run:
     continues: Run | None = None
     exchanges: int = 1
     """How often the first batch's gradients are exchanged; their mean is what the run leaves."""
+    inputs: bool = False
+    """Leave the first weights and the batches too."""
     take: int = 0
     """The number of a repetition."""
 
@@ -47,6 +52,8 @@ class Run:
             words.append("one-step")
         if self.exchanges > 1:
             words.append(f"{self.exchanges}-exchanges")
+        if self.inputs:
+            words.append("with-inputs")
         if self.take:
             words.append(f"again{self.take}")
         return "-".join(words)
@@ -69,6 +76,7 @@ class Run:
             resume=self.resume,
             continues=self.continues.name if self.continues else None,
             weights=self.case.weights,
+            inputs=self.inputs,
             live=live is not None,
             killed_at=KILLED_AT if live and live.disturbance == "killed" else None,
         )
@@ -100,6 +108,17 @@ class Measured:
     def weights(self) -> dict[str, np.ndarray]:
         """Return the weights after the last step."""
         return self._parameters("weights")
+
+    @cached_property
+    def first_weights(self) -> dict[str, np.ndarray]:
+        return self._parameters("first")
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Return the tokens of all steps, (steps, samples, length + 1)."""
+        with np.load(self.folder / BATCHES) as found:
+            tokens: np.ndarray = found[TOKENS]
+            return tokens
 
     def _parameters(self, what: str) -> dict[str, np.ndarray]:
         """Read what the pipeline ranks left, by parameter."""
@@ -184,7 +203,14 @@ def _run_batch(
 # Figures
 
 
-def gradient_errors(found: Measured, reference: Measured) -> dict[str, float]:
+class HasGradients(Protocol):
+    """What leaves the gradients of a batch, by parameter."""
+
+    @property
+    def gradients(self) -> Mapping[str, np.ndarray]: ...
+
+
+def gradient_errors(found: HasGradients, reference: HasGradients) -> dict[str, float]:
     """Relative Euclidean error of each parameter's gradient; infinite where it is missing or has another shape."""
     errors: dict[str, float] = {}
     for name in reference.gradients.keys() | found.gradients.keys():

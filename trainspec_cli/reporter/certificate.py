@@ -23,7 +23,8 @@ def render_certificate(certificate: Certificate) -> RenderableType:
     for clause in certificate.clauses:
         if clause.cases:
             table.add_row(*_row(clause), style="red" if clause.failed else "")
-    broken = [Text(line, style="red") for line in describe_broken(certificate)]
+    declined = [Text(line, style="yellow") for line in describe_declined(certificate)]
+    broken = [*declined, *(Text(line, style="red") for line in describe_broken(certificate))]
     standing = [Text(line) for line in describe_standing(certificate)]
     verdict = Text(describe_verdict(certificate), style="bold red" if certificate.verdict == "broken" else "bold")
     return Group(table, *([Text(), *broken] if broken else []), Text(), verdict, *standing)
@@ -36,6 +37,8 @@ def _row(clause: ClauseSummary) -> list[str]:
 def show_worst(clause: ClauseSummary) -> tuple[str, str]:
     """Return the worst case's figure and its bound, as tables show them."""
     if clause.bound is not None and clause.worst is not None:
+        if clause.grade:
+            return f"{show_figure(clause.worst)} ({clause.grade})", show_figure(clause.bound)
         return show_figure(clause.worst), show_figure(clause.bound)
     return "differs" if clause.failed else "exact", "exact"
 
@@ -48,6 +51,10 @@ def describe_broken(certificate: Certificate) -> Iterator[str]:
     return (_describe(finding) for finding in certificate.findings if not finding.passed)
 
 
+def describe_declined(certificate: Certificate) -> Iterator[str]:
+    return (f"{one.clause} not offered by {one.case}: {one.reason}" for one in certificate.not_offered)
+
+
 def _describe(finding: Finding) -> str:
     shown = {name: f"{figure:.2e}" if isinstance(figure, float) else figure for name, figure in finding.figures.items()}
     figures = ", ".join(f"{name} {figure}" for name, figure in shown.items())
@@ -57,8 +64,10 @@ def _describe(finding: Finding) -> str:
 def describe_verdict(found: Certificate) -> str:
     measured = [clause for clause in found.clauses if clause.cases]
     cases = sum(clause.cases for clause in measured)
+    whose = f" by {found.engine}" if found.engine else ""
     what = f"the training spec {found.spec_version}" if found.whole else f"{len(measured)} clauses of the spec"
-    return f"{what}: {found.verdict}, {cases} cases on {place_of(found.machine)}; digest {found.digest[:SHOWN_DIGITS]}"
+    where, digest = place_of(found.machine), found.digest[:SHOWN_DIGITS]
+    return f"{what}: {found.verdict}{whose}, {cases} cases on {where}; digest {digest}"
 
 
 def place_of(machine: Machine) -> str:

@@ -22,6 +22,8 @@ class Finding:
     passed: bool
     figures: dict[str, Figure] = field(default_factory=dict)
     bound: float | None = None
+    grade: str = ""
+    """A, B or C of a clause that has levels, `-` below them; empty of any other."""
 
     @property
     def measured(self) -> float:
@@ -44,6 +46,17 @@ class ClauseSummary:
     """The worst case's figure; null where the clause was not measured."""
     bound: float | None
     worst_case: str | None = None
+    grade: str = ""
+    """The worst case's."""
+
+
+@dataclass(frozen=True)
+class NotOffered:
+    """A case that the engine has declined: it is neither kept nor broken."""
+
+    clause: str
+    case: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -61,6 +74,8 @@ class Certificate:
     """Fields that schema 1 did not have are empty in a certificate of it."""
 
     schema: str
+    engine: str = ""
+    """The command of another engine, which the certificate speaks of; empty: trainspec's own."""
     spec_version: str
     spec_sha256: str = ""
     """Digest of the document that the clauses stand in."""
@@ -80,9 +95,11 @@ class Certificate:
     whole: bool
     """True if nothing was left out by `--only`, so that the verdict speaks of the spec."""
     verdict: str
-    """`kept` where every MUST that was measured holds, else `broken`."""
+    """`kept` where every MUST that was measured holds, else `broken`; `not offered` where all was declined."""
     clauses: tuple[ClauseSummary, ...]
     findings: tuple[Finding, ...]
+    not_offered: tuple[NotOffered, ...] = ()
+    """Cases that the engine has declined."""
     signer: Signer | None = None
     """None: nobody has signed it."""
     digest: str = ""
