@@ -100,7 +100,9 @@ def _ratio(values: Sequence[float | None]) -> float | None:
 def render_comparison(comparison: Comparison, certificates: Sequence[Certificate]) -> RenderableType:
     about = [Text(line) for line in describe_both(comparison, certificates)]
     parts: list[RenderableType] = [*about, Text(), _clause_table(comparison)]
-    return Group(*parts, *([Text(), _figure_table(comparison)] if comparison.figures else []))
+    if comparison.figures:
+        parts += [Text(), _figure_table(comparison)]
+    return Group(*parts)
 
 
 def describe_both(comparison: Comparison, certificates: Sequence[Certificate]) -> list[str]:
