@@ -12,7 +12,7 @@ import pytest
 
 from trainspec_cli.certify import keys
 from trainspec_cli.certify.certificate import Terms, digest, sign_certificate, write_certificate
-from trainspec_cli.certify.verify import Asked, verify
+from trainspec_cli.certify.verify import Requirements, verify
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.spec.canonical import to_plain
@@ -41,7 +41,7 @@ def written(folder: Path, certificate: Certificate | JsonObject) -> Path:
     return file
 
 
-def refusal(file: Path, asked: Asked) -> str:
+def refusal(file: Path, asked: Requirements) -> str:
     with pytest.raises(RecipeError) as error:
         verify(file, asked)
     (problem,) = error.value.problems
@@ -52,7 +52,7 @@ def refusal(file: Path, asked: Asked) -> str:
 def test_a_signed_certificate_is_read_again_as_it_was(tmp_path: Path, key_file: Path) -> None:
     signed = sign_certificate(made(), keys.read_key(key_file))
     fingerprint = keys.read_fingerprint(f"{key_file}.pub")
-    found = verify(written(tmp_path, signed), Asked(fingerprint, "nonce 1", "ab" * 16, DAY))
+    found = verify(written(tmp_path, signed), Requirements(fingerprint, "nonce 1", "ab" * 16, DAY))
     assert found == signed
     assert found.signer and found.signer.fingerprint == fingerprint
 
@@ -74,7 +74,7 @@ def test_what_was_altered_is_refused_although_its_digest_was_made_anew(
     body = to_plain(sign_certificate(made(), keys.read_key(key_file)))
     CHANGES[change](body)
     body["digest"] = digest(body)
-    assert "the signature is not that of its content" in refusal(written(tmp_path, body), Asked(today=DAY))
+    assert "the signature is not that of its content" in refusal(written(tmp_path, body), Requirements(today=DAY))
 
 
 def test_another_key_cannot_take_the_signers_place(tmp_path: Path, key_file: Path) -> None:
@@ -82,9 +82,9 @@ def test_another_key_cannot_take_the_signers_place(tmp_path: Path, key_file: Pat
     body = to_plain(sign_certificate(made(), keys.read_key(key_file)))
     swapped = body | {"signer": to_plain(other)}
     swapped["digest"] = digest(swapped)
-    assert "the signature is not that of its content" in refusal(written(tmp_path, swapped), Asked(today=DAY))
+    assert "the signature is not that of its content" in refusal(written(tmp_path, swapped), Requirements(today=DAY))
     signed = sign_certificate(made(), keys.read_key(tmp_path / "other"))
-    asked = Asked(keys.read_fingerprint(f"{key_file}.pub"), today=DAY)
+    asked = Requirements(keys.read_fingerprint(f"{key_file}.pub"), today=DAY)
     assert f"is signed by {other.fingerprint}; a signature by" in refusal(written(tmp_path, signed), asked)
 
 
@@ -93,22 +93,26 @@ def test_a_certificate_whose_signature_was_taken_off_is_one_that_nobody_signed(t
     fingerprint = keys.read_fingerprint(f"{key_file}.pub")
     bare = {**body, "signer": None}
     bare["digest"] = digest(bare)
-    assert "names nobody who signed" in refusal(written(tmp_path, bare), Asked(today=DAY))
+    assert "names nobody who signed" in refusal(written(tmp_path, bare), Requirements(today=DAY))
     bare["signature"] = ""
-    assert verify(written(tmp_path, bare), Asked(today=DAY)).signer is None
-    assert "is not signed; a signature by SHA256:" in refusal(written(tmp_path, bare), Asked(fingerprint, today=DAY))
-    assert "the signature is not" in refusal(written(tmp_path, body | {"signature": ""}), Asked(today=DAY))
+    assert verify(written(tmp_path, bare), Requirements(today=DAY)).signer is None
+    assert "is not signed; a signature by SHA256:" in refusal(
+        written(tmp_path, bare), Requirements(fingerprint, today=DAY)
+    )
+    assert "the signature is not" in refusal(written(tmp_path, body | {"signature": ""}), Requirements(today=DAY))
 
 
 def test_a_replayed_one_and_one_of_another_machine_are_refused(tmp_path: Path) -> None:
     file = written(tmp_path, made())
     assert "it answers the challenge 'nonce 1', and may have been made before" in refusal(
-        file, Asked(challenge="nonce 2", today=DAY)
+        file, Requirements(challenge="nonce 2", today=DAY)
     )
-    assert f"is of the machine {'ab' * 16}, and not of here" in refusal(file, Asked(machine_id="here", today=DAY))
+    assert f"is of the machine {'ab' * 16}, and not of here" in refusal(
+        file, Requirements(machine_id="here", today=DAY)
+    )
     plain = written(tmp_path, made(Terms()))
-    assert "it answers none" in refusal(plain, Asked(challenge="nonce 2", today=DAY))
-    assert "is of the machine (unknown)" in refusal(plain, Asked(machine_id="here", today=DAY))
+    assert "it answers none" in refusal(plain, Requirements(challenge="nonce 2", today=DAY))
+    assert "is of the machine (unknown)" in refusal(plain, Requirements(machine_id="here", today=DAY))
 
 
 @pytest.mark.parametrize(
@@ -123,13 +127,15 @@ def test_a_replayed_one_and_one_of_another_machine_are_refused(tmp_path: Path) -
 def test_dates(tmp_path: Path, today: date, words: str | None) -> None:
     file = written(tmp_path, made())
     if words is None:
-        assert verify(file, Asked(today=today)) == made()
+        assert verify(file, Requirements(today=today)) == made()
     else:
-        assert words in refusal(file, Asked(today=today))
+        assert words in refusal(file, Requirements(today=today))
 
 
 def test_dates_that_are_none_are_refused(tmp_path: Path) -> None:
-    assert "days are needed" in refusal(written(tmp_path, made(replace(TERMS, valid_until="soon"))), Asked(today=DAY))
+    assert "days are needed" in refusal(
+        written(tmp_path, made(replace(TERMS, valid_until="soon"))), Requirements(today=DAY)
+    )
 
 
 def test_the_first_schema_is_read_as_what_it_is(tmp_path: Path) -> None:
@@ -137,8 +143,8 @@ def test_the_first_schema_is_read_as_what_it_is(tmp_path: Path) -> None:
     body = to_plain(made()) | {"schema": "trainspec.certificate/1", "valid_until": "2020-01-01", "challenge": "c"}
     body["signer"], body["signature"] = {"public_key": "ssh-ed25519 x", "fingerprint": "SHA256:x"}, "AAAA"
     body["digest"] = digest(body)
-    found = verify(written(tmp_path, body), Asked(today=DAY))
+    found = verify(written(tmp_path, body), Requirements(today=DAY))
     assert (found.signer, found.signature, found.valid_until, found.challenge, found.machine_id) == (None, *[""] * 4)
     assert found.findings == (FINDING,)
-    assert "is not signed" in refusal(written(tmp_path, body), Asked("SHA256:x", today=DAY))
-    assert "is not the answer" in refusal(written(tmp_path, body), Asked(challenge="c", today=DAY))
+    assert "is not signed" in refusal(written(tmp_path, body), Requirements("SHA256:x", today=DAY))
+    assert "is not the answer" in refusal(written(tmp_path, body), Requirements(challenge="c", today=DAY))

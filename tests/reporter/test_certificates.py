@@ -78,5 +78,5 @@ def test_pages_show_the_clauses_and_escape_what_they_show() -> None:
 def test_another_engine_is_named_and_what_it_declined_is_told() -> None:
     found = certificate(KEPT, engine="python mine.py", not_offered=(NotOffered("NUM-4", "fp32-one", "it cannot"),))
     assert ": kept by python mine.py, 1 cases" in describe_verdict(found)
-    assert list(describe_declined(found)) == ["NUM-4 not offered by fp32-one: it cannot"]
+    assert list(describe_declined(found)) == ["NUM-4 not offered in fp32-one: it cannot"]
     assert certificate(engine="e", not_offered=found.not_offered).verdict == "not offered"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -226,7 +226,7 @@ def _judge_live(check: ClauseCheck, results: Results) -> Finding:
     return Finding(check.clause, check.run.name, kept.passed, kept.figures, kept.bound)
 
 
-_JUDGES = {
+_JUDGES: dict[str, Callable[[ClauseCheck, Results], Finding]] = {
     "NUM-1": _judge_gradients,
     "NUM-2": _judge_losses,
     "NUM-3": _judge_format,

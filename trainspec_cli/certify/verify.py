@@ -24,7 +24,7 @@ def _today() -> date:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Requirements:
     """What a certificate has to be, beyond unaltered; empty texts ask for nothing."""
 
     fingerprint: str = ""
@@ -36,7 +36,7 @@ class Asked:
     today: date = field(default_factory=_today)
 
 
-def verify(file: Path, asked: Asked | None = None) -> Certificate:
+def verify(file: Path, asked: Requirements | None = None) -> Certificate:
     """Return the certificate in `file`. Raises RecipeError where it is none, was altered, has expired or is not the one
     that is asked for; MachineError where the package is missing that checks its signature."""
     try:
@@ -50,7 +50,7 @@ def verify(file: Path, asked: Asked | None = None) -> Certificate:
         raise _refused(file, "was altered: its digest is not that of its content")
     certificate = _read(file, body)
     _check_signature(file, certificate, body)
-    for why in _objections(certificate, asked or Asked()):
+    for why in _objections(certificate, asked or Requirements()):
         raise _refused(file, why)
     return certificate
 
@@ -89,7 +89,7 @@ def _check_signature(file: Path, certificate: Certificate, body: JsonObject) -> 
         raise _refused(file, f"is signed by no key that is known here: {error}") from error
 
 
-def _objections(certificate: Certificate, asked: Asked) -> Iterator[str]:
+def _objections(certificate: Certificate, asked: Requirements) -> Iterator[str]:
     """Yield each reason for which the certificate is not the one that is asked for."""
     if certificate.schema != FIRST_SCHEMA:
         yield from _wrong_dates(certificate, asked.today)

@@ -11,7 +11,7 @@ import typer
 
 from trainspec_cli.certify import keys
 from trainspec_cli.certify.certificate import Terms
-from trainspec_cli.certify.verify import Asked
+from trainspec_cli.certify.verify import Requirements
 from trainspec_cli.certify.verify import verify as read_verified
 from trainspec_cli.cli.certifying import certify_here, certify_other, today, wanted_here, wanted_of_engine
 from trainspec_cli.cli.options import AsJson, Html, page_origin, write_page
@@ -173,13 +173,13 @@ def _check_challenge(challenge: str) -> None:
         raise RecipeError(Problem("usage", message, "--for", hint))
 
 
-def _asked(signed_by: str | None, challenge: str | None, machine: str | None) -> Asked:
+def _asked(signed_by: str | None, challenge: str | None, machine: str | None) -> Requirements:
     fingerprint = keys.read_fingerprint(signed_by) if signed_by is not None else ""
-    return Asked(fingerprint, challenge or "", machine_identity() if machine == "here" else machine or "")
+    return Requirements(fingerprint, challenge or "", machine_identity() if machine == "here" else machine or "")
 
 
 def _compare(
-    files: tuple[Path, Path], asked: Asked, console: PrintableConsole, html: Path | None, *, as_json: bool
+    files: tuple[Path, Path], asked: Requirements, console: PrintableConsole, html: Path | None, *, as_json: bool
 ) -> int:
     """Both are verified before they are compared."""
     certificates = [read_verified(file, asked) for file in files]

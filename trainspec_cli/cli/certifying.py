@@ -40,7 +40,7 @@ ENGINE_PROCESSES = 2
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedHere:
     """What is to be measured of this engine."""
 
     checks: list[ClauseCheck]
@@ -74,7 +74,7 @@ class OtherWanted:
         return [f"{check.clause}  {check.run.name}" for check in self.engine.checks]
 
 
-def wanted_here(only: list[str], processes: int | None, arguments: list[str], console: Console) -> Wanted:
+def wanted_here(only: list[str], processes: int | None, arguments: list[str], console: Console) -> WantedHere:
     """Raises RecipeError where the recipe cannot be measured, or a pattern names nothing."""
     if arguments:
         _measure_recipe(arguments)
@@ -88,7 +88,7 @@ def wanted_here(only: list[str], processes: int | None, arguments: list[str], co
         machine = replace(machine, gpu_names=())
     launched = [clause for clause in LEVELS if not only or any(fnmatchcase(clause, pattern) for pattern in only)]
     batch = load_for_planning(recipe).spec.batching.global_batch_size if launched else 0
-    return Wanted(found, launched, recipe, batch, only, processes, machine, whole)
+    return WantedHere(found, launched, recipe, batch, only, processes, machine, whole)
 
 
 def wanted_of_engine(command: str, only: Sequence[str], processes: int | None, seconds: float) -> OtherWanted:
@@ -128,7 +128,7 @@ def _names_nothing(pattern: str, processes: int) -> Problem:
     return Problem("unknown_value", message, hint=hint)
 
 
-def certify_here(wanted: Wanted, folder: Path | None, terms: Terms, key: Ed25519PrivateKey | None) -> Certificate:
+def certify_here(wanted: WantedHere, folder: Path | None, terms: Terms, key: Ed25519PrivateKey | None) -> Certificate:
     """Measure this engine. Raises MachineError where a run fails, Interrupted where a stop was requested."""
     with _workplace(folder, wanted.machine, "") as (place, since):
         findings = [*_measure(wanted.checks, place, wanted.machine), *_launch(wanted, place)]
@@ -147,7 +147,7 @@ def certify_other(wanted: OtherWanted, folder: Path | None, terms: Terms, key: E
 
 
 def _write(
-    findings: Sequence[Finding], wanted: Wanted | OtherWanted, terms: Terms, key: Ed25519PrivateKey | None
+    findings: Sequence[Finding], wanted: WantedHere | OtherWanted, terms: Terms, key: Ed25519PrivateKey | None
 ) -> Certificate:
     date = today().isoformat()
     certificate = write_certificate(findings, wanted.machine, date=date, whole=wanted.whole, terms=terms)
@@ -174,7 +174,7 @@ def _workplace(folder: Path | None, machine: Machine, engine: str) -> Iterator[t
         raise Interrupted("the certification was interrupted", code="interrupted", hint=hint) from error
 
 
-def _launch(wanted: Wanted, folder: Path) -> list[Finding]:
+def _launch(wanted: WantedHere, folder: Path) -> list[Finding]:
     """Measure what is measured on runs as they are launched; on a CPU by no more processes than there are cores."""
     machine = wanted.machine
     most = len(machine.gpu_names) or max(2, machine.cpu_cores)

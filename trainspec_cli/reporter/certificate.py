@@ -52,7 +52,7 @@ def describe_broken(certificate: Certificate) -> Iterator[str]:
 
 
 def describe_declined(certificate: Certificate) -> Iterator[str]:
-    return (f"{one.clause} not offered by {one.case}: {one.reason}" for one in certificate.not_offered)
+    return (f"{one.clause} not offered in {one.case}: {one.reason}" for one in certificate.not_offered)
 
 
 def _describe(finding: Finding) -> str:

@@ -11,7 +11,7 @@ from trainspec_cli.reporter.certificate import (
     describe_verdict,
     show_worst,
 )
-from trainspec_cli.reporter.certificates import Comparison, describe_both, figure_cells, standing_of
+from trainspec_cli.reporter.certificates import CertificateComparison, describe_both, figure_cells, standing_of
 from trainspec_cli.reporter.page.parts import (
     PageOrigin,
     details,
@@ -69,7 +69,7 @@ def _figures(finding: Finding) -> str:
 
 
 def render_comparison_page(
-    comparison: Comparison, certificates: Sequence[Certificate], origin: PageOrigin | None = None
+    comparison: CertificateComparison, certificates: Sequence[Certificate], origin: PageOrigin | None = None
 ) -> str:
     clauses = [
         text_row(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from trainspec_cli.reporter.certificate import describe_standing, describe_verdict, show_figure
+from trainspec_cli.reporter.certificate import describe_standing, describe_verdict, show_worst
 from trainspec_cli.reporter.rich_text import Text
 from trainspec_cli.spec.results.certificate import Certificate, ClauseSummary, Finding
 
@@ -44,7 +44,7 @@ class ComparedFigure:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class CertificateComparison:
     names: tuple[str, ...]
     """The files."""
     verdicts: tuple[str, ...]
@@ -52,24 +52,27 @@ class Comparison:
     figures: tuple[ComparedFigure, ...]
 
 
-def compare_certificates(names: Sequence[str], certificates: Sequence[Certificate]) -> Comparison:
+def compare_certificates(names: Sequence[str], certificates: Sequence[Certificate]) -> CertificateComparison:
     by_id = [{clause.id: clause for clause in certificate.clauses} for certificate in certificates]
     ids = list(dict.fromkeys(id for clauses in by_id for id in clauses))
     compared = [_compare([clauses.get(id) for clauses in by_id]) for id in ids]
     shown = tuple(clause for clause in compared if set(clause.standings) != {NOT_MEASURED})
-    return Comparison(tuple(names), tuple(one.verdict for one in certificates), shown, tuple(_figures(certificates)))
+    return CertificateComparison(
+        tuple(names), tuple(one.verdict for one in certificates), shown, tuple(_figures(certificates))
+    )
 
 
 def _compare(clauses: Sequence[ClauseSummary | None]) -> ComparedClause:
     one = next(clause for clause in clauses if clause is not None)
-    worst = tuple("" if clause is None or clause.worst is None else show_figure(clause.worst) for clause in clauses)
+    worst = tuple(show_worst(clause)[0] if clause and clause.cases else "" for clause in clauses)
     return ComparedClause(one.id, one.level, one.title, tuple(map(standing_of, clauses)), worst)
 
 
 def standing_of(clause: ClauseSummary | None) -> str:
     if clause is None or not clause.cases:
         return NOT_MEASURED
-    return f"{'broken' if clause.failed else 'kept'}{f' ({clause.grade})' if clause.grade else ''}"
+    grade = f" ({clause.grade})" if clause.grade else ""
+    return f"{'broken' if clause.failed else 'kept'}{grade}"
 
 
 def _figures(certificates: Sequence[Certificate]) -> list[ComparedFigure]:
@@ -97,7 +100,7 @@ def _ratio(values: Sequence[float | None]) -> float | None:
     return second / first if first and second is not None else None
 
 
-def render_comparison(comparison: Comparison, certificates: Sequence[Certificate]) -> RenderableType:
+def render_comparison(comparison: CertificateComparison, certificates: Sequence[Certificate]) -> RenderableType:
     about = [Text(line) for line in describe_both(comparison, certificates)]
     parts: list[RenderableType] = [*about, Text(), _clause_table(comparison)]
     if comparison.figures:
@@ -105,14 +108,14 @@ def render_comparison(comparison: Comparison, certificates: Sequence[Certificate
     return Group(*parts)
 
 
-def describe_both(comparison: Comparison, certificates: Sequence[Certificate]) -> list[str]:
+def describe_both(comparison: CertificateComparison, certificates: Sequence[Certificate]) -> list[str]:
     lines = []
     for letter, name, one in zip("AB", comparison.names, certificates, strict=True):
         lines += [f"{letter}  {name}: {describe_verdict(one)}", *(f"   {line}" for line in describe_standing(one))]
     return lines
 
 
-def _clause_table(comparison: Comparison) -> Table:
+def _clause_table(comparison: CertificateComparison) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("clause", "level", "what it says", "A", "worst", "B", "worst"):
         table.add_column(name, no_wrap=name != "what it says")
@@ -123,7 +126,7 @@ def _clause_table(comparison: Comparison) -> Table:
     return table
 
 
-def _figure_table(comparison: Comparison) -> Table:
+def _figure_table(comparison: CertificateComparison) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("clause", "figure"):
         table.add_column(name, no_wrap=True)

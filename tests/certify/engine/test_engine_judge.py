@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainspec_cli.certify.engine.cases import EngineCheck, EngineRun, engine_checks
+from trainspec_cli.certify.engine.cases import EngineCheck, ProtocolRun, engine_checks
 from trainspec_cli.certify.engine.exchange import Answered
 from trainspec_cli.certify.engine.judge import Gradients, References, judge_answers, weights_sha256
 from trainspec_cli.certify.engine.model import to_hugging_face
@@ -25,8 +25,8 @@ OWN = References(
     Gradients({"a": A * 1.01, "b": B * 1.01}),
     Gradients({"a": A, "b": B}),
 )
-TRAINED = EngineRun(asks=("gradients", "losses"))
-WHOLE = EngineRun(optimizer="adamw", asks=("losses", "weights"), saves=True)
+TRAINED = ProtocolRun(asks=("gradients", "losses"))
+WHOLE = ProtocolRun(optimizer="adamw", asks=("losses", "weights"), saves=True)
 RESUMED = replace(WHOLE, saves=False, resumes=WHOLE)
 
 
@@ -38,7 +38,7 @@ class Given(Answered):
         self.__dict__["gradients"] = self.__dict__["weights"] = {"a": A * np.float32(scale), "b": B}
 
 
-def judged(clause: str, run: EngineRun, found: Given, beside: tuple[EngineRun, Given] | None = None) -> Finding:
+def judged(clause: str, run: ProtocolRun, found: Given, beside: tuple[ProtocolRun, Given] | None = None) -> Finding:
     check = EngineCheck(clause, run, beside[0] if beside else None)
     finding = judge_answers(check, {run: found, **(dict([beside]) if beside else {})}, OWN)
     assert isinstance(finding, Finding)
@@ -59,7 +59,7 @@ def test_losses_of_every_step_count() -> None:
 
 
 def test_a_format_may_cost_twice_what_it_costs_one_process() -> None:
-    run = EngineRun(compute="bf16")
+    run = ProtocolRun(compute="bf16")
     assert judged("NUM-3", run, Given(1.019)).measured == pytest.approx(1.9, rel=0.01)
     assert not judged("NUM-3", run, Given(1.021)).passed
 

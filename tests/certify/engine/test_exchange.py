@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from trainspec_cli.certify.engine.cases import EngineRun, engine_checks
+from trainspec_cli.certify.engine.cases import ProtocolRun, engine_checks
 from trainspec_cli.certify.engine.exchange import Engine, ask, ask_all
 from trainspec_cli.certify.engine.protocol import MODEL
 from trainspec_cli.errors import WorkerError
@@ -19,8 +19,8 @@ from trainspec_cli.spec.recipe.layout import Layout
 
 SCRIPT = str(Path(__file__).with_name("scripted_engine.py"))
 SHAPES = {"a": (2, 3), "b": (4,)}
-TRAINED = EngineRun(asks=("gradients", "losses"))
-WHOLE = EngineRun(optimizer="adamw", asks=("losses", "weights"), saves=True)
+TRAINED = ProtocolRun(asks=("gradients", "losses"))
+WHOLE = ProtocolRun(optimizer="adamw", asks=("losses", "weights"), saves=True)
 
 
 def engine(folder: Path, manner: str, timeout_s: float = 60.0) -> Engine:

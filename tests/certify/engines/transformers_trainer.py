@@ -61,16 +61,11 @@ class InOrder(Trainer):
         return loss
 
 
-def labels_of(row):
-    """The model shifts them by one; the first label predicts nothing, and is not counted."""
-    return torch.cat((torch.tensor([-100]), row[1:]))
-
-
 def train(request):
     tokens = load_file(request["batches"])["tokens"][: request["steps"]]
     samples = tokens.shape[1]
     rows = tokens.flatten(0, 1)
-    dataset = [{"input_ids": row, "labels": labels_of(row)} for row in rows]
+    dataset = [{"input_ids": row, "labels": row} for row in rows]  # the model shifts its labels by one
     wanted, processes = request["optimizer"], int(os.environ.get("WORLD_SIZE", "1"))
     folder = Path(sys.argv[1]).parent
     arguments = TrainingArguments(

@@ -28,7 +28,7 @@ MOVES = ((Layout(dp_replicate=2), Layout()), (Layout(dp_shard=2), Layout(dp_repl
 
 
 @dataclass(frozen=True)
-class EngineRun:
+class ProtocolRun:
     """A run that an engine is asked for."""
 
     layout: Layout = field(default_factory=Layout)
@@ -38,7 +38,7 @@ class EngineRun:
     optimizer: Literal["sgd", "adamw"] = "sgd"
     asks: tuple[Asked, ...] = ("gradients",)
     saves: bool = False
-    resumes: EngineRun | None = None
+    resumes: ProtocolRun | None = None
     """The run whose checkpoint it begins with."""
     take: int = 0
     """The number of a repetition."""
@@ -64,11 +64,11 @@ class EngineCheck:
     the reference."""
 
     clause: str
-    run: EngineRun
-    beside: EngineRun | None = None
+    run: ProtocolRun
+    beside: ProtocolRun | None = None
 
     @property
-    def runs(self) -> tuple[EngineRun, ...]:
+    def runs(self) -> tuple[ProtocolRun, ...]:
         """The runs that it takes, in the order in which they are made."""
         return tuple(run for run in (self.beside, self.run) if run is not None)
 
@@ -79,13 +79,13 @@ def engine_checks(max_processes: int) -> list[EngineCheck]:
 
 def _all_checks() -> Iterator[EngineCheck]:
     for layout in LAYOUTS:
-        trained = EngineRun(layout, asks=("gradients", "losses"))
+        trained = ProtocolRun(layout, asks=("gradients", "losses"))
         yield EngineCheck("NUM-1", trained)
         yield EngineCheck("NUM-2", trained)
     for layout in (Layout(), Layout(dp_replicate=2)):
-        yield EngineCheck("NUM-3", EngineRun(layout, "bf16"))
-    yield EngineCheck("NUM-4", EngineRun(recompute="full"))
-    yield EngineCheck("NUM-5", EngineRun(compile=True))
+        yield EngineCheck("NUM-3", ProtocolRun(layout, "bf16"))
+    yield EngineCheck("NUM-4", ProtocolRun(recompute="full"))
+    yield EngineCheck("NUM-5", ProtocolRun(compile=True))
     for layout in KEPT:
         whole = _whole(layout)
         yield EngineCheck("NUM-6", replace(whole, take=1), whole)
@@ -96,5 +96,5 @@ def _all_checks() -> Iterator[EngineCheck]:
         )
 
 
-def _whole(layout: Layout) -> EngineRun:
-    return EngineRun(layout, optimizer="adamw", asks=("losses", "weights"), saves=True)
+def _whole(layout: Layout) -> ProtocolRun:
+    return ProtocolRun(layout, optimizer="adamw", asks=("losses", "weights"), saves=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from trainspec_cli.certify.engine.cases import EngineCheck, EngineRun, engine_checks
+from trainspec_cli.certify.engine.cases import EngineCheck, ProtocolRun, engine_checks
 from trainspec_cli.certify.engine.exchange import Engine, ask_all
 from trainspec_cli.certify.engine.judge import judge_answers, references
 from trainspec_cli.certify.engine.model import OWN_RUNS, ask_for_plain_model, write_inputs
@@ -86,6 +86,6 @@ def measure_engine(
     return found, [one for one in judged if isinstance(one, NotOffered)]
 
 
-def runs_of(wanted: EngineWanted) -> list[EngineRun]:
+def runs_of(wanted: EngineWanted) -> list[ProtocolRun]:
     """Return each run once, after those whose checkpoints it needs."""
     return list(dict.fromkeys(run for check in wanted.checks for run in check.runs))

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from trainspec_cli.certify.cases import CLIP_FROM, CLIP_NORM, SAVE_AT, STEPS
-from trainspec_cli.certify.engine.cases import OPTIMIZERS, EngineRun
+from trainspec_cli.certify.engine.cases import OPTIMIZERS, ProtocolRun
 from trainspec_cli.certify.engine.protocol import (
     ANSWER,
     BATCHES,
@@ -78,13 +78,13 @@ class Answered:
         return _read_tensors(self.folder, "weights", self.answer.weights, self.shapes)
 
 
-def ask_all(engine: Engine, runs: Sequence[EngineRun], on_done: Callable[[int], None]) -> dict[EngineRun, Answered]:
+def ask_all(engine: Engine, runs: Sequence[ProtocolRun], on_done: Callable[[int], None]) -> dict[ProtocolRun, Answered]:
     """Ask for all runs in turn; those that were answered before are not asked again.
 
     Raises WorkerError where an answer is wrong, MachineError where the command cannot be started, Interrupted where a
     stop was requested.
     """
-    answered: dict[EngineRun, Answered] = {}
+    answered: dict[ProtocolRun, Answered] = {}
     for number, run in enumerate(runs):
         on_done(number)
         source = answered[run.resumes] if run.resumes else None
@@ -97,7 +97,7 @@ def ask_all(engine: Engine, runs: Sequence[EngineRun], on_done: Callable[[int], 
     return answered
 
 
-def ask(engine: Engine, run: EngineRun) -> Answered:
+def ask(engine: Engine, run: ProtocolRun) -> Answered:
     folder = engine.folder / run.name
     if not (folder / READ).is_file():
         if folder.exists():
@@ -110,7 +110,7 @@ def ask(engine: Engine, run: EngineRun) -> Answered:
     return answered
 
 
-def request_of(engine: Engine, run: EngineRun) -> EngineRequest:
+def request_of(engine: Engine, run: ProtocolRun) -> EngineRequest:
     root, folder = engine.folder.absolute(), engine.folder.absolute() / run.name
     steps = 1 if run.is_one_step else STEPS
     clips = run.optimizer == "sgd" and not run.is_one_step
@@ -137,7 +137,7 @@ def request_of(engine: Engine, run: EngineRun) -> EngineRequest:
     )
 
 
-def _start(engine: Engine, run: EngineRun, folder: Path) -> None:
+def _start(engine: Engine, run: ProtocolRun, folder: Path) -> None:
     command = (*engine.command, str((folder / REQUEST).absolute()))
     program = Program(command, folder, f"the engine {engine.command[0]}", engine.timeout_s)
     end = run_program(program, {"OMP_NUM_THREADS": "1"}, engine.on_tick)
@@ -148,7 +148,7 @@ def _start(engine: Engine, run: EngineRun, folder: Path) -> None:
         raise _wrong(folder, f"the engine ended with exit code {end.exit_code}\n\n{end.output}")
 
 
-def read_answer(engine: Engine, run: EngineRun) -> Answered:
+def read_answer(engine: Engine, run: ProtocolRun) -> Answered:
     """Read the answer for a run, and all that it names. Raises WorkerError that names the file and the field."""
     folder = engine.folder / run.name
     path = folder / ANSWER
@@ -165,7 +165,7 @@ def read_answer(engine: Engine, run: EngineRun) -> Answered:
     return answered
 
 
-def _check_asked(answered: Answered, run: EngineRun, path: Path) -> None:
+def _check_asked(answered: Answered, run: ProtocolRun, path: Path) -> None:
     if "losses" in run.asks:
         steps = STEPS - (SAVE_AT if run.resumes else 0)
         losses = answered.losses

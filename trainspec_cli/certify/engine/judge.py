@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainspec_cli.certify.cases import SAVE_AT
-from trainspec_cli.certify.engine.cases import EngineCheck, EngineRun
+from trainspec_cli.certify.engine.cases import EngineCheck, ProtocolRun
 from trainspec_cli.certify.engine.exchange import Answered
 from trainspec_cli.certify.engine.model import EXACT, OWN_BF16, REFERENCE, to_hugging_face
 from trainspec_cli.certify.judge import FORMAT_FACTOR, GRADIENT_BOUND, LOSS_BOUND
@@ -41,7 +41,7 @@ def references(results: Mapping[Run, Measured], model: DecoderModel) -> Referenc
     return References(gradients(REFERENCE), results[REFERENCE].losses, gradients(OWN_BF16), gradients(EXACT))
 
 
-def judge_answers(check: EngineCheck, answers: Mapping[EngineRun, Answered], own: References) -> Finding | NotOffered:
+def judge_answers(check: EngineCheck, answers: Mapping[ProtocolRun, Answered], own: References) -> Finding | NotOffered:
     """Return what was found; what the engine has declined is no finding, whatever else was."""
     declined = [answers[run].declined for run in check.runs if answers[run].declined]
     if declined:
@@ -79,7 +79,7 @@ def _itself(check: EngineCheck, found: Answered, beside: Answered) -> Finding:
     if check.clause == "CKPT-2":
         return _bounded(check, "worst_loss_error", error, LOSS_BOUND)
     digests = [weights_sha256(one.weights) for one in (found, beside)]
-    figures = {"sha256": digests[0], "beside": digests[1], "worst_loss_error": error}
+    figures: dict[str, float | str] = {"sha256": digests[0], "beside": digests[1], "worst_loss_error": error}
     return Finding(check.clause, check.run.name, digests[0] == digests[1] and found.losses == others, figures)
 
 
