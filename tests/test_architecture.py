@@ -34,7 +34,7 @@ DOORS = {
     "launcher": {"spec", "policy", "rundir", "corpus", "huggingface", "weights", "wire"},
     "engine": {"spec", "policy", "rundir", "corpus", "huggingface", "weights", "wire"},
     "reporter": {"spec", "rundir"},
-    "certify": {"spec", "policy", "rundir", "launcher"},
+    "certify": {"spec", "policy", "rundir", "launcher", "huggingface"},
     "doctor": {"spec", "rundir", "launcher"},
     "bundle": {"composer", "spec", "corpus", "rundir"},
     "session": {

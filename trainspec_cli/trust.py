@@ -6,6 +6,7 @@ choice: group permissions are left alone.
 
 from __future__ import annotations
 
+import errno
 import os
 import pwd
 import shlex
@@ -17,7 +18,7 @@ from pathlib import Path
 from trainspec_cli.errors import MachineError, Problem
 
 PRIVATE_UMASK = 0o077
-PRIVATE_FOLDER = 0o700
+PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 
 @contextmanager
@@ -80,6 +81,27 @@ def check_tree(root: Path) -> None:
             _check_link(path, name, real)
         elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
             raise _refuse(f"{path} is neither a file nor a folder", f"remove it: rm {shlex.quote(str(path))}")
+
+
+def create_private(path: Path, content: bytes) -> None:
+    """Write a file for this user alone, where there must be none yet, and flush it to disk. Raises OSError."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_private(path: Path, max_bytes: int) -> bytes:
+    """Return up to `max_bytes` of a regular file. Raises OSError where it is another user's, or others may open it."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & PRIVATE_UMASK:
+            raise OSError(errno.EPERM, "it belongs to another user, or others may read it")
+        return file.read(max_bytes)
 
 
 def is_plain_name(name: object) -> bool:

@@ -228,6 +228,14 @@ def lost_batch(patch: MonkeyPatch) -> None:
     patch.setattr(Trainer, "_restore", restored)
 
 
+def wrong_silu(patch: MonkeyPatch) -> None:
+    """A fused activation whose gate is not the one that it is to compute."""
+    from trainspec_cli.engine.kernels import frugal
+
+    right = frugal.swiglu
+    patch.setattr(frugal, "swiglu", lambda gate, up: right(gate * 1.001, up))
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -253,6 +261,7 @@ FAULTS = {
         not_moved_back,
         moments_not_saved,
         lost_batch,
+        wrong_silu,
     )
 }
 

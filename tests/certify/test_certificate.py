@@ -9,10 +9,11 @@ import pytest
 
 from trainspec_cli.certify import runs
 from trainspec_cli.certify.cases import Case, cases, refused
-from trainspec_cli.certify.certificate import digest, read_clauses, spec_version, verdict, verify, write_certificate
+from trainspec_cli.certify.certificate import digest, read_clauses, spec_version, verdict, write_certificate
 from trainspec_cli.certify.families import FAMILIES
 from trainspec_cli.certify.judge import checks, judge_refusals
 from trainspec_cli.certify.runs import gradient_errors, loss_error
+from trainspec_cli.certify.verify import verify
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.canonical import to_plain
@@ -28,7 +29,7 @@ BAD = Finding("NUM-1", "dense-fp32-pp2", False, {"worst_gradient_error": math.in
 
 def test_the_document_is_where_clauses_are_defined():
     clauses = read_clauses()
-    assert spec_version() == "0.5"
+    assert spec_version() == "0.6"
     assert list(clauses)[:2] == ["NUM-1", "NUM-2"]
     assert clauses["NUM-1"].level == "MUST"
     assert clauses["LEGAL-1"].level == "SHOULD"
@@ -144,7 +145,7 @@ def test_a_clause_is_summed_up_by_its_worst_case():
         False,
         "2026-01-01",
         "broken",
-        "0.5",
+        "0.6",
     )
     assert body["findings"][0]["figures"]["worst_gradient_error"] == "inf"
     assert body["machine"] == to_plain(MACHINE) and len(body["spec_sha256"]) == len(body["digest"]) == 64

@@ -92,6 +92,7 @@ FEWER_BITS = {
 }
 """The checks of the matrix, by clause and layout."""
 PIPELINE = Layout(pp=2)
+FUSED = ClauseCheck("KERN-1", Run(Case("dense", Layout(tp=2), kernel=("swiglu", "frugal")), losses=False))
 
 
 def live_check(clause: str, family: str, layout: Layout) -> ClauseCheck:
@@ -126,6 +127,7 @@ BREAKING = [
     ("not_moved_back", FAILING),
     ("moments_not_saved", SHORT),
     ("lost_batch", SHORT),
+    ("wrong_silu", FUSED),
 ]
 SPARED = [
     *(("mean_of_ranks", check) for check in (ClauseCheck("NUM-1", Run(SHARDED)), GROWING)),

@@ -269,7 +269,7 @@ def test_a_clause_is_summed_up_by_its_worst_case() -> None:
 def test_a_certificate_says_what_when_and_where() -> None:
     body = to_plain(write_certificate([WORSE], MACHINE, date="2026-01-01", whole=False))
     assert (body["schema"], body["date"], body["whole"], body["verdict"]) == (
-        "trainspec.certificate/1", "2026-01-01", False, "kept",
+        "trainspec.certificate/2", "2026-01-01", False, "kept",
     )  # fmt: skip
     assert body["spec_version"] == spec_version() and len(body["spec_sha256"]) == 64
     assert (body["machine"]["hostname"], body["machine"]["cpu_cores"]) == ("box", 2)

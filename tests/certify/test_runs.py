@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,30 @@ def test_each_number_of_processes_is_one_job_and_each_run_is_made_once(
     assert {run: measured.folder for run, measured in found.items()} == {run: tmp_path / run.name for run in found}
     assert found[CUT].losses == [2.0] and found[CUT].result == TRAINED
     assert done == sorted(done) and done[0] == 0 and done[-1] == 3
+
+
+def test_runs_that_have_ended_are_not_made_again(tmp_path: Path, asked: list[CertifyRequest]) -> None:
+    measure([ONE, TWO], tmp_path, CPU, lambda done: None)
+    (tmp_path / TWO.name / "result.json").unlink()
+    (tmp_path / TWO.name / "run").mkdir()
+    asked.clear()
+    done: list[int] = []
+    found = measure([ONE, TWO, CUT], tmp_path, CPU, done.append)
+    assert [name for request in asked for name in request.runs] == [TWO.name, CUT.name]
+    assert not (tmp_path / TWO.name / "run").exists(), "what was left half done is gone"
+    assert done[0] == 1 and done[-1] == 3
+    assert found[ONE].losses == [2.0]
+
+
+def test_a_run_of_the_same_name_that_was_asked_for_something_else_is_made_again(
+    tmp_path: Path, asked: list[CertifyRequest]
+) -> None:
+    measure([ONE], tmp_path, CPU, lambda done: None)
+    asked.clear()
+    other = replace(ONE, gradients=False)
+    assert other.name == ONE.name
+    measure([other], tmp_path, CPU, lambda done: None)
+    assert [name for request in asked for name in request.runs] == [ONE.name]
 
 
 def test_runs_are_made_on_the_gpus_that_there_are(tmp_path: Path, asked: list[CertifyRequest]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from lab import own_model
@@ -50,7 +52,8 @@ def test_the_model_and_the_loss_of_a_recipe_take_the_place_of_the_families(run, 
     code, out, _ = run(*mine, "--list", "--processes", "2")
     lines = out.splitlines()
     assert code == 0
-    assert {line.split()[1].split("-")[0] for line in lines} == {"own"}
+    cases = [line for line in lines if not line.startswith("PERF")]
+    assert {line.split()[1].split("-")[0] for line in cases} == {"own"}
     assert "NUM-1  own-fp32-pp2.zbv" in lines
     assert "LIVE-3  own-fp32-dp_shard2-live-killed" in lines
     assert not any("tp2" in line or "cp2" in line for line in lines)
@@ -95,7 +98,7 @@ def test_legal_layouts_need_no_runs_and_certificates_are_verified(run, tmp_path)
 @pytest.mark.parametrize(("gpus", "processes", "certified"), [(1, (), 0), (2, (), 2), (2, ("--processes", "4"), 0)])
 def test_where_gpus_are_too_few_the_cpu_is_certified_and_that_is_said(run, monkeypatch, gpus, processes, certified):
     here = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=True, gpu_names=("NVIDIA H200",) * gpus)
-    monkeypatch.setattr("trainspec_cli.cli.certify._machine", lambda: here)
+    monkeypatch.setattr("trainspec_cli.cli.certifying.machine_here", lambda: here)
     code, out, err = run("--only", "LEGAL-1", "--json", *processes)
     assert code == 0
     assert len(json.loads(out)["machine"]["gpu_names"]) == certified
@@ -104,8 +107,105 @@ def test_where_gpus_are_too_few_the_cpu_is_certified_and_that_is_said(run, monke
 
 def test_a_machine_without_gpus_certifies_its_cpu_with_nothing_to_explain(run, monkeypatch):
     here = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=False)
-    monkeypatch.setattr("trainspec_cli.cli.certify._machine", lambda: here)
+    monkeypatch.setattr("trainspec_cli.cli.certifying.machine_here", lambda: here)
     code, out, err = run("--only", "LEGAL-1", "--json")
     assert code == 0
     assert json.loads(out)["machine"]["cpu_cores"] == 8
     assert "need a GPU each" not in err
+
+
+def test_a_certificate_is_signed_for_whoever_asks_and_refused_where_it_is_another(run, tmp_path):
+    key, file = tmp_path / "key", tmp_path / "certificate.json"
+    code, out, _ = run("--make-key", str(key))
+    fingerprint = out.splitlines()[1]
+    assert (code, out.splitlines()[0]) == (0, (tmp_path / "key.pub").read_text().strip())
+    asked = ("--only", "LEGAL-1", "--sign", str(key), "--for", "word 7", "--output", str(file))
+    code, out, _ = run(*asked, "--valid-days", "30")
+    assert code == 0 and f"signed by {fingerprint}" in out and "answers the challenge word 7" in out
+    accepted = ("--verify", str(file), "--signed-by", f"{key}.pub", "--for", "word 7", "--machine", "here")
+    assert run(*accepted)[0] == 0
+    assert run("--verify", str(file), "--signed-by", fingerprint)[0] == 0
+    for other, words in (
+        (("--for", "word 8"), "is not the answer to the challenge 'word 8'"),
+        (("--signed-by", "SHA256:other"), "a signature by SHA256:other is needed"),
+        (("--machine", "ab"), "and not of ab"),
+    ):
+        code, _, err = run("--verify", str(file), *other)
+        assert code == 2 and words in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--sign", "no-such-key"), 4, "the key no-such-key cannot be read"),
+        (("--for", "a\nb"), 2, "printable characters"),
+        (("--for", ""), 2, "printable characters"),
+        (("--signed-by", "SHA256:x"), 2, "says what a certificate has to be, and none is given"),
+        (("--machine", "here"), 2, "type --verify FILE --machine"),
+        (("--verify", "c.json", "--sign", "key"), 2, "--sign does not go with --verify"),
+        (("--verify", "c.json", "--signed-by", "none.pub"), 2, "there is no file none.pub"),
+    ],
+)
+def test_what_does_not_go_together_is_told_before_anything_runs(run, arguments, code, words):
+    found, _, err = run(*arguments)
+    assert found == code
+    assert words in err
+
+
+def test_two_certificates_are_compared_once_both_are_verified(run, tmp_path):
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file in files:
+        assert run("--only", "LEGAL-1", "--output", str(file), "--processes", "2")[0] == 0
+    page = tmp_path / "page.html"
+    code, out, _ = run("--compare", *map(str, files), "--html", str(page))
+    assert code == 0 and "LEGAL-1" in out and "A  " in out
+    assert "Certificates side by side" in page.read_text()
+    code, out, _ = run("--compare", *map(str, files), "--json")
+    assert json.loads(out)["clauses"][0]["standings"] == ["kept", "kept"]
+    files[1].write_text(files[1].read_text().replace('"kept"', '"broken"'))
+    code, _, err = run("--compare", *map(str, files))
+    assert code == 2 and "b.json was altered" in err
+
+
+def test_one_certificate_is_a_page(run, tmp_path):
+    page = tmp_path / "page.html"
+    assert run("--only", "LEGAL-1", "--html", str(page), "--processes", "2")[0] == 0
+    assert "Certificate of the training spec" in page.read_text()
+    code, _, err = run("--only", "LEGAL-1", "--html", str(tmp_path / "no" / "page.html"))
+    assert code == 2 and "--html" in err and "cannot be written" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--engine", "no-such-program x"), "names no-such-program, and there is no such program"),
+        (("--engine", "'"), "cannot be read: No closing quotation"),
+        (("--engine", ""), "is no command"),
+        (("--engine", "python x.py", "--only", "LIVE-1"), "names no clause or case that an engine is asked for"),
+        (("recipe=tiny", "--engine", "python x.py"), "and a recipe was given"),
+    ],
+)
+def test_an_engine_that_cannot_be_asked_is_told_before_anything_runs(run, families_restored, arguments, words):
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert words in err
+
+
+def test_cases_of_engines_and_of_launches_are_listed_too(run, families_restored):
+    assert "PERF-3  launched" in run("--list", "--only", "PERF-*")[1]
+    assert "NUM-2  fp32-dp_replicate2-sgd" in run("--engine", "python x.py", "--list")[1].splitlines()
+
+
+ENGINES = Path(__file__).parents[1] / "certify" / "engines"
+
+
+@pytest.mark.slow
+def test_a_plain_loop_is_certified(run, families_restored, tmp_path):
+    engine, file = f"{sys.executable} {ENGINES / 'plain_loop.py'}", tmp_path / "c.json"
+    wanted = ("--only", "fp32-one-sgd", "--only", "NUM-4", "--only", "fp32-dp_replicate2-sgd")
+    code, out, err = run("--engine", engine, *wanted, "--output", str(file), "--dir", str(tmp_path / "kept"))
+    assert code == 0, err
+    body = json.loads(file.read_text())
+    assert {(one["clause"], one["passed"]) for one in body["findings"]} == {("NUM-1", True), ("NUM-2", True)}
+    assert [one["clause"] for one in body["not_offered"]] == ["NUM-4"]
+    assert not body["whole"] and "not offered" in out

@@ -11,7 +11,8 @@ import pytest
 from rich.console import Console, RenderableType
 
 from trainspec_cli.reporter.backtest import render_backtest
-from trainspec_cli.reporter.findings import render_certificate, render_diagnosis
+from trainspec_cli.reporter.certificate import render_certificate
+from trainspec_cli.reporter.doctor_text import render_diagnosis
 from trainspec_cli.reporter.progress import Progress
 from trainspec_cli.reporter.text import describe_event, describe_plan, describe_progress, describe_saving
 from trainspec_cli.rundir.event_types.event import Event
@@ -31,7 +32,7 @@ from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.backtest import BacktestReport, BacktestSummary, ErrorSummary, PredictedRow, Ranking
-from trainspec_cli.spec.results.certificate import Certificate, ClauseSummary, Finding
+from trainspec_cli.spec.results.certificate import Certificate, ClauseSummary, Finding, Signer
 from trainspec_cli.spec.results.doctor import Check, Diagnosis, NodeReport
 from trainspec_cli.spec.results.forecast import RunForecast
 from trainspec_cli.spec.results.plan import Plan
@@ -218,14 +219,26 @@ def test_a_certificate() -> None:
         "NUM-2 broken by moe: error 5.00e-01, parameter norm",
         "",
         "the training spec 0.2: broken, 7 cases on 8 CPU cores; digest 0123456789abcdef",
+        "signed by nobody: its digest shows that it is whole, and not whose it is",
     ]
 
 
 def test_a_certificate_of_a_few_clauses_that_were_kept() -> None:
     kept = certificate("H200", "H200", whole=False, verdict="kept", findings=())
-    assert text_of(render_certificate(kept))[-2:] == [
+    assert text_of(render_certificate(kept))[-3:-1] == [
         "",
         "4 clauses of the spec: kept, 7 cases on 2 x H200; digest 0123456789abcdef",
+    ]
+
+
+def test_who_vouches_for_a_certificate_until_when_and_for_which_machine() -> None:
+    terms = {"date": "2026-01-01", "valid_until": "2027-01-01", "challenge": "c 1", "machine_id": "ab" * 16}
+    signed = certificate(signer=Signer("ssh-ed25519 AAAA", "SHA256:x"), **terms)
+    assert text_of(render_certificate(signed))[-4:] == [
+        "signed by SHA256:x",
+        "made on 2026-01-01, valid until 2027-01-01",
+        "answers the challenge c 1",
+        f"of the machine {'ab' * 16} (box)",
     ]
 
 

@@ -17,11 +17,14 @@ from trainspec_cli.policy.recovery.memory import build_ladder
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
 from trainspec_cli.spec.recipe.comm import CommSpec, WireFormat
 from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
 from trainspec_cli.spec.recipe.run import CheckpointSpec, Offload, PrecisionSpec, Recompute, RunSpec, TrainSection
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
+from trainspec_cli.spec.rules.check import apply
 from trainspec_cli.spec.rules.engine import check_engine
+from trainspec_cli.spec.rules.kernels import KERNEL_RULES
 
 Compute = Literal["fp32", "bf16", "fp64", "fp8"]
 """fp8: linear layers multiply in it, the rest is bf16."""
@@ -52,6 +55,8 @@ class Case:
     """The batch grows while the run goes on."""
     gradients: WireFormat = "full"
     """The format in which gradients travel."""
+    kernel: tuple[str, str] | None = None
+    """An operation, and its backend in place of the default one."""
     live: Live | None = None
     """The trainer makes the run, as in a launch, and this is what happens to it."""
 
@@ -72,6 +77,7 @@ class Case:
             "shares": self.unequal_shares,
             "ramp": self.ramp,
             f"{self.gradients}_gradients": self.gradients != "full",
+            ".".join(self.kernel or ()): self.kernel is not None,
         }
         shown = [extra for extra, wanted in extras.items() if wanted]
         shown += self.live.words if self.live else []
@@ -241,7 +247,8 @@ def _sized(family: str, max_processes: int) -> list[Layout]:
 
 @cache
 def refusals(case: Case) -> tuple[Problem, ...]:
-    return tuple(check_engine(build_spec(case)))
+    spec = build_spec(case)
+    return (*check_engine(spec), *(apply(KERNEL_RULES, spec) if case.kernel else ()))
 
 
 # A case as a plan
@@ -270,6 +277,7 @@ def build_spec(case: Case) -> RunSpec:
         train=_train(case),
         layout=LayoutSpec(**wanted),
         comm=CommSpec(gradients=case.gradients),
+        kernels=_kernels(case),
         precision=PrecisionSpec(compute="fp32", matmul="fp8" if case.compute == "fp8" else "compute"),
         compile=case.compile,
         recompute=case.recompute,
@@ -277,6 +285,10 @@ def build_spec(case: Case) -> RunSpec:
         checkpoint=CheckpointSpec(SAVE_EVERY_STEPS, "sync") if _is_killed(case) else CheckpointSpec(None),
         fault=case.live.fault(case.layout.world_size) if case.live else "",
     )
+
+
+def _kernels(case: Case) -> KernelSpec:
+    return KernelSpec(**dict([case.kernel] if case.kernel else []))
 
 
 def _train(case: Case) -> TrainSection:
@@ -319,6 +331,7 @@ def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
         micro_batch_size=micro,
         grad_accum_steps=count_micro_batches(most, micro, turns_of(layout)),
         comm=CommSpec(gradients=case.gradients).fixed,
+        kernels=_kernels(case),
         params=0,
         flops_per_token=0.0,
     )

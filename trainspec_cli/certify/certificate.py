@@ -1,4 +1,4 @@
-"""The clauses of SPEC.md, which this reads, and the certificate: what was measured, under a digest."""
+"""The clauses of SPEC.md, which this reads, and the certificate: what was measured, under a digest and a signature."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.certify import keys
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.launcher.job.provenance import versions
-from trainspec_cli.reading.files import UnreadableFileError, read_field, read_object
 from trainspec_cli.spec.canonical import canonical_json, to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.records import FieldError, read_record
-from trainspec_cli.spec.results.certificate import Certificate, ClauseSummary, Finding
+from trainspec_cli.spec.results.certificate import Certificate, ClauseSummary, Finding, NotOffered
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 SPEC = Path(__file__).with_name("SPEC.md")
 _VERSION = re.compile(r"^# The training spec, version (\S+)$", re.MULTILINE)
 _CLAUSE_TEXT = re.compile(r"^## (\S+) (MUST|SHOULD): (.+)\n\n((?:.+\n)+)", re.MULTILINE)
 
-
-SCHEMA = "trainspec.certificate/1"
+SCHEMA, FIRST_SCHEMA = "trainspec.certificate/2", "trainspec.certificate/1"
+"""A certificate of the first schema has a digest and nothing else that speaks for it."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,31 @@ def read_clauses() -> dict[str, Clause]:
     return {id: Clause(id, level, title, " ".join(text.split())) for id, level, title, text in found}
 
 
-def write_certificate(findings: Sequence[Finding], machine: Machine, *, date: str, whole: bool) -> Certificate:
+@dataclass(frozen=True)
+class Terms:
+    """What a certificate says of itself, as the fields of `Certificate` do."""
+
+    valid_until: str = ""
+    challenge: str = ""
+    measured_since: str = ""
+    machine_id: str = ""
+    engine: str = ""
+    not_offered: tuple[NotOffered, ...] = ()
+
+
+def write_certificate(
+    findings: Sequence[Finding], machine: Machine, *, date: str, whole: bool, terms: Terms | None = None
+) -> Certificate:
     certificate = Certificate(
         schema=SCHEMA,
         spec_version=spec_version(),
         spec_sha256=hashlib.sha256(SPEC.read_bytes()).hexdigest(),
         date=date,
+        **vars(terms or Terms()),
         machine=machine,
         versions=versions(),
         whole=whole,
-        verdict=verdict(findings),
+        verdict=verdict(findings) if findings or not (terms and terms.not_offered) else "not offered",
         clauses=tuple(_summarise(clause, findings) for clause in read_clauses()),
         findings=tuple(
             replace(finding, figures={name: _number(value) for name, value in finding.figures.items()})
@@ -67,6 +83,13 @@ def write_certificate(findings: Sequence[Finding], machine: Machine, *, date: st
         ),
     )
     return replace(certificate, digest=digest(to_plain(certificate)))
+
+
+def sign_certificate(certificate: Certificate, key: Ed25519PrivateKey) -> Certificate:
+    """Return the certificate with its signer named, under another digest, and signed."""
+    named = replace(certificate, signer=keys.signer_of(key))
+    named = replace(named, digest=digest(to_plain(named)))
+    return replace(named, signature=keys.sign(key, signed_content(to_plain(named))))
 
 
 def verdict(findings: Sequence[Finding]) -> str:
@@ -87,6 +110,7 @@ def _summarise(id: str, findings: Sequence[Finding]) -> ClauseSummary:
         worst=_number(worst.measured) if worst else None,
         bound=worst.bound if worst else None,
         worst_case=worst.case if worst else None,
+        grade=worst.grade if worst else "",
     )
 
 
@@ -96,44 +120,11 @@ def _number(value: float | str) -> float | str:
 
 
 def digest(body: JsonObject) -> str:
-    """Return the SHA-256 of everything but the digest itself, as canonical JSON."""
-    content = {key: value for key, value in body.items() if key != "digest"}
+    """Return the SHA-256 of everything but the digest itself and the signature, as canonical JSON."""
+    content = {key: value for key, value in body.items() if key not in ("digest", "signature")}
     return hashlib.sha256(canonical_json(content).encode()).hexdigest()
 
 
-def verify(file: Path) -> Certificate:
-    """Return the certificate in `file`. Raises RecipeError where it is none, or was altered."""
-    try:
-        body = read_object(file)
-        schema, found = read_field(file, body, "schema", str), read_field(file, body, "digest", str)
-    except UnreadableFileError as error:
-        raise RecipeError(_refused(file, f"{file} is no certificate: {error}")) from error
-    if schema != SCHEMA:
-        raise RecipeError(_refused(file, f"{file} is of the schema {schema}, this version reads {SCHEMA}"))
-    if found != _digest_or_none(body):
-        raise RecipeError(_refused(file, f"{file} was altered: its digest is not that of its content"))
-    return _read(file, body)
-
-
-def _digest_or_none(body: JsonObject) -> str | None:
-    """Return None for what canonical JSON cannot hold: NaN, infinity, half a surrogate pair."""
-    try:
-        return digest(body)
-    except ValueError:
-        return None
-
-
-def _read(file: Path, body: JsonObject) -> Certificate:
-    """Return the certificate. Raises RecipeError where it cannot be printed: anybody can put a digest to anything."""
-    try:
-        certificate = read_record(Certificate, body)
-    except FieldError as error:
-        raise RecipeError(_refused(file, f"{file} is damaged: {error}")) from error
-    figures = [clause.worst for clause in certificate.clauses if clause.bound is not None]
-    if any(figure is None or (isinstance(figure, str) and figure not in ("inf", "-inf", "nan")) for figure in figures):
-        raise RecipeError(_refused(file, f"{file} has a figure that is no number"))
-    return certificate
-
-
-def _refused(file: Path, message: str) -> Problem:
-    return Problem("bad_certificate", message, file=str(file), hint="make one with trainspec certify --output FILE")
+def signed_content(body: JsonObject) -> str:
+    """Return what is signed: everything but the signature, as canonical JSON."""
+    return canonical_json({key: value for key, value in body.items() if key != "signature"})

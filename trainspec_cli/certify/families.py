@@ -71,6 +71,11 @@ LOSSES: dict[str, TrainSection] = {}
 """Families whose loss is one's own, with the section of the recipe that says which."""
 
 
+def plain_decoder() -> DecoderModel:
+    """Return a Llama without any deviation, which every engine knows."""
+    return _decoder()
+
+
 def measure_alone(name: str, spec: RunSpec) -> None:
     """Let the clauses be measured in this process on a recipe's model and loss alone, under this name."""
     FAMILIES.clear()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 
 from trainspec_cli.certify.cases import CLIP_NORM, COMM_CLAUSES, LIVE_CLAUSES, RAMP_SIZES, SAVE_AT, Case, cases, refused
 from trainspec_cli.certify.families import FAMILIES
 from trainspec_cli.certify.judge_live import LIVE_JUDGES, beside
+from trainspec_cli.certify.kernel_cases import kernel_cases, update_cases
 from trainspec_cli.certify.runs import Measured, Run, gradient_errors, loss_error, whole_error
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.certificate import Finding
@@ -46,13 +48,17 @@ class ClauseCheck:
             return (self.run,)
         if self.run.case.live:
             return (self.run, replace(self.run, case=beside(self.run.case), take=0))
-        reference = Run(self.run.case.reference, gradients=not self.run.case.ramp)
+        reference = Run(self.run.case.reference, gradients=not (self.run.case.ramp or self.clause == "KERN-2"))
         return (self.run, *([self.run.continues] if self.run.continues else []), reference)
 
 
-def checks(max_processes: int, only: Sequence[str] = ()) -> list[ClauseCheck]:
+def checks(max_processes: int, only: Sequence[str] = (), *, on_gpu: bool = False) -> list[ClauseCheck]:
     """Return the checks of the matrix, or those whose clause or case is named by a pattern of `only`."""
-    wanted = [check for check in _all_checks(max_processes) if check.run.case.layout.world_size <= max_processes]
+    wanted = [
+        check
+        for check in _all_checks(max_processes, on_gpu=on_gpu)
+        if check.run.case.layout.world_size <= max_processes
+    ]
     return [check for check in wanted if not only or any(_named(check, pattern) for pattern in only)]
 
 
@@ -60,7 +66,7 @@ def _named(check: ClauseCheck, pattern: str) -> bool:
     return any(fnmatchcase(text, pattern) for text in (check.clause, check.run.name, check.run.case.family))
 
 
-def _all_checks(max_processes: int) -> Iterator[ClauseCheck]:
+def _all_checks(max_processes: int, *, on_gpu: bool) -> Iterator[ClauseCheck]:
     by_clause = cases(max_processes)
     for clause, found in by_clause.items():
         for case in found:
@@ -80,6 +86,10 @@ def _all_checks(max_processes: int) -> Iterator[ClauseCheck]:
         for before, after in ((b, a) for b, a in MOVES if b in legal and (a in legal or a == Layout())):
             source = Run(Case(family, before, optimizer="adamw"), gradients=False, resume=True)
             yield ClauseCheck("CKPT-2", Run(Case(family, after, optimizer="adamw"), gradients=False, continues=source))
+    for case in kernel_cases(max_processes, on_gpu=on_gpu):
+        yield ClauseCheck("KERN-1", Run(case, losses=False))
+    for case in update_cases(max_processes, on_gpu=on_gpu):
+        yield ClauseCheck("KERN-2", Run(case, gradients=False))
 
 
 KEPT = (Layout(dp_shard=2), Layout(tp=2), Layout(pp=2, pipeline_schedule="zbv"), Layout(dp_shard=2, ep=2))
@@ -216,7 +226,7 @@ def _judge_live(check: ClauseCheck, results: Results) -> Finding:
     return Finding(check.clause, check.run.name, kept.passed, kept.figures, kept.bound)
 
 
-_JUDGES = {
+_JUDGES: dict[str, Callable[[ClauseCheck, Results], Finding]] = {
     "NUM-1": _judge_gradients,
     "NUM-2": _judge_losses,
     "NUM-3": _judge_format,
@@ -228,6 +238,8 @@ _JUDGES = {
     "COMM-1": _judge_exchanges,
     "COMM-2": _judge_exchanges,
     "COMM-3": _judge_resume,
+    "KERN-1": _judge_gradients,
+    "KERN-2": partial(_judge_training, errors={}),
     "CKPT-1": _judge_resume,
     "CKPT-2": _judge_move,
     **dict.fromkeys(LIVE_CLAUSES, _judge_live),

@@ -7,18 +7,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Protocol
 
 import numpy as np
 
 from trainspec_cli.certify.cases import CLIP_FROM, CLIP_NORM, SAVE_AT, STEPS, Case, build_plan
+from trainspec_cli.certify.folder import RESULT, begin_run, is_kept
 from trainspec_cli.certify.live import KILLED_AT
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launcher.tools import CERTIFY, Tool, run_tool, torchrun
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.tools import CertifyRequest, CertifyResult, CertifyRun, CertifyRunResult
+from trainspec_cli.spec.results.tools import DRAWN_BATCHES as BATCHES
+from trainspec_cli.spec.results.tools import DRAWN_TOKENS as TOKENS
+from trainspec_cli.spec.results.tools import CertifyRequest, CertifyResult, CertifyRun, CertifyRunResult, Device
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Run:
     continues: Run | None = None
     exchanges: int = 1
     """How often the first batch's gradients are exchanged; their mean is what the run leaves."""
+    inputs: bool = False
+    """Leave the first weights and the batches too."""
     take: int = 0
     """The number of a repetition."""
 
@@ -47,6 +52,8 @@ class Run:
             words.append("one-step")
         if self.exchanges > 1:
             words.append(f"{self.exchanges}-exchanges")
+        if self.inputs:
+            words.append("with-inputs")
         if self.take:
             words.append(f"again{self.take}")
         return "-".join(words)
@@ -56,7 +63,7 @@ class Run:
         """Return whether later steps clip: adaptive optimizers hide a gradient that is wrong by a factor."""
         return self.losses and self.case.optimizer == "sgd" and not self.case.ramp
 
-    def request(self, device: Literal["cpu", "cuda"]) -> CertifyRun:
+    def request(self, device: Device) -> CertifyRun:
         live = self.case.live
         return CertifyRun(
             build_plan(self.case, device),
@@ -69,6 +76,7 @@ class Run:
             resume=self.resume,
             continues=self.continues.name if self.continues else None,
             weights=self.case.weights,
+            inputs=self.inputs,
             live=live is not None,
             killed_at=KILLED_AT if live and live.disturbance == "killed" else None,
         )
@@ -82,7 +90,7 @@ class Measured:
 
     @cached_property
     def result(self) -> CertifyRunResult:
-        return from_plain(CertifyRunResult, read_json(self.folder / "result.json"))
+        return from_plain(CertifyRunResult, read_json(self.folder / RESULT))
 
     @property
     def losses(self) -> list[float]:
@@ -100,6 +108,17 @@ class Measured:
     def weights(self) -> dict[str, np.ndarray]:
         """Return the weights after the last step."""
         return self._parameters("weights")
+
+    @cached_property
+    def first_weights(self) -> dict[str, np.ndarray]:
+        return self._parameters("first")
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Return the tokens of all steps, (steps, samples, length + 1)."""
+        with np.load(self.folder / BATCHES) as found:
+            tokens: np.ndarray = found[TOKENS]
+            return tokens
 
     def _parameters(self, what: str) -> dict[str, np.ndarray]:
         """Read what the pipeline ranks left, by parameter."""
@@ -121,18 +140,27 @@ def measure(
     on_progress: Callable[[int], None],
     tool: Tool[CertifyRequest, CertifyResult] = CERTIFY,
 ) -> dict[Run, Measured]:
-    """Run all of them below `folder`; `on_progress` gets the number of those that are done.
+    """Run all of them below `folder` but those that it holds already; `on_progress` gets the number of those that are
+    done.
 
     Raises MachineError where a job fails, Interrupted where a stop was requested.
     """
-    wanted = list(dict.fromkeys(runs))
+    wanted, device = list(dict.fromkeys(runs)), device_of(machine)
+    left = [run for run in wanted if not is_kept(folder / run.name, run.request(device))]
+    for run in left:
+        begin_run(folder / run.name, run.request(device))
 
     def report_done() -> None:
-        on_progress(sum((folder / run.name / "result.json").is_file() for run in wanted))
+        on_progress(sum((folder / run.name / RESULT).is_file() for run in wanted))
 
-    for batch in _batches(wanted):
+    report_done()
+    for batch in _batches(left):
         _run_batch(batch, folder, machine, tool, report_done)
     return {run: Measured(folder / run.name) for run in wanted}
+
+
+def device_of(machine: Machine) -> Device:
+    return "cuda" if machine.gpu_names else "cpu"
 
 
 def _batches(runs: Sequence[Run]) -> list[list[Run]]:
@@ -158,17 +186,14 @@ def _run_batch(
     tool: Tool[CertifyRequest, CertifyResult],
     on_tick: Callable[[], None],
 ) -> None:
-    device: Literal["cpu", "cuda"] = "cuda" if machine.gpu_names else "cpu"
-    request = CertifyRequest(str(folder.absolute()), {run.name: run.request(device) for run in batch})
-    for run in batch:
-        (folder / run.name).mkdir(parents=True, exist_ok=True)
+    request = CertifyRequest(str(folder.absolute()), {run.name: run.request(device_of(machine)) for run in batch})
     # Threads of small work only wait.
     where = torchrun(request.runs[batch[0].name].plan, machine, {"OMP_NUM_THREADS": "1"})
     try:
         run_tool(tool, request, where, on_tick=on_tick)
     except MachineError as error:
         # The first run without a result is the one that failed.
-        failed = next((run.name for run in batch if not (folder / run.name / "result.json").is_file()), batch[-1].name)
+        failed = next((run.name for run in batch if not (folder / run.name / RESULT).is_file()), batch[-1].name)
         problem = error.problems[0]
         message = f"the run {failed} failed: {problem.message}"
         raise MachineError(replace(problem, message=message, hint=f"run it alone: --only {failed}")) from error
@@ -178,7 +203,14 @@ def _run_batch(
 # Figures
 
 
-def gradient_errors(found: Measured, reference: Measured) -> dict[str, float]:
+class HasGradients(Protocol):
+    """What leaves the gradients of a batch, by parameter."""
+
+    @property
+    def gradients(self) -> Mapping[str, np.ndarray]: ...
+
+
+def gradient_errors(found: HasGradients, reference: HasGradients) -> dict[str, float]:
     """Relative Euclidean error of each parameter's gradient; infinite where it is missing or has another shape."""
     errors: dict[str, float] = {}
     for name in reference.gradients.keys() | found.gradients.keys():

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import tempfile
-from dataclasses import replace
-from datetime import UTC, datetime
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trainspec_cli.certify.cases import Case, refusals
-from trainspec_cli.certify.certificate import read_clauses, write_certificate
-from trainspec_cli.certify.certificate import verify as read_verified
-from trainspec_cli.certify.families import FAMILIES, measure_alone
-from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusals
-from trainspec_cli.certify.runs import measure
-from trainspec_cli.cli.options import AsJson
-from trainspec_cli.errors import Problem, RecipeError, WorkerError, closest
-from trainspec_cli.launcher.job.machine import detect
-from trainspec_cli.reporter.findings import render_certificate
+from trainspec_cli.certify import keys
+from trainspec_cli.certify.certificate import Terms
+from trainspec_cli.certify.verify import Requirements
+from trainspec_cli.certify.verify import verify as read_verified
+from trainspec_cli.cli.certifying import certify_here, certify_other, today, wanted_here, wanted_of_engine
+from trainspec_cli.cli.options import AsJson, Html, page_origin, write_page
+from trainspec_cli.errors import Problem, RecipeError, WorkerError
+from trainspec_cli.launcher.job.identity import machine_identity
+from trainspec_cli.reporter.certificate import render_certificate
+from trainspec_cli.reporter.certificate_page import render_certificate_page, render_comparison_page
+from trainspec_cli.reporter.certificates import compare_certificates, render_comparison
 from trainspec_cli.session.console import PrintableConsole, make_console
-from trainspec_cli.session.load import load_for_planning
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.certificate import Certificate, Finding
+from trainspec_cli.spec.results.certificate import Certificate
 
 Arguments = Annotated[
     list[str] | None,
@@ -45,17 +41,71 @@ Processes = Annotated[
     int | None,
     typer.Option(help="At most so many; as many as there are GPUs, else 4. More than there are run on the CPU.", min=2),
 ]
-Verify = Annotated[Path | None, typer.Option(help="Check the digest of this certificate, and print it.")]
-Output = Annotated[Path | None, typer.Option(help="Write the certificate to this file.")]
+Verify = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Check the digest, the signature and the dates of a certificate, and print it."),
+]
+OtherEngine = Annotated[
+    str | None,
+    typer.Option(
+        metavar="COMMAND", help="Judge another engine, which this command starts (docs/spec/engine-protocol.md)."
+    ),
+]
+EngineSeconds = Annotated[float, typer.Option(metavar="S", min=1, help="The most time that it has for a run.")]
+Compare = Annotated[
+    tuple[Path, Path] | None, typer.Option(metavar="A B", help="Verify two certificates, and set them side by side.")
+]
+Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the certificate to this file.")]
 Listed = Annotated[bool, typer.Option("--list", help="Name the cases, and run none.")]
+Folder = Annotated[
+    Path | None,
+    typer.Option("--dir", metavar="FOLDER", help="Keep the runs here, and go on where an earlier start was stopped."),
+]
+MakeKey = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Make a key to sign with: FILE, private to you, and FILE.pub.")
+]
+Sign = Annotated[Path | None, typer.Option(metavar="KEY", help="Sign the certificate with this private key.")]
+SignedBy = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        help="With --verify and --compare: refuse what is not signed by this public key (FILE.pub, SHA256:...).",
+    ),
+]
+Challenge = Annotated[
+    str | None,
+    typer.Option(
+        "--for",
+        metavar="CHALLENGE",
+        help="Words of whoever asks for the certificate, which it holds; with --verify, refuse one without them.",
+    ),
+]
+OnMachine = Annotated[
+    str | None,
+    typer.Option(
+        "--machine", metavar="ID", help="With --verify: refuse what is of another machine; `here` is this one."
+    ),
+]
+ValidDays = Annotated[int, typer.Option(metavar="N", min=1, max=36_500, help="The certificate expires after so many.")]
 
 
 def certify(
     arguments: Arguments = None,
     only: Only = None,
     processes: Processes = None,
+    folder: Folder = None,
     output: Output = None,
+    sign: Sign = None,
+    valid_days: ValidDays = 365,
+    challenge: Challenge = None,
     verify: Verify = None,
+    compare: Compare = None,
+    signed_by: SignedBy = None,
+    machine: OnMachine = None,
+    make_key: MakeKey = None,
+    engine: OtherEngine = None,
+    engine_seconds: EngineSeconds = 600.0,
+    html: Html = None,
     listed: Listed = False,
     as_json: AsJson = False,
 ) -> int:
@@ -65,89 +115,119 @@ def certify(
     they allow. Exits with 5 where a MUST is broken.
     """
     console = make_console(as_json=as_json)
-    if verify is not None:
-        return _tell(read_verified(verify), console, as_json=as_json)
-    if output is not None:
-        _check_writable(output)
-    if arguments:
-        _measure_recipe(arguments)
-    machine = _machine()
-    gpus = len(machine.gpu_names)
-    processes = processes or (gpus if gpus > 1 else DEFAULT_PROCESSES)
-    wanted = _checks(only or [], processes)
-    if listed:
-        print("\n".join(f"{check.clause}  {check.run.name}" for check in wanted))
-        return 0
-    if 0 < gpus < processes:
-        console.print(f"{processes} processes need a GPU each, this node has {gpus}: the CPU is certified")
-        machine = replace(machine, gpu_names=())
-    certificate = _certify(wanted, only or [], processes, machine, whole=not arguments)
+    if make_key is not None:
+        return _make_key(make_key, as_json=as_json)
+    if challenge is not None:
+        _check_challenge(challenge)
+    if verify is not None or compare is not None:
+        reading = "--compare" if verify is None else "--verify"
+        made = {"--sign": sign, "--output": output, "--only": only, "--dir": folder, "--engine": engine}
+        _refuse_with_reading(reading, made | {"--verify": compare and verify})
+        asked = _asked(signed_by, challenge, machine)
+        if compare is not None:
+            return _compare(compare, asked, console, html, as_json=as_json)
+        return _tell(read_verified(Path(verify or ""), asked), console, html, as_json=as_json)
+    _refuse_without_verify({"--signed-by": signed_by, "--machine": machine})
+    key = keys.read_key(sign) if sign is not None else None
+    for option, file in {"--output": output, "--html": html}.items():
+        if file is not None:
+            _check_writable(option, file)
+    terms = _terms(valid_days, challenge)
+    if engine is not None:
+        if arguments:
+            message = "another engine is asked for a model of trainspec's own choice, and a recipe was given"
+            raise RecipeError(Problem("usage", message, "--engine", "leave out the recipe, or --engine"))
+        other = wanted_of_engine(engine, only or [], processes, engine_seconds)
+        if listed:
+            return _list(other.cases)
+        certificate = certify_other(other, folder, terms, key)
+    else:
+        wanted = wanted_here(only or [], processes, arguments or [], console)
+        if listed:
+            return _list(wanted.cases)
+        certificate = certify_here(wanted, folder, terms, key)
     if output is not None:
         output.write_text(json_text(to_plain(certificate)) + "\n", encoding="utf-8")
-    return _tell(certificate, console, as_json=as_json)
+    return _tell(certificate, console, html, as_json=as_json)
 
 
-DEFAULT_PROCESSES = 4
+MOST_WORDS = 200
 
 
-def _measure_recipe(arguments: list[str]) -> None:
-    """Take the model and the loss of a recipe in place of the families."""
-    spec = load_for_planning(arguments).spec
-    measure_alone(spec.model.family, spec)
-    if refused := refusals(Case(spec.model.family)):
-        raise RecipeError(refused)
+# Keys, and certificates of others
 
 
-def _check_writable(output: Path) -> None:
+def _make_key(file: Path, *, as_json: bool) -> int:
+    signer = keys.make_key(file)
+    if as_json:
+        print(json_text(to_plain(signer)))
+    else:
+        print(f"{signer.public_key}\n{signer.fingerprint}\n\nprivate key  {file}\npublic key   {file}{keys.SUFFIX}")
+    return 0
+
+
+def _check_challenge(challenge: str) -> None:
+    if not challenge.isprintable() or not 0 < len(challenge) <= MOST_WORDS:
+        message = f"--for takes a line of 1 to {MOST_WORDS} printable characters, not {challenge[:MOST_WORDS]!r}"
+        hint = "such as --for $(openssl rand -hex 16)"
+        raise RecipeError(Problem("usage", message, "--for", hint))
+
+
+def _asked(signed_by: str | None, challenge: str | None, machine: str | None) -> Requirements:
+    fingerprint = keys.read_fingerprint(signed_by) if signed_by is not None else ""
+    return Requirements(fingerprint, challenge or "", machine_identity() if machine == "here" else machine or "")
+
+
+def _compare(
+    files: tuple[Path, Path], asked: Requirements, console: PrintableConsole, html: Path | None, *, as_json: bool
+) -> int:
+    """Both are verified before they are compared."""
+    certificates = [read_verified(file, asked) for file in files]
+    comparison = compare_certificates([str(file) for file in files], certificates)
+    if html is not None:
+        write_page(html, render_comparison_page(comparison, certificates, page_origin()))
+    if as_json:
+        print(json_text(to_plain(comparison)))
+    else:
+        console.show(render_comparison(comparison, certificates))
+    return 0
+
+
+def _refuse_with_reading(reading: str, given: Mapping[str, object]) -> None:
+    if named := [option for option, value in given.items() if value]:
+        message = f"{named[0]} does not go with {reading}, which reads certificates that were made before"
+        raise RecipeError(Problem("usage", message, named[0], "give one of the two"))
+
+
+def _refuse_without_verify(given: Mapping[str, object]) -> None:
+    if named := [option for option, value in given.items() if value is not None]:
+        message = f"{named[0]} says what a certificate has to be, and none is given"
+        raise RecipeError(Problem("usage", message, named[0], f"type --verify FILE {named[0]} ..."))
+
+
+def _terms(valid_days: int, challenge: str | None) -> Terms:
+    until = today() + timedelta(days=valid_days)
+    return Terms(until.isoformat(), challenge or "", machine_id=machine_identity())
+
+
+def _list(cases: Sequence[str]) -> int:
+    print("\n".join(cases))
+    return 0
+
+
+def _check_writable(option: str, output: Path) -> None:
     """Check the folder before minutes of runs, not after them."""
     try:
         with output.open("a", encoding="utf-8"):
             pass
     except OSError as error:
-        message = f"--output {output} cannot be written: {error.strerror}"
+        message = f"{option} {output} cannot be written: {error.strerror}"
         raise RecipeError(Problem("output_exists", message, hint="choose a file in a folder that is there")) from error
 
 
-def _machine() -> Machine:
-    return detect(look_for_gpus=True)
-
-
-def _checks(only: list[str], processes: int) -> list[ClauseCheck]:
-    """Raises RecipeError where a pattern names nothing."""
-    for pattern in only:
-        if not checks(processes, [pattern]) and pattern != "LEGAL-1":
-            raise RecipeError(_names_nothing(pattern, processes))
-    return checks(processes, only)
-
-
-def _names_nothing(pattern: str, processes: int) -> Problem:
-    names = [*read_clauses(), *FAMILIES]
-    near = closest(pattern, names)
-    hint = f"did you mean {near}?" if near else f"clauses and families: {', '.join(names)}; --list names every case"
-    message = f"--only {pattern} names no clause, family or case on at most {processes} processes"
-    return Problem("unknown_value", message, hint=hint)
-
-
-def _certify(
-    wanted: list[ClauseCheck], only: list[str], processes: int, machine: Machine, *, whole: bool
-) -> Certificate:
-    findings = _measure(wanted, machine)
-    if not only or "LEGAL-1" in only:
-        findings += judge_refusals(processes)
-    return write_certificate(findings, machine, date=datetime.now(UTC).date().isoformat(), whole=whole and not only)
-
-
-def _measure(wanted: list[ClauseCheck], machine: Machine) -> list[Finding]:
-    runs = list(dict.fromkeys(run for check in wanted for run in check.runs))
-    console = PrintableConsole(stderr=True)
-    columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with tempfile.TemporaryDirectory(prefix="trainspec-certify-") as folder, Progress(*columns, console=console) as bar:
-        task = bar.add_task("runs", total=len(runs))
-        results = measure(runs, Path(folder), machine, lambda done: bar.update(task, completed=done))
-        return [judge(check, results) for check in wanted]
-
-
-def _tell(certificate: Certificate, console: Console, *, as_json: bool) -> int:
+def _tell(certificate: Certificate, console: PrintableConsole, html: Path | None, *, as_json: bool) -> int:
+    if html is not None:
+        write_page(html, render_certificate_page(certificate, page_origin()))
     if as_json:
         print(json_text(to_plain(certificate)))
     else:

@@ -21,7 +21,7 @@ from trainspec_cli.errors import MachineError
 from trainspec_cli.launcher.backend.nodes.backend import Reach
 from trainspec_cli.launcher.slurm import commands as slurm
 from trainspec_cli.launcher.slurm.script import start_command
-from trainspec_cli.reporter.findings import render_diagnosis
+from trainspec_cli.reporter.doctor_text import render_diagnosis
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.container import folders_read
 from trainspec_cli.session.load import Loaded, load, plan_for, this_machine

@@ -103,7 +103,15 @@ LINKS = Tool(
     timeout_s=1800.0,
 )
 CERTIFY = Tool("certify_worker", messages.CertifyRequest, messages.CertifyResult, "the certification", "run_failed")
-TOOLS: tuple[Tool[Any, Any], ...] = (PROBE, KERNELS, TRACE, EXPORT, SPEED, LINKS, CERTIFY)
+CHECKPOINT_RATES = Tool(
+    "checkpoint_rates",
+    messages.CheckpointRatesRequest,
+    messages.CheckpointRates,
+    "the measurement of checkpoints",
+    "run_failed",
+    timeout_s=600.0,
+)
+TOOLS: tuple[Tool[Any, Any], ...] = (PROBE, KERNELS, TRACE, EXPORT, SPEED, LINKS, CERTIFY, CHECKPOINT_RATES)
 
 
 Prepare = Callable[[Path, tuple[str, ...]], tuple[Job, OpenBackend]]

@@ -15,7 +15,6 @@ import contextlib
 import os
 import secrets
 import socket
-import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from trainspec_cli.errors import MachineError, Problem, WorkerError
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import from_plain, to_plain
+from trainspec_cli.trust import create_private, read_private
 
 FENCED = "fenced"
 """The code of the error that ends what belongs to an older start."""
@@ -155,25 +155,16 @@ def create_secret(path: Path) -> bytes:
     """Write a fresh secret to a file that must not exist yet, and return it. Raises MachineError where the file system
     does not keep it private."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(SECRET_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
+    create_private(path, secrets.token_bytes(SECRET_BYTES))
     return read_secret(path)
 
 
 def read_secret(path: Path) -> bytes:
     """Raises MachineError where the file is not the user's own, or others may read it."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        secret = read_private(path, SECRET_BYTES + 1)
     except OSError as error:
         raise _unusable(path, f"cannot be read: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as file:
-        about = os.fstat(file.fileno())
-        if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077:
-            raise _unusable(path, "belongs to another user, or others may read it")
-        secret = file.read(SECRET_BYTES + 1)
     if len(secret) != SECRET_BYTES:
         raise _unusable(path, f"holds {len(secret)} bytes instead of {SECRET_BYTES}")
     return secret

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,6 +50,18 @@ def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
         return images, torch.randint(model.num_classes, (samples, *labelled), generator=generator)
     drawn = torch.randint(model.vocab_size, (samples, spec.data.seq_len + 1), generator=generator)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def drawn_tokens(spec: RunSpec, steps: int, clip_from: int | None) -> np.ndarray:
+    """Return the tokens of each step's whole batch, (steps, samples, length + 1) in int64; from `clip_from` on every
+    step sees one batch."""
+    blocks = [step if clip_from is None or step < clip_from else clip_from for step in range(steps)]
+    drawn = []
+    for block in blocks:
+        generator = torch.Generator().manual_seed(spec.train.seed * 1_000_003 + block)
+        inputs, targets, *_ = drawn_samples(spec, generator)
+        drawn.append(torch.cat((inputs, targets[:, -1:]), dim=1))
+    return torch.stack(drawn).numpy()
 
 
 def taken_positions(own: OwnSamples) -> tuple[int, ...]:

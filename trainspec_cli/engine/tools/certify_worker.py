@@ -28,14 +28,22 @@ from trainspec_cli.engine.run.scheduling.pace import StepPace
 from trainspec_cli.engine.run.scheduling.relayout import Meshes
 from trainspec_cli.engine.run.step import compute_gradients, train_step
 from trainspec_cli.engine.shares import Share, unique_shares
-from trainspec_cli.engine.tools.certify_batches import drawn_batch, taken_by_all, taken_positions
+from trainspec_cli.engine.tools.certify_batches import drawn_batch, drawn_tokens, taken_by_all, taken_positions
 from trainspec_cli.engine.tools.certify_live import run_live
 from trainspec_cli.policy.batch.division import OwnSamples, even_division_of
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.tools import CertifyRequest, CertifyResult, CertifyRun, CertifyRunResult, TrainedSteps
+from trainspec_cli.spec.results.tools import (
+    DRAWN_BATCHES,
+    DRAWN_TOKENS,
+    CertifyRequest,
+    CertifyResult,
+    CertifyRun,
+    CertifyRunResult,
+    TrainedSteps,
+)
 
 
 def run(request: CertifyRequest) -> CertifyResult:
@@ -56,6 +64,8 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
         return run_and_leave(wanted, own, device)
     mesh = MESHES.of(plan.layout, device.type)
     state = build_train_state(plan, device, mesh)
+    if wanted.inputs:
+        leave_inputs(wanted, state, own)
     if wanted.gradients:
         first = own_samples(wanted, state, 0, plan.spec.batching.global_batch_size)
         leave_gradients(plan, state, own, first, wanted.exchanges)
@@ -78,6 +88,14 @@ def run_and_leave(wanted: CertifyRun, own: Path, device: torch.device) -> Certif
         following = division.of_rank(state.mesh.data_rank, samples, wanted.plan.spec.batching.global_batch_size)
         leave_gradients(wanted.plan, state, own, following)
     return CertifyRunResult(trained, None, live)
+
+
+def leave_inputs(wanted: CertifyRun, state: TrainState, folder: Path) -> None:
+    """Write the first weights, and what the run trains on."""
+    write_parameters(state, folder, "first", lambda share: share.parameter)
+    if dist.get_rank() == 0:
+        tokens = drawn_tokens(wanted.plan.spec, wanted.steps, wanted.clip_from)
+        np.savez(folder / DRAWN_BATCHES, **{DRAWN_TOKENS: tokens})  # type: ignore[arg-type]
 
 
 MESHES = Meshes()

@@ -22,6 +22,8 @@ class Finding:
     passed: bool
     figures: dict[str, Figure] = field(default_factory=dict)
     bound: float | None = None
+    grade: str = ""
+    """A, B or C of a clause that has levels, `-` below them; empty of any other."""
 
     @property
     def measured(self) -> float:
@@ -44,23 +46,63 @@ class ClauseSummary:
     """The worst case's figure; null where the clause was not measured."""
     bound: float | None
     worst_case: str | None = None
+    grade: str = ""
+    """The worst case's."""
+
+
+@dataclass(frozen=True)
+class NotOffered:
+    """A case that the engine has declined: it is neither kept nor broken."""
+
+    clause: str
+    case: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Signer:
+    """Who vouches for a certificate."""
+
+    public_key: str
+    """`ssh-ed25519 ...`, as OpenSSH writes it."""
+    fingerprint: str
+    """`SHA256:...`, as `ssh-keygen -l` prints it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Certificate:
+    """Fields that schema 1 did not have are empty in a certificate of it."""
+
     schema: str
+    engine: str = ""
+    """The command of another engine, which the certificate speaks of; empty: trainspec's own."""
     spec_version: str
     spec_sha256: str = ""
     """Digest of the document that the clauses stand in."""
     date: str = ""
+    """The day it was written, by UTC."""
+    valid_until: str = ""
+    """The last day on which it is accepted; empty: every day."""
+    challenge: str = ""
+    """The words of whoever asked for it, which show that it was not made before."""
+    measured_since: str = ""
+    """The day on which the first of its runs was made."""
     machine: Machine
+    machine_id: str = ""
+    """Tells the machine from others; empty where its system has no identity."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the software, by package."""
     whole: bool
     """True if nothing was left out by `--only`, so that the verdict speaks of the spec."""
     verdict: str
-    """`kept` where every MUST that was measured holds, else `broken`."""
+    """`kept` where every MUST that was measured holds, else `broken`; `not offered` where all was declined."""
     clauses: tuple[ClauseSummary, ...]
     findings: tuple[Finding, ...]
+    not_offered: tuple[NotOffered, ...] = ()
+    """Cases that the engine has declined."""
+    signer: Signer | None = None
+    """None: nobody has signed it."""
     digest: str = ""
-    """SHA-256 of everything else, as canonical JSON."""
+    """SHA-256 of everything else but the signature, as canonical JSON."""
+    signature: str = ""
+    """The signer's Ed25519 signature of everything else, as canonical JSON."""

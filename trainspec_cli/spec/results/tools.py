@@ -12,6 +12,8 @@ from trainspec_cli.spec.results.plan import Plan
 Device = Literal["cpu", "cuda"]
 Compute = Literal["bf16", "fp32", "fp64"]
 REQUEST, RESULT = "request.json", "tool_result.json"
+DRAWN_BATCHES, DRAWN_TOKENS = "batches.npz", "tokens"
+"""The file of the batches that a run of the certification was asked to leave, and its array."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,26 @@ class LinksResult:
 
 
 @dataclass(frozen=True)
+class CheckpointRatesRequest:
+    """Write and read checkpoints of a plan's state below a folder, which lies on the disk that is measured."""
+
+    plan: Plan
+    folder: str
+
+
+@dataclass(frozen=True)
+class CheckpointRates:
+    """The quickest of several times; the slowest process counts."""
+
+    bytes: int
+    """Size of a checkpoint, over all processes."""
+    write_s: float
+    """Until all of it is on the disk."""
+    read_s: float
+    """Until all of it is verified and in place again; the system was asked to hold none of it in memory."""
+
+
+@dataclass(frozen=True)
 class CertifyRun:
     """A plan to be trained on samples that are drawn from its seed."""
 
@@ -165,6 +187,8 @@ class CertifyRun:
     """How often those gradients are computed and exchanged, with no update between; their mean is left."""
     weights: tuple[float, ...] = ()
     """The shares of the data-parallel ranks of each batch, in any unit; none: they are equal."""
+    inputs: bool = False
+    """Leave first.stage*.npz, the weights before the first step, and `DRAWN_BATCHES`."""
     live: bool = False
     """The trainer makes it, as in a launch, with the plan's changes of layout and faults; its gradients are those of
     the batch after the last step."""
