@@ -6,6 +6,7 @@ import re
 
 from lab import clauses
 
+from trainspec_cli.certify.certificate import spec_version
 from trainspec_cli.extensions import kinds
 from trainspec_cli.extensions.kinds import ExtensionKind
 from trainspec_cli.reading.spec_version import CURRENT, VERSIONS
@@ -47,6 +48,7 @@ def test_the_tables_are_fresh() -> None:
 def test_the_version_is_that_of_the_pages() -> None:
     overview = (clauses.SPEC / "overview.md").read_text(encoding="utf-8")
     assert overview.startswith(f"# The training spec {CURRENT}\n")
+    assert spec_version() == CURRENT
     changes = re.findall(r"^## (\S+)$", (clauses.SPEC / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert changes == [*reversed(VERSIONS)]
 
