@@ -146,7 +146,7 @@ def test_a_clause_is_summed_up_by_its_worst_case():
         False,
         "2026-01-01",
         "broken",
-        "0.6",
+        "1.0",
     )
     assert body["findings"][0]["figures"]["worst_gradient_error"] == "inf"
     assert body["machine"] == to_plain(MACHINE) and len(body["spec_sha256"]) == len(body["digest"]) == 64

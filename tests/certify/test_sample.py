@@ -20,12 +20,16 @@ from trainspec_cli.certify import runs
 from trainspec_cli.certify.cases import COMM_CLAUSES, LIVE_CLAUSES, Case, name_layout
 from trainspec_cli.certify.certificate import read_clauses
 from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusals
+from trainspec_cli.certify.performance import LEVELS
 from trainspec_cli.certify.runs import Run
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.spec.recipe.layout import Layout
 
 PROCESSES = 4
-ALONE = ("NUM-3", "NUM-4", "NUM-5", "NUM-6", "NUM-8", *COMM_CLAUSES, "CKPT-1", "CKPT-2", *LIVE_CLAUSES)
+ALONE = (
+    *("NUM-3", "NUM-4", "NUM-5", "NUM-6", "NUM-8", "KERN-1", "KERN-2"),
+    *(*COMM_CLAUSES, "CKPT-1", "CKPT-2", *LIVE_CLAUSES),
+)
 """Clauses with runs of their own; one case of each is drawn."""
 ALWAYS = [
     Case("tied", Layout(pp=2, pipeline_schedule="zero_bubble")),
@@ -76,7 +80,7 @@ def _reading_into_tied_pipelines() -> list[Run]:
 @pytest.mark.parametrize("seed", ["a", "b", "c"])
 def test_a_sample_has_every_clause_and_what_is_always_among_them(seed: str) -> None:
     drawn = sample(seed)
-    assert {check.clause for check in drawn} == set(read_clauses()) - {"LEGAL-1"}
+    assert {check.clause for check in drawn} == set(read_clauses()) - {"LEGAL-1", *LEVELS}
     spread = [check.run for check in drawn if check.clause == "NUM-2"]
     assert {check.run for check in drawn if check.clause == "NUM-1"} == set(spread)
     assert {run.case for run in spread} >= set(ALWAYS)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.spec.canonical import from_plain
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
 
 HOME = Path(__file__).resolve().parents[2]
 TWO = ("recipe=tiny", "data.max_bytes=200000", "cluster.num_nodes=2")
@@ -52,7 +52,7 @@ def test_the_script_is_printed_and_the_run_is_on_paper(sbatch: Command, tmp_path
     assert done.stdout.startswith("#!/bin/bash\n")
     assert "#SBATCH --partition=gpu\n" in done.stdout
     assert (run / "logs").is_dir(), "Slurm writes no log into a folder that is not there"
-    plan = from_plain(Plan, json.loads((run / "plan.json").read_text()))
+    plan = read_plan(RunDir(run))
     assert (plan.num_nodes, plan.devices_per_node, plan.world_size) == (2, 2, 4)
     assert (run / "run.json").is_file()
 

@@ -74,12 +74,11 @@ def test_a_worker_builds_fills_and_trains_in_order(
 ) -> None:
     """A run that has a checkpoint does not read again what it began with."""
     order: list[Any] = []
-    write_json(run_dir.plan_json, {"the": "plan"})
     write_json(run_dir.run_json, {"data_dir": "/data", "digest": "recipe's"})
     if resumes:
         run_dir.checkpoint(3).mkdir(parents=True)
     plan = SimpleNamespace(device="cpu")
-    monkeypatch.setattr(training, "from_plain", lambda kind, content: plan if content == {"the": "plan"} else None)
+    monkeypatch.setattr(training, "read_plan", lambda run: plan if run == run_dir else None)
 
     def note(name: str, answer: Any = None) -> Any:
         return lambda *given: order.append((name, *given)) or answer

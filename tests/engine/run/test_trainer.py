@@ -198,7 +198,17 @@ def test_an_ordinary_run_makes_each_step_once_and_leaves_its_result(context: Run
     assert context.run_dir.checkpoint_steps() == [2, 4, 6]
     result = read_json(context.run_dir.result_json)
     assert list(result) == [
-        *("status", "exit_code", "steps", "final_loss", "heldout_loss", "heldout_bits_per_byte", "tokens_per_s", "mfu"),
+        *(
+            "spec_version",
+            "status",
+            "exit_code",
+            "steps",
+            "final_loss",
+            "heldout_loss",
+            "heldout_bits_per_byte",
+            "tokens_per_s",
+            "mfu",
+        ),
         *("peak_memory_bytes", "wire_bytes", "weights_sha256", "goodput", "time_s"),
     ]
     assert (result["status"], result["exit_code"], result["steps"]) == ("done", 0, STEPS)
