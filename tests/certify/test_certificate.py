@@ -14,6 +14,7 @@ from trainspec_cli.certify.families import FAMILIES
 from trainspec_cli.certify.judge import checks, judge_refusals
 from trainspec_cli.certify.performance import LEVELS
 from trainspec_cli.certify.runs import gradient_errors, loss_error
+from trainspec_cli.certify.security import SECURITY
 from trainspec_cli.certify.verify import verify
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.rundir.files import write_json
@@ -34,7 +35,9 @@ def test_the_document_is_where_clauses_are_defined():
     assert list(clauses)[:2] == ["NUM-1", "NUM-2"]
     assert clauses["NUM-1"].level == "MUST"
     assert clauses["LEGAL-1"].level == "SHOULD"
-    assert {check.clause for check in checks(8)} == set(clauses) - {"LEGAL-1", *LEVELS}, "every clause is measured"
+    assert {check.clause for check in checks(8)} == set(clauses) - {"LEGAL-1", *SECURITY, *LEVELS}, (
+        "every clause is measured"
+    )
 
 
 def test_every_axis_manner_and_family_is_in_the_matrix():

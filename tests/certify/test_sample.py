@@ -22,6 +22,7 @@ from trainspec_cli.certify.certificate import read_clauses
 from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusals
 from trainspec_cli.certify.performance import LEVELS
 from trainspec_cli.certify.runs import Run
+from trainspec_cli.certify.security import SECURITY
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -80,7 +81,7 @@ def _reading_into_tied_pipelines() -> list[Run]:
 @pytest.mark.parametrize("seed", ["a", "b", "c"])
 def test_a_sample_has_every_clause_and_what_is_always_among_them(seed: str) -> None:
     drawn = sample(seed)
-    assert {check.clause for check in drawn} == set(read_clauses()) - {"LEGAL-1", *LEVELS}
+    assert {check.clause for check in drawn} == set(read_clauses()) - {"LEGAL-1", *SECURITY, *LEVELS}
     spread = [check.run for check in drawn if check.clause == "NUM-2"]
     assert {check.run for check in drawn if check.clause == "NUM-1"} == set(spread)
     assert {run.case for run in spread} >= set(ALWAYS)

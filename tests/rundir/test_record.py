@@ -32,6 +32,7 @@ from trainspec_cli.rundir.record import (
     read_run_record,
     read_section,
     write_error,
+    write_plan,
     write_result,
     write_run_record,
 )
@@ -156,6 +157,30 @@ def test_a_run_that_does_not_say_where_its_data_lies_is_refused(run: RunDir) -> 
     write_json(run.run_json, {"recipe": "tiny", "created_at": 1.0})
     with pytest.raises(UnreadableFileError, match=r"run\.json has no `data_dir`; text or null is needed"):
         read_data_dir(run)
+
+
+@pytest.mark.clause("SEC-4")
+@pytest.mark.parametrize("path", [("spec", "optim", "lr"), ("num_nodes",), ("layout", "tp"), ("sha256",)])
+def test_a_plan_that_was_altered_anywhere_is_refused(run: RunDir, path: tuple[str, ...]) -> None:
+    made = plan(SPEC, MACHINE)
+    write_plan(run, made)
+    assert read_plan(run) == made
+    content = json.loads(run.plan_json.read_text())
+    section = content
+    for key in path[:-1]:
+        section = section[key]
+    section[path[-1]] = "0" if path == ("sha256",) else section[path[-1]] * 2
+    run.plan_json.write_text(json.dumps(content))
+    with pytest.raises(UnreadableFileError, match=r"plan\.json was altered: its digest is not that of its content"):
+        read_plan(run)
+
+
+def test_a_plan_is_written_differently_and_is_the_same(run: RunDir) -> None:
+    """The digest is of the content, not of its lines."""
+    write_plan(run, plan(SPEC, MACHINE))
+    content = json.loads(run.plan_json.read_text())
+    run.plan_json.write_text(json.dumps(dict(reversed(content.items()))))
+    assert read_plan(run) == plan(SPEC, MACHINE)
 
 
 def test_a_plan_is_read_back(run: RunDir) -> None:

@@ -24,6 +24,7 @@ from trainspec_cli.certify.folder import opened, subject_of
 from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusals
 from trainspec_cli.certify.performance import LEVELS, RECIPE, Bench, measure_performance
 from trainspec_cli.certify.runs import measure
+from trainspec_cli.certify.security import SECURITY, measure_security
 from trainspec_cli.errors import Interrupted, Problem, RecipeError, closest
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.session.console import PrintableConsole
@@ -86,7 +87,9 @@ def wanted_here(only: list[str], processes: int | None, arguments: list[str], co
     if 0 < gpus < processes:
         console.print(f"{processes} processes need a GPU each, this node has {gpus}: the CPU is certified")
         machine = replace(machine, gpu_names=())
-    launched = [clause for clause in LEVELS if not only or any(fnmatchcase(clause, pattern) for pattern in only)]
+    launched = [
+        clause for clause in (*SECURITY, *LEVELS) if not only or any(fnmatchcase(clause, pattern) for pattern in only)
+    ]
     batch = load_for_planning(recipe).spec.batching.global_batch_size if launched else 0
     return WantedHere(found, launched, recipe, batch, only, processes, machine, whole)
 
@@ -114,7 +117,7 @@ def machine_here() -> Machine:
 def _checks(only: list[str], processes: int, *, on_gpu: bool) -> list[ClauseCheck]:
     """Raises RecipeError where a pattern names nothing."""
     for pattern in only:
-        elsewhere = any(fnmatchcase(clause, pattern) for clause in ("LEGAL-1", *LEVELS))
+        elsewhere = any(fnmatchcase(clause, pattern) for clause in ("LEGAL-1", *SECURITY, *LEVELS))
         if not elsewhere and not checks(processes, [pattern], on_gpu=on_gpu):
             raise RecipeError(_names_nothing(pattern, processes))
     return checks(processes, only, on_gpu=on_gpu)
@@ -180,7 +183,8 @@ def _launch(wanted: WantedHere, folder: Path) -> list[Finding]:
     most = len(machine.gpu_names) or max(2, machine.cpu_cores)
     bench = Bench(folder, machine, min(wanted.processes, most), wanted.recipe, wanted.batch)
     with PrintableConsole(stderr=True).status(f"launching runs of {' '.join(wanted.recipe)}"):
-        return measure_performance(bench, wanted.launched)
+        secure = measure_security(bench, [clause for clause in wanted.launched if clause in SECURITY])
+        return secure + measure_performance(bench, [clause for clause in wanted.launched if clause in LEVELS])
 
 
 def _measure(wanted: list[ClauseCheck], folder: Path, machine: Machine) -> list[Finding]:

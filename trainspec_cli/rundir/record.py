@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -13,12 +16,15 @@ from trainspec_cli.rundir.accounting import Recovery, WallTime
 from trainspec_cli.rundir.event_types.training import SetFigures
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.versioned import read_versioned, read_versioned_record, write_versioned
-from trainspec_cli.spec.canonical import ABSENT, Absent, from_plain, to_plain
+from trainspec_cli.spec.canonical import ABSENT, Absent, canonical_json, from_plain, to_plain
+from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.records import Count, FieldError, number, read_record
 from trainspec_cli.spec.results.memory import Shortage
 from trainspec_cli.spec.results.plan import Plan
 
 ErrorRecord = TypeVar("ErrorRecord", "WorkerErrorRecord", "NodeErrorRecord")
+PLAN_DIGEST = "sha256"
+"""The key of plan.json that has the digest of all others, in plans since 1.0."""
 COMPOSED_BYTES = 2**18
 """A composed recipe is no longer."""
 UnixSeconds = Annotated[float, number(0, 1e11)]
@@ -61,8 +67,9 @@ class RunRecord:
 
 
 def write_plan(run: RunDir, plan: Plan) -> None:
-    """Write the plan that the workers are to run."""
-    write_versioned(run.plan_json, to_plain(plan))
+    """Write the plan that the workers are to run, with its digest."""
+    content = to_plain(plan)
+    write_versioned(run.plan_json, {**content, PLAN_DIGEST: _digest(content)})
 
 
 def read_run_record(run: RunDir) -> RunRecord:
@@ -102,23 +109,33 @@ def has_own_command(run: RunDir) -> bool:
 
 def read_plan(run: RunDir) -> Plan:
     """Return the plan that the workers ran. Raises UnreadableFileError with everything that is wrong with plan.json."""
-    return _read_plan(run.plan_json)
+    return read_plan_file(run.plan_json)
 
 
 def read_plan_of_all_nodes(run: RunDir) -> Plan:
     """Return the plan that a start of the run begins with, before any node is left out. Raises as `read_plan`."""
     all_nodes = run.plan_of_all_nodes
-    return _read_plan(all_nodes if all_nodes.is_file() else run.plan_json)
+    return read_plan_file(all_nodes if all_nodes.is_file() else run.plan_json)
 
 
-def _read_plan(path: Path) -> Plan:
+def read_plan_file(path: Path) -> Plan:
+    """Read a plan.json, wherever it lies. Raises as `read_plan`, and where its content is not that of its digest."""
     plain = read_versioned(path)
     read_field(path, plain, "spec", dict)
+    stated = plain.pop(PLAN_DIGEST, None)
+    if stated is not None and stated != _digest(plain):
+        hint = "undo the change, and give what is to differ to trainspec resume: key=value"
+        raise unreadable(path, "was altered: its digest is not that of its content", hint)
     try:
         return from_plain(Plan, plain)
     except RecipeError as error:
         hint = "it is damaged, or another version of trainspec wrote it"
         raise unreadable(path, f"is no plan of this version: {error}", hint) from error
+
+
+def _digest(content: Mapping[str, object]) -> str:
+    """Return the SHA-256 of a plan's content as it is on disk."""
+    return hashlib.sha256(canonical_json(json.loads(json_text(content))).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from trainspec_cli.spec.records import PLAIN
 from trainspec_cli.spec.structure import is_required, key_of
 
 STATED: JsonObject = {"description": "The version of the training spec that the file keeps to.", "const": CURRENT}
+DIGEST: JsonObject = {"description": "SHA-256 of all other keys but the version.", "type": "string"}
 NULL: JsonObject = {"type": "null"}
 
 
@@ -31,7 +32,7 @@ def plan_schema(title: str, root: type) -> JsonObject:
     assert isinstance(found, dict), "a section"
     keys, needed = found["properties"], found.get("required", [])
     assert isinstance(keys, dict) and isinstance(needed, list), "as the writer of schemas leaves them"
-    whole = {**found, "properties": {KEY: STATED, **keys}, "required": [KEY, *needed]}
+    whole = {**found, "properties": {KEY: STATED, **keys, "sha256": DIGEST}, "required": [KEY, *needed]}
     return {"$schema": DRAFT, "title": f"trainspec: {title}", **whole, "definitions": definitions}
 
 

@@ -111,8 +111,7 @@ def test_adapters_are_merged_into_their_matrices(stored: dict[str, torch.Tensor]
 def test_adapters_alone_are_one_file_under_pefts_names(
     tmp_path: Path, stored: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "read_versioned", lambda path: path)
-    monkeypatch.setattr(export, "from_plain", lambda _kind, _content: plan_of(LORA))
+    monkeypatch.setattr(export, "read_plan_file", lambda path: plan_of(LORA))
     assert export.run(request(tmp_path, alone=True)) == ExportResult(1)
     (file,) = tmp_path.iterdir()
     found = load_file(file)
@@ -130,8 +129,7 @@ def test_adapters_alone_are_one_file_under_pefts_names(
 def test_the_base_of_adapters_has_nothing_merged_in(
     tmp_path: Path, stored: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(export, "read_versioned", lambda path: path)
-    monkeypatch.setattr(export, "from_plain", lambda _kind, _content: plan_of(LORA))
+    monkeypatch.setattr(export, "read_plan_file", lambda path: plan_of(LORA))
     found = {}
     for what in ("base", "merged"):
         folder = tmp_path / what

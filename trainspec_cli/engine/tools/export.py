@@ -18,8 +18,7 @@ from trainspec_cli.engine.checkpoint.store import read_weights
 from trainspec_cli.engine.tools.export_other import cut, reader, write_distributed, write_state
 from trainspec_cli.huggingface.safetensors import DTYPE_BYTES, INDEX, SINGLE, make_header
 from trainspec_cli.huggingface.tensors import ADAPTERS, Parameter, adapters_of, parameters
-from trainspec_cli.rundir.versioned import read_versioned
-from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.rundir.record import read_plan_file
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
@@ -33,7 +32,7 @@ MEGATRON_COMMON = "common.pt"
 
 
 def run(request: ExportRequest) -> ExportResult:
-    plan = from_plain(Plan, read_versioned(Path(request.plan_json)))
+    plan = read_plan_file(Path(request.plan_json))
     if request.what == "base":
         plan = replace(plan, spec=replace(plan.spec, lora=LoraSpec()))  # nothing is merged
     if request.format != "safetensors":
