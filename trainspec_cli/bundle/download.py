@@ -128,14 +128,19 @@ def _pip(arguments: Sequence[str], tell: OnLine, target: WheelTarget | None = No
     """Run pip, telling each package that it comes to. Raises MachineError in pip's own words."""
     command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", *arguments]
     command += ["--progress-bar", "off"]
+    errors = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout is not None
-        errors = []
-        for line in pip.stdout:
-            if line.startswith("Collecting "):
-                tell(f"wheels: {line.split()[1]}")
-            elif line.startswith("ERROR: "):
-                errors.append(line.removeprefix("ERROR: ").strip())
+        try:
+            for line in pip.stdout:
+                if line.startswith("Collecting "):
+                    tell(f"wheels: {line.split()[1]}")
+                elif line.startswith("ERROR: "):
+                    errors.append(line.removeprefix("ERROR: ").strip())
+        except BaseException:
+            pip.kill()  # it would go on, and make the folder anew that is to be removed
+            pip.wait()
+            raise
     if pip.returncode:
         raise _failed(errors, target)
 

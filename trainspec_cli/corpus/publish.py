@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+import secrets
 import shutil
 import socket
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,22 +22,21 @@ def publishing(folder: Path) -> Iterator[Path]:
     Raises FileExistsError if `folder` was filled meanwhile, and MachineError if the disk is full or cannot be written;
     the temporary folder is then removed. Leftovers of a killed process are removed by the next one.
     """
-    temporary: Path | None = None
+    temporary = folder.parent / f".trainspec-{os.getpid()}-{secrets.token_hex(4)}{_suffix()}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(folder.parent)
-        temporary = Path(tempfile.mkdtemp(prefix=f".trainspec-{os.getpid()}-", suffix=_suffix(), dir=folder.parent))
+        temporary.mkdir(0o700)
         yield temporary
         _flush(temporary)
-        temporary.chmod(0o777 & ~_umask())  # mkdtemp's mode is for its owner alone
+        temporary.chmod(0o777 & ~_umask())  # until here it is for its owner alone
         temporary.rename(folder)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise FileExistsError(error.errno, "was made by another process", str(folder)) from error
         raise cannot_write(folder, error) from error
     finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)  # already renamed on success
+        shutil.rmtree(temporary, ignore_errors=True)  # already renamed on success
 
 
 def _suffix() -> str:
