@@ -17,6 +17,7 @@ from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.rundir.event_types.training import StepEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.load import load_for_planning
 from trainspec_cli.spec.recipe.cluster import Machine
 
 CPU = Machine("box", cpu_cores=4, memory_bytes=2**34)
@@ -93,6 +94,12 @@ def test_a_launch_that_fails_shows_its_last_lines_and_what_to_type(tmp_path: Pat
     (problem,) = error.value.problems
     assert "nowhere" in problem.message
     assert problem.hint == "try it alone: trainspec launch recipe=nowhere"
+
+
+def test_what_is_launched_where_no_recipe_is_given_is_a_sound_recipe(tmp_path: Path) -> None:
+    size = ("cluster.devices_per_node=2", f"train.max_steps={performance.STEPS}")
+    more = (*performance.SHORT, *performance._disturbed(bench(tmp_path)))
+    assert load_for_planning([*performance.RECIPE, *size, *more]).spec.train.max_steps == performance.STEPS
 
 
 @pytest.mark.clause("PERF-1", "PERF-2", "PERF-3", "PERF-4", "PERF-5")

@@ -189,6 +189,8 @@ def _launch(wanted: WantedHere, folder: Path) -> list[Finding]:
 
 def _measure(wanted: list[ClauseCheck], folder: Path, machine: Machine) -> list[Finding]:
     runs = list(dict.fromkeys(run for check in wanted for run in check.runs))
+    if not runs:
+        return []
     with _bar(len(runs)) as on_done:
         results = measure(runs, folder, machine, on_done)
         return [judge(check, results) for check in wanted]
