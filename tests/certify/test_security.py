@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
 import subprocess
 import sys
@@ -49,6 +50,12 @@ def test_a_file_that_others_may_open_is_found(tmp_path: Path, mode: int, passed:
     finding = security._judge_modes(run)
     assert finding.passed is passed
     assert finding.figures.get("first") == (None if passed else "run/plan.json")
+
+
+def test_the_code_that_strangers_send_runs_where_it_is_unpickled(tmp_path: Path) -> None:
+    marker = tmp_path / "it's here"
+    pickle.loads(security.pickled_code(marker))
+    assert marker.exists()
 
 
 def test_a_socket_of_a_child_is_found() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import json
-import pickle
+import shlex
 import shutil
 import socket
 import sys
@@ -41,14 +41,9 @@ RECIPE = (
 CONNECT_S, RESUMED_S = 10.0, 300.0
 
 
-class Trap:
-    """Whoever unpickles it makes a file."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[[Path], None], tuple[Path]]:
-        return Path.touch, (self.path,)
+def pickled_code(marker: Path) -> bytes:
+    """Return a pickle, of protocol 0, that makes a file where it is unpickled: it calls os.system."""
+    return f"cos\nsystem\n(S{f'touch {shlex.quote(str(marker))}'!r}\ntR.".encode()
 
 
 class Stranger:
@@ -77,9 +72,14 @@ class Stranger:
                 self._held.append(socket.create_connection(port, CONNECT_S))
 
     def _words(self) -> tuple[bytes, ...]:
-        code = pickle.dumps(Trap(self._marker))
         request = b'{"op": "set", "key": "k", "value": "v"}\n'
-        return b"\0" * 64, code, b"x" * 2**16, request, b"POST /replica/00000/kill HTTP/1.1\r\nHost: x\r\n\r\n"
+        return (
+            b"\0" * 64,
+            pickled_code(self._marker),
+            b"x" * 2**16,
+            request,
+            b"POST /replica/00000/kill HTTP/1.1\r\nHost: x\r\n\r\n",
+        )
 
     def leave(self) -> None:
         for connection in self._held:
