@@ -16,6 +16,7 @@ import torch.distributed as dist
 from lab.ports import free_port
 from lab.waiting import wait_for
 
+from trainspec_cli.certify.security import listening
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 
@@ -36,19 +37,6 @@ class Trap:
 
     def __reduce__(self):
         return (Path.touch, (self.path,))
-
-
-def listening(process: psutil.Process) -> set[tuple[str, int]]:
-    """Address and port of every socket at which the process or what it started listens."""
-    family = [process, *process.children(recursive=True)]
-    found: set[tuple[str, int]] = set()
-    for member in family:
-        try:
-            sockets = member.net_connections("tcp")
-        except psutil.Error:
-            continue
-        found |= {(entry.laddr.ip, entry.laddr.port) for entry in sockets if entry.status == psutil.CONN_LISTEN}
-    return found
 
 
 def last_step(run: RunDir) -> int:

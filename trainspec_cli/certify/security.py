@@ -87,11 +87,11 @@ class Stranger:
 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
-    """Return the address and port of every socket at which what a process has started listens."""
+    """Return the address and port of every socket at which a process, or what it has started, listens."""
     found: set[tuple[str, int]] = set()
-    for child in process.children(recursive=True):
+    for member in (process, *process.children(recursive=True)):
         with suppress(psutil.Error):
-            sockets = child.net_connections("tcp")
+            sockets = member.net_connections("tcp")
             found |= {(one.laddr.ip, one.laddr.port) for one in sockets if one.status == psutil.CONN_LISTEN}
     return found
 
