@@ -20,8 +20,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.fuzz.conftest import damaged_bytes, strange_variants, tell
-from tests.fuzz.test_recipes import NUMBERS, PATHS, RECIPE
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fuzz.conftest import damaged_bytes, strange_variants, tell
+from fuzz.test_recipes import NUMBERS, PATHS, RECIPE
+
 from trainspec_cli.certify import keys
 from trainspec_cli.certify.certificate import Terms, digest, sign_certificate, write_certificate
 from trainspec_cli.spec.canonical import to_plain

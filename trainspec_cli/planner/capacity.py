@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
@@ -19,7 +22,6 @@ from trainspec_cli.planner.optimizer import moment_bytes
 from trainspec_cli.planner.run.batches import main_size, predict_sizes
 from trainspec_cli.planner.search.search import (
     ABOUT,
-    SAFEST,
     SLOWER,
     TOO_LARGE,
     Estimated,
@@ -43,9 +45,11 @@ from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.units import GIB
 
 SHOWN = 10
-POOL, SLACK = 4, 1.1
-"""Layouts that a search keeps for each that is shown, and how far over the limit by its rough estimate: which of them
-fit is seen when every tensor is counted."""
+COUNTED, SLACK = 40, 1.1
+"""Layouts that are counted tensor by tensor, at most, and how far over the limit they may be by the search's rough
+estimate: which of them fit is seen then."""
+ERR = 1.02
+"""The search's estimate of an expected step and that by every tensor and layer differ by less."""
 
 
 def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SHOWN) -> CapacityPlan:
@@ -55,10 +59,12 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     """
     fabric = describe_fabric(spec.cluster, machine)
     eff = efficiency_of(spec.cluster)
-    search, found = run_search(spec, fabric, eff, POOL * shown)
-    candidates = choose_candidates(search, found, spec, eff, shown)
+    search = search_of(spec, fabric, eff)
+    candidates = choose_candidates(search, spec, eff, shown)
     if not candidates and search.smallest is not None:
         candidates = [candidate_of(search.smallest, spec, eff)]
+    safest = choose_safest(candidates, search.safest(), spec, eff)
+    refused = search.refused + Counter({SLOWER: search.considered - search.refused[TOO_LARGE] - len(candidates)})
     return CapacityPlan(
         params=workload.count_params(spec.model),
         active_params=workload.count_active_params(spec.model),
@@ -66,8 +72,8 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
         world_size=fabric.num_devices,
         tokens_per_step=spec.batching.global_batch_size * _length(spec),
         candidates=tuple(candidates),
-        rejected=dict(search.refused),
-        safest=choose_safest(candidates, search.safest, spec, eff),
+        rejected=dict(refused),
+        safest=safest,
         assumptions=tuple(assumptions(spec, fabric)),
         considered=search.considered,
     )
@@ -76,26 +82,42 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
 def plan_best(spec: RunSpec, machine: Machine | None = None) -> Candidate | None:
     """Return the first layout of `plan_capacity` alone, in less time; None where nothing fits. Raises as it does."""
     eff = efficiency_of(spec.cluster)
-    search, found = run_search(spec, describe_fabric(spec.cluster, machine), eff, POOL * SHOWN, keep_safest=0)
-    best = next(iter(choose_candidates(search, found, spec, eff, SHOWN)), None)
-    return best if best and best.fits else None
+    return find_best(search_of(spec, describe_fabric(spec.cluster, machine), eff), spec, eff)
+
+
+def find_best(search: Search, spec: RunSpec, eff: Efficiency, counted: int = COUNTED) -> Candidate | None:
+    """Return the best layout that fits, of the first that are `counted` tensor by tensor; None where none does."""
+    found = choose_candidates(search, spec, eff, 1, counted)
+    return found[0] if found and found[0].fits else None
 
 
 def choose_candidates(
-    search: Search, found: list[Estimated], spec: RunSpec, eff: Efficiency, shown: int
+    search: Search, spec: RunSpec, eff: Efficiency, shown: int, counted: int = COUNTED
 ) -> list[Candidate]:
-    """The best that fit when every tensor is counted: the search's own estimate is a rough one. Where none does, the
-    best of those that do not."""
+    """Return the best that fit when every tensor is counted: the search's own estimate is a rough one. Where none does,
+    the best of those that do not.
+
+    Layouts are counted until the next one is worse by its estimate, and by more than estimates err.
+    """
     candidates: list[Candidate] = []
-    for item in found:
-        candidates.append(candidate_of(item, spec, eff))
-        if sum(candidate.fits for candidate in candidates) == shown:
+    for item in islice(search.best(), counted):
+        if item.expected_s > ERR * _expected_of(candidates, shown):
             break
-    fitting = [candidate for candidate in candidates if candidate.fits]
-    chosen = sorted(fitting, key=lambda candidate: candidate.expected_step_s) or candidates[:shown]
-    search.refused[TOO_LARGE] += len(candidates) - len(chosen)
-    search.refused[SLOWER] += len(found) - len(candidates)
-    return chosen
+        candidates.append(candidate_of(item, spec, eff))
+    fitting = _fitting(candidates)
+    search.refused[TOO_LARGE] += len(candidates) - len(fitting)
+    return (fitting or candidates)[:shown]
+
+
+def _expected_of(candidates: Sequence[Candidate], place: int) -> float:
+    """Return the expected step of the best but `place` - 1 that fit; infinity where fewer do."""
+    fitting = _fitting(candidates)
+    return fitting[place - 1].expected_step_s if len(fitting) >= place else math.inf
+
+
+def _fitting(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Return those that fit, the best first."""
+    return sorted((one for one in candidates if one.fits), key=lambda candidate: candidate.expected_step_s)
 
 
 def choose_safest(
@@ -111,23 +133,19 @@ def choose_safest(
     return max(about, key=lambda candidate: (min(candidate.fit_probability, SURELY), -candidate.step_time_s))
 
 
-def run_search(
-    spec: RunSpec, fabric: Fabric, eff: Efficiency, keep: int, keep_safest: int = SAFEST
-) -> tuple[Search, list[Estimated]]:
-    search = Search(
+def search_of(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Search:
+    return Search(
+        space=Space(spec, fabric.num_devices, fabric.scaleup_devices),
         template=template_of(spec, fabric),
         softwares=softwares_of(spec),
         recomputes=recompute_names(spec.recompute),
         offloads=(False, True) if spec.offload == AUTO else (spec.offload == "optimizer",),
         eff=eff,
-        keep=keep,
-        keep_safest=keep_safest,
         layer_memory=layer_memory,
         samples=main_size(spec),
         slack=SLACK,
         start_s=start_s_a_step(spec),
     )
-    return search, search.run(Space(spec, fabric.num_devices, fabric.scaleup_devices))
 
 
 def start_s_a_step(spec: RunSpec) -> float:

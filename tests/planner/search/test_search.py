@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 
@@ -67,8 +68,9 @@ def test_pruning_loses_nothing(pp: int | str) -> None:
     spec, eff = run_of("llama3_8b", nodes=2, batch=64, layout=replace(OPEN, pp=pp)), Efficiency()
     fabric = describe_fabric(spec.cluster, None)
     template, software = template_of(spec, fabric), Software()
-    search = Search(template, dict.fromkeys(SHARDINGS, software), recompute_names("auto"), (False,), eff, keep=5)
-    found = [item.step_time_s for item in search.run(Space(spec, 16, 8))]
+    softwares = dict.fromkeys(SHARDINGS, software)
+    search = Search(Space(spec, 16, 8), template, softwares, recompute_names("auto"), (False,), eff)
+    found = [item.step_time_s for item in islice(search.best(), 5)]
     limit_bytes = memory_limit_bytes(fabric.chip)
     all_of_them = []
     for layout, micro, accum in Space(spec, 16, 8).layouts():
@@ -86,7 +88,7 @@ def test_pruning_loses_nothing(pp: int | str) -> None:
     assert found == pytest.approx([step_s for _, step_s, _ in sorted(all_of_them)[:5]])
     slowest_s = 1.1 * min(all_of_them)[0]
     safest = max((chance, -step_s) for _, step_s, chance in all_of_them if step_s <= slowest_s)
-    first = search.safest[0]
+    first = search.safest()[0]
     assert (min(fit_probability(first.peak_bytes, limit_bytes), SURELY), -first.step_time_s) == pytest.approx(safest)
 
 
@@ -95,14 +97,10 @@ def test_no_step_is_shorter_than_its_bound(model: str) -> None:
     spec, eff = run_of(model, nodes=2, batch=64), Efficiency()
     template = template_of(spec, describe_fabric(spec.cluster, None))
     softwares = dict.fromkeys(SHARDINGS, Software())
-    search = Search(template, softwares, recompute_names("auto"), (False,), eff, keep=10**6)
-    bounds = {
-        (option.setup.layout, option.setup.grad_accum, option.recompute): option.bound_s
-        for option in search.bounded(Space(spec, 16, 8))
-    }
+    search = Search(Space(spec, 16, 8), template, softwares, recompute_names("auto"), (False,), eff)
+    bounds = {(option.layout, option.grad_accum, option.recompute): option.bound_s for option in search.bounded()}
     steps = {
-        (found.setup.layout, found.setup.grad_accum, found.recompute): found.step_time_s
-        for found in search.run(Space(spec, 16, 8))
+        (found.setup.layout, found.setup.grad_accum, found.recompute): found.step_time_s for found in search.best()
     }
     parts = [bounds[option] / step_s for option, step_s in steps.items()]
     assert len(parts) > 100 and max(parts) <= 1

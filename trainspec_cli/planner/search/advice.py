@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from trainspec_cli.planner.capacity import (
-    choose_candidates,
     describe_fabric,
     efficiency_of,
-    run_search,
+    find_best,
+    search_of,
 )
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Fabric
@@ -21,8 +21,8 @@ from trainspec_cli.spec.results.prediction import Candidate
 from trainspec_cli.spec.rules.check import check
 from trainspec_cli.units import format_bytes, format_duration
 
-POOL = 4
-"""Layouts that a search keeps for one that is to fit when every tensor is counted."""
+TRIED = 4
+"""Layouts that are counted tensor by tensor, for one that is to fit."""
 MORE_NODES = (2, 4, 8, 16, 32, 64)
 RANK = 16
 """The rank of the adapters that are suggested."""
@@ -95,9 +95,7 @@ def _find_fastest(changed: RunSpec, spec: RunSpec, fabric: Fabric, eff: Efficien
     the recipe is refused with it."""
     if changed == spec or len(check(changed)) > len(check(spec)):
         return None
-    search, found = run_search(changed, fabric, eff, POOL)
-    chosen = choose_candidates(search, found, changed, eff, 1)
-    return chosen[0] if chosen and chosen[0].fits else None
+    return find_best(search_of(changed, fabric, eff), changed, eff, TRIED)
 
 
 def _describe(words: str, found: Candidate) -> str:

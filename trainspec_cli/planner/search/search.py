@@ -1,10 +1,10 @@
 """Exact search: every layout in the space is either predicted, or proven to be too large or too slow.
 
 Layouts are taken in the order of a bound that none of them can beat (its mean stage's work and the bubble of equal
-stages, without data-parallel traffic or optimizer), until the bound says that no other can be among those shown. Memory
-drops some of those taken, layers cut evenly; the others are predicted in full, layers cut by their time. Layouts are
-ranked by the step to expect with the probability that they fit (`memory/fit.py`); the safest of those that are not much
-slower than the first are kept beside them.
+stages, without data-parallel traffic or optimizer), until the bound says that no other can be the next best; who asks
+for fewer layouts waits for fewer predictions. Memory drops some of those taken, layers cut evenly; the others are
+predicted in full, layers cut by their time. Layouts are ranked by the step to expect with the probability that they fit
+(`memory/fit.py`); the safest of those that are not much slower than the first are kept beside them.
 """
 
 from __future__ import annotations
@@ -46,8 +46,10 @@ SLOWER = "slower than those shown"
 class Estimated:
     setup: Setup
     recompute: str
-    step_time_s: float
     peak_bytes: float
+    step_time_s: float = math.inf
+    expected_s: float = math.inf
+    """The step to expect with the probability that the layout fits."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,11 @@ class Option:
     """No step of it is shorter."""
     number: int
     """Layouts are counted as the space yields them."""
-    base: Setup
+    layout: Layout
+    micro_batch_size: int
+    grad_accum: int
     recompute: str
     offload: bool
-
-    @property
-    def setup(self) -> Setup:
-        return replace(self.base, recompute=RECOMPUTE[self.recompute], offload_optimizer=self.offload)
 
     @property
     def alike(self) -> tuple[int, bool]:
@@ -73,22 +73,20 @@ class Option:
 
 
 Ranked = list[tuple[tuple[float, ...], int, Estimated]]
-"""A heap of layouts, the worst first: (rank, order of finding, layout)."""
+"""A heap of layouts, the least rank first: (rank, order of finding, layout)."""
 
 
 @dataclass
 class Search:
-    """Ranks layouts of `template`'s model on its fabric. Keeps the `keep` that fit with the shortest expected step."""
+    """Ranks layouts of `template`'s model on its fabric, in one space of them."""
 
+    space: Space
     template: Setup
     softwares: dict[Sharding, Software]
     """The software, by what data parallelism shards."""
     recomputes: tuple[str, ...]
     offloads: tuple[bool, ...]
     eff: Efficiency
-    keep: int = 10
-    keep_safest: int = SAFEST
-    """Of the safest layouts; 0 where only the best are wanted."""
     layer_memory: Callable[[Setup, str], LayerMemory] = lambda setup, _recompute: mean_layer_memory(setup)
     """Returns the memory of a layer under a recomputation."""
     samples: int | None = None
@@ -97,7 +95,6 @@ class Search:
     """Factor of the limit: a layout that is over by less may fit when it is counted more closely."""
     start_s: float = 0.0
     """Seconds of a start in vain over the steps of the run."""
-    considered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     smallest: Estimated | None = None
     """The layout that takes the least memory, fitting or not, to be named when none fits."""
@@ -106,47 +103,41 @@ class Search:
         self._usable = memory_limit_bytes(self.template.fabric.chip)
         self._limit = self.slack * self._usable
         self._parts: dict[tuple[object, ...], MicroBatch] = {}
-        self._works_s: dict[tuple[int, str], float] = {}
+        self._bounds_s: dict[tuple[object, ...], dict[str, float]] = {}
         self._memory: dict[tuple[object, ...], LayerMemory] = {}
-        self._best: Ranked = []
+        self._found: Ranked = []
         self._safest: Ranked = []
         self._least_s = math.inf
+        self._surely: set[tuple[int, bool]] = set()
+        self._options = sorted(self.bounded(), key=lambda option: option.bound_s)[::-1]
+        self.considered = len(self._options)
+        self.refused.update(self.space.refused)
 
-    def run(self, space: Space) -> list[Estimated]:
-        """Return the best, best first. A search is run once."""
-        surely: set[tuple[int, bool]] = set()
-        bounded = sorted(self.bounded(space), key=lambda option: option.bound_s)
-        for place, option in enumerate(bounded):
-            if self._is_too_slow(option.bound_s):
-                self.considered += len(bounded) - place
-                self.refused[SLOWER] += len(bounded) - place
-                break
-            if option.alike in surely:
-                continue  # heavier recomputation of a layout that surely fits is only slower
-            if self._surely_fits(option):
-                surely.add(option.alike)
-        self.refused.update(space.refused)
-        return _in_order(self._best)
+    def best(self) -> Iterator[Estimated]:
+        """Yield what may fit, the shortest expected step first; as few layouts are predicted as that takes."""
+        while self._options or self._found:
+            if self._found and (not self._options or self._found[0][0][0] <= self._options[-1].bound_s):
+                yield heapq.heappop(self._found)[-1]
+            else:
+                self._take(self._options.pop())
 
-    def bounded(self, space: Space) -> Iterator[Option]:
-        """Yield what there is to try, with the step that it cannot beat."""
-        for number, (layout, micro, accum) in enumerate(space.layouts()):
-            base = self._setup(layout, micro, accum)
-            once = self._micro_batch(base)
-            for name in self.recomputes:
-                bound_s = self._bound_s(base, once, name)
-                for offload in self.offloads:
-                    yield Option(bound_s, number, base, name, offload)
-
-    @property
     def safest(self) -> list[Estimated]:
-        """Layouts that fit most probably of those about as fast as the best, the safest first; of those that surely
-        fit, the fastest."""
-        return _in_order(self._safest)
+        """Return the layouts that fit most probably of those about as fast as the best, the safest first; of those that
+        surely fit, the fastest."""
+        while self._options and self._options[-1].bound_s < self._slowest_safe_s():
+            self._take(self._options.pop())
+        return [found for _, _, found in sorted(self._safest, key=lambda item: item[:2], reverse=True)]
+
+    def bounded(self) -> Iterator[Option]:
+        """Yield what there is to try, with the step that it cannot beat."""
+        for number, (layout, micro, accum) in enumerate(self.space.layouts()):
+            if self.samples is not None:
+                accum = micro_batches_of(layout, micro, self.samples)
+            for name, bound_s in self._bounds(layout, micro, accum).items():
+                for offload in self.offloads:
+                    yield Option(bound_s, number, layout, micro, accum, name, offload)
 
     def _setup(self, layout: Layout, micro: int, accum: int) -> Setup:
-        if self.samples is not None:
-            accum = micro_batches_of(layout, micro, self.samples)
         return replace(
             self.template,
             layout=layout,
@@ -155,32 +146,33 @@ class Search:
             software=self.softwares[layout.sharding],
         )
 
-    def _surely_fits(self, option: Option) -> bool:
-        """Predict a layout, and take it up where it is one of the best. Return whether it fits without a doubt."""
-        self.considered += 1
-        setup, recompute = option.setup, option.recompute
-        peak = peak_of(setup, self._layer_memory(setup, recompute))
+    def _take(self, option: Option) -> None:
+        """Predict a layout, and take it up where it may fit."""
+        if option.alike in self._surely:
+            return  # heavier recomputation of a layout that surely fits is only slower
+        setup = self._setup(option.layout, option.micro_batch_size, option.grad_accum)
+        setup = replace(setup, recompute=RECOMPUTE[option.recompute], offload_optimizer=option.offload)
+        peak = peak_of(setup, self._layer_memory(setup, option.recompute))
         if peak > self._limit:
             self.refused[TOO_LARGE] += 1
             if self.smallest is None or peak < self.smallest.peak_bytes:
-                self.smallest = Estimated(setup, recompute, 0.0, peak)
-            return False
-        self._keep(Estimated(setup, recompute, self._step_s(setup, self._micro_batch(setup)), peak))
-        return fit_probability(peak, self._usable) >= SURELY
+                self.smallest = Estimated(setup, option.recompute, peak)
+            return
+        probability = fit_probability(peak, self._usable)
+        if probability >= SURELY:
+            self._surely.add(option.alike)
+        step_s = self._step_s(setup, self._micro_batch(setup))
+        expected_s = expected_step_s(step_s, probability, self.start_s)
+        self._keep(Estimated(setup, option.recompute, peak, step_s, expected_s), probability)
 
-    def _keep(self, found: Estimated) -> None:
-        """Take a layout up among the best, and among the safest, where it is one of them."""
-        probability = fit_probability(found.peak_bytes, self._usable)
-        expected_s = expected_step_s(found.step_time_s, probability, self.start_s)
-        self._least_s = min(self._least_s, expected_s)
-        self.refused[SLOWER] += len(self._best) == self.keep
-        self._push(self._best, self.keep, (-expected_s,), found)
-        if self.keep_safest and found.step_time_s <= ABOUT * self._least_s:
-            self._push(self._safest, self.keep_safest, (min(probability, SURELY), -found.step_time_s), found)
-
-    def _push(self, heap: Ranked, size: int, rank: tuple[float, ...], found: Estimated) -> None:
-        push = heapq.heappush if len(heap) < size else heapq.heappushpop
-        push(heap, (rank, -self.considered, found))
+    def _keep(self, found: Estimated, probability: float) -> None:
+        """Take a layout up among those found, and among the safest where it is one of them."""
+        self._least_s = min(self._least_s, found.expected_s)
+        order = len(self._options)
+        heapq.heappush(self._found, ((found.expected_s,), -order, found))
+        if found.step_time_s <= ABOUT * self._least_s:
+            push = heapq.heappush if len(self._safest) < SAFEST else heapq.heappushpop
+            push(self._safest, ((min(probability, SURELY), -found.step_time_s), order, found))
 
     def _step_s(self, setup: Setup, once: MicroBatch) -> float:
         """Seconds of a step, its layers cut into stages as if they were all the average one."""
@@ -189,40 +181,37 @@ class Search:
             setup = replace(setup, layout=cut(mean_times(once, setup), setup.layout))
         return assemble_step(setup, once, groups, self.eff).total_s
 
-    def _is_too_slow(self, bound_s: float) -> bool:
-        """Return whether no layout with this bound is one of the best, nor of the safest that are about as fast."""
-        return len(self._best) == self.keep and bound_s >= max(self._worst_s(), self._slowest_safe_s())
-
-    def _worst_s(self) -> float:
-        return -self._best[0][0][0]
-
     def _slowest_safe_s(self) -> float:
         """Return the step beyond which no layout is wanted for being safe."""
-        if not self.keep_safest:
-            return 0.0
         about_s = ABOUT * self._least_s
-        if len(self._safest) < self.keep_safest:
+        if len(self._safest) < SAFEST:
             return about_s
         probability, negative_s = self._safest[0][0]
         return about_s if probability < SURELY else min(about_s, -negative_s)
 
+    def _bounds(self, layout: Layout, micro: int, accum: int) -> dict[str, float]:
+        """Return the step that no schedule is faster than, by recomputation.
+
+        It is the mean stage's own work and its wait for others that are no heavier, waiting for the slowest device
+        included; layouts that differ in the rest alone have the same.
+        """
+        software = self.softwares[layout.sharding]
+        part = _part_key(layout, micro, accum, self.template.matmul, software)
+        key = *part, layout.pp, layout.bubble_part, accum
+        if key not in self._bounds_s:
+            base = self._setup(layout, micro, accum)
+            once = self._micro_batch(base)
+            self._bounds_s[key] = {name: self._bound_s(base, once, name) for name in self.recomputes}
+        return self._bounds_s[key]
+
     def _bound_s(self, base: Setup, once: MicroBatch, recompute: str) -> float:
-        """No schedule is faster than the mean stage's own work and its wait for others that are no heavier, waiting for
-        the slowest device included."""
         layout = base.layout
-        work_s = self._work_s(base, once, recompute)
+        again_s = recompute_part_s(once.layer, replace(base, recompute=RECOMPUTE[recompute]))
+        layers_s = base.model.num_layers * (own_work_s(once.layer) + again_s)
+        work_s = layers_s + own_work_s(once.embedding) + own_work_s(once.head)
         mean_s = work_s / layout.pp
         wait_s = min(1.0, self.eff.bubble) * layout.bubble_part * (work_s - mean_s)
         return (base.grad_accum * mean_s + wait_s) * (1 + waiting_share(base, self.eff))
-
-    def _work_s(self, base: Setup, once: MicroBatch, recompute: str) -> float:
-        """Return the seconds of a micro-batch in all stages together."""
-        key = (id(once), recompute)
-        if key not in self._works_s:
-            again_s = recompute_part_s(once.layer, replace(base, recompute=RECOMPUTE[recompute]))
-            layers_s = base.model.num_layers * (own_work_s(once.layer) + again_s)
-            self._works_s[key] = layers_s + own_work_s(once.embedding) + own_work_s(once.head)
-        return self._works_s[key]
 
     def _micro_batch(self, setup: Setup) -> MicroBatch:
         key = part_key(setup)
@@ -238,17 +227,14 @@ class Search:
         return self._memory[key]
 
 
-def _in_order(heap: Ranked) -> list[Estimated]:
-    """Return the layouts of a heap, best first; of equal ones the first that was found."""
-    return [found for _, _, found in sorted(heap, key=lambda item: item[:2], reverse=True)]
-
-
 def part_key(setup: Setup) -> tuple[object, ...]:
     """Return what a micro-batch's time depends on, of setups that differ in layout and micro-batches alone."""
-    layout = setup.layout
-    accum = setup.grad_accum if setup.matmul in EIGHT_BIT else setup.grad_accum > 1
-    gathered = layout.shards_parameters
-    return *axes_of_layer(layout), layout.pp == 1, gathered, setup.micro_batch_size, accum, id(setup.software)
+    return _part_key(setup.layout, setup.micro_batch_size, setup.grad_accum, setup.matmul, setup.software)
+
+
+def _part_key(layout: Layout, micro: float, accum: int, matmul: str, software: Software) -> tuple[object, ...]:
+    counted = accum if matmul in EIGHT_BIT else accum > 1
+    return *axes_of_layer(layout), layout.pp == 1, layout.shards_parameters, micro, counted, id(software)
 
 
 def axes_of_layer(layout: Layout) -> tuple[object, ...]:
