@@ -132,6 +132,14 @@ def test_a_layout_that_cannot_read_the_8_bit_state_is_refused_before_the_start(
     assert prepare(run, "layout.dp_replicate=1", "layout.dp_shard=2").plan.layout.dp_shard == 2
 
 
+def test_a_layout_that_changes_goes_on_with_the_axes_that_the_plan_has_chosen(
+    make_run: MakeRun, prepare: Prepare
+) -> None:
+    run = make_run("layout=auto", "scheduler.changes=[{step: 3, pp: 2, dp_shard: 1}]")
+    changed = prepare(run).plan.changes
+    assert changed == read_plan(run).changes and [change.layout.pp for change in changed] == [2]
+
+
 def test_where_nothing_is_saved_every_layout_can_begin(make_run: MakeRun, prepare: Prepare) -> None:
     run = make_run("optim=adamw8bit", step=0)
     assert prepare(run, "layout.tp=2", "layout.dp_replicate=1").plan.layout.tp == 2

@@ -28,7 +28,7 @@ from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.memory import Relief
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.check import check
-from trainspec_cli.spec.rules.engine import check_engine
+from trainspec_cli.spec.rules.engine import check_engine, close_axes
 from trainspec_cli.spec.rules.kernels import check_kernels
 from trainspec_cli.spec.rules.optim import describe_other_blocks
 from trainspec_cli.spec.structure import build
@@ -126,7 +126,7 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     composed = amend(read_run_record(run).recipe, values, changes, (*absolute_code(), complete))
     draft, mistyped = build(RunSpec, composed.data)
     mistyped = [problem for problem in mistyped if not follows(problem, composed)]
-    broken = [*check(draft), *check_engine(draft)]
+    broken = [*check(close_axes(draft)), *check_engine(draft)]
     if values["data"] == composed.data.get("data"):
         # It was read when the run began; where it came from need not be there any more.
         broken = [problem for problem in broken if not problem.path.startswith("data.")]
