@@ -99,21 +99,15 @@ def compose_arguments(
     origins = _origins(files, of_named, values)
     keep_last(config, given(_as_written(config)), origins, list(files))
     unchosen = frozenset(group for group in groups if _is_default(group, selection, origins))
-    failed = selection.failed | ({RECIPE} if unforeseen else set())
-    for complete in completions:
-        completion = complete(resolve(config)[0], unchosen)
-        config = _apply(completion, config, origins)
-        problems += completion.problems
-        failed |= completion.failed
-    data, unresolved = resolve(config)
+    data, more, incomplete = _complete(config, completions, unchosen, origins)
     return Composed(
         recipe=selection.recipe,
         data=data,
         origins=origins,
         arguments=tuple(arguments),
         cwd=cwd,
-        problems=tuple(locate(problems + unresolved, origins, arguments, cwd)),
-        failed=frozenset(failed),
+        problems=tuple(locate([*problems, *more], origins, arguments, cwd)),
+        failed=frozenset(selection.failed | incomplete | ({RECIPE} if unforeseen else set())),
     )
 
 
@@ -137,16 +131,10 @@ def amend(recipe: str, values: JsonObject, arguments: Sequence[str], completions
         for path in value_paths(argument.key, argument.value)
     }
     keep_last(config, given(_as_written(config)), origins, ())
-    failed: set[str] = set()
-    for complete in completions:
-        completion = complete(resolve(config)[0], frozenset())
-        config = _apply(completion, config, origins)
-        problems += completion.problems
-        failed |= completion.failed
-    data, unresolved = resolve(config)
+    data, more, failed = _complete(config, completions, frozenset(), origins)
     cwd = Path.cwd()
-    located = tuple(locate([*problems, *unresolved], origins, arguments, cwd))
-    return Composed(recipe, data, origins, tuple(arguments), cwd, located, frozenset(failed))
+    located = tuple(locate([*problems, *more], origins, arguments, cwd))
+    return Composed(recipe, data, origins, tuple(arguments), cwd, located, failed)
 
 
 def _is_default(group: str, selection: Selection, origins: Origins) -> bool:
@@ -154,6 +142,24 @@ def _is_default(group: str, selection: Selection, origins: Origins) -> bool:
     options = selection.options.get(group, [])
     files = {origin.file for path, origin in origins.items() if path.partition(".")[0] == group}
     return len(options) == 1 and len(files) == 1
+
+
+def _complete(
+    config: DictConfig, completions: Iterable[Complete], unchosen: frozenset[str], origins: Origins
+) -> tuple[JsonObject, list[Problem], frozenset[str]]:
+    """Return the values with what each of `completions` fills in, all problems of theirs, and what could not be
+    completed."""
+    data, unresolved = resolve(config)
+    problems: list[Problem] = []
+    failed: frozenset[str] = frozenset()
+    for complete in completions:
+        completion = complete(data, unchosen)
+        problems += completion.problems
+        failed |= completion.failed
+        if completion.values or completion.replaced:
+            config = _apply(completion, config, origins)
+            data, unresolved = resolve(config)
+    return data, [*problems, *unresolved], failed
 
 
 def _apply(completion: Completion, config: DictConfig, origins: Origins) -> DictConfig:
