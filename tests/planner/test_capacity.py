@@ -17,10 +17,12 @@ from trainspec_cli.planner.capacity import (
     software_of,
     template_of,
 )
-from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.catalogue import find_accelerator, models
 from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.planner.search.variants import plan_on_what_divides
+from trainspec_cli.planner.workload import count_params
+from trainspec_cli.policy.sites.outer import KEPT_BYTES
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine, ReliabilitySpec
@@ -29,6 +31,7 @@ from trainspec_cli.spec.recipe.layout import LayoutSpec, Sharding
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import PrecisionSpec, RunSpec, TrainSection
 
 CHIP = AcceleratorSpec(
@@ -258,3 +261,16 @@ def test_nodes_over_which_the_batch_divides_all_work() -> None:
     odd = replace(SPEC, layout=LayoutSpec(tp=3))
     spec, plan = plan_on_what_divides(odd)
     assert spec is odd and plan.best is None
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["every tensor counted", "estimated"])
+@pytest.mark.parametrize("family", ["decoder", "conv"])
+def test_a_site_keeps_the_outer_optimizer_beside_its_part_of_the_parameters(compiled: bool, family: str) -> None:
+    model = models()["resnet_tiny"] if family == "conv" else SPEC.model
+    layout = LayoutSpec(dp_shard=8, dp_replicate=1)
+    alone = replace(SPEC, model=model, layout=layout, compile=compiled, recompute="none")
+    site = replace(alone, resilience=ResilienceSpec(mode="sites"))
+    (before,), (after,) = (plan_capacity(spec, None).candidates for spec in (alone, site))
+    more = max(stage.optimizer_bytes for stage in after.memory) - max(stage.optimizer_bytes for stage in before.memory)
+    assert more == pytest.approx(KEPT_BYTES * count_params(model) / 8, rel=0.02)
+    assert after.peak_memory_bytes > before.peak_memory_bytes + more

@@ -15,6 +15,7 @@ from trainspec_cli.planner.cut import cut_on_chip
 from trainspec_cli.planner.framework import describe_software
 from trainspec_cli.planner.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.planner.hardware.topology import Fabric, NetworkTier
+from trainspec_cli.planner.memory.engine.run import outer_bytes_of
 from trainspec_cli.planner.memory.fit import SURELY, expected_step_s, fit_probability
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
@@ -292,6 +293,7 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
         trainable=workload.trained_share(spec.model, spec.lora),
         sharded=workload.sharded_share(spec.model, spec.lora),
         lora=spec.lora,
+        outer_bytes=outer_bytes_of(spec.resilience),
     )
 
 

@@ -119,6 +119,8 @@ class Setup:
     """Part of the parameters that sharding spreads and gathers: below 1 where adapters' base is quantised."""
     lora: LoraSpec = field(default_factory=LoraSpec)
     offload_optimizer: bool = False
+    outer_bytes: float = 0.0
+    """Bytes beside each trained parameter that one of several far-apart sites keeps."""
     offload_layers: float = 0.0
     """Part of the layers whose activations wait in host memory."""
 

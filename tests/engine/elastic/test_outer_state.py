@@ -9,6 +9,7 @@ from torch import nn
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 from trainspec_cli.engine.elastic.outer_state import OuterState
 from trainspec_cli.engine.shares import Share
+from trainspec_cli.policy.sites.outer import KEPT_BYTES
 
 NAMES = ("embed.weight", "blocks.0.ffn.up.weight", "blocks.1.ffn.up.weight", "norm.weight")
 BOTH = (0, 1)
@@ -27,6 +28,11 @@ def learn(state: OuterState, seed: int) -> None:
     with torch.no_grad():
         for one in state.shares:
             one.share.local.add_(torch.randn(one.values), alpha=0.1)
+
+
+def test_what_a_site_keeps_beside_a_parameter_is_what_plans_count() -> None:
+    kept = [tensor for one in state_of().shares for tensor in (one.shared, one.momentum, one.lost)]
+    assert sum(tensor.nbytes for tensor in kept) == KEPT_BYTES * 200 * len(NAMES)
 
 
 def test_fragments_have_every_second_layer_and_what_stands_around_them() -> None:

@@ -170,7 +170,8 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
         gradients += software.reduce_bytes * trained
     moments = trained * software.moment_bytes / (shards if stage else 1)
     master = trained * software.master_bytes / (shards if stage else 1)
-    return weights, gradients, 0.0 if setup.offload_optimizer else moments + master
+    outer = trained * setup.outer_bytes / (shards if stage else 1)
+    return weights, gradients, outer if setup.offload_optimizer else moments + master + outer
 
 
 def gathered_bytes(layer: LayerMemory, layers: int, outside: float, setup: Setup) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainspec_cli.planner.memory.engine.run import outer_bytes_of
 from trainspec_cli.planner.memory.feedback import feedback_bytes
 from trainspec_cli.planner.optimizer import moment_bytes
 from trainspec_cli.planner.time.local import COMPUTE_BYTES, micro_tokens, unit_params
@@ -27,8 +28,14 @@ def peak_memory(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[st
         **step,
         "checkpoint copy": copy_bytes(plan),
         **({"error feedback": kept} if (kept := feedback_bytes(plan)) else {}),
+        **({"outer optimizer": outer} if (outer := outer_bytes(plan)) else {}),
         "fragmentation": fragmentation(probe) * sum(step.values()),
     }
+
+
+def outer_bytes(plan: Plan) -> float:
+    """Bytes that one of several sites keeps beside its own part of the parameters."""
+    return outer_bytes_of(plan.spec.resilience) * plan.params / plan.layout.dp_shard
 
 
 def copy_bytes(plan: Plan) -> float:

@@ -85,6 +85,7 @@ def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:
         optimizer=setup.software.optimizer,
         lora=setup.lora,
         compiled=setup.software.fused_kernels,
+        outer_bytes=setup.outer_bytes,
     )
 
 

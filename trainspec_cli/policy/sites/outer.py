@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+KEPT_BYTES = 4 + 4 + 2
+"""Bytes that a site keeps beside each parameter that it trains: the shared weights and the outer momentum in fp32, and
+in bf16 what encoding has lost."""
+
 
 def outer_gradient(shared: Any, own: Any) -> Any:
     """Return what a site asks of the shared weights: they are to move against it, towards the site's own."""

@@ -61,9 +61,9 @@ class _ConvReplay:
     def _hold_state(self) -> None:
         own = sum(unit.unit.own for unit in self._units())
         self.account.add("parameters", own * MASTER_WIDTH)
-        self.account.add(
-            "optimizer", sum(state_bytes(self.given.optimizer, unit.unit, in_block=True) for unit in self._units())
-        )
+        name, outer_bytes = self.given.optimizer, self.given.outer_bytes
+        kept = (state_bytes(name, unit.unit, in_block=True, outer_bytes=outer_bytes) for unit in self._units())
+        self.account.add("optimizer", sum(kept))
         pixels, model = prod(self.model.input_size), self.model
         sample = model.in_channels * pixels * 4.0 + INDEX * (pixels if model.segments else 1)
         self.account.add("temporaries", sample * self.given.samples * self.given.micro_batches)

@@ -19,11 +19,13 @@ MATRICES_AT_ONCE = 9
 the parts that are exchanged and those that arrive."""
 
 
-def state_bytes(optimizer: KeptState, unit: Unit, *, in_block: bool) -> float:
-    """Return the bytes of the optimizer's state of a unit's trained parameters, on the rank with the largest part."""
-    return sum(
+def state_bytes(optimizer: KeptState, unit: Unit, *, in_block: bool, outer_bytes: float = 0.0) -> float:
+    """Return the bytes of the optimizer's state of a unit's trained parameters, on the rank with the largest part;
+    `outer_bytes`: of a parameter, those of the outer optimizer of far-apart sites."""
+    own = sum(
         _bytes_of_row(optimizer, (rows, row), in_block) * -(-rows // unit.shards) for rows, row in unit.trained.matrices
     )
+    return own + outer_bytes * unit.trained.own
 
 
 def _bytes_of_row(optimizer: KeptState, matrix: Matrix, in_block: bool) -> float:

@@ -8,11 +8,13 @@ from importlib import import_module
 from typing import Protocol, cast
 
 from trainspec_cli.policy.pipeline import cut_layers
+from trainspec_cli.policy.sites.outer import KEPT_BYTES
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import ModelSpec, TextModel
 from trainspec_cli.spec.recipe.model_parts import Layer
 from trainspec_cli.spec.recipe.optim import KeptState
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import Recompute
 from trainspec_cli.spec.results.plan import Plan
 
@@ -46,6 +48,8 @@ class EngineRun:
     lora: LoraSpec = field(default_factory=LoraSpec)
     compiled: bool = False
     """Blocks are compiled (torch.compile)."""
+    outer_bytes: float = 0.0
+    """Bytes beside each trained parameter that one of several far-apart sites keeps."""
 
 
 def run_of(plan: Plan) -> EngineRun:
@@ -63,7 +67,13 @@ def run_of(plan: Plan) -> EngineRun:
         spec.precision.matmul,
         spec.lora,
         spec.compile and fuses_countably(model, spec.lora, spec.precision.matmul, plan.compute),
+        outer_bytes_of(spec.resilience),
     )
+
+
+def outer_bytes_of(resilience: ResilienceSpec) -> float:
+    """Return the bytes that a run keeps beside each trained parameter for exchanges between sites."""
+    return KEPT_BYTES if resilience.mode == "sites" else 0.0
 
 
 def is_counted(model: ModelSpec, offload: str) -> bool:

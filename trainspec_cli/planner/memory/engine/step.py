@@ -122,8 +122,9 @@ class _Replay:
 
     def _optimizer_bytes(self) -> float:
         blocks, outside = self._trained()
-        own = sum(state_bytes(self.given.optimizer, unit, in_block=True) for unit in blocks)
-        return own + sum(state_bytes(self.given.optimizer, unit, in_block=False) for unit in outside)
+        name, outer_bytes = self.given.optimizer, self.given.outer_bytes
+        own = sum(state_bytes(name, unit, in_block=True, outer_bytes=outer_bytes) for unit in blocks)
+        return own + sum(state_bytes(name, unit, in_block=False, outer_bytes=outer_bytes) for unit in outside)
 
     def _trained(self) -> tuple[list[Unit], list[Unit]]:
         """Return (the units of the blocks that the rank holds, those outside of them)."""
