@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import operator
 
 import pytest
@@ -12,7 +13,9 @@ from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
     [
         lambda value: value == 1, lambda value: value != "auto", lambda value: value < 1, lambda value: 2 * value,
         lambda value: 7 % value, lambda value: value.name, lambda value: f"{value}", lambda value: [*value],
-        lambda value: {value}, bool, int, operator.index,
+        lambda value: {value}, lambda value: f"{value:g}", lambda value: f"{value:,}", lambda value: value[0],
+        lambda value: 1 in value, lambda value: -value, lambda value: value**2, lambda value: value(), abs, bool,
+        int, math.ceil, operator.index, reversed, round,
     ],
 )  # fmt: skip
 def test_nothing_can_be_concluded_from_it(use) -> None:
