@@ -19,6 +19,7 @@ from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import CheckpointSpec, PrecisionSpec, RunSpec, TrainSection
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.prediction import LocalPrediction, PlannedLink
@@ -328,3 +329,9 @@ def test_no_probe_speaks_of_other_devices_families_or_of_adapters() -> None:
     assert not is_predictable(made(model=HybridModel(64, 512, 2)))
     for axis in ("cp", "pp", "ep"):
         assert not is_predictable(replace(planned, layout=replace(planned.layout, **{axis: 2})))
+
+
+def test_a_site_keeps_the_outer_optimizer_beside_its_part() -> None:
+    assert "outer optimizer" not in predicted(made(), RAW).memory
+    planned = made(resilience=ResilienceSpec(mode="sites"))
+    assert predicted(planned, RAW).memory["outer optimizer"] == 10 * planned.params / planned.layout.dp_shard
