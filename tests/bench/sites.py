@@ -138,7 +138,8 @@ def of_sites(wanted: argparse.Namespace) -> list[str]:
 
 def train_together(folder: Path, wanted: argparse.Namespace, seed: int) -> dict[str, Any]:
     """Train the same tokens in one run: what data parallelism over all sites computes."""
-    require([launch(folder, *recipe(wanted, seed, wanted.batch * wanted.sites), "run.dir=whole")], folder)
+    arguments = [*recipe(wanted, seed, wanted.batch * wanted.sites), "run.dir=whole"]
+    require([launch(folder, *arguments, cores=cores_of(0, wanted.sites))], folder)
     run = RunDir(folder / "whole")
     result = read_json(run.result_json)
     others = wanted.sites - 1

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Literal
 
 from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
-from trainspec_cli.launcher.measuring import trace_plan
 from trainspec_cli.planner.capacity import accelerator_of, blueprint_of
 from trainspec_cli.planner.memory.engine import tensors_by_cause
 from trainspec_cli.planner.planes.plan import plan_planes
@@ -103,6 +102,8 @@ def _of_alike_nodes(asked: str) -> Problem:
 
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:
     """Trace the fastest candidate that the engine runs. Raises PlanError where it runs none of those shown."""
+    from trainspec_cli.launcher.measuring import trace_plan  # loads the launcher, which other plans do without
+
     candidate = next((candidate for candidate in capacity.candidates if is_run(candidate, spec)), None)
     if candidate is None:
         reasons = "; ".join(dict.fromkeys(problem.message for problem in check_built(spec)))
