@@ -6,13 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trainspec_cli.policy.sites.meeting import (
-    Contribution,
-    Meeting,
-    MeetingRules,
-    MeetingState,
-    RoundRecord,
-)
+from trainspec_cli.policy.sites.meeting import Meeting, MeetingRules, MeetingState
+from trainspec_cli.policy.sites.round import Contribution, RoundRecord
 from trainspec_cli.policy.sites.schedule import SiteSchedule
 from trainspec_cli.spec.canonical import from_plain, to_plain
 
@@ -163,9 +158,8 @@ class Histories(RuleBasedStateMachine):
         taken: list[int] = []
         for record in self.records:
             for site in record.members:
-                steps = SCHEDULE.window(record.round)
                 until = self.lost_at(site, record.round)
-                for step, (start, samples) in zip(steps, record.pieces(site), strict=True):
+                for step, (start, samples) in zip(record.window, record.pieces(site), strict=True):
                     if step < until:
                         taken.extend(range(start, start + samples))
         left = [p for start, samples in self.meeting.state.left for p in range(start, start + samples)]
@@ -173,10 +167,10 @@ class Histories(RuleBasedStateMachine):
 
     def lost_at(self, site: int, since: int) -> int:
         """Return the step up to which the work of a site, a member since then, was merged when it was lost next."""
-        merged = SCHEDULE.window(self.joined_at(site, since)).start
+        merged = self.records[self.joined_at(site, since)].window.start
         for record in self.records[self.joined_at(site, since) + 1 :]:
             if site in record.included:
-                merged = SCHEDULE.exchange(record.round).sent_at
+                merged = record.exchange.sent_at
             if site in record.lost:
                 return merged
         return SCHEDULE.total_steps

@@ -13,7 +13,9 @@ from trainspec_cli.spec.results.plan import Plan
 
 def schedule_of(plan: Plan) -> SiteSchedule:
     sites = plan.spec.resilience.sites
-    return SiteSchedule(plan.total_steps, sites.interval_steps, sites.fragments, sites.delay_steps)
+    return SiteSchedule(
+        plan.total_steps, sites.interval_steps, sites.fragments, sites.delay_steps, sites.max_interval_steps
+    )
 
 
 def rules_of(plan: Plan) -> MeetingRules:
