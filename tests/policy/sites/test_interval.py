@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from trainspec_cli.policy.sites.interval import LOOKS, WANTED, follow_links, needed_steps
 from trainspec_cli.policy.sites.link import utilisation
-from trainspec_cli.policy.sites.schedule import Cadence, SiteSchedule
+from trainspec_cli.policy.sites.schedule import SiteCadence, SiteSchedule
 
 SCHEDULE = SiteSchedule(total_steps=10_000, interval_steps=40, fragments=4, delay_steps=2, max_interval_steps=400)
 
 
-def followed(needs: list[float], schedule: SiteSchedule = SCHEDULE) -> list[Cadence]:
+def followed(needs: list[float], schedule: SiteSchedule = SCHEDULE) -> list[SiteCadence]:
     """Return the cadence after each of a run's exchanges."""
     now, seen, cadences = schedule.cadence, list[float](), []
     for needed in needs:
@@ -29,20 +29,20 @@ def followed(needs: list[float], schedule: SiteSchedule = SCHEDULE) -> list[Cade
 
 
 def test_an_exchange_that_is_waited_for_is_given_more_steps_and_then_a_longer_interval() -> None:
-    assert followed([8.0] * LOOKS)[-1] == Cadence(interval_steps=40, delay_steps=9), "9 of the 10 between hide it"
-    assert followed([49.0] * LOOKS)[-1] == Cadence(interval_steps=54 * 4, delay_steps=54)
+    assert followed([8.0] * LOOKS)[-1] == SiteCadence(interval_steps=40, delay_steps=9), "9 of the 10 between hide it"
+    assert followed([49.0] * LOOKS)[-1] == SiteCadence(interval_steps=54 * 4, delay_steps=54)
 
 
 def test_it_says_why() -> None:
     _, reason = follow_links(SCHEDULE, SCHEDULE.cadence, [50.0] * LOOKS)
     assert reason == "exchanges take 50.0 steps over the slowest link, and 2 hid them"
-    _, reason = follow_links(SCHEDULE, Cadence(220, 55), [4.0, 9.0, 5.0])
+    _, reason = follow_links(SCHEDULE, SiteCadence(220, 55), [4.0, 9.0, 5.0])
     assert reason == "exchanges take 9.0 steps at most over the slowest link, and had 55"
 
 
 def test_it_goes_back_when_the_link_has_recovered() -> None:
     cadences = followed([49.0] * 10 + [1.0] * 10)
-    assert cadences[9] == Cadence(216, 54)
+    assert cadences[9] == SiteCadence(216, 54)
     assert cadences[-1] == SCHEDULE.cadence
 
 

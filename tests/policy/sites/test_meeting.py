@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from trainspec_cli.policy.sites.interval import LOOKS
 from trainspec_cli.policy.sites.meeting import Meeting, MeetingRules, MeetingState
 from trainspec_cli.policy.sites.round import Contribution, RoundRecord
-from trainspec_cli.policy.sites.schedule import Cadence, SiteSchedule
+from trainspec_cli.policy.sites.schedule import SiteCadence, SiteSchedule
 from trainspec_cli.spec.canonical import from_plain, to_plain
 
 SITES, BATCH, GRACE_S, RETURN_S = 3, 4, 5.0, 60.0
@@ -131,7 +131,7 @@ def test_a_slow_link_makes_the_interval_longer_and_all_hear_of_it() -> None:
     before = exchanged(meeting, 0.1, 9.0, rounds=LOOKS)
     assert before.cadence == FOLLOWS.cadence, "the first round has no exchange before it"
     record = exchanged(meeting, 0.1, 9.0, rounds=1)
-    assert record.cadence == Cadence(interval_steps=20, delay_steps=10)
+    assert record.cadence == SiteCadence(interval_steps=20, delay_steps=10)
     assert record.changed is not None and record.changed.before == FOLLOWS.cadence
     assert record.following is not None
     assert record.following.sent_at == record.exchange.sent_at + 10

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from trainspec_cli.policy.sites.schedule import (
     BEGINNING,
-    Cadence,
+    SiteCadence,
     SiteExchange,
     SiteSchedule,
     fragment_of,
@@ -29,9 +29,9 @@ def histories(draw: st.DrawFn) -> tuple[SiteSchedule, list[SiteExchange]]:
     """The exchanges of a run whose cadence changes in any way."""
     schedule = draw(schedules())
 
-    def cadence() -> Cadence:
+    def cadence() -> SiteCadence:
         between = draw(st.integers(1, 12))
-        return Cadence(schedule.fragments * between, draw(st.integers(0, between)))
+        return SiteCadence(schedule.fragments * between, draw(st.integers(0, between)))
 
     exchanges = [BEGINNING]
     while following := schedule.after(exchanges[-1], cadence()):
@@ -91,7 +91,7 @@ def test_each_fragment_is_exchanged_every_interval() -> None:
 
 def test_a_shorter_interval_waits_for_what_is_on_its_way() -> None:
     schedule = SiteSchedule(total_steps=100, interval_steps=2, fragments=1, delay_steps=2)
-    exchange = schedule.after(SiteExchange(3, (0,), 30, 45), Cadence(interval_steps=10, delay_steps=8))
+    exchange = schedule.after(SiteExchange(3, (0,), 30, 45), SiteCadence(interval_steps=10, delay_steps=8))
     assert exchange == SiteExchange(4, (0,), 45, 53)
 
 

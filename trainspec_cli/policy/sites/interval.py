@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil, isfinite
 
 from trainspec_cli.policy.sites.link import utilisation
-from trainspec_cli.policy.sites.schedule import Cadence, SiteSchedule
+from trainspec_cli.policy.sites.schedule import SiteCadence, SiteSchedule
 
 LOOKS = 3
 """Exchanges in a row that have to agree on a change; it is judged anew by as many after it."""
@@ -40,7 +40,7 @@ def needed_steps(links_s: Mapping[int, float], steps_s: Mapping[int, float]) -> 
     return max(links_s.values()) / max(steps_s.values())
 
 
-def follow_links(schedule: SiteSchedule, now: Cadence, needs: Sequence[float]) -> tuple[Cadence, str]:
+def follow_links(schedule: SiteSchedule, now: SiteCadence, needs: Sequence[float]) -> tuple[SiteCadence, str]:
     """Return the cadence after exchanges that needed so many steps, the newest last, and why it changes; the same one
     and no reason where it does not."""
     seen = sorted(needs[-LOOKS:])
@@ -56,8 +56,8 @@ def follow_links(schedule: SiteSchedule, now: Cadence, needs: Sequence[float]) -
     return now, ""
 
 
-def _cadence_for(schedule: SiteSchedule, needed: float) -> Cadence:
+def _cadence_for(schedule: SiteSchedule, needed: float) -> SiteCadence:
     assert schedule.max_interval_steps is not None, "the schedule follows the links"
     given = min(ceil(needed * ROOM), schedule.max_interval_steps // schedule.fragments)
     delay_steps = max(given, schedule.delay_steps)
-    return Cadence(max(schedule.interval_steps, delay_steps * schedule.fragments), delay_steps)
+    return SiteCadence(max(schedule.interval_steps, delay_steps * schedule.fragments), delay_steps)

@@ -19,7 +19,7 @@ from trainspec_cli.policy.sites.interval import LOOKS, follow_links, needed_step
 from trainspec_cli.policy.sites.outer import site_weights
 from trainspec_cli.policy.sites.round import CadenceChange, Contribution, RoundRecord, SitePieces
 from trainspec_cli.policy.sites.samples import Piece, paced_batches, plan_pieces
-from trainspec_cli.policy.sites.schedule import BEGINNING, Cadence, SiteSchedule
+from trainspec_cli.policy.sites.schedule import BEGINNING, SiteCadence, SiteSchedule
 
 LOST_AFTER = 2
 """A site that is connected and late so many rounds in a row is lost."""
@@ -185,7 +185,7 @@ class Meeting:
         )
         return self._record(record, batches, misses)
 
-    def _follow_links(self) -> tuple[Cadence, CadenceChange | None]:
+    def _follow_links(self) -> tuple[SiteCadence, CadenceChange | None]:
         """Return the cadence from now on, by what the members have measured of the round before; a round that lacks one
         of them says nothing of the links."""
         now, held_s = self.state.records[-1].cadence, {one.site: one.held_s for one in self.state.held}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainspec_cli.policy.sites.samples import Piece
-from trainspec_cli.policy.sites.schedule import Cadence, SiteExchange
+from trainspec_cli.policy.sites.schedule import SiteCadence, SiteExchange
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class SitePieces:
 
 @dataclass(frozen=True)
 class CadenceChange:
-    before: Cadence
+    before: SiteCadence
     reason: str
 
 
@@ -51,7 +51,7 @@ class RoundRecord:
     """The one that it is about."""
     following: SiteExchange | None
     """The next one; None after the last."""
-    cadence: Cadence
+    cadence: SiteCadence
     """From which the next one follows."""
     changed: CadenceChange | None = None
     """Where the round before had another."""

@@ -20,7 +20,7 @@ def fragment_of(layer: int | None, fragments: int, *, is_input: bool = False) ->
 
 
 @dataclass(frozen=True)
-class Cadence:
+class SiteCadence:
     """How often sites exchange."""
 
     interval_steps: int
@@ -60,11 +60,11 @@ class SiteSchedule:
     """H at most, where the meeting follows the sites' links; None: it stays as it is."""
 
     @property
-    def cadence(self) -> Cadence:
+    def cadence(self) -> SiteCadence:
         """Return the one that a run begins with."""
-        return Cadence(self.interval_steps, self.delay_steps)
+        return SiteCadence(self.interval_steps, self.delay_steps)
 
-    def after(self, exchange: SiteExchange, cadence: Cadence) -> SiteExchange | None:
+    def after(self, exchange: SiteExchange, cadence: SiteCadence) -> SiteExchange | None:
         """Return the exchange that follows another, not before that is applied; None where it was the last one."""
         if exchange.sent_at == self.total_steps:
             return None
