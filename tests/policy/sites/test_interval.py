@@ -22,8 +22,7 @@ def followed(needs: list[float], schedule: SiteSchedule = SCHEDULE) -> list[Site
     now, seen, cadences = schedule.cadence, list[float](), []
     for needed in needs:
         seen.append(needed)
-        now, reason = follow_links(schedule, now, seen)
-        seen = [] if reason else seen
+        now, _ = follow_links(schedule, now, seen)
         cadences.append(now)
     return cadences
 

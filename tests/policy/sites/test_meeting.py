@@ -154,14 +154,16 @@ def test_a_site_that_the_others_wait_for_is_no_slow_link() -> None:
 
 def test_a_round_without_a_member_says_nothing_of_the_links() -> None:
     meeting = begun(2, schedule=FOLLOWS, rules=MeetingRules(2, 1, GRACE_S, RETURN_S, 0.2))
-    meeting.connect(2, BATCH)
     longer = exchanged(meeting, 9.0, 9.0, rounds=LOOKS + 1)
-    for number in range(longer.round + 1, longer.round + 6):
-        meeting.contribute(0, number, measured(exchange_s=0.1))
-        if number % 2:
-            meeting.contribute(1, number, measured(exchange_s=9.0))  # it is late every second time
-        meeting.decide(0.0)
-        meeting.decide(GRACE_S)
+    held_s, now_s = 0.0, 0.0
+    for number in range(longer.round + 1, longer.round + 9):
+        meeting.contribute(0, number, measured(held_s + 0.1, now_s))
+        if number % 2:  # else it is late
+            meeting.contribute(1, number, measured(9.0, now_s))
+        meeting.decide(now_s)
+        held_s = 0.0 if number % 2 else GRACE_S
+        now_s += held_s
+        meeting.decide(now_s)
         assert meeting.state.round == number
     assert meeting.state.records[-1].cadence == longer.cadence
 

@@ -19,7 +19,7 @@ from trainspec_cli.policy.sites.link import utilisation
 from trainspec_cli.policy.sites.schedule import SiteCadence, SiteSchedule
 
 LOOKS = 3
-"""Exchanges in a row that have to agree on a change; it is judged anew by as many after it."""
+"""Exchanges in a row that have to agree on a change."""
 WANTED = 0.95
 """An exchange that leaves less of the time for training is not hidden."""
 ROOM = 1.1

@@ -66,7 +66,7 @@ class MeetingState:
     held: tuple[HeldContribution, ...] = ()
     """Those to the newest round."""
     needs: tuple[float, ...] = ()
-    """Steps that would have hidden each of the newest exchanges, since the cadence changed last."""
+    """Steps that would have hidden each of the newest exchanges."""
 
 
 @dataclass
@@ -195,7 +195,7 @@ class Meeting:
             return now, None
         needs = (*self.state.needs, needed)[-LOOKS:]
         cadence, reason = follow_links(self.schedule, now, needs)
-        self.state = replace(self.state, needs=() if reason else needs)
+        self.state = replace(self.state, needs=needs)
         return cadence, CadenceChange(now, reason) if reason else None
 
     def _batch(self, site: int) -> int:
