@@ -155,6 +155,26 @@ def test_a_slow_site_is_no_slow_link(lab: Lab) -> None:
     assert first.events("interval") == []
 
 
+def test_an_exchange_whose_connection_broke_is_not_measured(lab: Lab) -> None:
+    trial = lab()
+    found: dict[int, float] = {}
+
+    def break_connection(_site: Site) -> None:
+        trial.point._loop.call_soon_threadsafe(trial.point._sites[1].abort)
+
+    def note(site: Site) -> None:
+        link = site.coordinator._voice._link
+        assert link is not None
+        found[site.progress.step] = link._exchange_s
+
+    trial.compute_s = {0: 0.15, 1: 0.05}  # it has sent, and waits for site 0
+    trial.acts |= {(1, 5): break_connection, (1, 7): note, (1, 11): note}
+    first, second = trial.run_all()
+    assert torch.equal(first.weights, second.weights)
+    assert "site 1 is not connected any more" in trial.said
+    assert found[7] == 0.0 < found[11]
+
+
 @pytest.mark.parametrize(("first_stop", "second_stop"), [(9, 10), (11, 13), (18, 15)])
 def test_a_run_whose_interval_has_changed_ends_with_the_same_bits_after_a_stop(
     lab: Lab, first_stop: int, second_stop: int
