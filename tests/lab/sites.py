@@ -19,10 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lab.thin_link import Link
 from lab.waiting import wait_for
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.data.staging import Staging
+from trainspec_cli.engine.elastic.site_link import SiteLink
+from trainspec_cli.engine.elastic.window_pace import Pace
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
 from trainspec_cli.engine.run.signals import StopRequest
@@ -92,6 +95,8 @@ class Site:
         self.state, self.saves, self.took, self.progress = state, {}, [], TrainProgress()
         self.run = RunContext(plan, RunDir(lab.folder / f"site{number}"), Numbered(), state, "", self.stop)  # type: ignore[arg-type]
         self.coordinator = FarSites(self.run)
+        if lab.measured:
+            self._measure(*lab.measured)
         if saved:
             self._load(*saved)
         self.thread = threading.Thread(target=self._train, name=f"site {number}", daemon=True)
@@ -100,6 +105,18 @@ class Site:
     @property
     def weights(self) -> Tensor:
         return torch.cat([share.local.detach() for share in self.shares])
+
+    def _measure(self, step_s: float, exchange_s: float) -> None:
+        """Have this site measure the same of every step and exchange, whatever time they take."""
+        self.coordinator._pace.cut = lambda: Pace(BATCH / step_s, step_s)  # type: ignore[method-assign]
+        connect = self.coordinator._voice._connect
+
+        def connect_and_measure() -> SiteLink:
+            link = connect()
+            link.cut_exchange_s = lambda: exchange_s  # type: ignore[method-assign]
+            return link
+
+        self.coordinator._voice._connect = connect_and_measure  # type: ignore[method-assign]
 
     def saved(self) -> Saved:
         weights = {share.name: share.local.detach().clone() for share in self.shares}
@@ -163,6 +180,11 @@ class SitesLab:
         create_secret(self.secret)
         self.acts: dict[tuple[int, int], Callable[[Site], None]] = {}
         self.compute_s: dict[int, float] = {}
+        self.link_delays_s: dict[int, float] = {}
+        """Of sites that reach the meeting point over a thin link, one way."""
+        self.links: dict[int, Link] = {}
+        self.measured: tuple[float, float] | None = None
+        """Seconds of a step and of an exchange that every site measures; None: those that they take."""
         self.sections: dict[str, Any] = {}
         self.settings = replace(SITES, count=sites, **changes)
         self.silence_s, self.return_s = 10.0, 5.0
@@ -171,7 +193,8 @@ class SitesLab:
         self.started: list[Site] = []
 
     def spec_of(self, site: int) -> RunSpec:
-        sites = replace(self.settings, site=site, endpoint=f"127.0.0.1:{self.port}", secret=str(self.secret))
+        port = self.links[site].port if site in self.links else self.port
+        sites = replace(self.settings, site=site, endpoint=f"127.0.0.1:{port}", secret=str(self.secret))
         spec = RunSpec(
             model=DecoderModel(1, 32, 2, 1, 16, 48, 50),
             data=DataSpec(seq_len=1, source="python_stdlib"),
@@ -191,6 +214,7 @@ class SitesLab:
         self.log = (self.folder / "sites.log").open("a", encoding="utf-8")
         self.point = make_meeting_point(plan, self.folder / "sites", read_secret(self.secret), self.log)
         self.point.start(listener)
+        self.links = {site: Link(self.port, None, delay_s) for site, delay_s in self.link_delays_s.items()}
 
     def close(self) -> None:
         self.point.close()

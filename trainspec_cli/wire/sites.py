@@ -49,6 +49,10 @@ class Sent:
     digest: str
     """Of the rank's part of the shared weights, after the round before."""
     saved_round: int
+    step_s: float = 0.0
+    exchange_s: float = 0.0
+    """From when the rank sent for the round before until it had that round's decision, with the others' outer
+    gradients; 0: not measured."""
 
 
 @dataclass(frozen=True)

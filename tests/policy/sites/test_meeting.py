@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trainspec_cli.policy.sites.meeting import (
-    Contribution,
-    Meeting,
-    MeetingRules,
-    MeetingState,
-    RoundRecord,
-)
-from trainspec_cli.policy.sites.schedule import SiteSchedule
+from trainspec_cli.policy.sites.interval import LOOKS
+from trainspec_cli.policy.sites.meeting import Meeting, MeetingRules, MeetingState
+from trainspec_cli.policy.sites.round import Contribution, RoundRecord
+from trainspec_cli.policy.sites.schedule import SiteCadence, SiteSchedule
 from trainspec_cli.spec.canonical import from_plain, to_plain
 
 SITES, BATCH, GRACE_S, RETURN_S = 3, 4, 5.0, 60.0
 SCHEDULE = SiteSchedule(total_steps=60, interval_steps=8, fragments=2, delay_steps=2)
+FOLLOWS = SiteSchedule(total_steps=240, interval_steps=8, fragments=2, delay_steps=2, max_interval_steps=40)
 RULES = MeetingRules(SITES, quorum=1, grace_s=GRACE_S, return_s=RETURN_S, change=0.2)
 
 
@@ -25,8 +24,12 @@ def work(digest: str = "same", tokens: int = 100, rate: float = 0.0) -> Contribu
     return Contribution(tokens, steps=4, rate=rate, digests=(digest,), saved_round=0)
 
 
-def begun(sites: int = SITES, rules: MeetingRules = RULES) -> Meeting:
-    meeting = Meeting(rules, SCHEDULE)
+def measured(exchange_s: float, came_s: float = 0.0, step_s: float = 1.0) -> Contribution:
+    return replace(work(), step_s=step_s, exchange_s=exchange_s, came_s=came_s)
+
+
+def begun(sites: int = SITES, rules: MeetingRules = RULES, schedule: SiteSchedule = SCHEDULE) -> Meeting:
+    meeting = Meeting(rules, schedule)
     for site in range(sites):
         meeting.connect(site, BATCH)
     assert meeting.decide(0.0) is not None
@@ -113,15 +116,87 @@ def test_a_slow_site_takes_fewer_samples() -> None:
     assert record is not None and record.pieces(0)[0][1] == BATCH and record.pieces(1)[0][1] == BATCH // 2
 
 
+def exchanged(meeting: Meeting, *exchanges_s: float, rounds: int) -> RoundRecord:
+    """Make rounds for which no site waits; return the newest record."""
+    for _ in range(rounds):
+        for site, exchange_s in enumerate(exchanges_s):
+            meeting.contribute(site, meeting.state.round + 1, measured(exchange_s))
+        record = meeting.decide(0.0)
+        assert record is not None
+    return record
+
+
+def test_a_slow_link_makes_the_interval_longer_and_all_hear_of_it() -> None:
+    meeting = begun(2, schedule=FOLLOWS, rules=MeetingRules(2, 1, GRACE_S, RETURN_S, 0.2))
+    before = exchanged(meeting, 0.1, 9.0, rounds=LOOKS)
+    assert before.cadence == FOLLOWS.cadence, "the first round has no exchange before it"
+    record = exchanged(meeting, 0.1, 9.0, rounds=1)
+    assert record.cadence == SiteCadence(interval_steps=20, delay_steps=10)
+    assert record.changed is not None and record.changed.before == FOLLOWS.cadence
+    assert record.following is not None
+    assert record.following.sent_at == record.exchange.sent_at + 10
+    assert record.following.applied_at == record.following.sent_at + 10
+    after = exchanged(meeting, 0.1, 9.0, rounds=1)
+    assert after.cadence == record.cadence and after.changed is None
+
+
+def test_a_site_that_the_others_wait_for_is_no_slow_link() -> None:
+    """Site 0 has sent long before site 1, and its exchange took as long; the meeting knows that it held it."""
+    meeting = begun(2, schedule=FOLLOWS, rules=MeetingRules(2, 1, 1000.0, RETURN_S, 0.2))
+    now_s = 0.0
+    for number in range(1, 12):
+        meeting.contribute(0, number, measured(exchange_s=50.5, came_s=now_s))
+        meeting.contribute(1, number, measured(exchange_s=0.5, came_s=now_s + 50))
+        now_s += 50
+        record = meeting.decide(now_s)
+        assert record is not None and record.cadence == FOLLOWS.cadence
+
+
+def test_a_round_without_a_member_says_nothing_of_the_links() -> None:
+    meeting = begun(2, schedule=FOLLOWS, rules=MeetingRules(2, 1, GRACE_S, RETURN_S, 0.2))
+    longer = exchanged(meeting, 9.0, 9.0, rounds=LOOKS + 1)
+    held_s, now_s = 0.0, 0.0
+    for number in range(longer.round + 1, longer.round + 9):
+        meeting.contribute(0, number, measured(held_s + 0.1, now_s))
+        if number % 2:  # else it is late
+            meeting.contribute(1, number, measured(9.0, now_s))
+        meeting.decide(now_s)
+        held_s = 0.0 if number % 2 else GRACE_S
+        now_s += held_s
+        meeting.decide(now_s)
+        assert meeting.state.round == number
+    assert meeting.state.records[-1].cadence == longer.cadence
+
+
+def test_a_meeting_that_begins_again_decides_as_one_that_went_on() -> None:
+    """What it has seen of the links is in its state, also while it has not seen enough."""
+    whole = begun(2, schedule=FOLLOWS, rules=MeetingRules(2, 1, GRACE_S, RETURN_S, 0.2))
+    again = begun(2, schedule=FOLLOWS, rules=MeetingRules(2, 1, GRACE_S, RETURN_S, 0.2))
+    for _ in range(2 * LOOKS):
+        again = Meeting(again.rules, FOLLOWS, from_plain(MeetingState, to_plain(again.state)))
+        for site in range(2):
+            again.connect(site, BATCH)
+        assert exchanged(again, 0.1, 9.0, rounds=1) == exchanged(whole, 0.1, 9.0, rounds=1)
+    assert again.state.records[-1].cadence != FOLLOWS.cadence
+
+
 class Histories(RuleBasedStateMachine):
-    """Sites that come, go, are late and come back, in any order."""
+    """Sites that come, go, are late and come back, in any order, over links that change."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.meeting = begun()
+        self.meeting = begun(schedule=FOLLOWS)
+        self.link_s = 1.0
         self.now_s = RETURN_S + 1
         self.records = [self.meeting.state.records[0]]
         self.merged: dict[int, int] = {}
+
+    @rule(link_s=st.sampled_from((0.5, 4.0, 12.0, 100.0)))
+    def links_change(self, link_s: float) -> None:
+        self.link_s = link_s
+
+    def measured(self) -> Contribution:
+        return measured(self.link_s, self.now_s)
 
     @rule(site=st.integers(0, SITES - 1))
     def goes(self, site: int) -> None:
@@ -136,7 +211,7 @@ class Histories(RuleBasedStateMachine):
     @rule(site=st.integers(0, SITES - 1))
     def contributes(self, site: int) -> None:
         if site in self.meeting.connected:
-            self.meeting.contribute(site, self.meeting.state.round + 1, work())
+            self.meeting.contribute(site, self.meeting.state.round + 1, self.measured())
 
     @rule()
     def time_passes(self) -> None:
@@ -147,11 +222,20 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def all_that_are_there_contribute(self) -> None:
         for site in self.meeting.connected:
-            self.meeting.contribute(site, self.meeting.state.round + 1, work())
+            self.meeting.contribute(site, self.meeting.state.round + 1, self.measured())
         record = self.meeting.decide(self.now_s)
         if self.meeting.came or record:
             assert record is not None, "nobody is waited for"
         self.decided(record)
+
+    @precondition(lambda self: not self.meeting.is_over)
+    @rule()
+    def all_exchange_for_a_while(self) -> None:
+        for site in range(SITES):
+            self.comes(site)
+        for _ in range(LOOKS + 2):
+            if not self.meeting.is_over:
+                self.all_that_are_there_contribute()
 
     def decided(self, record: RoundRecord | None) -> None:
         if record:
@@ -163,23 +247,32 @@ class Histories(RuleBasedStateMachine):
         taken: list[int] = []
         for record in self.records:
             for site in record.members:
-                steps = SCHEDULE.window(record.round)
                 until = self.lost_at(site, record.round)
-                for step, (start, samples) in zip(steps, record.pieces(site), strict=True):
+                for step, (start, samples) in zip(record.window, record.pieces(site), strict=True):
                     if step < until:
                         taken.extend(range(start, start + samples))
         left = [p for start, samples in self.meeting.state.left for p in range(start, start + samples)]
         assert sorted([*taken, *left]) == list(range(self.meeting.state.position))
 
+    @invariant()
+    def every_step_is_planned_once(self) -> None:
+        steps = [step for record in self.records for step in record.window]
+        assert steps == list(range(self.records[-1].window.stop))
+
+    @invariant()
+    def the_interval_is_what_the_recipe_allows(self) -> None:
+        for record in self.records:
+            assert 8 <= record.cadence.interval_steps <= 40 and record.cadence.interval_steps % 2 == 0
+
     def lost_at(self, site: int, since: int) -> int:
         """Return the step up to which the work of a site, a member since then, was merged when it was lost next."""
-        merged = SCHEDULE.window(self.joined_at(site, since)).start
+        merged = self.records[self.joined_at(site, since)].window.start
         for record in self.records[self.joined_at(site, since) + 1 :]:
             if site in record.included:
-                merged = SCHEDULE.exchange(record.round).sent_at
+                merged = record.exchange.sent_at
             if site in record.lost:
                 return merged
-        return SCHEDULE.total_steps
+        return FOLLOWS.total_steps
 
     def joined_at(self, site: int, until: int) -> int:
         return max((r.round for r in self.records[: until + 1] if site in r.joined), default=0)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainspec_cli.policy.sites.schedule import SiteSchedule, fragment_of
+from trainspec_cli.policy.sites.schedule import (
+    BEGINNING,
+    SiteCadence,
+    SiteExchange,
+    SiteSchedule,
+    fragment_of,
+    newest_applied,
+)
 
 
 @st.composite
@@ -16,39 +24,75 @@ def schedules(draw: st.DrawFn) -> SiteSchedule:
     return SiteSchedule(draw(st.integers(1, 200)), fragments * between, fragments, draw(st.integers(0, between)))
 
 
-@given(schedules())
-def test_every_step_lies_in_one_window(schedule: SiteSchedule) -> None:
-    steps = [step for number in range(schedule.last_round + 1) for step in schedule.window(number)]
-    assert steps == list(range(schedule.total_steps))
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[SiteSchedule, list[SiteExchange]]:
+    """The exchanges of a run whose cadence changes in any way."""
+    schedule = draw(schedules())
+
+    def cadence() -> SiteCadence:
+        between = draw(st.integers(1, 12))
+        return SiteCadence(schedule.fragments * between, draw(st.integers(0, between)))
+
+    exchanges = [BEGINNING]
+    while following := schedule.after(exchanges[-1], cadence()):
+        exchanges.append(following)
+    return schedule, exchanges
+
+
+def unchanged(schedule: SiteSchedule) -> Iterator[SiteExchange]:
+    exchange: SiteExchange | None = BEGINNING
+    while exchange := schedule.after(exchange, schedule.cadence):
+        yield exchange
 
 
 @given(schedules())
-def test_one_exchange_is_on_its_way_at_a_time(schedule: SiteSchedule) -> None:
-    exchanges = [schedule.exchange(number) for number in range(1, schedule.last_round + 1)]
+def test_exchanges_lie_equally_far_apart_where_nothing_changes(schedule: SiteSchedule) -> None:
+    *usual, last = unchanged(schedule)
+    between, total = schedule.interval_steps // schedule.fragments, schedule.total_steps
+    assert [one.sent_at for one in usual] == list(range(between, total, between))
+    assert [one.applied_at for one in usual] == [min(one.sent_at + schedule.delay_steps, total) for one in usual]
+    assert (last.round, last.sent_at) == (len(usual) + 1, total)
+
+
+@given(histories())
+def test_one_exchange_is_on_its_way_at_a_time(history: tuple[SiteSchedule, list[SiteExchange]]) -> None:
+    schedule, exchanges = history
     for earlier, later in pairwise(exchanges):
         assert earlier.sent_at <= earlier.applied_at <= later.sent_at
+        assert earlier.sent_at < later.sent_at and later.round == earlier.round + 1
     assert exchanges[-1].sent_at == exchanges[-1].applied_at == schedule.total_steps
     assert exchanges[-1].fragments == tuple(range(schedule.fragments))
+    assert sum(one.sent_at == schedule.total_steps for one in exchanges) == 1
 
 
-@given(schedules())
-def test_exchanges_are_found_by_their_step(schedule: SiteSchedule) -> None:
-    found = [exchange for step in range(schedule.total_steps + 1) if (exchange := schedule.sent_at(step))]
-    assert [exchange.round for exchange in found] == list(range(1, schedule.last_round + 1))
+@given(histories())
+def test_fragments_go_in_turns_whatever_changes(history: tuple[SiteSchedule, list[SiteExchange]]) -> None:
+    schedule, (_, *exchanges, _) = history
+    assert [one.fragments for one in exchanges] == [(n % schedule.fragments,) for n in range(len(exchanges))]
 
 
-@given(schedules(), st.data())
-def test_a_checkpoint_has_applied_the_rounds_before_its_step(schedule: SiteSchedule, data: st.DataObject) -> None:
-    step = data.draw(st.integers(0, schedule.total_steps))
-    applied = [n for n in range(schedule.last_round + 1) if schedule.applied_at(n) < step]
-    assert schedule.newest_applied(step) == max(applied, default=0)
+@given(histories(), st.data())
+def test_a_checkpoint_has_applied_the_rounds_before_its_step(
+    history: tuple[SiteSchedule, list[SiteExchange]], data: st.DataObject
+) -> None:
+    schedule, exchanges = history
+    step = data.draw(st.integers(1, schedule.total_steps))
+    newest = newest_applied(exchanges, step)
+    assert exchanges[newest].applied_at < step
+    assert newest == len(exchanges) - 1 or exchanges[newest + 1].applied_at >= step
 
 
 def test_each_fragment_is_exchanged_every_interval() -> None:
-    schedule = SiteSchedule(total_steps=100, interval_steps=30, fragments=3, delay_steps=4)
-    sent = {step: each.fragments for step in range(100) if (each := schedule.sent_at(step))}
+    exchanges = list(unchanged(SiteSchedule(total_steps=100, interval_steps=30, fragments=3, delay_steps=4)))
+    sent = {each.sent_at: each.fragments for each in exchanges[:-1]}
     assert sent == {10: (0,), 20: (1,), 30: (2,), 40: (0,), 50: (1,), 60: (2,), 70: (0,), 80: (1,), 90: (2,)}
-    assert schedule.exchange(1).applied_at == 14
+    assert exchanges[0].applied_at == 14
+
+
+def test_a_shorter_interval_waits_for_what_is_on_its_way() -> None:
+    schedule = SiteSchedule(total_steps=100, interval_steps=2, fragments=1, delay_steps=2)
+    exchange = schedule.after(SiteExchange(3, (0,), 30, 45), SiteCadence(interval_steps=10, delay_steps=8))
+    assert exchange == SiteExchange(4, (0,), 45, 53)
 
 
 def test_fragments_are_strided() -> None:

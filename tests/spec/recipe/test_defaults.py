@@ -312,6 +312,7 @@ DEFAULTS: dict[str, Any] = {
             "endpoint": None,
             "secret": None,
             "interval_steps": 100,
+            "max_interval_steps": None,
             "fragments": 4,
             "delay_steps": 5,
             "format": "int4",

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from trainspec_cli.errors import TrainspecError
 from trainspec_cli.json_value import JsonObject
-from trainspec_cli.policy.sites.meeting import RoundRecord
+from trainspec_cli.policy.sites.round import RoundRecord
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.records import read_record
 from trainspec_cli.wire.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_S, Answer, HandshakeError
@@ -58,6 +58,8 @@ class SiteLink:
         self._decided: dict[int, tuple[RoundRecord, dict[int, bytes]]] = {}
         self._pending: tuple[int, bytes] | None = None
         self._followed: int | None = None
+        self._posted_s: float | None = None
+        self._exchange_s = 0.0
         self._outbox: asyncio.Queue[bytes] | None = None
         self._loop = asyncio.new_event_loop()
         self._heard_s = 0.0
@@ -92,6 +94,12 @@ class SiteLink:
         if self._pending and self._pending[0] <= number:
             self._pending = None
         return found
+
+    def cut_exchange_s(self) -> float:
+        """Return how long the newest exchange took, from when its outer gradient was sent until its round had arrived;
+        0 where the connection broke meanwhile, or none was made since the last call."""
+        taken_s, self._exchange_s = self._exchange_s, 0.0
+        return taken_s
 
     def close(self) -> None:
         self._call(self._task.cancel)
@@ -195,8 +203,11 @@ class SiteLink:
             self.is_member, self.trouble = message.is_member, ""
             self._post_pending()
             self._post_followed()
+            self._posted_s = None  # sent once more
         elif isinstance(message, Decided):
             record = from_plain(RoundRecord, message.record)
+            if self._posted_s is not None and self._pending and self._pending[0] == record.round:
+                self._exchange_s = self._loop.time() - self._posted_s
             self._decided[record.round] = record, _cut(payload, message)
         elif isinstance(message, Refused):
             self.refusal = message
@@ -205,6 +216,7 @@ class SiteLink:
         """Send what waits for its round, where the meeting point has answered."""
         if self._outbox is not None and self._pending and self.is_member and not self.trouble:
             self._outbox.put_nowait(self._pending[1])
+            self._posted_s = self._loop.time()
 
     def _post_followed(self) -> None:
         if self._outbox is not None and self._followed is not None and not self.trouble:

@@ -23,14 +23,14 @@ from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 from trainspec_cli.engine.elastic.outer_state import OuterState
 from trainspec_cli.engine.elastic.site_voice import SiteVoice
+from trainspec_cli.engine.elastic.window_pace import WindowPace
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
 from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.sites.agreement import schedule_of
-from trainspec_cli.policy.sites.meeting import RoundRecord
-from trainspec_cli.policy.sites.schedule import SiteExchange
+from trainspec_cli.policy.sites.round import RoundRecord
+from trainspec_cli.policy.sites.schedule import BEGINNING, SiteExchange, newest_applied
 from trainspec_cli.rundir.event_types.failures import RecoveryEvent
-from trainspec_cli.rundir.event_types.sites import ExchangeEvent
+from trainspec_cli.rundir.event_types.sites import ExchangeEvent, IntervalEvent
 from trainspec_cli.rundir.event_types.training import WarningEvent
 
 WAIT_S = 0.01
@@ -57,7 +57,7 @@ class FarSites:
 
     def __init__(self, run: RunContext):
         self._run, self._spec = run, run.plan.spec
-        self._sites, self._schedule = run.plan.spec.resilience.sites, schedule_of(run.plan)
+        self._sites = run.plan.spec.resilience.sites
         assert self._sites.site is not None, "a site is started with its number"
         self.site = self._sites.site
         self.journal = Journal(run.run_dir, dist.get_rank(), run.plan.spec)
@@ -69,7 +69,9 @@ class FarSites:
         run.state.beyond.update(self._outer.saved(f"{run.plan.layout.describe()}.{dist.get_rank()}"))
         self._voice = SiteVoice(run, lambda: self._outer.applied)
         self._record: RoundRecord | None = None
-        """The decision that holds now."""
+        """The decision that holds now; None before the first."""
+        self._applied: list[SiteExchange] = []
+        """The exchanges that were applied since the start, from the newest that a checkpoint has on."""
         self._progress = TrainProgress()
         self._taken = 0
         """Samples of the step that is being made."""
@@ -78,6 +80,11 @@ class FarSites:
     @property
     def stop_flag(self) -> bool:
         return self._run.stop.requested
+
+    @property
+    def _next(self) -> SiteExchange | None:
+        """Return the exchange that is to be applied next; None where the run is over."""
+        return self._record.following if self._record else BEGINNING
 
     # Rounds
 
@@ -107,87 +114,88 @@ class FarSites:
         seen = self._wait(outer.applied + 1, lambda seen: seen.answered, heeds_stop=heeds_stop)
         if seen is None:
             return False
-        if seen.follows:
-            return self._follow(heeds_stop=heeds_stop)
         if outer.applied >= 0:
             self._record = self._voice.read_record()
+            assert self._record is not None, "the meeting point refuses a site whose newest round it has forgotten"
+            self._applied.append(self._record.exchange)
+        if seen.follows:
+            return self._follow(heeds_stop=heeds_stop)
         if outer.sent_round:
-            self._post(self._schedule.exchange(outer.sent_round), outer.sent)
+            self._post(outer.sent_round, outer.sent)
         return True
 
     def _keep_up(self, *, heeds_stop: bool = True) -> bool:
         """Send and apply what is due at this step; return False where the run was asked to stop meanwhile."""
-        outer, schedule = self._outer, self._schedule
-        while outer.applied < schedule.last_round:
-            number, step = outer.applied + 1, self._progress.step
-            exchange = schedule.exchange(number) if number else None
-            if exchange and exchange.sent_at == step and not outer.sent_round:
-                self._send(exchange)
-            if schedule.applied_at(number) != step:
+        outer = self._outer
+        while exchange := self._next:
+            step = self._progress.step
+            if exchange.round and exchange.sent_at == step and not outer.sent_round:
+                self._post(exchange.round, outer.encode(exchange.round, exchange.fragments))
+            if exchange.applied_at != step:
                 return True
-            seen = self._wait(number, lambda seen: seen.decided or seen.follows, heeds_stop=heeds_stop)
+            seen = self._wait(exchange.round, lambda seen: seen.decided or seen.follows, heeds_stop=heeds_stop)
             if seen is None:
                 return False
-            if not (self._follow(heeds_stop=heeds_stop) if seen.follows else self._merge(number, exchange)):
+            if not (self._follow(heeds_stop=heeds_stop) if seen.follows else self._merge(exchange)):
                 return False
         return True
 
-    def _send(self, exchange: SiteExchange) -> None:
-        self._post(exchange, self._outer.encode(exchange.round, exchange.fragments))
-
-    def _post(self, exchange: SiteExchange, encoded: bytes) -> None:
-        saved = self._schedule.newest_applied(self._run.run_dir.newest_step)
+    def _post(self, number: int, encoded: bytes) -> None:
+        saved = newest_applied(self._applied, self._run.run_dir.newest_step)
+        self._applied = [exchange for exchange in self._applied if exchange.round >= saved]
         work, digest = self._outer.sent_work, self._outer.digest
-        self._voice.send(exchange.round, encoded, work, self._pace.cut(), digest, saved)
+        self._voice.send(number, encoded, work, self._pace.cut(), digest, saved)
 
-    def _merge(self, number: int, exchange: SiteExchange | None) -> bool:
+    def _merge(self, exchange: SiteExchange) -> bool:
         """Apply a round as one that has trained; where it has found this site lost, catch up."""
         outer, own = self._outer, self._outer.sent
-        record, parts = self._voice.take(number)
+        record, parts = self._voice.take(exchange.round)
         included = self.site in record.included
-        if exchange:
+        if exchange.round:
             if included:
                 outer.note_merged(exchange.fragments)
             else:
                 outer.take_back(exchange.fragments)
             is_late = exchange.applied_at > exchange.sent_at
-            self._apply(record, exchange, {self.site: own, **parts}, self._sites.keep if is_late else 0.0)
+            self._apply(record, {self.site: own, **parts}, self._sites.keep if is_late else 0.0)
         self._note(record)
-        if self.site in record.members or number == self._schedule.last_round:
+        if self.site in record.members or record.following is None:
             return True
         return self._follow()
 
     def _follow(self, *, heeds_stop: bool = True) -> bool:
         """Apply rounds without training, until this site is a member again or the run is over."""
-        outer, schedule = self._outer, self._schedule
+        outer = self._outer
         self._warn("this site was left out: it catches up, and what it had not sent yet is given up")
         self._voice.follow(outer.applied)
-        while outer.applied < schedule.last_round:
-            number = outer.applied + 1
+        while exchange := self._next:
+            number = exchange.round
             if not self._wait(number, lambda seen: seen.decided, heeds_stop=heeds_stop):
                 return False
             record, parts = self._voice.take(number)
             if number:
-                self._apply(record, schedule.exchange(number), parts, keep=0.0)
+                self._apply(record, parts, keep=0.0)
             self._note(record)
             if self.site in record.joined:  # rounds of before it was lost name it as a member too
                 break
             self._voice.follow(number)
         outer.take_shared()
         self._voice.join()
-        self._progress = TrainProgress(schedule.applied_at(outer.applied), self._progress.samples)
+        assert self._record is not None, "the round that this site goes on from was applied"
+        self._progress = TrainProgress(self._record.exchange.applied_at, self._progress.samples)
         return True
 
-    def _apply(self, record: RoundRecord, exchange: SiteExchange, parts: dict[int, bytes], keep: float) -> None:
+    def _apply(self, record: RoundRecord, parts: dict[int, bytes], keep: float) -> None:
         if record.diverged:
             raise _diverged(record.diverged, self._progress.step)
         encoded = [parts[site] for site in record.included]
-        self._outer.apply(exchange.fragments, encoded, record.weights, keep)
+        self._outer.apply(record.exchange.fragments, encoded, record.weights, keep)
 
     def _note(self, record: RoundRecord) -> None:
         """Note a round as applied, and write what it says of the sites."""
         self._outer.note_applied(record.round)
         self._record = record
+        self._applied.append(record.exchange)
         if dist.get_rank():
             return
         step, voice = self._progress.step, self._voice
@@ -202,6 +210,19 @@ class FarSites:
                 received_bytes=voice.received_bytes,
             )
         )
+        if record.changed:
+            before, now = record.changed.before, record.cadence
+            self.journal.write(
+                IntervalEvent(
+                    step=step,
+                    round=record.round,
+                    interval_steps=now.interval_steps,
+                    delay_steps=now.delay_steps,
+                    before_interval_steps=before.interval_steps,
+                    before_delay_steps=before.delay_steps,
+                    reason=record.changed.reason,
+                )
+            )
         for change, sites in (("site_left", record.lost), ("site_joined", record.joined)):
             for site in sites:
                 self.journal.write(RecoveryEvent(step=step, change=change, group=site, stall_s=None, lost_steps=None))
@@ -244,7 +265,7 @@ class FarSites:
         """Take the samples that the decision in force gives to this site."""
         assert self._record is not None, "a round was applied before the first step"
         pieces = self._record.pieces(self.site)
-        place = self._progress.step - self._schedule.window(self._record.round).start
+        place = self._progress.step - self._record.window.start
         (start, samples), *following = pieces[place : place + len(steps)]
         own, micro_batches = self.batches.take((start, samples), *following)
         self._taken = samples
@@ -283,32 +304,6 @@ class FarSites:
     def leave(self) -> None:
         self.batches.close()
         self._voice.close()
-
-
-class WindowPace:
-    """Samples that a site computes a second, from one round to the next, without its waits for others."""
-
-    def __init__(self, *, follows: bool):
-        self._follows = follows
-        self._busy_s, self._samples = 0.0, 0
-        self._since_s: float | None = None
-
-    def go_on(self) -> None:
-        self._since_s = time.perf_counter()
-
-    def pause(self) -> None:
-        if self._since_s is not None:
-            self._busy_s += time.perf_counter() - self._since_s
-        self._since_s = None
-
-    def note(self, samples: int) -> None:
-        self._samples += samples
-
-    def cut(self) -> float:
-        """Return the rate since the last call; 0 where nothing is to follow from it."""
-        busy_s, samples = self._busy_s, self._samples
-        self._busy_s, self._samples = 0.0, 0
-        return samples / busy_s if self._follows and busy_s else 0.0
 
 
 def _no_shared_weights(step: int) -> WorkerError:

@@ -21,7 +21,8 @@ from trainspec_cli.launcher.rendezvous.door import BAD_REQUEST, Door, prove
 from trainspec_cli.launcher.sites.connections import ConnectedSite, RankConnection
 from trainspec_cli.launcher.sites.rounds import Rounds
 from trainspec_cli.policy.sites.agreement import agreement_of, rules_of, schedule_of
-from trainspec_cli.policy.sites.meeting import Contribution, Meeting, RoundRecord
+from trainspec_cli.policy.sites.meeting import Meeting
+from trainspec_cli.policy.sites.round import Contribution, RoundRecord
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.records import read_record
 from trainspec_cli.spec.results.plan import Plan
@@ -172,7 +173,7 @@ class MeetingPoint:
         return hello
 
     def _refusal(self, hello: SiteHello) -> Refused | None:
-        state, wanted = self._meeting.state, range(hello.applied + 1, self._meeting.state.round + 1)
+        state = self._meeting.state
         if hello.recipe != self._recipe:
             reason = "its recipe differs from that of site 0 in the model, the layout, the data or what sites exchange"
             return Refused(reason, "give all sites the same recipe; batching, cluster and run may differ")
@@ -181,12 +182,18 @@ class MeetingPoint:
         if hello.applied > state.round:
             reason = f"it has applied round {hello.applied}, and the meeting point knows {state.round + 1}"
             return Refused(reason, "resume the run of site 0 that the sites have begun with")
-        if hello.applied >= 0 and not any(record.round == hello.applied for record in state.records):
-            wanted = range(hello.applied, hello.applied + 1)
-        if not all(self._rounds.has(number) for number in wanted):
-            reason = f"it was away for too long: round {wanted[0]} is not kept any more"
+        if missing := self._missing_for(hello.applied):
+            reason = f"it was away for too long: round {missing[0]} is not kept any more"
             return Refused(reason, "copy the newest folder of another site's checkpoints into this run's checkpoints")
         return None
+
+    def _missing_for(self, applied: int) -> list[int]:
+        """Return the rounds that a site would need which has applied them up to one: the record of that, and all of
+        those after it."""
+        state = self._meeting.state
+        known = {record.round for record in state.records}
+        wanted = range(max(0, applied), state.round + 1)
+        return [one for one in wanted if one not in known or (one > applied and not self._rounds.has(one))]
 
     async def _serve_rank(self, reader: asyncio.StreamReader, connection: RankConnection, hello: SiteHello) -> None:
         self._arrive(hello, connection)
@@ -244,7 +251,16 @@ class MeetingPoint:
         of_ranks = [message for _, (message, _) in sorted(site.sent.items())]
         first = of_ranks[0]
         digests = tuple(message.digest for message in of_ranks)
-        contribution = Contribution(first.tokens, first.steps, first.rate, digests, first.saved_round)
+        contribution = Contribution(
+            first.tokens,
+            first.steps,
+            first.rate,
+            digests,
+            first.saved_round,
+            step_s=first.step_s,
+            exchange_s=_slowest_s([message.exchange_s for message in of_ranks]),
+            came_s=time.monotonic(),
+        )
         if self._meeting.contribute(number, first.round, contribution):
             self._sent[number] = dict(site.sent)
             self._saved[number] = first.saved_round
@@ -277,6 +293,11 @@ async def _next(reader: asyncio.StreamReader, connection: RankConnection, kind: 
     if fields.pop(OPERATION) != "hello":
         raise ValueError("a rank begins with hello")
     return read_record(kind, fields)
+
+
+def _slowest_s(exchanges_s: list[float]) -> float:
+    """Return how long the slowest rank's exchange took; 0 where one of them has not measured it."""
+    return max(exchanges_s) if all(exchanges_s) else 0.0
 
 
 def _decided(record: RoundRecord, parts: dict[int, bytes]) -> tuple[Decided, bytes]:

@@ -15,9 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from trainspec_cli.policy.sites.interval import LOOKS, follow_links, needed_steps
 from trainspec_cli.policy.sites.outer import site_weights
+from trainspec_cli.policy.sites.round import CadenceChange, Contribution, RoundRecord, SitePieces
 from trainspec_cli.policy.sites.samples import Piece, paced_batches, plan_pieces
-from trainspec_cli.policy.sites.schedule import SiteSchedule
+from trainspec_cli.policy.sites.schedule import BEGINNING, SiteCadence, SiteSchedule
 
 LOST_AFTER = 2
 """A site that is connected and late so many rounds in a row is lost."""
@@ -38,50 +40,11 @@ class MeetingRules:
 
 
 @dataclass(frozen=True)
-class Contribution:
-    """What a site says of the outer gradient that it sends."""
+class HeldContribution:
+    """A contribution that waited for those of other sites."""
 
-    tokens: int
-    """Trained since its work on the same fragments was merged last."""
-    steps: int
-    rate: float
-    """Samples that it computes a second; 0 where nothing is to follow from that."""
-    digests: tuple[str, ...]
-    """Of the shared weights on each of its ranks, after the round before."""
-    saved_round: int
-    """The newest round that its newest checkpoint has applied: a new start asks for those after it."""
-
-
-@dataclass(frozen=True)
-class SitePieces:
     site: int
-    pieces: tuple[Piece, ...]
-    """The samples of each step, as (first position, samples)."""
-
-
-@dataclass(frozen=True)
-class RoundRecord:
-    """The decision of a round, the same for all sites."""
-
-    round: int
-    included: tuple[int, ...]
-    """The sites whose work is merged."""
-    weights: tuple[float, ...]
-    """Those of their outer gradients."""
-    windows: tuple[SitePieces, ...]
-    """Of the members: what each takes in the steps until the next round."""
-    lost: tuple[int, ...] = ()
-    """Sites that are members no more."""
-    joined: tuple[int, ...] = ()
-    diverged: tuple[int, ...] = ()
-    """Sites whose shared weights differ from the others'; the run ends."""
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        return tuple(window.site for window in self.windows)
-
-    def pieces(self, site: int) -> tuple[Piece, ...]:
-        return next(window.pieces for window in self.windows if window.site == site)
+    held_s: float
 
 
 @dataclass(frozen=True)
@@ -100,6 +63,10 @@ class MeetingState:
     """(site, step up to which its samples are in work that was merged)"""
     misses: tuple[tuple[int, int], ...] = ()
     """(site, rounds in a row for which it was late)"""
+    held: tuple[HeldContribution, ...] = ()
+    """Those to the newest round."""
+    needs: tuple[float, ...] = ()
+    """Steps that would have hidden each of the newest exchanges."""
 
 
 @dataclass
@@ -124,7 +91,7 @@ class Meeting:
 
     @property
     def is_over(self) -> bool:
-        return self.state.round == self.schedule.last_round
+        return bool(self.state.records) and self.state.records[-1].following is None
 
     @property
     def oldest_round(self) -> int:
@@ -163,7 +130,7 @@ class Meeting:
         if self.is_over or not self._is_time(now_s):
             return None
         number = self.state.round + 1
-        record = self._begin() if number == 0 else self._merge(number)
+        record = self._begin() if number == 0 else self._merge(now_s)
         self.came, self.quorum_since_s = {}, None
         return record
 
@@ -187,9 +154,16 @@ class Meeting:
         return min(self.rules.quorum, len(self.members))
 
     def _begin(self) -> RoundRecord:
-        return self._record(RoundRecord(0, (), (), ()), dict(self.connected), {})
+        cadence = self.schedule.cadence
+        record = RoundRecord(BEGINNING, self.schedule.after(BEGINNING, cadence), cadence)
+        return self._record(record, dict(self.connected), {})
 
-    def _merge(self, number: int) -> RoundRecord:
+    def _merge(self, now_s: float) -> RoundRecord:
+        exchange = self.state.records[-1].following
+        assert exchange is not None, "the meeting is not over"
+        cadence, changed = self._follow_links()
+        held = tuple(HeldContribution(site, now_s - one.came_s) for site, one in sorted(self.came.items()))
+        self.state = replace(self.state, held=held)
         included = tuple(sorted(self.came))
         work = [self.came[site] for site in included]
         misses = {site: dict(self.state.misses).get(site, 0) + 1 for site in self.members if site not in included}
@@ -199,15 +173,30 @@ class Meeting:
             del self.ready[site]
         batches = {site: self._batch(site) for site in {*self.members, *joined} - lost}
         record = RoundRecord(
-            number,
+            exchange,
+            self.schedule.after(exchange, cadence),
+            cadence,
+            changed,
             included,
             site_weights([one.tokens for one in work], [one.steps for one in work]),
-            (),
-            tuple(sorted(lost)),
-            tuple(sorted(joined)),
-            _differing({site: self.came[site].digests for site in included}),
+            lost=tuple(sorted(lost)),
+            joined=tuple(sorted(joined)),
+            diverged=_differing({site: self.came[site].digests for site in included}),
         )
         return self._record(record, batches, misses)
+
+    def _follow_links(self) -> tuple[SiteCadence, CadenceChange | None]:
+        """Return the cadence from now on, by what the members have measured of the round before; a round that lacks one
+        of them says nothing of the links."""
+        now, held_s = self.state.records[-1].cadence, {one.site: one.held_s for one in self.state.held}
+        links_s = {site: one.exchange_s - held_s[site] for site, one in self.came.items() if site in held_s}
+        needed = needed_steps(links_s, {site: self.came[site].step_s for site in links_s})
+        if needed is None or links_s.keys() != set(self.members):
+            return now, None
+        needs = (*self.state.needs, needed)[-LOOKS:]
+        cadence, reason = follow_links(self.schedule, now, needs)
+        self.state = replace(self.state, needs=needs)
+        return cadence, CadenceChange(now, reason) if reason else None
 
     def _batch(self, site: int) -> int:
         """Return what a site takes at most; one that has left since it contributed is found lost in the next round."""
@@ -215,35 +204,32 @@ class Meeting:
 
     def _record(self, record: RoundRecord, batches: Mapping[int, int], misses: Mapping[int, int]) -> RoundRecord:
         """Plan the window after a round, and note the round as decided."""
-        state, sent_at = self.state, self._sent_at(record.round)
+        state, window = self.state, record.window
         merged_at = {**dict.fromkeys((*batches, *record.joined), 0), **dict(state.merged_at)}
-        merged_at |= dict.fromkeys(record.included, sent_at)
+        merged_at |= dict.fromkeys(record.included, record.exchange.sent_at)
         left = [*state.left, *(piece for site in record.lost for piece in self._unmerged(site, merged_at[site]))]
-        window = self.schedule.window(record.round)
         rates = {site: one.rate for site, one in self.came.items()}
         paced = paced_batches(batches, rates, self.rules.change)
         pieces, position, rest = plan_pieces(len(window), paced, state.position, left)
         merged_at |= dict.fromkeys(record.joined, window.start)
         record = replace(record, windows=tuple(SitePieces(site, own) for site, own in sorted(pieces.items())))
-        self.state = MeetingState(
-            record.round,
-            position,
-            rest,
-            (*state.records, record),
-            tuple(sorted(merged_at.items())),
-            tuple((site, count) for site, count in sorted(misses.items()) if site in batches),
+        self.state = replace(
+            state,
+            round=record.round,
+            position=position,
+            left=rest,
+            records=(*state.records, record),
+            merged_at=tuple(sorted(merged_at.items())),
+            misses=tuple((site, count) for site, count in sorted(misses.items()) if site in batches),
         )
         return record
-
-    def _sent_at(self, number: int) -> int:
-        return self.schedule.exchange(number).sent_at if number else 0
 
     def _unmerged(self, site: int, merged_at: int) -> Iterable[Piece]:
         """Return what a site was given for the steps after `merged_at`."""
         for record in self.state.records:
             if site in record.members:
-                steps = self.schedule.window(record.round)
-                yield from (piece for step, piece in zip(steps, record.pieces(site), strict=True) if step >= merged_at)
+                pieces = zip(record.window, record.pieces(site), strict=True)
+                yield from (piece for step, piece in pieces if step >= merged_at)
 
     def forget(self, before: int) -> None:
         """Forget the records of rounds before `before`, but for those whose samples are not merged yet."""
@@ -251,7 +237,7 @@ class Meeting:
         kept = tuple(
             record
             for record in self.state.records
-            if record.round >= min(before, self.state.round) or self.schedule.window(record.round).stop > needed
+            if record.round >= min(before, self.state.round) or record.window.stop > needed
         )
         self.state = replace(self.state, records=kept)
 
