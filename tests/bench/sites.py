@@ -122,7 +122,7 @@ def waits(run: RunDir) -> list[float]:
 
 def bench_loss(wanted: argparse.Namespace) -> dict[str, Any]:
     rows = []
-    for seed in range(wanted.seeds):
+    for seed in range(wanted.first_seed, wanted.first_seed + wanted.seeds):
         with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
             together = train_together(Path(one), wanted, seed)
             apart = train_sites(Path(other), wanted, seed, shaped=True)
@@ -145,7 +145,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("loss", "speed"))
     parser.add_argument("--recipe", default="tiny")
-    numbers = {"sites": 2, "seeds": 3, "steps": 200, "batch": 4, "interval": 100, "fragments": 2, "delay-steps": 5}
+    numbers = {
+        "sites": 2,
+        "seeds": 3,
+        "first-seed": 0,
+        "steps": 200,
+        "batch": 4,
+        "interval": 100,
+        "fragments": 2,
+        "delay-steps": 5,
+    }
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mbit", type=float, default=50.0)
