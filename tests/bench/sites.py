@@ -11,21 +11,19 @@ from sockets (TLS and all). Site 0 reaches the meeting point through a link too.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from lab.link import Link
 from lab.ports import free_port
 
 from trainspec_cli.rundir.events import read_events
@@ -33,53 +31,8 @@ from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.generations import create_secret
 from trainspec_cli.rundir.paths import RunDir
 
-PIECE_BYTES = 16_384
 WARM_STEPS = 5
 """Steps that a speed leaves out: the first ones take longer."""
-
-
-class Link:
-    """A relay to the meeting point at a port of this machine; `carried_bytes` counts both ways."""
-
-    def __init__(self, to_port: int, bytes_per_s: float | None, delay_s: float):
-        self.port, self.carried_bytes = free_port(), 0
-        self._to_port, self._bytes_per_s, self._delay_s = to_port, bytes_per_s, delay_s
-        threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True).start()
-
-    async def _serve(self) -> None:
-        server = await asyncio.start_server(self._join, "127.0.0.1", self.port)
-        await server.serve_forever()
-
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to_port)
-        except OSError:
-            writer.close()
-            return
-        await asyncio.gather(self._carry(reader, far_writer), self._carry(far_reader, writer), return_exceptions=True)
-
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
-        late = asyncio.ensure_future(self._deliver(waiting, writer))
-        free_s = time.monotonic()
-        while content := await reader.read(PIECE_BYTES):
-            self.carried_bytes += len(content)
-            if self._bytes_per_s:
-                free_s = max(free_s, time.monotonic()) + len(content) / self._bytes_per_s
-                await asyncio.sleep(max(0.0, free_s - time.monotonic()))
-            waiting.put_nowait((time.monotonic() + self._delay_s, content))
-        waiting.put_nowait((time.monotonic() + self._delay_s, b""))
-        await late
-
-    async def _deliver(self, waiting: asyncio.Queue[tuple[float, bytes]], writer: asyncio.StreamWriter) -> None:
-        while True:
-            due_s, content = await waiting.get()
-            await asyncio.sleep(max(0.0, due_s - time.monotonic()))
-            if not content:
-                writer.close()
-                return
-            writer.write(content)
-            await writer.drain()
 
 
 def launch(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
