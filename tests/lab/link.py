@@ -17,8 +17,11 @@ class Link:
     def __init__(self, to_port: int, bytes_per_s: float | None = None, delay_s: float = 0.0):
         self.port, self.carried_bytes = free_port(), 0
         self.cut_at_bytes: int | None = None
-        """Once so many have been carried, all connections end that are open then."""
+        """Once so many have gone to the port, the connection ends that carries them."""
+        self.cuts_all = False
+        """Then all others end too."""
         self.cuts = 0
+        self._gone_bytes = 0
         self._to_port, self._bytes_per_s, self._delay_s = to_port, bytes_per_s, delay_s
         self._open: set[asyncio.StreamWriter] = set()
         self._listens = threading.Event()
@@ -38,17 +41,22 @@ class Link:
             return
         both = {writer, far_writer}
         self._open |= both
-        await asyncio.gather(self._carry(reader, far_writer), self._carry(far_reader, writer), return_exceptions=True)
+        await asyncio.gather(
+            self._carry(reader, far_writer, both), self._carry(far_reader, writer, None), return_exceptions=True
+        )
         self._open -= both
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cuttable: set[asyncio.StreamWriter] | None
+    ) -> None:
         waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
         late = asyncio.ensure_future(self._deliver(waiting, writer))
         free_s = time.monotonic()
         while content := await reader.read(PIECE_BYTES):
             self.carried_bytes += len(content)
-            if self.cut_at_bytes is not None and self.carried_bytes >= self.cut_at_bytes:
-                self._cut()
+            self._gone_bytes += len(content) if cuttable else 0
+            if cuttable and self.cut_at_bytes is not None and self._gone_bytes >= self.cut_at_bytes:
+                self._cut(self._open if self.cuts_all else cuttable)
                 break
             if self._bytes_per_s:
                 free_s = max(free_s, time.monotonic()) + len(content) / self._bytes_per_s
@@ -67,7 +75,7 @@ class Link:
             writer.write(content)
             await writer.drain()
 
-    def _cut(self) -> None:
+    def _cut(self, ended: set[asyncio.StreamWriter]) -> None:
         self.cut_at_bytes, self.cuts = None, self.cuts + 1
-        for writer in self._open:
+        for writer in ended:
             writer.transport.abort()

@@ -108,12 +108,16 @@ def test_an_address_that_is_another_sites_is_no_way_to_it(lab: Lab, usual: torch
     assert any("is another site's" in said for said in warnings(second))
 
 
-@pytest.mark.parametrize("share", [0.35, 0.6, 0.85])
-def test_a_way_that_is_cut_within_an_outer_gradient_loses_nothing(lab: Lab, usual: torch.Tensor, share: float) -> None:
+@pytest.mark.parametrize(("rounds", "cuts_all"), [(0.5, False), (2.5, False), (2.5, True), (5.2, False)])
+def test_a_way_that_is_cut_within_an_outer_gradient_loses_nothing(
+    lab: Lab, usual: torch.Tensor, rounds: float, *, cuts_all: bool
+) -> None:
+    """`cuts_all`: the way from the site's own rank to its inbox too."""
     trial = three(lab, "trial")
+    trial.silence_s = 600.0  # what is broken is not waited for
     link = Link(int(trial.addresses[2].rpartition(":")[2]))
     trial.addresses[2] = f"127.0.0.1:{link.port}"
-    link.cut_at_bytes = int(share * 6 * VALUES)  # what comes in, and goes on to the site's own rank
+    link.cut_at_bytes, link.cuts_all = int(rounds * 2 * VALUE_BYTES["int4"] * VALUES), cuts_all
     when_connected(trial)
     sites = train(trial)
     assert link.cuts == 1
