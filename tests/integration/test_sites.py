@@ -25,10 +25,13 @@ from trainspec_cli.rundir.paths import RunDir
 pytest.importorskip("cryptography")
 
 RECIPE = (
-    *("recipe=tiny", "resilience=sites", "cluster.devices_per_node=2", "layout=fsdp", "run.preflight=false"),
+    *("recipe=tiny", "resilience=sites", "layout=fsdp", "run.preflight=false"),
     *("resilience.sites.interval_steps=8", "resilience.sites.fragments=2", "resilience.sites.delay_steps=2"),
     *("batching.global_batch_size=4", "checkpoint.interval_steps=5"),
 )
+
+
+TWO_RANKS = "cluster.devices_per_node=2"
 
 
 class Sites:
@@ -69,7 +72,7 @@ class Sites:
 
 @pytest.mark.slow
 def test_two_sites_of_two_ranks_each_end_with_the_same_weights(tmp_path: Path, environment: dict[str, str]) -> None:
-    sites = Sites(tmp_path, environment, "train.max_steps=20")
+    sites = Sites(tmp_path, environment, TWO_RANKS, "train.max_steps=20")
     sites.wait()
     assert len(sites.digests()) == 1
     taken = [range(e["took"][0], sum(e["took"])) for site in range(2) for e in _steps(sites.run_dir(site))]
@@ -80,7 +83,7 @@ def test_two_sites_of_two_ranks_each_end_with_the_same_weights(tmp_path: Path, e
 def test_a_site_whose_rank_is_killed_comes_back_while_the_other_goes_on(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    sites = Sites(tmp_path, environment, "train.max_steps=400")
+    sites = Sites(tmp_path, environment, TWO_RANKS, "train.max_steps=400")
     wait_for(lambda: sites.reached(1, 30), sites.sites[1])
     supervisor = psutil.Process(sites.sites[1].pid)
     os.kill(workers_among(supervisor.children(recursive=True))[0].pid, signal.SIGKILL)

@@ -122,7 +122,7 @@ def test_a_way_that_is_cut_within_an_outer_gradient_loses_nothing(
     sites = train(trial)
     assert link.cuts == 1
     assert torch.equal(sites[0].weights, usual)
-    assert "gets what site 1 sent in round" in trial.said
+    assert "site 2 gets from here what site 1 sent it directly, first in round" in trial.said
 
 
 def test_a_killed_site_comes_back_to_its_direct_ways(lab: Lab) -> None:

@@ -69,8 +69,15 @@ class DirectSites:
                 self._meet(site, address)
 
     def send(self, packed: Callable[[tuple[int, ...]], bytes]) -> bytes:
-        """Send a message to all sites that are reached, and return it. `packed` makes it, with their numbers."""
-        reached = tuple(site for site, connection in self._others.items() if connection.is_open)
+        """Send a message to all sites that are reached, and return it. `packed` makes it, with their numbers.
+
+        A site that still gets what was sent before is left out, so that no more than one message waits for it.
+        """
+        behind = {site for site, connection in self._others.items() if connection.is_behind}
+        for site in sorted(behind):
+            why = f"the direct way to site {site} is so slow that it still carries what was sent before"
+            self._say(f"{site} behind", f"{why}: what follows goes {THROUGH}")
+        reached = tuple(site for site, connection in self._others.items() if connection.is_open and site not in behind)
         content = packed(reached)
         for site in reached:
             self._others[site].post(content)

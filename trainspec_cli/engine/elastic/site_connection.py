@@ -55,6 +55,8 @@ class SiteConnection:
         self.sent_bytes = self.received_bytes = 0
         """Of messages, before encryption; received ones without their lines."""
         self._outbox: asyncio.Queue[bytes] | None = None
+        self._unwritten = 0
+        """Messages that were posted and are not on their way yet."""
         self._heard_s = 0.0
 
     @property
@@ -62,10 +64,16 @@ class SiteConnection:
         """Both ends have proved who they are."""
         return self._outbox is not None
 
+    @property
+    def is_behind(self) -> bool:
+        """Return whether something that was posted is not on its way yet."""
+        return self.is_open and self._unwritten > 0
+
     def post(self, content: bytes) -> None:
         """Send a packed message, where the connection is open."""
         if self._outbox is not None:
             self._outbox.put_nowait(content)
+            self._unwritten += 1
 
     async def stay_connected(self) -> None:
         while self.refusal is None:
@@ -84,8 +92,9 @@ class SiteConnection:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._prove(reader, writer)
+            writer.write(pack(self._access.hello()))
             outbox = self._outbox = asyncio.Queue()
-            outbox.put_nowait(pack(self._access.hello()))
+            self._unwritten = 0
             await self._serve(reader, writer, outbox)
         finally:
             self._outbox = None
@@ -122,14 +131,16 @@ class SiteConnection:
 
     async def _write(self, writer: asyncio.StreamWriter, outbox: asyncio.Queue[bytes]) -> None:
         while True:
+            posted = True
             try:
                 async with asyncio.timeout(BEAT_S):
                     message = await outbox.get()
             except TimeoutError:
-                message = pack(Alive())
+                message, posted = pack(Alive()), False
             self.sent_bytes += len(message)
             writer.write(message)
             await writer.drain()
+            self._unwritten -= posted
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while True:

@@ -58,6 +58,9 @@ class MeetingPoint:
         self._served_here: dict[int, set[int]] = {}
         """For each site, those others that its outer gradients reach through the meeting point alone."""
 
+        self._asked_by: dict[int, set[int]] = {}
+        """For each site, those others whose outer gradients it had to ask for, as they did not come directly."""
+
     def turn(self) -> None:
         """End silent connections, and decide on the next round where it is time."""
         for site in list(self._sites.values()):
@@ -182,10 +185,11 @@ class MeetingPoint:
             raise ValueError(f"round {wanted.round} is not known")
         parts = self._rounds.read(wanted.round, hello.rank)
         connection.send(*_decided(record, {site: parts[site] for site in wanted.sites}))
-        which = ", ".join(map(str, wanted.sites))
-        self._say(
-            f"rank {hello.rank} of site {hello.site} gets what site {which} sent in round {wanted.round} from here"
-        )
+        for site in set(wanted.sites) - self._asked_by.setdefault(hello.site, set()):
+            self._asked_by[hello.site].add(site)
+            self._say(
+                f"site {hello.site} gets from here what site {site} sent it directly, first in round {wanted.round}"
+            )
 
     def _contribute(self, number: int, site: ConnectedSite) -> None:
         if len(site.sent) < len(site.ranks):
