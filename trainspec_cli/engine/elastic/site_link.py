@@ -41,8 +41,8 @@ class SiteLink:
         access = SiteAccess(secret, lambda: replace(hello, applied=applied()), silence_s)
         self._site, self._silence_s = hello.site, silence_s
         self._meeting = SiteConnection(MEETING_POINT, endpoint, access, self._hear)
-        self._direct = DirectSites(access, self._hold, self._ask)
         self._rounds = ArrivingRounds(hello.site, applied())
+        self._direct = DirectSites(access, self._rounds.hold, self._ask)
         self.is_member: bool | None = None
         """None: the meeting point has not answered yet."""
         self.record: RoundRecord | None = None
@@ -149,14 +149,11 @@ class SiteLink:
             self._ask()
             self._loop.call_later(self._silence_s, lambda: self._ask(record.round))
         elif isinstance(message, Passed):
-            self._hold(message.round, message.site, payload)
+            self._rounds.hold(message.round, message.site, payload)
         elif isinstance(message, Inboxes):
             self._direct.meet(message)
         else:
             raise ValueError(f"the meeting point does not say {type(message).__name__}")
-
-    def _hold(self, number: int, site: int, content: bytes) -> None:
-        self._rounds.hold(number, site, content)
 
     def _ask(self, patiently_awaited: int | None = None) -> None:
         """Ask the meeting point for what is lacking of decided rounds; what is on its direct way is waited for, but in
