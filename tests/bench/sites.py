@@ -24,8 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from lab.link import Link
 from lab.ports import free_port
-from lab.thin_link import Link
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import read_json
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--delay-ms", type=float, default=50.0)
     parser.add_argument("--format", default="int4")
     parser.add_argument("changes", nargs="*", help="key=value of the recipe")
-    wanted = parser.parse_args()
+    wanted = parser.parse_intermixed_args()
     bench = {"loss": bench_loss, "speed": bench_speed}[wanted.what]
     print(json.dumps({"settings": vars(wanted), "cores": os.cpu_count(), **bench(wanted)}, indent=2))
 

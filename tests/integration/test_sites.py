@@ -1,19 +1,22 @@
-"""Two sites as two launches of real processes, with a real kill."""
+"""Sites as launches of real processes, with a real kill, and with strangers."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+from lab.link import Link
 from lab.ports import free_port
-from lab.thin_link import Link
 from lab.waiting import wait_for
 
+from trainspec_cli.certify.security import listening
 from trainspec_cli.launcher.backend.processes import workers_among
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import read_json
@@ -23,23 +26,34 @@ from trainspec_cli.rundir.paths import RunDir
 pytest.importorskip("cryptography")
 
 RECIPE = (
-    *("recipe=tiny", "resilience=sites", "cluster.devices_per_node=2", "layout=fsdp", "run.preflight=false"),
+    *("recipe=tiny", "resilience=sites", "layout=fsdp", "run.preflight=false"),
     *("resilience.sites.interval_steps=8", "resilience.sites.fragments=2", "resilience.sites.delay_steps=2"),
     *("batching.global_batch_size=4", "checkpoint.interval_steps=5"),
 )
 
 
-class TwoSites:
-    def __init__(self, folder: Path, environment: dict[str, str], *changes: str, delay_s: float = 0.0):
-        create_secret(folder / "secret")
-        self.folder, self.port = folder, free_port()
-        self.link = Link(self.port, None, delay_s)
-        """Of site 1."""
-        self.sites = [self._start(site, environment, changes) for site in range(2)]
+TWO_RANKS = "cluster.devices_per_node=2"
 
-    def _start(self, site: int, environment: dict[str, str], changes: tuple[str, ...]) -> subprocess.Popen[str]:
-        port = self.link.port if site else self.port
-        options = ("--site", str(site), "--sites-endpoint", f"127.0.0.1:{port}", "--sites-secret", "secret")
+
+class Sites:
+    """`ports`: by site, that at which it listens for the others. `delay_s`: of the last site's link, one way."""
+
+    def __init__(self, folder: Path, environment: dict[str, str], *changes: str, count: int = 2, delay_s: float = 0.0):
+        create_secret(folder / "secret")
+        self.folder, self.port, self.ports = folder, free_port(), dict[int, int]()
+        self.link = Link(self.port, None, delay_s)
+        if count > 2:
+            self.ports = {site: free_port() for site in range(1, count)}
+        changes = (*changes, f"resilience.sites.count={count}")
+        self.sites = [self._start(site, environment, changes, count) for site in range(count)]
+
+    def _start(
+        self, site: int, environment: dict[str, str], changes: tuple[str, ...], count: int
+    ) -> subprocess.Popen[str]:
+        port = self.link.port if site == count - 1 else self.port
+        options = ["--site", str(site), "--sites-endpoint", f"127.0.0.1:{port}", "--sites-secret", "secret"]
+        if site in self.ports:
+            options += ["--site-listen", f"127.0.0.1:{self.ports[site]}"]
         command = [sys.executable, "-m", "trainspec_cli", "launch", *RECIPE, *changes, f"run.dir=site{site}", *options]
         return subprocess.Popen(
             command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
@@ -58,12 +72,12 @@ class TwoSites:
             assert process.returncode == 0, output
 
     def digests(self) -> set[str]:
-        return {read_json(self.run_dir(site).result_json)["weights_sha256"] for site in range(2)}
+        return {read_json(self.run_dir(site).result_json)["weights_sha256"] for site in range(len(self.sites))}
 
 
 @pytest.mark.slow
 def test_two_sites_of_two_ranks_each_end_with_the_same_weights(tmp_path: Path, environment: dict[str, str]) -> None:
-    sites = TwoSites(tmp_path, environment, "train.max_steps=20")
+    sites = Sites(tmp_path, environment, TWO_RANKS, "train.max_steps=20")
     sites.wait()
     assert len(sites.digests()) == 1
     taken = [range(e["took"][0], sum(e["took"])) for site in range(2) for e in _steps(sites.run_dir(site))]
@@ -74,7 +88,7 @@ def test_two_sites_of_two_ranks_each_end_with_the_same_weights(tmp_path: Path, e
 def test_a_site_whose_rank_is_killed_comes_back_while_the_other_goes_on(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    sites = TwoSites(tmp_path, environment, "train.max_steps=400")
+    sites = Sites(tmp_path, environment, TWO_RANKS, "train.max_steps=400")
     wait_for(lambda: sites.reached(1, 30), sites.sites[1])
     supervisor = psutil.Process(sites.sites[1].pid)
     os.kill(workers_among(supervisor.children(recursive=True))[0].pid, signal.SIGKILL)
@@ -87,7 +101,7 @@ def test_a_site_whose_rank_is_killed_comes_back_while_the_other_goes_on(
 @pytest.mark.slow
 def test_sites_exchange_less_often_over_a_slow_link(tmp_path: Path, environment: dict[str, str]) -> None:
     follows = ("scheduler=auto", "resilience.sites.max_interval_steps=40")
-    sites = TwoSites(tmp_path, environment, "train.max_steps=80", *follows, delay_s=1.0)
+    sites = Sites(tmp_path, environment, "train.max_steps=80", TWO_RANKS, *follows, delay_s=1.0)
     sites.wait()
     assert len(sites.digests()) == 1
     changes = [[e for e in read_events(sites.run_dir(site).events(0)) if e["type"] == "interval"] for site in range(2)]
@@ -97,6 +111,37 @@ def test_sites_exchange_less_often_over_a_slow_link(tmp_path: Path, environment:
     taken = [range(e["took"][0], sum(e["took"])) for site in range(2) for e in _steps(sites.run_dir(site))]
     positions = sorted(position for own in taken for position in own)
     assert positions == list(range(len(positions))), "each is taken once"
+
+
+def test_three_sites_send_directly_and_strangers_at_their_ports_change_nothing(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    alone, molested = tmp_path / "alone", tmp_path / "molested"
+    digests = []
+    for folder in (alone, molested):
+        folder.mkdir()
+        changes = ("train.max_steps=24", "cluster.devices_per_node=1", "scheduler=off")
+        sites = Sites(folder, environment, *changes, count=3)
+        if folder == molested:
+            wait_for(lambda sites=sites: sites.reached(1, 6), sites.sites[1])
+            _molest_inboxes(sites)
+        sites.wait()
+        digests.append(sites.digests())
+        for site in (1, 2):
+            log = (sites.run_dir(site).sites / "sites.log").read_text(encoding="utf-8")
+            assert f"site {3 - site} is connected directly" in log
+            events = read_events(sites.run_dir(site).events(0))
+            assert not [event for event in events if event["type"] in ("warning", "recovery")]
+    assert len(digests[0]) == 1 and digests[0] == digests[1]
+
+
+def _molest_inboxes(sites: Sites) -> None:
+    for site, port in sites.ports.items():
+        listens = listening(psutil.Process(sites.sites[site].pid))
+        assert ("127.0.0.1", port) in listens and {address for address, _ in listens} == {"127.0.0.1"}
+        for content in (b"", b"\x16\x03\x01" + bytes(200), b"x" * 2**16):
+            with socket.create_connection(("127.0.0.1", port), 20) as stranger, suppress(OSError):
+                stranger.sendall(content)
 
 
 def _steps(run: RunDir) -> list[dict[str, list[int]]]:

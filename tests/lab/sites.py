@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lab.thin_link import Link
+from lab.link import Link
 from lab.waiting import wait_for
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
@@ -32,6 +32,7 @@ from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sites import FarSites
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.launcher.job.place import listen
+from trainspec_cli.launcher.sites.inbox import SiteInbox, make_inbox
 from trainspec_cli.launcher.sites.meeting_point import MeetingPoint, make_meeting_point
 from trainspec_cli.policy.batch.division import OwnSamples
 from trainspec_cli.rundir.events import read_events
@@ -49,6 +50,11 @@ CPU = torch.device("cpu")
 STEPS, BATCH, WAIT_S = 24, 4, 60
 NAMES = ("embed.weight", "blocks.0.weight", "blocks.1.weight", "norm.weight")
 SITES = SitesSpec(interval_steps=8, fragments=2, delay_steps=2, grace_s=20.0)
+
+
+def begun(values: int) -> Tensor:
+    """Return what a share begins with."""
+    return torch.arange(float(values)) / values
 
 
 class Numbered:
@@ -77,7 +83,7 @@ class Site:
 
     def __init__(self, lab: SitesLab, number: int, saved: Saved | None = None):
         self.lab, self.number = lab, number
-        self.shares = [Share(name, nn.Parameter(torch.arange(130.0) / 130)) for name in NAMES]
+        self.shares = [Share(name, nn.Parameter(begun(lab.values))) for name in NAMES]
         self.stop, self.error = StopRequest(), None
         mesh = SimpleNamespace(
             data_rank=0,
@@ -165,7 +171,8 @@ class Site:
 
     def _learn(self, position: int) -> None:
         for place, share in enumerate(self.shares):
-            share.local.mul_(0.99).add_(torch.sin(torch.arange(130.0) * (position + place + 1)), alpha=0.01)
+            moves = torch.sin(torch.arange(float(self.lab.values)) * (position + place + 1))
+            share.local.mul_(0.99).add_(moves, alpha=0.01)
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self.run.run_dir.events(0)) if event["type"] == kind]
@@ -189,12 +196,21 @@ class SitesLab:
         self.settings = replace(SITES, count=sites, **changes)
         self.silence_s, self.return_s = 10.0, 5.0
         self.port = 0
+        self.values = 130
+        """Of a share."""
         self.point: MeetingPoint
+        self.inboxes: dict[int, SiteInbox] = {}
+        self.addresses: dict[int, str] = {}
+        """Where each site is reached directly."""
+        self.endpoints: dict[int, int] = {}
+        """The port by which a site reaches the meeting point, where it is another one."""
         self.started: list[Site] = []
+        self.logs: list[TextIO] = []
 
     def spec_of(self, site: int) -> RunSpec:
-        port = self.links[site].port if site in self.links else self.port
-        sites = replace(self.settings, site=site, endpoint=f"127.0.0.1:{port}", secret=str(self.secret))
+        endpoint = f"127.0.0.1:{self.endpoints.get(site, self.port)}"
+        reached = {"endpoint": endpoint, "listen": self.addresses.get(site)}
+        sites = replace(self.settings, site=site, secret=str(self.secret), **reached)
         spec = RunSpec(
             model=DecoderModel(1, 32, 2, 1, 16, 48, 50),
             data=DataSpec(seq_len=1, source="python_stdlib"),
@@ -210,19 +226,40 @@ class SitesLab:
         """Open the meeting point, the first time or again."""
         listener = listen("127.0.0.1", self.port)
         self.port = listener.getsockname()[1]
-        plan: Any = SimpleNamespace(spec=self.spec_of(0), layout=Layout(), total_steps=STEPS)
         self.log = (self.folder / "sites.log").open("a", encoding="utf-8")
-        self.point = make_meeting_point(plan, self.folder / "sites", read_secret(self.secret), self.log)
+        secret = read_secret(self.secret)
+        self.point = make_meeting_point(self._plan_of(0), self.folder / "sites", secret, self.log)
         self.point.start(listener)
         self.links = {site: Link(self.port, None, delay_s) for site, delay_s in self.link_delays_s.items()}
+        self.endpoints |= {site: link.port for site, link in self.links.items()}
+
+    def open_inbox(self, site: int) -> int:
+        """Have a site listen for the others, in place of its supervisor; return the port."""
+        listener = listen("127.0.0.1")
+        port = int(listener.getsockname()[1])
+        self.addresses[site] = f"127.0.0.1:{port}"
+        self.logs.append((self.folder / f"site{site}.log").open("a", encoding="utf-8"))
+        self.inboxes[site] = make_inbox(self._plan_of(site), read_secret(self.secret), self.logs[-1])
+        self.inboxes[site].start(listener)
+        return port
+
+    def _plan_of(self, site: int) -> Any:
+        return SimpleNamespace(spec=self.spec_of(site), layout=Layout(), total_steps=STEPS)
 
     def close(self) -> None:
         self.point.close()
-        self.log.close()
+        for inbox in self.inboxes.values():
+            inbox.close()
+        for log in (self.log, *self.logs):
+            log.close()
 
     @property
     def said(self) -> str:
         return (self.folder / "sites.log").read_text(encoding="utf-8")
+
+    def said_by(self, site: int) -> str:
+        """Return what the inbox of a site has logged."""
+        return (self.folder / f"site{site}.log").read_text(encoding="utf-8")
 
     def start(self, number: int, saved: Saved | None = None) -> Site:
         self.started.append(Site(self, number, saved))

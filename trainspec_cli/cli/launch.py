@@ -16,6 +16,7 @@ from trainspec_cli.cli.options import (
     NumNodes,
     RecipeArguments,
     Site,
+    SiteListen,
     SitesEndpoint,
     SitesSecret,
     Sweeps,
@@ -43,6 +44,7 @@ def launch(
     site: Site = None,
     sites_endpoint: SitesEndpoint = None,
     sites_secret: SitesSecret = None,
+    site_listen: SiteListen = None,
     notify: NotifyCommand = "",
     webhook: Webhook = "",
     as_json: AsJson = False,
@@ -66,7 +68,10 @@ def launch(
     from trainspec_cli.session.nodes import NodeOptions
     from trainspec_cli.session.sites import SiteOptions
 
-    nodes, options = NodeOptions(nnodes, node_rank, rdzv_endpoint), SiteOptions(site, sites_endpoint, sites_secret)
+    nodes, options = (
+        NodeOptions(nnodes, node_rank, rdzv_endpoint),
+        SiteOptions(site, sites_endpoint, sites_secret, site_listen),
+    )
     with on_stop_signal(interrupt):
         if dry_run:
             shown = session.show_launch(arguments, nodes, force=force, as_json=as_json, site=options)

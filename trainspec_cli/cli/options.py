@@ -50,6 +50,14 @@ SitesSecret = Annotated[
     str | None,
     typer.Option("--sites-secret", metavar="FILE", help="32 random bytes that all sites share, private to you."),
 ]
+SiteListen = Annotated[
+    str | None,
+    typer.Option(
+        "--site-listen",
+        metavar="HOST:PORT",
+        help="Where this site, not site 0, listens for the others, as they reach it.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write one page with charts.")]
 Force = Annotated[bool, typer.Option("--force", help="Train although the plan is predicted not to fit this machine.")]

@@ -22,6 +22,7 @@ from trainspec_cli.cli.options import (
     HangAfter,
     MaxRestarts,
     Site,
+    SiteListen,
     SitesEndpoint,
     SitesSecret,
     Sweeps,
@@ -54,7 +55,7 @@ AllowSetup = Annotated[
     ),
 ]
 OF_RECIPE, OF_COMMAND = (
-    ("sweep", "force", "site", "sites_endpoint", "sites_secret"),
+    ("sweep", "force", "site", "sites_endpoint", "sites_secret", "site_listen"),
     ("folder", "max_restarts", "grace_s", "hang_s", "work_s"),
 )
 """Options that a recipe's job alone has, and that of a command."""
@@ -83,6 +84,7 @@ def sbatch(
     site: Site = None,
     sites_endpoint: SitesEndpoint = None,
     sites_secret: SitesSecret = None,
+    site_listen: SiteListen = None,
     folder: CommandFolder = None,
     max_restarts: MaxRestarts = MAX_RESTARTS,
     grace_s: Grace = GRACE_S,
@@ -104,7 +106,7 @@ def sbatch(
     command = context.obj
     _check_options(context, OF_COMMAND if command is None else OF_RECIPE, of_recipe=command is None)
     if command is None:
-        options = SiteOptions(site, sites_endpoint, sites_secret)
+        options = SiteOptions(site, sites_endpoint, sites_secret, site_listen)
         made = _prepare_recipe(arguments or [], sweep or [], options, force=force)
     else:
         wanted = wanted_of(max_restarts, grace_s, hang_s, work_s)

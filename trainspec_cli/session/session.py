@@ -37,7 +37,7 @@ from trainspec_cli.session.load import Loaded
 from trainspec_cli.session.predict import predict, with_known_limits
 from trainspec_cli.session.run import run
 from trainspec_cli.session.select_kernels import select_kernels
-from trainspec_cli.session.sites import check_site, meeting_point
+from trainspec_cli.session.sites import check_site, site_server
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.own_code import describe_code
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -84,7 +84,7 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
         if session.reach:
             backend = partial(NodesBackend, reach=session.reach, examination=examination)
         limits = LimitsWatch(job.run, plan, machine)
-        with meeting_point(job.run, plan):
+        with site_server(job.run, plan):
             return run(
                 *(job, plan, backend, session.console, limits),
                 advisor=_advisor(job.run, plan, machine),

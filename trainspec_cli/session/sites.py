@@ -1,4 +1,5 @@
-"""One of several far-apart sites: what its command line says, and the meeting point that site 0 runs beside its run."""
+"""One of several far-apart sites: what its command line says, and the server that it runs beside its run, the meeting
+point at site 0 and an inbox elsewhere."""
 
 from __future__ import annotations
 
@@ -6,20 +7,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.launcher.job.place import listen, listening_address
 from trainspec_cli.rundir.generations import read_secret
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.load import Loaded, load
+from trainspec_cli.spec.recipe.resilience import FIRST_SITE
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
+
+if TYPE_CHECKING:
+    from trainspec_cli.launcher.sites.inbox import SiteInbox
+    from trainspec_cli.launcher.sites.meeting_point import MeetingPoint
 
 PATH = "resilience.sites"
 EXAMPLE = "--site I --sites-endpoint HOST:PORT --sites-secret FILE"
 MAKE_SECRET = "(umask 77; head -c 32 /dev/urandom > FILE)"
-FIRST = 0
-"""The site of the meeting point."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +34,19 @@ class SiteOptions:
     site: int | None = None
     endpoint: str | None = None
     secret: str | None = None
+    listen: str | None = None
 
     @property
     def as_arguments(self) -> list[str]:
         secret = self.secret and str(Path(self.secret).expanduser().absolute())
-        given = {"site": self.site, "endpoint": self.endpoint, "secret": secret}
+        given = {"site": self.site, "endpoint": self.endpoint, "secret": secret, "listen": self.listen}
         return [f"{PATH}.{key}={value}" for key, value in given.items() if value is not None]
 
     @property
     def given(self) -> list[str]:
         """Return the options that were given."""
         options = {"--site": self.site, "--sites-endpoint": self.endpoint, "--sites-secret": self.secret}
+        options["--site-listen"] = self.listen
         return [option for option, value in options.items() if value is not None]
 
     def check(self, spec: RunSpec) -> None:
@@ -77,21 +84,32 @@ def load_site(arguments: Sequence[str], options: SiteOptions) -> Loaded:
 
 
 @contextmanager
-def meeting_point(run: RunDir, plan: Plan) -> Iterator[None]:
-    """Have the sites' meeting point inside, where this is the run of site 0."""
+def site_server(run: RunDir, plan: Plan) -> Iterator[None]:
+    """Have the server of a site inside: the meeting point at site 0, elsewhere an inbox, where it is to have one."""
     sites = plan.spec.resilience.sites
-    if plan.spec.resilience.mode != "sites" or sites.site != FIRST:
+    address = sites.endpoint if sites.site == FIRST_SITE else sites.listen
+    if plan.spec.resilience.mode != "sites" or address is None:
         yield
         return
-    from trainspec_cli.launcher.sites.meeting_point import make_meeting_point  # asyncio, which other runs do without
-
-    host, _, port = str(sites.endpoint).rpartition(":")
+    host, _, port = address.rpartition(":")
     listener = listen(listening_address(host), int(port))
     run.sites.mkdir(exist_ok=True)
+    secret = read_secret(Path(str(sites.secret)))
     with (run.sites / "sites.log").open("a", encoding="utf-8") as log:
-        point = make_meeting_point(plan, run.sites, read_secret(Path(str(sites.secret))), log)
-        point.start(listener)
+        server = _make_server(run, plan, secret, log)
+        server.start(listener)
         try:
             yield
         finally:
-            point.close()
+            server.close()
+
+
+def _make_server(run: RunDir, plan: Plan, secret: bytes, log: TextIO) -> MeetingPoint | SiteInbox:
+    """Import asyncio, which other runs do without."""
+    if plan.spec.resilience.sites.site == FIRST_SITE:
+        from trainspec_cli.launcher.sites.meeting_point import make_meeting_point
+
+        return make_meeting_point(plan, run.sites, secret, log)
+    from trainspec_cli.launcher.sites.inbox import make_inbox
+
+    return make_inbox(plan, secret, log)

@@ -1,4 +1,4 @@
-"""The messages between a rank of a site and the sites' meeting point.
+"""The messages between a rank of a site and the sites' meeting point, and between a rank and the inbox of a site.
 
 A message is a line of JSON, `{"op": ..., "bytes": n, ...}`, and n bytes that follow it.
 """
@@ -12,20 +12,22 @@ from dataclasses import asdict, dataclass
 
 from trainspec_cli.json_value import JsonObject
 
-GREETING = b"trainspec sites 1\n"
-"""What the meeting point sends first; then both ends go on in TLS."""
+GREETING = b"trainspec sites 2\n"
+"""What a meeting point or an inbox sends first; then both ends go on in TLS."""
+MEETING_POINT = "sites"
+"""The name of the meeting point in the proofs of both ends."""
 LINE_BYTES = 2**24
 """The longest line of JSON that either end accepts."""
 CHUNK_BYTES = 2**18
 MAX_PAYLOAD_BYTES = 2**36
 OPERATION, PAYLOAD_BYTES = "op", "bytes"
 
-# a rank of a site -> the meeting point
+# a rank of a site -> the meeting point, or an inbox
 
 
 @dataclass(frozen=True)
 class SiteHello:
-    """A rank is there; the meeting point answers when all ranks of its site are."""
+    """A rank is there; the meeting point answers when all ranks of its site are, an inbox does not."""
 
     site: int
     rank: int
@@ -36,6 +38,8 @@ class SiteHello:
     """The newest round that the rank has applied; -1 before the first."""
     recipe: str
     """A digest of what all sites have to agree on."""
+    listen: str = ""
+    """HOST:PORT of the site's inbox; empty: it has none."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,18 @@ class Sent:
     exchange_s: float = 0.0
     """From when the rank sent for the round before until it had that round's decision, with the others' outer
     gradients; 0: not measured."""
+    sha256: str = ""
+    """Of the encoded outer gradient."""
+    direct: tuple[int, ...] = ()
+    """The sites to whose inboxes the rank sends it as well."""
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """The outer gradients of some sites, which a decision has not brought and which have not come directly."""
+
+    round: int
+    sites: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,22 @@ class Alive:
     """Sent by both ends, so that silence means something."""
 
 
-# the meeting point -> a rank of a site
+# the meeting point, or the inbox of a site -> a rank of the site
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The outer gradient of another site for a round that is not decided yet; its bytes follow."""
+
+    round: int
+    site: int
+
+
+@dataclass(frozen=True)
+class Gone:
+    """The direct connection of another site has ended."""
+
+    site: int
 
 
 @dataclass(frozen=True)
@@ -79,6 +110,14 @@ class Welcome:
 
 
 @dataclass(frozen=True)
+class Inboxes:
+    """Where the sites that have been connected are reached; an empty address: through the meeting point alone."""
+
+    sites: tuple[int, ...]
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Decided:
     """A round: its record, and the outer gradients of some sites, one after another."""
 
@@ -86,6 +125,9 @@ class Decided:
     sites: tuple[int, ...]
     sizes: tuple[int, ...]
     """Bytes of each of them."""
+    sha256: tuple[str, ...] = ()
+    """Of the outer gradients of all sites whose work is merged, in the order of the record; none where all of them
+    come with it."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +138,26 @@ class Refused:
     hint: str
 
 
-Message = SiteHello | Sent | Followed | Alive | Welcome | Decided | Refused
+Message = SiteHello | Sent | Lacking | Followed | Alive | Passed | Gone | Welcome | Inboxes | Decided | Refused
 OPERATIONS: dict[str, type[Message]] = {
     "hello": SiteHello,
     "sent": Sent,
+    "lacking": Lacking,
     "followed": Followed,
     "alive": Alive,
+    "passed": Passed,
+    "gone": Gone,
     "welcome": Welcome,
+    "inboxes": Inboxes,
     "decided": Decided,
     "refused": Refused,
 }
 _NAMES = {message: name for name, message in OPERATIONS.items()}
+
+
+def inbox_of(site: int) -> str:
+    """Return the name of a site's inbox in the proofs of both ends: whoever wants another one is refused."""
+    return f"site {site}"
 
 
 def pack(message: Message, payload: bytes = b"") -> bytes:

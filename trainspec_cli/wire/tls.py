@@ -1,4 +1,4 @@
-"""Encrypted connections between sites: TLS by the standard library, with a certificate that each meeting makes anew.
+"""Encrypted connections between sites: TLS by the standard library, with a certificate that each server makes anew.
 
 Nobody vouches for the certificate: who is at the other end is proved by the handshake over the shared secret
 (`handshake.py`), whose purpose holds the certificate's digest. Somebody in between would have to show another
@@ -14,7 +14,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-SITES_PURPOSE = "sites"
 LIFETIME = datetime.timedelta(days=3650)
 PACKAGE = "cryptography"
 """The package that makes certificates, of the extra `sites`."""
@@ -26,14 +25,13 @@ class TlsCertificate:
     digest: str
     """SHA-256 of its DER."""
 
-    @property
-    def purpose(self) -> str:
-        return purpose_of(self.digest)
+    def purpose(self, server: str) -> str:
+        return purpose_of(server, self.digest)
 
 
-def purpose_of(digest: str) -> str:
-    """Return the purpose of a handshake inside of a TLS connection."""
-    return f"{SITES_PURPOSE} {digest}"
+def purpose_of(server: str, digest: str) -> str:
+    """Return the purpose of a handshake inside of a TLS connection: who listens, and the certificate that it shows."""
+    return f"{server} {digest}"
 
 
 def make_certificate() -> TlsCertificate:
@@ -69,7 +67,7 @@ def peer_digest(connection: ssl.SSLObject) -> str:
     """Return the digest of the certificate that the server has shown."""
     shown = connection.getpeercert(binary_form=True)
     if shown is None:
-        raise ConnectionError("the meeting point has shown no certificate")
+        raise ConnectionError("what listens there has shown no certificate")
     return hashlib.sha256(shown).hexdigest()
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("cryptography")
 
-from lab.sites import BATCH, STEPS, Site, SitesLab, kill, wait_until
+from lab.sites import BATCH, STEPS, Site, SitesLab, begun, kill, wait_until
 
 from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
 
@@ -21,22 +20,6 @@ Lab = Callable[..., SitesLab]
 AUTO = {"scheduler": SchedulerSpec(mode="auto")}
 SLOW_LINK = (1000.0, 3500.0)
 """Seconds of a step and of an exchange that are measured; beside them those that tests take are nothing."""
-
-
-@pytest.fixture
-def lab(one_process: None, tmp_path: Path) -> Iterator[Lab]:
-    made: list[SitesLab] = []
-
-    def make(name: str = "lab", **settings: Any) -> SitesLab:
-        folder = tmp_path / name
-        folder.mkdir()
-        made.append(SitesLab(folder, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        for site in one.started:
-            site.stop.requested = True
 
 
 def taken(*sites: Site) -> list[int]:
@@ -63,11 +46,11 @@ def test_sites_end_with_the_same_weights_and_each_sample_is_taken_once(lab: Lab)
 def test_weights_that_sites_share_are_better_than_what_one_has_seen_alone(lab: Lab) -> None:
     """They move towards what sites have learned, and not away from it: the sign of the outer gradient."""
     trial = lab(outer_momentum=0.0, outer_lr=1.0)
-    begun = torch.cat([torch.arange(130.0) / 130] * 4)
+    start = torch.cat([begun(trial.values)] * 4)
     first, _ = trial.run_all()
     learned = first.saves[4][1]
-    locally = torch.cat([learned[share.name] for share in first.shares]) - begun
-    assert torch.cosine_similarity(first.weights - begun, locally, dim=0) > 0.3
+    locally = torch.cat([learned[share.name] for share in first.shares]) - start
+    assert torch.cosine_similarity(first.weights - start, locally, dim=0) > 0.3
 
 
 def test_a_killed_site_is_not_waited_for_and_trains_again(lab: Lab) -> None:
@@ -160,7 +143,7 @@ def test_an_exchange_whose_connection_broke_is_not_measured(lab: Lab) -> None:
     found: dict[int, float] = {}
 
     def break_connection(_site: Site) -> None:
-        trial.point._loop.call_soon_threadsafe(trial.point._sites[1].abort)
+        trial.point._server._loop.call_soon_threadsafe(trial.point._sites[1].abort)
 
     def note(site: Site) -> None:
         link = site.coordinator._voice._link

@@ -10,10 +10,19 @@ from trainspec_cli.policy.sites.link import VALUE_BYTES, SiteLinks, hiding_inter
 
 
 def test_the_link_of_the_meeting_point_carries_all_that_the_sites_send() -> None:
-    two = SiteLinks(2, bytes_per_s=1e6, delay_s=0.05)
-    assert two.exchange_s(1e6) == pytest.approx(0.1 + 2.0), "in, then out"
-    assert SiteLinks(4, 1e6, 0.0).carried_bytes(1.0) == 3 + 9
+    two, four = SiteLinks(2, bytes_per_s=1e6, delay_s=0.05), SiteLinks(4, 1e6, 0.05)
+    assert two.exchange_s(1e6) == pytest.approx(0.1 + 1.0), "out while it goes in"
+    assert four.exchange_s(1e6) == pytest.approx(0.1 + 9.0)
+    assert four.carried_bytes(1.0) == 3 + 9
     assert two.all_reduce_s(4e6) == pytest.approx(2 * (2.0 + 0.05))
+
+
+def test_direct_links_carry_what_the_others_have_sent() -> None:
+    four = SiteLinks(4, bytes_per_s=1e6, delay_s=0.05, direct=True)
+    assert four.exchange_s(1e6) == pytest.approx(0.1 + 3.0)
+    assert four.carried_bytes(1.0) == 3 + 3
+    both = [SiteLinks(2, 1e6, 0.05, direct=direct) for direct in (False, True)]
+    assert both[0].exchange_s(1e6) == both[1].exchange_s(1e6), "the meeting point is at one of the two"
 
 
 @given(st.integers(1, 100), st.integers(0, 100), st.floats(0.001, 10), st.floats(0, 1000))

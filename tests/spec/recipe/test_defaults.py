@@ -310,6 +310,7 @@ DEFAULTS: dict[str, Any] = {
             "count": 2,
             "site": None,
             "endpoint": None,
+            "listen": None,
             "secret": None,
             "interval_steps": 100,
             "max_interval_steps": None,

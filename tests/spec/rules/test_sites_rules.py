@@ -19,6 +19,8 @@ OF = "resilience.sites"
         ({f"{OF}.quorum": 3}, f"{OF}.quorum", "of 2 sites it is 2 at most"),
         ({f"{OF}.site": 2}, f"{OF}.site", "of 2 sites it is 1 at most"),
         ({f"{OF}.endpoint": "host"}, f"{OF}.endpoint", "HOST:PORT is needed"),
+        ({f"{OF}.listen": "host:0"}, f"{OF}.listen", "HOST:PORT is needed"),
+        ({f"{OF}.site": 0, f"{OF}.listen": "host:1"}, f"{OF}.listen", "site 0 is reached at"),
         ({"train.tokens": 1000}, "train", "counts steps"),
         ({"train.early_stop_evals": 2, "train.eval_interval_steps": 5}, "train.early_stop_evals", "its last step"),
         ({"checkpoint.keep_best": True, "train.eval_interval_steps": 5}, "checkpoint.keep_best", "merged model"),
@@ -31,7 +33,10 @@ def test_what_does_not_fit_is_refused(make_spec, changes, path, says) -> None:
 
 
 def test_what_fits_is_not(make_spec) -> None:
-    assert check(make_spec(SITES | {f"{OF}.site": 1, f"{OF}.endpoint": "a.example:29500"})) == []
+    assert (
+        check(make_spec(SITES | {f"{OF}.site": 1, f"{OF}.endpoint": "a.example:29500", f"{OF}.listen": "b.example:1"}))
+        == []
+    )
 
 
 @pytest.mark.parametrize(

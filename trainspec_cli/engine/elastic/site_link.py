@@ -1,78 +1,91 @@
-"""A rank's connection to the sites' meeting point: encrypted, authenticated, and beside the training.
+"""A rank's way to the other sites: through the meeting point, and directly where that is possible.
 
-A thread of its own sends what it is given and keeps what arrives; where the connection breaks it connects anew, and
-sends again what was not decided yet. Nothing here waits for the network on the training's own thread.
+A thread of its own sends what it is given and keeps what arrives; where a connection breaks it connects anew. What the
+meeting point has not decided yet is sent to it again; what does not come directly is asked of it. Nothing here waits
+for the network on the training's own thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from trainspec_cli.errors import TrainspecError
-from trainspec_cli.json_value import JsonObject
+from trainspec_cli.engine.elastic.arriving_rounds import ArrivingRounds
+from trainspec_cli.engine.elastic.direct_sites import DirectSites
+from trainspec_cli.engine.elastic.site_connection import SiteAccess, SiteConnection
 from trainspec_cli.policy.sites.round import RoundRecord
 from trainspec_cli.spec.canonical import from_plain
-from trainspec_cli.spec.records import read_record
-from trainspec_cli.wire.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_S, Answer, HandshakeError
+from trainspec_cli.wire.handshake import TIMEOUT_S
 from trainspec_cli.wire.sites import (
-    GREETING,
-    LINE_BYTES,
-    OPERATION,
-    OPERATIONS,
-    Alive,
+    MEETING_POINT,
     Decided,
     Followed,
+    Inboxes,
+    Lacking,
     Message,
+    Passed,
     Refused,
     Sent,
     SiteHello,
     Welcome,
     pack,
-    receive,
 )
-from trainspec_cli.wire.tls import client_context, peer_digest, purpose_of
-
-BEAT_S = 1.0
-RETRY_S = 0.5
-LOST = (OSError, EOFError, ValueError, TimeoutError, TrainspecError)
-"""What a connection ends with."""
 
 
 class SiteLink:
     def __init__(self, endpoint: str, secret: bytes, hello: SiteHello, applied: Callable[[], int], silence_s: float):
         """`applied` returns the newest round that was applied, which a new connection begins from."""
-        self._address = endpoint.rpartition(":")[::2]
-        self._secret, self._hello, self._applied, self._silence_s = secret, hello, applied, silence_s
+        access = SiteAccess(secret, lambda: replace(hello, applied=applied()), silence_s)
+        self._site, self._silence_s = hello.site, silence_s
+        self._meeting = SiteConnection(MEETING_POINT, endpoint, access, self._hear)
+        self._rounds = ArrivingRounds(hello.site, applied())
+        self._direct = DirectSites(access, self._hold, self._ask)
         self.is_member: bool | None = None
         """None: the meeting point has not answered yet."""
         self.record: RoundRecord | None = None
         """That of the round which was applied when the connection began."""
-        self.refusal: Refused | None = None
-        self.trouble = ""
-        """Why there is no connection; empty while there is one."""
-        self.sent_bytes = self.received_bytes = 0
-        """Of messages, before encryption."""
-        self._decided: dict[int, tuple[RoundRecord, dict[int, bytes]]] = {}
         self._pending: tuple[int, bytes] | None = None
         self._followed: int | None = None
         self._posted_s: float | None = None
         self._exchange_s = 0.0
-        self._outbox: asyncio.Queue[bytes] | None = None
+        self._asked: set[tuple[int, int]] = set()
+        """Round and site of what the meeting point was asked for over this connection."""
         self._loop = asyncio.new_event_loop()
-        self._heard_s = 0.0
         self._task = self._loop.create_task(self._stay_connected())
         self._thread = threading.Thread(target=self._run, name="sites", daemon=True)
         self._thread.start()
 
     # Called by the training
 
+    @property
+    def refusal(self) -> Refused | None:
+        return self._meeting.refusal
+
+    @property
+    def trouble(self) -> str:
+        """Return why there is no connection to the meeting point; empty while there is one."""
+        return self._meeting.trouble
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(one.sent_bytes for one in (self._meeting, *self._direct.connections))
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(one.received_bytes for one in (self._meeting, *self._direct.connections))
+
+    def cut_notices(self) -> list[str]:
+        """Return what the user should know of the direct ways, and was not returned before."""
+        notices = self._direct.notices
+        return [notices.get() for _ in range(notices.qsize())]
+
     def send(self, message: Sent, payload: bytes) -> None:
-        """Send an outer gradient, now and after each new connection, until its round is decided."""
-        self._pending = message.round, pack(message, payload)
-        self._call(self._post_pending)
+        """Send an outer gradient to the sites that are reached, and to the meeting point, to that after each new
+        connection too, until its round is decided."""
+        self._call(lambda: self._send(message, payload))
 
     def follow(self, number: int) -> None:
         """Say that all rounds up to `number` were applied, by a site that is no member."""
@@ -84,13 +97,11 @@ class SiteLink:
         self.is_member, self._followed = True, None
 
     def has(self, number: int) -> bool:
-        return number in self._decided
+        return self._rounds.has(number)
 
     def take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
         """Return a round that has arrived, and the outer gradients by site; those before it are forgotten."""
-        found = self._decided[number]
-        for older in [one for one in list(self._decided) if one <= number]:
-            del self._decided[older]
+        found = self._rounds.take(number)
         if self._pending and self._pending[0] <= number:
             self._pending = None
         return found
@@ -120,107 +131,68 @@ class SiteLink:
             self._loop.close()
 
     async def _stay_connected(self) -> None:
-        while self.refusal is None:
-            try:
-                await self._connect()
-            except LOST as error:
-                self.trouble = str(error) or type(error).__name__
-            await asyncio.sleep(RETRY_S)
-
-    async def _connect(self) -> None:
-        """Connect, and serve the connection until it breaks."""
-        host, port = self._address
-        async with asyncio.timeout(TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, int(port), limit=LINE_BYTES)
+        self._direct.begin()
         try:
-            async with asyncio.timeout(TIMEOUT_S):
-                await self._prove(reader, writer)
-            outbox = self._outbox = asyncio.Queue()
-            outbox.put_nowait(pack(replace(self._hello, applied=self._applied())))
-            await self._serve(reader, writer, outbox)
+            await self._meeting.stay_connected()
         finally:
-            self._outbox = None
-            writer.transport.abort()
+            await self._direct.close()
 
-    async def _serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, outbox: asyncio.Queue[bytes]
-    ) -> None:
-        """Write and read until either fails, or nothing was heard for too long."""
-        self._heard_s = self._loop.time()
-        serving = (self._write(writer, outbox), self._read(reader), self._watch_silence())
-        tasks = [asyncio.ensure_future(one) for one in serving]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                task.result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def _send(self, message: Sent, payload: bytes) -> None:
+        self._rounds.hold(message.round, self._site, payload)
+        whole = replace(message, sha256=hashlib.sha256(payload).hexdigest())
+        self._pending = message.round, self._direct.send(lambda sites: pack(replace(whole, direct=sites), payload))
+        self._post_pending()
 
-    async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if await reader.readexactly(len(GREETING)) != GREETING:
-            raise HandshakeError("what listens there is no meeting point of this version")
-        await writer.start_tls(client_context())
-        digest = peer_digest(writer.get_extra_info("ssl_object"))
-        answer = Answer(self._secret, purpose_of(digest), await reader.readexactly(NONCE_BYTES))
-        writer.write(answer.content)
-        try:
-            answer.check(await reader.readexactly(PROOF_BYTES))
-        except EOFError as error:
-            raise HandshakeError("the meeting point knows another secret, or was full") from error
-
-    async def _write(self, writer: asyncio.StreamWriter, outbox: asyncio.Queue[bytes]) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(BEAT_S):
-                    message = await outbox.get()
-            except TimeoutError:
-                message = pack(Alive())
-            self.sent_bytes += len(message)
-            writer.write(message)
-            await writer.drain()
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while True:
-            self._hear(*await receive(reader, self._note_heard))
-
-    def _note_heard(self) -> None:
-        self._heard_s = self._loop.time()
-
-    async def _watch_silence(self) -> None:
-        while self._loop.time() < self._heard_s + self._silence_s:
-            await asyncio.sleep(BEAT_S)
-        raise TimeoutError(f"the meeting point was silent for {self._silence_s:g} s")
-
-    def _hear(self, fields: JsonObject, payload: bytes) -> None:
+    def _hear(self, message: Message, payload: bytes) -> None:
         """Raise ValueError where a message does not fit."""
-        kind: type[Message] = OPERATIONS[str(fields[OPERATION])]
-        message = read_record(kind, fields)
-        self.received_bytes += len(payload)
         if isinstance(message, Welcome):
             self.record = from_plain(RoundRecord, message.record) if message.record else None
-            self.is_member, self.trouble = message.is_member, ""
+            self.is_member, self._meeting.trouble = message.is_member, ""
+            self._asked.clear()
             self._post_pending()
             self._post_followed()
             self._posted_s = None  # sent once more
         elif isinstance(message, Decided):
             record = from_plain(RoundRecord, message.record)
-            if self._posted_s is not None and self._pending and self._pending[0] == record.round:
-                self._exchange_s = self._loop.time() - self._posted_s
-            self._decided[record.round] = record, _cut(payload, message)
-        elif isinstance(message, Refused):
-            self.refusal = message
+            self._rounds.decide(record, message.sha256, _cut(payload, message))
+            self._note_arrival(record.round)
+            self._ask()
+            self._loop.call_later(self._silence_s, lambda: self._ask(record.round))
+        elif isinstance(message, Passed):
+            self._hold(message.round, message.site, payload)
+        elif isinstance(message, Inboxes):
+            self._direct.meet(message)
+        else:
+            raise ValueError(f"the meeting point does not say {type(message).__name__}")
+
+    def _hold(self, number: int, site: int, content: bytes) -> None:
+        self._rounds.hold(number, site, content)
+        self._note_arrival(number)
+
+    def _note_arrival(self, number: int) -> None:
+        """Measure the exchange that this site takes part in, once all of its round is there."""
+        takes_part = self._pending is not None and self._pending[0] == number
+        if takes_part and self._posted_s is not None and self._rounds.has(number):
+            self._exchange_s, self._posted_s = self._loop.time() - self._posted_s, None
+
+    def _ask(self, patiently_awaited: int | None = None) -> None:
+        """Ask the meeting point for what is lacking of decided rounds; what is on its direct way is waited for, but in
+        the round `patiently_awaited` no longer."""
+        for number, sites in self._rounds.lacking().items():
+            waits = self._direct.trusted if number != patiently_awaited else set()
+            if wanted := tuple(site for site in sites if site not in waits and (number, site) not in self._asked):
+                self._asked |= {(number, site) for site in wanted}
+                self._meeting.post(pack(Lacking(number, wanted)))
 
     def _post_pending(self) -> None:
         """Send what waits for its round, where the meeting point has answered."""
-        if self._outbox is not None and self._pending and self.is_member and not self.trouble:
-            self._outbox.put_nowait(self._pending[1])
-            self._posted_s = self._loop.time()
+        if self._pending and self.is_member and not self.trouble:
+            self._meeting.post(self._pending[1])
+            self._posted_s = self._loop.time() if self._meeting.is_open else None
 
     def _post_followed(self) -> None:
-        if self._outbox is not None and self._followed is not None and not self.trouble:
-            self._outbox.put_nowait(pack(Followed(self._followed)))
+        if self._followed is not None and not self.trouble:
+            self._meeting.post(pack(Followed(self._followed)))
 
 
 def _cut(payload: bytes, message: Decided) -> dict[int, bytes]:

@@ -1,7 +1,7 @@
-"""The ranks of one site, as they speak with the meeting point.
+"""The ranks of one site, as they speak with the meeting point and the other sites.
 
-Each rank has a connection of its own (`SiteLink`) for its shares, so a site has as many streams as ranks that hold
-different ones. A rank whose shares another one holds too has none: it is told what that one hears.
+Each rank has connections of its own (`SiteLink`) for its shares, so a site has as many streams on each way as ranks
+that hold different ones. A rank whose shares another one holds too has none: it is told what that one hears.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class SiteVoice:
             batch=plan.spec.batching.global_batch_size,
             applied=self._applied(),
             recipe=agreement_of(plan),
+            listen=sites.listen or "",
         )
         secret, silence_s = read_secret(Path(sites.secret)), plan.spec.resilience.heartbeat_timeout_s
         return SiteLink(sites.endpoint, secret, hello, self._applied, silence_s)
@@ -145,7 +146,11 @@ class SiteVoice:
         if self._link:
             self._link.joined()
 
-    # Figures
+    # What is to be known of it
+
+    def cut_notices(self) -> list[str]:
+        """Return what the user should know of the direct ways to other sites, and was not returned before."""
+        return self._link.cut_notices() if self._link else []
 
     def note_waited(self, seconds: float) -> None:
         self._waited_s += seconds

@@ -1,7 +1,7 @@
 """The coordinator of one of several far-apart sites.
 
 A site trains by itself, in any layout. Every few steps each of its ranks sends an outer gradient of one fragment to the
-meeting point, and some steps later applies the sum of all sites'. What a round decides holds until the next one is
+other sites, and some steps later applies the sum of all sites'. What a round decides holds until the next one is
 applied: who is a member, and which samples each member takes. The last round, after the last step, leaves all sites
 with the same weights.
 
@@ -196,6 +196,8 @@ class FarSites:
         self._outer.note_applied(record.round)
         self._record = record
         self._applied.append(record.exchange)
+        for notice in self._voice.cut_notices():
+            self._warn(notice)
         if dist.get_rank():
             return
         step, voice = self._progress.step, self._voice

@@ -1,1 +1,1 @@
-"""The meeting point of far-apart sites, which runs beside the supervisor of site 0."""
+"""The servers of far-apart sites, beside their supervisors: the meeting point at site 0, inboxes elsewhere."""

@@ -1,4 +1,4 @@
-"""The connections of the meeting point: one for each rank of each site."""
+"""The connections of ranks to the meeting point, or to the inbox of a site."""
 
 from __future__ import annotations
 
@@ -18,13 +18,18 @@ class RankConnection:
         self._writer = writer
         self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
         self.heard_s = time.monotonic()
+        self.passed: dict[int, str] = {}
+        """The digest of the newest outer gradient of each site that was passed on to it."""
 
     def hear(self) -> None:
         self.heard_s = time.monotonic()
 
     def send(self, message: Message, payload: bytes = b"") -> None:
         """Send when what was sent before is on its way."""
-        self._outbox.put_nowait(pack(message, payload))
+        self.send_packed(pack(message, payload))
+
+    def send_packed(self, content: bytes) -> None:
+        self._outbox.put_nowait(content)
 
     async def write(self) -> None:
         """Write what is to be sent, for ever."""
@@ -43,6 +48,9 @@ class RankConnection:
             self._writer.write(self._outbox.get_nowait())
         await self._writer.drain()
 
+    def silent(self, silence_s: float) -> bool:
+        return time.monotonic() > self.heard_s + silence_s
+
     def abort(self) -> None:
         self._writer.transport.abort()
 
@@ -60,11 +68,16 @@ class ConnectedSite:
     """All ranks are there, and have been answered."""
 
     @property
+    def inbox(self) -> str:
+        """Return the address of its inbox; empty: it has none."""
+        return next(iter(self.hellos.values())).listen
+
+    @property
     def is_complete(self) -> bool:
         return all(len(self.ranks) == hello.ranks for hello in self.hellos.values())
 
     def silent(self, silence_s: float) -> bool:
-        return any(time.monotonic() > rank.heard_s + silence_s for rank in self.ranks.values())
+        return any(rank.silent(silence_s) for rank in self.ranks.values())
 
     def abort(self) -> None:
         for rank in self.ranks.values():

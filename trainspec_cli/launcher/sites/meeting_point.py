@@ -1,113 +1,68 @@
 """The meeting point of the sites: it hears their outer gradients, decides on rounds, and passes the gradients on.
 
 It computes nothing with them: each site decodes and sums what all have sent, in fp32 and in the same order, so that all
-come to the same bits. `policy.sites.meeting` decides; here are connections and files. It runs in a thread beside the
-supervisor of site 0, over the starts of its workers.
+come to the same bits. An outer gradient is passed on as soon as it comes, to all sites but those that get it directly;
+the decision brings what is left. `policy.sites.meeting` decides; here are connections and files. It runs in a thread
+beside the supervisor of site 0, over the starts of its workers.
 """
 
 from __future__ import annotations
 
-import asyncio
-import socket
-import sys
-import threading
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from trainspec_cli.errors import TrainspecError
-from trainspec_cli.json_value import JsonObject
-from trainspec_cli.launcher.rendezvous.door import BAD_REQUEST, Door, prove
 from trainspec_cli.launcher.sites.connections import ConnectedSite, RankConnection
 from trainspec_cli.launcher.sites.rounds import Rounds
+from trainspec_cli.launcher.sites.server import SiteServer
 from trainspec_cli.policy.sites.agreement import agreement_of, rules_of, schedule_of
 from trainspec_cli.policy.sites.meeting import Meeting
 from trainspec_cli.policy.sites.round import Contribution, RoundRecord
 from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.records import read_record
+from trainspec_cli.spec.recipe.resilience import FIRST_SITE
 from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.wire.handshake import Challenge
 from trainspec_cli.wire.sites import (
-    GREETING,
-    LINE_BYTES,
-    OPERATION,
-    OPERATIONS,
-    Alive,
+    MEETING_POINT,
     Decided,
     Followed,
+    Inboxes,
+    Lacking,
+    Message,
+    Passed,
     Refused,
     Sent,
     SiteHello,
     Welcome,
-    receive,
+    pack,
 )
-from trainspec_cli.wire.tls import TlsCertificate, make_certificate
 
-TICK_S = 0.05
 KEPT_INTERVALS = 32
 """Rounds are kept for a site that is away for so many intervals in which the whole model is exchanged."""
 LINGER_S = 120.0
 """A meeting that is over stays for sites that have not heard of its last round yet."""
-ENDS = (*BAD_REQUEST, OSError, EOFError, TrainspecError, asyncio.CancelledError)
+Gradient = tuple[Sent, bytes]
 
 
 class MeetingPoint:
-    def __init__(
-        self,
-        meeting: Meeting,
-        rounds: Rounds,
-        secret: bytes,
-        certificate: TlsCertificate,
-        recipe: str,
-        silence_s: float,
-        log: TextIO = sys.stderr,
-    ):
+    def __init__(self, meeting: Meeting, rounds: Rounds, secret: bytes, recipe: str, silence_s: float, log: TextIO):
         """`recipe` is the digest of what all sites have to agree on."""
-        self._meeting, self._rounds, self._secret, self._certificate = meeting, rounds, secret, certificate
-        self._recipe, self._silence_s, self._log = recipe, silence_s, log
+        self._meeting, self._rounds = meeting, rounds
+        self._recipe, self._silence_s = recipe, silence_s
+        self._server = SiteServer(MEETING_POINT, self, secret, log)
+        self.start, self.close, self._say = self._server.start, self._server.close, self._server.say
         self._sites: dict[int, ConnectedSite] = {}
-        self._sent: dict[int, dict[int, tuple[Sent, bytes]]] = {}
+        self._sent: dict[int, dict[int, Gradient]] = {}
         """What the ranks of each site have sent for the next round, also of a site that has left since."""
         self._saved: dict[int, int] = {}
         """The newest round that each site has in a checkpoint."""
-        self._door = Door(log)
-        self._loop = asyncio.new_event_loop()
-        self._closing = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._served_here: dict[int, set[int]] = {}
+        """For each site, those others that its outer gradients reach through the meeting point alone."""
 
-    def start(self, listener: socket.socket) -> None:
-        self._thread = threading.Thread(
-            target=lambda: self._loop.run_until_complete(self._serve(listener)), name="meeting point", daemon=True
-        )
-        self._thread.start()
+        self._asked_by: dict[int, set[int]] = {}
+        """For each site, those others whose outer gradients it had to ask for, as they did not come directly."""
 
-    def close(self) -> None:
-        """End; a meeting that is over does so once the sites have left, each with the last round."""
-        self._closing.set()
-        if self._thread:
-            self._thread.join()
-        self._loop.close()
-
-    async def _serve(self, listener: socket.socket) -> None:
-        server = await asyncio.start_server(self._serve_connection, sock=listener, limit=LINE_BYTES)
-        closing_s = 0.0
-        while True:
-            self._turn()
-            await asyncio.sleep(TICK_S)
-            if self._closing.is_set():
-                closing_s = closing_s or time.monotonic()
-                lingers = self._meeting.is_over and self._sites and time.monotonic() < closing_s + LINGER_S
-                if not lingers:
-                    break
-        server.close()
-        for site in self._sites.values():
-            site.abort()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _turn(self) -> None:
+    def turn(self) -> None:
         """End silent connections, and decide on the next round where it is time."""
         for site in list(self._sites.values()):
             if site.silent(self._silence_s):
@@ -115,18 +70,25 @@ class MeetingPoint:
         while record := self._meeting.decide(time.monotonic()):
             self._announce(record)
 
+    def lingers(self, closed_for_s: float) -> bool:
+        """A meeting that is over ends once the sites have left, each with the last round."""
+        return self._meeting.is_over and bool(self._sites) and closed_for_s < LINGER_S
+
+    def abort(self) -> None:
+        for site in self._sites.values():
+            site.abort()
+
     def _announce(self, record: RoundRecord) -> None:
-        payloads = {
-            number: {rank: part for rank, (_, part) in self._sent[number].items()} for number in record.included
-        }
+        sent = {number: self._sent[number] for number in record.included}
+        payloads = {number: {rank: part for rank, (_, part) in parts.items()} for number, parts in sent.items()}
         self._forget()
         self._rounds.keep(self._meeting.state, payloads)
         for number, site in self._sites.items():
             site.sent.clear()
             if site.is_welcome:
                 for rank, connection in site.ranks.items():
-                    others = {one: parts[rank] for one, parts in payloads.items() if one != number}
-                    connection.send(*_decided(record, others))
+                    of_rank = {one: parts[rank] for one, parts in sent.items()}
+                    connection.send(*_decided(record, _left_for(number, connection, of_rank), of_rank))
         self._sent.clear()
         for number in record.lost:
             self._say(f"site {number} is lost: what it had not sent yet is trained by the others")
@@ -143,36 +105,7 @@ class MeetingPoint:
 
     # One connection
 
-    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection. An error is logged and closes the connections of this site alone."""
-        connection = RankConnection(writer)
-        hello: SiteHello | None = None
-        try:
-            async with self._door.proving():
-                writer.write(GREETING)
-                await writer.start_tls(self._certificate.context)
-                await prove(reader, writer, Challenge(self._secret, self._certificate.purpose))
-                hello = await self._greet(reader, connection)
-            if hello is not None:
-                await self._serve_rank(reader, connection, hello)
-        except ENDS as error:
-            self._door.note_refusal("sites", writer, error)
-        finally:
-            if hello is not None:
-                self._leave(hello, connection)
-            writer.transport.abort()
-
-    async def _greet(self, reader: asyncio.StreamReader, connection: RankConnection) -> SiteHello | None:
-        """Return what the rank says of itself; None where it was refused."""
-        hello = await _next(reader, connection, SiteHello)
-        if refusal := self._refusal(hello):
-            self._say(f"site {hello.site} is refused: {refusal.reason}")
-            connection.send(refusal)
-            await connection.flush()
-            return None
-        return hello
-
-    def _refusal(self, hello: SiteHello) -> Refused | None:
+    def refusal(self, hello: SiteHello) -> Refused | None:
         state = self._meeting.state
         if hello.recipe != self._recipe:
             reason = "its recipe differs from that of site 0 in the model, the layout, the data or what sites exchange"
@@ -195,17 +128,7 @@ class MeetingPoint:
         wanted = range(max(0, applied), state.round + 1)
         return [one for one in wanted if one not in known or (one > applied and not self._rounds.has(one))]
 
-    async def _serve_rank(self, reader: asyncio.StreamReader, connection: RankConnection, hello: SiteHello) -> None:
-        self._arrive(hello, connection)
-        writing = asyncio.ensure_future(connection.write())
-        try:
-            while True:
-                fields, payload = await receive(reader, connection.hear)
-                self._hear(hello, fields, payload)
-        finally:
-            writing.cancel()
-
-    def _arrive(self, hello: SiteHello, connection: RankConnection) -> None:
+    def arrive(self, hello: SiteHello, connection: RankConnection) -> None:
         before = self._sites.get(hello.site)
         if before is not None and hello.rank in before.ranks:
             self._drop(hello.site)  # a new start, whose last connections have not been found broken yet
@@ -224,26 +147,56 @@ class MeetingPoint:
             connection.send(Welcome(is_member, to_plain(of_applied) if of_applied else None))
             for missed in range(applied + 1, state.round + 1):
                 record = next(record for record in state.records if record.round == missed)
-                parts = {one: ranks[rank] for one, ranks in self._rounds.read(missed).items()}
-                connection.send(*_decided(record, parts))
+                connection.send(*_decided(record, self._rounds.read(missed, rank)))
         self._say(f"site {number} is connected" + ("" if is_member else ", and catches up"))
+        self._tell_inboxes()
 
-    def _hear(self, hello: SiteHello, fields: JsonObject, payload: bytes) -> None:
-        """Raise one of `BAD_REQUEST` where a message does not fit."""
-        message = read_record(OPERATIONS[str(fields[OPERATION])], fields)
+    def _tell_inboxes(self) -> None:
+        inboxes = {number: site.inbox for number, site in sorted(self._sites.items()) if site.is_welcome}
+        for site in self._sites.values():
+            for connection in site.ranks.values() if site.is_welcome else ():
+                connection.send(Inboxes(tuple(inboxes), tuple(inboxes.values())))
+
+    def hear(self, hello: SiteHello, message: Message, payload: bytes) -> None:
         site = self._sites.get(hello.site)
         if site is None:
             raise ConnectionError("another rank of the site was lost")
         if isinstance(message, Sent):
             if message.round == self._meeting.state.round + 1:
                 site.sent[hello.rank] = message, payload
+                if hello.site in self._meeting.members:
+                    self._pass_on(hello, message, payload)
                 self._contribute(hello.site, site)
+        elif isinstance(message, Lacking):
+            self._send_lacking(hello, site.ranks[hello.rank], message)
         elif isinstance(message, Followed):
             site.followed[hello.rank] = message.round
             if len(site.followed) == hello.ranks:
                 self._meeting.follow(hello.site, min(site.followed.values()))
-        elif not isinstance(message, Alive):
-            raise ValueError(f"`{fields[OPERATION]}` is not for the meeting point")
+        else:
+            raise ValueError(f"{type(message).__name__} is not for the meeting point")
+
+    def _pass_on(self, hello: SiteHello, message: Sent, payload: bytes) -> None:
+        """Pass an outer gradient on to the ranks that do not get it directly."""
+        packed = pack(Passed(message.round, hello.site), payload)
+        for number, other in self._sites.items():
+            if number != hello.site and number not in message.direct and other.is_welcome:
+                connection = other.ranks[hello.rank]
+                connection.passed[hello.site] = message.sha256
+                connection.send_packed(packed)
+
+    def _send_lacking(self, hello: SiteHello, connection: RankConnection, wanted: Lacking) -> None:
+        """Send what has not come directly."""
+        record = next((one for one in self._meeting.state.records if one.round == wanted.round), None)
+        if record is None:
+            raise ValueError(f"round {wanted.round} is not known")
+        parts = self._rounds.read(wanted.round, hello.rank)
+        connection.send(*_decided(record, {site: parts[site] for site in wanted.sites}))
+        for site in set(wanted.sites) - self._asked_by.setdefault(hello.site, set()):
+            self._asked_by[hello.site].add(site)
+            self._say(
+                f"site {hello.site} gets from here what site {site} sent it directly, first in round {wanted.round}"
+            )
 
     def _contribute(self, number: int, site: ConnectedSite) -> None:
         if len(site.sent) < len(site.ranks):
@@ -264,8 +217,20 @@ class MeetingPoint:
         if self._meeting.contribute(number, first.round, contribution):
             self._sent[number] = dict(site.sent)
             self._saved[number] = first.saved_round
+            self._note_reached(number, of_ranks)
 
-    def _leave(self, hello: SiteHello, connection: RankConnection) -> None:
+    def _note_reached(self, number: int, of_ranks: Sequence[Sent]) -> None:
+        """Say which sites a site's outer gradients have begun to reach through the meeting point alone, or directly."""
+        others = {one for one, site in self._sites.items() if site.is_welcome} - {number, FIRST_SITE}
+        through = {one for one in others if number != FIRST_SITE and any(one not in sent.direct for sent in of_ranks)}
+        before = self._served_here.get(number, set())
+        for one in sorted(through - before):
+            self._say(f"what site {number} sends reaches site {one} through the meeting point")
+        for one in sorted(before & others - through):
+            self._say(f"what site {number} sends reaches site {one} directly again")
+        self._served_here[number] = through | before - others
+
+    def leave(self, hello: SiteHello, connection: RankConnection) -> None:
         site = self._sites.get(hello.site)
         if site is not None and site.ranks.get(hello.rank) is connection:
             self._drop(hello.site)
@@ -276,23 +241,22 @@ class MeetingPoint:
         self._sites.pop(number).abort()
         self._meeting.disconnect(number)
 
-    def _say(self, text: str) -> None:
-        print(f"sites: {text}", file=self._log, flush=True)
-
 
 def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> MeetingPoint:
     """Make the meeting point of a plan's sites, which goes on where the rounds in `folder` end."""
     rounds = Rounds(folder)
     meeting = Meeting(rules_of(plan), schedule_of(plan), rounds.load())
     silence_s = plan.spec.resilience.heartbeat_timeout_s
-    return MeetingPoint(meeting, rounds, secret, make_certificate(), agreement_of(plan), silence_s, log)
+    return MeetingPoint(meeting, rounds, secret, agreement_of(plan), silence_s, log)
 
 
-async def _next(reader: asyncio.StreamReader, connection: RankConnection, kind: type[SiteHello]) -> SiteHello:
-    fields, _ = await receive(reader, connection.hear)
-    if fields.pop(OPERATION) != "hello":
-        raise ValueError("a rank begins with hello")
-    return read_record(kind, fields)
+def _left_for(number: int, connection: RankConnection, sent: Mapping[int, Gradient]) -> dict[int, bytes]:
+    """Return the outer gradients that a rank of site `number` has neither been passed nor gets directly."""
+    return {
+        one: payload
+        for one, (message, payload) in sent.items()
+        if one != number and number not in message.direct and connection.passed.get(one) != message.sha256
+    }
 
 
 def _slowest_s(exchanges_s: list[float]) -> float:
@@ -300,7 +264,12 @@ def _slowest_s(exchanges_s: list[float]) -> float:
     return max(exchanges_s) if all(exchanges_s) else 0.0
 
 
-def _decided(record: RoundRecord, parts: dict[int, bytes]) -> tuple[Decided, bytes]:
+def _decided(
+    record: RoundRecord, parts: Mapping[int, bytes], sent: Mapping[int, Gradient] | None = None
+) -> tuple[Decided, bytes]:
+    """Return the message that brings a decision with some outer gradients. `sent`: all of them, where some
+    come on other ways."""
     chosen = [site for site in record.included if site in parts]
     sizes = tuple(len(parts[site]) for site in chosen)
-    return Decided(to_plain(record), tuple(chosen), sizes), b"".join(parts[site] for site in chosen)
+    digests = tuple(sent[site][0].sha256 for site in record.included) if sent else ()
+    return Decided(to_plain(record), tuple(chosen), sizes, digests), b"".join(parts[site] for site in chosen)

@@ -6,6 +6,7 @@ From them a site that was away applies what it has missed, and a meeting that is
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,6 @@ from trainspec_cli.policy.sites.meeting import MeetingState
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.versioned import read_versioned, write_versioned
 from trainspec_cli.spec.canonical import from_plain, to_plain
-
-Payloads = dict[int, dict[int, bytes]]
-"""Outer gradients by site and rank."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +44,16 @@ class Rounds:
         partial.replace(path)
         write_versioned(self.folder / "meeting.json", to_plain(state))
 
-    def read(self, number: int) -> Payloads:
-        head, _, body = self._path(number).read_bytes().partition(b"\n")
-        payloads: Payloads = {}
-        for site, rank, size in json.loads(head):
-            payloads.setdefault(site, {})[rank] = body[:size]
-            body = body[size:]
-        return payloads
+    def read(self, number: int, rank: int) -> dict[int, bytes]:
+        """Return the outer gradients that sites have sent for a round, of one rank."""
+        parts = {}
+        with self._path(number).open("rb") as file:
+            for site, of_rank, size in json.loads(file.readline()):
+                if of_rank == rank:
+                    parts[site] = file.read(size)
+                else:
+                    file.seek(size, os.SEEK_CUR)
+        return parts
 
     def has(self, number: int) -> bool:
         return self._path(number).exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trainspec_cli.policy.sites.agreement import schedule_for
 from trainspec_cli.policy.sites.interval import LOOKS, WANTED, follow_links
 from trainspec_cli.policy.sites.link import VALUE_BYTES, SiteLinks, hiding_interval, utilisation
@@ -28,7 +30,9 @@ def plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> SitesO
 def outlook(sites: SitesSpec, values: float, step_s: float) -> SitesOutlook:
     """`values`: trained parameters. `step_s`: a step of a site by itself."""
     assert sites.link_gbit_s is not None, "the recipe says how the sites are joined"
-    links = SiteLinks(sites.count, sites.link_gbit_s * 1e9 / 8, sites.link_delay_s)
+    through = SiteLinks(sites.count, sites.link_gbit_s * 1e9 / 8, sites.link_delay_s)
+    direct = replace(through, direct=True)
+    links = direct if sites.listen else through
     wanted = _figures(links, sites.format, sites.interval_steps, sites.fragments, sites.delay_steps, values, step_s)
     found = (_shortest(links, name, sites.fragments, values, step_s) for name in VALUE_BYTES)
     summed_s = links.all_reduce_s(4 * values)
@@ -38,6 +42,8 @@ def outlook(sites: SitesSpec, values: float, step_s: float) -> SitesOutlook:
         link_gbit_per_s=sites.link_gbit_s,
         link_delay_s=sites.link_delay_s,
         step_time_s=step_s,
+        direct=sites.listen is not None,
+        direct_exchange_s=direct.exchange_s(VALUE_BYTES[sites.format] * values / sites.fragments),
         wanted=wanted,
         settled=_settled(links, sites, wanted, values, step_s),
         hidden=tuple(one for one in found if one is not None),

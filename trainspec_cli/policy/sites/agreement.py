@@ -32,7 +32,8 @@ def agreement_of(plan: Plan) -> str:
     """Return a digest of what all sites have to agree on: the model, the data, the layout, the steps, the optimizers
     and what is exchanged. Batches, machines and folders may differ."""
     spec = plan.spec
-    sites = replace(spec.resilience.sites, site=None, endpoint=None, secret=None, link_gbit_s=None, link_delay_s=0.0)
+    shared = replace(spec.resilience.sites, site=None, endpoint=None, listen=None, secret=None)
+    sites = replace(shared, link_gbit_s=None, link_delay_s=0.0)
     agreed = {
         "model": to_plain(spec.model),
         "seq_len": spec.data.seq_len,

@@ -1,7 +1,8 @@
 """How long an exchange between sites takes over their links, and after how many steps the next one is hidden.
 
-All sites meet at one of them, whose link carries every site's outer gradient once in and to all others once out; what
-all have sent goes out when all has come in. Nothing else uses the links.
+Where all sites reach one another, each link carries the others' outer gradients in while its own goes out to them. Else
+all go through the meeting point at one of them, whose link carries every site's outer gradient once in and to all
+others once out; each is passed on as soon as it has come. Nothing else uses the links.
 """
 
 from __future__ import annotations
@@ -23,16 +24,23 @@ class SiteLinks:
     """Of each site's own link, each way."""
     delay_s: float
     """From one site to another, one way."""
+    direct: bool = False
+    """Each site reaches every other one."""
 
     def exchange_s(self, sent_bytes: float) -> float:
-        """Return how long an exchange takes in which each site sends so many bytes."""
-        others = self.sites - 1
-        return 2 * self.delay_s + (others + others * others) * sent_bytes / self.bytes_per_s
+        """Return how long an exchange takes in which each site sends so many bytes: an outer gradient goes one way, and
+        the decision another; both directions of a link are used at once, and more goes out of the busiest than in."""
+        return 2 * self.delay_s + self._copies_out * sent_bytes / self.bytes_per_s
 
     def carried_bytes(self, sent_bytes: float) -> float:
         """Return what the busiest link carries in such an exchange, both ways together."""
+        return (self.sites - 1 + self._copies_out) * sent_bytes
+
+    @property
+    def _copies_out(self) -> int:
+        """Return how many outer gradients leave the busiest link."""
         others = self.sites - 1
-        return (others + others * others) * sent_bytes
+        return others if self.direct else others * others
 
     def all_reduce_s(self, tensor_bytes: float) -> float:
         """Return how long a ring over the sites sums a tensor: what data parallelism does every step."""

@@ -26,7 +26,8 @@ def render_sites(sites: SitesOutlook) -> RenderableType:
 
 
 def describe_links(sites: SitesOutlook) -> str:
-    return f"{sites.sites} sites, {sites.link_gbit_per_s:g} Gbit/s and {1e3 * sites.link_delay_s:g} ms each"
+    way = "directly joined" if sites.direct else "that meet at one"
+    return f"{sites.sites} sites {way}, {sites.link_gbit_per_s:g} Gbit/s and {1e3 * sites.link_delay_s:g} ms each"
 
 
 def site_rows(sites: SitesOutlook) -> Iterator[tuple[str, ...]]:
@@ -44,8 +45,11 @@ def _row(name: str, one: SitesFigures) -> tuple[str, ...]:
 
 
 def describe_beside(sites: SitesOutlook) -> str:
-    """Set the exchange beside data parallelism over the same links."""
-    return (
+    """Set the exchange beside direct ways between the sites, and beside data parallelism over the same links."""
+    listening = (
+        f"Where every site listens (--site-listen) an exchange takes {format_duration(sites.direct_exchange_s)}. "
+    )
+    return (listening if not sites.direct and sites.sites > 2 else "") + (
         f"Data parallelism over these links would train {percent(sites.data_parallel_utilisation, 2)} of the time, and "
         f"sends {sites.fewer_bytes:,.0f} times as many bytes in fp32."
     )

@@ -24,7 +24,7 @@ class ExchangeEvent(Event):
     waited_s: Seconds
     """Training waited for it."""
     sent_bytes: Count
-    """This rank has sent so many to the meeting point since its start, before encryption."""
+    """This rank has sent so many since its start, to the meeting point and to other sites, before encryption."""
     received_bytes: Count
     """Outer gradients of other sites that it has received since its start."""
 

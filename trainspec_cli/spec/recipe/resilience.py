@@ -18,6 +18,8 @@ from trainspec_cli.spec.field_types import (
 
 RecoveryMode = Literal["restart", "elastic", "sites", "none"]
 SiteFormat = Literal["int4", "int8", "bf16"]
+FIRST_SITE = 0
+"""The site of the meeting point."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class SitesSpec:
     train to their next exchange and wait for it there."""
     endpoint: str | None = None
     """HOST:PORT of the meeting point, as all sites reach it; `--sites-endpoint` sets it."""
+    listen: str | None = None
+    """HOST:PORT at which this site, other than site 0, listens for outer gradients of the others, as they and its own
+    ranks reach it; `--site-listen` sets it. Without it they come through the meeting point."""
     secret: str | None = None
     """The file of 32 random bytes that all sites share, which nobody else may read; `--sites-secret` sets it. Nodes of
     a site read it under the same path."""

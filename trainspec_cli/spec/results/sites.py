@@ -27,6 +27,10 @@ class SitesOutlook:
     link_delay_s: float
     step_time_s: float
     """Of a site by itself."""
+    direct: bool
+    """Each site is reached by every other one; else all meet at one of them."""
+    direct_exchange_s: float
+    """An exchange of the recipe where it is so."""
     wanted: SitesFigures
     """As the recipe has it."""
     hidden: tuple[SitesFigures, ...]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem
+from trainspec_cli.spec.recipe.resilience import FIRST_SITE
 from trainspec_cli.spec.structure import MAX_ITEMS
 
 if TYPE_CHECKING:
@@ -78,16 +79,25 @@ def _longest_interval(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, path, hint)
 
 
-def endpoint(spec: RunSpec) -> Iterator[Problem]:
-    wanted = spec.resilience.sites.endpoint
-    if wanted is None:
-        return
-    host, _, port = wanted.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        message = f"`{PATH}.endpoint` is `{wanted}`; HOST:PORT is needed"
-        yield Problem(
-            "usage", message, f"{PATH}.endpoint", "type --sites-endpoint HOST:PORT, as all sites reach site 0"
-        )
+def addresses(spec: RunSpec) -> Iterator[Problem]:
+    """Where the sites meet, and where this one is reached."""
+    sites = spec.resilience.sites
+    meanings = {
+        "endpoint": (sites.endpoint, "--sites-endpoint HOST:PORT, as all sites reach site 0"),
+        "listen": (sites.listen, "--site-listen HOST:PORT, as the other sites reach this one"),
+    }
+    for key, (wanted, example) in meanings.items():
+        if wanted is not None and not _is_address(wanted):
+            message = f"`{PATH}.{key}` is `{wanted}`; HOST:PORT is needed"
+            yield Problem("usage", message, f"{PATH}.{key}", f"type {example}")
+    if sites.listen is not None and sites.site == FIRST_SITE:
+        message = f"`{PATH}.listen` is `{sites.listen}`, and site {FIRST_SITE} is reached at `{PATH}.endpoint`"
+        yield Problem("usage", message, f"{PATH}.listen", "leave out --site-listen there; the other sites need it")
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdigit() and 0 < int(port) < 2**16
 
 
 def other_parts(spec: RunSpec) -> Iterator[Problem]:
@@ -111,4 +121,4 @@ def _has_experts(spec: RunSpec) -> bool:
     return any("experts" in layer.mixers for layer in getattr(spec.model, "layer_list", ()))
 
 
-SITES_RULES = (numbers, endpoint, other_parts)
+SITES_RULES = (numbers, addresses, other_parts)

@@ -1,0 +1,182 @@
+"""Outer gradients that go directly from site to site: the same bits, fewer bytes at the meeting point, nothing lost."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cryptography")
+
+from lab.link import Link
+from lab.ports import free_port
+from lab.sites import Site, SitesLab, kill, wait_until
+
+from trainspec_cli.policy.sites.link import VALUE_BYTES
+
+Lab = Callable[..., SitesLab]
+VALUES = 60_000
+"""Of a share: an outer gradient has some 60 kB, so that a link is cut within one."""
+
+
+def three(lab: Lab, name: str, *, direct: tuple[int, ...] = (1, 2), **settings: Any) -> SitesLab:
+    trial = lab(name, sites=3, **settings)
+    trial.values = VALUES
+    trial.open()
+    for site in direct:
+        trial.open_inbox(site)
+    return trial
+
+
+def when_connected(trial: SitesLab) -> None:
+    """Let sites 1 and 2 wait for their direct ways before they first send."""
+    for site, other in ((1, 2), (2, 1)):
+        said = f"site {site} is connected directly"
+        trial.acts[site, 3] = lambda _, other=other, said=said: wait_until(lambda: said in trial.said_by(other))
+
+
+def train(trial: SitesLab) -> list[Site]:
+    sites = [trial.start(number) for number in range(3)]
+    trial.wait(*sites)
+    trial.close()
+    assert all(torch.equal(site.weights, sites[0].weights) for site in sites)
+    return sites
+
+
+def warnings(site: Site) -> list[str]:
+    return [event["message"] for event in site.events("warning")]
+
+
+@pytest.fixture
+def usual(lab: Lab) -> torch.Tensor:
+    """The weights of three sites that meet at the meeting point alone."""
+    return train(three(lab, "usual", direct=()))[0].weights
+
+
+def test_direct_ways_bring_the_same_bits_with_fewer_bytes_at_the_meeting_point(lab: Lab) -> None:
+    carried, weights = {}, {}
+    for direct in ((), (1, 2)):
+        trial = three(lab, f"direct{len(direct)}", direct=direct)
+        links = {site: Link(trial.port) for site in (1, 2)}
+        trial.endpoints = {site: link.port for site, link in links.items()}
+        if direct:
+            when_connected(trial)
+        sites = train(trial)
+        weights[direct] = sites[0].weights
+        carried[direct] = sum(link.carried_bytes for link in links.values())
+        assert all(event["sites"] == [0, 1, 2] for event in sites[0].events("exchange")[1:])
+        assert len(warnings(sites[1])) == len(warnings(sites[2])) == (0 if direct else 2)
+    assert torch.equal(weights[()], weights[1, 2])
+    of_a_site = VALUE_BYTES["int4"] * VALUES * (5 * 2 + 4)  # five rounds of two shares, and the last of all four
+    assert 6 * of_a_site < carried[()] < 1.1 * 6 * of_a_site, "for each of two sites one out, two in"
+    assert 4 * of_a_site < carried[1, 2] < 1.1 * 4 * of_a_site, "one out, one in"
+
+
+def test_a_site_that_listens_nowhere_is_served_through_the_meeting_point_and_said(
+    lab: Lab, usual: torch.Tensor
+) -> None:
+    trial = three(lab, "trial", direct=(1,))
+    first, second, third = train(trial)
+    assert torch.equal(first.weights, usual)
+    assert warnings(first) == []
+    (said,) = warnings(second)
+    assert "site 2 listens nowhere (--site-listen)" in said and "through the meeting point" in said
+    (said,) = warnings(third)
+    assert "this site listens nowhere (--site-listen)" in said
+    assert trial.said.count("what site 1 sends reaches site 2 through the meeting point") == 1
+
+
+def test_a_site_that_is_not_reached_is_served_through_the_meeting_point_and_said(lab: Lab, usual: torch.Tensor) -> None:
+    trial = three(lab, "trial")
+    trial.addresses[2] = f"127.0.0.1:{free_port()}"
+    first, second, third = train(trial)
+    assert torch.equal(first.weights, usual)
+    (said,) = warnings(second)
+    assert f"site 2 is not reached directly at {trial.addresses[2]} (" in said
+    assert any("own inbox is not reached" in said for said in warnings(third))
+    assert trial.said.count("what site 1 sends reaches site 2 through the meeting point") == 1
+
+
+def test_an_address_that_is_another_sites_is_no_way_to_it(lab: Lab, usual: torch.Tensor) -> None:
+    trial = three(lab, "trial")
+    trial.addresses[2] = trial.addresses[1]
+    first, second, _ = train(trial)
+    assert torch.equal(first.weights, usual)
+    assert any("is another site's" in said for said in warnings(second))
+
+
+@pytest.mark.parametrize(("rounds", "cuts_all"), [(0.5, False), (2.5, False), (2.5, True), (5.2, False)])
+def test_a_way_that_is_cut_within_an_outer_gradient_loses_nothing(
+    lab: Lab, usual: torch.Tensor, rounds: float, *, cuts_all: bool
+) -> None:
+    """`cuts_all`: the way from the site's own rank to its inbox too."""
+    trial = three(lab, "trial")
+    trial.silence_s = 600.0  # what is broken is not waited for
+    link = Link(int(trial.addresses[2].rpartition(":")[2]))
+    trial.addresses[2] = f"127.0.0.1:{link.port}"
+    link.cut_at_bytes, link.cuts_all = int(rounds * 2 * VALUE_BYTES["int4"] * VALUES), cuts_all
+    when_connected(trial)
+    sites = train(trial)
+    assert link.cuts == 1
+    assert torch.equal(sites[0].weights, usual)
+    assert "site 2 gets from here what site 1 sent it directly, first in round" in trial.said
+
+
+def test_a_killed_site_comes_back_to_its_direct_ways(lab: Lab) -> None:
+    trial = three(lab, "trial")
+
+    def wait_for_return(_site: Site) -> None:
+        meeting = trial.point._meeting
+        wait_until(lambda: meeting.ready.get(1) == meeting.state.round)
+
+    when_connected(trial)
+    trial.acts |= {(1, 9): kill, (0, 16): wait_for_return, (2, 16): wait_for_return}
+    first, killed, third = (trial.start(number) for number in range(3))
+    trial.wait(killed)
+    wait_until(lambda: "site 1 is lost" in trial.said)
+    back = trial.start(1, killed.saves[4])
+    trial.wait(first, third, back)
+    trial.close()
+    assert torch.equal(first.weights, third.weights) and torch.equal(first.weights, back.weights)
+    assert trial.said_by(2).count("site 1 is connected directly") == 2
+    assert "site 1 is not connected directly any more" in trial.said_by(2)
+
+
+def test_all_that_are_stopped_and_started_again_end_with_the_same_bits(lab: Lab, usual: torch.Tensor) -> None:
+    trial = three(lab, "trial")
+    trial.return_s = 600.0
+    when_connected(trial)
+    trial.acts |= dict.fromkeys([(0, 9), (1, 12), (2, 10)], kill)
+    sites = [trial.start(number) for number in range(3)]
+    trial.wait(sites[0])
+    trial.point.close()
+    for site in sites[1:]:
+        site.stop.requested = True
+        trial.wait(site)
+    trial.acts.clear()
+    trial.open()
+    again = [trial.start(site.number, site.saves[max(site.saves)]) for site in sites]
+    trial.wait(*again)
+    trial.close()
+    assert all(torch.equal(site.weights, usual) for site in again)
+
+
+def test_a_stranger_at_the_port_of_a_site_is_refused_and_the_bits_are_the_same(lab: Lab, usual: torch.Tensor) -> None:
+    trial = three(lab, "trial")
+
+    def molest(_site: Site) -> None:
+        host, _, port = trial.addresses[1].rpartition(":")
+        for content in (b"", b"\x16\x03\x01" + bytes(200), b"GET / HTTP/1.1\r\n\r\n"):
+            with socket.create_connection((host, int(port)), 5) as stranger:
+                stranger.sendall(content)
+        wait_until(lambda: "connection from" in trial.said_by(1))
+
+    when_connected(trial)
+    trial.acts[0, 5] = molest
+    sites = train(trial)
+    assert torch.equal(sites[0].weights, usual)
+    assert "not connected directly any more" not in trial.said_by(1).partition("connection from")[0]
+    assert all(event["sites"] == [0, 1, 2] for event in sites[0].events("exchange")[1:])
