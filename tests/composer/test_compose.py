@@ -368,6 +368,13 @@ def test_a_recipe_may_state_its_version_which_is_no_value(tmp_path: Path, write)
     assert (composed.data["train"]["seed"], composed.data["optim"]["lr"]) == (7, 0.5)
 
 
+def test_a_command_line_has_no_version(tmp_path: Path) -> None:
+    composed = compose_arguments(["recipe=tiny", "spec_version=1.0", "train.seed=3"], tmp_path)
+    (problem,) = composed.problems
+    assert (problem.path, problem.line) == ("spec_version", 2) and "trainspec migrate" in problem.hint
+    assert "spec_version" not in composed.data and composed.data["train"]["seed"] == 3
+
+
 @pytest.mark.clause("VER-4", "VER-5")
 @pytest.mark.parametrize(
     ("stated", "code", "message"),

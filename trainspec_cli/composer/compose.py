@@ -25,9 +25,22 @@ from trainspec_cli.composer.selection import Selection, is_choice, select
 from trainspec_cli.composer.yaml_file import read_yaml
 from trainspec_cli.errors import Problem, did_you_mean
 from trainspec_cli.json_value import JsonObject, JsonValue
+from trainspec_cli.reading.spec_version import KEY
 
 SHOWN_CHARS = 200
 """The longest excerpt of a value that cannot be resolved."""
+
+NOT_HERE = {
+    DISTURB: (
+        "describes what `trainspec plan` simulates; a run meets what it meets",
+        "leave it out, or type trainspec plan",
+    ),
+    KEY: (
+        "says for which version of the training spec a file was written; a command line is of this one",
+        "leave it out; trainspec migrate brings a recipe to this version",
+    ),
+}
+"""Keys that a command line cannot set: (what they are, what to type)."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +98,8 @@ def compose_arguments(
     cwd = (cwd or Path.cwd()).resolve()
     parsed, problems = parse_arguments(arguments)
     parsed = [argument for argument in parsed if argument.key not in aside]
-    if strangers := [argument for argument in parsed if argument.key == DISTURB]:
-        parsed = [argument for argument in parsed if argument not in strangers]
-        problems.append(_not_here(strangers[0]))
+    problems += [_not_here(argument) for argument in parsed if argument.key in NOT_HERE]
+    parsed = [argument for argument in parsed if argument.key not in NOT_HERE]
     selection = select(parsed, find_folders(cwd), cwd)
     groups = selection.folders.groups()
     values = [argument for argument in parsed if argument.key != RECIPE and not is_choice(argument, groups)]
@@ -112,8 +124,8 @@ def compose_arguments(
 
 
 def _not_here(argument: Argument) -> Problem:
-    message = f"`{DISTURB}` describes what `trainspec plan` simulates; a run meets what it meets"
-    return problem_at(argument.number, "unknown_key", message, "leave it out, or type trainspec plan", DISTURB)
+    message, hint = NOT_HERE[argument.key]
+    return problem_at(argument.number, "unknown_key", f"`{argument.key}` {message}", hint, argument.key)
 
 
 def amend(recipe: str, values: JsonObject, arguments: Sequence[str], completions: Iterable[Complete]) -> Composed:
