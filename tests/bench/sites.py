@@ -36,9 +36,9 @@ WARM_STEPS = 5
 """Steps that a speed leaves out: the first ones take longer."""
 
 
-def launch(folder: Path, *arguments: str, cores: Collection[int] = ()) -> subprocess.Popen[bytes]:
-    """Start a launch on some cores alone; none named: on all."""
-    own = partial(os.sched_setaffinity, 0, cores or os.sched_getaffinity(0))
+def launch(folder: Path, *arguments: str, cores: Collection[int]) -> subprocess.Popen[bytes]:
+    """Start a launch on some cores alone."""
+    own = partial(os.sched_setaffinity, 0, cores)
     log = (folder / f"{arguments[-1].rpartition('=')[2]}.log").open("wb")
     command = ["nice", "-n", "19", sys.executable, "-m", "trainspec_cli", "launch", *arguments]
     return subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, preexec_fn=own)

@@ -165,8 +165,8 @@ def pack(message: Message, payload: bytes = b"") -> bytes:
     return json.dumps(line, allow_nan=False).encode() + b"\n" + payload
 
 
-async def receive(reader: asyncio.StreamReader, heard: Callable[[], object]) -> tuple[JsonObject, bytes]:
-    """Return the fields of the next message and its payload; `heard` is called for everything that arrives.
+async def receive(reader: asyncio.StreamReader, heard: Callable[[], object]) -> tuple[type[Message], JsonObject, bytes]:
+    """Return the kind of the next message, its fields and its payload; `heard` is called for everything that arrives.
 
     Raises OSError or EOFError where the connection ends, ValueError where what arrives is no message.
     """
@@ -189,4 +189,4 @@ async def receive(reader: asyncio.StreamReader, heard: Callable[[], object]) -> 
         heard()
         chunks.append(chunk)
         left -= len(chunk)
-    return fields, b"".join(chunks)
+    return OPERATIONS[str(fields[OPERATION])], fields, b"".join(chunks)

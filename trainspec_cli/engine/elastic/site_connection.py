@@ -15,8 +15,6 @@ from trainspec_cli.wire.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_S, An
 from trainspec_cli.wire.sites import (
     GREETING,
     LINE_BYTES,
-    OPERATION,
-    OPERATIONS,
     Alive,
     Message,
     Refused,
@@ -144,8 +142,8 @@ class SiteConnection:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while True:
-            fields, payload = await receive(reader, self._note_heard)
-            message = read_record(OPERATIONS[str(fields[OPERATION])], fields)
+            kind, fields, payload = await receive(reader, self._note_heard)
+            message = read_record(kind, fields)
             self.received_bytes += len(payload)
             if isinstance(message, Refused):
                 self.refusal = message

@@ -18,8 +18,6 @@ from trainspec_cli.wire.handshake import Challenge
 from trainspec_cli.wire.sites import (
     GREETING,
     LINE_BYTES,
-    OPERATION,
-    OPERATIONS,
     Alive,
     Message,
     Refused,
@@ -138,5 +136,5 @@ class SiteServer:
 
 
 async def _receive(reader: asyncio.StreamReader, connection: RankConnection) -> tuple[Message, bytes]:
-    fields, payload = await receive(reader, connection.hear)
-    return read_record(OPERATIONS[str(fields[OPERATION])], fields), payload
+    kind, fields, payload = await receive(reader, connection.hear)
+    return read_record(kind, fields), payload
