@@ -33,7 +33,8 @@ from torch import Tensor
 
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 from trainspec_cli.engine.comm.compressed import CompressedSum, Compression, Feedback
 from trainspec_cli.engine.comm.joining import leave_processes

@@ -30,7 +30,8 @@ from torch import Tensor
 
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.certify.families import SAMPLES
-from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm import exchange
 from trainspec_cli.engine.comm.background import Background
 from trainspec_cli.engine.comm.exchange import sent_bytes

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.optim.optimizer import clear_gradients, set_learning_rate, squared_norm
 from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.run.pipeline_run import forward_only

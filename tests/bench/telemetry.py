@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.certify.families import SAMPLES
-from trainspec_cli.engine.build.train_state import build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.run.scheduling.directives import Directives
 from trainspec_cli.engine.run.scheduling.links import StepLinks

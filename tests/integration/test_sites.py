@@ -85,17 +85,22 @@ def test_two_sites_of_two_ranks_each_end_with_the_same_weights(tmp_path: Path, e
 
 
 @pytest.mark.slow
-def test_a_site_whose_rank_is_killed_comes_back_while_the_other_goes_on(
-    tmp_path: Path, environment: dict[str, str]
+@pytest.mark.parametrize(("count", "ranks"), [(2, TWO_RANKS), (3, "cluster.devices_per_node=1")])
+def test_a_site_whose_rank_is_killed_comes_back_while_the_others_go_on(
+    tmp_path: Path, environment: dict[str, str], count: int, ranks: str
 ) -> None:
-    sites = Sites(tmp_path, environment, TWO_RANKS, "train.max_steps=400")
+    sites = Sites(tmp_path, environment, ranks, "train.max_steps=400", count=count)
     wait_for(lambda: sites.reached(1, 30), sites.sites[1])
     supervisor = psutil.Process(sites.sites[1].pid)
     os.kill(workers_among(supervisor.children(recursive=True))[0].pid, signal.SIGKILL)
     sites.wait()
     assert len(sites.digests()) == 1
-    first = [e for e in read_events(sites.run_dir(0).events(0)) if e["type"] == "recovery"]
-    assert [(e["change"], e["group"]) for e in first] == [("site_left", 1), ("site_joined", 1)]
+    for other in {0, 2} & set(range(count)):
+        seen = [e for e in read_events(sites.run_dir(other).events(0)) if e["type"] == "recovery"]
+        assert [(e["change"], e["group"]) for e in seen] == [("site_left", 1), ("site_joined", 1)]
+    if count > 2:
+        ways = (sites.run_dir(2).sites / "sites.log").read_text(encoding="utf-8")
+        assert ways.count("site 1 is connected directly") == 2, "the killed site's way is there again"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from trainspec_cli.engine.accelerators import allocator_count, on_chip, release_unused, synchronise
-from trainspec_cli.engine.build.train_state import build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.run.scheduling.relayout import Meshes

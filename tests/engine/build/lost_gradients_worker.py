@@ -18,8 +18,9 @@ from torch import Tensor
 
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.certify.families import SAMPLES
+from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.lost_gradients import PREFIX, lost_parts
-from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.parts import TensorPart
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.build.initial import load_folder
-from trainspec_cli.engine.build.train_state import build_model
+from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.engine.tools.export import export
 from trainspec_cli.errors import MachineError, RecipeError

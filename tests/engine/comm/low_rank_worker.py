@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.engine.build.train_state import build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.run.step import train_step

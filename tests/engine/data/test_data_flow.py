@@ -17,7 +17,8 @@ import torch
 from rich.console import Console
 
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.staging import SLOTS, Staging
 from trainspec_cli.engine.optim.optimizer import clear_gradients
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples

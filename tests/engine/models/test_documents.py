@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.batch import IGNORED_TARGET
-from trainspec_cli.engine.build.train_state import build_model
+from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.model_parts import LatentAttentionSpec
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 
-from trainspec_cli.engine.build.train_state import build_model
+from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.parallel.recompute import apply_recompute
 from trainspec_cli.planner.hardware.catalogue import models

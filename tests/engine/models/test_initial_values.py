@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainspec_cli.engine.build.train_state import build_model
+from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel
 
 DECODER = DecoderModel(8, 16, 2, 2, 8, 24, 32)

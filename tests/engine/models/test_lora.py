@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from trainspec_cli.engine.build.train_state import build_model
+from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.engine.models.lora import LoraLinear, apply_lora
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import DecoderModel

@@ -14,7 +14,8 @@ import pytest
 import torch
 import yaml
 
-from trainspec_cli.engine.build.train_state import build_model, build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.capacity import plan_capacity

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainspec_cli.engine.build.train_state import build_model
+from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
 from trainspec_cli.spec.recipe.model_parts import ExpertSpec, LatentAttentionSpec, RopeScaling
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainspec_cli.engine.build.train_state import build_model
+from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.planner.hardware.catalogue import models
 from trainspec_cli.planner.workload import count_params
 from trainspec_cli.spec.recipe.model import ConvModel

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.certify.families import FAMILIES, LOSSES, SAMPLES
-from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.exchange import Tiers
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.engine.build.train_state import build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
 from trainspec_cli.policy.batch.division import even_division_of

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.shares import unique_shares

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.finite import REMEDY
 from trainspec_cli.engine.run import evaluate
 from trainspec_cli.engine.run.evaluate import _choose, _next_logits, _padded_length, _whole_vocabulary, write_text

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.engine.build.train_state import Allowance, Throttle, build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.train_state import Allowance, Throttle
 from trainspec_cli.engine.run import pipeline_run
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.engine.run.step import compute_gradients

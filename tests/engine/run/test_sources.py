@@ -16,7 +16,8 @@ import torch
 from trainspec_cli.corpus.bpe import decode, encode
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.prepare import prepare
-from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.heldout import HeldoutLoss, heldout_batches
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run import sources

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from trainspec_cli.engine import marks
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.data.staging import Staging, Traffic
 from trainspec_cli.engine.digest import weights_sha256

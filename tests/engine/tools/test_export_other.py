@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from trainspec_cli.engine.build.initial import load_tensors
-from trainspec_cli.engine.build.train_state import build_model
+from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.engine.tools import export_other
 from trainspec_cli.errors import MachineError, RecipeError, TrainspecError

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.initial import load_initial
-from trainspec_cli.engine.build.train_state import build_train_state
 from trainspec_cli.engine.comm.joining import join_processes, leave_processes
 from trainspec_cli.engine.run.coordinator import RunContext, open_coordinator
 from trainspec_cli.engine.run.shortage.relief import recall_reliefs

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import Allowance, TrainState, build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.train_state import Allowance, TrainState
 from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples, StepStart, TrainProgress

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainspec_cli.engine.accelerators import enter
+from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.kernel_loading import load_kernel, modules_with
-from trainspec_cli.engine.build.train_state import DTYPES, TrainState, build_train_state
+from trainspec_cli.engine.build.train_state import DTYPES, TrainState
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.kernels.inputs import OPERATIONS, Call, describe_call

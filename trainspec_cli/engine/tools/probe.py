@@ -17,8 +17,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.materialise import build_model
-from trainspec_cli.engine.build.train_state import DTYPES, build_train_state
+from trainspec_cli.engine.build.train_state import DTYPES
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.observe.device import measure_peak
 from trainspec_cli.engine.run.step import train_step

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.build.assemble import build_train_state
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.parts import kept_buffers
 from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.engine.accelerators import release_unused
+from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.lost_gradients import has_other_losses, lost_parts, parts_to_fill, take_lost
-from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.moves import BUCKET_BYTES
 from trainspec_cli.engine.checkpoint.reshard import ReshardError, agree_on_failure, reshard
 from trainspec_cli.engine.mesh import Mesh, build_mesh

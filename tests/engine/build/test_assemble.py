@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.kernel_loading import load_kernel
-from trainspec_cli.engine.build.train_state import TrainState, build_train_state
+from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.models.quantised import QuantisedLinear
 from trainspec_cli.engine.parallel.context import RingCore
 from trainspec_cli.engine.tools.trace import fake_world

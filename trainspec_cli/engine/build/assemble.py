@@ -1,0 +1,145 @@
+"""Build a plan's model stages and optimizer and place them in the mesh; each phase once, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainspec_cli.engine.build.exchanges import Exchanges, build_exchanges, peers_along
+from trainspec_cli.engine.build.kernel_loading import load_kernel
+from trainspec_cli.engine.build.materialise import allocate, materialise, start_buffers
+from trainspec_cli.engine.build.own_code import try_own_block, use_own_loss
+from trainspec_cli.engine.build.stage import is_twin, layers_of, spread_stage
+from trainspec_cli.engine.build.train_state import DTYPES, Allowance, LateSum, Stages, Throttle, TrainState
+from trainspec_cli.engine.comm.exchange import Peers
+from trainspec_cli.engine.comm.wire_bytes import WireMeter
+from trainspec_cli.engine.mesh import Mesh, build_mesh
+from trainspec_cli.engine.observe.clock import StepClock
+from trainspec_cli.engine.optim.optimizer import build_optimizer, without_memory
+from trainspec_cli.engine.optim.own import build_own_optimizer
+from trainspec_cli.engine.parallel.balance import routers_of
+from trainspec_cli.engine.parallel.context import held_positions
+from trainspec_cli.engine.parallel.noise import NoiseProbe
+from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
+from trainspec_cli.engine.quantised_shares import is_quantised, quantised_parameters
+from trainspec_cli.engine.shares import Cut, Share
+from trainspec_cli.spec.results.plan import Plan
+
+
+def build_train_state(
+    plan: Plan,
+    device: torch.device,
+    mesh: Mesh | None = None,
+    clock: StepClock | None = None,
+    wire: WireMeter | None = None,
+    *,
+    fill: bool = True,
+) -> TrainState:
+    """Each stage on meta: kernels -> fp8 -> cut -> recompute -> compile -> shard -> materialise; then the optimizer.
+
+    `clock` and `wire` are those of the state which this one takes the place of. Not `fill`: parameters have no values
+    yet, and moments no memory either, since `reshard` brings both.
+    """
+    mesh, clock = mesh or build_mesh(plan.layout, device.type), clock or StepClock(device)
+    positions_S = _positions(plan, mesh)
+    parts, shares, partials = {}, [], []
+    exchanges = build_exchanges(plan, mesh, device, clock, wire or WireMeter())
+    cp, tp = (peers_along(mesh, exchanges.links, axis) for axis in ("cp", "tp"))
+    queue, noise = WeightQueue(), NoiseProbe(device, cp, tp, Peers(mesh.ends, clock.collective))
+    for stage in plan.layout.stages_of_rank(mesh.rank("pp")):
+        part, cuts, partial = spread_stage(plan, mesh, exchanges, noise, stage)
+        use_own_loss(part, plan, device)
+        if plan.layout.splits_backward:
+            queue.apply(part)
+        parts[stage] = part
+        allocate(part, device, offload=plan.offload != "none")
+        named = (*part.named_parameters(), *quantised_parameters(part))
+        held = [_share(plan, name, parameter, cuts) for name, parameter in named]
+        if fill:
+            try_own_block(plan, (layers_of(plan, stage) or range(1))[0], DTYPES[plan.compute], device)
+            materialise(part, held, device, plan.spec.train.seed, positions_S)
+        else:
+            start_buffers(part, device, plan.spec.train.seed, positions_S)
+        shares += held
+        partials += [share for share in held if share.name in partial and share.is_trained]
+    return TrainState(
+        device=device,
+        mesh=mesh,
+        clock=clock,
+        links=exchanges.links,
+        stages=_join_stages(plan, parts, Lines(mesh.group("pp"), mesh.upstream, device), queue, clock, noise),
+        shares=shares,
+        optimizer=_build_plan_optimizer(plan, shares, clock, fill=fill),
+        late_sums=_late_sums(plan, mesh, exchanges, shares, partials),
+        positions_S=positions_S,
+        routers=routers_of(list(parts.values())),
+        spread_experts=_spread_experts(mesh, shares),
+        compression=exchanges.compression,
+        wire=exchanges.wire,
+        sums=exchanges.sums,
+        losses=exchanges.losses,
+    )
+
+
+def _join_stages(
+    plan: Plan, parts: dict[int, Any], lines: Lines, queue: WeightQueue, clock: StepClock, noise: NoiseProbe
+) -> Stages:
+    throttle = Throttle({stage: _part_of_layers(plan, stage) for stage in parts})
+    return Stages(plan.layout, parts, lines, queue, _hidden(plan), clock, throttle, Allowance(), noise)
+
+
+def _part_of_layers(plan: Plan, stage: int) -> float:
+    layers = layers_of(plan, stage)
+    return 1.0 if layers is None else len(layers) / plan.spec.model.num_layers
+
+
+def _hidden(plan: Plan) -> Hidden:
+    layout = plan.layout
+    parts = layout.tp if layout.sequence_parallel else 1
+    return Hidden(plan.spec.model.hidden_size, parts, DTYPES[plan.compute])
+
+
+def _build_plan_optimizer(
+    plan: Plan, shares: Sequence[Share], clock: StepClock, *, fill: bool
+) -> torch.optim.Optimizer:
+    """Build the optimizer of the trained shares; moments have no memory yet if not `fill`."""
+    trained = [share for share in shares if share.is_trained]
+    zeros = torch.zeros_like if fill else without_memory
+    if plan.spec.optim.is_own:
+        return build_own_optimizer(trained, plan.spec, zeros=zeros)
+    update = load_kernel("adamw", plan.kernels.adamw)
+    return build_optimizer(trained, plan.spec.optim, update, zeros, clock.collective)
+
+
+def _share(plan: Plan, name: str, parameter: nn.Parameter, cuts: dict[str, Cut]) -> Share:
+    """Return how a parameter is shared. Replicas hold copies, and so do the ranks of tp where a parameter is not cut,
+    and those of all data parallelism where it is quantised; a tied embedding stands twice."""
+    layout = plan.layout
+    copies = layout.dp_replicate * (1 if name in cuts else layout.tp) * (layout.shards if is_quantised(name) else 1)
+    return Share(name, parameter, cuts.get(name), copies * (2 if is_twin(plan, name) else 1))
+
+
+def _spread_experts(mesh: Mesh, shares: Sequence[Share]) -> set[str]:
+    if mesh.experts is None:
+        return set()
+    group = mesh.expert_group("ep").group_name
+    return {share.name for share in shares if share.cut and share.cut.group.group_name == group}
+
+
+def _positions(plan: Plan, mesh: Mesh) -> Tensor | None:
+    layout = plan.layout
+    if layout.cp == 1:
+        return None
+    return held_positions(plan.spec.data.seq_len, layout.context_method, mesh.rank("cp"), layout.cp)
+
+
+def _late_sums(
+    plan: Plan, mesh: Mesh, exchanges: Exchanges, shares: Sequence[Share], partials: Sequence[Share]
+) -> list[LateSum]:
+    twins = [share for share in shares if is_twin(plan, share.name) and share.is_trained]
+    ends = Peers(mesh.ends, exchanges.counted("gradients", exchanges.clock.collective))
+    sums = ((partials, exchanges.gradient_peers(mesh, "tp")), (twins, ends))
+    return [LateSum(summed, peers) for summed, peers in sums if summed]

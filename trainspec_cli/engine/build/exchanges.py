@@ -1,0 +1,119 @@
+"""How the exchanges of a plan travel: their groups, their codecs, and what times and counts them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+
+from trainspec_cli.engine.comm.compressed import Compression
+from trainspec_cli.engine.comm.exchange import Peers, Purpose, Tiers, TimeCollective
+from trainspec_cli.engine.comm.wire_bytes import WireMeter
+from trainspec_cli.engine.mesh import Mesh, split_by_tier
+from trainspec_cli.engine.observe.clock import StepClock
+from trainspec_cli.engine.observe.links import LinkTimers
+from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
+from trainspec_cli.engine.parallel.lost_gradients import ModuleLosses
+from trainspec_cli.spec.results.plan import Plan
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """How exchanges of data parallelism travel, and what times and counts them."""
+
+    clock: StepClock
+    links: LinkTimers
+    wire: WireMeter
+    compression: Compression
+    losses: list[ModuleLosses] = field(default_factory=list)
+    replica_tiers: Tiers | None = None
+    """Tiers in which gradients are summed over replicas; None: one all-reduce."""
+    sums: GradientSums | None = None
+    routes: Mapping[str, Route | None] = field(default_factory=dict)
+    """Ways of `sums`, by the axis of the shards."""
+
+    def of(self, purpose: Purpose, axis: str, group: dist.ProcessGroup) -> TimeCollective:
+        """Return what times the exchanges of `group`, this rank's along `axis`, and counts their bytes."""
+        return self.counted(purpose, self.links.of(axis, group))
+
+    def gradient_peers(self, mesh: Mesh, axis: str) -> Peers:
+        group = mesh.group(axis)
+        return Peers(group, self.of("gradients", axis, group))
+
+    def counted(self, purpose: Purpose, time: TimeCollective) -> TimeCollective:
+        @contextmanager
+        def timed(sent_bytes: float | None = None) -> Iterator[bool]:
+            with self.wire.purpose(purpose), time(sent_bytes) as has_to_end:
+                yield has_to_end
+
+        return timed
+
+
+def build_exchanges(plan: Plan, mesh: Mesh, device: torch.device, clock: StepClock, wire: WireMeter) -> Exchanges:
+    """Build what the exchanges of a plan need. Called by every rank together."""
+    compression, links = build_compression(plan, device), LinkTimers(clock)
+    wire.find_connections()
+    wire.reserve(mesh.connections_of_sums, "gradients")
+    exchanges = Exchanges(clock, links, wire, compression, replica_tiers=_replica_tiers(plan, mesh))
+    return _with_sums(exchanges, mesh)
+
+
+def build_compression(plan: Plan, device: torch.device) -> Compression:
+    """Build the codecs. Of several replica groups one alone writes checkpoints, without the feedback of the others."""
+    per_node = _ranks_per_node()
+    return Compression(
+        inside=plan.comm.gradients,
+        across=plan.comm.across_nodes,
+        rank=plan.comm.rank,
+        is_inside=lambda group: len({rank // per_node for rank in dist.get_process_group_ranks(group)}) == 1,
+        device=device,
+        saved_as=f"{plan.layout.describe()}.rank{dist.get_rank()}" if plan.replica_groups == 1 else "",
+    )
+
+
+def _with_sums(exchanges: Exchanges, mesh: Mesh) -> Exchanges:
+    """Return `exchanges` with sums of gradients in a thread of their own, where the mesh has groups for that."""
+    if not mesh.sums:
+        return exchanges
+
+    def peers(axis: str) -> Peers | None:
+        if (group := mesh.sums.get(axis)) is None:
+            return None
+        return Peers(group, exchanges.counted("gradients", exchanges.links.of_held_back(axis, group)))
+
+    replicas = peers("dp_replicate")
+    if replicas is not None:
+        replicas = replace(replicas, tiers=exchanges.replica_tiers)
+    shards = {axis: peers(axis) for axis in ("dp_shard", "expert_shard")}
+    routes = {axis: Route(one, replicas) if one or replicas else None for axis, one in shards.items()}
+    return replace(exchanges, sums=GradientSums(exchanges.clock), routes=routes)
+
+
+def _replica_tiers(plan: Plan, mesh: Mesh) -> Tiers | None:
+    """Return the tiers of `dp_replicate` where the blueprint sums in them. Called by every rank together."""
+    if plan.layout.dp_replicate == 1 or plan.blueprint is None or not plan.blueprint.sums_replicas_in_tiers:
+        return None
+    per_node, places = _ranks_per_node(), plan.blueprint.node_places
+
+    def place_of(rank: int) -> int:
+        node, number = divmod(rank, per_node)
+        return (places[node] if places else node) * per_node + number
+
+    sizes = [tier.devices for tier in plan.blueprint.tiers]
+    levels = split_by_tier(mesh.links()["dp_replicate"], place_of, sizes)
+    if levels is None:
+        return None
+    return Tiers(tuple(dist.new_subgroups_by_enumeration(groups)[0] for groups in levels))
+
+
+def _ranks_per_node() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def peers_along(mesh: Mesh, links: LinkTimers, axis: str) -> Peers:
+    group, is_ring = mesh.group(axis), axis == "cp" and mesh.layout.context_method == "ring"
+    return Peers(group, links.of(axis, group, is_hidden=is_ring))
