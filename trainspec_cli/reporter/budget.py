@@ -154,10 +154,20 @@ def _tiles(budget: Budget) -> str:
         for way in WAYS
         if way in budget.usd
     ]
+    return tiles([*totals, *_break_even(budget)])
+
+
+def _break_even(budget: Budget) -> Iterator[tuple[str, str, str]]:
+    """Yield when buying pays: the label, the value and what it is of."""
     months, use = budget.break_even_months, budget.break_even_utilisation
-    pays = ("buying pays after", "never" if months is None else f"{months:.1f} months", "against rent by the hour")
-    above = ("and above", "no utilisation" if use is None else percent(use, 1), "of the machines' life")
-    return tiles([*totals, pays, above])
+    if months is None:
+        yield "buying pays", "never", "against rent by the hour"
+    else:
+        yield "buying pays after", f"{months:.1f} months", "against rent by the hour"
+    if use is None:
+        yield "buying pays", "at no use", "of the machines' life"
+    else:
+        yield "buying pays above", percent(use, 1), "of the machines' life"
 
 
 def _chart(budget: Budget) -> str:

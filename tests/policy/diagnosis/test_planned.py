@@ -37,14 +37,14 @@ def test_changes_scale_the_measured_parts_best_first_and_small_ones_are_left_out
 
 def test_the_planners_shares_say_what_the_passes_are_bound_by():
     verdict = judge(Telemetry(), known(computing=0.2, memory=0.8))
-    assert "memory bounds it" in verdict.evidence[0]
+    assert "bound by memory" in verdict.evidence[0]
     assert "by the planner" in verdict.evidence
 
 
 def test_exchanges_inside_a_gpus_passes_count_as_exchanges():
     telemetry = Telemetry(transfer_s=0.0)
     verdict = judge(telemetry, known(**{"computing": 0.4, "exchanges between ranks": 0.6}))
-    assert "exchanges between ranks bounds it" in verdict.evidence[0]
+    assert "bound by exchanges between ranks" in verdict.evidence[0]
 
 
 def test_a_rank_that_waits_for_data_holds_up_the_others():

@@ -55,7 +55,7 @@ def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
             cause="as_planned",
             since_step=int(evidence.steps[0]),
             confidence=0.9,
-            evidence=(f"a step takes {format_seconds(step_s)}{beside}; {bound} bounds it: {shares}", outlook.basis),
+            evidence=(f"a step takes {format_seconds(step_s)}{beside}; bound by {bound}: {shares}", outlook.basis),
             advice=f"{what_if[0].change} would help most" if what_if else "no change would save 2% of a step",
             what_if=what_if,
         )

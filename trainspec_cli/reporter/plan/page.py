@@ -148,11 +148,11 @@ def _candidate_row(rank: int, candidate: Candidate) -> str:
     part = candidate.peak_memory_bytes / candidate.memory_limit_bytes
     used = Segment("c-used" if part <= 1 else "c-full", "peak", min(part, 1.0), percent(part))
     peak, limit = labels.gib(candidate.peak_memory_bytes), labels.gib(candidate.memory_limit_bytes)
-    chance = f", fits at {labels.chance(candidate)}" if candidate.fits else ""
+    chance = f", <span>fits at {escape(labels.chance(candidate))}</span>" if candidate.fits else ""
     cells = [
         cell(str(rank)),
         *map(cell, labels.candidate_cells(candidate), ("name", "", "", "number", "number", "number", "number")),
-        f'<td class="meter">{render_bar([used], 1.0)}<small>{peak} of {limit} GiB{escape(chance)}</small></td>',
+        f'<td class="meter">{render_bar([used], 1.0)}<small>{peak} of {limit} GiB{chance}</small></td>',
     ]
     return f"<tr{' class=best' if rank == 1 and candidate.fits else ''}>{''.join(cells)}</tr>"
 
