@@ -65,7 +65,8 @@ def describe_verdict(found: Certificate) -> str:
     measured = [clause for clause in found.clauses if clause.cases]
     cases = sum(clause.cases for clause in measured)
     whose = f" by {found.engine}" if found.engine else ""
-    what = f"the training spec {found.spec_version}" if found.whole else f"{len(measured)} clauses of the spec"
+    part = f"{len(measured)} clause{'s' * (len(measured) != 1)} of the spec"
+    what = f"the training spec {found.spec_version}" if found.whole else part
     where, digest = place_of(found.machine), found.digest[:SHOWN_DIGITS]
     return f"{what}: {found.verdict}{whose}, {cases} cases on {where}; digest {digest}"
 

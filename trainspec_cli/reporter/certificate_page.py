@@ -28,12 +28,15 @@ from trainspec_cli.reporter.page.parts import (
 from trainspec_cli.spec.results.certificate import Certificate, Finding
 
 FOOTER = "Measured by trainspec certify. A digest shows that a certificate is whole, a signature whose it is."
+KINDS = ("", "", "", "number", "number", "", "number", "number")
 MOST_FINDINGS, MOST_CHARACTERS = 5000, 400
 
 
 def render_certificate_page(certificate: Certificate, origin: PageOrigin | None = None) -> str:
     clauses = [
-        text_row((one.id, one.level, one.title, str(one.cases), str(one.failed), standing_of(one), *show_worst(one)))
+        text_row(
+            (one.id, one.level, one.title, str(one.cases), str(one.failed), standing_of(one), *show_worst(one)), KINDS
+        )
         for one in certificate.clauses
         if one.cases
     ]
