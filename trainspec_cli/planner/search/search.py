@@ -133,10 +133,11 @@ class Search:
             return  # heavier recomputation of a layout that surely fits is only slower
         shape = option.layout, option.micro_batch_size, option.grad_accum
         setup = self._costs.setup(*shape, option.recompute, offload=option.offload)
-        peak = peak_of(setup, self._layer_memory(setup, option.recompute))
+        layer = self._layer_memory(setup, option.recompute)
+        peak = peak_of(setup, layer, beyond_bytes=max(self._limit, self._smallest_bytes))
         if peak > self._limit:
             self.refused[TOO_LARGE] += 1
-            if self.smallest is None or peak < self.smallest.peak_bytes:
+            if peak < self._smallest_bytes:
                 self.smallest = Estimated(setup, option.recompute, peak)
             return
         probability = fit_probability(peak, self._usable)
@@ -154,6 +155,10 @@ class Search:
         if found.step_time_s <= ABOUT * self._least_s:
             push = heapq.heappush if len(self._safest) < SAFEST else heapq.heappushpop
             push(self._safest, ((min(probability, SURELY), -found.step_time_s), order, found))
+
+    @property
+    def _smallest_bytes(self) -> float:
+        return math.inf if self.smallest is None else self.smallest.peak_bytes
 
     def _slowest_safe_s(self) -> float:
         """Return the step beyond which no layout is wanted for being safe."""
