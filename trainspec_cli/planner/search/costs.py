@@ -11,7 +11,7 @@ from functools import lru_cache
 from trainspec_cli.planner.cut import cut, is_open, mean_times
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Group, axis_groups
-from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
+from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software
 from trainspec_cli.planner.time.compute import EIGHT_BIT
 from trainspec_cli.planner.time.step import (
     MicroBatch,
@@ -34,7 +34,7 @@ class Costs:
         self.waiting = waiting_share(template, eff)
         """Share of a step's work that waiting for the slowest device adds."""
         self._parts: dict[tuple[object, ...], MicroBatch] = {}
-        self._works_s: dict[tuple[object, ...], float] = {}
+        self._works_s: dict[tuple[object, ...], dict[str, float]] = {}
         self._groups: dict[tuple[object, ...], dict[str, Group]] = {}
         self._slowest: dict[tuple[object, ...], TimedRank] = {}
 
@@ -49,16 +49,17 @@ class Costs:
             offload_optimizer=offload,
         )
 
-    def work_s(self, layout: Layout, micro: int, accum: int, recompute: str) -> float:
-        """Return the work of one micro-batch in all layers, the embedding and the head."""
+    def works_s(self, layout: Layout, micro: int, accum: int) -> dict[str, float]:
+        """Return the work of one micro-batch in all layers, the embedding and the head, by what is recomputed."""
         part = _part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
-        key = *part, recompute
-        if key not in self._works_s:
+        if part not in self._works_s:
             once = self._micro_batch(part, self.setup(layout, micro, accum))
-            layer_s = own_work_s(once.layer) + recompute_part_s(once.layer, RECOMPUTE[recompute])
-            layers_s = self.template.model.num_layers * layer_s
-            self._works_s[key] = layers_s + own_work_s(once.embedding) + own_work_s(once.head)
-        return self._works_s[key]
+            self._works_s[part] = {name: self._work_s(once, again) for name, again in RECOMPUTE.items()}
+        return self._works_s[part]
+
+    def _work_s(self, once: MicroBatch, again: Recompute) -> float:
+        layers_s = self.template.model.num_layers * (own_work_s(once.layer) + recompute_part_s(once.layer, again))
+        return layers_s + own_work_s(once.embedding) + own_work_s(once.head)
 
     def step_s(self, setup: Setup) -> float:
         """Return the seconds of a step, its layers cut into stages as if they were all the average one."""

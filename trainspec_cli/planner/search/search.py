@@ -122,8 +122,9 @@ class Search:
         for number, (layout, micro, accum) in enumerate(self.space.layouts()):
             if self.samples is not None:
                 accum = micro_batches_of(layout, micro, self.samples)
+            works_s = self._costs.works_s(layout, micro, accum)
             for name in self.recomputes:
-                bound_s = self._bound_s(layout, micro, accum, name)
+                bound_s = self._bound_s(layout, accum, works_s[name])
                 for offload in self.offloads:
                     yield Option(bound_s, number, layout, micro, accum, name, offload)
 
@@ -168,10 +169,9 @@ class Search:
         probability, negative_s = self._safest[0][0]
         return about_s if probability < SURELY else min(about_s, -negative_s)
 
-    def _bound_s(self, layout: Layout, micro: int, accum: int, recompute: str) -> float:
+    def _bound_s(self, layout: Layout, accum: int, work_s: float) -> float:
         """Return the step that no schedule is faster than: the mean stage's own work and its wait for others that are
         no heavier, waiting for the slowest device included."""
-        work_s = self._costs.work_s(layout, micro, accum, recompute)
         mean_s = work_s / layout.pp
         wait_s = min(1.0, self.eff.bubble) * layout.bubble_part * (work_s - mean_s)
         return (accum * mean_s + wait_s) * (1 + self._costs.waiting)
