@@ -6,6 +6,7 @@ of a pipe has closed it, as in a shell.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -19,9 +20,12 @@ from trainspec_cli.reporter.style import Style
 EXIT_FAULT = 1
 EXIT_BROKEN_PIPE = 141
 SHOWN_CHARS = 200
+NEW_OBJECTS = 50_000
+"""Objects that are made before Python looks for circles among them: a plan makes many, and hardly any circle."""
 
 
 def main() -> None:
+    gc.set_threshold(NEW_OBJECTS)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -12,7 +12,7 @@ from trainspec_cli.errors import RecipeError
 from trainspec_cli.policy.batch.batch_schedule import run_phases, schedule_batches
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session import run_length
+from trainspec_cli.session import samples
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.load import load, load_for_planning
 from trainspec_cli.session.nodes import NodeOptions
@@ -134,7 +134,7 @@ def test_a_run_of_tokens_is_done_when_they_are_trained(make_run: Callable[..., R
 
 def test_a_fraction_of_epochs_is_not_rounded_up_past_what_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """In floating point 1.1 times 50,000 is a little more than 55,000."""
-    monkeypatch.setattr(run_length, "count_samples", lambda *_: 50_000)
+    monkeypatch.setattr(samples, "count_samples", lambda *_: 50_000)
     recipe = ["recipe=tiny", "batching.global_batch_size=100"]
     assert steps_of(load([*recipe, "train.epochs=1.1"]).spec) == 550
     assert steps_of(load([*recipe, "train.epochs=1.1001"]).spec) == 551

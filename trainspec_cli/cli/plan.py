@@ -13,9 +13,7 @@ from rich.console import RenderableType
 from trainspec_cli.cli.options import AsJson, Html, RecipeArguments, Sweeps, page_origin, write_page
 from trainspec_cli.errors import PlanError, Problem, RecipeError
 from trainspec_cli.reporter.plan.json import plan_as_json, sweep_as_json
-from trainspec_cli.reporter.plan.page import render_plan_page
 from trainspec_cli.reporter.plan.report import PlanReport, SweepPoint, SweepReport
-from trainspec_cli.reporter.plan.sweep_page import render_sweep_page
 from trainspec_cli.reporter.plan.text import render_plan, render_sweep
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.disturbance import load_disturbance
@@ -53,6 +51,8 @@ def plan(
 def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace: bool) -> None:
     planned = plan_recipe(arguments, trace=trace)
     if html:
+        from trainspec_cli.reporter.plan.page import render_plan_page  # loads charts, which text does without
+
         write_page(html, render_plan_page(planned, page_origin()))
     if as_json:
         print(json_text(plan_as_json(planned)))
@@ -70,6 +70,8 @@ def _plan_many(arguments: Sequence[str], sweeps: Sequence[str], as_json: bool, h
         tuple(SweepPoint(dict(zip(keys, values, strict=True)), plan_recipe(point)) for values, point in points)
     )
     if html:
+        from trainspec_cli.reporter.plan.sweep_page import render_sweep_page  # as above
+
         write_page(html, render_sweep_page(swept, page_origin()))
     if as_json:
         print(json_text(sweep_as_json(swept)))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from trainspec_cli.corpus.chat import describe
 from trainspec_cli.corpus.manifest import SCHEMA
-from trainspec_cli.corpus.own_source import source_facts
 from trainspec_cli.corpus.own_tokenizer import tokenizer_sha256
 from trainspec_cli.corpus.publish import cannot_write
 from trainspec_cli.environment_names import CACHE
@@ -61,6 +60,8 @@ def cached_folder(data: DataSpec, files: list[Path]) -> Path:
 
 def _facts(data: DataSpec, files: list[Path]) -> dict[str, object]:
     import tokenizers
+
+    from trainspec_cli.corpus.own_source import source_facts  # loads numpy, which plans do without
 
     return {
         "schema": SCHEMA,

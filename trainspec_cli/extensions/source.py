@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from trainspec_cli.errors import Problem, RecipeError, closest, did_you_mean
@@ -76,6 +75,8 @@ def absolute_reference(text: str, folder: Path) -> str:
 
 def registered(kind: ExtensionKind) -> dict[str, str]:
     """Return the names that installed packages have registered, with what they stand for."""
+    from importlib.metadata import entry_points  # takes long to load, and few runs have code of their own
+
     return {point.name: point.value for point in entry_points(group=kind.group)}
 
 

@@ -53,7 +53,7 @@ def mean_times(once: MicroBatch, setup: Setup) -> LayerTimes:
 
 
 def _layer_s(layer: LayersPart, setup: Setup) -> float:
-    return own_work_s(layer) + recompute_part_s(layer, setup)
+    return own_work_s(layer) + recompute_part_s(layer, setup.recompute)
 
 
 def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, tuple[MemoryBreakdown, ...]]:

@@ -10,7 +10,7 @@ from trainspec_cli.planner.capacity import SLACK
 from trainspec_cli.planner.cut import rough_room
 from trainspec_cli.planner.memory.frameworks import LayerMemory, memory_limit_bytes, peak_of
 from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
-from trainspec_cli.planner.search.search import axes_of_layer
+from trainspec_cli.planner.search.costs import axes_of_layer
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.this_machine import MOVING_BYTES
 from trainspec_cli.policy.batch.division import largest_that_fits

@@ -11,7 +11,7 @@ import numpy as np
 from trainspec_cli.planner.cut import cut, is_open, mean_times, planned_times
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
-from trainspec_cli.planner.search.search import part_key
+from trainspec_cli.planner.search.costs import part_key
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.samples import StepParts, Tier, assemble_parts
 from trainspec_cli.planner.time.step import (
@@ -185,7 +185,7 @@ def _passes_s(part: LayersPart) -> float:
 
 
 def _compute_s(part: LayersPart, setup: Setup) -> float:
-    return _passes_s(part) + recompute_part_s(part, setup)
+    return _passes_s(part) + recompute_part_s(part, setup.recompute)
 
 
 def _least_s(once_s: float, twice_s: float, size: float, most: float) -> float:

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from trainspec_cli.composer.compose import Completion
-from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.huggingface.config import differences
 from trainspec_cli.huggingface.config_reading import read_model
@@ -89,9 +88,16 @@ def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
     check_tree(run.root)
     kept = _if_there(run.huggingface / TOKENIZER)
     data_dir = read_data_dir(run)
-    made = Collection.open(data_dir).tokenizer_folder if data_dir and Path(data_dir).is_dir() and not kept else None
-    tokenizer = kept or (_if_there(made / TOKENIZER) if made else None)
+    tokenizer = kept or (_tokenizer_of(data_dir) if data_dir and Path(data_dir).is_dir() else None)
     return read_section(run, "model"), str(run.plan_json), tokenizer
+
+
+def _tokenizer_of(data_dir: str) -> Path | None:
+    """Return the tokenizer of prepared data."""
+    from trainspec_cli.corpus.collection import Collection  # loads numpy, which plans do without
+
+    made = Collection.open(data_dir).tokenizer_folder
+    return _if_there(made / TOKENIZER) if made else None
 
 
 def _no_run(init: InitSpec) -> Problem:

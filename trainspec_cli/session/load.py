@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from trainspec_cli.composer.folders import DISTURB
 from trainspec_cli.composer.origins import COMMAND_LINE, RECIPE
 from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
-from trainspec_cli.launcher.job.folder import LaunchOrigin
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -24,6 +23,7 @@ from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
 
 if TYPE_CHECKING:
     from trainspec_cli.composer.compose import Composed
+    from trainspec_cli.launcher.job.folder import LaunchOrigin
 
 DATA_PATHS = ("data.path", "data.tokenizer.path")
 OF_PLANNING = (DISTURB,)
@@ -39,6 +39,7 @@ class Loaded:
     def origin(self) -> LaunchOrigin:
         """Return the origin that a run of this recipe records in its folder."""
         from trainspec_cli.composer.render import render_yaml  # loads hydra, which the help of a command does without
+        from trainspec_cli.launcher.job.folder import LaunchOrigin  # loads the launcher, which plans do without
 
         return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed))
 

@@ -11,7 +11,6 @@ from trainspec_cli.planner.capacity import accelerator_of, blueprint_of
 from trainspec_cli.planner.memory.engine import tensors_by_cause
 from trainspec_cli.planner.planes.plan import plan_planes
 from trainspec_cli.planner.pools.describe import on_pools
-from trainspec_cli.planner.pools.plan import advise_pools, compare_pools, plan_pools
 from trainspec_cli.planner.run.forecast import forecast_run
 from trainspec_cli.planner.run.sites import plan_sites
 from trainspec_cli.planner.search.advice import advise
@@ -73,6 +72,12 @@ def plan_loaded(
 
 def _plan_on_pools(loaded: Loaded, defaults: tuple[str, ...]) -> PlanReport:
     """Plan a cluster of several pools, beside each of them alone."""
+    from trainspec_cli.planner.pools.plan import (
+        advise_pools,
+        compare_pools,
+        plan_pools,  # loads a search of its own, which other plans do without
+    )
+
     spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
     try:
         capacity = plan_pools(spec)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import yaml
@@ -68,6 +67,8 @@ def find_profile(spec: RunSpec, machine: Machine | None) -> tuple[ClusterProfile
     if spec.cluster.profile == "off" or spec.cluster.pools or not path.is_file():
         return None, ""
     profile = read_profile(path)
+    from importlib import metadata  # takes long to load, and few plans have a profile
+
     found = {"device": device_of(spec, machine), "torch": metadata.version("torch"), "trainspec": __version__}
     for what, here in found.items():
         if (made := getattr(profile, what)) != here:

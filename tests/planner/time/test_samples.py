@@ -114,7 +114,7 @@ def test_a_stage_computes_forward_backward_and_what_is_done_again() -> None:
         groups = axis_groups(setup.layout, setup.fabric, EFF)
         (whole,) = rank_parts(micro_batch(setup, groups, EFF), setup.layout)
         (stage,) = step_parts(setup, EFF).stages
-        again_s = recompute_part_s(whole.layers, setup)
+        again_s = recompute_part_s(whole.layers, setup.recompute)
         time = whole.whole.time
         assert stage.compute.time_s(2, 1) == pytest.approx(time.forward + time.backward + again_s)
         assert stage.compute.fixed_s >= 0 and stage.compute.per_sample_s > 0

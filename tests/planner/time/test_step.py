@@ -116,7 +116,7 @@ def test_a_part_without_work_takes_nothing_and_others_know_their_parameters() ->
     ids=["none", "selective", "every second product", "full", "full in half of the layers"],
 )
 def test_work_that_is_done_again(recompute: Recompute, again: float) -> None:
-    assert recompute_part_s(LAYER, setup_of(recompute=recompute)) == again
+    assert recompute_part_s(LAYER, recompute) == again
 
 
 def test_stages_have_their_layers_and_the_ends_what_stands_there() -> None:
@@ -146,9 +146,9 @@ def test_stages_have_the_kinds_of_layers_that_stand_there() -> None:
 def test_the_head_is_never_done_again_but_in_tables_of_measured_runs() -> None:
     setup = setup_of(recompute=RECOMPUTE["full"])
     last = rank_parts(MicroBatch.of([LAYER], [0] * 4, EMBEDDING, HEAD, RATES), Layout(pp=2))[-1]
-    plain_s, again_s = 2 * OWN_S + own_work_s(HEAD), 2 * recompute_part_s(LAYER, setup)
+    plain_s, again_s = 2 * OWN_S + own_work_s(HEAD), 2 * recompute_part_s(LAYER, setup.recompute)
     assert last.time_s(setup) == pytest.approx(plain_s + again_s)
-    head_s = recompute_part_s(HEAD, setup)
+    head_s = recompute_part_s(HEAD, setup.recompute)
     assert last.time_s(replace(setup, tabled=True)) == pytest.approx(plain_s + again_s + head_s)
 
 

@@ -43,9 +43,9 @@ def test_windows_of_layers(every: int, windows: list[int | None]) -> None:
 
 
 def test_mixers_of_decoders() -> None:
-    assert LLAMA.layer_list == [Layer(("attention", "feed_forward"))] * 6
+    assert LLAMA.layer_list == (Layer(("attention", "feed_forward")),) * 6
     latent = replace(LLAMA, mla=LatentAttentionSpec(16, qk_rope_head_dim=24))
-    assert latent.layer_list == [Layer(("latent", "feed_forward"))] * 6
+    assert latent.layer_list == (Layer(("latent", "feed_forward")),) * 6
     assert (LLAMA.rotated_size, latent.rotated_size) == (16, 24)
     assert LLAMA.rotates and not replace(LLAMA, learned_positions=32).rotates
     assert LLAMA.as_decoder is LLAMA

@@ -7,6 +7,7 @@ none more than 3% under; up to 20% over where a framework documents its copies p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trainspec_cli.planner.setup import Setup
@@ -267,11 +268,17 @@ def kept_activation_bytes(setup: Setup) -> float:
     return layer.kept_bytes * in_flight(setup, 0) * setup.model.num_layers / setup.layout.pp
 
 
-def peak_of(setup: Setup, layer: LayerMemory, constants: MemoryModel = DEFAULT_MEMORY) -> float:
-    """Bytes of the fullest stage: the first, the last, or the first of those with the most layers."""
-    counts = layers_per_rank(setup.model.num_layers, setup.layout)
-    fullest = {0, counts.index(max(counts)), len(counts) - 1}
-    return max(stage_memory(setup, stage, counts[stage], layer, constants).total_bytes for stage in fullest)
+def peak_of(
+    setup: Setup, layer: LayerMemory, constants: MemoryModel = DEFAULT_MEMORY, beyond_bytes: float = math.inf
+) -> float:
+    """Bytes of the fullest stage: the first, the last, or the first of those with the most layers. Where one takes more
+    than `beyond_bytes`, its bytes: how much more others take is not asked."""
+    counts, peak = layers_per_rank(setup.model.num_layers, setup.layout), 0.0
+    for stage in {0, counts.index(max(counts)), len(counts) - 1}:
+        peak = max(peak, stage_memory(setup, stage, counts[stage], layer, constants).total_bytes)
+        if peak > beyond_bytes:
+            break
+    return peak
 
 
 def estimate_memory(setup: Setup, constants: MemoryModel = DEFAULT_MEMORY) -> tuple[MemoryBreakdown, ...]:

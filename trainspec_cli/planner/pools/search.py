@@ -24,7 +24,8 @@ from trainspec_cli.planner.pools.describe import Pool
 from trainspec_cli.planner.pools.placement import NOT_WHOLE, Placement, placements
 from trainspec_cli.planner.pools.step import PoolStep, Setups, Stopwatch
 from trainspec_cli.planner.run.batches import main_size
-from trainspec_cli.planner.search.search import SLOWER, TOO_LARGE, axes_of_layer, recompute_names
+from trainspec_cli.planner.search.costs import axes_of_layer
+from trainspec_cli.planner.search.search import SLOWER, TOO_LARGE, recompute_names
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.policy.pipeline import layers_per_rank

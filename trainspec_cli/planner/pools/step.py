@@ -18,11 +18,12 @@ from trainspec_cli.planner.hardware.topology import Group, axis_groups
 from trainspec_cli.planner.pools.describe import Pool
 from trainspec_cli.planner.pools.placement import Placement, groups_of
 from trainspec_cli.planner.run.batches import weigh_times
-from trainspec_cli.planner.search.search import part_key
+from trainspec_cli.planner.search.costs import part_key
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.compute import EIGHT_BIT
 from trainspec_cli.planner.time.step import (
     MicroBatch,
+    TimedRank,
     assemble_step,
     bubble_s,
     micro_batch,
@@ -78,7 +79,7 @@ class _Work:
     def of(cls, once: MicroBatch, setup: Setup) -> _Work:
         numbers = once.numbers([range(once.num_layers)])
         kinds_s = (
-            number * (own_work_s(kind) + recompute_part_s(kind, setup))
+            number * (own_work_s(kind) + recompute_part_s(kind, setup.recompute))
             for kind, number in zip(once.kinds, numbers, strict=True)
         )
         return cls(tuple(kinds_s), own_work_s(once.embedding), own_work_s(once.head))
@@ -301,8 +302,8 @@ class Stopwatch:
             own = [rank for rank, at in enumerate(pool_of) if at == pool]
             slowest = max(own, key=times_s.__getitem__)
             wait_s = micro_batches * (pace_s - times_s[slowest])
-            part, own_s = ranks[slowest], times_s[slowest]
-            steps.append(step_of_rank(part, own_s, drain_s + wait_s, setup, onces[pool].rates, groups[pool], eff))
+            timed = TimedRank(ranks[slowest], times_s[slowest], drain_s + wait_s)
+            steps.append(step_of_rank(timed, setup, onces[pool].rates, groups[pool], eff))
             waits.append(wait_s)
         first = pool_of[times_s.index(pace_s)]
         unlike = [pool for pool in range(len(setups)) if self.pools[pool].fabric != self.pools[first].fabric]

@@ -2,7 +2,7 @@
 
 Failures come without memory, each device alike, also while the job is down. Between two events checkpoints are plain
 arithmetic, so that the cost grows with the failures alone: two weeks on 16,384 devices take some milliseconds a seed.
-What follows a failure is decided by `policy.recovery.next_action`, as in a running job.
+What follows a failure is decided by `policy.recovery.next_action`, as in a running job (`standing.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from trainspec_cli.policy.recovery import recovery, reliability, run_state
+from trainspec_cli.planner.run.standing import start_run
+from trainspec_cli.policy.recovery import recovery, reliability
 from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 
@@ -125,8 +126,7 @@ class _Simulation:
         self.takes = reliability.durations(cluster, job.state_bytes_per_device, job.load_s)
         self.mtbf_s = reliability.job_mtbf_s(cluster, job.devices)
         self.progress = _Progress(job)
-        self.started = _start_run(job, resilience)
-        self.run_state = self.started
+        self.started = self.standing = start_run(resilience, job.replica_groups if resilience.mode == "elastic" else 1)
         self.away: dict[int, int] = {}
         """Replica groups that are away, each with the failure that its return belongs to."""
         self.paused_by = 0
@@ -160,19 +160,14 @@ class _Simulation:
     def _strike(self, group: int, *, job_wide: bool) -> None:
         self.failures += 1
         self.progress.advance(self.clock.now_s)
-        groups = range(len(self.run_state.groups))
-        hit = tuple(groups) if job_wide or len(groups) == 1 else (group,)
-        self._observe(run_state.NodeLost(0, "", "", hit))
-        self.progress.lose(self.run_state.is_lost)
+        every = self.standing.groups
+        self.standing = self.standing.after("lost", every if job_wide or len(every) == 1 else (group,))
+        self.progress.lose(self.standing.is_lost)
         wait_for_node_s = 0.0 if job_wide else self._take_spare()
-        if self.run_state.is_lost:
+        if self.standing.is_lost:
             self._restart(wait_for_node_s)
         else:
             self._leave(group, wait_for_node_s)
-
-    def _observe(self, event: run_state.Event) -> None:
-        """Take in an event; the actions that follow take the time that `takes` says."""
-        self.run_state, _ = recovery.next_action(self.run_state, event)
 
     def _take_spare(self) -> float:
         """-> seconds until a node is free; the failed one goes to repair and is free again later."""
@@ -184,15 +179,14 @@ class _Simulation:
     def _restart(self, wait_for_node_s: float) -> None:
         """The whole job starts again; groups that were away start with it."""
         self.away.clear()
-        self.run_state = self.started
+        self.standing = self.started
         self._pause("restart", self.takes.restart_s + wait_for_node_s)
 
     def _leave(self, group: int, wait_for_node_s: float) -> None:
         """The group goes away and the others step on without it, or wait when they are too few."""
         self.event += 1
         failure = self.away[group] = self.event
-        self._observe(run_state.PresenceChanged(group, "awaited"))
-        self._observe(run_state.GroupEnded(group, done=False, from_outside=True))
+        self.standing = self.standing.after("left", (group,))
         self.clock.after(self.takes.group_return_s + wait_for_node_s, lambda: self._return(group, failure))
         if self.progress.paused_for != "restart":
             self._pause("stall", self.cluster.shrink_stall_s)
@@ -202,8 +196,7 @@ class _Simulation:
             return
         self.progress.advance(self.clock.now_s)
         del self.away[group]
-        self._observe(run_state.PresenceChanged(group, "there"))
-        self._observe(run_state.Stepped(group))
+        self.standing = self.standing.after("returned", (group,))
         if self.progress.paused_for != "restart":
             self._pause("stall", self.cluster.rejoin_stall_s)
 
@@ -221,15 +214,6 @@ class _Simulation:
         enough = not self.away or recovery.enough_groups(self.resilience, active)
         self.progress.paused_for = None if enough else "stall"
         self.progress.rate = active / self.job.replica_groups
-
-
-def _start_run(job: SimulatedJob, resilience: ResilienceSpec) -> run_state.RunState:
-    """Return the state of a run that trains. Somebody starts again what the limit of restarts would end: what is asked
-    is how long the work takes."""
-    patient = replace(resilience, max_restarts_per_hour=MAX_FAILURES * MAX_FAILURES)
-    groups = job.replica_groups if resilience.mode == "elastic" else 1
-    state, _ = recovery.next_action(recovery.begin(patient, groups, presence="there"), run_state.Tick(0.0))
-    return state
 
 
 class _Progress:

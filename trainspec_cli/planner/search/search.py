@@ -13,24 +13,15 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from trainspec_cli.planner.cut import cut, is_open, mean_times
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.fit import SURELY, expected_step_s, fit_probability
 from trainspec_cli.planner.memory.frameworks import LayerMemory, mean_layer_memory, memory_limit_bytes, peak_of
+from trainspec_cli.planner.search.costs import axes_of_layer, costs_of
 from trainspec_cli.planner.search.space import Space
-from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
-from trainspec_cli.planner.time.compute import EIGHT_BIT
-from trainspec_cli.planner.time.step import (
-    MicroBatch,
-    assemble_step,
-    micro_batch,
-    own_work_s,
-    recompute_part_s,
-    waiting_share,
-)
+from trainspec_cli.planner.setup import Setup, Software
 from trainspec_cli.policy.batch.division import micro_batches_of
 from trainspec_cli.spec.recipe.layout import Layout, Sharding
 
@@ -52,8 +43,7 @@ class Estimated:
     """The step to expect with the probability that the layout fits."""
 
 
-@dataclass(frozen=True)
-class Option:
+class Option(NamedTuple):
     """A layout with a recomputation and an offload that may be tried."""
 
     bound_s: float
@@ -102,8 +92,7 @@ class Search:
     def __post_init__(self) -> None:
         self._usable = memory_limit_bytes(self.template.fabric.chip)
         self._limit = self.slack * self._usable
-        self._parts: dict[tuple[object, ...], MicroBatch] = {}
-        self._bounds_s: dict[tuple[object, ...], dict[str, float]] = {}
+        self._costs = costs_of(self.template, tuple(self.softwares.items()), self.eff)
         self._memory: dict[tuple[object, ...], LayerMemory] = {}
         self._found: Ranked = []
         self._safest: Ranked = []
@@ -133,35 +122,29 @@ class Search:
         for number, (layout, micro, accum) in enumerate(self.space.layouts()):
             if self.samples is not None:
                 accum = micro_batches_of(layout, micro, self.samples)
-            for name, bound_s in self._bounds(layout, micro, accum).items():
+            works_s = self._costs.works_s(layout, micro, accum)
+            for name in self.recomputes:
+                bound_s = self._bound_s(layout, accum, works_s[name])
                 for offload in self.offloads:
                     yield Option(bound_s, number, layout, micro, accum, name, offload)
-
-    def _setup(self, layout: Layout, micro: int, accum: int) -> Setup:
-        return replace(
-            self.template,
-            layout=layout,
-            micro_batch_size=float(micro),
-            grad_accum=accum,
-            software=self.softwares[layout.sharding],
-        )
 
     def _take(self, option: Option) -> None:
         """Predict a layout, and take it up where it may fit."""
         if option.alike in self._surely:
             return  # heavier recomputation of a layout that surely fits is only slower
-        setup = self._setup(option.layout, option.micro_batch_size, option.grad_accum)
-        setup = replace(setup, recompute=RECOMPUTE[option.recompute], offload_optimizer=option.offload)
-        peak = peak_of(setup, self._layer_memory(setup, option.recompute))
+        shape = option.layout, option.micro_batch_size, option.grad_accum
+        setup = self._costs.setup(*shape, option.recompute, offload=option.offload)
+        layer = self._layer_memory(setup, option.recompute)
+        peak = peak_of(setup, layer, beyond_bytes=max(self._limit, self._smallest_bytes))
         if peak > self._limit:
             self.refused[TOO_LARGE] += 1
-            if self.smallest is None or peak < self.smallest.peak_bytes:
+            if peak < self._smallest_bytes:
                 self.smallest = Estimated(setup, option.recompute, peak)
             return
         probability = fit_probability(peak, self._usable)
         if probability >= SURELY:
             self._surely.add(option.alike)
-        step_s = self._step_s(setup, self._micro_batch(setup))
+        step_s = self._costs.step_s(setup)
         expected_s = expected_step_s(step_s, probability, self.start_s)
         self._keep(Estimated(setup, option.recompute, peak, step_s, expected_s), probability)
 
@@ -174,12 +157,9 @@ class Search:
             push = heapq.heappush if len(self._safest) < SAFEST else heapq.heappushpop
             push(self._safest, ((min(probability, SURELY), -found.step_time_s), order, found))
 
-    def _step_s(self, setup: Setup, once: MicroBatch) -> float:
-        """Seconds of a step, its layers cut into stages as if they were all the average one."""
-        groups = axis_groups(setup.layout, setup.fabric, self.eff)
-        if is_open(setup.layout, setup.model):
-            setup = replace(setup, layout=cut(mean_times(once, setup), setup.layout))
-        return assemble_step(setup, once, groups, self.eff).total_s
+    @property
+    def _smallest_bytes(self) -> float:
+        return math.inf if self.smallest is None else self.smallest.peak_bytes
 
     def _slowest_safe_s(self) -> float:
         """Return the step beyond which no layout is wanted for being safe."""
@@ -189,57 +169,18 @@ class Search:
         probability, negative_s = self._safest[0][0]
         return about_s if probability < SURELY else min(about_s, -negative_s)
 
-    def _bounds(self, layout: Layout, micro: int, accum: int) -> dict[str, float]:
-        """Return the step that no schedule is faster than, by recomputation.
-
-        It is the mean stage's own work and its wait for others that are no heavier, waiting for the slowest device
-        included; layouts that differ in the rest alone have the same.
-        """
-        software = self.softwares[layout.sharding]
-        part = _part_key(layout, micro, accum, self.template.matmul, software)
-        key = *part, layout.pp, layout.bubble_part, accum
-        if key not in self._bounds_s:
-            base = self._setup(layout, micro, accum)
-            once = self._micro_batch(base)
-            self._bounds_s[key] = {name: self._bound_s(base, once, name) for name in self.recomputes}
-        return self._bounds_s[key]
-
-    def _bound_s(self, base: Setup, once: MicroBatch, recompute: str) -> float:
-        layout = base.layout
-        again_s = recompute_part_s(once.layer, replace(base, recompute=RECOMPUTE[recompute]))
-        layers_s = base.model.num_layers * (own_work_s(once.layer) + again_s)
-        work_s = layers_s + own_work_s(once.embedding) + own_work_s(once.head)
+    def _bound_s(self, layout: Layout, accum: int, work_s: float) -> float:
+        """Return the step that no schedule is faster than: the mean stage's own work and its wait for others that are
+        no heavier, waiting for the slowest device included."""
         mean_s = work_s / layout.pp
         wait_s = min(1.0, self.eff.bubble) * layout.bubble_part * (work_s - mean_s)
-        return (base.grad_accum * mean_s + wait_s) * (1 + waiting_share(base, self.eff))
-
-    def _micro_batch(self, setup: Setup) -> MicroBatch:
-        key = part_key(setup)
-        if key not in self._parts:
-            groups = axis_groups(setup.layout, setup.fabric, self.eff)
-            self._parts[key] = micro_batch(setup, groups, self.eff)
-        return self._parts[key]
+        return (accum * mean_s + wait_s) * (1 + self._costs.waiting)
 
     def _layer_memory(self, setup: Setup, recompute: str) -> LayerMemory:
         key = (*axes_of_layer(setup.layout), setup.micro_batch_size, recompute, id(setup.software))
         if key not in self._memory:
             self._memory[key] = self.layer_memory(setup, recompute)
         return self._memory[key]
-
-
-def part_key(setup: Setup) -> tuple[object, ...]:
-    """Return what a micro-batch's time depends on, of setups that differ in layout and micro-batches alone."""
-    return _part_key(setup.layout, setup.micro_batch_size, setup.grad_accum, setup.matmul, setup.software)
-
-
-def _part_key(layout: Layout, micro: float, accum: int, matmul: str, software: Software) -> tuple[object, ...]:
-    counted = accum if matmul in EIGHT_BIT else accum > 1
-    return *axes_of_layer(layout), layout.pp == 1, layout.shards_parameters, micro, counted, id(software)
-
-
-def axes_of_layer(layout: Layout) -> tuple[object, ...]:
-    """The axes that cut a layer."""
-    return layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel
 
 
 def recompute_names(wanted: str) -> tuple[str, ...]:

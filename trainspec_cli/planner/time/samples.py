@@ -119,7 +119,7 @@ def _stage_time(
 
 
 def _compute_s(stage: RankParts, setup: Setup) -> float:
-    return stage.whole.time.forward + stage.whole.time.backward + recompute_part_s(stage.layers, setup)
+    return stage.whole.time.forward + stage.whole.time.backward + recompute_part_s(stage.layers, setup.recompute)
 
 
 def _through(once_s: float, twice_s: float, size: float) -> Speed:

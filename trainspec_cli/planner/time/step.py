@@ -13,7 +13,7 @@ from trainspec_cli.planner.hardware.collectives import all_gather_s, all_reduce_
 from trainspec_cli.planner.hardware.rates import Efficiency, matmul_flops_per_s
 from trainspec_cli.planner.hardware.topology import Group, axis_groups
 from trainspec_cli.planner.optimizer import UPDATE_BYTES, WIRE_BYTES, matrix_share, newton_schulz_flops
-from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.setup import Recompute, Setup
 from trainspec_cli.planner.time.compute import LayerTime, Rates, layer_time, rates_of, ungrouped
 from trainspec_cli.planner.time.wire import gather_s, scatter_s, sum_s
 from trainspec_cli.planner.workload import embedding_work, head_work, layer_works
@@ -75,9 +75,9 @@ def part_of(work: Work | None, setup: Setup, rates: Rates, groups: dict[str, Gro
     return LayersPart(layer_time(work, setup, rates, eff), comm, work.params, work.expert_params)
 
 
-def recompute_part_s(part: LayersPart, setup: Setup) -> float:
+def recompute_part_s(part: LayersPart, again: Recompute) -> float:
     """Forward work, and where matmuls are among it its communication, done again in the backward."""
-    again, time = setup.recompute, part.time
+    time = part.time
     work = again.matmul * time.matmul_f + again.attention * time.attention_f + again.elementwise * time.memory_f
     if again.full:
         work += part.comm.tp + part.comm.cp + part.comm.ep
@@ -162,26 +162,22 @@ def estimate_step(setup: Setup, eff: Efficiency) -> StepTime:
 
 def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff: Efficiency) -> StepTime:
     """Assemble a whole step under the setup's layout from the parts of a micro-batch."""
+    return step_of_rank(slowest_rank(once, setup, eff), setup, once.rates, groups, eff)
+
+
+def slowest_rank(once: MicroBatch, setup: Setup, eff: Efficiency) -> TimedRank:
+    """Return the pipeline rank that the others wait for."""
     ranks = rank_parts(once, setup.layout)
     each_s = {id(rank): rank.time_s(setup) for rank in {id(rank): rank for rank in ranks}.values()}
     times = [each_s[id(rank)] for rank in ranks]
     slowest = max(range(len(times)), key=times.__getitem__)
-    bubble = eff.bubble * bubble_s(times, setup.layout)
-    return step_of_rank(ranks[slowest], times[slowest], bubble, setup, once.rates, groups, eff)
+    return TimedRank(ranks[slowest], times[slowest], eff.bubble * bubble_s(times, setup.layout))
 
 
-def step_of_rank(
-    rank: RankParts,
-    rank_s: float,
-    bubble: float,
-    setup: Setup,
-    rates: Rates,
-    groups: dict[str, Group],
-    eff: Efficiency,
-) -> StepTime:
-    """Return the step as one pipeline rank spends it, which takes `rank_s` a micro-batch and waits for `bubble`."""
-    part, micro = rank.whole, setup.grad_accum
-    again = recompute_part_s(rank.layers, setup)
+def step_of_rank(timed: TimedRank, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> StepTime:
+    """Return the step as one pipeline rank spends it."""
+    part, micro = timed.rank.whole, setup.grad_accum
+    again = recompute_part_s(timed.rank.layers, setup.recompute)
     between = eff.step_graphed_s if setup.software.graphs else eff.step_s
     sends = pipeline_sends_s(setup, groups["pp"], eff)
     busy = StepTime(
@@ -193,10 +189,10 @@ def step_of_rank(
         cp_comm_s=micro * 3 * part.comm.cp,
         ep_comm_s=micro * 2 * part.comm.ep,
         pp_comm_s=sends,
-        bubble_s=bubble,
+        bubble_s=timed.bubble_s,
         optimizer_s=optimizer_s(part, setup, rates, groups, eff),
         dp_comm_s=data_parallel_s(part, setup, groups, eff),
-        host_s=micro * host_wait_s(part, rank_s, setup, eff) + between,
+        host_s=micro * host_wait_s(part, timed.time_s, setup, eff) + between,
     )
     return replace(busy, host_s=busy.host_s + waiting_share(setup, eff) * (busy.total_s - between))
 
@@ -230,7 +226,18 @@ class RankParts:
     def time_s(self, setup: Setup) -> float:
         """Forward and backward."""
         again = self.whole if setup.tabled else self.layers
-        return own_work_s(self.whole) + recompute_part_s(again, setup)
+        return own_work_s(self.whole) + recompute_part_s(again, setup.recompute)
+
+
+@dataclass(frozen=True)
+class TimedRank:
+    """A pipeline rank in a step."""
+
+    rank: RankParts
+    time_s: float
+    """Of one micro-batch, forward and backward."""
+    bubble_s: float
+    """What it waits for the others in the whole step."""
 
 
 def rank_parts(once: MicroBatch, layout: Layout) -> list[RankParts]:
@@ -311,7 +318,7 @@ def orthogonalise_s(params: float, setup: Setup, rates: Rates, groups: dict[str,
 def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
     """Exposed time of gradients' reduction and parameters' gathering."""
     forward = part.time.forward + part.comm.tp + part.comm.ep
-    backward = part.time.backward + part.comm.tp + part.comm.ep + recompute_part_s(part, setup)
+    backward = part.time.backward + part.comm.tp + part.comm.ep + recompute_part_s(part, setup.recompute)
     if setup.layout.shards_parameters:
         return fully_sharded_s(part, forward, backward, setup, groups, eff)
     software = setup.software

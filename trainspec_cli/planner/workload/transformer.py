@@ -188,14 +188,8 @@ def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
 @lru_cache(maxsize=4096)
 def layer_works(model: DecoderModel, tokens: float, seq_len: int, layout: Layout) -> Layers:
     """The parts of each layer."""
-    layers = _layers(model)
-    kinds = {layer: _parts(model, layer, tokens, seq_len, layout) for layer in dict.fromkeys(layers)}
-    return tuple(kinds[layer] for layer in layers)
-
-
-@lru_cache(maxsize=256)
-def _layers(model: DecoderModel) -> tuple[Layer, ...]:
-    return tuple(model.layer_list)
+    kinds = {layer: _parts(model, layer, tokens, seq_len, layout) for layer in set(model.layer_list)}
+    return tuple(kinds[layer] for layer in model.layer_list)
 
 
 def _parts(model: DecoderModel, layer: Layer, tokens: float, seq_len: int, layout: Layout) -> tuple[Work, Work]:

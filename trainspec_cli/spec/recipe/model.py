@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from trainspec_cli.spec.field_types import NonNegativeFloat, NonNegativeInt, Option, PositiveFloat, PositiveInt
@@ -119,9 +120,9 @@ class DecoderModel:
     def rotated_size(self) -> int:
         return self.mla.qk_rope_head_dim if self.mla else self.head_dim
 
-    @property
-    def layer_list(self) -> list[Layer]:
-        return [self._layer(layer) for layer in range(self.num_layers)]
+    @cached_property
+    def layer_list(self) -> tuple[Layer, ...]:
+        return tuple(self._layer(layer) for layer in range(self.num_layers))
 
     def _layer(self, layer: int) -> Layer:
         mixers: tuple[Mixer, Mixer] = "latent" if self.mla else "attention", "feed_forward"
@@ -241,9 +242,9 @@ class HybridModel:
         even = "".join(letter for _, letter in sorted(zip(places, letters, strict=True), key=lambda pair: pair[0]))
         return self.layer_pattern or even
 
-    @property
-    def layer_list(self) -> list[Layer]:
-        return [Layer((LETTERS[letter],)) for letter in self.layers]
+    @cached_property
+    def layer_list(self) -> tuple[Layer, ...]:
+        return tuple(Layer((LETTERS[letter],)) for letter in self.layers)
 
     @property
     def mamba_heads(self) -> int:

@@ -4,7 +4,7 @@ by and the planner counts by."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from trainspec_cli.spec.field_types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range
 
@@ -114,8 +114,7 @@ class ExpertSpec:
     is dropped. null: it takes all (dropless)."""
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """A kind of layer of a model of text: what stands behind its norms, one after another."""
 
     mixers: tuple[Mixer, ...]

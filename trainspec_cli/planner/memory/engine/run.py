@@ -86,8 +86,9 @@ def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str)
     in one format, all trained. Other blocks' compiled graphs were not held against the count."""
     if not isinstance(model, TextModel) or lora.rank or matmul not in ("compute", compute):
         return False
-    plain = all(set(layer.mixers) <= {"attention", "feed_forward"} for layer in model.layer_list)
-    return plain and all(layer.window is None for layer in model.layer_list) and not model.as_decoder.attention_sinks
+    layers = set(model.layer_list)
+    plain = all(set(layer.mixers) <= {"attention", "feed_forward"} for layer in layers)
+    return plain and all(layer.window is None for layer in layers) and not model.as_decoder.attention_sinks
 
 
 def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
@@ -153,7 +154,8 @@ class Account:
     def add(self, cause: str, size: float) -> None:
         self.live[cause] += size
         self._total += size
-        self.touch(0.0)
+        if self._total > self._peak:
+            self.touch(0.0)
 
     def touch(self, temporaries: float) -> None:
         """`temporaries` more are live for a moment."""

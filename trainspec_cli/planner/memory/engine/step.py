@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 from trainspec_cli.planner.memory.engine.blocks import BlockProfile, profile_block
@@ -68,6 +70,15 @@ class _Stage:
     left: int
     """Backwards still to come."""
 
+    @cached_property
+    def units(self) -> list[Sharded]:
+        return [*(unit for block in self.blocks for unit in block.units), self.outside]
+
+    @cached_property
+    def before(self) -> dict[int, Sharded | None]:
+        """Unit's id -> the unit whose forward ended before it: its backward comes next."""
+        return {id(unit): before for before, unit in zip([None, *self.units], self.units, strict=False)}
+
 
 class _Replay:
     def __init__(self, run: EngineRun, model: TextModel, pipeline_rank: int):
@@ -86,15 +97,19 @@ class _Replay:
         first, last = stage == 0, stage == stages - 1
         outside = Sharded(freeze(outside_unit(self.model, self.layout, first, last), self.given.lora))
         sharding = Sharding(self.account, self.width, self.reduce_width, keeps=self.layout.keeps_parameters)
-        blocks = [self._block(self.layers[layer]) for layer in held]
+        held_layers = [self.layers[layer] for layer in held]
+        makers = {layer: self._maker(layer) for layer in set(held_layers)}
+        blocks = [makers[layer]() for layer in held_layers]
         return _Stage(first, last, blocks, outside, sharding, self.micro_batches)
 
-    def _block(self, layer: Layer) -> _Block:
-        profile = profile_block(shape_of(self.given, self.model, layer), self.given.recompute, self.split)
-        spread = self.layout.ep > 1 and "experts" in layer.mixers
-        experts = Sharded(freeze(experts_unit(self.model, self.layout), self.given.lora)) if spread else None
-        own = Sharded(block_unit(self.model, layer, self.layout, self.given.lora))
-        return _Block(profile, own, experts, freeze(whole_experts(self.model, layer, self.layout), self.given.lora))
+    def _maker(self, layer: Layer) -> Callable[[], _Block]:
+        """Return what makes blocks of one kind: all of it is theirs together but what is gathered."""
+        model, layout, lora = self.model, self.layout, self.given.lora
+        profile = profile_block(shape_of(self.given, model, layer), self.given.recompute, self.split)
+        spread = layout.ep > 1 and "experts" in layer.mixers
+        experts = freeze(experts_unit(model, layout), lora) if spread else None
+        own, whole = block_unit(model, layer, layout, lora), freeze(whole_experts(model, layer, layout), lora)
+        return lambda: _Block(profile, Sharded(own), Sharded(experts) if experts else None, whole)
 
     @property
     def message_bytes(self) -> float:
@@ -110,7 +125,7 @@ class _Replay:
         return self.account.at_peak
 
     def _hold_state(self) -> None:
-        units = [unit for stage in self.stages.values() for unit in _units(stage)]
+        units = [unit for stage in self.stages.values() for unit in stage.units]
         own = sum(part.unit.own for part in units)
         tables = len(self.stages) * self.given.seq_len * self._angles_of_token_bytes()
         quantised = sum(part.unit.quantised_bytes for part in units)
@@ -172,7 +187,7 @@ class _Replay:
         account.add("activations", -sum(block.profile.put_off for block in stage.blocks))
         stage.left -= 1
         if stage.left == 0:
-            for part in _units(stage):
+            for part in stage.units:
                 stage.sharding.after_backward(part, exchanges=True, last=True)
             stage.sharding.end_backward()
 
@@ -211,7 +226,7 @@ class _Replay:
             account.add("temporaries", self.message_bytes)
         for block in reversed(stage.blocks):
             sharding.gather_again(block.own)
-            sharding.prefetch(_before(stage, block.own))
+            sharding.prefetch(stage.before[id(block.own)])
             account.add("activations", -block.profile.kept)
             self._work(stage, block, block.profile.backward, exchanges)
             account.add("activations", block.profile.put_off - block.profile.backward[-1].live)
@@ -251,7 +266,7 @@ class _Replay:
             sharding.end_forward()
         elif event == "gather_again":
             sharding.gather_again(experts)
-            sharding.prefetch(_before(stage, experts))
+            sharding.prefetch(stage.before[id(experts)])
         elif event == "reduce":
             sharding.make_gradient(experts)
             sharding.after_backward(experts, exchanges=exchanges is True, last=stage.left == 0)
@@ -268,17 +283,6 @@ class _Replay:
         if not stage.outside.gradient_bytes:
             account.add("temporaries", table * width)
             stage.outside.gradient_bytes = table * width
-
-
-def _units(stage: _Stage) -> list[Sharded]:
-    return [*(unit for block in stage.blocks for unit in block.units), stage.outside]
-
-
-def _before(stage: _Stage, unit: Sharded) -> Sharded | None:
-    """The unit whose forward ended before that of `unit`: its backward comes next."""
-    units = _units(stage)
-    index = next(index for index, other in enumerate(units) if other is unit)
-    return units[index - 1] if index else None
 
 
 def _without_data(layout: Layout) -> Layout:

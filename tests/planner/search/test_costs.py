@@ -1,0 +1,37 @@
+"""What searches compute once is what each layout would be given by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.planner.search.test_search import run_of
+from trainspec_cli.planner.capacity import describe_fabric, softwares_of, template_of
+from trainspec_cli.planner.cut import cut, is_open, mean_times
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.topology import axis_groups
+from trainspec_cli.planner.search.costs import costs_of
+from trainspec_cli.planner.search.space import Space
+from trainspec_cli.planner.time.step import assemble_step, micro_batch
+
+EFF = Efficiency()
+
+
+def test_a_step_of_shared_parts_is_that_of_the_layout_alone() -> None:
+    spec = run_of("mixtral_8x7b", nodes=2, batch=64)
+    template = template_of(spec, describe_fabric(spec.cluster, None))
+    costs = costs_of(template, tuple(softwares_of(spec).items()), EFF)
+    for layout, micro, accum in list(Space(spec, 16, 8).layouts())[::7]:
+        setup = costs.setup(layout, micro, accum, "full")
+        groups = axis_groups(layout, setup.fabric, EFF)
+        once = micro_batch(setup, groups, EFF)
+        whole = replace(setup, layout=cut(mean_times(once, setup), layout)) if is_open(layout, spec.model) else setup
+        assert costs.step_s(setup) == assemble_step(whole, once, groups, EFF).total_s
+
+
+def test_searches_that_differ_in_what_they_may_choose_share_the_costs() -> None:
+    spec = run_of("llama3_8b", nodes=2, batch=64)
+    fabric = describe_fabric(spec.cluster, None)
+    one, other = (costs_of(template_of(spec, fabric), tuple(softwares_of(spec).items()), EFF) for _ in range(2))
+    eight = replace(spec, precision=replace(spec.precision, matmul="fp8"))
+    assert one is other
+    assert costs_of(template_of(eight, fabric), tuple(softwares_of(eight).items()), EFF) is not one

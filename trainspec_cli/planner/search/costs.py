@@ -1,0 +1,113 @@
+"""What layouts of one model on one fabric have in common, computed once: micro-batches, groups, and slowest ranks.
+
+Searches that differ in what they may choose, and not in the model, the software and the fabric, share it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from trainspec_cli.planner.cut import cut, is_open, mean_times
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.topology import Group, axis_groups
+from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software
+from trainspec_cli.planner.time.compute import EIGHT_BIT
+from trainspec_cli.planner.time.step import (
+    MicroBatch,
+    TimedRank,
+    micro_batch,
+    own_work_s,
+    recompute_part_s,
+    slowest_rank,
+    step_of_rank,
+    waiting_share,
+)
+from trainspec_cli.spec.recipe.layout import Layout, Sharding
+
+
+class Costs:
+    """Times of layouts of `template`'s model on its fabric."""
+
+    def __init__(self, template: Setup, softwares: dict[Sharding, Software], eff: Efficiency) -> None:
+        self.template, self.softwares, self.eff = template, softwares, eff
+        self.waiting = waiting_share(template, eff)
+        """Share of a step's work that waiting for the slowest device adds."""
+        self._parts: dict[tuple[object, ...], MicroBatch] = {}
+        self._works_s: dict[tuple[object, ...], dict[str, float]] = {}
+        self._groups: dict[tuple[object, ...], dict[str, Group]] = {}
+        self._slowest: dict[tuple[object, ...], TimedRank] = {}
+
+    def setup(self, layout: Layout, micro: int, accum: int, recompute: str = "none", *, offload: bool = False) -> Setup:
+        return replace(
+            self.template,
+            layout=layout,
+            micro_batch_size=float(micro),
+            grad_accum=accum,
+            software=self.softwares[layout.sharding],
+            recompute=RECOMPUTE[recompute],
+            offload_optimizer=offload,
+        )
+
+    def works_s(self, layout: Layout, micro: int, accum: int) -> dict[str, float]:
+        """Return the work of one micro-batch in all layers, the embedding and the head, by what is recomputed."""
+        part = _part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
+        if part not in self._works_s:
+            once = self._micro_batch(part, self.setup(layout, micro, accum))
+            self._works_s[part] = {name: self._work_s(once, again) for name, again in RECOMPUTE.items()}
+        return self._works_s[part]
+
+    def _work_s(self, once: MicroBatch, again: Recompute) -> float:
+        layers_s = self.template.model.num_layers * (own_work_s(once.layer) + recompute_part_s(once.layer, again))
+        return layers_s + own_work_s(once.embedding) + own_work_s(once.head)
+
+    def step_s(self, setup: Setup) -> float:
+        """Return the seconds of a step, its layers cut into stages as if they were all the average one."""
+        part, groups = part_key(setup), self._axis_groups(setup.layout)
+        once = self._micro_batch(part, setup)
+        slowest = self._slowest_rank(part, once, setup)
+        return step_of_rank(slowest, setup, once.rates, groups, self.eff).total_s
+
+    def _micro_batch(self, part: tuple[object, ...], setup: Setup) -> MicroBatch:
+        if part not in self._parts:
+            self._parts[part] = micro_batch(setup, self._axis_groups(setup.layout), self.eff)
+        return self._parts[part]
+
+    def _slowest_rank(self, part: tuple[object, ...], once: MicroBatch, setup: Setup) -> TimedRank:
+        """Return the rank whose share of the layers takes longest; layouts that spread samples otherwise have the
+        same."""
+        layout = setup.layout
+        cuts = layout.pp, layout.pipeline_schedule, layout.virtual_stages, layout.stage_layers
+        key = *part, *cuts, setup.recompute
+        if key not in self._slowest:
+            if is_open(layout, setup.model):
+                setup = replace(setup, layout=cut(mean_times(once, setup), layout))
+            self._slowest[key] = slowest_rank(once, setup, self.eff)
+        return self._slowest[key]
+
+    def _axis_groups(self, layout: Layout) -> dict[str, Group]:
+        key = layout.tp, layout.cp, layout.ep, layout.etp, layout.dp_shard, layout.dp_replicate, layout.pp
+        if key not in self._groups:
+            self._groups[key] = axis_groups(layout, self.template.fabric, self.eff)
+        return self._groups[key]
+
+
+@lru_cache(maxsize=2)
+def costs_of(template: Setup, softwares: tuple[tuple[Sharding, Software], ...], eff: Efficiency) -> Costs:
+    """Return the costs that searches with the same of all these share."""
+    return Costs(template, dict(softwares), eff)
+
+
+def part_key(setup: Setup) -> tuple[object, ...]:
+    """Return what a micro-batch's time depends on, of setups that differ in layout and micro-batches alone."""
+    return _part_key(setup.layout, setup.micro_batch_size, setup.grad_accum, setup.matmul, setup.software)
+
+
+def _part_key(layout: Layout, micro: float, accum: int, matmul: str, software: Software) -> tuple[object, ...]:
+    counted = accum if matmul in EIGHT_BIT else accum > 1
+    return *axes_of_layer(layout), layout.pp == 1, layout.shards_parameters, micro, counted, id(software)
+
+
+def axes_of_layer(layout: Layout) -> tuple[object, ...]:
+    """The axes that cut a layer."""
+    return layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel
