@@ -205,6 +205,12 @@ def test_experts_are_spread_over_what_divides_them_and_the_ranks() -> None:
     assert {(each.ep, each.etp, each.dp_shard) for each, _, _ in layouts} == {(4, 2, 4)}
 
 
+def test_replicas_hold_all_experts_each() -> None:
+    experts = replace(SPEC.model, experts=ExpertSpec(16, 2, 64))  # type: ignore[type-var]
+    layouts, _ = found_in(8, model=experts, layout=LayoutSpec(dp_replicate=2, ep="auto"))
+    assert {each.ep for each, _, _ in layouts} == {1, 2, 4}
+
+
 def test_shards_that_no_rule_would_try_are_kept_where_they_are_pinned() -> None:
     layouts, _ = found_in(32, scaleup=2, layout=LayoutSpec(dp_shard=8, zero_stage=2))
     assert {(each.dp_replicate, each.dp_shard, each.zero_stage) for each, _, _ in layouts} == {(4, 8, 2)}

@@ -119,7 +119,7 @@ class Space:
         if experts is None:
             yield base
             return
-        ranks = base.data_parallel_size * base.cp * base.tp
+        ranks = base.expert_ranks
         sizes = divisors(experts.num_experts) if wanted.ep == AUTO else [int(wanted.ep)]
         for ep in sizes:
             for etp in [1] if wanted.etp == AUTO else [int(wanted.etp)]:
