@@ -24,7 +24,7 @@ from trainspec_cli.planner.blueprint.algorithms import times_of
 from trainspec_cli.planner.blueprint.blueprint import draw_blueprint
 from trainspec_cli.planner.blueprint.exchanges import exchanges_of
 from trainspec_cli.planner.blueprint.order import groups_in, node_places, orders
-from trainspec_cli.planner.capacity import cpu_of, with_tiers
+from trainspec_cli.planner.hardware.cluster import cpu_of, with_tiers
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.setup import Setup

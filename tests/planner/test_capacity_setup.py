@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.capacity import efficiency_of, largest_micro_batch, setup_of
+from trainspec_cli.planner.capacity import largest_micro_batch, setup_of
+from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.search.variants import plan_on_what_divides
 from trainspec_cli.planner.time.step import estimate_step

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.planner.capacity import efficiency_of
+from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.hardware.rates import matmul_flops_per_s, memory_bytes_per_s
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.feedback import feedback_bytes

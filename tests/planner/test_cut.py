@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.planner.capacity import describe_fabric, plan_capacity, template_of
+from trainspec_cli.planner.capacity import plan_capacity, template_of
 from trainspec_cli.planner.cut import AS_GOOD, cut, cut_on_chip, is_open, mean_times, planned_times, relative_times
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.cluster import describe_fabric
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.frameworks import estimate_memory, memory_limit_bytes

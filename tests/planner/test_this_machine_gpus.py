@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.capacity import efficiency_of
+from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.this_machine import device_limit_bytes, is_known, predict_device, setup_of

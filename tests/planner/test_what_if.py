@@ -10,7 +10,7 @@ from planner.test_this_machine import BLOCK, MACHINE, OUTSIDE, RAW, as_told, lin
 from planner.test_this_machine_gpus import H100S
 from planner.test_this_machine_gpus import SPEC as GPU_SPEC
 
-from trainspec_cli.planner.capacity import efficiency_of
+from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.this_machine import gpu_parts_s, setup_of
 from trainspec_cli.planner.what_if import CALLS, MEMORY, SOONER, WIDER, look_ahead

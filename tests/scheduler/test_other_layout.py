@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 from scheduler.test_simulation_figures import CHIP, SPEC
 
-from trainspec_cli.planner.capacity import efficiency_of, plan_capacity
+from trainspec_cli.planner.capacity import plan_capacity
+from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.search.auto import pin_layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainspec_cli.planner.capacity import efficiency_of
+from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.this_machine import is_known, setup_of
 from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.spec.field_types import AUTO

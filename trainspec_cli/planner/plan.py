@@ -10,10 +10,10 @@ from typing import Literal
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.blueprint.blueprint import draw_blueprint
-from trainspec_cli.planner.capacity import efficiency_of
 from trainspec_cli.planner.comm import choose_formats
 from trainspec_cli.planner.cut import cut, cut_on_chip, is_open, relative_times
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.search.auto import best_candidate, is_searched, replica_groups_of
 from trainspec_cli.planner.this_machine import is_known, setup_of
 from trainspec_cli.policy.batch.batch_schedule import count_steps, schedule_batches

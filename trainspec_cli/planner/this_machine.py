@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from trainspec_cli.planner.capacity import describe_fabric, efficiency_of, software_of, template_of
+from trainspec_cli.planner.capacity import software_of, template_of
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.cluster import describe_fabric, efficiency_of
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.feedback import feedback_bytes

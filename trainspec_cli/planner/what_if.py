@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.planner.capacity import efficiency_of
+from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.search.auto import best_candidate, pin_layout

@@ -9,7 +9,8 @@ from math import inf
 
 import numpy as np
 
-from trainspec_cli.planner.capacity import efficiency_of, largest_micro_batch, setup_of
+from trainspec_cli.planner.capacity import largest_micro_batch, setup_of
+from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.hardware.topology import group_of
 from trainspec_cli.planner.search.auto import replica_groups_of
 from trainspec_cli.planner.setup import Setup

@@ -17,8 +17,9 @@ from math import inf
 from statistics import median_low
 
 from trainspec_cli.planner import this_machine
-from trainspec_cli.planner.capacity import efficiency_of, setup_of, softwares_of
+from trainspec_cli.planner.capacity import setup_of, softwares_of
 from trainspec_cli.planner.cut import cut_on_chip
+from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.run.batches import main_size
 from trainspec_cli.planner.search.auto import pin_layout
 from trainspec_cli.planner.search.space import Space, open_layout

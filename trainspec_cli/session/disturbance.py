@@ -12,7 +12,7 @@ from trainspec_cli.composer.origins import COMMAND_LINE, Origins, locate
 from trainspec_cli.composer.yaml_file import read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.json_value import JsonObject
-from trainspec_cli.planner.capacity import describe_fabric
+from trainspec_cli.planner.hardware.cluster import describe_fabric
 from trainspec_cli.planner.search.auto import replica_groups_of
 from trainspec_cli.reading.files import exists, expand
 from trainspec_cli.scheduler.disturbance import Disturbance, build_disturbance, check_cluster

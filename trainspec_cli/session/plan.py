@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Literal
 
 from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
-from trainspec_cli.planner.capacity import accelerator_of, blueprint_of
+from trainspec_cli.planner.capacity import blueprint_of
+from trainspec_cli.planner.hardware.cluster import accelerator_of
 from trainspec_cli.planner.memory.engine import tensors_by_cause
 from trainspec_cli.planner.planes.plan import plan_planes
 from trainspec_cli.planner.pools.describe import on_pools

@@ -9,8 +9,8 @@ import pytest
 
 from trainspec_cli.planner.blueprint.blueprint import draw_blueprint, tree_until_bytes
 from trainspec_cli.planner.blueprint.order import groups_in, orders
-from trainspec_cli.planner.capacity import with_tiers
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.cluster import with_tiers
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Fabric, Group
 from trainspec_cli.planner.setup import Setup

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainspec_cli.planner.capacity import describe_fabric
 from trainspec_cli.planner.hardware.catalogue import find_accelerator, models
+from trainspec_cli.planner.hardware.cluster import describe_fabric
 from trainspec_cli.planner.hardware.collectives import all_gather_s, all_to_all_s, latency_s, reduce_scatter_s, send_s
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Crossing, Fabric, Group, axis_groups, group_of

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainspec_cli.planner.capacity import efficiency_of, plan_capacity, template_of
+from trainspec_cli.planner.capacity import plan_capacity, template_of
+from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.pools.describe import describe_pools, on_pools

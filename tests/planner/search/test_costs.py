@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.planner.search.test_search import run_of
-from trainspec_cli.planner.capacity import describe_fabric, softwares_of, template_of
+from trainspec_cli.planner.capacity import softwares_of, template_of
 from trainspec_cli.planner.cut import cut, is_open, mean_times
+from trainspec_cli.planner.hardware.cluster import describe_fabric
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.search.costs import costs_of

@@ -8,9 +8,10 @@ from itertools import islice
 import pytest
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.planner.capacity import describe_fabric, plan_best, plan_capacity, template_of
+from trainspec_cli.planner.capacity import plan_best, plan_capacity, template_of
 from trainspec_cli.planner.cut import cut, is_open, planned_times
 from trainspec_cli.planner.hardware.catalogue import find_accelerator, models
+from trainspec_cli.planner.hardware.cluster import describe_fabric
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.fit import SURELY, expected_step_s, fit_probability

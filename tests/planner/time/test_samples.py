@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.capacity import efficiency_of, setup_of
+from trainspec_cli.planner.capacity import setup_of
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Fabric, axis_groups
 from trainspec_cli.planner.search.variants import plan_on_what_divides

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.planner.capacity import describe_fabric
+from trainspec_cli.planner.hardware.cluster import describe_fabric
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, PoolSpec

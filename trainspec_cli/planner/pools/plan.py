@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainspec_cli.planner import workload
-from trainspec_cli.planner.capacity import SHOWN, choose_safest, efficiency_of
+from trainspec_cli.planner.capacity import SHOWN, choose_safest
 from trainspec_cli.planner.capacity import assumptions as assumptions_of
+from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.hardware.rates import peak_flops_per_s
 from trainspec_cli.planner.pools.describe import Pool, describe_pools, on_pools, pool_names
 from trainspec_cli.planner.pools.search import Placed, PoolSearch, stages_on

@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from trainspec_cli.planner.capacity import (
-    describe_fabric,
-    efficiency_of,
-    find_best,
-    search_of,
-)
+from trainspec_cli.planner.capacity import find_best, search_of
+from trainspec_cli.planner.hardware.cluster import describe_fabric, efficiency_of
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.search.space import open_layout

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainspec_cli.planner.capacity import describe_fabric, plan_best, plan_capacity
+from trainspec_cli.planner.capacity import plan_best, plan_capacity
+from trainspec_cli.planner.hardware.cluster import describe_fabric
 from trainspec_cli.planner.run.forecast import other_recovery
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.spec.recipe.cluster import Machine
