@@ -317,7 +317,6 @@ DEFAULTS: dict[str, Any] = {
             "fragments": 4,
             "delay_steps": 5,
             "format": "int4",
-            "keep": 0.5,
             "outer_lr": 0.7,
             "outer_momentum": 0.9,
             "quorum": 1,

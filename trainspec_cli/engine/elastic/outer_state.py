@@ -1,8 +1,7 @@
 """What a rank of a site keeps of the weights that all sites share, and its outer gradients on the wire.
 
 Beside each trained parameter (this rank's share of it, whatever the layout) stand the shared weights and the outer
-momentum in fp32, and in bf16 what encoding has lost of its outer gradients, which is added to the next one. Shares are
-encoded one by one, so that copies of the same part on several ranks stay the same bits.
+momentum in fp32. Shares are encoded one by one, so that copies of the same part on several ranks stay the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from trainspec_cli.engine.comm.codec import Codec
 from trainspec_cli.engine.digest import sum_bits
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.policy.sites.outer import mix, outer_gradient, outer_step
+from trainspec_cli.policy.sites.outer import carry_over, outer_gradient, outer_step
 from trainspec_cli.policy.sites.schedule import fragment_of
 
 LAYER = re.compile(r"blocks\.(\d+)\.")
@@ -35,7 +34,6 @@ class OuterShare:
     fragment: int
     shared: Tensor
     momentum: Tensor
-    lost: Tensor
 
     @property
     def values(self) -> int:
@@ -64,7 +62,7 @@ class OuterState:
         """Return what a checkpoint holds. `prefix` names the rank and the layout, in which alone it means something."""
         named = {"about": self._about, "counts": self.counts, "sent": self._sent}
         for place, one in enumerate(self.shares):
-            named |= {f"shared.{place}": one.shared, f"momentum.{place}": one.momentum, f"lost.{place}": one.lost}
+            named |= {f"shared.{place}": one.shared, f"momentum.{place}": one.momentum}
         return {f"sites.{prefix}.{name}": tensor for name, tensor in named.items()}
 
     @property
@@ -110,7 +108,7 @@ class OuterState:
 
     @torch.no_grad()
     def encode(self, number: int, fragments: Sequence[int]) -> bytes:
-        """Return the outer gradient of the fragments, encoded, and keep what that loses for the next one."""
+        """Return the outer gradient of the fragments, encoded."""
         rows = [self._encode_one(one) for one in self._of(fragments)]
         sent = torch.cat(rows) if rows else self._sent[:0]
         if len(sent) > len(self._sent):  # all fragments: after the last step, when no checkpoint is written
@@ -122,17 +120,18 @@ class OuterState:
         return self.sent
 
     def _encode_one(self, one: OuterShare) -> Tensor:
-        wanted = outer_gradient(one.shared, one.share.local.detach().float()).flatten() + one.lost.flatten()
-        row_1B = self._codec.encode(wanted[None])
-        one.lost.copy_((wanted - self._codec.decode(row_1B, one.values)[0]).view_as(one.lost))
-        return row_1B[0]
+        wanted = outer_gradient(one.shared, one.share.local.detach().float()).flatten()
+        return self._codec.encode(wanted[None])[0]
 
     @torch.no_grad()
-    def apply(self, fragments: Sequence[int], encoded: Sequence[bytes], weights: Sequence[float], keep: float) -> None:
+    def apply(
+        self, fragments: Sequence[int], encoded: Sequence[bytes], weights: Sequence[float], own: int | None
+    ) -> None:
         """Update the shared weights by the mean of the sites' outer gradients, summed in fp32 in the order given, and
-        this rank's own weights by theirs, of which they keep the part `keep`.
+        this rank's own weights with them.
 
-        Raises ValueError where a gradient is not as long as this rank's.
+        `own`: the place of this site's among them, None where it is not. Raises ValueError where a gradient is not as
+        long as this rank's.
         """
         chosen = self._of(fragments)
         sizes = [self._bytes_of(one) for one in chosen]
@@ -141,17 +140,18 @@ class OuterState:
             raise ValueError(f"an outer gradient has {[len(row) for row in rows]} bytes, and here it has {sum(sizes)}")
         parts = [row.split(sizes) for row in rows]
         for place, one in enumerate(chosen):
-            gradient = torch.zeros_like(one.shared)
+            gradient, sent = torch.zeros_like(one.shared), torch.zeros_like(one.shared)
             for site, weight in enumerate(weights):
-                gradient += self._decode(parts[site][place], one) * weight
-            self._step(one, gradient, keep)
+                decoded = self._decode(parts[site][place], one)
+                gradient += decoded * weight
+                sent = decoded if site == own else sent
+            self._step(one, gradient, sent)
 
-    def _step(self, one: OuterShare, gradient: Tensor, keep: float) -> None:
+    def _step(self, one: OuterShare, gradient: Tensor, sent: Tensor) -> None:
         shared, momentum = outer_step(one.shared, one.momentum, gradient, self._lr, self._factor)
+        one.share.local.copy_(carry_over(one.share.local, sent, one.shared, shared))
         one.shared.copy_(shared)
         one.momentum.copy_(momentum)
-        own = one.share.local
-        own.copy_(mix(own, shared, keep) if keep else shared)
 
     def note_applied(self, number: int) -> None:
         self._about[:] = torch.tensor([number, 0, 0, 0, 0])
@@ -162,19 +162,10 @@ class OuterState:
         self.counts[:, chosen] = (self.counts[:, chosen] - self._about[3:, None]).clamp_min(0)
 
     @torch.no_grad()
-    def take_back(self, fragments: Sequence[int]) -> None:
-        """What is on its way was not merged: it comes with the next outer gradient."""
-        chosen = self._of(fragments)
-        parts = self._sent[: int(self._about[2])].split([self._bytes_of(one) for one in chosen])
-        for one, part in zip(chosen, parts, strict=True):
-            one.lost.add_(self._decode(part, one))
-
-    @torch.no_grad()
     def take_shared(self) -> None:
-        """Go on from the shared weights alone; what this site has learned since they came is given up."""
+        """Go on from the shared weights alone; what this site has learned besides is given up."""
         for one in self.shares:
             one.share.local.copy_(one.shared)
-            one.lost.zero_()
         self.counts.zero_()
 
     @contextmanager
@@ -205,7 +196,7 @@ def _beside(share: Share, fragments: int) -> OuterShare:
     layer = LAYER.match(share.name)
     fragment = fragment_of(int(layer[1]) if layer else None, fragments, is_input=share.name.startswith(INPUT))
     shared = share.local.detach().float().clone()
-    return OuterShare(share, fragment, shared, torch.zeros_like(shared), torch.zeros_like(shared, dtype=torch.bfloat16))
+    return OuterShare(share, fragment, shared, torch.zeros_like(shared))
 
 
 def _row(encoded: bytes, device: torch.device) -> Tensor:

@@ -150,14 +150,10 @@ class FarSites:
         """Apply a round as one that has trained; where it has found this site lost, catch up."""
         outer, own = self._outer, self._outer.sent
         record, parts = self._voice.take(exchange.round)
-        included = self.site in record.included
         if exchange.round:
-            if included:
+            if self.site in record.included:
                 outer.note_merged(exchange.fragments)
-            else:
-                outer.take_back(exchange.fragments)
-            is_late = exchange.applied_at > exchange.sent_at
-            self._apply(record, {self.site: own, **parts}, self._sites.keep if is_late else 0.0)
+            self._apply(record, {self.site: own, **parts})
         self._note(record)
         if self.site in record.members or record.following is None:
             return True
@@ -174,7 +170,7 @@ class FarSites:
                 return False
             record, parts = self._voice.take(number)
             if number:
-                self._apply(record, parts, keep=0.0)
+                self._apply(record, parts)
             self._note(record)
             if self.site in record.joined:  # rounds of before it was lost name it as a member too
                 break
@@ -185,11 +181,14 @@ class FarSites:
         self._progress = TrainProgress(self._record.exchange.applied_at, self._progress.samples)
         return True
 
-    def _apply(self, record: RoundRecord, parts: dict[int, bytes], keep: float) -> None:
+    def _apply(self, record: RoundRecord, parts: dict[int, bytes]) -> None:
         if record.diverged:
             raise _diverged(record.diverged, self._progress.step)
         encoded = [parts[site] for site in record.included]
-        self._outer.apply(record.exchange.fragments, encoded, record.weights, keep)
+        own = record.included.index(self.site) if self.site in record.included else None
+        self._outer.apply(record.exchange.fragments, encoded, record.weights, own)
+        if record.following is None:
+            self._outer.take_shared()
 
     def _note(self, record: RoundRecord) -> None:
         """Note a round as applied, and write what it says of the sites."""

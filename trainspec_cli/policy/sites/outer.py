@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-KEPT_BYTES = 4 + 4 + 2
-"""Bytes that a site keeps beside each parameter that it trains: the shared weights and the outer momentum in fp32, and
-in bf16 what encoding has lost."""
+KEPT_BYTES = 4 + 4
+"""Bytes that a site keeps beside each parameter that it trains: the shared weights and the outer momentum in fp32."""
 
 
 def outer_gradient(shared: Any, own: Any) -> Any:
@@ -26,10 +25,14 @@ def outer_step(shared: Any, momentum: Any, gradient: Any, rate: float, factor: f
     return shared - (gradient + momentum * factor) * rate, momentum
 
 
-def mix(own: Any, shared: Any, keeps: float) -> Any:
-    """Return a site's weights after the shared ones have come, some steps late: it keeps the part `keeps` of its own
-    (Streaming DiLoCo, arXiv:2501.18512, equation 3; 0 takes the shared ones alone)."""
-    return own * keeps + shared * (1 - keeps)
+def carry_over(own: Any, sent: Any, before: Any, shared: Any) -> Any:
+    """Return a site's weights after the shared ones went from `before` to `shared` with its outer gradient `sent` in
+    them, 0 where it was not.
+
+    They move as the shared weights do, less what of that was the site's own. So all that was not sent stays between the
+    two, and is the beginning of the next outer gradient: the steps since then, and what the encoding has lost.
+    """
+    return own + sent + (shared - before)
 
 
 def site_weights(tokens: Sequence[int], steps: Sequence[int]) -> tuple[float, ...]:

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 from trainspec_cli.spec.field_types import (
     AUTO,
     AutoInt,
-    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -53,9 +52,7 @@ class SitesSpec:
     """A sum is applied so many steps after it was sent (tau), while training goes on; at most `interval_steps` /
     `fragments`."""
     format: SiteFormat = "int4"
-    """The format of outer gradients on the wire; sums are made in fp32, and what is lost is added to the next one."""
-    keep: Fraction = 0.5
-    """The part of its own weights that a site keeps where a sum is applied late; the last exchange keeps none."""
+    """The format of outer gradients on the wire; sums are made in fp32, and what is lost comes with the next one."""
     outer_lr: PositiveFloat = 0.7
     """The rate of the outer optimizer (SGD with Nesterov momentum)."""
     outer_momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.9
