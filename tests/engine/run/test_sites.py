@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_a_run_that_is_stopped_everywhere_ends_with_the_same_bits(lab: Lab) -> N
 def stop_all_and_resume(trial: SitesLab, first_stop: int, second_stop: int) -> list[Site]:
     """Kill both sites at steps of theirs, end the meeting, and have all of it go on."""
     trial.acts |= {(0, first_stop): kill, (1, second_stop): kill}
-    trial.return_s = 600.0  # nobody is left out meanwhile
+    trial.return_s, trial.settings = 600.0, replace(trial.settings, quorum=2)  # nobody is left out meanwhile
     trial.open()
     sites = [trial.start(number) for number in range(2)]
     trial.wait(sites[0])
@@ -225,7 +226,7 @@ def test_another_secret_is_refused(lab: Lab, tmp_path: Path) -> None:
     other.port = trial.port
     stranger = other.start(1)
     wait_until(lambda: "HandshakeError" in trial.said)
-    assert stranger.coordinator._voice.trouble
+    wait_until(lambda: stranger.coordinator._voice.trouble)
 
 
 def test_a_flipped_bit_of_the_shared_weights_is_found(lab: Lab) -> None:
