@@ -78,6 +78,21 @@ def test_a_killed_site_is_not_waited_for_and_trains_again(lab: Lab) -> None:
     assert positions == list(range(len(positions))), "none is lost, none doubled"
 
 
+def test_each_site_goes_on_from_the_shared_weights_with_what_it_has_not_sent(lab: Lab) -> None:
+    """Sums come at once here, so that is what 16 bits lose."""
+    for site in lab(interval_steps=4, fragments=1, delay_steps=0, format="bf16").run_all():
+        _, weights, kept = site.saves[5]
+        shared = [tensor for name, tensor in kept.items() if ".shared." in name]
+        [(start, samples)] = [took[1:] for took in site.took if took[0] == 4]
+        with torch.no_grad():
+            for share, tensor in zip(site.shares, shared, strict=True):
+                share.local.copy_(tensor)
+            for position in range(start, start + samples):
+                site._learn(position)
+        for share in site.shares:
+            assert torch.allclose(share.local, weights[share.name], atol=2e-3)
+
+
 def test_a_run_that_is_stopped_everywhere_ends_with_the_same_bits(lab: Lab) -> None:
     whole, _ = lab("whole").run_all()
     for first_stop, second_stop in ((9, 12), (13, 11)):
