@@ -53,9 +53,9 @@ class SitesSpec:
     `fragments`."""
     format: SiteFormat = "int4"
     """The format of outer gradients on the wire; sums are made in fp32, and what is lost comes with the next one."""
-    outer_lr: PositiveFloat = 0.7
+    outer_lr: PositiveFloat = 1.0
     """The rate of the outer optimizer (SGD with Nesterov momentum)."""
-    outer_momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.9
+    outer_momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.5
     """Its momentum."""
     quorum: PositiveInt = 1
     """The least number of sites whose work makes an exchange; with fewer the sites wait."""
