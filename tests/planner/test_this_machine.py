@@ -334,4 +334,4 @@ def test_no_probe_speaks_of_other_devices_families_or_of_adapters() -> None:
 def test_a_site_keeps_the_outer_optimizer_beside_its_part() -> None:
     assert "outer optimizer" not in predicted(made(), RAW).memory
     planned = made(resilience=ResilienceSpec(mode="sites"))
-    assert predicted(planned, RAW).memory["outer optimizer"] == 10 * planned.params / planned.layout.dp_shard
+    assert predicted(planned, RAW).memory["outer optimizer"] == 8 * planned.params / planned.layout.dp_shard

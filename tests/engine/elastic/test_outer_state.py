@@ -15,10 +15,12 @@ NAMES = ("embed.weight", "blocks.0.ffn.up.weight", "blocks.1.ffn.up.weight", "no
 BOTH = (0, 1)
 
 
-def state_of(codec: str = "int4", lr: float = 1.0, momentum: float = 0.0, values: int = 200) -> OuterState:
+def state_of(
+    codec: str = "int4", lr: float = 1.0, momentum: float = 0.0, values: int = 200, keep: float | None = None
+) -> OuterState:
     torch.manual_seed(0)
     shares = [Share(name, nn.Parameter(torch.randn(values))) for name in NAMES]
-    state = OuterState(shares, 2, GRADIENT_CODECS[codec], lr, momentum)
+    state = OuterState(shares, 2, GRADIENT_CODECS[codec], lr, momentum, keep)
     state.begin()
     return state
 
@@ -78,6 +80,20 @@ def test_what_is_learned_while_a_gradient_is_on_its_way_stays() -> None:
     site.apply(BOTH, sent, (0.5, 0.5), own=0)
     for one, before, gained, had in zip(site.shares, own, theirs, mine, strict=True):
         assert torch.allclose(one.share.local, before + (gained - had) / 2, atol=0.003)
+
+
+def test_a_part_of_a_sites_own_weights_may_be_kept_and_all_of_them_where_it_was_not_merged() -> None:
+    merged, late, other = state_of("bf16", keep=0.25), state_of("bf16", keep=0.25), state_of("bf16")
+    for seed, state in enumerate((merged, late, other)):
+        learn(state, seed)
+    before = [[(one.share.local.clone(), one.shared.clone()) for one in state.shares] for state in (merged, late)]
+    sent = [merged.encode(1, BOTH), other.encode(1, BOTH)]
+    merged.apply(BOTH, sent, (0.5, 0.5), own=0)
+    late.apply(BOTH, sent, (0.5, 0.5), own=None)
+    for one, (own, _) in zip(merged.shares, before[0], strict=True):
+        assert torch.allclose(one.share.local, own * 0.25 + one.shared * 0.75)
+    for one, (own, shared) in zip(late.shares, before[1], strict=True):
+        assert torch.allclose(one.share.local, own + one.shared - shared)
 
 
 def test_what_was_not_merged_comes_with_the_next_one() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainspec_cli.policy.sites.outer import carry_over, outer_gradient, outer_step, site_weights
+from trainspec_cli.policy.sites.outer import carry_over, mix, outer_gradient, outer_step, site_weights
 
 RATE, FACTOR = 0.7, 0.9
 numbers = st.floats(-100, 100)
@@ -43,6 +43,10 @@ def test_what_a_site_has_not_sent_is_its_next_outer_gradient(sent: float) -> Non
     before, own, shared = 10.0, 6.0, 8.5
     after = carry_over(own, sent, before, shared)
     assert outer_gradient(shared, after) == (before - own) - sent
+
+
+def test_a_site_keeps_its_part_of_its_own_weights() -> None:
+    assert mix(4.0, 8.0, keeps=0.25) == 7.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**4)), min_size=1, max_size=8))

@@ -317,6 +317,7 @@ DEFAULTS: dict[str, Any] = {
             "fragments": 4,
             "delay_steps": 5,
             "format": "int4",
+            "keep": None,
             "outer_lr": 1.0,
             "outer_momentum": 0.5,
             "quorum": 1,

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainspec_cli.engine.comm.codec import Codec
 from trainspec_cli.engine.digest import sum_bits
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.policy.sites.outer import carry_over, outer_gradient, outer_step
+from trainspec_cli.policy.sites.outer import carry_over, mix, outer_gradient, outer_step
 from trainspec_cli.policy.sites.schedule import fragment_of
 
 LAYER = re.compile(r"blocks\.(\d+)\.")
@@ -43,8 +43,16 @@ class OuterShare:
 class OuterState:
     """The tensors are changed between steps alone, so a checkpoint finds them as of its step."""
 
-    def __init__(self, shares: Sequence[Share], fragments: int, codec: Codec, lr: float, momentum: float):
-        self._codec, self._lr, self._factor = codec, lr, momentum
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        fragments: int,
+        codec: Codec,
+        lr: float,
+        momentum: float,
+        keep: float | None = None,
+    ):
+        self._codec, self._lr, self._factor, self._keep = codec, lr, momentum, keep
         self.fragments = fragments
         trained = [share for share in shares if share.is_trained and share.local.numel()]
         self.shares = [_beside(share, fragments) for share in trained]
@@ -140,16 +148,20 @@ class OuterState:
             raise ValueError(f"an outer gradient has {[len(row) for row in rows]} bytes, and here it has {sum(sizes)}")
         parts = [row.split(sizes) for row in rows]
         for place, one in enumerate(chosen):
-            gradient, sent = torch.zeros_like(one.shared), torch.zeros_like(one.shared)
+            gradient, sent = torch.zeros_like(one.shared), None
             for site, weight in enumerate(weights):
                 decoded = self._decode(parts[site][place], one)
                 gradient += decoded * weight
                 sent = decoded if site == own else sent
             self._step(one, gradient, sent)
 
-    def _step(self, one: OuterShare, gradient: Tensor, sent: Tensor) -> None:
+    def _step(self, one: OuterShare, gradient: Tensor, sent: Tensor | None) -> None:
         shared, momentum = outer_step(one.shared, one.momentum, gradient, self._lr, self._factor)
-        one.share.local.copy_(carry_over(one.share.local, sent, one.shared, shared))
+        local = one.share.local
+        if self._keep is None or sent is None:
+            local.copy_(carry_over(local, 0.0 if sent is None else sent, one.shared, shared))
+        else:
+            local.copy_(mix(local, shared, self._keep))
         one.shared.copy_(shared)
         one.momentum.copy_(momentum)
 

@@ -63,8 +63,9 @@ class FarSites:
         self.journal = Journal(run.run_dir, dist.get_rank(), run.plan.spec)
         self.batches = GroupBatches(run)
         codec = GRADIENT_CODECS[self._sites.format]
+        sites = self._sites
         self._outer = OuterState(
-            run.state.shares, self._sites.fragments, codec, self._sites.outer_lr, self._sites.outer_momentum
+            run.state.shares, sites.fragments, codec, sites.outer_lr, sites.outer_momentum, sites.keep
         )
         run.state.beyond.update(self._outer.saved(f"{run.plan.layout.describe()}.{dist.get_rank()}"))
         self._voice = SiteVoice(run, lambda: self._outer.applied)

@@ -35,6 +35,12 @@ def carry_over(own: Any, sent: Any, before: Any, shared: Any) -> Any:
     return own + sent + (shared - before)
 
 
+def mix(own: Any, shared: Any, keeps: float) -> Any:
+    """Return a site's weights after the shared ones have come, of which its own are the part `keeps` (Streaming DiLoCo,
+    arXiv:2501.18512, equation 3)."""
+    return own * keeps + shared * (1 - keeps)
+
+
 def site_weights(tokens: Sequence[int], steps: Sequence[int]) -> tuple[float, ...]:
     """Return the weight of each site's outer gradient; they sum to 1.
 

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from trainspec_cli.spec.field_types import (
     AUTO,
     AutoInt,
+    Fraction,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -53,6 +54,9 @@ class SitesSpec:
     `fragments`."""
     format: SiteFormat = "int4"
     """The format of outer gradients on the wire; sums are made in fp32, and what is lost comes with the next one."""
+    keep: Fraction | None = None
+    """Mixes a site's weights with the shared ones in each exchange, of its own so great a part (Streaming DiLoCo: 0.5).
+    null: they move as the shared ones do, so that a site keeps all that it has not sent."""
     outer_lr: PositiveFloat = 1.0
     """The rate of the outer optimizer (SGD with Nesterov momentum)."""
     outer_momentum: Annotated[float, Range(0, 1, includes_high=False)] = 0.5
