@@ -113,6 +113,7 @@ def test_an_extra_brings_its_wheels(stock: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "wheels" / "extra_dep-1.0-py3-none-any.whl").is_file()
 
 
+@pytest.mark.slow
 def test_each_platform_gets_its_wheels_and_what_it_alone_needs(stock: Path, tmp_path: Path) -> None:
     make_wheel(
         stock,

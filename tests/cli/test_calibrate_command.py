@@ -35,6 +35,7 @@ def planned(capsys: pytest.CaptureFixture[str], *more: str) -> tuple[float, str 
     return plan["best"]["step_time_s"], plan["profile"]
 
 
+@pytest.mark.slow
 def test_a_profile_changes_later_plans_which_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before_s, line = planned(capsys)
     assert line is None

@@ -127,8 +127,13 @@ def page_name(page: Path) -> str:
     return page.stem
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_name)
+@pytest.mark.parametrize(
+    "page",
+    [PAGES[0], *(pytest.param(page, marks=pytest.mark.slow) for page in PAGES[1:])],
+    ids=page_name,
+)
 def test_the_commands_of_a_page_print_what_it_shows(page: Path, tmp_path: Path, measured_cache: Path) -> None:
+    """Those of all pages but the README take two minutes."""
     run_page(page, tmp_path, measured_cache, slow=False)
 
 

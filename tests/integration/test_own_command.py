@@ -54,6 +54,7 @@ def pids_of(run: RunDir) -> dict[int, int]:
     return {one.rank or 0: one.pid for one in found if one}
 
 
+@pytest.mark.slow
 def test_a_loop_is_counted_and_its_run_can_be_looked_at(trainspec, tmp_path, read_result):
     """Its torch stands in for the real one, which the slow tests train with."""
     (tmp_path / "train.py").write_text(STAND_IN_LOOP)

@@ -118,6 +118,7 @@ def test_sites_exchange_less_often_over_a_slow_link(tmp_path: Path, environment:
     assert positions == list(range(len(positions))), "each is taken once"
 
 
+@pytest.mark.slow
 def test_three_sites_send_directly_and_strangers_at_their_ports_change_nothing(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:

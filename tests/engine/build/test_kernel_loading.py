@@ -69,6 +69,7 @@ def test_compiled_kernels_in_eager_blocks(recompute) -> None:
         assert float((found_gradient - gradient).norm()) < 1e-5 * float(gradient.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.clause("NUM-5")
 @pytest.mark.parametrize("kernels", [OTHERS, pytest.param(FUSED, marks=pytest.mark.slow)], ids=["others", "fused"])
 def test_other_kernels_in_compiled_blocks(kernels: KernelSpec) -> None:
