@@ -95,7 +95,7 @@ def test_a_site_whose_rank_is_killed_comes_back_while_the_others_go_on(
     os.kill(workers_among(supervisor.children(recursive=True))[0].pid, signal.SIGKILL)
     sites.wait()
     assert len(sites.digests()) == 1
-    for other in {0, 2} & set(range(count)):
+    for other in (site for site in range(count) if site != 1):
         seen = [e for e in read_events(sites.run_dir(other).events(0)) if e["type"] == "recovery"]
         assert [(e["change"], e["group"]) for e in seen] == [("site_left", 1), ("site_joined", 1)]
     if count > 2:

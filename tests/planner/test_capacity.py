@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from lab.made_up import CHIP, CLUSTER
 
 from trainspec_cli.planner.capacity import assumptions, plan_capacity, software_of, template_of
 from trainspec_cli.planner.hardware.catalogue import models
@@ -16,7 +17,7 @@ from trainspec_cli.planner.search.variants import plan_on_what_divides
 from trainspec_cli.planner.workload import count_params
 from trainspec_cli.policy.sites.outer import KEPT_BYTES
 from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, ReliabilitySpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, ReliabilitySpec
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import LayoutSpec, Sharding
 from trainspec_cli.spec.recipe.lora import LoraSpec
@@ -25,14 +26,6 @@ from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import PrecisionSpec, RunSpec, TrainSection
 
-CHIP = AcceleratorSpec(
-    *("chip", "maker", 500.0, 80.0, 3.0),
-    matmul_bf16_tflops=400.0,
-    link_gb_per_s=300.0,
-    link_kind="nvswitch",
-    sources={"default": "made up"},
-)
-CLUSTER = ClusterSpec(num_nodes=2, devices_per_node=4, accelerator=CHIP, nic_gbit_per_s=400.0)
 SPEC = RunSpec(
     model=DecoderModel(4, 1024, 8, 8, 128, 4096, 8192),
     data=DataSpec(seq_len=2048, source="tokens"),

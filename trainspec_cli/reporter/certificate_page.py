@@ -24,19 +24,17 @@ from trainspec_cli.reporter.page.parts import (
     shorten,
     table,
     text_row,
+    text_table,
 )
 from trainspec_cli.spec.results.certificate import Certificate, Finding
 
 FOOTER = "Measured by trainspec certify. A digest shows that a certificate is whole, a signature whose it is."
-KINDS = ("", "", "", "number", "number", "", "number", "number")
 MOST_FINDINGS, MOST_CHARACTERS = 5000, 400
 
 
 def render_certificate_page(certificate: Certificate, origin: PageOrigin | None = None) -> str:
     clauses = [
-        text_row(
-            (one.id, one.level, one.title, str(one.cases), str(one.failed), standing_of(one), *show_worst(one)), KINDS
-        )
+        (one.id, one.level, one.title, str(one.cases), str(one.failed), standing_of(one), *show_worst(one))
         for one in certificate.clauses
         if one.cases
     ]
@@ -47,7 +45,7 @@ def render_certificate_page(certificate: Certificate, origin: PageOrigin | None 
         heading("Certificate of the training spec", describe_verdict(certificate)),
         origin_line(origin),
         plain_list(list(describe_standing(certificate))),
-        section("Clauses", "", table(headings, clauses)),
+        section("Clauses", "", text_table(headings, clauses)),
         section("What was broken", "", plain_list(broken)) if broken else "",
         section("What was not offered", "", plain_list(declined)) if declined else "",
         details("Every case", _findings(certificate.findings)),
@@ -75,14 +73,7 @@ def render_comparison_page(
     comparison: CertificateComparison, certificates: Sequence[Certificate], origin: PageOrigin | None = None
 ) -> str:
     clauses = [
-        text_row(
-            (
-                one.id,
-                one.level,
-                one.title,
-                *(cell for pair in zip(one.standings, one.worst, strict=True) for cell in pair),
-            )
-        )
+        (one.id, one.level, one.title, *(cell for pair in zip(one.standings, one.worst, strict=True) for cell in pair))
         for one in comparison.clauses
     ]
     figures = [number_row((f"{one.clause} {one.figure}", *figure_cells(one))) for one in comparison.figures]
@@ -90,7 +81,7 @@ def render_comparison_page(
         heading("Certificates side by side"),
         origin_line(origin),
         plain_list(describe_both(comparison, certificates)),
-        section("Clauses", "", table(("clause", "level", "what it says", "A", "#worst", "B", "#worst"), clauses)),
+        section("Clauses", "", text_table(("clause", "level", "what it says", "A", "#worst", "B", "#worst"), clauses)),
         section("Performance", "", table(("figure", "#A", "#B", "#B over A"), figures)) if figures else "",
     ]
     return render_page("Certificates side by side", "".join(parts), FOOTER)

@@ -73,11 +73,8 @@ def plan_loaded(
 
 def _plan_on_pools(loaded: Loaded, defaults: tuple[str, ...]) -> PlanReport:
     """Plan a cluster of several pools, beside each of them alone."""
-    from trainspec_cli.planner.pools.plan import (
-        advise_pools,
-        compare_pools,
-        plan_pools,  # loads a search of its own, which other plans do without
-    )
+    # loads a search of its own, which other plans do without
+    from trainspec_cli.planner.pools.plan import advise_pools, compare_pools, plan_pools
 
     spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
     try:

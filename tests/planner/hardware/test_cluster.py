@@ -6,22 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from lab.made_up import CHIP, CLUSTER
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.hardware.cluster import accelerator_of, describe_fabric, efficiency_of
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
-
-CHIP = AcceleratorSpec(
-    *("chip", "maker", 500.0, 80.0, 3.0),
-    matmul_bf16_tflops=400.0,
-    link_gb_per_s=300.0,
-    link_kind="nvswitch",
-    sources={"default": "made up"},
-)
-CLUSTER = ClusterSpec(num_nodes=2, devices_per_node=4, accelerator=CHIP, nic_gbit_per_s=400.0)
+from trainspec_cli.spec.recipe.cluster import Machine
 
 
 def test_a_described_cluster_is_taken_as_it_is() -> None:

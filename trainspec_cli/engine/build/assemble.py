@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainspec_cli.engine.build.exchanges import Exchanges, build_exchanges, peers_along
+from trainspec_cli.engine.build.exchanges import Exchanges, build_exchanges
 from trainspec_cli.engine.build.kernel_loading import load_kernel
 from trainspec_cli.engine.build.materialise import allocate, materialise, start_buffers
 from trainspec_cli.engine.build.own_code import try_own_block, use_own_loss
@@ -47,7 +47,7 @@ def build_train_state(
     positions_S = _positions(plan, mesh)
     parts, shares, partials = {}, [], []
     exchanges = build_exchanges(plan, mesh, device, clock, wire or WireMeter())
-    cp, tp = (peers_along(mesh, exchanges.links, axis) for axis in ("cp", "tp"))
+    cp, tp = (exchanges.peers_along(mesh, axis) for axis in ("cp", "tp"))
     queue, noise = WeightQueue(), NoiseProbe(device, cp, tp, Peers(mesh.ends, clock.collective))
     for stage in plan.layout.stages_of_rank(mesh.rank("pp")):
         part, cuts, partial = spread_stage(plan, mesh, exchanges, noise, stage)

@@ -40,7 +40,13 @@ class Exchanges:
         """Return what times the exchanges of `group`, this rank's along `axis`, and counts their bytes."""
         return self.counted(purpose, self.links.of(axis, group))
 
+    def peers_along(self, mesh: Mesh, axis: str) -> Peers:
+        """Return this rank's peers along `axis`, their exchanges timed as the layout's own."""
+        group, is_ring = mesh.group(axis), axis == "cp" and mesh.layout.context_method == "ring"
+        return Peers(group, self.links.of(axis, group, is_hidden=is_ring))
+
     def gradient_peers(self, mesh: Mesh, axis: str) -> Peers:
+        """Return those with whom gradients are summed along `axis`, their bytes counted as gradients'."""
         group = mesh.group(axis)
         return Peers(group, self.of("gradients", axis, group))
 
@@ -55,14 +61,14 @@ class Exchanges:
 
 def build_exchanges(plan: Plan, mesh: Mesh, device: torch.device, clock: StepClock, wire: WireMeter) -> Exchanges:
     """Build what the exchanges of a plan need. Called by every rank together."""
-    compression, links = build_compression(plan, device), LinkTimers(clock)
+    compression, links = _build_compression(plan, device), LinkTimers(clock)
     wire.find_connections()
     wire.reserve(mesh.connections_of_sums, "gradients")
     exchanges = Exchanges(clock, links, wire, compression, replica_tiers=_replica_tiers(plan, mesh))
     return _with_sums(exchanges, mesh)
 
 
-def build_compression(plan: Plan, device: torch.device) -> Compression:
+def _build_compression(plan: Plan, device: torch.device) -> Compression:
     """Build the codecs. Of several replica groups one alone writes checkpoints, without the feedback of the others."""
     per_node = _ranks_per_node()
     return Compression(
@@ -112,8 +118,3 @@ def _replica_tiers(plan: Plan, mesh: Mesh) -> Tiers | None:
 
 def _ranks_per_node() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-
-
-def peers_along(mesh: Mesh, links: LinkTimers, axis: str) -> Peers:
-    group, is_ring = mesh.group(axis), axis == "cp" and mesh.layout.context_method == "ring"
-    return Peers(group, links.of(axis, group, is_hidden=is_ring))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainspec_cli.engine.build.exchanges import Exchanges, peers_along
+from trainspec_cli.engine.build.exchanges import Exchanges
 from trainspec_cli.engine.build.kernel_loading import apply_kernels
 from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.engine.build.train_state import DTYPES
@@ -18,7 +18,6 @@ from trainspec_cli.engine.mesh import Mesh
 from trainspec_cli.engine.models.experts import sort_by_expert
 from trainspec_cli.engine.models.lora import apply_lora
 from trainspec_cli.engine.models.quantised import place_quantised
-from trainspec_cli.engine.observe.links import LinkTimers
 from trainspec_cli.engine.parallel.balance import routers_of, sum_over_sequence
 from trainspec_cli.engine.parallel.context import apply_context_parallel
 from trainspec_cli.engine.parallel.data_parallel import DataParallel, apply_data_parallel
@@ -47,7 +46,7 @@ def spread_stage(
     apply_kernels(part, plan.kernels)
     if plan.spec.precision.matmul == "fp8":
         apply_float8(part.block_modules(), emulate=plan.device == "cpu")
-    cuts, partial = _cut(part, plan.layout, mesh, exchanges.links)
+    cuts, partial = _cut(part, plan.layout, mesh, exchanges)
     place_quantised(part, cuts)
     for norm in part.norm_modules():
         norm.ranks = Peers(mesh.stage.get_group(), exchanges.clock.collective)
@@ -72,14 +71,14 @@ def _held(plan: Plan, name: str, cuts: Mapping[str, Cut], partial: Sequence[str]
     return "own" if name in cuts or plan.layout.tp == 1 else "copied"
 
 
-def _cut(part: Any, layout: Layout, mesh: Mesh, links: LinkTimers) -> tuple[dict[str, Cut], list[str]]:
+def _cut(part: Any, layout: Layout, mesh: Mesh, exchanges: Exchanges) -> tuple[dict[str, Cut], list[str]]:
     """Expert, tensor and context parallelism; -> (cuts, names of partial parameters)."""
-    cp, tp = (peers_along(mesh, links, axis) for axis in ("cp", "tp"))
+    cp, tp = (exchanges.peers_along(mesh, axis) for axis in ("cp", "tp"))
     cuts: dict[str, Cut] = {}
     partial: list[str] = []
     if layout.ep > 1:
         group = mesh.expert_group("ep")
-        cuts |= apply_expert_parallel(part, Peers(group, links.of("ep", group)), sort_by_expert)
+        cuts |= apply_expert_parallel(part, Peers(group, exchanges.links.of("ep", group)), sort_by_expert)
     if layout.tp > 1:
         cuts |= apply_tensor_parallel(part, tp, sequence_parallel=layout.sequence_parallel)
         partial = partial_parameters(part, sequence_parallel=layout.sequence_parallel, cuts=cuts)

@@ -155,6 +155,8 @@ class FarSites:
             if self.site in record.included:
                 outer.note_merged(exchange.fragments)
             self._apply(record, {self.site: own, **parts})
+        if record.following is None:
+            outer.take_shared()
         self._note(record)
         if self.site in record.members or record.following is None:
             return True
@@ -188,8 +190,6 @@ class FarSites:
         encoded = [parts[site] for site in record.included]
         own = record.included.index(self.site) if self.site in record.included else None
         self._outer.apply(record.exchange.fragments, encoded, record.weights, own)
-        if record.following is None:
-            self._outer.take_shared()
 
     def _note(self, record: RoundRecord) -> None:
         """Note a round as applied, and write what it says of the sites."""

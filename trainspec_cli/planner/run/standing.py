@@ -28,6 +28,7 @@ class Standing:
         self.state, self.is_lost = state, state.is_lost
         self.groups = tuple(range(len(state.groups)))
         self._known = known
+        known[state] = self
         self._after: dict[tuple[Change, tuple[int, ...]], Standing] = {}
 
     def after(self, change: Change, groups: tuple[int, ...]) -> Standing:
@@ -37,7 +38,7 @@ class Standing:
             for event in _events(change, groups):
                 state, _ = recovery.next_action(state, event)
             state = _without_history(state, groups) if change == "returned" else state
-            self._after[key] = self._known.setdefault(state, Standing(state, self._known))
+            self._after[key] = self._known.get(state) or Standing(state, self._known)
         return self._after[key]
 
 

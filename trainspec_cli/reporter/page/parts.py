@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -95,6 +95,12 @@ def text_row(cells: Sequence[str], kinds: Sequence[str] = ()) -> str:
 def number_row(cells: Sequence[str]) -> str:
     """A name, and numbers."""
     return text_row(cells, ["", *["number"] * (len(cells) - 1)])
+
+
+def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of texts, those below a heading that begins with # aligned as numbers."""
+    kinds = ["number" if heading.startswith("#") else "" for heading in headings]
+    return table(headings, [text_row(row, kinds) for row in rows])
 
 
 def preformatted(text: str) -> str:

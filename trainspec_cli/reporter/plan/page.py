@@ -18,6 +18,7 @@ from trainspec_cli.reporter.page.parts import (
     section,
     table,
     text_row,
+    text_table,
     tiles,
 )
 from trainspec_cli.reporter.plan import labels
@@ -241,12 +242,12 @@ def _simulation(simulation: Simulation) -> str:
 
 def _blueprint(blueprint: Blueprint) -> str:
     headings = [f"#{heading}" if heading in NUMBERS else heading for heading in HEADINGS]
-    kinds = ["number" if heading in NUMBERS else "" for heading in HEADINGS]
-    rows = [text_row(row, kinds) for row in exchange_rows(blueprint)]
     said = "; ".join(" ".join(line.split()) for line in describe_order(blueprint))
     notes = "".join(map(note, setting_lines(blueprint)))
     text = f"Fabric {blueprint.fabric}, and the axes whose exchanges reach each tier. {said[0].upper()}{said[1:]}."
-    return section("Communication", text, draw_tiers(blueprint) + table(headings, rows) + notes)
+    return section(
+        "Communication", text, draw_tiers(blueprint) + text_table(headings, exchange_rows(blueprint)) + notes
+    )
 
 
 def _pools(best: Candidate | None, pools: PoolsPlan, unit: str) -> str:
