@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -219,6 +220,13 @@ class Lab:
         for group in self.started:
             group.thread.join(WAIT_S)
             assert not group.thread.is_alive(), f"group {group.number} hangs at step {group.progress.step}"
+
+    def wait_for_step(self, group: Group, step: int) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while group.progress.step < step:
+            assert group.thread.is_alive(), f"group {group.number} ended at step {group.progress.step}"
+            assert time.monotonic() < deadline, f"group {group.number} hangs at step {group.progress.step}"
+            group.thread.join(0.005)
 
     def log(self, kind: str) -> list[dict[str, Any]]:
         """Events of `kind` in the log of the leading group."""
@@ -455,7 +463,8 @@ def test_too_few_groups_wait_and_can_be_stopped(lab: Callable[..., Lab]) -> None
     trial = lab(2, with_resilience(min_groups=2))
     trial.acts[1, "take", 3] = die
     first, _ = trial.start_all()
-    first.thread.join(0.3)
+    trial.wait_for_step(first, 3)
+    first.thread.join(0.1)
     assert first.thread.is_alive() and first.progress.step == 3
     first.stop.requested = True
     trial.wait()
