@@ -278,7 +278,10 @@ def test_a_group_file_that_only_another_one_names_is_read_within_limits(tmp_path
     write("conf/model/outer.yaml", "defaults:\n  - /optim@x: inner\nname: x\n")
     write("conf/optim/inner.yaml", content)
     composed = compose("tiny", ["model=outer"], tmp_path)
-    assert any("inner.yaml" in problem.message and reason in problem.message for problem in composed.problems)
+    assert any(
+        "inner.yaml" in f"{problem.file} {problem.message}" and reason in problem.message
+        for problem in composed.problems
+    )
 
 
 def test_interpolations_that_lead_nowhere(tmp_path: Path) -> None:

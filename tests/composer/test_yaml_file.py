@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from trainspec_cli.composer.yaml_file import read_yaml
 from trainspec_cli.errors import RecipeError
@@ -148,3 +150,39 @@ def test_where_a_plain_file_is_no_yaml(tmp_path: Path) -> None:
 def test_other_faults_have_their_places_too(write, text: str, where: str, message: str) -> None:
     ((place, told, _),) = faults(write("a.yaml", text))
     assert place == f"a.yaml:{where}" and told.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("1e-3", 1e-3),
+        ("-2E6", -2e6),
+        ("1_000.5", 1000.5),
+        (".5", 0.5),
+        ("1.5e+3", 1500.0),
+        ("-.inf", -math.inf),
+        ("12", 12),
+        ("1e", "1e"),
+        ("e3", "e3"),
+        ("1.2.3", "1.2.3"),
+        ("2026-11-25", "2026-11-25"),
+    ],
+)
+def test_numbers_are_read_as_hydra_reads_them(written: str, read: object, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(f"key: {written}\n")
+    values = read_yaml(tmp_path / "a.yaml", tmp_path).values()
+    assert values == {"key": read} == OmegaConf.load(tmp_path / "a.yaml")
+
+
+def test_a_shipped_file_that_changes_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainspec_cli.composer.yaml_file.shipped_data", lambda: tmp_path)
+    (tmp_path / "a.yaml").write_text("key: 1\n")
+    first = read_yaml(tmp_path / "a.yaml", tmp_path)
+    assert read_yaml(tmp_path / "a.yaml", tmp_path) is first
+    (tmp_path / "a.yaml").write_text("key: 12\n")
+    assert read_yaml(tmp_path / "a.yaml", tmp_path).values() == {"key": 12}
+
+
+def test_nesting_that_would_fill_a_stack_is_refused() -> None:
+    with pytest.raises(YamlLimitError, match="nested more than 32 levels deep"):
+        compose_yaml("a: " + "[" * 200_000)

@@ -28,7 +28,7 @@ HOUSE = Path(__file__).parents[2]
 SCHEMAS = HOUSE / "conf" / "schema"
 RECIPES = sorted((HOUSE / "recipes").glob("*.yaml"))
 OPTIONS = sorted((HOUSE / "conf").glob("*/*.yaml"))
-GROUPS = find_folders(HOUSE).groups()
+GROUPS = find_folders(HOUSE).groups
 WRITE = "type, in the checkout: trainspec schema --write conf/schema"
 
 

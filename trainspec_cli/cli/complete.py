@@ -60,7 +60,7 @@ def _candidates(before: Sequence[str], word: str, commands: Sequence[str]) -> It
         from trainspec_cli.composer.origins import RECIPE
         from trainspec_cli.rundir.file_schemas import FILE_SCHEMAS
 
-        yield from (RECIPE, DISTURB, *FILE_SCHEMAS, *find_folders(Path.cwd()).groups())
+        yield from (RECIPE, DISTURB, *FILE_SCHEMAS, *find_folders(Path.cwd()).groups)
     elif command in WITH_KEYS:
         yield from _values(word) if "=" in word else _keys(word, takes_recipe=command not in RUN_FIRST)
 
@@ -82,7 +82,7 @@ def _keys(word: str, *, takes_recipe: bool) -> Iterator[str]:
 
     if takes_recipe:
         yield "recipe="
-    yield from (f"{group}=" for group in find_folders(Path.cwd()).groups())
+    yield from (f"{group}=" for group in find_folders(Path.cwd()).groups)
     depth = word.count(".")
     paths = {path: path.split(".") for path in known_paths(RunSpec)}
     sections = {path.rpartition(".")[0] for path in paths}

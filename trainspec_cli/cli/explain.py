@@ -54,7 +54,7 @@ def _hint(path: str) -> str:
 def _path(key: str, folders: Folders) -> str:
     """Return the key in a recipe of one that begins with a group's own name: `slurm.time` is `cluster.slurm.time`."""
     first, dot, rest = key.partition(".")
-    is_group = first in folders.groups() and not any(explain_key(RunSpec, first))
+    is_group = first in folders.groups and not any(explain_key(RunSpec, first))
     section = path_of_group(first) if is_group else ""
     return f"{section}{dot}{rest}" if section else key
 

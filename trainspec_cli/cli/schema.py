@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +39,7 @@ def schema(
 
     # yaml-language-server: $schema=../conf/schema/recipe.json
     """
-    groups = find_folders(Path.cwd()).groups()
+    groups = find_folders(Path.cwd()).groups
     names = list(dict.fromkeys([RECIPE, *filter(sections_of_group, groups), DISTURB, *FILE_SCHEMAS]))
     if group is not None and group not in names:
         raise RecipeError(_unknown(group, names))
@@ -49,7 +50,7 @@ def schema(
         print(f"wrote {_write(write / f'{name}.json', _schema_of(name, groups))}")
 
 
-def _schema_of(name: str, groups: list[str]) -> JsonObject:
+def _schema_of(name: str, groups: Sequence[str]) -> JsonObject:
     if name == DISTURB:
         from trainspec_cli.session.disturbance import disturbance_schema  # loads the planner
 

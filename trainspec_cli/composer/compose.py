@@ -22,8 +22,7 @@ from trainspec_cli.composer.named_sections import choose_sections
 from trainspec_cli.composer.origins import COMMAND_LINE, RECIPE, Origin, Origins, locate, show_path
 from trainspec_cli.composer.pools import write_out_pools
 from trainspec_cli.composer.selection import Selection, is_choice, select
-from trainspec_cli.composer.yaml_file import read_yaml
-from trainspec_cli.errors import Problem, did_you_mean
+from trainspec_cli.errors import Problem, RecipeError, did_you_mean
 from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.reading.spec_version import KEY
 
@@ -101,13 +100,13 @@ def compose_arguments(
     problems += [_not_here(argument) for argument in parsed if argument.key in NOT_HERE]
     parsed = [argument for argument in parsed if argument.key not in NOT_HERE]
     selection = select(parsed, find_folders(cwd), cwd)
-    groups = selection.folders.groups()
+    groups = selection.folders.groups
     values = [argument for argument in parsed if argument.key != RECIPE and not is_choice(argument, groups)]
     config, parts, unforeseen = _compose_files(selection)
     values, of_named, misnamed = choose_sections(config, values, selection.folders, cwd)
     problems += selection.problems + unforeseen + misnamed + apply_arguments(config, values)
     problems += write_out_pools(config, selection.folders, cwd)
-    files = dict(_files(selection, parts))
+    files = {show_path(part.file, cwd): _origins_of(part) for part in parts}
     origins = _origins(files, of_named, values)
     keep_last(config, given(_as_written(config)), origins, list(files))
     unchosen = frozenset(group for group in groups if _is_default(group, selection, origins))
@@ -196,7 +195,9 @@ def _compose_files(selection: Selection) -> tuple[DictConfig, list[GroupChoice],
     """Compose by Hydra. Faults that `select` did not foresee (defaults lists inside a user's groups) keep Hydra's
     message."""
     try:
-        return *hydra_session.load(selection.folders, selection.overrides(), selection.skipped), []
+        return *hydra_session.load(selection.folders, selection.overrides(), selection.skipped, selection.cwd), []
+    except RecipeError as error:
+        return DictConfig({}), [], list(error.problems)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
         return DictConfig({}), [], [_hydra_problem(error, selection)]
 
@@ -230,19 +231,11 @@ def _origins(files: Mapping[str, Origins], of_named: Origins, values: Sequence[A
     return origins
 
 
-def _files(selection: Selection, parts: Sequence[GroupChoice]) -> Iterator[tuple[str, Origins]]:
-    """Yield the files that were merged, in their order, each with the origins of its values."""
-    for part in parts:
-        file = selection.folders.find_config(part.name)
-        if file is not None:
-            yield show_path(file, selection.cwd), _origins_of(file, part.package, selection.cwd)
-
-
-def _origins_of(file: Path, package: str, cwd: Path) -> Origins:
-    read = read_yaml(file, cwd)
-    if not package:
-        return read.origins
-    return {package: read.start, **{f"{package}.{path}": origin for path, origin in read.origins.items()}}
+def _origins_of(part: GroupChoice) -> Origins:
+    if not part.package:
+        return part.read.origins
+    below = {f"{part.package}.{path}": origin for path, origin in part.read.origins.items()}
+    return {part.package: part.read.start, **below}
 
 
 def apply_arguments(config: DictConfig, arguments: Iterable[Argument]) -> list[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from trainspec_cli.reading.files import exists
@@ -29,15 +30,16 @@ class Folders:
     """Searched in order; the first match wins."""
     recipes: tuple[Path, ...]
 
-    def groups(self) -> list[str]:
-        """Return the group names, `cluster`, `data`, ...: folders below conf."""
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """The group names, `cluster`, `data`, ...: folders below conf."""
         found = {
             folder.relative_to(conf).as_posix()
             for conf in self.conf
             for folder in conf.rglob("*")
             if folder.is_dir() and any(folder.glob(f"*{SUFFIX}"))
         }
-        return sorted(found - {DISTURB})
+        return tuple(sorted(found - {DISTURB}))
 
     def options(self, group: str) -> list[str]:
         return _names(conf / group for conf in self.conf)

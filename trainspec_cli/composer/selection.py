@@ -48,7 +48,7 @@ def select(arguments: Sequence[Argument], folders: Folders, cwd: Path) -> Select
     _choose_recipe(selection, next((argument for argument in arguments if argument.key == RECIPE), None))
     if selection.recipe and not _add_recipe(selection, f"{RECIPE}/{selection.recipe}", seen=set()):
         selection.recipe = ""
-    groups = folders.groups()
+    groups = folders.groups
     for argument in arguments:
         if is_choice(argument, groups):
             origin = Origin(COMMAND_LINE, argument.number)
@@ -149,7 +149,7 @@ def _add_entry(selection: Selection, entry: YamlEntry, seen: set[str]) -> bool:
     problem = _check_entry(selection, entry)
     if problem:
         selection.problems.append(problem)
-        selection.failed.add(_affected(entry, selection.folders.groups()))
+        selection.failed.add(_affected(entry, selection.folders.groups))
         return False
     if entry.key:
         group = entry.key.split()[-1].removeprefix("/")
@@ -194,7 +194,7 @@ def _check_entry(selection: Selection, entry: YamlEntry) -> Problem | None:
     if not entry.key:
         return None if entry.value == SELF else _check_parent(selection, entry)
     *keywords, group = entry.key.split()
-    groups = selection.folders.groups()
+    groups = selection.folders.groups
     name = group.removeprefix("/")
     if name not in groups:
         near = closest(name, groups)

@@ -6,16 +6,18 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import yaml
 
+from trainspec_cli.composer.folders import shipped_data
 from trainspec_cli.composer.origins import Origin, Origins, show_path
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import UnreadableFileError, read_text
 from trainspec_cli.reading.spec_version import KEY as VERSION_KEY
-from trainspec_cli.reading.yaml_file import MAX_BYTES, YamlLimitError, compose_yaml
+from trainspec_cli.reading.yaml_file import MAX_BYTES, YamlLimitError, compose_yaml, construct_yaml
 
 SYNTAX_HINTS = {
     "mapping values are not allowed": "indent it like its neighbours, and quote text that holds `: `",
@@ -76,13 +78,26 @@ class YamlFile:
         if self.root is None:
             return {}
         with _syntax_checked(self.start.file):
-            content: JsonObject = yaml.SafeLoader("").construct_document(self.root)
+            content: JsonObject = construct_yaml(self.root)
             return content
 
 
 def read_yaml(path: Path, cwd: Path) -> YamlFile:
-    """Read a file. Raises RecipeError with everything that is wrong with its syntax."""
+    """Read a file; one that ships with trainspec once in a process, unless it changes. Raises RecipeError with
+    everything that is wrong with its syntax."""
     shown = show_path(path, cwd)
+    if not path.is_relative_to(shipped_data()):
+        return _read(path, shown)
+    about = path.stat()
+    return _read_shipped(path, shown, about.st_mtime_ns, about.st_size)
+
+
+@cache
+def _read_shipped(path: Path, shown: str, _modified_ns: int, _size_bytes: int) -> YamlFile:
+    return _read(path, shown)
+
+
+def _read(path: Path, shown: str) -> YamlFile:
     root = _parse(path, shown)
     if root is None:
         return YamlFile(Origin(shown, 1, 1), {}, (), "", None)
@@ -105,7 +120,7 @@ def read_yaml(path: Path, cwd: Path) -> YamlFile:
 def _version(root: yaml.MappingNode, shown: str) -> StatedVersion | None:
     return next(
         (
-            StatedVersion(yaml.SafeLoader("").construct_document(value), _origin(key, shown))
+            StatedVersion(construct_yaml(value), _origin(key, shown))
             for key, value in root.value
             if key.value == VERSION_KEY
         ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -27,18 +29,53 @@ class YamlLimitError(yaml.MarkedYAMLError):  # type: ignore[misc] # PyYAML has n
     """The file exceeds a limit that YAML itself does not have; `problem_mark` says where."""
 
 
+def _in_our_dialect(base: Any) -> Any:
+    """Return a loader that reads numbers as YAML 1.2 and OmegaConf do (`1e-3` is one), and dates as text."""
+    loader: Any = type("Loader", (base,), {})
+    left_out = f"{_TAG}float", f"{_TAG}timestamp"
+    loader.yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in left_out]
+        for first, resolvers in base.yaml_implicit_resolvers.items()
+    }
+    loader.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+0123456789."))
+    return loader
+
+
+_FLOAT = re.compile(
+    r"""(?:[-+]?\d+(?:_\d+)*\.[\d_]*(?:[eE][-+]?\d+)?
+    |[-+]?\d+(?:_\d+)*[eE][-+]?\d+
+    |\.\d+(?:_\d+)*(?:[eE][-+]\d+)?
+    |[-+]?\d+(?:_\d+)*(?::[0-5]?\d)+\.[\d_]*
+    |[-+]?\.(?:inf|Inf|INF)
+    |\.(?:nan|NaN|NAN))\Z""",
+    re.VERBOSE | re.ASCII,
+)
+_Loader = _in_our_dialect(yaml.SafeLoader)
+_FastLoader = _in_our_dialect(getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+
+
 def compose_yaml(text: str) -> yaml.Node | None:
     """Return the tree of nodes with their positions. Raises yaml.YAMLError."""
-    loader = yaml.SafeLoader(text)
     try:
-        root = loader.get_single_node()
-    except RecursionError as error:
-        raise YamlLimitError(problem=_TOO_DEEP, problem_mark=loader.get_mark()) from error
-    finally:
-        loader.dispose()
+        root = _FastLoader(text).get_single_node()
+    except (yaml.YAMLError, RecursionError):
+        root = _compose_slowly(text)  # libyaml says less of what is wrong, and not where it began
     if root is not None:
         _count(root, 1, {}, set())
     return root
+
+
+def construct_yaml(root: yaml.Node) -> Any:
+    """Return what a tree of nodes stands for, as plain values."""
+    return _Loader("").construct_document(root)
+
+
+def _compose_slowly(text: str) -> yaml.Node | None:
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node()
+    except RecursionError as error:
+        raise YamlLimitError(problem=_TOO_DEEP, problem_mark=loader.get_mark()) from error
 
 
 _TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
@@ -52,7 +89,7 @@ def read_yaml(path: Path) -> JsonValue:
     text = read_text(path, MAX_BYTES)
     try:
         root = compose_yaml(text)
-        return None if root is None else yaml.SafeLoader("").construct_document(root)
+        return None if root is None else construct_yaml(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)

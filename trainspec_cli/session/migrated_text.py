@@ -12,7 +12,7 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.reading.files import open_regular, parse_json, read_bytes, read_object
 from trainspec_cli.reading.spec_version import CURRENT, KEY, UNSTATED, VERSION_LINE, find_fault, without_version
-from trainspec_cli.reading.yaml_file import compose_yaml, read_yaml
+from trainspec_cli.reading.yaml_file import compose_yaml, construct_yaml, read_yaml
 from trainspec_cli.rundir.events import MAX_LINE_BYTES
 from trainspec_cli.rundir.forms import PROFILE, RECIPE, Form, bring_to_current
 from trainspec_cli.spec.json_text import json_text
@@ -121,7 +121,7 @@ def _with_version_line(text: str, root: yaml.MappingNode) -> str:
 
 def _values(text: str) -> JsonObject:
     root = compose_yaml(text.removeprefix(BOM))
-    values: JsonObject = yaml.SafeLoader("").construct_document(root)
+    values: JsonObject = construct_yaml(root)
     return values
 
 
