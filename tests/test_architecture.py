@@ -112,7 +112,11 @@ def test_rooms_keep_to_their_doors(room: str) -> None:
 
 
 def test_doors_lead_to_no_circle() -> None:
-    left = {room: set(others) for room, others in DOORS.items()}
+    check_no_circle(DOORS)
+
+
+def check_no_circle(doors: dict[str, set[str]]) -> None:
+    left = dict(doors)
     while left:
         leaves = {room for room, others in left.items() if not others & left.keys()}
         assert leaves, f"these import one another in a circle: {sorted(left)}"
@@ -219,6 +223,21 @@ def test_folders_of_the_engine_do_not_import_one_another() -> None:
         if parts[:2] == [PACKAGE.name, "engine"] and parts[2] in (folders | ASSEMBLERS) - {folder, "comm"}
     ]
     assert pairs == []
+
+
+def test_wings_of_the_session_lead_to_no_circle() -> None:
+    session = PACKAGE / "session"
+    wings = {folder.name for folder in session.iterdir() if folder.is_dir() and folder.name != "__pycache__"}
+    doors = {
+        wing: {
+            parts[2]
+            for file in (session / wing).rglob("*.py")
+            for parts in (name.split(".") for name in imports(file))
+            if parts[:2] == [PACKAGE.name, "session"] and parts[2] in wings - {wing}
+        }
+        for wing in wings
+    }
+    check_no_circle(doors)
 
 
 FORBIDDEN = {

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def compose(*arguments: str) -> RunSpec:
     """Return the recipe that `arguments` give, with every value checked; `auto` is left as it is."""
-    from trainspec_cli.session.load import load_for_planning
+    from trainspec_cli.session.recipe.load import load_for_planning
 
     return load_for_planning(arguments).spec
 
@@ -36,7 +36,7 @@ def compose(*arguments: str) -> RunSpec:
 def plan(*arguments: str) -> PlanReport:
     """Plan a recipe on a cluster, as `trainspec plan` does: no GPU is needed, and nothing is started. `best` is the
     first layout, or None where nothing fits."""
-    from trainspec_cli.session.plan import plan_recipe
+    from trainspec_cli.session.planning.plan import plan_recipe
 
     return plan_recipe(arguments)
 
@@ -44,21 +44,21 @@ def plan(*arguments: str) -> PlanReport:
 def launch(*arguments: str, force: bool = False) -> Report:
     """Train a recipe on this node, as `trainspec launch` does, in processes of their own; return its report when it has
     ended, whose `status` says how. An interrupt (Ctrl-C) lets the run write a checkpoint and stop."""
-    from trainspec_cli.session.launch import launch_apart
+    from trainspec_cli.session.launching.launch import launch_apart
 
     return report(str(launch_apart(arguments, force=force).root))
 
 
 def runs() -> list[RunLine]:
     """Return the runs below ./runs, the newest first."""
-    from trainspec_cli.session.find import runs_here
+    from trainspec_cli.session.runs.find import runs_here
 
     return runs_here()
 
 
 def report(run: str = "last") -> Report:
     """Return the report of a run as it stands: a folder, a name, or `last`."""
-    from trainspec_cli.session.diagnose import report_of
+    from trainspec_cli.session.runs.diagnose import report_of
 
     return report_of(run)
 

@@ -16,8 +16,8 @@ from trainspec_cli.planner.search.variants import plan_on_what_divides
 from trainspec_cli.policy.batch.division import Division
 from trainspec_cli.policy.scheduling.balance import best_division, solve_counts
 from trainspec_cli.policy.scheduling.speeds import Speed
-from trainspec_cli.session.disturbance import load_disturbance, simulate_disturbed
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.planning.disturbance import load_disturbance, simulate_disturbed
+from trainspec_cli.session.recipe.load import load_for_planning
 
 RANKS = (256, 4096)
 EACH = 32

@@ -20,7 +20,7 @@ from trainspec_cli.engine.tools.kernels import calls_of, workloads_of
 from trainspec_cli.node import cpu_name
 from trainspec_cli.policy.kernels import judge_operation
 from trainspec_cli.reporter.kernels_text import render_table
-from trainspec_cli.session.load import load, plan_on, this_machine
+from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 from trainspec_cli.spec.recipe.kernels import KERNELS, KernelTable
 from trainspec_cli.spec.rules.kernels import explain
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.scheduler.other_layout import OtherLayouts
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.results.plan import LayoutProposal
 
 RANKS = 16_384

@@ -15,7 +15,7 @@ from trainspec_cli.composer.folders import find_folders
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.session.load import load
+from trainspec_cli.session.recipe.load import load
 
 Write = Callable[[str, str], Path]
 TEXTS = {

@@ -17,7 +17,7 @@ from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.rundir.event_types.training import StepEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.recipe.cluster import Machine
 
 CPU = Machine("box", cpu_cores=4, memory_bytes=2**34)

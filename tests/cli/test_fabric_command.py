@@ -13,7 +13,7 @@ from trainspec_cli.__main__ import run
 from trainspec_cli.cli import fabric
 from trainspec_cli.doctor.fabric import discover
 from trainspec_cli.doctor.fabric.discover import NodeLinks, Told, links_here
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.recipe.fabric import TierSpec
 
 DATA = Path(__file__).parents[1] / "data" / "topology"

@@ -19,7 +19,7 @@ from lab.waiting import wait_for
 from trainspec_cli.launcher.measuring import probe_path
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session.load import load, plan_on, this_machine
+from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.results.probe import MachineProbe
 

@@ -12,7 +12,7 @@ from trainspec_cli.cli import list as listing
 from trainspec_cli.cli.complete import complete
 from trainspec_cli.planner.hardware import catalogue
 from trainspec_cli.planner.workload import count_params
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning
 
 
 def test_every_name_can_be_typed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from trainspec_cli import __main__, __version__
 from trainspec_cli.cli import main
 from trainspec_cli.errors import EXIT_CODES, Interrupted, MachineError, RecipeError, Stopped
 from trainspec_cli.reporter.style import Style
-from trainspec_cli.session.sweep import read_sweep
+from trainspec_cli.session.launching.sweep import read_sweep
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
@@ -97,7 +97,7 @@ def test_exit_codes(capsys, monkeypatch, raised: BaseException, code: int, text:
 
 @pytest.mark.parametrize("code", [0, 4, 5])
 def test_what_a_command_returns_is_the_exit_code(monkeypatch, code: int) -> None:
-    monkeypatch.setattr("trainspec_cli.session.launch.launch", lambda *_, **__: code)
+    monkeypatch.setattr("trainspec_cli.session.launching.launch.launch", lambda *_, **__: code)
     assert __main__.run(["launch", "recipe=tiny"]) == code
 
 
@@ -109,7 +109,7 @@ def test_a_request_to_stop_interrupts_what_comes_before_the_workers(monkeypatch,
         os.kill(os.getpid(), signal.SIGTERM)
         return 0
 
-    monkeypatch.setattr(f"trainspec_cli.session.{command}.{command}", begin)
+    monkeypatch.setattr(f"trainspec_cli.session.launching.{command}.{command}", begin)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         signal.signal(signal.SIGTERM, lambda *_: None)

@@ -7,7 +7,7 @@ import pytest
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning
 
 SHIPPED = sorted(path.stem for path in Path(__file__).parents[2].joinpath("recipes").glob("*.yaml"))
 NEED_VALUES = ["finetune_chat"]

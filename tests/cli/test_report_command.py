@@ -13,7 +13,7 @@ from lab.pages import assert_alone
 from trainspec_cli.__main__ import run as trainspec
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session import diagnose
+from trainspec_cli.session.runs import diagnose
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from trainspec_cli.rundir.event_types.event import PARTS
 from trainspec_cli.rundir.events import EventWriter, parse_event
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session import removal
+from trainspec_cli.session.runs import removal
 
 MakeRun = Callable[..., RunDir]
 

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from trainspec_cli.doctor.measured_fabric import check_fabric, nodes_near_one_another
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.results.tools import PairRate, PingRate
 
 NEAR, FAR = (1e9, 20e-6), (2e8, 30e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.doctor.switches import check_switches, expand_hosts, read_levels
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning
 
 TOPOLOGY = """\
 SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=gpu[001-016]

@@ -19,8 +19,8 @@ from trainspec_cli.interop.registry import TARGETS
 from trainspec_cli.interop.run_values import Container, RunValues, run_values
 from trainspec_cli.interop.target import Spoken, speak
 from trainspec_cli.json_value import JsonValue
-from trainspec_cli.session.emit import resolved
-from trainspec_cli.session.plan import plan_recipe
+from trainspec_cli.session.planning.emit import resolved
+from trainspec_cli.session.planning.plan import plan_recipe
 
 JUDGES = Path(__file__).parent / "judges"
 PINNED = (

@@ -14,8 +14,8 @@ from trainspec_cli.interop.listen import Heard, listen
 from trainspec_cli.interop.registry import TARGETS
 from trainspec_cli.interop.sources import READERS, guess_engine, read_source
 from trainspec_cli.json_value import JsonValue
-from trainspec_cli.session.import_recipe import import_file, write_recipe
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.import_recipe import import_file, write_recipe
+from trainspec_cli.session.recipe.load import load_for_planning
 
 FILES = {
     "deepspeed": "ds_config.json",

@@ -12,7 +12,7 @@ import pytest
 
 from trainspec_cli.launcher.measuring import probe_machine, probe_path
 from trainspec_cli.rundir.files import write_json
-from trainspec_cli.session.load import load, plan_on, this_machine
+from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.plan import Plan

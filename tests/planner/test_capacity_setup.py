@@ -9,7 +9,7 @@ from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.search.variants import plan_on_what_divides
 from trainspec_cli.planner.time.step import estimate_step
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.prediction import Candidate

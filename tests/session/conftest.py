@@ -13,7 +13,7 @@ from trainspec_cli.launcher.job.job import build_job
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import RunConsole
-from trainspec_cli.session.load import load, plan_on
+from trainspec_cli.session.recipe.load import load, plan_on
 from trainspec_cli.spec.recipe.cluster import Machine
 
 HERE = Machine("here", cpu_cores=2, memory_bytes=2**34)
@@ -22,7 +22,7 @@ HERE = Machine("here", cpu_cores=2, memory_bytes=2**34)
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """This machine, as every session finds it."""
-    for module in ("load", "resume"):
+    for module in ("recipe.load", "launching.resume"):
         monkeypatch.setattr(f"trainspec_cli.session.{module}.detect", lambda **_: HERE)
     return HERE
 

@@ -31,9 +31,10 @@ from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan, read_run_record
-from trainspec_cli.session import own_command, requeue, slurm_job
+from trainspec_cli.session import slurm_job
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.session import Session
+from trainspec_cli.session.launching import own_command, requeue
+from trainspec_cli.session.launching.session import Session
 from trainspec_cli.spec.recipe.cluster import SlurmSpec
 
 MakeRun = Callable[..., RunDir]

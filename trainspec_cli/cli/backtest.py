@@ -16,7 +16,7 @@ from trainspec_cli.planner.validation.backtest import Backtest, fit_table, repor
 from trainspec_cli.planner.validation.backtest import backtest as run_backtest
 from trainspec_cli.reading.yaml_file import read_yaml
 from trainspec_cli.reporter.backtest import render_backtest, render_scatter
-from trainspec_cli.session.table import read_rows
+from trainspec_cli.session.calibration.table import read_rows
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 

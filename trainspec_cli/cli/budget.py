@@ -8,7 +8,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson, Html, page_origin, write_page
 from trainspec_cli.reporter.budget import render_budget, render_budget_page
-from trainspec_cli.session.budget import budget_portfolio
+from trainspec_cli.session.planning.budget import budget_portfolio
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 

@@ -19,7 +19,7 @@ from trainspec_cli.cli.options import AsJson, check_new, not_empty
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reporter.live import showing_progress
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.load import load
+from trainspec_cli.session.recipe.load import load
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes

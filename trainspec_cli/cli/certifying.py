@@ -28,7 +28,7 @@ from trainspec_cli.certify.security import SECURITY, measure_security
 from trainspec_cli.errors import Interrupted, Problem, RecipeError, closest
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.certificate import Certificate, Finding
 

@@ -21,7 +21,7 @@ from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.corpus.tokenise import OnProgress
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.load import load
+from trainspec_cli.session.recipe.load import load
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES, DataSpec, Documents, SampleSource, TokenizerSpec
 from trainspec_cli.units import format_bytes, format_count

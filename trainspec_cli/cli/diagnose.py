@@ -12,8 +12,8 @@ from trainspec_cli.reporter.verdicts import NO_OWN_VERDICTS, describe_event, ren
 from trainspec_cli.reporter.verdicts_page import render_verdicts_page
 from trainspec_cli.rundir.record import has_own_command
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.diagnose import diagnose_run, follow_verdicts, report_of, trace_to
-from trainspec_cli.session.find import find_run
+from trainspec_cli.session.runs.diagnose import diagnose_run, follow_verdicts, report_of, trace_to
+from trainspec_cli.session.runs.find import find_run
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 

@@ -23,8 +23,8 @@ from trainspec_cli.launcher.slurm import commands as slurm
 from trainspec_cli.launcher.slurm.script import start_command
 from trainspec_cli.reporter.doctor_text import render_diagnosis
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.container import folders_read
-from trainspec_cli.session.load import Loaded, load, plan_for, this_machine
+from trainspec_cli.session.recipe.load import Loaded, load, plan_for, this_machine
+from trainspec_cli.session.slurm.container import folders_read
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.doctor import Check

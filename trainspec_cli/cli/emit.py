@@ -17,7 +17,7 @@ from trainspec_cli.interop.registry import TARGETS
 from trainspec_cli.interop.run_values import Container
 from trainspec_cli.reading.files import read_object
 from trainspec_cli.reporter.style import Style
-from trainspec_cli.session.emit import Emission, emit_recipe, write_emission
+from trainspec_cli.session.planning.emit import Emission, emit_recipe, write_emission
 from trainspec_cli.spec.json_text import json_text
 
 For = Annotated[str, typer.Option("--for", metavar="ENGINE", help=f"One of {', '.join(TARGETS)}.")]

@@ -17,7 +17,7 @@ from trainspec_cli.launcher.exporting import (
     write_folder,
     write_other,
 )
-from trainspec_cli.session.find import find_own_run
+from trainspec_cli.session.runs.find import find_own_run
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes
 

@@ -17,7 +17,7 @@ from trainspec_cli.reading.files import read_object, read_text, unreadable
 from trainspec_cli.reporter.fabric import render_fabric
 from trainspec_cli.rundir.files import write_text
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.json_text import json_text

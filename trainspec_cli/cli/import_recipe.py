@@ -9,7 +9,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.interop.sources import READERS
-from trainspec_cli.session.import_recipe import import_file, write_recipe
+from trainspec_cli.session.recipe.import_recipe import import_file, write_recipe
 from trainspec_cli.spec.json_text import json_text
 
 File = Annotated[

@@ -10,8 +10,8 @@ from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.launcher.signals import interrupt, on_stop_signal
 from trainspec_cli.reporter.kernels_text import render_table
 from trainspec_cli.session.console import make_console
-from trainspec_cli.session.load import load, plan_on, this_machine
-from trainspec_cli.session.select_kernels import measure
+from trainspec_cli.session.launching.select_kernels import measure
+from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 

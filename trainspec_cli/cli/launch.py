@@ -57,16 +57,16 @@ def launch(
     """
     if sweep:
         _check_sweepable(dry_run=dry_run, detach=detach, several=nnodes is not None, site=site is not None)
-        from trainspec_cli.session.sweep import read_sweep
-        from trainspec_cli.session.sweep_runs import launch_sweep  # as below
+        from trainspec_cli.session.launching.sweep import read_sweep
+        from trainspec_cli.session.launching.sweep_runs import launch_sweep  # as below
 
         sweeps = [read_sweep(one) for one in sweep]
         with on_stop_signal(interrupt):
             wanted = Notify(notify, webhook)
             return launch_sweep(arguments, sweeps, wanted, side_by_side=at_once, force=force, as_json=as_json)
-    from trainspec_cli.session import launch as session  # half a second, which the help does without
-    from trainspec_cli.session.nodes import NodeOptions
-    from trainspec_cli.session.sites import SiteOptions
+    from trainspec_cli.session.launching import launch as session  # half a second, which the help does without
+    from trainspec_cli.session.launching.nodes import NodeOptions
+    from trainspec_cli.session.launching.sites import SiteOptions
 
     nodes, options = (
         NodeOptions(nnodes, node_rank, rdzv_endpoint),

@@ -14,8 +14,8 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what co
 
 def logs(run: RunArgument, follow: Follow = False) -> None:
     """Print what a run has shown since it was launched. What each worker wrote itself lies in its folder `logs`."""
-    from trainspec_cli.session.find import find_run
-    from trainspec_cli.session.follow import read_run_log
+    from trainspec_cli.session.runs.find import find_run
+    from trainspec_cli.session.runs.follow import read_run_log
 
     try:
         for text in read_run_log(find_run(run), follow=follow):

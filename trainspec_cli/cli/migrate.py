@@ -24,7 +24,7 @@ def migrate(paths: Paths, dry_run: DryRun = False, to: To = CURRENT, as_json: As
     A file as it was stays beside it, as FILE.VERSION.bak. Comments of recipes stay, too. What is under a digest
     (certificates, checkpoints) is read in its own form, and not touched.
     """
-    from trainspec_cli.session.migrate import apply, find_migrations  # loads what the help does without
+    from trainspec_cli.session.recipe.migrate import apply, find_migrations  # loads what the help does without
 
     migrations = find_migrations(paths, to)
     backups = {} if dry_run else apply(migrations)

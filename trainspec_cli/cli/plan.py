@@ -16,9 +16,9 @@ from trainspec_cli.reporter.plan.json import plan_as_json, sweep_as_json
 from trainspec_cli.reporter.plan.report import PlanReport, SweepPoint, SweepReport
 from trainspec_cli.reporter.plan.text import render_plan, render_sweep
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.disturbance import load_disturbance
-from trainspec_cli.session.plan import plan_recipe, require_fit
-from trainspec_cli.session.sweep import read_sweep, sweep_arguments
+from trainspec_cli.session.launching.sweep import read_sweep, sweep_arguments
+from trainspec_cli.session.planning.disturbance import load_disturbance
+from trainspec_cli.session.planning.plan import plan_recipe, require_fit
 from trainspec_cli.spec.json_text import json_text
 
 Trace = Annotated[

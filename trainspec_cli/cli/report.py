@@ -6,7 +6,7 @@ from trainspec_cli.cli.options import AsJson, Html, RunArgument, page_origin, wr
 from trainspec_cli.reporter.render import render_report
 from trainspec_cli.reporter.run_page import render_run_page
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.diagnose import composed_of, report_of
+from trainspec_cli.session.runs.diagnose import composed_of, report_of
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 

@@ -42,8 +42,8 @@ def resume(
 
     On several nodes without Slurm, give the same command on each, with --node-rank.
     """
-    from trainspec_cli.session import resume as session  # half a second, which the help does without
-    from trainspec_cli.session.nodes import NodeOptions
+    from trainspec_cli.session.launching import resume as session  # half a second, which the help does without
+    from trainspec_cli.session.launching.nodes import NodeOptions
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
     with on_stop_signal(interrupt):

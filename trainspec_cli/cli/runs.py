@@ -20,9 +20,9 @@ from trainspec_cli.reporter.compare import compare as compare_reports
 from trainspec_cli.reporter.runs import RunLine, show_differences
 from trainspec_cli.rundir.memory import Copies, list_copies, remove_folder
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session import removal
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.find import collect_run, runs_here, status_of_run
+from trainspec_cli.session.runs import removal
+from trainspec_cli.session.runs.find import collect_run, runs_here, status_of_run
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.units import format_bytes, format_duration

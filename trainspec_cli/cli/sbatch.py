@@ -30,14 +30,14 @@ from trainspec_cli.cli.options import (
     wanted_of,
 )
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.session.sweep import read_sweep
+from trainspec_cli.session.launching.sweep import read_sweep
 from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
     from trainspec_cli.launcher.own_command.job import Wanted
-    from trainspec_cli.session.load import Loaded
-    from trainspec_cli.session.sites import SiteOptions
-    from trainspec_cli.session.submit import Submission
+    from trainspec_cli.session.launching.sites import SiteOptions
+    from trainspec_cli.session.recipe.load import Loaded
+    from trainspec_cli.session.slurm.submit import Submission
 
 Arguments = Annotated[
     list[str] | None,
@@ -100,8 +100,8 @@ def sbatch(
     Lines of shell that a recipe brings (cluster.slurm.setup) are shown on the error output.
     The script may be submitted again: the run goes on.
     """
-    from trainspec_cli.session import submit as session  # half a second, which the help does without
-    from trainspec_cli.session.sites import SiteOptions
+    from trainspec_cli.session.launching.sites import SiteOptions
+    from trainspec_cli.session.slurm import submit as session  # half a second, which the help does without
 
     command = context.obj
     _check_options(context, OF_COMMAND if command is None else OF_RECIPE, of_recipe=command is None)
@@ -141,8 +141,8 @@ class Prepared:
 
 
 def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], site: SiteOptions, *, force: bool) -> Prepared:
-    from trainspec_cli.session import submit as session  # as above
-    from trainspec_cli.session.submit_command import refuse_bare_command  # as above
+    from trainspec_cli.session.slurm import submit as session  # as above
+    from trainspec_cli.session.slurm.submit_command import refuse_bare_command  # as above
 
     refuse_bare_command(arguments)
     if not arguments:
@@ -154,7 +154,7 @@ def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], site: SiteO
 
 
 def _prepare_command(command: Sequence[str], arguments: Sequence[str], folder: str | None, wanted: Wanted) -> Prepared:
-    from trainspec_cli.session import submit_command as session  # as above
+    from trainspec_cli.session.slurm import submit_command as session  # as above
 
     loaded = session.load_cluster(arguments)
     session.check_own_command(command, loaded, wanted)

@@ -52,7 +52,7 @@ def schema(
 
 def _schema_of(name: str, groups: Sequence[str]) -> JsonObject:
     if name == DISTURB:
-        from trainspec_cli.session.disturbance import disturbance_schema  # loads the planner
+        from trainspec_cli.session.planning.disturbance import disturbance_schema  # loads the planner
 
         return disturbance_schema()
     if name in FILE_SCHEMAS and name not in groups:

@@ -15,7 +15,7 @@ from trainspec_cli.reading.files import UnreadableFileError, exists, expand
 from trainspec_cli.reading.yaml_file import read_versioned_yaml
 from trainspec_cli.reporter.style import Style
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session.load import examine, load, require
+from trainspec_cli.session.recipe.load import examine, load, require
 from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ Now = Annotated[bool, typer.Option("--now", help="Do not wait for a checkpoint."
 
 def stop(run: RunArgument, now: Now = False, as_json: AsJson = False) -> None:
     """Ask a run to write a checkpoint and end, as Ctrl-C does where it was started, and wait for that."""
-    from trainspec_cli.session.find import find_own_run
-    from trainspec_cli.session.follow import stop as stop_run
+    from trainspec_cli.session.runs.find import find_own_run
+    from trainspec_cli.session.runs.follow import stop as stop_run
 
     found = find_own_run(run)
     asked = "asked to stop" if now else "asked to write a checkpoint and stop"

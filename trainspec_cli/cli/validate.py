@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.reporter.problems import render_json
-from trainspec_cli.session.data import check_data
-from trainspec_cli.session.load import Loaded, examine, machine_of_draft, plan_on, require
+from trainspec_cli.session.recipe.data import check_data
+from trainspec_cli.session.recipe.load import Loaded, examine, machine_of_draft, plan_on, require
 from trainspec_cli.spec.own_code import describe_code
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.check import check_machine

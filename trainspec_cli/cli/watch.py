@@ -8,8 +8,8 @@ from trainspec_cli.cli.options import RunArgument
 def watch(run: RunArgument) -> None:
     """Show a run that goes on, as the terminal does in which it was started. Ctrl-C leaves the run alone."""
     from trainspec_cli.session.console import PrintableConsole
-    from trainspec_cli.session.find import find_run
-    from trainspec_cli.session.follow import watch as follow
+    from trainspec_cli.session.runs.find import find_run
+    from trainspec_cli.session.runs.follow import watch as follow
 
     console = PrintableConsole()
     try:

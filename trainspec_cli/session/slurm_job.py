@@ -27,10 +27,10 @@ from trainspec_cli.rundir.generations import FENCED
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import has_own_command, read_plan
 from trainspec_cli.session.console import PrintableConsole, RunConsole
-from trainspec_cli.session.own_command import run_in_job
-from trainspec_cli.session.requeue import TimeWarning, limits_of, requeue_if_of_use
-from trainspec_cli.session.resume import prepare_unchanged
-from trainspec_cli.session.session import start
+from trainspec_cli.session.launching.own_command import run_in_job
+from trainspec_cli.session.launching.requeue import TimeWarning, limits_of, requeue_if_of_use
+from trainspec_cli.session.launching.resume import prepare_unchanged
+from trainspec_cli.session.launching.session import start
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.trust import check_tree
 

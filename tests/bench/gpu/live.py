@@ -24,7 +24,7 @@ from trainspec_cli.engine.tools.trace import trace_rank
 from trainspec_cli.environment_names import STORE_FILE
 from trainspec_cli.planner.this_machine import is_known, predict_device
 from trainspec_cli.policy.batch.division import even_division_of
-from trainspec_cli.session.load import load, plan_on, this_machine
+from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 from trainspec_cli.spec.results.plan import Plan
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}

@@ -23,7 +23,7 @@ from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.rundir.event_types.training import EvalEvent, SampleEvent, SetFigures, StartEvent, StepEvent
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session.load import load
+from trainspec_cli.session.recipe.load import load
 
 STEP = StepEvent(step=1, loss=2.5, grad_norm=1.0, lr=0.1, tokens=100, step_time_s=0.5, time_s={}, skipped=False)
 SETS = {"web": SetFigures(loss=1.5, bits_per_byte=None)}

@@ -1,4 +1,5 @@
-"""`layout_worker.py FILE RANK RANKS`: one of so many ranks that compute a step's gradients in each layout; and alone.
+"""`layout_worker.py FILE RANK RANKS NAME...`: one of so many ranks that compute a step's gradients in each layout that
+is named; and alone.
 
 For each layout it prints the loss, this rank's share of the squared norm, the relative error (Euclidean) of the
 gradient of each parameter that the rank holds and of all of them together, and its share of what tells their noise.
@@ -261,8 +262,9 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     tiered = count_tiered_sums()
-    file, rank, ranks = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    wanted_runs = {name: run for name, run in runs().items() if run.case.layout.world_size == ranks}
+    file, rank, ranks, names = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:]
+    every = runs()
+    wanted_runs = {name: every[name] for name in names}
     dist.init_process_group("gloo", init_method=f"file://{file}.{rank}", rank=0, world_size=1)
     alone = {
         (family, lora): found_in(Run(Case(family, micro_batch_size=SAMPLES), lora))

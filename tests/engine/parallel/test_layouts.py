@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,28 +63,52 @@ OF_FOUR = (
 )
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return computed_by(2, tmp_path_factory.mktemp("layouts") / "meeting")
+USUAL = {
+    *("ring", "zero 2", "zero 1", "plain tensor", "interleaved", "tied split", "experts", "adapters, plain tensor"),
+    *(
+        "uneven zero 3",
+        "uneven replicas of experts",
+        "empty experts",
+        "uneven resnet",
+        "int4 zero 1",
+        "int8 parameters",
+    ),
+}
+"""One of each kind; others show more of the same (`pytest -m slow`)."""
+
+Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return computed_by(4, tmp_path_factory.mktemp("layouts") / "meeting")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks]:
+    """two_ranks(name): what both ranks have found in a layout; the usual ones are computed together, and all others."""
+
+    @cache
+    def computed(*, usual: bool) -> Ranks:
+        names = [name for name in (*NAMES, *UNEVEN, *COMPRESSED) if (name in USUAL) == usual]
+        return computed_by(2, tmp_path_factory.mktemp("layouts") / "meeting", names)
+
+    return lambda name: [rank[name] for rank in computed(usual=name in USUAL)]
 
 
-def computed_by(ranks: int, file: Path) -> list[dict[str, Any]]:
-    printed = outputs(WORKER, [(file, rank, ranks) for rank in range(ranks)])
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return computed_by(4, tmp_path_factory.mktemp("layouts") / "meeting", OF_FOUR)
+
+
+def computed_by(ranks: int, file: Path, names: Sequence[str]) -> Ranks:
+    printed = outputs(WORKER, [(file, rank, ranks, *names) for rank in range(ranks)])
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
 
-def test_every_layout_is_judged(ranks: list[dict[str, Any]]) -> None:
-    assert all(set(rank) == {*NAMES, *UNEVEN, *COMPRESSED} for rank in ranks)
+def named(names: Iterable[str]) -> pytest.MarkDecorator:
+    marked = [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in names]
+    return pytest.mark.parametrize("name", marked)
 
 
-@pytest.mark.parametrize("name", NAMES + UNEVEN)
-def test_two_ranks_compute_what_one_computes(ranks: list[dict[str, Any]], name: str) -> None:
-    found = [rank[name] for rank in ranks]
+@named(NAMES + UNEVEN)
+def test_two_ranks_compute_what_one_computes(two_ranks: Callable[[str], Ranks], name: str) -> None:
+    found = two_ranks(name)
     assert sum(rank["loss"] for rank in found) == pytest.approx(1.0, rel=1e-6)
     assert sum(rank["squared"] for rank in found) == pytest.approx(1.0, rel=1e-5)
     assert sorted({one for rank in found for one in rank["errors"]}) == found[0]["names"]
@@ -92,49 +118,50 @@ def test_two_ranks_compute_what_one_computes(ranks: list[dict[str, Any]], name: 
     assert max(rank["error"] for rank in found) < UNEVEN_FP32
 
 
-@pytest.mark.parametrize("name", COMPRESSED)
-def test_gradients_that_travel_in_fewer_bits_are_nearly_those_of_one(ranks: list[dict[str, Any]], name: str) -> None:
-    found, bound = [rank[name] for rank in ranks], COMPRESSED[name]
+@named(COMPRESSED)
+def test_gradients_that_travel_in_fewer_bits_are_nearly_those_of_one(
+    two_ranks: Callable[[str], Ranks], name: str
+) -> None:
+    found, bound = two_ranks(name), COMPRESSED[name]
     assert UNEVEN_FP32 < max(rank["error"] for rank in found) < bound
     assert sum(rank["squared"] for rank in found) == pytest.approx(1.0, abs=2 * bound)
     loss = sum(rank["loss"] for rank in found)
     assert loss == pytest.approx(1.0, abs=1e-3 if name.endswith("parameters") else 1e-6)
 
 
-@pytest.mark.parametrize("name", NOISY)
-def test_the_noise_of_gradients_is_that_of_their_parts(ranks: list[dict[str, Any]], name: str) -> None:
-    check_noise(ranks, name)
+@named(NOISY)
+def test_the_noise_of_gradients_is_that_of_their_parts(two_ranks: Callable[[str], Ranks], name: str) -> None:
+    check_noise(two_ranks(name), name)
 
 
-@pytest.mark.parametrize("name", OVERLAPPED)
-def test_sums_beside_the_backward_have_the_same_bits(ranks: list[dict[str, Any]], name: str) -> None:
-    check_bits(ranks, name)
+@named(OVERLAPPED)
+def test_sums_beside_the_backward_have_the_same_bits(two_ranks: Callable[[str], Ranks], name: str) -> None:
+    check_bits(two_ranks(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_FOUR)
-def test_four_ranks_sum_the_same_bits_too(four_ranks: list[dict[str, Any]], name: str) -> None:
+def test_four_ranks_sum_the_same_bits_too(four_ranks: Ranks, name: str) -> None:
     """In tiers and over shards and replicas, with pipelines, tied weights and split schedules."""
-    check_bits(four_ranks, name)
+    check_bits([rank[name] for rank in four_ranks])
 
 
-def check_bits(ranks: list[dict[str, Any]], name: str) -> None:
+def check_bits(ranks: Ranks) -> None:
     """Whether or not the backward waits for them, and whatever the size of buckets."""
     sizes = ("waited for", "overlapped", "pairs", "all at once")
-    assert [rank[name]["same_bits"] for rank in ranks] == [dict.fromkeys(sizes, True)] * len(ranks)
+    assert [rank["same_bits"] for rank in ranks] == [dict.fromkeys(sizes, True)] * len(ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_FOUR)
-def test_the_noise_shows_between_ranks_that_are_spread_otherwise_too(
-    four_ranks: list[dict[str, Any]], name: str
-) -> None:
-    assert max(rank[name]["error"] for rank in four_ranks) < UNEVEN_FP32
-    check_noise(four_ranks, name)
+def test_the_noise_shows_between_ranks_that_are_spread_otherwise_too(four_ranks: Ranks, name: str) -> None:
+    found = [rank[name] for rank in four_ranks]
+    assert max(rank["error"] for rank in found) < UNEVEN_FP32
+    check_noise(found, name)
 
 
 @pytest.mark.slow
-def test_replicas_on_several_nodes_are_summed_inside_each_first(four_ranks: list[dict[str, Any]]) -> None:
+def test_replicas_on_several_nodes_are_summed_inside_each_first(four_ranks: Ranks) -> None:
     """All of the gradients, four blocks' and the rest, and those of no other layout."""
     blocks = 4
     for rank in four_ranks:
@@ -142,10 +169,10 @@ def test_replicas_on_several_nodes_are_summed_inside_each_first(four_ranks: list
         assert sums == {"replicas on two nodes": blocks + 1}
 
 
-def check_noise(ranks: list[dict[str, Any]], name: str) -> None:
+def check_noise(ranks: Ranks, name: str) -> None:
     """Each part's gradient, before it is summed, is what one process computes of the part's samples alone; experts that
     ep spreads, and the number of parts, are told apart."""
-    found = [sum(shares) for shares in zip(*(rank[name]["noise"] for rank in ranks), strict=True)]
-    (alone,) = [rank[name]["noise_alone"] for rank in ranks if rank[name]["noise_alone"] is not None]
+    found = [sum(shares) for shares in zip(*(rank["noise"] for rank in ranks), strict=True)]
+    (alone,) = [rank["noise_alone"] for rank in ranks if rank["noise_alone"] is not None]
     assert found == pytest.approx(alone, rel=1e-6)
     assert (alone[1] > 0) == (alone[3] > 0) == ("experts" in name and name != "uneven replicas of experts")

@@ -16,7 +16,7 @@ from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Crossing, Fabric, Group, axis_groups, group_of
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import estimate_step
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.recipe.cluster import ClusterSpec
 from trainspec_cli.spec.recipe.fabric import FabricSpec, TierSpec
 from trainspec_cli.spec.recipe.layout import Layout

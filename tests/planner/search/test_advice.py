@@ -9,7 +9,7 @@ import pytest
 from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.planner.search.advice import advise
 from trainspec_cli.planner.search.space import open_layout
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import LayoutSpec
 

@@ -14,7 +14,7 @@ from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.time.samples import StepParts, step_parts
 from trainspec_cli.planner.time.step import data_parallel_s, estimate_step, micro_batch, rank_parts, recompute_part_s
 from trainspec_cli.policy.scheduling.speeds import Speed
-from trainspec_cli.session.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.run import RunSpec

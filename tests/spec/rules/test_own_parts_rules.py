@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from spec.rules.test_optim_rules import SPEC
 
-from trainspec_cli.session.load import examine
+from trainspec_cli.session.recipe.load import examine
 from trainspec_cli.spec.own_code import own_code_of
 from trainspec_cli.spec.recipe.data import PartSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec

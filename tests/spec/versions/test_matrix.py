@@ -31,8 +31,8 @@ from trainspec_cli.rundir.record import (
     read_run_record,
 )
 from trainspec_cli.rundir.speeds import read_speeds
-from trainspec_cli.session.migrate import apply, find_migrations
-from trainspec_cli.session.profile import read_profile
+from trainspec_cli.session.planning.profile import read_profile
+from trainspec_cli.session.recipe.migrate import apply, find_migrations
 
 HERE = Path(__file__).parent
 EARLIER = sorted(folder.name for folder in HERE.iterdir() if folder.is_dir() and folder.name[0].isdigit())

@@ -1,0 +1,86 @@
+"""`trainspec run` up to its start, and what is shown of a command's output."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainspec_cli.errors import EXIT_DONE, MachineError
+from trainspec_cli.launcher.job.job import Job
+from trainspec_cli.launcher.own_command.job import Wanted
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_run_record
+from trainspec_cli.session.launching import own_command
+from trainspec_cli.session.launching.own_command import Output, run_command
+
+COMMAND = (sys.executable, "train.py")
+WANTED = Wanted(3, 60.0, None, None, 300.0)
+
+
+@pytest.fixture(autouse=True)
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
+    """The jobs that would have been run."""
+    jobs: list[Job] = []
+
+    def run(job: Job, *_: Any, **__: Any) -> int:
+        jobs.append(job)
+        return EXIT_DONE
+
+    monkeypatch.setattr(own_command, "run", run)
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        monkeypatch.delenv(name)
+    return jobs
+
+
+def test_nothing_is_said_where_there_is_nothing_to_say(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(COMMAND, "mine", WANTED, as_json=False) == EXIT_DONE
+    assert capsys.readouterr().out == ""
+
+
+def test_a_job_that_slurm_has_started_again_goes_on_in_its_folder(
+    started: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    monkeypatch.setattr("trainspec_cli.session.launching.requeue.slurm", None)
+    assert run_command(COMMAND, "mine", WANTED, as_json=False) == EXIT_DONE
+    run = RunDir(tmp_path / "mine")
+    write_json(run.result_json, {"status": "stopped", "exit_code": 1, "steps": 3})
+    (run.logs / "launch_01").mkdir(parents=True)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert run_command(COMMAND, "mine", WANTED, as_json=False) == EXIT_DONE
+    assert [job.logs.name for job in started] == ["launch_01", "launch_02"]
+    assert len(read_run_record(run).resumes) == 1 and not run.result_json.exists()
+    write_json(run.result_json, {"status": "done", "exit_code": 0, "steps": 9})
+    assert run_command(COMMAND, "mine", WANTED, as_json=False) == EXIT_DONE
+    assert len(started) == 2
+    assert "an earlier start of this Slurm job has ended the run in mine: it is done" in capsys.readouterr().out
+
+
+def test_a_disk_that_refuses_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device", "mine/run.json")
+
+    monkeypatch.setattr(own_command, "write_own_launch", refuse)
+    with pytest.raises(MachineError, match="No space left on device") as raised:
+        run_command(COMMAND, "mine", WANTED, as_json=False)
+    assert raised.value.problems[0].hint.endswith("choose another place with --dir <folder>")
+
+
+def test_only_the_output_of_this_launch_is_shown(started: list[Job], tmp_path: Path) -> None:
+    run_command(COMMAND, "mine", WANTED, as_json=False)
+    logs = tmp_path / "mine" / "logs"
+    job = replace(started[0], logs=logs / "launch_02")
+    shown: list[str] = []
+    output = Output(job)
+    for name in ("launch_01", "launch_02", "launch_02_start002"):
+        (logs / name).mkdir(parents=True)
+        (logs / name / "output.log").write_text(f"{name}\n")
+        output.look(shown.append)
+    assert shown == ["launch_02", "launch_02_start002"]

@@ -1,0 +1,235 @@
+"""A start of a run: its steps in their order, what each is given, and what is written down before the job runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainspec_cli.errors import MachineError, PlanError, Problem
+from trainspec_cli.launcher.backend.local import LocalBackend
+from trainspec_cli.launcher.backend.nodes.backend import NodesBackend, Reach
+from trainspec_cli.launcher.job.claim import is_running
+from trainspec_cli.launcher.memory_limits import Learned, LimitsWatch, MemoryLimits
+from trainspec_cli.launcher.notify import NOBODY
+from trainspec_cli.rundir.files import read_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.scheduler.advisor import LayoutAdvisor
+from trainspec_cli.session.console import RunConsole
+from trainspec_cli.session.launching import session as session_module
+from trainspec_cli.session.launching.fewer_nodes import plan_on_fewer
+from trainspec_cli.session.launching.session import Session, rehearse, start
+from trainspec_cli.session.recipe.load import load, plan_on
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.memory import Relief
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.prediction import LocalPrediction
+
+MakeRun = Callable[..., RunDir]
+PREDICTION = LocalPrediction(time_s={"forward": 1.0}, memory={"parameters": 1.0})
+REACH = Reach("head", ("srun", "agent"))
+
+
+class Steps:
+    """Stands in for what a start does, and notes it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, data: Path):
+        self.taken: list[str] = []
+        self.job: Any = None
+        self.plan: Any = None
+        self.backend: Any = None
+        self.options: dict[str, Any] = {}
+        self.was_claimed = False
+        self._data = data
+        for name in ("predict", "check_nodes", "select_kernels", "prepare_data", "run"):
+            monkeypatch.setattr(session_module, name, getattr(self, name))
+
+    def predict(self, plan: Plan, machine: Machine, console: Any, **options: Any) -> Plan:
+        self.taken.append("predict")
+        self.options["predict"] = options
+        return replace(plan, prediction=PREDICTION)
+
+    def check_nodes(self, plan: Plan, folder: Path, console: Any, *, force: bool) -> str:
+        assert plan.prediction == PREDICTION, "it counts the memory that is predicted"
+        self.taken.append("check_nodes")
+        self.options["check_nodes"] = {"folder": folder, "force": force}
+        return "examination"
+
+    def select_kernels(self, plan: Plan, machine: Machine, console: Any, **options: Any) -> tuple[Plan, None]:
+        self.taken.append("select_kernels")
+        self.options["select_kernels"] = options
+        return replace(plan, kernels=replace(plan.kernels, adamw="foreach")), None
+
+    def prepare_data(self, loaded: Any, console: Any) -> Path:
+        self.taken.append("prepare_data")
+        return self._data
+
+    def run(self, job: Any, plan: Plan, backend: Any, console: Any, limits: LimitsWatch, **options: Any) -> int:
+        self.taken.append("run")
+        limits.look()
+        self.job, self.plan, self.backend = job, plan, backend
+        self.options["run"] = options
+        self.was_claimed = is_running(job.run)
+        return 6
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Steps:
+    return Steps(monkeypatch, tmp_path / "tokens")
+
+
+@pytest.fixture
+def new(here: Machine, console: RunConsole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Session]:
+    monkeypatch.chdir(tmp_path)
+
+    def make(*arguments: str, **options: Any) -> Session:
+        loaded = load(["recipe=tiny", *arguments])
+        return Session(plan_on(loaded, here), here, loaded, console, **options)
+
+    return make
+
+
+def test_a_new_run_takes_every_step_in_order_and_is_written_down(
+    new: Callable[..., Session], steps: Steps, tmp_path: Path
+) -> None:
+    assert start(new("run.dir=mine", force=True, as_json=True)) == 6
+    assert steps.taken == ["predict", "check_nodes", "select_kernels", "prepare_data", "run"]
+    assert steps.options["predict"] == {"force": True}
+    assert steps.options["check_nodes"] == {"folder": tmp_path / "mine", "force": True}
+    given = steps.options["run"]
+    assert (given.pop("as_json"), given.pop("requests")) == (True, None)
+    assert isinstance(given.pop("advisor"), LayoutAdvisor)
+    assert given.pop("replan").func is plan_on_fewer
+    assert given == {"notifies": NOBODY}
+    assert steps.backend is LocalBackend
+    assert steps.was_claimed, "nobody else may start it meanwhile"
+    run = RunDir(tmp_path / "mine")
+    written = read_plan(run)
+    assert (written, written.prediction, written.kernels.adamw) == (steps.plan, PREDICTION, "foreach")
+    about = read_json(run.run_json)
+    assert (about["data_dir"], about["resumes"]) == (str(tmp_path / "tokens"), [])
+    assert not is_running(run)
+
+
+def test_a_run_without_a_folder_gets_one_below_runs(new: Callable[..., Session], steps: Steps, tmp_path: Path) -> None:
+    start(new())
+    assert steps.options["check_nodes"]["folder"] == Path("runs")
+    assert steps.job.root.parent == tmp_path / "runs" / "tiny"
+
+
+def test_nodes_are_examined_and_reached(new: Callable[..., Session], steps: Steps, tmp_path: Path) -> None:
+    start(new("run.dir=mine", "cluster.num_nodes=2", reach=REACH))
+    assert steps.taken == ["predict", "check_nodes", "select_kernels", "prepare_data", "run"]
+    assert steps.backend.func is NodesBackend
+    assert steps.backend.keywords == {"reach": REACH, "examination": "examination"}
+    assert steps.job.command == REACH.start
+    assert read_plan(RunDir(tmp_path / "mine")).prediction == PREDICTION
+
+
+def test_what_is_refused_leaves_nothing(
+    new: Callable[..., Session], steps: Steps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PlanError(Problem("does_not_fit", "too large"))
+
+    for step in ("predict", "check_nodes", "select_kernels", "prepare_data"):
+        monkeypatch.setattr(session_module, step, refuse)
+        with pytest.raises(PlanError):
+            start(new("run.dir=mine"))
+        assert not (tmp_path / "mine").exists(), step
+        monkeypatch.setattr(session_module, step, getattr(steps, step))
+
+
+def test_a_disk_that_refuses_is_the_machines_fault(new: Callable[..., Session], steps: Steps, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MachineError, match="cannot write file/mine: Not a directory"):
+        start(new("run.dir=file/mine"))
+
+
+def own(run: RunDir, machine: Machine, console: RunConsole, reach: Reach | None = None) -> Session:
+    return Session(read_plan(run), machine, run, console, reach)
+
+
+def test_a_run_that_goes_on_says_from_where_and_keeps_its_data(
+    make_run: MakeRun, here: Machine, console: RunConsole, shown: StringIO, steps: Steps
+) -> None:
+    run = make_run()
+    start(own(run, here, console))
+    assert steps.taken == ["predict", "check_nodes", "select_kernels", "run"]
+    assert shown.getvalue() == "goes on from step 10\n"
+    (resume,) = read_json(run.run_json)["resumes"]
+    assert resume["from_step"] == 10
+    assert read_plan(run) == steps.plan
+
+
+def test_a_run_without_a_checkpoint_starts_again(
+    make_run: MakeRun, here: Machine, console: RunConsole, shown: StringIO, steps: Steps
+) -> None:
+    run = make_run()
+    run.checkpoint(10).rmdir()
+    start(own(run, here, console))
+    assert shown.getvalue() == "there is no checkpoint: it starts from the first step again\n"
+    assert read_json(run.run_json)["resumes"][0]["from_step"] == 0
+
+
+def test_a_run_that_was_only_written_down_begins(
+    make_run: MakeRun, here: Machine, console: RunConsole, shown: StringIO, steps: Steps
+) -> None:
+    """As in a Slurm job's first start: its prediction and its kernels are written down, and no resume is."""
+    run = make_run(step=0)
+    start(own(run, here, console, REACH))
+    assert shown.getvalue() == ""
+    assert read_json(run.run_json)["resumes"] == []
+    written = read_plan(run)
+    assert (written.prediction, written.kernels.adamw) == (PREDICTION, "foreach")
+    assert steps.job.root == run.root
+
+
+@pytest.mark.parametrize(("step", "begins_with"), [(10, 4), (0, 2)], ids=["goes on", "begins"])
+def test_a_run_that_goes_on_follows_no_limits_of_other_runs(
+    make_run: MakeRun,
+    here: Machine,
+    console: RunConsole,
+    steps: Steps,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    begins_with: int,
+) -> None:
+    session = own(make_run(step=step), here, console)
+    assert session.plan.micro_batch_size == 4
+    learned = Learned(
+        Relief(*(replace(session.plan.memory_setting, micro_batch_size=size) for size in (4, 2))), "", 0.0
+    )
+    limits = MemoryLimits("m", "d", "l", (learned,))
+    monkeypatch.setattr("trainspec_cli.session.planning.predict.read_limits", lambda *_: limits)
+    start(session)
+    assert steps.plan.micro_batch_size == begins_with
+    assert rehearse(session)[1].micro_batch_size == begins_with
+
+
+def test_what_another_machine_changes_is_shown(
+    make_run: MakeRun, here: Machine, console: RunConsole, shown: StringIO, steps: Steps
+) -> None:
+    run = make_run()
+    start(replace(own(run, here, console), plan=replace(read_plan(run), micro_batch_size=2, grad_accum_steps=2)))
+    assert shown.getvalue().splitlines()[1:] == [
+        "micro_batch_size is 2 on this machine, and was 4",
+        "grad_accum_steps is 2 on this machine, and was 1",
+    ]
+
+
+def test_a_rehearsal_starts_measures_and_makes_nothing(
+    new: Callable[..., Session], steps: Steps, tmp_path: Path
+) -> None:
+    job, plan = rehearse(new(force=True))
+    assert steps.taken == ["predict", "select_kernels"]
+    assert steps.options == {"predict": {"force": True, "may_probe": False}, "select_kernels": {"may_measure": False}}
+    assert job.root == tmp_path / "runs" / "tiny" / "TIME"
+    assert plan.kernels.adamw == "foreach"
+    assert rehearse(new("run.dir=mine", "cluster.num_nodes=2", reach=REACH))[0].command == REACH.start
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,287 @@
+"""What a launch says, and refuses, before anything starts: on GPUs that are not there, and on a CPU never probed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainspec_cli.__main__ import run
+from trainspec_cli.errors import MachineError, PlanError
+from trainspec_cli.launcher.job.machine import Gpu, detect
+from trainspec_cli.launcher.memory_limits import Learned, LimitsWatch, MemoryLimits
+from trainspec_cli.planner.plan import plan
+from trainspec_cli.planner.this_machine import moving_bytes
+from trainspec_cli.rundir.event_types.decisions import MemoryEvent
+from trainspec_cli.rundir.events import EventWriter
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.planning.predict import (
+    Predictor,
+    _check_changes,
+    _largest_micro_batch,
+    _predictor,
+    _probe,
+    predict,
+    with_known_limits,
+)
+from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.recipe.batching import BatchingSpec
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
+from trainspec_cli.spec.results.memory import MemorySetting, Relief
+from trainspec_cli.spec.results.plan import Plan, PlannedLayout
+from trainspec_cli.spec.results.prediction import LocalPrediction
+from trainspec_cli.spec.results.probe import MachineProbe
+
+MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
+SPEC = RunSpec(
+    model=DecoderModel(1, 64, 2, 2, 32, 128, 512),
+    data=DataSpec(seq_len=256, source="python_stdlib"),
+    optim=OptimSpec(lr=1e-3),
+    batching=BatchingSpec(global_batch_size=16),
+    train=TrainSection(max_steps=1),
+    cluster=ClusterSpec(devices_per_node=2, device="cpu"),
+)
+ON_GPU = ("launch", "recipe=tiny", "cluster=auto", "--dry-run", "--json")
+
+
+def plug_in(monkeypatch: pytest.MonkeyPatch, name: str, memory_bytes: int) -> None:
+    gpus = (Gpu(name, memory_bytes, (9, 0), memory_bytes),) * 2
+    monkeypatch.setattr("trainspec_cli.launcher.job.machine.visible_gpus", lambda: gpus)
+
+
+def test_a_gpus_plan_has_its_prediction(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, "NVIDIA H100 80GB HBM3", 80 * 2**30)
+    assert run([*ON_GPU]) == 0
+    out, err = capsys.readouterr()
+    plan = json.loads(out)["plan"]
+    assert (plan["device"], plan["devices_per_node"]) == ("cuda", 2)
+    assert plan["prediction"]["time_s"]["forward"] > 0
+    assert plan["prediction"]["beside"]["context"] > 2**28
+    assert "predicted: " in err
+
+
+def test_what_does_not_fit_a_gpu_is_refused_unless_forced(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, "NVIDIA H100 80GB HBM3", 2**30)
+    assert run([*ON_GPU]) == 3
+    (error,) = json.loads(capsys.readouterr().out)["errors"]
+    assert error["code"] == "does_not_fit"
+    assert "a GPU can give" in error["message"]
+    assert "--force launches all the same" in error["hint"]
+    assert run([*ON_GPU, "--force"]) == 0
+    assert "forced" in capsys.readouterr().err
+
+
+def test_a_gpu_that_the_catalogue_lacks_is_not_predicted(capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    plug_in(monkeypatch, "Abacus-9000", 2**30)
+    assert run([*ON_GPU]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["plan"]["prediction"] is None
+    assert "no prediction: the catalogue has no accelerator like Abacus-9000" in err
+
+
+def test_a_launch_probes_this_machine_and_refuses_what_does_not_fit(
+    capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made_up_probe: MachineProbe
+) -> None:
+    def probe(plan: Plan, machine: Machine, on_start: Callable[[], None]) -> MachineProbe:
+        on_start()
+        return replace(made_up_probe, bare_bytes=1e15)
+
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("trainspec_cli.session.planning.predict.probe_machine", probe)
+    assert run(["launch", "recipe=tiny", "data.max_bytes=200000", f"run.dir={tmp_path / 'run'}"]) == 3
+    out, err = capsys.readouterr()
+    assert "probing this machine, once\n" in out
+    assert "the plan does not fit: 2 x 909.49 TiB are needed" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_does_not_probe(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path))
+    assert run(["launch", "recipe=tiny", "--dry-run"]) == 0
+    assert "no prediction: this machine was not probed yet" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "fits", "largest"),
+    [
+        ({}, 100, 8),  # up to twice the plan's
+        ({}, 6, 6),
+        ({}, 4, 4),
+        ({}, 1, 4),  # it was forced
+        ({"max_micro_batch_size": 32}, 100, 32),
+        ({"max_micro_batch_size": 32}, 21, 21),
+        ({"max_micro_batch_size": 5}, 100, 5),
+        ({"max_micro_batch_size": 2}, 100, 4),
+        ({"mode": "off"}, 100, None),
+    ],
+)
+def test_the_largest_micro_batch_that_fits(changes: dict[str, Any], fits: int, largest: int | None) -> None:
+    tried = []
+
+    def predict(plan: Any) -> Any:
+        tried.append(plan.micro_batch_size)
+        return SimpleNamespace(needed_bytes=plan.micro_batch_size)
+
+    own = replace(plan(SPEC, MACHINE), micro_batch_size=4)
+    own = replace(own, spec=replace(own.spec, scheduler=SchedulerSpec(**changes)))
+    assert _largest_micro_batch(own, Predictor(predict, fits, "")) == largest
+    assert len(tried) <= 5, "as many as a search by halves needs"
+
+
+def test_one_data_parallel_rank_needs_no_larger_micro_batch() -> None:
+    alone = plan(replace(SPEC, cluster=replace(SPEC.cluster, devices_per_node=1)), MACHINE)
+    assert _largest_micro_batch(alone, Predictor(None, 0, "")) is None  # type: ignore[arg-type]
+
+
+def test_a_launch_begins_with_what_fitted_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Said in a line, seen and forgotten by `trainspec runs`; not under scheduler=off."""
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
+    arguments = ("launch", "recipe=tiny", "cluster.devices_per_node=1", "batching.micro_batch_size=8", "--dry-run")
+    assert run([*arguments, "--json"]) == 0
+    before = from_plain(Plan, json.loads(capsys.readouterr().out)["plan"])
+    assert before.memory_ladder[:2] == (before.memory_setting, replace(before.memory_setting, micro_batch_size=4))
+    learning = LimitsWatch(RunDir(tmp_path / "run"), before, detect(look_for_gpus=False))
+    taken = replace(before.memory_setting, micro_batch_size=2)
+    shortage = MemoryEvent(
+        step=3, layout="one process", failed=before.memory_setting, taken=taken, restarts=False, reason="x"
+    )
+    writer = EventWriter(RunDir(tmp_path / "run").directives, 0)
+    writer.write(shortage)
+    writer.close()
+    learning.look()
+    assert run([*arguments, "--json"]) == 0
+    out, err = capsys.readouterr()
+    after = from_plain(Plan, json.loads(out)["plan"])
+    assert (after.memory_setting, after.grad_accum_steps) == (taken, 4)
+    assert after.memory_ladder[0] == taken
+    assert "memory ran out here before with micro-batches of 8 samples" in err
+    assert "this run begins with micro-batches of 2 samples (trainspec runs --clear-limits forgets that)" in err
+    assert run([*arguments, "scheduler=off", "--json"]) == 0
+    off = from_plain(Plan, json.loads(capsys.readouterr().out)["plan"])
+    assert (off.micro_batch_size, off.memory_ladder) == (8, ())
+    assert run(["runs", "--limits"]) == 0
+    assert "micro-batches of 2 samples" in capsys.readouterr().out
+    assert run(["runs", "--clear-limits", "--json"]) == 0
+    assert [row["cleared"] for row in json.loads(capsys.readouterr().out)] == [True]
+    assert run([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["micro_batch_size"] == 8
+
+
+GIB = 2**30
+CHANGES = (PlannedLayout(4, Layout(dp_replicate=2), 8, 1), PlannedLayout(6, Layout(dp_shard=2), 4, 2))
+
+
+def predicted(state_gib: float, needed_gib: float) -> LocalPrediction:
+    rest = needed_gib - state_gib
+    return LocalPrediction(
+        {}, {"parameters": 0.4 * state_gib * GIB, "optimizer": 0.6 * state_gib * GIB} | {"loss": rest * GIB}
+    )
+
+
+def check_changes(limit_gib: float, *, force: bool = False) -> tuple[list[PlannedLayout], list[str]]:
+    """The plan's own layout holds 2 GiB of state and needs 3; the first change 4 and 5, the second 2 and 4.5."""
+    sizes = {2: (4.0, 5.0), 1: (2.0, 4.5)}
+    said: list[str] = []
+    console: Any = SimpleNamespace(report=said.append)
+    own = replace(plan(SPEC, MACHINE), changes=CHANGES)
+    predictor = Predictor(lambda other: predicted(*sizes[other.layout.dp_replicate]), limit_gib * GIB, "there is less")
+    return list(_check_changes(own, predictor, predicted(2.0, 3.0), console, force=force)), said
+
+
+def test_a_planned_layout_must_fit_and_so_must_the_way_to_it() -> None:
+    moving_gib = 2.0 + 4.0 + 2 * 64 / 1024
+    assert moving_bytes(predicted(2.0, 3.0), predicted(4.0, 5.0)) == pytest.approx(moving_gib * GIB)
+    kept, said = check_changes(moving_gib + 0.01)
+    assert ([change.layout for change in kept], said) == ([change.layout for change in CHANGES], [])
+    with pytest.raises(PlanError, match=r"the change to it from step 4 on, dp_replicate=2, takes 6.12 GiB a process"):
+        check_changes(moving_gib - 0.01)
+    _, said = check_changes(moving_gib - 0.01, force=True)
+    assert len(said) == 2
+    assert said[0].endswith("there is less; forced")
+
+
+def test_a_layout_that_does_not_fit_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainspec_cli.session.planning.predict.moving_bytes", lambda before, after: 0.0)
+    with pytest.raises(PlanError, match=r"the layout from step 4 on, dp_replicate=2, takes 5.00 GiB a process"):
+        check_changes(4.9)
+
+
+def test_a_change_has_its_own_largest_micro_batch() -> None:
+    own = replace(plan(SPEC, MACHINE), changes=CHANGES)
+    predictor = Predictor(lambda other: predicted(0.0, other.micro_batch_size), 10 * GIB, "")
+    replicas, shards = _check_changes(own, predictor, predicted(0.0, 1.0), None, force=False)  # type: ignore[arg-type]
+    assert (replicas.largest_micro_batch_size, shards.largest_micro_batch_size) == (10, 8)
+
+
+def learned(monkeypatch: pytest.MonkeyPatch, failed: int, taken: int) -> None:
+    """Earlier runs of every plan have run out of memory with micro-batches of so many samples."""
+    relief = Relief(*(MemorySetting(size, "none", "none") for size in (failed, taken)))
+    limits = MemoryLimits("m", "d", "l", (Learned(relief, "run", 0.0),))
+    monkeypatch.setattr("trainspec_cli.session.planning.predict.read_limits", lambda *_: limits)
+
+
+@pytest.mark.parametrize("fits", [100, None], ids=["predicted to fit", "no prediction"])
+def test_what_was_learned_holds_whatever_is_predicted(monkeypatch: pytest.MonkeyPatch, fits: int | None) -> None:
+    learned(monkeypatch, 4, 2)
+    predictor = fits and Predictor(lambda other: predicted(0.0, other.micro_batch_size), fits * GIB, "")
+    monkeypatch.setattr("trainspec_cli.session.planning.predict._predictor", lambda *_, **__: predictor)
+    monkeypatch.setattr("trainspec_cli.session.planning.predict.describe_prediction", lambda *_: "")
+    shown: Any = Shown()
+    own = replace(plan(SPEC, MACHINE), micro_batch_size=4, changes=CHANGES)
+    found = predict(with_known_limits(own, MACHINE, shown), MACHINE, shown, force=False)
+    assert (found.micro_batch_size, found.largest_micro_batch_size) == (2, 2)
+    assert [change.largest_micro_batch_size for change in found.changes] == [2, 2]
+    assert [change.micro_batch_size for change in found.changes] == [2, 2]
+    assert [change.grad_accum_steps for change in found.changes] == [4, 4]
+
+
+class Shown:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def report(self, note: str) -> None:
+        self.notes.append(note)
+
+
+def test_a_probe_that_fails_leaves_the_launch_without_a_prediction(
+    monkeypatch: pytest.MonkeyPatch, made_up_probe: MachineProbe
+) -> None:
+    def fail(plan: Any, machine: Machine, on_start: Callable[[], None]) -> None:
+        on_start()
+        raise MachineError("the probe ended with 1")
+
+    shown: Any = Shown()
+    monkeypatch.setattr("trainspec_cli.session.planning.predict.probe_machine", fail)
+    assert _probe(plan(SPEC, MACHINE), MACHINE, shown) is None
+    assert shown.notes == [
+        "probing this machine, once", "the probe ended with 1\n\nso this run starts without a prediction",
+    ]  # fmt: skip
+    monkeypatch.setattr("trainspec_cli.session.planning.predict.probe_machine", lambda *_: made_up_probe)
+    assert _probe(plan(SPEC, MACHINE), MACHINE, shown) is made_up_probe
+    assert len(shown.notes) == 2 + made_up_probe.is_disturbed
+
+
+def test_each_process_may_take_its_part_of_this_machines_memory(
+    monkeypatch: pytest.MonkeyPatch, made_up_probe: MachineProbe
+) -> None:
+    shown: Any = Shown()
+    monkeypatch.setattr("trainspec_cli.session.planning.predict._probe", lambda *_: made_up_probe)
+    monkeypatch.setattr("trainspec_cli.session.planning.predict._known_probe", lambda *_: None)
+    found = _predictor(plan(SPEC, MACHINE), MACHINE, shown, may_probe=True)
+    assert found is not None and found.limit_bytes == MACHINE.memory_bytes / 2
+    assert found.limit_text == "this machine has 16.00 GiB"
+    assert _predictor(plan(SPEC, MACHINE), MACHINE, shown, may_probe=False) is None

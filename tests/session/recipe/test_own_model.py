@@ -1,0 +1,52 @@
+"""A recipe of blocks and a loss of one's own: read, checked and planned, and nothing of it run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.planner.capacity import plan_capacity
+from trainspec_cli.session.recipe.load import load_for_planning
+from trainspec_cli.spec.own_code import describe_code
+from trainspec_cli.spec.recipe.model import OwnModel
+
+CODE = """
+from pathlib import Path
+Path("ran").write_text("this file was imported")
+
+class Block:
+    def __init__(self, hidden_size, layer, width=2): ...
+
+def loss(logits, targets, smoothing=0.0): ...
+"""
+RECIPE = (
+    *("recipe=tiny", "model=own", "model.block=mine.py:Block", "model.block_params=12000000"),
+    *("model.options.width=3", "train.loss=mine.py:loss", "train.loss_options.smoothing=0.1"),
+    *("model.hidden_size=1024", "cluster=h100", "batching.global_batch_size=64", "data.seq_len=2048", "layout.pp=2"),
+)
+
+
+def test_a_model_and_a_loss_of_ones_own_are_planned_as_the_recipe_says_and_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "mine.py"
+    code.write_text(CODE)
+    spec = load_for_planning(RECIPE).spec
+    assert list(describe_code(spec)) == [f"model.block runs Block of {code}", f"train.loss runs loss of {code}"]
+    usual = plan_capacity(spec)
+    assert usual.params == 4 * 12_000_000 + 2 * 4096 * 1024 + 1024
+    assert usual.best is not None and usual.best.fits
+    layouts = [candidate.layout for candidate in usual.candidates]
+    assert {(layout.tp, layout.cp, layout.pp) for layout in layouts} == {(1, 1, 2)}
+
+    assert isinstance(spec.model, OwnModel)
+    model = replace(spec.model, block_mixing_flops_per_token=5e7, block_saved_bytes_per_token=2e5)
+    more = plan_capacity(replace(spec, model=model))
+    assert more.flops_per_token - usual.flops_per_token == pytest.approx(3 * 4 * 5e7)
+    assert more.best is not None
+    assert more.best.peak_memory_bytes > usual.best.peak_memory_bytes
+    assert more.best.step_time_s > usual.best.step_time_s
+    assert not (tmp_path / "ran").exists()

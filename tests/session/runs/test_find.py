@@ -1,0 +1,117 @@
+"""Which run a name means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.reporter.runs import RunLine
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.runs import find
+from trainspec_cli.session.runs.find import LAST, find_own_run, find_run
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunDir]:
+    monkeypatch.chdir(tmp_path)
+
+    def make(name: str, created_at: float = 1.0) -> RunDir:
+        run = RunDir(tmp_path / "runs" / "tiny" / name)
+        write_json(run.run_json, {"recipe": "tiny", "created_at": created_at})
+        return run
+
+    return make
+
+
+def test_a_misspelt_run_has_the_nearest_one_beside_it(make: Callable[..., RunDir]) -> None:
+    make("2026-11-23_1")
+    for name, near in (("lst", "last"), ("runs/tiny/2026-11-23_2", "runs/tiny/2026-11-23_1")):
+        with pytest.raises(RecipeError) as caught:
+            find_run(name)
+        assert f"did you mean `{near}`?" in caught.value.problems[0].hint
+
+
+def test_a_folder_is_a_run_where_its_record_is(make: Callable[..., RunDir]) -> None:
+    run = make("a")
+    assert find_run(str(run.root)).root == run.root
+    assert find_own_run(str(run.root)).root == run.root
+    for name in (str(run.root.parent), "nothing", "a\0b", "x" * 5000):
+        with pytest.raises(RecipeError, match="holds no run") as caught:
+            find_run(name)
+        assert caught.value.problems[0].code == "no_run"
+
+
+def test_last_is_the_newest_run(make: Callable[..., RunDir]) -> None:
+    make("a", created_at=3.0)
+    newest = make("b", created_at=5.0)
+    make("c", created_at=4.0)
+    assert find_run(LAST).root.resolve() == newest.root
+
+
+def test_last_passes_over_damaged_runs_and_says_so(
+    make: Callable[..., RunDir], capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, damaged = make("a", created_at=3.0), make("b")
+    damaged.run_json.write_text("{")
+    assert find_run(LAST).root.resolve() == whole.root
+    assert "last passes over runs/tiny/b, which is damaged: " in capsys.readouterr().err
+    whole.run_json.write_text("{")
+    with pytest.raises(RecipeError, match=r"every run below \./runs is damaged"):
+        find_run(LAST)
+
+
+def test_without_runs_there_is_no_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError, match=r"there are no runs below \./runs"):
+        find_run(LAST)
+
+
+def test_a_run_in_which_others_can_write_is_looked_at_and_not_believed(make: Callable[..., RunDir]) -> None:
+    run = make("a")
+    run.root.chmod(0o777)
+    assert find_run(str(run.root)).root == run.root
+    with pytest.raises(MachineError):
+        find_own_run(str(run.root))
+
+
+def test_a_run_that_is_closed_is_the_machines_fault(
+    make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(run: RunDir) -> bool:
+        raise PermissionError(13, "Permission denied", str(run.run_json))
+
+    monkeypatch.setattr(find, "_is_there", closed)
+    with pytest.raises(MachineError) as caught:
+        find_run("their run")
+    (problem,) = caught.value.problems
+    assert problem.message == "their run/run.json is closed to this user"
+    assert (problem.code, problem.hint) == ("closed_run", "have its owner open it: chmod -R g+rX 'their run'")
+
+
+def line(path: str, damage: str = "") -> RunLine:
+    return RunLine(path, "tiny", "done", 1, 1, 1.0, 1.0, damage)
+
+
+def test_the_first_sound_line_is_the_newest() -> None:
+    assert find._newest([line("a", "cut"), line("b"), line("c")]) == "b"
+
+
+def test_a_runs_state_hangs_on_whether_it_lives_or_waits(
+    make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, lives, waits = make("a"), [False], [False]
+    monkeypatch.setattr(find, "is_running", lambda _: lives[0])
+    monkeypatch.setattr(find.Queue, "holds", lambda *_: waits[0])
+    found = {}
+    for state in ((False, False), (False, True), (True, False)):
+        lives[0], waits[0] = state
+        found[state] = find.status_of_run(run)
+        write_json(run.plan_json, {"spec": {"train": {"max_steps": 20}}})
+        assert find.collect_run(str(run.root)).status == found[state]
+        run.plan_json.unlink()
+    assert found[True, False] == "running" and found[False, True] == "queued"
+    assert found[False, False] not in ("running", "queued")

@@ -1,0 +1,63 @@
+"""The warning of a time limit that is shorter than the run is predicted to train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trainspec_cli.planner.this_machine import predict_device
+from trainspec_cli.session.slurm.submit import _machine_of_job, plan_runs, warnings
+from trainspec_cli.session.slurm.time_limit import short_limit
+from trainspec_cli.spec.recipe.cluster import SlurmSpec
+from trainspec_cli.units import format_duration
+
+H100 = (
+    "recipe=tiny",
+    "cluster=h100",
+    "cluster.num_nodes=2",
+    "batching.global_batch_size=64",
+    "train.max_steps=1000000",
+)
+
+
+@pytest.fixture(scope="module")
+def trains_s() -> float:
+    (run,) = plan_runs(H100, [])
+    return predict_device(run.plan.as_one_group, _machine_of_job(run.loaded)).step_time_s * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("part", "max_requeues", "said"),
+    [
+        (1.5, 10, None),
+        (0.6, 10, "it will be requeued at least once"),
+        (0.3, 10, "it will be requeued at least 3 times"),
+        (0.1, 4, "it needs at least 10 requeues, and gets 4"),
+        (0.6, 0, "it will be stopped there, and not be requeued"),
+    ],
+)
+def test_a_limit_shorter_than_the_run_is_said_with_both_figures(
+    trains_s: float, part: float, max_requeues: int, said: str | None
+) -> None:
+    minutes = round(part * trains_s / 60)
+    (run,) = plan_runs([*H100, f"cluster.slurm.time='{minutes}'", f"cluster.slurm.max_requeues={max_requeues}"], [])
+    found = warnings([run])
+    if said is None:
+        assert found == []
+        return
+    (line,) = found
+    assert line.startswith(f"cluster.slurm.time is {minutes} ({format_duration(60 * minutes)}, of which the last 120 s")
+    assert f"predicted to train for {format_duration(trains_s)}: {said}" in line
+
+
+def test_without_a_prediction_or_a_limit_nothing_is_said(here) -> None:
+    """The tests' own cache holds no probe of this machine."""
+    (run,) = plan_runs(H100, [])
+    machine = _machine_of_job(run.loaded)
+    assert list(short_limit(run.plan, machine)) == []
+    short = replace(run.plan.spec.cluster, slurm=SlurmSpec(time="3"))
+    unknown = replace(machine, gpu_names=("of our own make",) * 8)
+    assert list(short_limit(replace(run.plan, spec=replace(run.plan.spec, cluster=short)), unknown)) == []
+    unlimited = replace(run.plan.spec.cluster, slurm=SlurmSpec(time="0"))
+    assert list(short_limit(replace(run.plan, spec=replace(run.plan.spec, cluster=unlimited)), machine)) == []

@@ -1,0 +1,1 @@
+"""The planner calibrated for a cluster, by what was measured there."""

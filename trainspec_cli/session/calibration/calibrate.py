@@ -1,0 +1,279 @@
+"""Calibrate the planner for a cluster: from a table, from runs that have ended, or from short runs that it starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+
+from trainspec_cli import __version__
+from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
+from trainspec_cli.launcher.job.machine import detect
+from trainspec_cli.launcher.measuring import probe_machine, probe_path, read_probe
+from trainspec_cli.node import cpu_name
+from trainspec_cli.planner.calibration.observe import (
+    CPU_SPREAD,
+    EFFICIENCIES,
+    GPU_SPREAD,
+    PARTS,
+    of_parts,
+    of_rows,
+    of_setup,
+)
+from trainspec_cli.planner.calibration.posterior import (
+    NINE_IN_TEN,
+    Observation,
+    Posterior,
+    choose,
+    infer,
+    slopes_of,
+)
+from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.plan import plan
+from trainspec_cli.planner.this_machine import is_known, is_predictable, predict_local, setup_of
+from trainspec_cli.planner.validation.backtest import backtest
+from trainspec_cli.reporter.collect import Report, collect
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.session.calibration.table import read_rows
+from trainspec_cli.session.launching.launch import launch_apart
+from trainspec_cli.session.planning.profile import UNNAMED
+from trainspec_cli.session.recipe.load import load, plan_on, this_machine
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.layout import MESH_AXES
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.results.probe import MachineProbe
+from trainspec_cli.spec.results.profile import Calibrated, ClusterProfile
+from trainspec_cli.spec.rules.check import check
+from trainspec_cli.spec.rules.engine import check_engine
+
+LEAST_STEPS = 5
+"""Steps that a run must have made after those that compile and allocate."""
+MICRO_BATCHES = (1, 2, 4, 8, 16)
+MOST_TRIALS = 64
+
+
+@dataclass(frozen=True)
+class ClusterSteps:
+    """The observations of one cluster, and whose they are."""
+
+    cluster: str
+    device: str
+    kind: str
+    observations: tuple[Observation, ...]
+    rows: int
+
+
+def calibrate(measured: ClusterSteps) -> ClusterProfile:
+    """Fit what is identifiable; the rest keeps the shipped values and is marked so."""
+    names, spread = (EFFICIENCIES, GPU_SPREAD) if measured.kind == "gpu" else (PARTS, CPU_SPREAD)
+    found = infer(measured.observations, names, spread)
+    return ClusterProfile(
+        cluster=measured.cluster or UNNAMED,
+        device=measured.device,
+        kind=measured.kind,
+        date=datetime.now(UTC).date().isoformat(),
+        rows=measured.rows,
+        torch=metadata.version("torch"),
+        trainspec=__version__,
+        error_before=_error(measured.observations, {}),
+        error_after=_error(measured.observations, found.factors),
+        known_within=max(found.known_within(row, spread) for row in slopes_of(measured.observations, names)),
+        parameters=dict(_described(found)),
+    )
+
+
+def _described(found: Posterior) -> Iterator[tuple[str, Calibrated]]:
+    for name, mean, deviation, informed in zip(found.names, found.means, found.deviations, found.informed, strict=True):
+        reach = NINE_IN_TEN * deviation
+        yield name, Calibrated(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), informed)
+
+
+def _error(observations: Sequence[Observation], factors: dict[str, float]) -> float:
+    """Mean relative error of what the groups took together."""
+    sums: dict[str, list[float]] = {}
+    for number, one in enumerate(observations):
+        pair = sums.setdefault(one.group if one.group.startswith("run ") else str(number), [0.0, 0.0])
+        pair[0] += one.seconds_of(factors)
+        pair[1] += one.measured_s
+    return sum(abs(predicted / took - 1) for predicted, took in sums.values()) / len(sums)
+
+
+# Tables
+
+
+def measure_table(file: Path, cluster: str) -> ClusterSteps:
+    """Take the rows of a table. Raises RecipeError for rows of several accelerators, and where none can be used."""
+    result = backtest(read_rows(file), Efficiency())
+    problems: list[Problem] = []
+    devices: dict[str, int] = {}
+    for line, found in enumerate(result.predictions, 2):
+        if found.refused:
+            problems.append(
+                Problem("wrong_table", f"this row cannot be used: {found.refused}", file=str(file), line=line)
+            )
+        elif found.setup and not found.measured_step_time_s:
+            message = "this row has no measured step: step_time_s, tokens_s_gpu or samples_s_gpu"
+            problems.append(Problem("wrong_table", message, file=str(file), line=line))
+        elif found.setup:
+            devices.setdefault(found.setup.fabric.chip.name, line)
+    if len(devices) > 1:
+        (first, _), (other, line) = list(devices.items())[:2]
+        message, hint = (
+            f"a profile is of one accelerator: this row is of {other}, those above of {first}",
+            "split the table",
+        )
+        problems.append(Problem("wrong_table", message, hint=hint, file=str(file), line=line))
+    if problems:
+        raise RecipeError(problems)
+    observations = of_rows(result.predictions, Efficiency())
+    if not observations:
+        message = "none of its rows is whole: all say fit_ok 0 or config_complete 0"
+        raise RecipeError(Problem("wrong_table", message, file=str(file)))
+    return ClusterSteps(cluster, next(iter(devices)), "gpu", tuple(observations), len(observations))
+
+
+# Runs that have ended
+
+
+def measure_runs(folders: Sequence[Path]) -> ClusterSteps:
+    """Take finished runs of one cluster. Raises RecipeError where they are of several, or say too little."""
+    taken = [_measure_run(folder) for folder in folders]
+    first = taken[0]
+    for folder, other in zip(folders, taken, strict=True):
+        if (other.device, other.kind, other.cluster) != (first.device, first.kind, first.cluster):
+            own, others = (f"{one.cluster or UNNAMED} ({one.device})" for one in (other, first))
+            message = f"{folder} ran on {own}, the others on {others}"
+            raise RecipeError(Problem("wrong_run", message, hint="calibrate each cluster by itself"))
+    every = tuple(observation for other in taken for observation in other.observations)
+    return replace(first, observations=every, rows=len(taken))
+
+
+def _measure_run(folder: Path) -> ClusterSteps:
+    run = RunDir(folder)
+    if not run.plan_json.is_file():
+        hint = "trainspec runs lists those below ./runs"
+        raise RecipeError(Problem("missing_file", f"{folder} is no folder of a run with a plan", hint=hint))
+    report, planned = collect(folder), read_plan(run).as_one_group
+    speed = report.speed
+    if report.status == "failed":
+        message = f"the run in {folder} failed, so its steps are not taken"
+        raise RecipeError(Problem("failed_run", message, hint=f"trainspec report {folder} says why"))
+    steps = speed.last_step - speed.first_step + 1 if speed else 0
+    if speed is None or steps < LEAST_STEPS:
+        message = f"{folder} has {steps} steps after its first ones, and a calibration takes {LEAST_STEPS} or more"
+        hint = "train it on: trainspec resume " + str(folder) + f" train.max_steps={2 * LEAST_STEPS}"
+        raise RecipeError(Problem("too_few_steps", message, hint=hint))
+    parts = {part.name: part.mean_s for part in speed.parts}
+    machine = _machine_of(planned, report)
+    observations = _observe(planned, machine, _probe_of(planned, machine), parts, f"run {folder}")
+    if not observations:
+        raise RecipeError(_unpredicted(str(folder)))
+    chip = find_accelerator(report.device_name) if planned.device == "cuda" else None
+    kind, device = (
+        ("gpu", chip.name if chip else report.device_name) if planned.device == "cuda" else ("cpu", cpu_name())
+    )
+    return ClusterSteps(planned.spec.cluster.name, device, kind, tuple(observations), 1)
+
+
+def _machine_of(planned: Plan, report: Report) -> Machine:
+    if planned.device == "cuda":
+        return Machine("", 1, 0, gpu_names=(report.device_name,) * planned.devices_per_node)
+    return detect(look_for_gpus=False)
+
+
+def _probe_of(planned: Plan, machine: Machine) -> MachineProbe | None:
+    return read_probe(probe_path(planned, machine)) if is_predictable(planned) else None
+
+
+def _observe(
+    planned: Plan, machine: Machine, probe: MachineProbe | None, parts: dict[str, float] | None, group: str
+) -> list[Observation]:
+    """Return what a plan's step shows; without `parts`, as it is predicted, to see what it would show."""
+    if is_known(planned, machine):
+        seconds = sum(parts.values()) if parts else 1.0
+        return [of_setup(setup_of(planned, machine), seconds, group, Efficiency())]
+    return of_parts(predict_local(planned, probe), parts, group) if probe is not None else []
+
+
+def _unpredicted(what: str) -> Problem:
+    message = f"the planner predicts no such run as {what}, so there is nothing to correct"
+    hint = "on GPUs the catalogue must have the accelerator; on a CPU it predicts eager llamas over data-parallel ranks"
+    return Problem("unsupported", message, hint=f"{hint}, on a machine that a launch has probed")
+
+
+# Short runs
+
+
+@dataclass(frozen=True)
+class TriedLayout:
+    plan: Plan
+    changes: tuple[str, ...]
+    """What is typed to get this layout."""
+
+
+def measure_recipe(
+    arguments: Sequence[str], number: int, steps: int, folder: Path, report: Callable[[str], None]
+) -> ClusterSteps:
+    """Run the layouts of a recipe that say most, for some steps each. Raises TrainspecError where none can run."""
+    loaded = load(arguments)
+    machine = this_machine(loaded.spec)
+    usual = plan_on(loaded, machine)
+    probe = (
+        probe_machine(usual, machine, lambda: report("probing this machine, once")) if is_predictable(usual) else None
+    )
+    trials = [trial for trial in _trials(loaded.spec, machine) if _observe(trial.plan, machine, probe, None, "")]
+    if not trials:
+        raise PlanError(_unpredicted("this recipe"))
+    chosen = choose_trials(trials, machine, probe, number)
+    report(f"{len(chosen)} of {len(trials)} layouts say most; {steps} steps each")
+    folders = []
+    for place, trial in enumerate(chosen, 1):
+        root = folder / f"{place:02d}"
+        report(f"{place} of {len(chosen)}: {' '.join(trial.changes)}")
+        fixed = [f"train.max_steps={steps}", f"run.dir={root}", "cluster.profile=off", "scheduler=off"]
+        launch_apart([*arguments, *trial.changes, *fixed], force=False)
+        folders.append(root)
+    return measure_runs(folders)
+
+
+def choose_trials(
+    trials: Sequence[TriedLayout], machine: Machine, probe: MachineProbe | None, number: int
+) -> list[TriedLayout]:
+    """Return the trials whose step times leave least in doubt."""
+    is_gpu = is_known(trials[0].plan, machine)
+    names, spread = (EFFICIENCIES, GPU_SPREAD) if is_gpu else (PARTS, CPU_SPREAD)
+    slopes = [slopes_of(_observe(trial.plan, machine, probe, None, ""), names) for trial in trials]
+    return [trials[place] for place in choose(slopes, spread, number)]
+
+
+def _trials(spec: RunSpec, machine: Machine) -> Iterator[TriedLayout]:
+    """Yield layouts that the engine runs on this machine, with micro-batches of several sizes."""
+    usual = plan(spec, machine)
+    ranks = usual.layout.world_size * usual.replica_groups
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    seen = set()
+    for tp, pp, shard, micro in product(sizes, sizes, sizes, MICRO_BATCHES):
+        if ranks % (tp * pp * shard):
+            continue
+        copies = ranks // (tp * pp * shard)
+        layout = replace(spec.layout, tp=tp, pp=pp, cp=1, ep=1, dp_shard=shard, dp_replicate=copies)
+        pinned = replace(spec, layout=layout, batching=replace(spec.batching, micro_batch_size=micro))
+        try:
+            if check(pinned) or check_engine(pinned):
+                continue
+            found = plan(pinned, machine)
+        except TrainspecError:
+            continue
+        if (key := (found.layout, found.micro_batch_size, found.grad_accum_steps)) not in seen:
+            seen.add(key)
+            keys = (f"layout.{axis}={getattr(layout, axis)}" for axis in (*MESH_AXES, "ep"))
+            yield TriedLayout(found, (*keys, f"batching.micro_batch_size={micro}"))
+        if len(seen) == MOST_TRIALS:
+            return

@@ -1,0 +1,105 @@
+"""Changes that a resume makes to its run: those that are allowed, the data, and how all of them are described."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from trainspec_cli.corpus.collection import Collection, check_tokenizers
+from trainspec_cli.corpus.manifest import TOKENIZER_FILE
+from trainspec_cli.errors import Problem
+from trainspec_cli.json_value import JsonObject, JsonValue, flatten
+from trainspec_cli.policy.batch.batch_schedule import schedule_batches, step_batch
+from trainspec_cli.reading.files import read_field, read_object
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_data_dir
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.recipe.data import prepare_data
+from trainspec_cli.session.recipe.load import Loaded
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.recipe.run import RunSpec
+
+FIXED = (
+    *("model", "data.seq_len", "data.tokenizer", "optim.name"),
+    *("batching.global_batch_size", "train.seed", "run.dir"),
+)
+"""Keys that the checkpoint, and the position in the data, depend on."""
+MORE_STEPS = re.compile(r"train\.max_steps=\+(\d[\d_]*)")
+
+
+def count_more_steps(old: RunSpec, changes: Sequence[str]) -> list[str]:
+    """Replace `train.max_steps=+1000` by the sum of the run's own steps and those."""
+    return [
+        f"train.max_steps={old.train.max_steps + int(more[1])}" if (more := MORE_STEPS.fullmatch(change)) else change
+        for change in changes
+    ]
+
+
+def find_fixed(old: JsonObject, new: JsonObject) -> Iterator[Problem]:
+    """Yield a problem for every changed value that the checkpoint depends on."""
+    for path, (_, after) in _differences(old, new).items():
+        if any(path == key or path.startswith(f"{key}.") for key in FIXED):
+            message = f"`{path}` cannot change in a run that goes on: its checkpoint depends on it"
+            hint = f"leave it out, or start a new run: trainspec launch recipe=NAME {path}={after}"
+            yield Problem("fixed_value", message, path, hint)
+
+
+def _differences(old: JsonObject, new: JsonObject) -> dict[str, tuple[JsonValue, JsonValue]]:
+    """Return path -> (value before, value now) of each value that differs; None stands for one that is not there."""
+    before, after = flatten(old), flatten(new)
+    paths = dict.fromkeys([*after, *before])
+    return {
+        path: (before.get(path), after.get(path))
+        for path in paths
+        if path not in after or after[path] != before.get(path)
+    }
+
+
+def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole) -> tuple[Loaded, Path | None]:
+    """Prepare the data that the run goes on with, in the tokens that its model knows; return the spec that reads it,
+    and the folder. Raises RecipeError where the data was made with another tokenizer, else as `prepare_data`."""
+    data, old_folder = loaded.spec.data, read_data_dir(run)
+    if data.unit == "samples" or old_folder is None:
+        return loaded, prepare_data(loaded, console)
+    old = Collection.open(old_folder)
+    if old.tokenizer_folder is not None:
+        tokenizer = replace(data.tokenizer, path=str(old.tokenizer_folder / TOKENIZER_FILE))
+        loaded = replace(loaded, spec=replace(loaded.spec, data=replace(data, tokenizer=tokenizer)))
+    folder = prepare_data(loaded, console)
+    assert folder is not None, "tokens lie in a folder"
+    check_tokenizers([old.main.path, Collection.open(folder).main.path])
+    return loaded, folder
+
+
+def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> Iterator[str]:
+    """Yield a line for each value that differs from that of the last start, and what follows for the learning rate and
+    the data at `step`, after `samples`."""
+    from trainspec_cli.composer.render import render_value  # loads hydra, which the help of a command does without
+
+    for path, (old, new) in _differences(to_plain(before), to_plain(now)).items():
+        yield f"{path} is {render_value(new)}, and was {render_value(old)}"
+    if not step:
+        return
+    rate, old_rate = _learning_rate(now, samples), _learning_rate(before, samples)
+    if rate != old_rate:
+        yield f"the learning rate of the next step is {rate:.3g}, and would have been {old_rate:.3g}"
+    if before.data != now.data:
+        yield f"the data goes on with sample {samples:,} of the order that it has now"
+
+
+def _learning_rate(spec: RunSpec, samples: int) -> float:
+    """Return the rate of the step after `samples`; after the last step, that of the last one."""
+    schedule = schedule_batches(spec)
+    last = schedule.run_samples - spec.batching.global_batch_size
+    return step_batch(schedule, min(samples, last)).lr
+
+
+def trained_samples(run: RunDir, spec: RunSpec, step: int) -> int:
+    """Return the samples that the run had trained at its checkpoint of `step`; 0 where it has none. Raises
+    UnreadableFileError."""
+    if not spec.ends_by_samples or not step:
+        return step * spec.batching.global_batch_size
+    manifest = run.manifest(step)
+    return read_field(manifest, read_field(manifest, read_object(manifest), "about", dict), "samples", int)

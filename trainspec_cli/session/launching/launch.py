@@ -1,0 +1,96 @@
+"""`launch`: a session for a recipe, whose run is made; started, or shown without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from trainspec_cli.errors import EXIT_DONE
+from trainspec_cli.launcher.job.folder import check_free
+from trainspec_cli.launcher.job.job import render_command
+from trainspec_cli.launcher.notify import NOBODY, Notify
+from trainspec_cli.reporter.text import describe_plan
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.console import make_console
+from trainspec_cli.session.launching.detach import check_detachable, describe_detached, resume_detached, spawn_resume
+from trainspec_cli.session.launching.nodes import NodeOptions, join
+from trainspec_cli.session.launching.session import Session, rehearse, start, write_down
+from trainspec_cli.session.launching.sites import SiteOptions, load_site
+from trainspec_cli.session.planning.profile import with_profile
+from trainspec_cli.session.recipe.load import Loaded, load, plan_on, this_machine
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.json_text import json_text
+
+
+def launch(
+    arguments: Sequence[str],
+    nodes: NodeOptions,
+    notify: Notify = NOBODY,
+    *,
+    force: bool,
+    as_json: bool,
+    detach: bool = False,
+    site: SiteOptions = SiteOptions(),  # noqa: B008
+) -> int:
+    """Train a recipe, as the first node of the run or as another that joins it; return the run's exit code. With
+    `detach`, 0 as soon as the run has begun in a process of its own."""
+    loaded = load_site([*arguments, *nodes.as_arguments], site)
+    wanted = loaded.spec.run.dir
+    if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
+        return join(wanted, nodes.node_rank, make_console(as_json=False))
+    session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
+    check_free(wanted)
+    if not detach:
+        return start(session)
+    check_detachable(session)
+    run = write_down(session)
+    pid = resume_detached(run, notify.options, force=force)
+    print(describe_detached(run, pid, as_json=as_json))
+    return EXIT_DONE
+
+
+def launch_apart(arguments: Sequence[str], *, force: bool) -> RunDir:
+    """Train a recipe on this node in a process of its own, and wait for its end; return the run, whose result says how
+    it ended. An interrupt is passed on, and the run's checkpoint waited for. Raises TrainspecError where it is refused
+    before."""
+    loaded = load(arguments)
+    session = _prepare(loaded, NodeOptions(), force=force, as_json=False)
+    check_free(loaded.spec.run.dir)
+    check_detachable(session)
+    run = write_down(session)
+    process = spawn_resume(run, [], force=force)
+    while process.poll() is None:
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            process.terminate()
+    return run
+
+
+def show_launch(
+    arguments: Sequence[str],
+    nodes: NodeOptions,
+    *,
+    force: bool,
+    as_json: bool,
+    site: SiteOptions = SiteOptions(),  # noqa: B008
+) -> str:
+    """Return what `launch` would start, and where, as text or as JSON; refused as the launch would be."""
+    loaded = load_site([*arguments, *nodes.as_arguments], site)
+    job, plan = rehearse(_prepare(loaded, nodes, force=force, as_json=as_json))
+    if not as_json:
+        return f"{describe_plan(plan)}\n\n{render_command(job.command, job.environment, Path.cwd())}"
+    shown = {"run": str(job.root), "command": list(job.command), "environment": dict(job.environment)}
+    return json_text(shown | {"plan": to_plain(plan)})
+
+
+def _prepare(loaded: Loaded, nodes: NodeOptions, *, force: bool, as_json: bool) -> Session:
+    reach = nodes.reach(loaded.spec, loaded.spec.run.dir)
+    machine = this_machine(loaded.spec)
+    console = make_console(as_json=as_json)
+    spec, profile = with_profile(loaded.spec, machine)
+    loaded = replace(loaded, spec=spec)
+    if profile:
+        console.report(profile)
+    return Session(plan_on(loaded, machine), machine, loaded, console, reach, force=force, as_json=as_json)

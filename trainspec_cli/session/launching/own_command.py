@@ -1,0 +1,238 @@
+"""`run`: a command of the user's own, unchanged, with what a recipe gets: a folder, restarts, hangs named, a report."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from trainspec_cli.errors import EXIT_DONE, Problem, RecipeError
+from trainspec_cli.launcher.backend import OpenBackend
+from trainspec_cli.launcher.backend.nodes.backend import NodesBackend, Reach
+from trainspec_cli.launcher.job.claim import claim
+from trainspec_cli.launcher.job.folder import (
+    RUNS,
+    check_free,
+    make_folder,
+    storage,
+    write_own_launch,
+    write_own_resume,
+)
+from trainspec_cli.launcher.job.job import Job, render_command
+from trainspec_cli.launcher.job.machine import detect
+from trainspec_cli.launcher.job.place import NodePlace
+from trainspec_cli.launcher.notify import NOBODY, Notify
+from trainspec_cli.launcher.own_command.backend import OwnCommandBackend
+from trainspec_cli.launcher.own_command.job import (
+    Wanted,
+    build_own_job,
+    build_own_node_job,
+    build_own_nodes_job,
+    check_command,
+    check_for_nodes,
+    describe_own_command,
+    device_name,
+    script_name,
+    start_environment,
+    what_it_opens,
+    why_uncounted,
+)
+from trainspec_cli.launcher.own_command.journal import newest_step, restarts_left
+from trainspec_cli.launcher.signals import StopRequests
+from trainspec_cli.launcher.slurm.own_job import read_own_job
+from trainspec_cli.rundir.generations import GenerationRecord
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_result, read_run_record
+from trainspec_cli.session.console import RunConsole, make_console
+from trainspec_cli.session.launching.in_slurm import (
+    describe_place,
+    earlier_start,
+    find_place,
+    heed_no_warning,
+    requeueing,
+)
+from trainspec_cli.session.launching.nodes import NodeOptions, join
+from trainspec_cli.session.launching.run import run
+from trainspec_cli.spec.canonical import Absent
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.recipe.cluster import Machine
+
+THIS_NODE = NodeOptions()
+FOLDER = "--dir"
+"""What names the run's folder."""
+SHOWN_BYTES = 2**16
+"""Of what a command prints at once, no more is shown here; its log holds all of it."""
+
+
+def run_command(
+    command: Sequence[str],
+    folder: str | None,
+    wanted: Wanted,
+    nodes: NodeOptions = THIS_NODE,
+    notify: Notify = NOBODY,
+    *,
+    as_json: bool,
+) -> int:
+    """Run the command to its end, as the first node of its run or as another that joins it; return this command's exit
+    code. Raises TrainspecError where it is refused, or fails."""
+    check_command(command)
+    console, nodes, run_dir = make_console(as_json=as_json), *find_place(command, folder, nodes)
+    reach = _check(command, run_dir, nodes)
+    if place := describe_place(nodes, reach):
+        console.report(place)
+    again = None if run_dir == AUTO else earlier_start(RunDir(run_dir), command)
+    if again == "done":
+        console.report(f"an earlier start of this Slurm job has ended the run in {run_dir}: it is done")
+        return EXIT_DONE
+    if reach and not nodes.is_first:
+        heed_no_warning()
+        return join(run_dir, nodes.node_rank, console, command)
+    if not again:
+        check_free(run_dir, FOLDER)
+    with storage(run_dir, FOLDER):
+        root = Path(run_dir) if again else make_folder(run_dir, script_name(command), FOLDER)
+        started = Started(_build(command, root, detect(), _left(root, wanted), reach, nodes), reach, notify, as_json)
+        return requeueing(RunDir(root), nodes, console, lambda requests: _run(started, console, requests))
+
+
+def run_in_job(run_dir: RunDir, reach: Reach, console: RunConsole, requests: StopRequests) -> int:
+    """Begin the command that `trainspec sbatch` has written down, or go on with it, on the nodes of its job; return the
+    exit code. Raises TrainspecError where it is done already, or fails."""
+    asked, command = read_own_job(run_dir), read_run_record(run_dir).command
+    assert not isinstance(command, Absent), "it is a command of the user's own"
+    result = read_result(run_dir)
+    if result and result.status == "done":
+        message, hint = f"the run in {run_dir.root} is done", "start it again in another folder: --dir"
+        raise RecipeError(Problem("nothing_left", message, hint=hint))
+    wanted = _left(run_dir.root, asked.wanted)
+    with storage(str(run_dir.root), FOLDER):
+        job = build_own_nodes_job(command, run_dir.root, reach.start, asked.num_nodes, wanted)
+        return _run(Started(job, reach), console, requests)
+
+
+@dataclass(frozen=True)
+class Started:
+    """What one start of a command runs, and who hears of its end."""
+
+    job: Job
+    reach: Reach | None
+    """None where there is this node alone."""
+    notify: Notify = NOBODY
+    as_json: bool = False
+
+
+def _run(started: Started, console: RunConsole, requests: StopRequests) -> int:
+    """Write down that the run begins or goes on, and supervise it to its end."""
+    job, reach = started.job, started.reach
+    assert job.own is not None, "it is a command of the user's own"
+    with claim(job.run, job.launch_id):
+        if job.run.run_json.exists():
+            write_own_resume(job, sys.argv[1:], newest_step(job.run))
+        else:
+            write_own_launch(job, job.own.name, sys.argv[1:])
+        if notes := _notes(job.own.command):
+            console.report(*notes)
+        alone = partial(OwnCommandBackend, device_name=device_name(detect()))
+        backend: OpenBackend = partial(NodesBackend, reach=reach, worker=()) if reach else alone
+        return run(
+            *(job, None, backend, console),
+            as_json=started.as_json,
+            requests=requests,
+            notifies=started.notify,
+            output=Output(job),
+        )
+
+
+def _left(root: Path, wanted: Wanted) -> Wanted:
+    """Return what is wanted of a start with the restarts that the run has left of its budget."""
+    return replace(wanted, max_restarts=restarts_left(RunDir(root), wanted.max_restarts))
+
+
+def _check(command: Sequence[str], run_dir: str, nodes: NodeOptions) -> Reach | None:
+    """Return how the nodes are reached; None where there is this one alone. Raises RecipeError."""
+    reach = nodes.reach_for_command(run_dir)
+    if reach and nodes.nnodes:
+        check_for_nodes(command, nodes.nnodes)
+    return reach
+
+
+def _build(
+    command: Sequence[str], root: Path, machine: Machine, wanted: Wanted, reach: Reach | None, nodes: NodeOptions
+) -> Job:
+    if reach and nodes.nnodes:
+        return build_own_nodes_job(command, root, reach.start, nodes.nnodes, wanted)
+    return build_own_job(command, root, machine, wanted)
+
+
+def show_command(
+    command: Sequence[str], folder: str | None, wanted: Wanted, nodes: NodeOptions = THIS_NODE, *, as_json: bool
+) -> str:
+    """Return what `run_command` would start, and where, as text or as JSON."""
+    check_command(command)
+    nodes, run_dir = find_place(command, folder, nodes)
+    reach = _check(command, run_dir, nodes)
+    check_free(run_dir, FOLDER)
+    root = RUNS / script_name(command) / "TIME" if run_dir == AUTO else Path(run_dir)
+    job = _build(command, root, detect(), wanted, reach, nodes)
+    job = _part_of_node(job, reach, nodes.node_rank) if reach else job
+    environment = dict(job.environment) if reach else {**job.environment, **start_environment(job, 1)}
+    if as_json:
+        return json_text({"run": str(job.root), "command": list(job.command), "environment": environment})
+    return "\n".join([*_notes(command), render_command(job.command, environment, Path.cwd())])
+
+
+def _part_of_node(job: Job, reach: Reach, node: int) -> Job:
+    """Return what the first start would have on one of the nodes."""
+    record = GenerationRecord(
+        generation=1,
+        at=0.0,
+        host="",
+        head=reach.head,
+        hub_port=0,
+        rendezvous={},
+        num_nodes=len(job.nodes),
+        launch_id=job.launch_id,
+        logs=str(job.logs),
+        worker=(),
+        examine=(),
+        nodes=job.nodes,
+        own=describe_own_command(job, reach.rendezvous_port or 0),
+    )
+    return build_own_node_job(job.root, detect(), NodePlace(node, record.num_nodes, record.head), record)
+
+
+def _notes(command: Sequence[str]) -> list[str]:
+    uncounted = why_uncounted(command)
+    notes = [f"steps cannot be counted: {uncounted}"] if uncounted else []
+    return [*notes, *(f"note: {opens}" for opens in [what_it_opens(command)] if opens)]
+
+
+class Output:
+    """Shows what the command prints as it comes, of several nodes on the first; lines that a progress bar writes over
+    are left out. `job`: of this launch, whose later starts have logs of their own."""
+
+    def __init__(self, job: Job):
+        self._logs = job.logs
+        self._log: Path | None = None
+        self._offset = 0
+
+    def look(self, report: Callable[[str], None]) -> None:
+        logs = (self._logs.parent.glob(f"{self._logs.name}*/{log}") for log in ("output.log", "node00000/output.log"))
+        for log in sorted(chain(*logs)):
+            if self._log is None or log > self._log:
+                self._log, self._offset = log, 0
+        if self._log is None:
+            return
+        with self._log.open("rb") as file:
+            file.seek(self._offset)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        if len(whole) > SHOWN_BYTES:
+            report(f"... ({len(whole) - SHOWN_BYTES:,} bytes more in {self._log})")
+        for line in whole[-SHOWN_BYTES:].decode(errors="replace").splitlines():
+            report(line)

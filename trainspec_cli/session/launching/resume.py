@@ -1,0 +1,189 @@
+"""`resume`: a session for a run that goes on in its own folder, and what may be changed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from trainspec_cli.errors import EXIT_DONE, Problem, RecipeError
+from trainspec_cli.launcher.job.machine import detect
+from trainspec_cli.launcher.notify import NOBODY, Notify
+from trainspec_cli.policy.recovery.memory import rank_setting, with_reliefs
+from trainspec_cli.rundir.memory import newest_copy
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_data_dir, read_plan_of_all_nodes, read_run_record
+from trainspec_cli.session.console import RunConsole, make_console
+from trainspec_cli.session.launching.changes import count_more_steps, find_fixed, prepare_changed_data, trained_samples
+from trainspec_cli.session.launching.detach import check_detachable, describe_detached, resume_detached
+from trainspec_cli.session.launching.nodes import NodeOptions, join
+from trainspec_cli.session.launching.session import Session, start
+from trainspec_cli.session.recipe.data import check_data_of
+from trainspec_cli.session.recipe.load import Loaded, follows, plan_on, require, this_machine
+from trainspec_cli.session.runs.find import check_has_recipe, find_own_run
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.memory import Relief
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.check import check
+from trainspec_cli.spec.rules.engine import check_engine, close_axes
+from trainspec_cli.spec.rules.kernels import check_kernels
+from trainspec_cli.spec.rules.optim import describe_other_blocks
+from trainspec_cli.spec.structure import build
+
+if TYPE_CHECKING:
+    from trainspec_cli.launcher.backend.nodes.backend import Reach
+
+OF_MEMORY = ("batching", "recompute", "offload")
+"""Sections in which a recipe sets what a step takes of memory."""
+
+
+def resume(
+    name: str,
+    changes: Sequence[str],
+    nodes: NodeOptions,
+    notify: Notify = NOBODY,
+    *,
+    force: bool,
+    as_json: bool,
+    detach: bool = False,
+) -> int:
+    """Continue a run, as its first node or as another that joins it; return the run's exit code. With `detach`, 0 as
+    soon as the run goes on in a process of its own."""
+    run, console = find_own_run(name), make_console(as_json=as_json)
+    check_has_recipe(run)
+    session = replace(prepare_resume(run, changes, nodes, console, force=force, as_json=as_json), notify=notify)
+    if not nodes.is_first and session.reach:
+        return join(str(run.root), nodes.node_rank, console)
+    if not detach:
+        return start(session)
+    check_detachable(session)
+    pid = resume_detached(run, [*changes, *notify.options], force=force)
+    print(describe_detached(run, pid, as_json=as_json))
+    return EXIT_DONE
+
+
+def prepare_resume(
+    run: RunDir,
+    changes: Sequence[str],
+    nodes: NodeOptions,
+    console: RunConsole,
+    *,
+    force: bool = False,
+    as_json: bool = False,
+) -> Session:
+    """Return the session of the run's next start. Raises RecipeError for what cannot be changed, and where nothing is
+    left to do, MachineError for what this node lacks."""
+    old = read_plan_of_all_nodes(run)
+    loaded, data_folder = _change(run, old, count_more_steps(old.spec, changes)), None
+    check_unfinished(run, loaded.spec)
+    if loaded.spec.data == old.spec.data:
+        check_data_of(run, loaded.spec.data)
+    else:
+        loaded, data_folder = prepare_changed_data(run, loaded, console)
+    reach = _reach(run, loaded.spec, changes, nodes)
+    if reach:
+        return prepare_unchanged(run, reach, console, force=force, as_json=as_json)
+    machine = this_machine(loaded.spec)
+    plan = _keep_memory(_keep_kernels(plan_on(loaded, machine), old, machine), old)
+    require(loaded.composed.locate(_find_other_blocks(run, old, plan)))
+    return Session(plan, machine, run, console, data_folder=data_folder, force=force, as_json=as_json)
+
+
+def prepare_unchanged(
+    run: RunDir, reach: Reach, console: RunConsole, *, force: bool = False, as_json: bool = False
+) -> Session:
+    """Return the session of a run whose nodes are started by agents: it begins, or goes on, just as it was planned.
+    Raises RecipeError where nothing is left to do."""
+    plan = read_plan_of_all_nodes(run)
+    check_unfinished(run, plan.spec)
+    machine = detect(look_for_gpus=plan.device == "cuda")
+    return Session(plan, machine, run, console, reach, force=force, as_json=as_json)
+
+
+def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOptions) -> Reach | None:
+    """Return how the nodes of the run are reached, None where it has one. Raises RecipeError."""
+    if spec.cluster.num_nodes > 1 and run.job_sbatch.is_file() and nodes.endpoint is None:
+        message = f"the run in {run.root} was made for Slurm, on {spec.cluster.num_nodes} nodes"
+        raise RecipeError(Problem("several_hosts", message, hint=f"type sbatch {run.job_sbatch}"))
+    reach = nodes.reach(spec, str(run.root))
+    if reach and changes:
+        message = f"a run on several nodes goes on as it was: `{changes[0]}` cannot be changed"
+        raise RecipeError(Problem("unsupported", message, hint="leave it out, or start a new run"))
+    return reach
+
+
+def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
+    """Return the run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
+    from trainspec_cli.composer.compose import amend  # loads hydra, which the help of a command does without
+    from trainspec_cli.session.recipe.own_code import absolute_code  # as above
+    from trainspec_cli.session.recipe.run_length import complete_changed_steps  # as above
+
+    values = to_plain(old.spec)
+    complete = partial(complete_changed_steps, own=values, folder=read_data_dir(run))
+    composed = amend(read_run_record(run).recipe, values, changes, (*absolute_code(), complete))
+    draft, mistyped = build(RunSpec, composed.data)
+    mistyped = [problem for problem in mistyped if not follows(problem, composed)]
+    broken = [*check(close_axes(draft)), *check_engine(draft)]
+    if values["data"] == composed.data.get("data"):
+        # It was read when the run began; where it came from need not be there any more.
+        broken = [problem for problem in broken if not problem.path.startswith("data.")]
+    problems = [*mistyped, *broken, *find_fixed(values, composed.data)]
+    require([*composed.problems, *composed.locate(problems)])
+    return Loaded(draft, composed)
+
+
+def _find_other_blocks(run: RunDir, old: Plan, plan: Plan) -> Iterator[Problem]:
+    """Yield a problem where the state that the run has saved cannot be read in the layout that it is to go on with."""
+    has_saved = run.newest_step or newest_copy(run)
+    if has_saved and (message := describe_other_blocks(plan.spec, old.layout.tp, plan.layout.tp)):
+        yield Problem("unsupported", message, "layout.tp", f"type layout.tp={old.layout.tp}, which the run has saved")
+
+
+def _keep_kernels(plan: Plan, old: Plan, machine: Machine) -> Plan:
+    """Keep the kernels that were chosen when the run began, unless another choice is asked for now. Raises MachineError
+    where this machine cannot run them."""
+    if plan.spec.kernels != old.spec.kernels:
+        return plan
+    require(list(check_kernels(replace(plan.spec, kernels=old.kernels), machine)))
+    return replace(plan, kernels=old.kernels)
+
+
+def _keep_memory(plan: Plan, old: Plan) -> Plan:
+    """Keep the setting of memory that the run began with where that takes less than the recipe asks for, since runs
+    before it had learned so, unless another batch, setting or layout is asked for now, or `scheduler=off`."""
+    asks_the_same = all(getattr(plan.spec, key) == getattr(old.spec, key) for key in OF_MEMORY)
+    is_alike = (plan.layout, plan.replica_groups) == (old.layout, old.replica_groups)
+    if plan.spec.scheduler.mode == "off" or not (asks_the_same and is_alike):
+        return plan
+    if rank_setting(old.memory_setting) > rank_setting(plan.memory_setting):
+        plan = with_reliefs(plan, [Relief(plan.memory_setting, old.memory_setting)])
+    if plan.spec.scheduler == old.spec.scheduler and plan.memory_setting == old.memory_setting:
+        plan = replace(plan, largest_micro_batch_size=old.largest_micro_batch_size, changes=old.changes)
+    return plan
+
+
+def check_unfinished(run: RunDir, spec: RunSpec) -> None:
+    """Raises RecipeError where the run has made all of its steps, or trained all of its samples."""
+    step, wanted, train = run.newest_step, spec.train.max_steps, spec.train
+    path, start = "train.max_steps", spec.batching.global_batch_size
+    if not spec.ends_by_samples:
+        is_done, what = step >= wanted, f"`{path}` is {wanted}"
+    else:  # its steps depend on the samples before them, and their number on the schedule that these had
+        trained = trained_samples(run, spec, step)
+        run_samples = wanted * start
+        is_done = trained >= run_samples
+        what = (
+            f"has trained {trained:,} samples; `{path}` {wanted:,} times `batching.global_batch_size` "
+            f"{start:,} are {run_samples:,}"
+        )
+    if is_done:
+        more = f"{path}={2 * wanted}"
+        if train.tokens is not None:
+            path, more = "train.tokens", f"train.tokens={2 * train.tokens}"
+        elif train.epochs is not None:
+            path, more = "train.epochs", f"train.epochs={2 * train.epochs:g}"
+        message = f"the run is at step {step}, and {what}: nothing is left to do"
+        raise RecipeError(Problem("nothing_left", message, path, f"to train on: trainspec resume {run.root} {more}"))

@@ -1,0 +1,167 @@
+"""Run a job that is written down to its end, a summary and an exit code."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from trainspec_cli.composer.origins import show_path
+from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
+from trainspec_cli.launcher.backend import OpenBackend
+from trainspec_cli.launcher.failure import Explanation
+from trainspec_cli.launcher.job.job import Job
+from trainspec_cli.launcher.memory_limits import LimitsWatch
+from trainspec_cli.launcher.notify import NOBODY, Notify, notify
+from trainspec_cli.launcher.outcome import RunOutcome, conclude
+from trainspec_cli.launcher.signals import StopRequests, on_stop_signal
+from trainspec_cli.launcher.slow_nodes import Replan
+from trainspec_cli.launcher.supervise import Ending, supervise
+from trainspec_cli.reporter.changes import describe_recovery
+from trainspec_cli.reporter.collect import collect
+from trainspec_cli.reporter.live import LiveView
+from trainspec_cli.reporter.render import render_summary
+from trainspec_cli.rundir.generations import Fence
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_run_record
+from trainspec_cli.scheduler.advisor import LayoutAdvisor
+from trainspec_cli.session.console import RunConsole, open_run_log
+from trainspec_cli.session.runs.diagnose import VerdictLines
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.results.plan import Plan
+
+
+class Watch(Protocol):
+    """Looks at a run while it goes on."""
+
+    def look(self, report: Callable[[str], None]) -> None: ...
+
+
+def run(
+    job: Job,
+    plan: Plan | None,
+    backend: OpenBackend,
+    console: RunConsole,
+    limits: LimitsWatch | None = None,
+    *,
+    advisor: LayoutAdvisor | None = None,
+    as_json: bool = False,
+    requests: StopRequests | None = None,
+    replan: Replan | None = None,
+    notifies: Notify = NOBODY,
+    output: Watch | None = None,
+) -> int:
+    """Supervise the job until its run has ended, and report how it ended; return the exit code. `limits` remembers
+    what it learns of the machine's memory, and `advisor` proposes other layouts; `replan` is as of `supervise`;
+    `notifies` says who else is notified of the end. Without a plan it is a command of the user's own, whose `output` is
+    shown.
+
+    Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
+    well and nobody reads that.
+    """
+    verdicts = VerdictLines(job.run, looks_deeper=plan is not None and plan.spec.observe.deeper_look)
+    watches = [verdicts, *(watch for watch in (limits, advisor, output) if watch is not None)]
+    requests = requests or StopRequests()
+    with on_stop_signal(requests.add):  # until the result is written and reported
+        ending = _supervise(job, plan, backend, console, watches, requests, replan)
+        job = ending.job
+        if ending.left_behind:
+            hanging = ", ".join(map(str, ending.left_behind))
+            console.print(f"processes {hanging} hang in the kernel and could not be ended")
+        Fence(job.run, ending.generation).check()
+        outcome = conclude(job, ending)
+        reason = outcome.explanation.headline if outcome.explanation else ""
+        if failed := list(notify(notifies, job.run, read_run_record(job.run).recipe, outcome.result, reason)):
+            console.report(*failed)
+        if outcome.result.status == "failed":
+            kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
+            raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
+        if console.reader_left:
+            raise BrokenPipeError
+        if as_json:
+            print(json_text({"run": str(job.root), **to_plain(outcome.result)}))
+        else:
+            _report_end(job, outcome, console)
+    return outcome.exit_code
+
+
+def _supervise(
+    job: Job,
+    plan: Plan | None,
+    backend: OpenBackend,
+    console: RunConsole,
+    watches: Sequence[Watch],
+    requests: StopRequests,
+    replan: Replan | None,
+) -> Ending:
+    """Show what the job does until it ends; return how its last start ended."""
+
+    def watch(stop_requested: bool) -> None:
+        view.watch(stop_requested)
+        for one in watches:
+            one.look(view.say)
+
+    stopping = console.stopping_run_without_reader(requests.add)
+    with stopping, open_run_log(job.run, console) as log, LiveView(job.run, plan, console, log) as view:
+        return supervise(job, plan, backend, watch, view.say, requests, replan)
+
+
+def _failure(job: Job, explanation: Explanation | None, console: RunConsole, *, as_json: bool) -> Problem:
+    """Print the traceback ahead of the error, where it does not push it off the screen; in JSON it belongs to it."""
+    assert explanation is not None, "a failed run has an explanation"
+    detail = "\n\n".join(filter(None, (explanation.detail, f"logs: {_shown(job.logs)}")))
+    message = explanation.headline
+    if as_json:
+        message = f"{message}\n\n{detail}"
+    else:
+        console.report(f"\n{detail}\n")
+    step = 0 if job.own else job.run.newest_step
+    hint = f"go on from step {step}: {_resume_command(job.run)}" if step else ""
+    return Problem("worker_failed", message, hint=explanation.hint or hint)
+
+
+def _report_end(job: Job, outcome: RunOutcome, console: RunConsole) -> None:
+    if outcome.explanation:
+        console.report(f"{outcome.explanation.headline}\n")
+    if outcome.exit_code == EXIT_DONE or outcome.result.steps:
+        console.print(render_summary(collect(job.root)))
+    if outcome.result.recoveries:
+        costs = [f"  {describe_recovery(recovery).line}" for recovery in outcome.result.recoveries]
+        console.report("failures", *costs, "")
+    console.report(_last_own_lines(job, outcome) if job.own else _last_lines(job.run, outcome))
+
+
+def _last_lines(run: RunDir, outcome: RunOutcome) -> str:
+    folder, report = f"run folder  {_shown(run.root)}", f"report      trainspec report {_quoted(run)}"
+    if outcome.exit_code == EXIT_DONE:
+        return f"done after {outcome.result.steps} steps\n{folder}\n{report}"
+    if outcome.exit_code == Stopped.exit_code:
+        stopped = f"stopped with a checkpoint at step {run.newest_step}"
+        return f"{stopped}\n{folder}\n{report}\nresume      {_resume_command(run)}"
+    return f"interrupted before there was a checkpoint\n{folder}"
+
+
+def _last_own_lines(job: Job, outcome: RunOutcome) -> str:
+    steps = outcome.result.steps
+    made = f"{'done' if outcome.exit_code == EXIT_DONE else outcome.result.status} after {steps} steps"
+    if not steps:
+        made = f"{outcome.result.status}; no optimizer step of torch was seen, and none could be counted"
+    folder, logs = f"run folder  {_shown(job.root)}", f"output      {_shown(job.logs)}"
+    return f"{made}\n{folder}\n{logs}\nreport      trainspec report {_quoted(job.run)}"
+
+
+def _resume_command(run: RunDir) -> str:
+    if run.job_sbatch.is_file():
+        return f"sbatch {shlex.quote(_shown(run.job_sbatch))}"
+    return f"trainspec resume {_quoted(run)}"
+
+
+def _quoted(run: RunDir) -> str:
+    return shlex.quote(_shown(run.root))
+
+
+def _shown(path: Path) -> str:
+    """Return the path as it would be typed here."""
+    return show_path(path, Path.cwd())

@@ -1,0 +1,186 @@
+"""One start of a run, from a plan to an exit code: predict, check the nodes, select kernels, run.
+
+`launch`, `resume` and a Slurm job each make a `Session`, on a run's only node or on the first of several, and start it
+in this one order. The other nodes of a run join what the first has started (`nodes.join`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from trainspec_cli.launcher.backend import OpenBackend
+from trainspec_cli.launcher.backend.local import LocalBackend
+from trainspec_cli.launcher.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
+from trainspec_cli.launcher.job.claim import claim
+from trainspec_cli.launcher.job.folder import RUNS, make_folder, storage, write_launch, write_resume
+from trainspec_cli.launcher.job.job import Job, build_job
+from trainspec_cli.launcher.memory_limits import LimitsWatch
+from trainspec_cli.launcher.notify import NOBODY, Notify
+from trainspec_cli.launcher.signals import StopRequests
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.memory import newest_copy
+from trainspec_cli.rundir.own_code import describe_changed_code
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan_of_all_nodes
+from trainspec_cli.scheduler.advisor import LayoutAdvisor, Layouts, decides_layouts
+from trainspec_cli.session.console import RunConsole
+from trainspec_cli.session.launching.changes import describe_changes, trained_samples
+from trainspec_cli.session.launching.check_nodes import check_nodes
+from trainspec_cli.session.launching.fewer_nodes import plan_on_fewer
+from trainspec_cli.session.launching.run import run
+from trainspec_cli.session.launching.select_kernels import select_kernels
+from trainspec_cli.session.launching.sites import check_site, site_server
+from trainspec_cli.session.planning.predict import predict, with_known_limits
+from trainspec_cli.session.recipe.data import prepare_data
+from trainspec_cli.session.recipe.load import Loaded
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.own_code import describe_code
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.kernels import KernelTable
+from trainspec_cli.spec.results.plan import Plan
+
+MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
+"""Keys that a plan resolves from the machine, which may be another one now."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One start of a run, prepared."""
+
+    plan: Plan
+    machine: Machine
+    """This node; of several, the first."""
+    begins: Loaded | RunDir
+    """A recipe whose run is to be made, or a run that is written down already."""
+    console: RunConsole
+    reach: Reach | None = None
+    """How the nodes are reached; None for a run that this process supervises on this node alone."""
+    data_folder: Path | None = None
+    """The folder of other data with which a run goes on; None: of its own."""
+    force: bool = False
+    """Train although the plan is predicted not to fit."""
+    as_json: bool = False
+    notify: Notify = NOBODY
+    """The command and the address that hear of the run's end."""
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, or that below which it will be made."""
+        if isinstance(self.begins, RunDir):
+            return self.begins.root.absolute()
+        return RUNS if self.plan.spec.run.dir == AUTO else Path(self.plan.spec.run.dir).absolute()
+
+
+def start(session: Session, requests: StopRequests | None = None) -> int:
+    """Return the run's exit code. Raises TrainspecError where the run is refused, or fails."""
+    with _written_down(session) as (job, plan, examination):
+        machine = session.machine
+        backend: OpenBackend = LocalBackend
+        if session.reach:
+            backend = partial(NodesBackend, reach=session.reach, examination=examination)
+        limits = LimitsWatch(job.run, plan, machine)
+        with site_server(job.run, plan):
+            return run(
+                *(job, plan, backend, session.console, limits),
+                advisor=_advisor(job.run, plan, machine),
+                as_json=session.as_json,
+                requests=requests,
+                replan=partial(plan_on_fewer, machine=machine),
+                notifies=session.notify,
+            )
+
+
+def write_down(session: Session) -> RunDir:
+    """Make the run's folder, for a resume to start. Raises TrainspecError where the run is refused."""
+    with _written_down(session) as (job, _, _):
+        return job.run
+
+
+@contextmanager
+def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | None]]:
+    """Do all that comes before the workers; hold the run, as it is written, while the block runs."""
+    console, machine = session.console, session.machine
+    check_site(session.plan.spec)
+    plan = predict(_within_limits(session), machine, console, force=session.force)
+    examination = check_nodes(plan, session.folder, console, force=session.force)
+    plan, kernels = select_kernels(plan, machine, console)
+    data_folder = prepare_data(session.begins, console) if isinstance(session.begins, Loaded) else None
+    with storage(plan.spec.run.dir if isinstance(session.begins, Loaded) else str(session.folder)):
+        job = _build(session, plan, _root(session))
+        with claim(job.run, job.launch_id):
+            _write(session, job, plan, data_folder, kernels)
+            yield job, plan, examination
+
+
+def _advisor(run: RunDir, plan: Plan, machine: Machine) -> LayoutAdvisor | None:
+    """Return what proposes other layouts of the run while it goes on; None where none may be changed to."""
+
+    def layouts(home: Plan) -> Layouts:
+        from trainspec_cli.scheduler.other_layout import OtherLayouts  # loads numpy: where a rank is slow alone
+
+        return OtherLayouts.of_plan(home, machine)
+
+    return LayoutAdvisor(run, plan, layouts) if decides_layouts(plan) else None
+
+
+def rehearse(session: Session) -> tuple[Job, Plan]:
+    """Return what `start` would start, refused as it would be; nothing is probed, measured or made for that."""
+    console, machine = session.console, session.machine
+    check_site(session.plan.spec)
+    plan = predict(_within_limits(session), machine, console, force=session.force, may_probe=False)
+    plan, _ = select_kernels(plan, machine, console, may_measure=False)
+    root = session.folder
+    if isinstance(session.begins, Loaded) and plan.spec.run.dir == AUTO:
+        root = root / session.begins.composed.recipe / "TIME"
+    return _build(session, plan, root), plan
+
+
+def _within_limits(session: Session) -> Plan:
+    """Return the plan; that of a run that begins now, with what others have learned of this machine's memory. A run
+    that goes on follows its own plan and what it has learned itself, so that it computes the same bits."""
+    begins = session.begins
+    goes_on = isinstance(begins, RunDir) and generations.newest(begins) > 0
+    return session.plan if goes_on else with_known_limits(session.plan, session.machine, session.console)
+
+
+def _build(session: Session, plan: Plan, root: Path) -> Job:
+    return build_nodes_job(plan, root, session.reach) if session.reach else build_job(plan, root, session.machine)
+
+
+def _root(session: Session) -> Path:
+    """Return the run's folder, made now where the run is new. Raises RecipeError, MachineError and OSError."""
+    if isinstance(session.begins, RunDir):
+        return session.folder
+    return make_folder(session.plan.spec.run.dir, session.begins.composed.recipe)
+
+
+def _write(session: Session, job: Job, plan: Plan, data_folder: Path | None, kernels: KernelTable | None) -> None:
+    """Write down what is started, while the run is claimed; say from where a run goes on."""
+    if isinstance(session.begins, Loaded):
+        write_launch(job, plan, session.begins.origin, data_folder, kernels)
+        session.console.report(*describe_code(plan.spec))
+        return
+    changed_code = list(describe_changed_code(job.run))
+    before = read_plan_of_all_nodes(job.run)
+    goes_on = generations.newest(job.run) > 0 or plan.spec != before.spec
+    from_step = job.run.newest_step if goes_on else None
+    write_resume(job, plan, sys.argv[1:], from_step, kernels, session.data_folder)
+    if goes_on:
+        session.console.report(*_describe_start(job.run, before, plan), *changed_code)
+
+
+def _describe_start(run: RunDir, before: Plan, plan: Plan) -> Iterator[str]:
+    step = run.newest_step
+    if plan.spec.checkpoint.memory_interval_steps and newest_copy(run):
+        yield f"goes on from the newest copy in memory that is whole, else from step {step}"
+    else:
+        yield f"goes on from step {step}" if step else "there is no checkpoint: it starts from the first step again"
+    for name in MACHINE_BOUND:
+        if getattr(before, name) != getattr(plan, name):
+            yield f"{name} is {getattr(plan, name)} on this machine, and was {getattr(before, name)}"
+    yield from describe_changes(before.spec, plan.spec, step, trained_samples(run, plan.spec, step))

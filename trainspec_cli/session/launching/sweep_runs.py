@@ -1,0 +1,239 @@
+"""`launch --sweep`: a run for each combination of the swept values, one after another or side by side on this node."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
+from trainspec_cli.json_value import JsonObject
+from trainspec_cli.launcher.backend.processes import POLL_S
+from trainspec_cli.launcher.notify import NOBODY, Notify
+from trainspec_cli.launcher.signals import StopRequests, on_stop_signal
+from trainspec_cli.reporter.compare import table
+from trainspec_cli.rundir.heldout import read_heldout_losses
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import RunResult, read_result
+from trainspec_cli.session.console import RunConsole, make_console
+from trainspec_cli.session.launching.detach import spawn_resume
+from trainspec_cli.session.launching.session import Session, write_down
+from trainspec_cli.session.launching.sweep import Sweep, sweep_arguments
+from trainspec_cli.session.recipe.load import load, plan_on, this_machine
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.plan import Plan
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+NOT_STARTED = "not started"
+
+
+@dataclass
+class SweptRun:
+    """One run of a sweep."""
+
+    values: Mapping[str, str]
+    """The swept values, by key."""
+    run: RunDir
+    process: subprocess.Popen[bytes] | None = None
+    slot: int = 0
+    """The share of this node's devices that it has, from 0."""
+
+    def describe(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.values.items())
+
+
+@dataclass(frozen=True)
+class SweptResult:
+    """The outcome of a run of the sweep; figures are None where it has none."""
+
+    values: Mapping[str, str]
+    run: RunDir
+    status: str
+    steps: int
+    loss: float | None
+    heldout_loss: float | None
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """Put runs that are done first, by their held-out loss, or else their training loss."""
+        loss = self.loss if self.heldout_loss is None else self.heldout_loss
+        return self.status != "done", math.inf if loss is None or math.isnan(loss) else loss
+
+
+def launch_sweep(
+    arguments: Sequence[str],
+    sweeps: Sequence[Sweep],
+    notify: Notify = NOBODY,
+    *,
+    side_by_side: int,
+    force: bool,
+    as_json: bool,
+) -> int:
+    """Write all runs down, train them, and print a table, the best first; return the exit code: that of a failure where
+    one run failed, else of a stop where one was asked for. Raises TrainspecError where a run is refused."""
+    console = make_console(as_json=as_json)
+    sessions = list(_sessions(arguments, sweeps, console, force=force, as_json=as_json))
+    for _, session in sessions:
+        _check_room(session.plan, session.machine, side_by_side)
+    runs = [SweptRun(values, write_down(session)) for values, session in sessions]
+    console.report(f"{len(runs)} runs, {side_by_side} at a time; trainspec watch RUN shows one")
+    largest = max((session.plan for _, session in sessions), key=lambda plan: plan.devices_per_node)
+    train = _Training(runs, console, largest, side_by_side, notify, force=force)
+    stopped = train.run()
+    results = sorted((_result(one) for one in runs), key=lambda result: result.order)
+    if as_json:
+        print(json_text([_as_json(result) for result in results]))
+    else:
+        console.report("", render_results(results))
+    unfinished = [result for result in results if result.status != "done"]
+    if unfinished:
+        console.report("", "to go on:", *(f"  trainspec resume {shlex.quote(str(one.run.root))}" for one in unfinished))
+    if any(result.status not in ("done", "stopped", NOT_STARTED) for result in results):
+        return WorkerError.exit_code
+    return Stopped.exit_code if stopped and unfinished else EXIT_DONE
+
+
+def _sessions(
+    arguments: Sequence[str], sweeps: Sequence[Sweep], console: RunConsole, *, force: bool, as_json: bool
+) -> Iterator[tuple[Mapping[str, str], Session]]:
+    """Yield (swept values, session of their run). Raises RecipeError where a run needs a folder or a node that others
+    have."""
+    keys = [key for key, _ in sweeps]
+    for values, point in sweep_arguments(arguments, sweeps):
+        loaded = load(point)
+        if loaded.spec.run.dir != AUTO and "run.dir" not in keys:
+            message = f"`run.dir` is {loaded.spec.run.dir}, and each run of a sweep needs a folder of its own"
+            raise RecipeError(Problem("usage", message, "run.dir", "leave run.dir out"))
+        if loaded.spec.cluster.num_nodes > 1:
+            message = f"`cluster.num_nodes` is {loaded.spec.cluster.num_nodes}, and a sweep runs on this node"
+            raise RecipeError(
+                Problem("several_hosts", message, "cluster.num_nodes", "type trainspec sbatch ... --sweep")
+            )
+        machine = this_machine(loaded.spec)
+        session = Session(plan_on(loaded, machine), machine, loaded, console, force=force, as_json=as_json)
+        yield dict(zip(keys, values, strict=True)), session
+
+
+def _check_room(plan: Plan, machine: Machine, side_by_side: int) -> None:
+    """Raises MachineError where so many runs do not fit side by side."""
+    on_gpus = plan.device == "cuda"
+    there_is, what = (len(machine.gpu_names), "GPUs") if on_gpus else (machine.cpu_cores, "cores")
+    if side_by_side > 1 and side_by_side * plan.devices_per_node > there_is:
+        needed = f"{side_by_side} runs of {plan.devices_per_node} processes need {side_by_side * plan.devices_per_node}"
+        most = max(1, there_is // plan.devices_per_node)
+        hint = f"type --at-once {most}, or give a run less: cluster.devices_per_node=1"
+        raise MachineError(Problem("no_room", f"{needed} {what}, and there are {there_is}", "--at-once", hint))
+
+
+class _Training:
+    """Trains the runs of a sweep until all have ended, or one asks to stop."""
+
+    def __init__(
+        self,
+        runs: Sequence[SweptRun],
+        console: RunConsole,
+        plan: Plan,
+        side_by_side: int,
+        notify: Notify = NOBODY,
+        *,
+        force: bool = False,
+    ):
+        """`plan` is that of the run with the most devices on this node; each run has as many to itself."""
+        self._waiting, self._console, self._plan = list(runs), console, plan
+        self._options, self._force = notify.options, force
+        self._side_by_side = side_by_side
+        self._running: list[SweptRun] = []
+        self._free = list(range(side_by_side))
+
+    def run(self) -> bool:
+        """Return True where a stop was asked for: what goes on then is stopped in order, and nothing else begins."""
+        try:
+            return self._run()
+        except BaseException:  # none of them outlives its sweep
+            self._stop_running()
+            raise
+
+    def _run(self) -> bool:
+        requests, passed_on = StopRequests(), 0
+        with on_stop_signal(requests.add):
+            while self._running or (self._waiting and not requests.count):
+                if requests.count > passed_on:
+                    passed_on = requests.count
+                    self._stop_running()
+                while self._waiting and self._free and not requests.count:
+                    self._begin(self._waiting.pop(0), self._free.pop(0))
+                time.sleep(POLL_S)
+                for one in [one for one in self._running if one.process and one.process.poll() is not None]:
+                    self._end(one)
+        return requests.count > 0
+
+    def _begin(self, one: SweptRun, slot: int) -> None:
+        one.slot = slot
+        one.process = spawn_resume(one.run, self._options, force=self._force, environment=self._gpus(slot))
+        if self._plan.device == "cpu" and self._side_by_side > 1 and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(one.process.pid, self._cores(slot))
+        self._running.append(one)
+        self._console.report(f"{one.describe()}: begins in {one.run.root}")
+
+    def _gpus(self, slot: int) -> dict[str, str]:
+        """Return the variable that shows a run its share of the GPUs that this process sees."""
+        if self._plan.device != "cuda" or self._side_by_side == 1:
+            return {}
+        size, seen = self._plan.devices_per_node, os.environ.get(VISIBLE_GPUS)
+        ids = seen.split(",") if seen else [str(number) for number in range(size * self._side_by_side)]
+        return {VISIBLE_GPUS: ",".join(ids[slot * size : (slot + 1) * size])}
+
+    def _cores(self, slot: int) -> list[int]:
+        cores = sorted(os.sched_getaffinity(0))
+        size = len(cores) // self._side_by_side
+        return cores[slot * size : (slot + 1) * size]
+
+    def _stop_running(self) -> None:
+        self._console.report(f"stopping {len(self._running)} of the runs, with a checkpoint (Ctrl-C again: at once)")
+        for one in self._running:
+            if one.process:
+                one.process.send_signal(signal.SIGTERM)
+
+    def _end(self, one: SweptRun) -> None:
+        self._running.remove(one)
+        self._free.append(one.slot)
+        result = _result(one)
+        figures = [f"loss {result.loss:.4f}"] if result.loss is not None else []
+        figures += [f"held out {result.heldout_loss:.4f}"] if result.heldout_loss is not None else []
+        where = [] if result.status == "done" else [f"see {one.run.run_log}"]
+        self._console.report(f"{one.describe()}: {', '.join([result.status, *figures, *where])}")
+
+
+def _result(one: SweptRun) -> SweptResult:
+    result = read_result(one.run) or RunResult(status=NOT_STARTED if one.process is None else "failed")
+    losses = list(read_heldout_losses(one.run).values())
+    heldout = losses[-1] if losses else None
+    return SweptResult(one.values, one.run, result.status, result.steps, result.final_loss, heldout)
+
+
+def _as_json(result: SweptResult) -> JsonObject:
+    return {
+        "values": dict(result.values),
+        "run": str(result.run.root),
+        "status": result.status,
+        "steps": result.steps,
+        "loss": result.loss,
+        "heldout_loss": result.heldout_loss,
+    }
+
+
+def render_results(results: Sequence[SweptResult]) -> str:
+    """Draw the table of a sweep, in the order of `results`."""
+    keys = list(results[0].values)
+    rows = [(*keys, "held out", "loss", "steps", "status", "run")]
+    for one in results:
+        losses = ("-" if loss is None else f"{loss:.4f}" for loss in (one.heldout_loss, one.loss))
+        rows.append((*one.values.values(), *losses, str(one.steps), one.status, str(one.run.root)))
+    return table(rows)

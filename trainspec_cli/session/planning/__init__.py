@@ -1,0 +1,1 @@
+"""Plans, predictions and budgets of recipes that are loaded."""

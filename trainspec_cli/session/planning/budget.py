@@ -1,0 +1,153 @@
+"""The budget of a portfolio: its runs are planned, by the hour and on spot nodes, and added up over the years."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from trainspec_cli.composer.origins import locate
+from trainspec_cli.composer.yaml_file import read_yaml
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.planner.run.budget import PortfolioRun, make_budget, spot_reliability
+from trainspec_cli.planner.run.cost import rental_price
+from trainspec_cli.planner.run.forecast import forecast_run
+from trainspec_cli.reading.files import exists
+from trainspec_cli.reporter.plan.report import PlanReport
+from trainspec_cli.session.planning.plan import plan_recipe, require_fit
+from trainspec_cli.spec.field_types import NonNegativeFloat, Range
+from trainspec_cli.spec.recipe.cluster import ClusterSpec
+from trainspec_cli.spec.results.budget import Budget
+from trainspec_cli.spec.rules.values import forget_out_of_range
+from trainspec_cli.spec.structure import build
+
+SUFFIXES = (".yaml", ".yml")
+SAME = ("accelerator", "cost", "site", "power")
+"""Parts of the cluster in which the runs of a portfolio agree: they share its machines."""
+
+
+@dataclass(frozen=True)
+class PortfolioEntry:
+    """One kind of run."""
+
+    plan: str
+    """The arguments of `trainspec plan`: `recipe=llama3_8b cluster=h100 cluster.num_nodes=16`."""
+    per_year: tuple[NonNegativeFloat, ...] = (1.0,)
+    """How often it is made in the first year, the second, ...; the last number stands for all years after."""
+    name: str = ""
+    """Its name in the budget; empty: the recipe's."""
+
+
+@dataclass(frozen=True)
+class Portfolio:
+    """The runs that share machines, and for how long."""
+
+    runs: tuple[PortfolioEntry, ...]
+    years: Annotated[int, Range(1, 30)] = 4
+    """Years that the budget covers."""
+
+
+def budget_portfolio(arguments: Sequence[str], per_year: float = 1.0, years: int = 4) -> Budget:
+    """Budget a file of runs (`portfolio.yaml key=value ...`), or one recipe that is made `per_year` times for `years`.
+
+    Raises RecipeError for what is wrong or lacks a price, and PlanError where a run does not fit.
+    """
+    first, *others = arguments or ("",)
+    if first.endswith(SUFFIXES) and "=" not in first:
+        portfolio = read_portfolio(Path(first))
+        entries = [(entry, [*entry.plan.split(), *others]) for entry in portfolio.runs]
+    else:
+        portfolio, problems = build(Portfolio, {"runs": [{"plan": "", "per_year": [per_year]}], "years": years})
+        problems += _out_of_range(portfolio)
+        if problems:
+            raise RecipeError([_as_option(problem) for problem in problems])
+        entries = [(portfolio.runs[0], list(arguments))]
+    planned = [(entry, plan_recipe(each)) for entry, each in entries]
+    for _, plan in planned:
+        require_fit(plan)
+    clusters = [plan.spec.cluster for _, plan in planned]
+    if problems := [*_prices(clusters[0]), *_unlike(clusters, [entry.plan for entry, _ in entries])]:
+        raise RecipeError(problems)
+    runs = [_portfolio_run(entry, plan) for entry, plan in planned]
+    capacity = planned[0][1].capacity
+    return make_budget(clusters[0], capacity.world_size // clusters[0].num_nodes, runs, portfolio.years)
+
+
+def read_portfolio(file: Path) -> Portfolio:
+    """Return what a file holds. Raises RecipeError with every mistake, located."""
+    if not exists(file):
+        raise RecipeError(Problem("missing_file", f"there is no file {file}", file=str(file)))
+    read = read_yaml(file, Path.cwd())
+    portfolio, problems = build(Portfolio, read.values())
+    if not problems:
+        problems = _out_of_range(portfolio)
+    if not problems and not portfolio.runs:
+        hint = "give it one at least: {plan: recipe=llama3_8b, per_year: [2]}"
+        problems = [Problem("missing_value", "`runs` has no run", "runs", hint)]
+    if problems:
+        raise RecipeError(locate(problems, read.origins, (), Path.cwd()))
+    return portfolio
+
+
+def _out_of_range(portfolio: Portfolio) -> list[Problem]:
+    lacking = [
+        Problem("missing_value", f"`runs.{number}.per_year` has no number", f"runs.{number}.per_year", "such as [2, 4]")
+        for number, entry in enumerate(portfolio.runs)
+        if not entry.per_year
+    ]
+    return [*forget_out_of_range(portfolio)[1], *lacking]
+
+
+def _as_option(problem: Problem) -> Problem:
+    """Speak of the options of the command line, which stand for a file."""
+    name = "--years" if problem.path == "years" else "--per-year"
+    return replace(problem, path="", message=problem.message.replace(f"`{problem.path}`", name))
+
+
+def _prices(cluster: ClusterSpec) -> Iterator[Problem]:
+    """Name what a budget cannot be made without."""
+    if cluster.pools:
+        message = "a budget is for one kind of device, and `cluster.pools` has several"
+        yield Problem("unsupported", message, "cluster.pools", "name one cluster: cluster=h100")
+        return
+    chip = cluster.accelerator.name if cluster.accelerator else "the accelerator"
+    if cluster.cost.device_price_usd is None:
+        path = "cluster.cost.device_price_usd"
+        hint = f"type {path}=<dollars of one with its share of node, network and storage>; an H100's is in cost=owned"
+        yield Problem("missing_value", f"nothing says what {chip} costs to buy", path, hint)
+    if not rental_price(cluster):
+        path = "cluster.cost.price_usd_per_device_hour"
+        yield Problem("missing_value", f"nothing says what an hour of {chip} costs", path, f"type {path}=<dollars>")
+    if not cluster.accelerator or not cluster.accelerator.tdp_w:
+        path = "cluster.accelerator.tdp_w"
+        yield Problem("missing_value", f"nothing says what power {chip} takes", path, f"type {path}=<watts>")
+
+
+def _unlike(clusters: Sequence[ClusterSpec], plans: Sequence[str]) -> Iterator[Problem]:
+    first = clusters[0]
+    for cluster, plan in zip(clusters[1:], plans[1:], strict=True):
+        for part in SAME:
+            if getattr(cluster, part) != getattr(first, part):
+                message = f"`{plan}` has another `cluster.{part}` than the first run, with which it shares machines"
+                yield Problem("conflict", message, f"cluster.{part}", "make a budget for each kind of machine")
+
+
+def _portfolio_run(entry: PortfolioEntry, plan: PlanReport) -> PortfolioRun:
+    run, best = plan.run, require_fit(plan)
+    assert run is not None and run.energy_joules is not None
+    cluster = plan.spec.cluster
+    spot = replace(plan.spec, cluster=replace(cluster, reliability=spot_reliability(cluster)))
+    try:
+        spot_wall_s = forecast_run(spot, plan.capacity, best).wall_time_s.value
+    except RecipeError:  # it is taken back too often to end
+        spot_wall_s = None
+    return PortfolioRun(
+        name=entry.name or plan.spec.model.name or plan.spec.model.family,
+        per_year=entry.per_year,
+        devices=plan.capacity.world_size,
+        wall_s=run.wall_time_s.value,
+        spot_wall_s=spot_wall_s,
+        tokens=run.tokens,
+        energy_joules=run.energy_joules.value,
+    )

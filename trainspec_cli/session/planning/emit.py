@@ -1,0 +1,118 @@
+"""A recipe's plan in another engine's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from trainspec_cli.errors import Problem, RecipeError, closest
+from trainspec_cli.interop.emission import EMITTED, emitted_json
+from trainspec_cli.interop.registry import TARGETS
+from trainspec_cli.interop.run_values import NO_CONTAINER, Container, run_values
+from trainspec_cli.interop.target import Spoken, Target, speak
+from trainspec_cli.planner.search.auto import pin_layout
+from trainspec_cli.reporter.plan.report import PlanReport
+from trainspec_cli.rundir.files import write_text
+from trainspec_cli.session.planning.disturbance import load_disturbance
+from trainspec_cli.session.planning.plan import plan_loaded, require_fit
+from trainspec_cli.session.recipe.load import load_for_planning
+from trainspec_cli.session.recipe.no_recipe import with_defaults
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.recipe.run import ComputeFormat, RunSpec
+
+
+@dataclass(frozen=True)
+class Emission:
+    """An engine's files on paper."""
+
+    target: Target
+    spoken: Spoken
+    files: Mapping[str, str]
+    """File name -> text."""
+
+
+def emit_recipe(arguments: Sequence[str], engine: str, container: Container = NO_CONTAINER) -> Emission:
+    """Plan a recipe, and say it in an engine's words. Raises RecipeError for what the engine cannot say, and PlanError
+    where nothing fits."""
+    target = find_target(engine)
+    arguments, _ = with_defaults(arguments)
+    if load_disturbance(arguments):
+        raise RecipeError(Problem("usage", "disturb= is simulated by trainspec plan alone", hint="leave it out"))
+    loaded = load_for_planning(arguments)
+    if loaded.spec.cluster.pools:
+        message = "a configuration speaks of one kind of node, and `cluster.pools` has several"
+        raise RecipeError(Problem("unsupported", message, "cluster.pools", "name one cluster: cluster=h100"))
+    planned = plan_loaded(loaded)
+    try:
+        run = run_values(loaded.composed.recipe, resolved(planned), tuple(arguments), container)
+        spoken = speak(target, run)
+    except RecipeError as error:
+        raise RecipeError(loaded.composed.locate(error.problems)) from error
+    files = target.render(spoken, run)
+    record = json_text(emitted_json(target, spoken, run, sorted(files))) + "\n"
+    return Emission(target, spoken, {**files, EMITTED: record})
+
+
+def write_emission(emission: Emission, folder: Path, *, force: bool) -> None:
+    """Write the files into `folder`. Raises RecipeError where one of them is there, unless `force`."""
+    there = [name for name in emission.files if (folder / name).exists()]
+    if there and not force:
+        message = f"{folder} has {' and '.join(there)}, which would be overwritten"
+        raise RecipeError(Problem("output_exists", message, "--output", "choose another folder, or add --force"))
+    try:
+        for name, text in emission.files.items():
+            write_text(folder / name, text)
+            if name.endswith(".sh"):
+                (folder / name).chmod(0o755)
+    except OSError as error:
+        hint = "choose a folder that you may write to"
+        raise RecipeError(
+            Problem("output_exists", f"{folder} cannot be written: {error.strerror}", "--output", hint)
+        ) from error
+
+
+def find_target(engine: str) -> Target:
+    if engine in TARGETS:
+        return TARGETS[engine]
+    near = closest(engine, TARGETS)
+    hint = f"type --for {near}" if near else f"there are: {', '.join(TARGETS)}"
+    raise RecipeError(Problem("usage", f"there is no engine `{engine}` to emit for", "--for", hint))
+
+
+def resolved(planned: PlanReport) -> RunSpec:
+    """Return the recipe with the values of the plan's best layout in the place of `auto`. Raises PlanError."""
+    best = require_fit(planned)
+    assert planned.run is not None, "a layout that fits has a forecast"
+    asked = planned.spec.layout
+    spec = pin_layout(planned.spec, replace(best.layout, context_method=asked.context_method))  # the search has one
+    per_node = planned.capacity.world_size // spec.cluster.num_nodes
+    cluster = replace(spec.cluster, devices_per_node=per_node, device=_device(spec))
+    checkpoint = spec.checkpoint
+    if checkpoint.interval_steps == AUTO:
+        checkpoint = replace(checkpoint, interval_steps=planned.run.goodput.checkpoint_interval_steps)
+    return replace(
+        spec,
+        cluster=cluster,
+        checkpoint=checkpoint,
+        batching=replace(spec.batching, micro_batch_size=best.micro_batch_size),
+        recompute=best.recompute,  # type: ignore[arg-type]
+        offload="none" if spec.offload == AUTO else spec.offload,
+        precision=replace(spec.precision, compute=_compute(spec)),
+        comm=replace(spec.comm, gradients=spec.comm.fixed.gradients),
+    )
+
+
+def _compute(spec: RunSpec) -> ComputeFormat:
+    """Return the format as the plan counts with it."""
+    if spec.precision.compute != AUTO:
+        return spec.precision.compute
+    return "bf16" if spec.cluster.accelerator and spec.cluster.accelerator.bf16_tflops else "fp16"
+
+
+def _device(spec: RunSpec) -> Literal["cpu", "cuda"]:
+    if spec.cluster.device != AUTO:
+        return spec.cluster.device
+    return "cpu" if spec.cluster.accelerator and spec.cluster.accelerator.vendor == "cpu" else "cuda"

@@ -1,0 +1,125 @@
+"""The plan of a recipe with all that stands beside it, for `trainspec plan` and for Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
+from trainspec_cli.planner.capacity import blueprint_of
+from trainspec_cli.planner.hardware.cluster import accelerator_of
+from trainspec_cli.planner.memory.engine import tensors_by_cause
+from trainspec_cli.planner.planes.plan import plan_planes
+from trainspec_cli.planner.pools.describe import on_pools
+from trainspec_cli.planner.run.forecast import forecast_run
+from trainspec_cli.planner.run.sites import plan_sites
+from trainspec_cli.planner.search.advice import advise
+from trainspec_cli.planner.search.auto import as_plan, is_run
+from trainspec_cli.planner.search.variants import plan_on_what_divides, plan_other_recovery
+from trainspec_cli.reporter.plan.report import PlanReport
+from trainspec_cli.reporter.plan.trace import TraceReport, compare_trace
+from trainspec_cli.session.planning.disturbance import NamedDisturbance, load_disturbance, simulate_disturbed
+from trainspec_cli.session.planning.profile import with_profile
+from trainspec_cli.session.recipe.load import Loaded, load_for_planning, this_machine
+from trainspec_cli.session.recipe.no_recipe import with_defaults
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.spec.rules.engine import check_built
+
+
+def plan_recipe(arguments: Sequence[str], *, trace: bool = False) -> PlanReport:
+    """Plan a recipe on its cluster. Raises RecipeError where it is wrong; `best` is None where nothing fits."""
+    arguments, defaults = with_defaults(arguments)
+    return plan_loaded(load_for_planning(arguments), defaults, load_disturbance(arguments), trace=trace)
+
+
+def plan_loaded(
+    loaded: Loaded,
+    defaults: tuple[str, ...] = (),
+    disturbed: NamedDisturbance | None = None,
+    *,
+    trace: bool = False,
+) -> PlanReport:
+    """Plan a recipe that is loaded. Raises as `plan_recipe` does."""
+    if len(loaded.spec.cluster.pools) > 1:
+        if disturbed or trace:
+            raise RecipeError(_of_alike_nodes("disturb=" if disturbed else "--trace"))
+        return _plan_on_pools(loaded, defaults)
+    spec, machine = _on_machine(on_pools(loaded.spec, loaded.spec.cluster.pools))
+    spec, profile = with_profile(spec, machine)
+    try:
+        spec, capacity = plan_on_what_divides(spec, machine)
+    except TrainspecError as error:
+        raise type(error)(loaded.composed.locate(error.problems)) from error
+    best = capacity.best
+    if best is None:
+        capacity = replace(capacity, advice=tuple(advise(spec, machine)))
+    run = forecast_run(spec, capacity, best, plan_other_recovery(spec, machine)) if best else None
+    return PlanReport(
+        spec,
+        capacity,
+        run,
+        blueprint=blueprint_of(best, spec, machine) if best and capacity.world_size > 1 else None,
+        defaults=defaults,
+        planes=plan_planes(spec.cluster, capacity.world_size),
+        sites=plan_sites(spec, capacity, best) if best else None,
+        simulation=simulate_disturbed(disturbed, spec, best, machine) if disturbed and best else None,
+        trace=_trace(spec, capacity) if trace and capacity.candidates else None,
+        profile=profile,
+    )
+
+
+def _plan_on_pools(loaded: Loaded, defaults: tuple[str, ...]) -> PlanReport:
+    """Plan a cluster of several pools, beside each of them alone."""
+    # loads a search of its own, which other plans do without
+    from trainspec_cli.planner.pools.plan import advise_pools, compare_pools, plan_pools
+
+    spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
+    try:
+        capacity = plan_pools(spec)
+        compared = compare_pools(spec, capacity)
+    except TrainspecError as error:
+        raise type(error)(loaded.composed.locate(error.problems)) from error
+    best = capacity.best
+    if best is None:
+        capacity = replace(capacity, advice=tuple(advise_pools(spec, compared)))
+    run = forecast_run(spec, capacity, best) if best else None
+    return PlanReport(spec, capacity, run, defaults=defaults, pools=compared)
+
+
+def require_fit(planned: PlanReport) -> Candidate:
+    """Return the best layout. Raises PlanError where nothing fits, with what would."""
+    if planned.best:
+        return planned.best
+    devices = f"{planned.capacity.world_size:,} {planned.device}"
+    message = f"no layout of {planned.spec.model.name or 'the model'} fits on {devices}"
+    raise PlanError(Problem(code="does_not_fit", message=message, hint="; ".join(planned.capacity.advice)))
+
+
+def _of_alike_nodes(asked: str) -> Problem:
+    message = f"{asked} looks at one kind of node, and `cluster.pools` has several"
+    return Problem("unsupported", message, "cluster.pools", f"leave out {asked}, or name one cluster: cluster=h100")
+
+
+def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:
+    """Trace the fastest candidate that the engine runs. Raises PlanError where it runs none of those shown."""
+    from trainspec_cli.launcher.measuring import trace_plan  # loads the launcher, which other plans do without
+
+    candidate = next((candidate for candidate in capacity.candidates if is_run(candidate, spec)), None)
+    if candidate is None:
+        reasons = "; ".join(dict.fromkeys(problem.message for problem in check_built(spec)))
+        got = f"the engine builds none of the layouts that are shown, so none can be traced{reasons and ': '}{reasons}"
+        raise PlanError(Problem("unsupported", got, hint="pin a layout, such as layout.tp=1 layout.pp=1"))
+    compute: Literal["bf16", "fp32"] = "fp32" if spec.precision.compute == "fp32" else "bf16"
+    traced = as_plan(spec, candidate, capacity, compute)
+    return compare_trace(candidate, capacity, trace_plan(traced), tensors_by_cause(traced))
+
+
+def _on_machine(spec: RunSpec) -> tuple[RunSpec, Machine | None]:
+    """A cluster that names no accelerator is this machine."""
+    if spec.cluster.accelerator is not None:
+        return spec, None
+    machine = this_machine(spec)
+    return replace(spec, cluster=replace(spec.cluster, accelerator=accelerator_of(machine))), machine

@@ -1,0 +1,249 @@
+"""Predict what the run will take on this machine before the workers start, and whether it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from trainspec_cli.errors import MachineError, PlanError, Problem
+from trainspec_cli.launcher.measuring import DISTURBED_HOLDS_S, probe_machine, probe_path, read_probe
+from trainspec_cli.launcher.memory_limits import read_limits
+from trainspec_cli.planner.calibration.observe import calibrated
+from trainspec_cli.planner.this_machine import (
+    Predict,
+    device_limit_bytes,
+    is_known,
+    is_predictable,
+    moving_bytes,
+    predict_device,
+    predict_local,
+    suggest,
+)
+from trainspec_cli.policy.batch.division import largest_that_fits
+from trainspec_cli.policy.recovery.memory import build_ladder, with_reliefs, with_setting
+from trainspec_cli.policy.scheduling.moved_layers import largest_stage
+from trainspec_cli.reporter.text import describe_prediction
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.planning.profile import describe_profile, find_profile
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.results.memory import MemorySetting
+from trainspec_cli.spec.results.plan import Plan, PlannedLayout
+from trainspec_cli.spec.results.prediction import LocalPrediction
+from trainspec_cli.spec.results.probe import MachineProbe
+from trainspec_cli.spec.rules.check import check
+from trainspec_cli.spec.rules.engine import check_engine
+from trainspec_cli.units import format_bytes
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """How a plan is predicted on this machine, and what it may take of it."""
+
+    predict: Predict
+    limit_bytes: float
+    """Memory that one process may take."""
+    limit_text: str
+    knows: Callable[[Plan], bool] = lambda _: True
+    """True where it can predict a plan that differs in its setting of memory."""
+
+
+def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: bool, may_probe: bool = True) -> Plan:
+    """Return the plan with its prediction, where one can be made. Raises PlanError where it does not fit,
+    unless forced.
+
+    Without `may_probe` nothing is started: a machine that was never probed gives no prediction, and this says so.
+    """
+    if plan.comm.reason:
+        console.report(f"gradients travel in {plan.comm.describe()}: {plan.comm.reason}")
+    predictor = _predictor(plan, machine, console, may_probe=may_probe)
+    plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor))
+    if predictor is None:
+        return replace(plan, prediction=None, largest_stage_layers=None)
+    prediction = predictor.predict(plan.as_one_group)
+    console.report(describe_prediction(prediction, plan.tokens_per_step))
+    if prediction.needed_bytes > predictor.limit_bytes:
+        problem = _does_not_fit(plan, prediction, predictor)
+        if not force:
+            raise PlanError(problem)
+        console.report(f"{problem.message}; forced")
+    return replace(
+        plan,
+        prediction=prediction,
+        largest_micro_batch_size=_smaller(plan.largest_micro_batch_size, _largest_micro_batch(plan, predictor)),
+        largest_stage_layers=_largest_stage(plan, predictor),
+        changes=tuple(_check_changes(plan, predictor, prediction, console, force=force)),
+    )
+
+
+def _check_changes(
+    plan: Plan, predictor: Predictor, before: LocalPrediction, console: PrintableConsole, *, force: bool
+) -> Iterator[PlannedLayout]:
+    """Return the planned changes with what memory allows in each. Raises PlanError where a layout does not fit, or the
+    way to it, unless forced."""
+    for place, change in enumerate(plan.changes):
+        other = plan.with_layout(change)
+        if plan.device == "cpu" and not is_predictable(other):
+            console.report(f"no prediction of the layout from step {change.step} on, {change.layout.describe()}")
+            yield change
+            continue
+        after = predictor.predict(other)
+        needed_bytes, what = max((after.needed_bytes, "the layout"), (moving_bytes(before, after), "the change to it"))
+        if needed_bytes > predictor.limit_bytes:
+            layout = f"from step {change.step} on, {change.layout.describe()}"
+            message = f"{what} {layout}, takes {format_bytes(needed_bytes)} a process; {predictor.limit_text}"
+            if not force:
+                hint = "name another layout there, or leave the change out; --force launches all the same"
+                raise PlanError(Problem("does_not_fit", message, f"scheduler.changes.{place}", hint))
+            console.report(f"{message}; forced")
+        yield replace(
+            change,
+            largest_micro_batch_size=_smaller(change.largest_micro_batch_size, _largest_micro_batch(other, predictor)),
+            largest_stage_layers=_largest_stage(other, predictor),
+        )
+        before = after
+
+
+def with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -> Plan:
+    """Return the plan with what earlier runs of it had to take for want of memory, and say so; as it is under
+    `scheduler=off`."""
+    if plan.spec.scheduler.mode == "off":
+        return plan
+    changed = with_reliefs(plan, read_limits(plan, machine).reliefs)
+    if changed.memory_setting != plan.memory_setting:
+        before, now = plan.memory_setting.describe(), changed.memory_setting.describe(plan.memory_setting)
+        forget = "trainspec runs --clear-limits forgets that"
+        console.report(f"memory ran out here before with {before}: this run begins with {now} ({forget})")
+    return replace(changed, changes=tuple(_known_change(plan, change, machine) for change in plan.changes))
+
+
+def _known_change(plan: Plan, change: PlannedLayout, machine: Machine) -> PlannedLayout:
+    """Return a planned change with micro-batches that earlier runs in its layout have left."""
+    other = plan.with_layout(change)
+    known = with_reliefs(other, read_limits(other, machine).reliefs)
+    return replace(
+        change,
+        micro_batch_size=known.micro_batch_size,
+        grad_accum_steps=known.grad_accum_steps,
+        largest_micro_batch_size=known.largest_micro_batch_size,
+    )
+
+
+def _smaller(known: int | None, predicted: int | None) -> int | None:
+    """Return the smaller of what earlier runs have left and what is predicted to fit; None where nothing is known."""
+    return min((size for size in (known, predicted) if size is not None), default=None)
+
+
+def _memory_ladder(plan: Plan, predictor: Predictor | None) -> tuple[MemorySetting, ...]:
+    """Return what the run takes in turn where its memory runs out; nothing under `scheduler=off`."""
+    if plan.spec.scheduler.mode == "off":
+        return ()
+
+    def needed_bytes(setting: MemorySetting) -> float | None:
+        changed = with_setting(plan, setting).as_one_group
+        if predictor is None or not predictor.knows(changed):
+            return None
+        return predictor.predict(changed).needed_bytes
+
+    ladder = build_ladder(
+        plan.memory_setting,
+        keeps_micro_batches=plan.spec.model.unit == "samples",
+        may_offload=plan.device == "cuda",
+        needed_bytes=needed_bytes,
+    )
+    return tuple(setting for setting in ladder if not _refused(plan, setting))
+
+
+def _refused(plan: Plan, setting: MemorySetting) -> list[Problem]:
+    """Return what the rules have against a setting that is not the plan's own."""
+    if setting == plan.memory_setting:
+        return []
+    changed = replace(plan.spec, recompute=setting.recompute, offload=setting.offload)
+    return [*check(changed), *check_engine(changed)]
+
+
+def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int | None:
+    """Return the samples of the largest micro-batch that fits, which the scheduler may give a fast rank; None where it
+    divides nothing. `scheduler.max_micro_batch_size: auto` asks for up to twice the plan's."""
+    scheduler, usual = plan.spec.scheduler, plan.micro_batch_size
+    if scheduler.mode == "off" or plan.layout.data_parallel_size == 1:
+        return None
+    wanted = scheduler.max_micro_batch_size
+
+    def fits(size: int) -> bool:
+        prediction = predictor.predict(replace(plan.as_one_group, micro_batch_size=size))
+        return prediction.needed_bytes <= predictor.limit_bytes
+
+    return largest_that_fits(usual, 2 * usual if wanted == AUTO else int(wanted), fits)
+
+
+def _largest_stage(plan: Plan, predictor: Predictor) -> int | None:
+    """Return the layers of the fullest pipeline rank that fits; None where the scheduler moves none."""
+    if plan.spec.scheduler.mode == "off":
+        return None
+
+    def fits(layout: Layout) -> bool:
+        prediction = predictor.predict(replace(plan.as_one_group, layout=layout))
+        return prediction.needed_bytes <= predictor.limit_bytes
+
+    return largest_stage(plan.layout, plan.spec.model.num_layers, plan.spec.scheduler.max_stage_layers, fits)
+
+
+def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_probe: bool) -> Predictor | None:
+    plan = plan.as_one_group
+    if is_known(plan, machine):
+        limit_bytes = device_limit_bytes(plan, machine)
+        limit_text = f"a GPU can give {format_bytes(limit_bytes)}"
+        return Predictor(lambda other: predict_device(other, machine), limit_bytes, limit_text)
+    if not is_predictable(plan):
+        if plan.device == "cuda" and machine.gpu_names:
+            console.report(f"no prediction: the catalogue has no accelerator like {machine.gpu_names[0]}")
+        return None
+    probe = _probe(plan, machine, console) if may_probe else _known_probe(plan, machine, console)
+    if probe is None:
+        return None
+    limit_text = f"this machine has {format_bytes(machine.memory_bytes)}"
+    profile, _ = find_profile(plan.spec, machine)
+    factors = profile.factors if profile else {}
+    if profile:
+        console.report(describe_profile(profile))
+    return Predictor(
+        lambda other: calibrated(predict_local(other, probe), factors),
+        machine.memory_bytes / plan.devices_per_node,
+        limit_text,
+        is_predictable,
+    )
+
+
+def _probe(plan: Plan, machine: Machine, console: PrintableConsole) -> MachineProbe | None:
+    """Probe the machine; None where that failed: the launch goes on without a prediction, and reports it."""
+    try:
+        probe = probe_machine(plan, machine, lambda: console.report("probing this machine, once"))
+    except MachineError as error:
+        console.report(f"{error}\n\nso this run starts without a prediction")
+        return None
+    if probe.is_disturbed:
+        taken = f"other programs kept the probe from running for {probe.displaced:.0%} of its time"
+        later = f"a launch {DISTURBED_HOLDS_S / 60:.0f} minutes after it probes again"
+        console.report(f"{taken}: the prediction is for such a load, and {later}")
+    return probe
+
+
+def _known_probe(plan: Plan, machine: Machine, console: PrintableConsole) -> MachineProbe | None:
+    probe = read_probe(probe_path(plan, machine))
+    if probe is None:
+        console.report("no prediction: this machine was not probed yet; the first launch does that, in some seconds")
+    return probe
+
+
+def _does_not_fit(plan: Plan, prediction: LocalPrediction, predictor: Predictor) -> Problem:
+    change = suggest(plan, predictor.predict, predictor.limit_bytes)
+    causes = prediction.memory | prediction.beside
+    most = max(causes, key=lambda cause: causes[cause])
+    message = (
+        f"the plan does not fit: {plan.devices_per_node} x {format_bytes(prediction.needed_bytes)} are needed, "
+        f"{predictor.limit_text} (most goes to {most}, {format_bytes(causes[most])} a process)"
+    )
+    fitting = f"this would fit: {change}" if change else "a smaller model or a shorter data.seq_len would fit"
+    return Problem("does_not_fit", message, hint=f"{fitting}; --force launches all the same")

@@ -1,0 +1,1 @@
+"""A recipe made ready: loaded, completed, imported, migrated, with its data."""

@@ -1,0 +1,150 @@
+"""Load a RunSpec from a command line, and make a Plan of it, for every command that takes a recipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainspec_cli.composer.folders import DISTURB
+from trainspec_cli.composer.origins import COMMAND_LINE, RECIPE
+from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
+from trainspec_cli.launcher.job.machine import detect
+from trainspec_cli.planner.plan import plan
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.spec.rules.check import apply, check, check_machine
+from trainspec_cli.spec.rules.engine import check_engine, close_axes
+from trainspec_cli.spec.structure import build
+from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
+
+if TYPE_CHECKING:
+    from trainspec_cli.composer.compose import Composed
+    from trainspec_cli.launcher.job.folder import LaunchOrigin
+
+DATA_PATHS = ("data.path", "data.tokenizer.path")
+OF_PLANNING = (DISTURB,)
+"""Keys of the command line that `trainspec plan` reads itself."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    spec: RunSpec
+    composed: Composed
+
+    @property
+    def origin(self) -> LaunchOrigin:
+        """Return the origin that a run of this recipe records in its folder."""
+        from trainspec_cli.composer.render import render_yaml  # loads hydra, which the help of a command does without
+        from trainspec_cli.launcher.job.folder import LaunchOrigin  # loads the launcher, which plans do without
+
+        return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed))
+
+
+@dataclass(frozen=True)
+class Examined:
+    draft: RunSpec
+    """UNKNOWN stands in it for what is missing or wrong."""
+    composed: Composed
+    problems: list[Problem]
+    """Located, in the order they are read."""
+
+
+def load(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
+    """Return what `recipe=NAME key=value ...` asks for. Raises RecipeError with every problem, located."""
+    examined = examine(arguments, cwd)
+    require(examined.problems)
+    return Loaded(examined.draft, examined.composed)
+
+
+def load_for_planning(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
+    """Load a run that is planned and not started: its data need not be here, nor this engine able to run it."""
+    examined = examine(arguments, cwd, to_run=False)
+    lacks_data = [p for p in examined.problems if p.path in DATA_PATHS and p.code in ("missing_file", "missing_value")]
+    require([problem for problem in examined.problems if problem not in lacks_data])
+    return Loaded(examined.draft, examined.composed)
+
+
+def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Examined:
+    """Find everything that is wrong with a recipe, whatever the machine."""
+    from trainspec_cli.composer.compose import (
+        compose_arguments,  # loads hydra, which the help of a command does without
+    )
+    from trainspec_cli.session.recipe.initial import check_weights, complete  # as above
+    from trainspec_cli.session.recipe.own_code import absolute_code  # as above
+    from trainspec_cli.session.recipe.run_length import complete_steps  # as above
+
+    aside = () if to_run else OF_PLANNING
+    composed = compose_arguments(arguments, cwd, (*absolute_code(cwd), complete, complete_steps), aside)
+    draft, mistyped = build(RunSpec, composed.data)
+    draft = _without_failed(draft, composed)
+    checked = [*check(close_axes(draft)), *check_engine(draft)] if to_run else check(draft)
+    checked += apply([check_weights], draft) if to_run and not composed.problems else []
+    problems = composed.locate([*mistyped, *checked])
+    known = [problem for problem in composed.problems if not _refers_to_missing(problem, mistyped)]
+    new = [problem for problem in problems if not follows(problem, composed)]
+    return Examined(draft, composed, sorted([*known, *new], key=_place))
+
+
+def plan_on(loaded: Loaded, machine: Machine) -> Plan:
+    """Resolve every `auto`. Raises MachineError for what the node lacks, RecipeError for sizes that do not fit it."""
+    require(loaded.composed.locate(check_machine(loaded.spec, machine)))
+    return plan_for(loaded, machine)
+
+
+def plan_for(loaded: Loaded, machine: Machine) -> Plan:
+    """Resolve every `auto` for a machine that is not this one. Raises as `plan_on`, but for what the node lacks."""
+    try:
+        return plan(loaded.spec, machine)
+    except TrainspecError as error:
+        raise type(error)(loaded.composed.locate(error.problems)) from error
+
+
+def this_machine(spec: RunSpec) -> Machine:
+    """This node as a spec without problems would use it."""
+    return detect(look_for_gpus=spec.cluster.device != "cpu")
+
+
+def machine_of_draft(spec: RunSpec) -> Machine | None:
+    """This node as a draft would use it; None where the draft does not say whether it wants GPUs."""
+    try:
+        return this_machine(spec)
+    except UnknownTouched:
+        return None
+
+
+def require(problems: Sequence[Problem]) -> None:
+    """Raise what they amount to: MachineError (exit 4) where only the machine lacks something, else RecipeError (2)."""
+    if problems:
+        error = MachineError if all(problem.environment for problem in problems) else RecipeError
+        raise error(problems)
+
+
+def _without_failed(draft: RunSpec, composed: Composed) -> RunSpec:
+    """Put UNKNOWN, which rules pass over, where a recipe or an option could not be found."""
+    names = draft.__dataclass_fields__
+    unknown = set(names) if RECIPE in composed.failed else composed.failed & set(names)
+    return RunSpec(**{name: UNKNOWN if name in unknown else getattr(draft, name) for name in names})
+
+
+def follows(problem: Problem, composed: Composed) -> bool:
+    """Return whether a value misses because the recipe or option that gives it was not found, or because its own was
+    refused."""
+    refused = {other.path for other in composed.problems}
+    group = problem.path.partition(".")[0]
+    missed = bool(composed.failed & {RECIPE, group, problem.path}) or problem.path in refused
+    return problem.code == "missing_value" and missed
+
+
+def _refers_to_missing(problem: Problem, mistyped: Sequence[Problem]) -> bool:
+    """An interpolation leads nowhere because its target misses, which is reported by itself."""
+    missing = [f"${{{other.path}}}" for other in mistyped if other.code == "missing_value"]
+    return problem.code == "bad_interpolation" and any(target in problem.message for target in missing)
+
+
+def _place(problem: Problem) -> tuple[bool, str, int, int]:
+    """The command line first, then file by file."""
+    return problem.file != COMMAND_LINE, problem.file or "", problem.line or 0, problem.column or 0

@@ -1,0 +1,190 @@
+"""`migrate`: bring recipes, run folders and their files to the current version of the training spec."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import os
+import shlex
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
+from trainspec_cli.launcher.job.claim import claim, is_running
+from trainspec_cli.reading.files import read_object, unreadable
+from trainspec_cli.reading.spec_version import CURRENT, NEWER, VERSIONS, find_fault
+from trainspec_cli.rundir.files import replace_head
+from trainspec_cli.rundir.forms import FORMS, Form
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.recipe.load import require
+from trainspec_cli.session.recipe.migrated_text import Head, migrated_head, yaml_form
+from trainspec_cli.trust import check_tree, private_files, why_not_trusted
+
+YAML_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Migration:
+    """What is to be done to one file."""
+
+    path: Path
+    form: Form
+    head: Head
+    run: RunDir | None
+    """The run whose file it is; None of a file that lies by itself."""
+
+    @property
+    def changes(self) -> bool:
+        return self.head.old != self.head.new
+
+    def diff(self) -> str:
+        """Return the lines that change, as `diff -u` shows them."""
+        old, new = (text.decode(errors="replace").splitlines() for text in (self.head.old, self.head.new))
+        lines = difflib.unified_diff(old, new, f"{self.path} ({self.head.version})", f"{self.path} ({CURRENT})", n=1)
+        return "\n".join(line.rstrip("\n") for line in lines)
+
+
+def find_migrations(paths: Sequence[str], version: str = CURRENT) -> list[Migration]:
+    """Return what is to be done to the files and run folders at `paths`, also where that is nothing. Raises RecipeError
+    or MachineError with everything that stands against it, before anything is written."""
+    _check_target(version)
+    found: list[Migration] = []
+    problems: list[Problem] = []
+    for path in dict.fromkeys(map(Path, paths)):
+        try:
+            found += _of_path(path, problems)
+        except TrainspecError as error:
+            problems += error.problems
+    require(problems)
+    return list({migration.path.resolve(): migration for migration in found}.values())
+
+
+def apply(migrations: Sequence[Migration]) -> dict[Path, Path]:
+    """Change the files, each at once; return where each is kept as it was. A run is claimed meanwhile, so that nobody
+    starts it. Raises RecipeError where it goes on, MachineError where a file cannot be written."""
+    changing = [migration for migration in migrations if migration.changes]
+    runs = {migration.run.root.resolve(): migration.run for migration in changing if migration.run}
+    with ExitStack() as claims, private_files():
+        for run in runs.values():
+            claims.enter_context(claim(run, f"migrate-{os.getpid()}"))
+        return {migration.path: _replace(migration) for migration in changing}
+
+
+def _check_target(version: str) -> None:
+    """Raise RecipeError unless this is the version that files are migrated to."""
+    if version == CURRENT:
+        return
+    if version in VERSIONS:
+        message = f"--to {version} is a downgrade: what {CURRENT} has added would be lost"
+        hint = f"the file as it was lies beside it: mv FILE.{version}.bak FILE"
+        raise RecipeError(Problem("downgrade", message, "--to", hint))
+    fault = find_fault(version)
+    assert fault is not None, "all versions that are read are known"
+    message = f"--to {version}: this trainspec migrates to version {CURRENT} of the training spec"
+    hint = fault.hint if fault.code == NEWER else f"type --to {CURRENT}, or leave it out"
+    raise RecipeError(Problem(fault.code, message, "--to", hint))
+
+
+def _of_path(path: Path, problems: list[Problem]) -> Iterator[Migration]:
+    """Yield the files at a path; what is wrong with one of a run folder is added to `problems`."""
+    if not path.is_dir():
+        _check_own_file(path)
+        run = _run_of(path)
+        if run is not None:
+            _check_free(run)
+        form = _form_of_file(path)
+        if not form.schema:
+            yield Migration(path, form, migrated_head(path, form), run)
+        return
+    run = RunDir(path)
+    if not run.run_json.is_file():
+        hint = "name run folders, recipes, or files of a run folder"
+        raise RecipeError(Problem("no_run", f"{path} holds no run", hint=hint))
+    check_tree(run.root)
+    _check_free(run)
+    for file, form in _files_of(run):
+        try:
+            _check_own_file(file)
+            yield Migration(file, form, migrated_head(file, form), run)
+        except TrainspecError as error:
+            problems += error.problems
+
+
+def _files_of(run: RunDir) -> Iterator[tuple[Path, Form]]:
+    """Yield the files of a run folder that state a version; those under a digest are left as they are."""
+    for form in FORMS:
+        for pattern in () if form.schema else form.patterns:
+            yield from ((file, form) for file in sorted(run.root.glob(pattern)))
+
+
+def _run_of(file: Path) -> RunDir | None:
+    """Return the run in whose folder a file lies."""
+    above = itertools.islice(file.absolute().parents, 3)
+    return next((RunDir(folder) for folder in above if RunDir(folder).run_json.is_file()), None)
+
+
+def _check_free(run: RunDir) -> None:
+    if is_running(run):
+        hint = f"stop it first: trainspec stop {shlex.quote(str(run.root))}"
+        raise RecipeError(Problem("still_running", f"the run in {run.root} is still running", hint=hint))
+
+
+def _check_own_file(path: Path) -> None:
+    """Raise for what is not a plain file of this user's own."""
+    try:
+        found = path.lstat()
+    except OSError as error:
+        raise RecipeError(Problem("missing_file", f"there is no file {path}: {error.strerror}")) from error
+    if stat.S_ISLNK(found.st_mode):
+        hint = f"name the file itself: {path.resolve()}"
+        raise RecipeError(Problem("not_trusted", f"{path} is a link", hint=hint, file=str(path)))
+    if not stat.S_ISREG(found.st_mode):
+        raise unreadable(path, "is no regular file")
+    reason = why_not_trusted(found) or ("belongs to root" if found.st_uid != os.geteuid() else "")
+    if reason:
+        hint = f"migrate a copy of your own: cp {shlex.quote(str(path))} ."
+        raise MachineError(Problem("not_trusted", f"{path} {reason}", hint=hint, file=str(path), environment=True))
+
+
+def _form_of_file(path: Path) -> Form:
+    """Return the kind of a file that is named by itself. Raises RecipeError where it is none that trainspec writes."""
+    if path.suffix in YAML_SUFFIXES:
+        return yaml_form(path)
+    if path.suffix == ".json" and (form := _sealed(path)):
+        return form
+    if form := next((one for one in FORMS if one.holds(path.absolute())), None):
+        return form
+    kinds = ", ".join(one.kind for one in FORMS)
+    hint = f"files of these kinds are known, by their names in a run folder: {kinds}"
+    raise RecipeError(Problem("no_form", f"{path} is no file that trainspec reads", hint=hint, file=str(path)))
+
+
+def _sealed(path: Path) -> Form | None:
+    """Return the kind of a file under a digest, by the schema that it states."""
+    schema = str(read_object(path).get("schema", "")).partition("/")[0]
+    return next((form for form in FORMS if form.schema and form.schema == schema), None)
+
+
+def _replace(migration: Migration) -> Path:
+    """Write a file anew; return where it is kept as it was."""
+    path, head = migration.path, migration.head
+    for backup in _backups(path, head.version):
+        try:
+            replace_head(path, head.old, head.new, backup)
+        except FileExistsError:
+            continue
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            hint = "files that were migrated before it stay so; call the command again"
+            problem = Problem("cannot_write", f"{path} cannot be written: {reason}", hint=hint, environment=True)
+            raise MachineError(problem) from error
+        return backup
+    raise AssertionError("counting has no end")
+
+
+def _backups(path: Path, version: str) -> Iterator[Path]:
+    yield path.with_name(f"{path.name}.{version}.bak")
+    yield from (path.with_name(f"{path.name}.{version}.bak{number}") for number in itertools.count(2))

@@ -1,0 +1,40 @@
+"""The training samples of an epoch, counted in the data."""
+
+from __future__ import annotations
+
+from trainspec_cli.corpus.collection import Collection
+from trainspec_cli.corpus.labelled import open_samples
+from trainspec_cli.corpus.prepare import prepare, prepared_folder
+from trainspec_cli.corpus.rows import open_rows
+from trainspec_cli.errors import Problem, RecipeError, TrainspecError
+from trainspec_cli.reading.files import expand
+from trainspec_cli.reporter.live import showing_progress
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.recipe.run_length import EPOCHS, TOKENS
+from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.spec.recipe.run import RunSpec
+
+
+def count_samples(spec: RunSpec, folder: str | None) -> int:
+    """Return the training samples of an epoch; text is prepared for that. Raises RecipeError where there are none to
+    count."""
+    data, model = spec.data, spec.model
+    if data.is_own and folder is None and (found := prepared_folder(data)):
+        folder = str(found)
+    elif data.is_own and folder is None:
+        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and to count the samples of {data.source} it would have to run"
+        hint = f"prepare its data first (trainspec data prepare), or type {TOKENS}=<tokens> in its place"
+        raise RecipeError(Problem("unsupported", message, EPOCHS, hint))
+    if data.source == "mixture":
+        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and the parts of data=mixture come round at different times"
+        raise RecipeError(Problem("unsupported", message, EPOCHS, f"type {TOKENS}=<tokens> in its place"))
+    try:
+        if isinstance(model, ConvModel):
+            return open_samples(data, model, expand(data.path) if data.path else None).count("train")
+        with showing_progress(PrintableConsole(stderr=True)) as on_progress:
+            tokens = Collection.open(folder or prepare(data, on_progress)).main
+        return len(open_rows(tokens, "train", data))
+    except TrainspecError as error:
+        message = f"`{EPOCHS}` is {spec.train.epochs:g}, and the samples of an epoch cannot be counted: {error}"
+        hint = f"type {TOKENS}=<tokens> in its place, such as {TOKENS}=500e9"
+        raise RecipeError(Problem("unknown_length", message, EPOCHS, hint)) from error

@@ -1,0 +1,105 @@
+"""Diagnoses of a run, for `trainspec diagnose`, `report`, and the live view of a run that this process supervises."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainspec_cli.launcher.job.claim import is_running
+from trainspec_cli.reporter.collect import Report
+from trainspec_cli.reporter.verdicts import describe_event
+from trainspec_cli.rundir.event_types.observed import VerdictEvent
+from trainspec_cli.rundir.events import EventTail
+from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import has_own_command, read_composed
+from trainspec_cli.session.runs.find import collect_run, find_run, refusing_closed, status_of_run
+from trainspec_cli.spec.results.verdict import RunVerdict
+
+if TYPE_CHECKING:
+    from trainspec_cli.diagnosis.watch import DiagnosisWatch
+
+FOLLOW_S = 0.5
+
+
+def diagnose_run(name: str, *, asks_planner: bool = True) -> tuple[RunVerdict, ...]:
+    """Return the verdicts on a run as it stands, heaviest first. Raises as `find_run`."""
+    run = find_run(name)
+    with refusing_closed(name):
+        return verdicts_of(run, asks_planner=asks_planner)
+
+
+def follow_verdicts(name: str) -> Iterator[VerdictEvent]:
+    """Yield what a run's supervisor finds, and what is over, from its first line until the run ends. Raises as
+    `find_run`."""
+    run = find_run(name)
+    tail = EventTail(run.verdicts, None)
+    goes_on = True
+    while goes_on:
+        goes_on = status_of_run(run) == "running"
+        yield from (event for event in tail.read() if isinstance(event, VerdictEvent))
+        if goes_on:
+            time.sleep(FOLLOW_S)
+
+
+def report_of(name: str) -> Report:
+    """Return the report of a run as it stands, with the verdicts on it. Raises as `find_run`."""
+    return replace(collect_run(name), verdicts=diagnose_run(name))
+
+
+def composed_of(report: Report) -> str:
+    """Return the composed recipe of a run that was reported on. Raises MachineError where it cannot be read."""
+    with refusing_closed(report.path):
+        return read_composed(RunDir(report.path))
+
+
+def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict, ...]:
+    """Return the verdicts on a run; none on one that was not planned yet. The planner is asked what would help one that
+    nothing slows: that takes as long as its search."""
+    is_own = has_own_command(run)
+    if not (is_own or run.plan_json.is_file()):
+        return ()
+    from trainspec_cli.diagnosis.gather import read_run  # loads numpy, as the watch does
+    from trainspec_cli.policy.diagnosis.conclude import conclude
+    from trainspec_cli.session.planning.outlook import outlook_of
+
+    reader = read_run(run)
+    evidence = reader.evidence(time.time() if is_running(run) else None)
+    asks_planner = asks_planner and not is_own
+    verdicts = conclude(evidence, partial(outlook_of, run, reader)) if asks_planner else conclude(evidence)
+    if not (last := reader.forgotten_until):
+        return verdicts
+    note = f"it is known from the steps after {last:,}: those before are more than are looked at"
+    return tuple(replace(one, evidence=(*one.evidence, note)) for one in verdicts)
+
+
+def trace_to(name: str, file: Path) -> None:
+    """Write the trace of a run. Raises as `find_run`, and OSError where the file cannot be written."""
+    from trainspec_cli.diagnosis.gather import shape_of
+    from trainspec_cli.diagnosis.trace import trace_run
+
+    run = find_run(name)
+    with refusing_closed(name):
+        write_json(file, trace_run(run, shape_of(run), verdicts_of(run)))
+
+
+class VerdictLines:
+    """Tells of verdicts in the live view, a line each."""
+
+    def __init__(self, run: RunDir, *, looks_deeper: bool):
+        self._run, self._looks_deeper = run, looks_deeper
+        self._watch: DiagnosisWatch | None = None
+
+    def look(self, say: Callable[[str], None]) -> None:
+        if self._watch is None:
+            if not self._run.events(0).is_file():  # its workers have not begun
+                return
+            from trainspec_cli.diagnosis.watch import DiagnosisWatch
+
+            self._watch = DiagnosisWatch(self._run, looks_deeper=self._looks_deeper)
+
+        self._watch.look(lambda event: say(f"diagnosis: {describe_event(event)}"))

@@ -1,0 +1,104 @@
+"""A run seen from another terminal: watched, its log followed, and asked to stop."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.launcher.backend.processes import POLL_S
+from trainspec_cli.launcher.job.claim import Owner, find_owner, is_running
+from trainspec_cli.reporter.collect import collect
+from trainspec_cli.reporter.live import LiveView
+from trainspec_cli.reporter.render import render_summary
+from trainspec_cli.reporter.runs import QUEUED
+from trainspec_cli.rundir.events import TAIL_BYTES
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import has_own_command, read_plan
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.runs.find import status_of_run
+from trainspec_cli.spec.canonical import Absent
+
+SECOND_REQUEST_S = 0.5
+"""A second signal comes so long after the first, which is heard by then."""
+
+
+def watch(run: RunDir, console: PrintableConsole) -> str:
+    """Show a run as its own terminal does, from its newest events on, until it ends; return its status. Raises
+    RecipeError where it is not running."""
+    if not is_running(run):
+        raise _not_running(run, f"see how it went: trainspec report {_quoted(run)}")
+    plan = None if has_own_command(run) else read_plan(run)
+    with LiveView(run, plan, console, last_bytes=TAIL_BYTES) as view:
+        while is_running(run):
+            view.watch(stop_requested=False)
+            time.sleep(POLL_S)
+        view.watch(stop_requested=False)
+    report = collect(run.root)
+    if report.steps:
+        console.print(render_summary(report))
+    return report.status
+
+
+def read_run_log(run: RunDir, *, follow: bool) -> Iterator[str]:
+    """Yield the lines that the run's terminal showed, of every start; with `follow` those that come, until it ends.
+    Raises RecipeError where there are none."""
+    if not run.run_log.is_file():
+        message = f"{run.run_log} is not there: the run has shown nothing yet"
+        raise RecipeError(Problem("no_log", message, hint="`trainspec runs` says whether it has begun"))
+    with run.run_log.open(encoding="utf-8", errors="replace") as file:
+        while True:
+            goes_on = follow and is_running(run)  # asked before the file is read: what comes last is not lost
+            while text := file.read(2**16):
+                yield text
+            if not goes_on:
+                return
+            time.sleep(POLL_S)
+
+
+def stop(run: RunDir, *, at_once: bool, on_asked: Callable[[], None]) -> str:
+    """Ask a run to stop, wait until it has ended, and return its status. `at_once`: without a checkpoint.
+
+    Raises RecipeError where it is not running, MachineError where it runs on another node.
+    """
+    owner = find_owner(run)
+    if owner is None:
+        queued = status_of_run(run) == QUEUED
+        raise _not_running(run, "take it out of Slurm's queue: scancel JOB" if queued else "")
+    if owner.host != socket.gethostname():
+        raise _elsewhere(run, owner)
+    _ask(owner)
+    on_asked()
+    if at_once:
+        time.sleep(SECOND_REQUEST_S)
+        if find_owner(run) == owner:
+            _ask(owner)
+    while find_owner(run) == owner:
+        time.sleep(POLL_S)
+    return status_of_run(run)
+
+
+def _ask(owner: Owner) -> None:
+    with suppress(ProcessLookupError):  # it has ended meanwhile
+        os.kill(owner.pid, signal.SIGTERM)
+
+
+def _not_running(run: RunDir, hint: str) -> RecipeError:
+    return RecipeError(Problem("not_running", f"the run in {run.root} is {status_of_run(run)}, not running", hint=hint))
+
+
+def _elsewhere(run: RunDir, owner: Owner) -> MachineError:
+    job = None if isinstance(owner.slurm_job_id, Absent) else owner.slurm_job_id
+    hint = f"type scancel {job}" if job else f"type it there: ssh {owner.host} trainspec stop {_quoted(run)}"
+    message = f"the run in {run.root} is supervised on {owner.host}, and this is {socket.gethostname()}"
+    return MachineError(Problem("other_node", message, hint=hint, environment=True))
+
+
+def _quoted(run: RunDir) -> str:
+    return shlex.quote(str(Path(run.root)))

@@ -1,0 +1,122 @@
+"""Removing runs, or checkpoints of theirs that nothing needs; never of a run that lives, or that Slurm will start."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.launcher.job.claim import claim
+from trainspec_cli.reporter.runs import ALIVE, DAMAGED, RunLine
+from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.heldout import best_checkpoint
+from trainspec_cli.rundir.memory import find_copies, remove_folder
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_section
+from trainspec_cli.session.runs.find import find_own_run, runs_here, status_of_run
+
+BLOCK_BYTES = 512
+"""The unit of `st_blocks`."""
+
+
+@dataclass(frozen=True)
+class Removal:
+    """Folders of one run that are to be removed."""
+
+    run: RunDir
+    status: str
+    folders: tuple[Path, ...]
+    """The run's own folder, or some of its checkpoints."""
+    bytes: int
+    generation: int = 0
+    """The run's newest start when this was decided; one that has begun another since is not removed."""
+    begun_with_it: tuple[str, ...] = ()
+    """Runs below ./runs that began with the weights of this one."""
+
+    @property
+    def is_whole(self) -> bool:
+        return self.run.root.resolve() in self.folders
+
+
+def plan_removal(names: Sequence[str]) -> list[Removal]:
+    """Return what removing these runs takes. Raises RecipeError for a run that lives or will be started, or in whose
+    folder another run or the current folder is, and as `find_own_run`."""
+    found = {run.root.resolve(): run for run in map(find_own_run, names)}
+    lines = runs_here()
+    return [_whole(run, _status_of_ended(run), lines) for run in found.values()]
+
+
+def plan_pruning(statuses: Sequence[str], older_than_s: float, *, checkpoints: bool) -> Iterator[Removal]:
+    """Yield what pruning the runs below ./runs takes: those of `statuses` that were made longer ago than this, or
+    (`checkpoints`) all checkpoints of theirs but the newest and the best."""
+    lines = runs_here()
+    for line in lines:
+        if (
+            line.status not in statuses
+            or line.status in (*ALIVE, DAMAGED)
+            or time.time() - line.created_at < older_than_s
+        ):
+            continue
+        run = find_own_run(line.path)
+        removal = _checkpoints(run, line.status) if checkpoints else _whole(run, line.status, lines)
+        if removal.folders:
+            yield removal
+
+
+def remove(removal: Removal) -> None:
+    """Remove it while nobody else can start the run. Raises RecipeError where somebody has meanwhile."""
+    run = removal.run
+    with claim(run, "remove"):
+        if generations.newest(run) != removal.generation:
+            message, hint = f"the run in {run.root} was started meanwhile", "look at it once more: trainspec runs"
+            raise RecipeError(Problem("still_running", message, hint=hint))
+        copies = find_copies(run) if removal.is_whole else None
+        for folder in removal.folders:
+            shutil.rmtree(folder)
+        if copies:
+            remove_folder(copies)
+
+
+def _status_of_ended(run: RunDir) -> str:
+    status = status_of_run(run)
+    if status in ALIVE:
+        hint = "stop it first: trainspec stop RUN; a job of Slurm's: scancel JOB"
+        raise RecipeError(Problem("still_running", f"the run in {run.root} is {status}", hint=hint))
+    return status
+
+
+def _whole(run: RunDir, status: str, lines: Sequence[RunLine]) -> Removal:
+    root, copies = run.root.resolve(), find_copies(run)
+    _refuse_shared(run, root)
+    taken = _bytes_of(root) + (_bytes_of(copies) if copies else 0)
+    return Removal(run, status, (root,), taken, generations.newest(run), tuple(_begun_with(run, lines)))
+
+
+def _refuse_shared(run: RunDir, root: Path) -> None:
+    if root in (Path.cwd(), *Path.cwd().parents):
+        message, hint = f"the current folder is in the run {run.root}", "type it from another folder: cd .."
+        raise RecipeError(Problem("in_use", message, hint=hint))
+    if inner := next((path.parent for path in root.rglob(run.run_json.name) if path.parent != root), None):
+        message, hint = f"in the run {run.root} another run has its folder", f"move it away first: {inner}"
+        raise RecipeError(Problem("in_use", message, hint=hint))
+
+
+def _begun_with(run: RunDir, lines: Sequence[RunLine]) -> Iterator[str]:
+    for line in lines:
+        source = {} if line.damage else read_section(RunDir(line.path), "init")
+        begins_with = source.get("from")
+        if isinstance(begins_with, str) and Path(begins_with).expanduser().resolve() == run.root.resolve():
+            yield line.path
+
+
+def _checkpoints(run: RunDir, status: str) -> Removal:
+    kept = {run.newest_step, best_checkpoint(run)}
+    folders = tuple(run.checkpoint(step) for step in run.checkpoint_steps() if step not in kept)
+    return Removal(run, status, folders, sum(map(_bytes_of, folders)), generations.newest(run))
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(path.lstat().st_blocks * BLOCK_BYTES for path in folder.rglob("*") if path.is_file())

@@ -1,0 +1,212 @@
+"""Runs as Slurm jobs: written down as a launch writes them before its workers start, with the script that trains them.
+
+Lines of shell and images of containers that a recipe brings, and that come from a file that another user owns or that
+everyone may write, are submitted only with --allow-setup. root's files are trusted, and so is the command line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import indent
+
+from trainspec_cli.composer.origins import COMMAND_LINE, Origin, find_origin
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.launcher.backend.nodes.backend import Reach, build_nodes_job
+from trainspec_cli.launcher.job.folder import make_folder, storage, write_launch
+from trainspec_cli.launcher.job.machine import detect
+from trainspec_cli.launcher.slurm.commands import submit as submit_to_slurm
+from trainspec_cli.launcher.slurm.queue import note_job
+from trainspec_cli.launcher.slurm.script import array_log, check_folder, log_of, render_script
+from trainspec_cli.rundir.files import write_text
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.launching.sites import SiteOptions, check_site, load_site
+from trainspec_cli.session.launching.sweep import Sweep, sweep_arguments
+from trainspec_cli.session.recipe.data import prepare_data
+from trainspec_cli.session.recipe.load import Loaded, plan_for
+from trainspec_cli.session.slurm.container import check_container, folders_read, unseen_image
+from trainspec_cli.session.slurm.time_limit import short_limit
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.recipe.cluster import Machine, SlurmSpec
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.trust import private_files, why_not_trusted
+
+DEFAULT_PYTHON = SlurmSpec.container_python
+"""The image's own, which is shown with it."""
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a job, or of a job's array."""
+
+    loaded: Loaded
+    plan: Plan
+
+
+def plan_runs(
+    arguments: Sequence[str],
+    sweeps: Sequence[Sweep],
+    site: SiteOptions = SiteOptions(),  # noqa: B008
+) -> list[PlannedRun]:
+    """Plan a run for each combination of the swept values. Raises RecipeError."""
+    loaded = [load_site(point, site) for _, point in sweep_arguments(arguments, sweeps)]
+    for one in loaded:
+        check_site(one.spec)
+    runs = [PlannedRun(one, plan_for(one, _machine_of_job(one))) for one in loaded]
+    _check_alike([run.plan for run in runs])
+    return runs
+
+
+def _machine_of_job(loaded: Loaded) -> Machine:
+    """Return what a node of the job is, which need not be like this one. Raises RecipeError where the recipe leaves
+    open what only the job's nodes could show."""
+    cluster = loaded.spec.cluster
+    open_keys = [key for key in ("device", "devices_per_node") if getattr(cluster, key) == AUTO]
+    if open_keys:
+        raise RecipeError(loaded.composed.locate([_left_open(key) for key in open_keys]))
+    if cluster.device == "cpu":
+        return detect(look_for_gpus=False)
+    chip, devices = cluster.accelerator, int(cluster.devices_per_node)
+    return Machine(
+        hostname="the job's nodes",
+        cpu_cores=1,
+        memory_bytes=int(cluster.host_memory_gb * 1e9),
+        gpu_names=(chip.name if chip else "GPU",) * devices,
+        gpu_memory_bytes=int(chip.memory_gb * 1e9) if chip else 0,
+        bf16=chip is None or chip.bf16_tflops > 0,
+        fp8=chip is not None and chip.fp8_tflops > 0,
+    )
+
+
+def _left_open(key: str) -> Problem:
+    message = f"`cluster.{key}` is auto, and the job's nodes cannot be examined before Slurm has given them"
+    hint = "choose a cluster, such as cluster=h100, or type cluster.device=cuda cluster.devices_per_node=8"
+    return Problem("left_open", message, f"cluster.{key}", hint)
+
+
+def _check_alike(plans: Sequence[Plan]) -> None:
+    """Raises RecipeError unless one script can ask for all of them: it asks for one size of job."""
+    sizes = {(plan.num_nodes, plan.devices_per_node, plan.device, plan.spec.cluster.slurm) for plan in plans}
+    if len(sizes) > 1:
+        message = "the runs of the sweep ask for different nodes or options of Slurm, and an array has one of each"
+        raise RecipeError(Problem("usage", message, hint="sweep them one by one"))
+
+
+def warnings(runs: Sequence[PlannedRun]) -> list[str]:
+    """Return what may go wrong with the job, each once: a time limit that is too short, an image that is not there."""
+    found = (
+        line
+        for run in runs
+        for line in (*short_limit(run.plan, _machine_of_job(run.loaded)), *unseen_image(run.plan.spec.cluster.slurm))
+    )
+    return list(dict.fromkeys(found))
+
+
+def shell_lines(spec: RunSpec) -> dict[str, list[str]]:
+    """Return the lines of the recipe that its batch script takes as they are, and what runs in their place inside a
+    container."""
+    slurm = spec.cluster.slurm
+    lines = {"setup": list(slurm.setup), "sbatch_lines": list(slurm.sbatch_lines)}
+    if slurm.container_image is not None:
+        lines["container_image"] = [slurm.container_image]
+        if slurm.container_python != DEFAULT_PYTHON:
+            lines["container_python"] = [slurm.container_python]
+    return lines
+
+
+def render_shell_lines(loaded: Loaded) -> str:
+    """Return the lines below their key and the file they come from; empty where there are none."""
+    paragraphs = []
+    for name, lines in shell_lines(loaded.spec).items():
+        if lines:
+            written = indent("\n".join(lines), "  ")
+            paragraphs.append(f"cluster.slurm.{name} ({_origin(name, loaded)}):\n{written}\n")
+    return "".join(paragraphs)
+
+
+def check_own_lines(loaded: Iterable[Loaded]) -> None:
+    """Raises RecipeError for lines that somebody else has written, or could have."""
+    problems = [problem for one in loaded for problem in one.composed.locate(_not_own(one))]
+    if problems:
+        raise RecipeError(list(dict.fromkeys(problems)))
+
+
+def _origin(name: str, loaded: Loaded) -> Origin | None:
+    return find_origin(f"cluster.slurm.{name}", loaded.composed.origins)
+
+
+def _not_own(loaded: Loaded) -> Iterator[Problem]:
+    for name, lines in shell_lines(loaded.spec).items():
+        why = _why_not_own(_origin(name, loaded), loaded.composed.cwd) if lines else ""
+        if why:
+            message = f"`cluster.slurm.{name}` would run as you, and {why}"
+            hint = "read the lines above, and add --allow-setup; or copy the file, or give them on the command line"
+            yield Problem("not_own", message, f"cluster.slurm.{name}", hint)
+
+
+def _why_not_own(origin: Origin | None, cwd: Path) -> str:
+    """Empty for a file that is the user's, or root's, and for the command line."""
+    if origin is None:
+        return "it is not known which file it comes from"
+    if origin.file == COMMAND_LINE:
+        return ""
+    reason = why_not_trusted((cwd / origin.file).stat())
+    return f"{origin.file} {reason}" if reason else ""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The runs of one script, on paper."""
+
+    roots: Sequence[Path]
+    script: Path
+    text: str
+
+
+def write_submission(runs: Sequence[PlannedRun], *, force: bool = False) -> Submission:
+    """Make each run's folder and its script, where submitting it again goes on with the run; the script of an array
+    lies beside its runs."""
+    first = runs[0]
+    check_container(first.plan)
+    made = [_make_run(run) for run in runs]
+    roots = [root for root, _ in made]
+    recipe, argv, cwd = first.loaded.composed.recipe, sys.argv[1:], Path.cwd()
+    with private_files():
+        for root, needed in made:
+            text = render_script(first.plan, [root], recipe, argv, cwd, needed, force=force)
+            write_text(RunDir(root).job_sbatch, text)
+        if len(roots) == 1:
+            return Submission(roots, RunDir(roots[0]).job_sbatch, text)
+        needed = [folder for _, folders in made for folder in folders]
+        text = render_script(first.plan, roots, recipe, argv, cwd, needed, force=force)
+        script = array_log(roots).parent / f"{roots[0].name}.sbatch"
+        write_text(script, text)
+        return Submission(roots, script, text)
+
+
+def submit(submission: Submission) -> str:
+    """Give the script to Slurm; return the job's number, which the runs keep. Raises MachineError."""
+    roots = submission.roots
+    with private_files():  # Slurm gives the umask of this process to the job, and so to its log
+        job_id = submit_to_slurm(submission.script)
+        for task, root in enumerate(roots):
+            note_job(RunDir(root), f"{job_id}_{task}" if len(roots) > 1 else job_id)
+    return job_id
+
+
+def _make_run(run: PlannedRun) -> tuple[Path, list[Path]]:
+    """Write down all that a launch writes before its workers start, and make the folder of the job's logs. Return the
+    run's folder, and those outside it that a container must see."""
+    plan, wanted = run.plan, run.plan.spec.run.dir
+    check_folder(Path.cwd() if wanted == AUTO else Path(wanted).absolute())
+    data_folder = prepare_data(run.loaded, PrintableConsole(stderr=True))
+    with storage(wanted):
+        root = make_folder(wanted, run.loaded.composed.recipe).absolute()
+        log_of(root).parent.mkdir(parents=True, exist_ok=True)
+        job = build_nodes_job(plan, root, Reach("", ("sbatch", str(root / "job.sbatch"))))
+        write_launch(job, plan, run.loaded.origin, data_folder)
+    return root, folders_read(plan, data_folder)

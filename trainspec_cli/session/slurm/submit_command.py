@@ -1,0 +1,148 @@
+"""A command of the user's own as a Slurm job: its cluster checked, its run and its script written down."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from trainspec_cli.composer.arguments import Argument, parse_arguments, problem_at
+from trainspec_cli.composer.origins import RECIPE, locate
+from trainspec_cli.errors import Problem, RecipeError, closest
+from trainspec_cli.launcher.job.folder import make_folder, storage, write_own_launch
+from trainspec_cli.launcher.own_command.job import (
+    Wanted,
+    build_own_nodes_job,
+    check_command,
+    check_for_nodes,
+    script_name,
+)
+from trainspec_cli.launcher.slurm.container import mounts
+from trainspec_cli.launcher.slurm.own_job import OwnJob, write_own_job
+from trainspec_cli.launcher.slurm.script import asked_by_cluster, check_folder, log_of, render_own_script
+from trainspec_cli.rundir.files import write_text
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.launching.own_command import FOLDER
+from trainspec_cli.session.recipe.load import Loaded, require
+from trainspec_cli.session.recipe.no_recipe import DEFAULTS
+from trainspec_cli.session.slurm.container import unseen_image
+from trainspec_cli.session.slurm.submit import Submission
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, SlurmSpec
+from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.rules.check import apply
+from trainspec_cli.spec.rules.slurm import SLURM_RULES
+from trainspec_cli.spec.rules.values import TEXT_RULES, forget_out_of_range
+from trainspec_cli.spec.structure import build
+
+SBATCH = "sbatch"
+CLUSTER, SLURM = "cluster", "slurm"
+"""The groups that a job without a recipe has, and the first words of its keys."""
+STARTERS = {
+    "srun": "leave srun out: the job starts the command once on each node",
+    "sbatch": "leave sbatch out: it is what trainspec writes the script for",
+    "trainspec": "leave `trainspec run` out: the job does what it does",
+}
+"""Programs that the job itself is, or brings."""
+
+
+def load_cluster(arguments: Sequence[str]) -> Loaded:
+    """Return what `key=value` arguments, and the files that they name, say of the job. Raises RecipeError with every
+    problem, located."""
+    from trainspec_cli.composer.compose import compose_arguments  # loads hydra, which the help does without
+
+    parsed, _ = parse_arguments(arguments)
+    foreign = [problem for argument in parsed if (problem := _refuse_foreign(argument))]
+    require(locate(foreign, {}, arguments, Path.cwd()))
+    usual = [] if any(argument.key == CLUSTER for argument in parsed) else [f"{CLUSTER}=auto"]
+    composed = compose_arguments([*arguments, f"{RECIPE}={DEFAULTS}", *usual])
+    draft, mistyped = build(RunSpec, composed.data)
+    found = [*mistyped, *forget_out_of_range(draft)[1], *apply([*SLURM_RULES, *TEXT_RULES], draft)]
+    of_job = [problem for problem in found if problem.path.startswith(f"{CLUSTER}.")]
+    require([*composed.problems, *composed.locate(of_job)])
+    require(list(_gpus_are_known(draft.cluster)))
+    return Loaded(draft, composed)
+
+
+def _refuse_foreign(argument: Argument) -> Problem | None:
+    """Refuse what is no key of the job; keys below `cluster.` that do not exist are found later."""
+    key, root = argument.key, argument.key.partition(".")[0]
+    if root == CLUSTER or key == SLURM:
+        return None
+    value = argument.text.partition("=")[2]
+    hint = "leave it out: the command has its own options, and the job's keys begin with cluster."
+    if root == SLURM:
+        hint = f"type cluster.{argument.text}"
+    elif near := closest(root, [*(field.name for field in fields(SlurmSpec)), "nodes"]):
+        hint = f"type {'cluster.num_nodes' if near == 'nodes' else f'cluster.slurm.{near}'}={value}"
+    elif near := closest(root, [field.name for field in fields(ClusterSpec)]):
+        hint = f"type cluster.{near}={value}"
+    elif key == "run.dir":
+        hint = f"type --dir {value}"
+    elif key == RECIPE:
+        hint = "leave it out, or leave out -- and the command: a job has one of them"
+    return problem_at(argument.number, "unknown_key", f"`{key}` is no key of a command's job", hint, key)
+
+
+def _gpus_are_known(cluster: ClusterSpec) -> Iterator[Problem]:
+    """A job that should have asked for GPUs would wait in the queue, and fail where it has none."""
+    if cluster.slurm.gpus_per_node is not None or cluster.slurm.gpu_request == "none" or cluster.device == "cpu":
+        return
+    if cluster.device == AUTO:
+        message = "nothing says whether the command needs GPUs, and the job's nodes cannot be examined before it starts"
+        gpus = "cluster=h100 or another, or cluster.device=cuda cluster.devices_per_node=8"
+        hint = f"type {gpus}; without GPUs cluster.device=cpu"
+        yield Problem("left_open", message, "cluster.device", hint)
+    elif cluster.devices_per_node == AUTO:
+        message = "`cluster.devices_per_node` is auto, and the job asks for a number of GPUs"
+        yield Problem("left_open", message, "cluster.devices_per_node", "type cluster.devices_per_node=8")
+
+
+def warnings(loaded: Loaded) -> list[str]:
+    """Return what may go wrong with the job."""
+    return list(unseen_image(loaded.spec.cluster.slurm))
+
+
+def check_own_command(command: Sequence[str], loaded: Loaded, wanted: Wanted) -> None:
+    """Raise RecipeError for a command that the job could not start, or warn in time."""
+    cluster = loaded.spec.cluster
+    slurm = cluster.slurm
+    if command and (hint := STARTERS.get(Path(command[0]).name)):
+        raise RecipeError(Problem("usage", f"the command begins with {command[0]}", "COMMAND", hint))
+    if not command or (slurm.container_image is None and not slurm.setup):  # else it need not be here
+        check_command(command, f"trainspec {SBATCH}")
+    if cluster.num_nodes > 1:
+        check_for_nodes(command, cluster.num_nodes, "cluster.num_nodes")
+    if wanted.grace_s > slurm.warn_s:
+        message = f"--grace-s is {wanted.grace_s:g}, and the job is warned {slurm.warn_s} s before its time limit"
+        hint = f"type cluster.slurm.warn_s={wanted.grace_s:.0f} or more"
+        raise RecipeError(Problem("out_of_range", message, "cluster.slurm.warn_s", hint))
+
+
+def write_own_submission(command: Sequence[str], folder: str | None, wanted: Wanted, loaded: Loaded) -> Submission:
+    """Make the run's folder and its script, where submitting it again goes on with the run. Raises RecipeError where
+    the folder is in use, or a container cannot see it."""
+    name, cluster, here = script_name(command), loaded.spec.cluster, Path.cwd()
+    check_folder(Path(folder).absolute() if folder else here, FOLDER)
+    if cluster.slurm.container_image is not None:
+        mounts(cluster.slurm, [here, *([Path(folder).absolute()] if folder else [])])
+    with storage(folder or AUTO, FOLDER):
+        run = RunDir(make_folder(folder or AUTO, name, FOLDER).absolute())
+        log_of(run.root).parent.mkdir(parents=True, exist_ok=True)
+        write_own_job(run, OwnJob(cluster.num_nodes, wanted, cluster.slurm.max_requeues, cluster.slurm.exclude))
+        text = render_own_script(asked_by_cluster(cluster), run.root, name, sys.argv[1:], here)
+        write_text(run.job_sbatch, text)
+        job = build_own_nodes_job(command, run.root, (SBATCH, str(run.job_sbatch)), cluster.num_nodes, wanted)
+        write_own_launch(job, name, sys.argv[1:])
+    return Submission([run.root], run.job_sbatch, text)
+
+
+def refuse_bare_command(arguments: Sequence[str]) -> None:
+    """Raise RecipeError where a program or a script stands among `key=value` arguments."""
+    for place, word in enumerate(arguments):
+        if "=" not in word and not word.startswith("~") and (shutil.which(word) or Path(word).is_file()):
+            hint = f"type {shlex.join(['trainspec', SBATCH, *arguments[:place], '--', *arguments[place:]])}"
+            raise RecipeError(Problem("usage", f"`{word}` is a command, which stands after --", "COMMAND", hint))
