@@ -61,10 +61,8 @@ def test_the_peak_is_that_of_the_best_size(monkeypatch: pytest.MonkeyPatch) -> N
         return {1024: 7e9, 2048: 5e9}[size]
 
     monkeypatch.setattr(device, "matmul_flops", flops)
-    assert device.measure_peak(CPU, torch.bfloat16, seconds=5.0) == device.Peak(
-        7e9, "best bfloat16 matmul measured on this device"
-    )
-    assert asked == [(1024, 10, 0.5), (2048, 10, 0.5)]
+    assert device.measure_peak(CPU, torch.bfloat16) == device.Peak(7e9, "best bfloat16 matmul measured on this device")
+    assert asked == [(1024, 10, 0.02), (2048, 10, 0.02)]
 
 
 def test_the_peak_of_memory_is_in_bytes() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.models.rope import apply_rope
+from trainspec_cli.engine.observe.device import Peak
 from trainspec_cli.engine.tools import probe, probe_curves, speed
 from trainspec_cli.engine.tools.probe import SmallRun
 from trainspec_cli.rundir.event_types.event import PARTS
@@ -53,8 +54,8 @@ def test_the_slowest_tenth_of_the_steps_is_left_out(steps: list[float], mean: fl
 class Trained:
     """A run whose step takes 10 s and 3 s more a layer, of the forward; nothing of the rest."""
 
-    def __init__(self, plan: Any, *, as_worker: bool = False):
-        self.plan, self.as_worker, self.ran = plan, as_worker, []
+    def __init__(self, plan: Any):
+        self.plan, self.ran = plan, []
         Trained.made.append(self)
 
     made: list[Any] = []  # noqa: RUF012 - emptied by the test
@@ -85,17 +86,17 @@ def test_an_empty_step_and_block_follow_from_two_depths(monkeypatch: pytest.Monk
     monkeypatch.setattr(probe, "average", lambda value: value)
     monkeypatch.setattr(probe, "MachineProbe", lambda **given: taken.update(given))
     monkeypatch.setattr(probe.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(probe, "measure_peak", lambda device, dtype: Peak(7e9, f"{dtype} on {device}"))
     probe.measure("bf16")
     few, many, large, small = Trained.made
     assert [run.plan.spec.model.num_layers for run in (few, many, large, small)] == [2, 6, 3, 2]
     assert [run.plan.spec.data.seq_len for run in (few, many, large, small)] == [8, 8, 256, 128]
-    assert [run.as_worker for run in (few, many, large, small)] == [False, False, True, False]
     assert (few.ran, many.ran) == ([12], [12])
     assert large.ran == small.ran == [3, 3, 3], "before the first, the fifth and the ninth curve"
     assert taken["empty_block_s"] == dict.fromkeys(PARTS, 0.0) | {"forward": 3.0}
     assert taken["empty_step_s"] == dict.fromkeys(PARTS, 0.0) | {"forward": 10.0, "backward": 7.0}
     assert (taken["small"], taken["large"], taken["bare_bytes"]) == (small, large, 12345.0)
-    assert taken["displaced"] == 2 / 8
+    assert (taken["displaced"], taken["peak_flops"]) == (2 / 8, 7e9)
     assert (taken["processes"], taken["compute"], taken["curve 3"]) == (2, "bf16", "torch.bfloat16 curve 3")
 
 

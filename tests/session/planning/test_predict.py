@@ -14,11 +14,13 @@ import pytest
 from trainspec_cli.__main__ import run
 from trainspec_cli.errors import MachineError, PlanError
 from trainspec_cli.launcher.job.machine import Gpu, detect
+from trainspec_cli.launcher.measuring import probe_path
 from trainspec_cli.launcher.memory_limits import Learned, LimitsWatch, MemoryLimits
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.this_machine import moving_bytes
 from trainspec_cli.rundir.event_types.decisions import MemoryEvent
 from trainspec_cli.rundir.events import EventWriter
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.planning.predict import (
     Predictor,
@@ -29,7 +31,7 @@ from trainspec_cli.session.planning.predict import (
     predict,
     with_known_limits,
 )
-from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -111,6 +113,34 @@ def test_a_dry_run_does_not_probe(capsys, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert run(["launch", "recipe=tiny", "--dry-run"]) == 0
     assert "no prediction: this machine was not probed yet" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "peak_flops", "source"),
+    [
+        ({}, 7e9, "best bf16 matmul that the probe measured"),
+        ({"layout": Layout(tp=2)}, 7e9, "best bf16 matmul that the probe measured"),  # which has no prediction
+        ({"num_nodes": 2}, None, ""),
+        ({"peak_flops": 3e9, "peak_source": "a data sheet"}, 3e9, "a data sheet"),
+    ],
+    ids=["one node", "not predictable", "two nodes", "known"],
+)
+def test_mfu_is_of_what_the_probe_of_this_machine_measured(
+    changed: dict[str, Any],
+    peak_flops: float | None,
+    source: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    made_up_probe: MachineProbe,
+) -> None:
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path))
+    shown: Any = Shown()
+    wanted = replace(plan(SPEC, MACHINE), **changed)
+    unprobed = predict(wanted, MACHINE, shown, force=True, may_probe=False)
+    assert (unprobed.peak_flops, unprobed.peak_source) == (wanted.peak_flops, wanted.peak_source)
+    write_json(probe_path(wanted.as_one_group, MACHINE), to_plain(replace(made_up_probe, peak_flops=7e9)))
+    probed = predict(wanted, MACHINE, shown, force=True, may_probe=False)
+    assert (probed.peak_flops, probed.peak_source) == (peak_flops, source)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from trainspec_cli.engine.accelerators import allocator_count, chip_name, device
 from trainspec_cli.node import cpu_name
 
 MATMUL_SIZES, CHIP_MATMUL_SIZES = (1024, 2048), (4096, 8192)
-MATMUL_SECONDS, MATMUL_ROUNDS = 0.2, 10
-"""A size is tried for this long; its best round counts."""
+MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02
+"""A size is tried in so many rounds, of one product at least; the best counts."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,10 @@ def device_name(device: torch.device) -> str:
     return chip_name(device) if on_chip(device) else cpu_name()
 
 
-def measure_peak(device: torch.device, dtype: torch.dtype, seconds: float = MATMUL_SECONDS) -> Peak:
+def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     """The best rate of a square matrix product, with every rank of the node measuring at the same time."""
-    round_s = seconds / MATMUL_ROUNDS
     sizes = CHIP_MATMUL_SIZES if on_chip(device) else MATMUL_SIZES
-    best = max(matmul_flops(device, dtype, size, MATMUL_ROUNDS, round_s) for size in sizes)
+    best = max(matmul_flops(device, dtype, size, MATMUL_ROUNDS, MATMUL_ROUND_S) for size in sizes)
     return Peak(best, f"best {str(dtype).removeprefix('torch.')} matmul measured on this device")
 
 

@@ -54,7 +54,7 @@ def measure(compute: str) -> MachineProbe:
     cpu_before_s, delay_before_s = scheduled_s()
     few, many = (SmallRun(empty_plan(compute, layers)) for layers in (2, 6))
     bare_bytes = float(psutil.Process().memory_info().rss)
-    large = SmallRun(large_plan(compute), as_worker=True)  # before the small one, so that memory has to grow
+    large = SmallRun(large_plan(compute))  # before the small one, so that memory has to grow
     small = SmallRun(small_plan(compute))
     measured = {}
     for index, (name, measure_one) in enumerate(operations(DTYPES[compute]).items()):
@@ -76,6 +76,7 @@ def measure(compute: str) -> MachineProbe:
         large=large.reference(),
         bare_bytes=bare_bytes,
         displaced=delay_s / (cpu_s + delay_s) if cpu_s else 0.0,
+        peak_flops=measure_peak(torch.device("cpu"), DTYPES[compute]).flops,
         **measured,
     )
     return average(probe)
@@ -131,12 +132,9 @@ def average(value: Any) -> Any:
 class SmallRun:
     """A decoder that is trained on nothing, a few steps at a time, so that a whole probe's load falls on it."""
 
-    def __init__(self, plan: Plan, *, as_worker: bool = False):
-        """`as_worker`: measure the device's speed before the first step, which leaves a hole in the heap."""
+    def __init__(self, plan: Plan):
         before_bytes = own_bytes()
         self.plan, self.state = plan, build_train_state(plan, torch.device("cpu"))
-        if as_worker:
-            measure_peak(self.state.device, DTYPES[plan.compute], seconds=0.0)
         self.tokens = torch.zeros(plan.micro_batch_size, plan.spec.data.seq_len, dtype=torch.long)
         self.steps: list[dict[str, float]] = []
         for _ in range(WARMUP_STEPS):

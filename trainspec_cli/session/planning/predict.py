@@ -58,6 +58,7 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
     if plan.comm.reason:
         console.report(f"gradients travel in {plan.comm.describe()}: {plan.comm.reason}")
     predictor = _predictor(plan, machine, console, may_probe=may_probe)
+    plan = _with_probed_peak(plan, machine)
     plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor))
     if predictor is None:
         return replace(plan, prediction=None, largest_stage_layers=None)
@@ -75,6 +76,17 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
         largest_stage_layers=_largest_stage(plan, predictor),
         changes=tuple(_check_changes(plan, predictor, prediction, console, force=force)),
     )
+
+
+def _with_probed_peak(plan: Plan, machine: Machine) -> Plan:
+    """Return the plan with the best matrix product of this machine's probe, which each worker would measure again at
+    every start; as it is where the machine was not probed, and on several nodes, which may differ."""
+    if plan.peak_flops is not None or plan.device != "cpu" or plan.num_nodes > 1:
+        return plan
+    probe = read_probe(probe_path(plan.as_one_group, machine))
+    if probe is None or probe.peak_flops is None:
+        return plan
+    return replace(plan, peak_flops=probe.peak_flops, peak_source=f"best {plan.compute} matmul that the probe measured")
 
 
 def _check_changes(

@@ -103,6 +103,8 @@ class MachineProbe:
     """Resident memory of a worker with a model next to nothing."""
     displaced: float
     """Part of the time that a process was ready to run and another had the core."""
+    peak_flops: float | None = None
+    """FLOP/s of a process's best matrix product, that MFU is taken of; None in a probe of an earlier trainspec."""
 
     @property
     def is_disturbed(self) -> bool:
