@@ -142,6 +142,7 @@ def made_up_probe() -> MachineProbe:
         matmul=MatmulCurves(curve, curve, curve),
         bare_bytes=1.0,
         displaced=0.0,
+        peak_flops=1.0,
         **dict.fromkeys(CURVES, curve),
         **dict.fromkeys(PASSES, Passes(curve, curve)),
     )

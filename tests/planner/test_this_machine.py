@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.planner.memory.local import SPEED_TEST_BYTES, copy_bytes, parameter_bytes, step_bytes
+from trainspec_cli.planner.memory.local import copy_bytes, parameter_bytes, step_bytes
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.this_machine import is_predictable, predict_local
 from trainspec_cli.planner.time.local import block_matrices, curve_parts_s, micro_tokens, unit_params
@@ -62,6 +62,7 @@ RAW = MachineProbe(
     reduce_scatter=FREE,
     bare_bytes=1e9,
     displaced=0.0,
+    peak_flops=1.0,
 )
 BLOCK_MATRICES = 4 * 64 * 64 + 3 * 64 * 128
 BLOCK, OUTSIDE = BLOCK_MATRICES + 2 * 64, 512 * 64 + 64
@@ -160,7 +161,7 @@ def test_the_heaps_holes_are_those_of_the_larger_reference() -> None:
     probe = as_told(RAW)
     plan, model = probe.large.plan, replace(MODEL, num_layers=8)
     kept, step = parameter_bytes(plan, model), sum(step_bytes(plan, model).values())
-    grown = kept + SPEED_TEST_BYTES["bf16"] + 1.25 * step
+    grown = kept + 1.25 * step
     memory = predict_local(made(), replace(probe, large=replace(probe.large, grown_bytes=grown))).memory
     assert memory["fragmentation"] == pytest.approx(0.25 * sum(step_bytes(made(), MODEL).values()))
     assert predict_local(made(), probe).memory["fragmentation"] == 0
@@ -297,7 +298,6 @@ def test_memory_of_each_sharding_and_format(
     assert (memory["optimizer"], memory["gradients"]) == (optimizer * params, gradients * params)
     assert memory["collectives"] == collectives * max(BLOCK, OUTSIDE)
     assert memory["loss"] == 1024 * 512 * 22 + 4 * 512 * 64
-    assert memory["speed test"] == {"bf16": 8, "fp32": 12}[planned.compute] * 2048**2
     per_token = 2 * (8 + 2) * 64 + 8 + 2 * 32 * 2 * 4 + 4 * 2 + 4 * 2 * 128
     wide_per_token = 2 * (8 + 4) * 64 + 8 + 4 * 32 * 2 * 4 + 4 * 2 + 4 * 4 * 128
     assert memory["activations"] == 1024 * 4 * (per_token if planned.compute == "bf16" else wide_per_token)

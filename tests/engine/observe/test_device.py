@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -48,21 +49,37 @@ def test_a_round_lasts_for_its_time_and_is_the_mean_of_its_calls(clock: type[Clo
     assert device.quickest_s(time.call, CPU, rounds=2, round_s=4.5) == pytest.approx(2.0)
 
 
+def test_no_round_but_the_first_begins_after_the_limit(clock: type[Clock]) -> None:
+    assert device.quickest_s(clock(9.0, 3.0, 2.0).call, CPU, rounds=9, limit_s=4.0) == pytest.approx(2.0)
+    assert device.quickest_s(clock(9.0, 8.0).call, CPU, rounds=9, limit_s=4.0) == pytest.approx(8.0)
+
+
 def test_a_matrix_product_of_n_takes_two_n_cubed_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "quickest_s", lambda call, where, rounds, round_s: (call(), 0.5)[1])
+    monkeypatch.setattr(device, "quickest_s", lambda call, where, rounds, round_s, limit_s: (call(), 0.5)[1])
     assert device.matmul_flops(CPU, torch.float32, 10, rounds=3, round_s=0.1) == 4000.0
 
 
-def test_the_peak_is_that_of_the_best_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, int, float]] = []
+@pytest.mark.parametrize(
+    ("rates", "peak", "sizes"),
+    [
+        ({1024: 70e9, 2048: 50e9}, 70e9, [1024, 2048]),
+        ({1024: 18e9, 2048: 20e9}, 20e9, [1024, 2048]),
+        ({1024: 16e9}, 16e9, [1024]),  # the next would take more than a second
+    ],
+)
+def test_the_peak_is_that_of_the_best_size(
+    rates: dict[int, float], peak: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int, float, float]] = []
 
-    def flops(where: torch.device, dtype: torch.dtype, size: int, rounds: int, round_s: float) -> float:
-        asked.append((size, rounds, round_s))
-        return {1024: 7e9, 2048: 5e9}[size]
+    def flops(_device: Any, _dtype: Any, size: int, *limits: Any) -> float:
+        asked.append((size, *limits))
+        return rates[size]
 
     monkeypatch.setattr(device, "matmul_flops", flops)
-    assert device.measure_peak(CPU, torch.bfloat16) == device.Peak(7e9, "best bfloat16 matmul measured on this device")
-    assert asked == [(1024, 10, 0.02), (2048, 10, 0.02)]
+    found = device.measure_peak(CPU, torch.bfloat16)
+    assert found == device.Peak(peak, "best bfloat16 matmul measured on this device")
+    assert asked == [(size, 10, 0.02, 1.0) for size in sizes]
 
 
 def test_the_peak_of_memory_is_in_bytes() -> None:

@@ -30,7 +30,7 @@ def test_every_figure_is_there(probe: MachineProbe) -> None:
     assert probe.empty_step_s["forward"] + 2 * probe.empty_block_s["forward"] > 0
     assert probe.bare_bytes > 50 * 2**20
     assert 0 <= probe.displaced < 1
-    assert probe.peak_flops is not None and probe.peak_flops > 1e8
+    assert probe.peak_flops > 1e8
 
 
 def test_waiting_for_a_core_is_read_where_the_system_tells_it(tmp_path: Path) -> None:

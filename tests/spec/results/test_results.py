@@ -99,7 +99,8 @@ def test_a_probe_that_was_displaced_for_more_than_a_tenth_is_disturbed() -> None
     small, large = Reference(PLAN, {}, 1.0), Reference(PLAN, {}, 2.0)
     passes = (Passes(curve, curve),) * 5
     products = MatmulCurves(curve, curve, curve)
-    probe = MachineProbe(2, "bf16", {}, {}, small, large, products, *passes, *(curve,) * 7, bare_bytes=1, displaced=0.1)
+    figures = {"bare_bytes": 1, "displaced": 0.1, "peak_flops": 1.0}
+    probe = MachineProbe(2, "bf16", {}, {}, small, large, products, *passes, *(curve,) * 7, **figures)
     assert not probe.is_disturbed and replace(probe, displaced=0.11).is_disturbed
     assert probe.references == (small, large)
 

@@ -13,9 +13,6 @@ from trainspec_cli.spec.results.probe import MachineProbe
 
 LOSS_BYTES_A_LOGIT = 22
 """fp32 logits, softmax, target and gradient, with one more between them (5 x 4), and logits in the compute format."""
-SPEED_TEST_BYTES = {"bf16": 8 * 2048**2, "fp32": 12 * 2048**2}
-"""Bytes of the matrices by which a worker measures what its device can do at best. Freed before the first step, they
-are cut up by what lasts, and no later block of that size lies there."""
 
 
 def peak_memory(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[str, float]:
@@ -24,7 +21,6 @@ def peak_memory(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[st
     return {
         "worker": probe.bare_bytes,
         "parameters": parameter_bytes(plan, model),
-        "speed test": SPEED_TEST_BYTES[plan.compute],
         **step,
         "checkpoint copy": copy_bytes(plan),
         **({"error feedback": kept} if (kept := feedback_bytes(plan)) else {}),
@@ -56,7 +52,7 @@ def fragmentation(probe: MachineProbe) -> float:
     """
     plan, model = probe.large.plan, probe.large.plan.spec.model
     assert isinstance(model, DecoderModel), "the engine probes with decoders"
-    grown_bytes = probe.large.grown_bytes - parameter_bytes(plan, model) - SPEED_TEST_BYTES[plan.compute]
+    grown_bytes = probe.large.grown_bytes - parameter_bytes(plan, model)
     return max(0.0, grown_bytes / sum(step_bytes(plan, model).values()) - 1.0)
 
 

@@ -84,7 +84,7 @@ def _with_probed_peak(plan: Plan, machine: Machine) -> Plan:
     if plan.peak_flops is not None or plan.device != "cpu" or plan.num_nodes > 1:
         return plan
     probe = read_probe(probe_path(plan.as_one_group, machine))
-    if probe is None or probe.peak_flops is None:
+    if probe is None:
         return plan
     return replace(plan, peak_flops=probe.peak_flops, peak_source=f"best {plan.compute} matmul that the probe measured")
 

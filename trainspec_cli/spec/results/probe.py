@@ -103,8 +103,8 @@ class MachineProbe:
     """Resident memory of a worker with a model next to nothing."""
     displaced: float
     """Part of the time that a process was ready to run and another had the core."""
-    peak_flops: float | None = None
-    """FLOP/s of a process's best matrix product, that MFU is taken of; None in a probe of an earlier trainspec."""
+    peak_flops: float
+    """FLOP/s of a process's best matrix product, that MFU is taken of."""
 
     @property
     def is_disturbed(self) -> bool:
