@@ -12,11 +12,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainspec_cli.composer import hydra_session
+from trainspec_cli.composer import defaults_lists
 from trainspec_cli.composer.alternatives import given, keep_last
 from trainspec_cli.composer.arguments import Argument, parse_arguments, problem_at, value_paths
+from trainspec_cli.composer.defaults_lists import GroupChoice
 from trainspec_cli.composer.folders import DISTURB, NAMED_SECTIONS, OWN_FILES, SHIPPED, find_folders, shipped_data
-from trainspec_cli.composer.hydra_session import GroupChoice
 from trainspec_cli.composer.interpolation import MISSING, InterpolationError, Resolver
 from trainspec_cli.composer.named_sections import choose_sections
 from trainspec_cli.composer.origins import COMMAND_LINE, RECIPE, Origin, Origins, locate, show_path
@@ -195,7 +195,7 @@ def _compose_files(selection: Selection) -> tuple[DictConfig, list[GroupChoice],
     """Compose by Hydra. Faults that `select` did not foresee (defaults lists inside a user's groups) keep Hydra's
     message."""
     try:
-        return *hydra_session.load(selection.folders, selection.overrides(), selection.skipped, selection.cwd), []
+        return *defaults_lists.load(selection.folders, selection.overrides(), selection.skipped, selection.cwd), []
     except RecipeError as error:
         return DictConfig({}), [], list(error.problems)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:

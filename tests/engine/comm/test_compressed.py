@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lab.ranks import outputs
 from torch import Tensor
 
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
@@ -204,21 +202,7 @@ def test_the_format_follows_from_where_the_ranks_are() -> None:
 
 
 def computed_by(ranks: int, file: Path) -> list[dict[str, Any]]:
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(file), str(rank), str(ranks)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        printed = [rank.communicate()[0] for rank in started]
-    finally:
-        for rank in started:
-            rank.kill()
-    assert [rank.returncode for rank in started] == [0] * ranks
+    printed = outputs(WORKER, [(file, rank, ranks) for rank in range(ranks)])
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
 

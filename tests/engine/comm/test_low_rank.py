@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lab.ranks import outputs
 from torch import Tensor
 
 from trainspec_cli.engine.comm.compressed import Compression
@@ -163,21 +161,7 @@ def test_vectors_and_small_matrices_travel_in_full() -> None:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     file = tmp_path_factory.mktemp("low_rank") / "meeting"
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(file), str(rank)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    try:
-        printed = [rank.communicate()[0] for rank in started]
-    finally:
-        for rank in started:
-            rank.kill()
-    assert [rank.returncode for rank in started] == [0, 0]
+    printed = outputs(WORKER, [(file, rank) for rank in range(2)])
     return [json.loads(text.splitlines()[-1]) for text in printed]
 
 

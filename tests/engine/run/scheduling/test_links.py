@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from lab.ranks import outputs
 
 from trainspec_cli.reporter.text import describe_event
 from trainspec_cli.rundir.event_types.observed import LinkEvent
@@ -23,16 +21,7 @@ RANKS, SLOW_FACTOR = 4, 10
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """The events of each part of the run."""
     file = tmp_path_factory.mktemp("links") / "meeting"
-    started = [
-        subprocess.Popen([sys.executable, WORKER, file, str(rank)], stdout=subprocess.PIPE, text=True, env=os.environ)
-        for rank in range(RANKS)
-    ]
-    try:
-        printed = [rank.communicate()[0] for rank in started]
-    finally:
-        for rank in started:
-            rank.kill()
-    assert [rank.returncode for rank in started] == [0] * RANKS
+    printed = outputs(WORKER, [(file, rank) for rank in range(RANKS)])
     return json.loads(printed[0].splitlines()[-1])
 
 
