@@ -181,6 +181,9 @@ def test_a_shipped_file_that_changes_is_read_again(tmp_path: Path, monkeypatch: 
     assert read_yaml(tmp_path / "a.yaml", tmp_path) is first
     (tmp_path / "a.yaml").write_text("key: 12\n")
     assert read_yaml(tmp_path / "a.yaml", tmp_path).values() == {"key": 12}
+    (tmp_path / "a.yaml").unlink()
+    with pytest.raises(RecipeError, match=r"a\.yaml"):
+        read_yaml(tmp_path / "a.yaml", tmp_path)
 
 
 def test_nesting_that_would_fill_a_stack_is_refused() -> None:

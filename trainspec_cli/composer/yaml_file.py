@@ -15,7 +15,7 @@ from trainspec_cli.composer.folders import shipped_data
 from trainspec_cli.composer.origins import Origin, Origins, show_path
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.json_value import JsonObject
-from trainspec_cli.reading.files import UnreadableFileError, read_text
+from trainspec_cli.reading.files import UnreadableFileError, exists, read_text
 from trainspec_cli.reading.spec_version import KEY as VERSION_KEY
 from trainspec_cli.reading.yaml_file import MAX_BYTES, YamlLimitError, compose_yaml, construct_yaml
 
@@ -86,7 +86,7 @@ def read_yaml(path: Path, cwd: Path) -> YamlFile:
     """Read a file; one that ships with trainspec once in a process, unless it changes. Raises RecipeError with
     everything that is wrong with its syntax."""
     shown = show_path(path, cwd)
-    if not path.is_relative_to(shipped_data()):
+    if not path.is_relative_to(shipped_data()) or not exists(path):
         return _read(path, shown)
     about = path.stat()
     return _read_shipped(path, shown, about.st_mtime_ns, about.st_size)
