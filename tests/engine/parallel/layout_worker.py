@@ -295,7 +295,8 @@ def main() -> None:
         if name in NOISY:
             found[name]["noise"] = noise_share
             found[name]["noise_alone"] = noise.get(name)
-    print(json.dumps(found))
+    every_name = [name for name, run in every.items() if run.case.layout.world_size == ranks]
+    print(json.dumps({"every": every_name, "found": found}))
     leave_processes()
 
 

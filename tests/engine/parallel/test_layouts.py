@@ -63,6 +63,7 @@ OF_FOUR = (
 )
 
 
+OF_TWO = (*NAMES, *UNEVEN, *COMPRESSED)
 USUAL = {
     *("ring", "zero 2", "zero 1", "plain tensor", "interleaved", "tied split", "experts", "adapters, plain tensor"),
     *(
@@ -85,20 +86,23 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ranks
 
     @cache
     def computed(*, usual: bool) -> Ranks:
-        names = [name for name in (*NAMES, *UNEVEN, *COMPRESSED) if (name in USUAL) == usual]
-        return computed_by(2, tmp_path_factory.mktemp("layouts") / "meeting", names)
+        names = [name for name in OF_TWO if (name in USUAL) == usual]
+        return computed_by(2, tmp_path_factory.mktemp("layouts") / "meeting", names, OF_TWO)
 
     return lambda name: [rank[name] for rank in computed(usual=name in USUAL)]
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return computed_by(4, tmp_path_factory.mktemp("layouts") / "meeting", OF_FOUR)
+    return computed_by(4, tmp_path_factory.mktemp("layouts") / "meeting", OF_FOUR, OF_FOUR)
 
 
-def computed_by(ranks: int, file: Path, names: Sequence[str]) -> Ranks:
+def computed_by(ranks: int, file: Path, names: Sequence[str], every: Sequence[str]) -> Ranks:
+    """Return what each rank has found in layouts of these names; `every` layout of the worker must be judged here."""
     printed = outputs(WORKER, [(file, rank, ranks, *names) for rank in range(ranks)])
-    return [json.loads(text.splitlines()[-1]) for text in printed]
+    told = [json.loads(text.splitlines()[-1]) for text in printed]
+    assert all(set(rank["every"]) == set(every) for rank in told)
+    return [rank["found"] for rank in told]
 
 
 def named(names: Iterable[str]) -> pytest.MarkDecorator:
