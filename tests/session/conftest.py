@@ -22,8 +22,8 @@ HERE = Machine("here", cpu_cores=2, memory_bytes=2**34)
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """This machine, as every session finds it."""
-    for module in ("recipe.load", "launching.resume"):
-        monkeypatch.setattr(f"trainspec_cli.session.{module}.detect", lambda **_: HERE)
+    for module in ("launcher.job.machine", "session.launching.resume"):
+        monkeypatch.setattr(f"trainspec_cli.{module}.detect", lambda **_: HERE)
     return HERE
 
 

@@ -17,8 +17,7 @@ from trainspec_cli.reporter.plan.report import PlanReport, SweepPoint, SweepRepo
 from trainspec_cli.reporter.plan.text import render_plan, render_sweep
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.sweep import read_sweep, sweep_arguments
-from trainspec_cli.session.planning.disturbance import load_disturbance
-from trainspec_cli.session.planning.plan import plan_recipe, require_fit
+from trainspec_cli.session.planning.plan import names_disturbance, plan_recipe, require_fit
 from trainspec_cli.spec.json_text import json_text
 
 Trace = Annotated[
@@ -42,7 +41,7 @@ def plan(
         _plan_one(arguments, as_json, html, trace)
     elif trace:
         raise RecipeError(Problem("usage", "--trace takes one plan, and --sweep makes many", hint="leave one out"))
-    elif load_disturbance(arguments):
+    elif names_disturbance(arguments):
         raise RecipeError(Problem("usage", "disturb= takes one plan, and --sweep makes many", hint="leave one out"))
     else:
         _plan_many(arguments, sweep, as_json, html)

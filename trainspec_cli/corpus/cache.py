@@ -1,54 +1,18 @@
-"""The cache of prepared data. A folder's name is a digest of everything that its tokens depend on."""
+"""Prepared data in the cache. A folder's name is a digest of everything that its tokens depend on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from pathlib import Path
 
+from trainspec_cli.cache import cache_dir
 from trainspec_cli.corpus.chat import describe
 from trainspec_cli.corpus.manifest import SCHEMA
 from trainspec_cli.corpus.own_tokenizer import tokenizer_sha256
-from trainspec_cli.corpus.publish import cannot_write
-from trainspec_cli.environment_names import CACHE
 from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.trust import check_folder, make_folder
-
-CHOOSE_ANOTHER = f"choose a folder of your own for prepared data and measured figures: {CACHE}=FOLDER"
-
-
-def cache_dir() -> Path:
-    """`$TRAINSPEC_CACHE`, else `$XDG_CACHE_HOME/trainspec`, else `~/.cache/trainspec`; it may not exist yet.
-
-    Raises MachineError if it belongs to another user or every user may write it: a run would train on data that others
-    put there.
-    """
-    folder = _location()
-    if folder.exists():
-        check_folder(folder, CHOOSE_ANOTHER)
-    return folder
-
-
-def make_cache() -> None:
-    """Create the cache for this user alone, if it does not exist.
-
-    Raises MachineError as `cache_dir` does, and if it cannot be written.
-    """
-    folder = _location()
-    try:
-        make_folder(folder, CHOOSE_ANOTHER)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-
-
-def _location() -> Path:
-    if chosen := os.environ.get(CACHE):
-        return expand(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "trainspec"
 
 
 def cached_folder(data: DataSpec, files: list[Path]) -> Path:

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.corpus.cache import cache_dir, make_cache
+from trainspec_cli.cache import cache_dir, make_cache
 from trainspec_cli.corpus.manifest import TOKENIZER_FILE
 from trainspec_cli.corpus.publish import publishing
 from trainspec_cli.corpus.rows import JoinedRows, Packed, Rows, open_rows

@@ -6,9 +6,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from trainspec_cli.cache import make_cache
 from trainspec_cli.corpus import token_files
 from trainspec_cli.corpus.bpe import MIN_VOCAB_SIZE
-from trainspec_cli.corpus.cache import cached_folder, make_cache
+from trainspec_cli.corpus.cache import cached_folder
 from trainspec_cli.corpus.chat_formats import ChatFormat
 from trainspec_cli.corpus.collection import write_collection
 from trainspec_cli.corpus.manifest import TOKENIZER_FILE

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainspec_cli.errors import MachineError
+from trainspec_cli.cache import cannot_write
 
 
 @contextmanager
@@ -76,17 +76,3 @@ def _umask() -> int:
     current = os.umask(0)
     os.umask(current)
     return current
-
-
-def cannot_write(folder: Path, error: OSError) -> MachineError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return MachineError(
-            f"no space left to write {folder}",
-            code="disk_full",
-            hint=f"free some space on the disk of {folder.parent}, or choose another folder (TRAINSPEC_CACHE=FOLDER)",
-        )
-    return MachineError(
-        f"cannot write {folder}: {error.strerror or error}",
-        code="cannot_write",
-        hint="choose a folder that you may write (TRAINSPEC_CACHE=FOLDER for prepared data)",
-    )

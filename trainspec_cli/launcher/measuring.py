@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainspec_cli import __version__
-from trainspec_cli.corpus.cache import cache_dir, make_cache
+from trainspec_cli.cache import cache_dir, make_cache
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.launcher.tools import KERNELS, PROBE, TRACE, one_process, run_tool, torchrun
 from trainspec_cli.node import cpu_name

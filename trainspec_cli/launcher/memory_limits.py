@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainspec_cli.corpus.cache import cache_dir, make_cache
+from trainspec_cli.cache import cache_dir, make_cache
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.launcher.measuring import figures_path
 from trainspec_cli.rundir.event_types.decisions import MemoryEvent

@@ -61,18 +61,20 @@ def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, t
 
     The best cut where that fits the device, else the best that does by the estimate of memory, else the even one.
     """
-    memory = predict_memory(setup, recompute)
     if not is_open(setup.layout, setup.model):
-        return setup, memory
+        return setup, predict_memory(setup, recompute)
     groups = axis_groups(setup.layout, setup.fabric, eff)
     times = planned_times(micro_batch(setup, groups, eff), setup)
     limit_bytes = memory_limit_bytes(setup.fabric.chip)
-    for bounded in (False, True):
-        other = replace(setup, layout=cut(times, setup.layout, rough_room(setup, memory) if bounded else None))
-        taken = memory if other == setup else predict_memory(other, recompute)
-        if _fullest_bytes(taken) <= limit_bytes:
-            return other, taken
-    return setup, memory
+    best = replace(setup, layout=cut(times, setup.layout))
+    taken = memory = predict_memory(best, recompute)
+    if _fullest_bytes(taken) <= limit_bytes:
+        return best, taken
+    if best != setup:
+        memory = predict_memory(setup, recompute)
+    bounded = replace(setup, layout=cut(times, setup.layout, rough_room(setup, memory)))
+    taken = memory if bounded == setup else predict_memory(bounded, recompute)
+    return (bounded, taken) if _fullest_bytes(taken) <= limit_bytes else (setup, memory)
 
 
 def rough_room(setup: Setup, memory: Sequence[MemoryBreakdown]) -> Room:

@@ -207,7 +207,7 @@ def test_a_forecast_has_an_answer_for_every_number_in_range(
     cluster = replace(CLUSTER, reliability=reliability, storage_gb_per_s=storage, host_link_gb_per_s=link)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(forecast_module, "SEEDS", 2)
-        patched.setattr(goodput, "MAX_FAILURES", 20)
+        patched.setattr(goodput, "ENOUGH_OF_MANY", 20)
         try:
             run = forecast(cluster, resilience=ResilienceSpec(mode="elastic" if elastic else "restart"))
         except RecipeError as error:

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.planner.capacity import plan_best, plan_capacity, template_of
+from trainspec_cli.planner.capacity import plan_best, plan_capacity, search_of, template_of
 from trainspec_cli.planner.cut import cut, is_open, planned_times
 from trainspec_cli.planner.hardware.catalogue import find_accelerator, models
 from trainspec_cli.planner.hardware.cluster import describe_fabric
@@ -93,19 +93,29 @@ def test_pruning_loses_nothing(pp: int | str) -> None:
     assert (min(fit_probability(first.peak_bytes, limit_bytes), SURELY), -first.step_time_s) == pytest.approx(safest)
 
 
-@pytest.mark.parametrize("model", ["llama3_8b", "mixtral_8x7b"])
-def test_no_step_is_shorter_than_its_bound(model: str) -> None:
+@pytest.mark.parametrize("model", ["llama3_8b", "mixtral_8x7b", "nemotron_h_8b"])
+@pytest.mark.parametrize("nic_gbit_per_s", [400.0, 10.0])
+def test_no_step_is_shorter_than_its_bounds(model: str, nic_gbit_per_s: float) -> None:
+    """Neither than that of its work alone, nor than that with its exchanges, which is the closer one on a slow
+    network."""
     spec, eff = run_of(model, nodes=2, batch=64), Efficiency()
-    template = template_of(spec, describe_fabric(spec.cluster, None))
-    softwares = dict.fromkeys(SHARDINGS, Software())
-    search = Search(Space(spec, 16, 8), template, softwares, recompute_names("auto"), (False,), eff)
-    bounds = {(option.layout, option.grad_accum, option.recompute): option.bound_s for option in search.bounded()}
-    steps = {
-        (found.setup.layout, found.setup.grad_accum, found.recompute): found.step_time_s for found in search.best()
-    }
-    parts = [bounds[option] / step_s for option, step_s in steps.items()]
-    assert len(parts) > 100 and max(parts) <= 1
-    assert max(parts) > 0.9, "a bound that is far below cuts nothing off"
+    spec = replace(spec, cluster=replace(spec.cluster, nic_gbit_per_s=nic_gbit_per_s))
+    search = search_of(spec, describe_fabric(spec.cluster, None), eff)
+    lightest = list(search.bounded())
+    heavier = [one for option in lightest if (one := search.heavier(option))]
+    options = {(*one.shape, search.recomputes[one.recompute]): one for one in (*lightest, *heavier)}
+    assert len(options) == search.considered == 2 * len(lightest)
+    steps = {}
+    for found in search.best():
+        setup = found.setup
+        shape = setup.layout, setup.micro_batch_size, setup.grad_accum
+        steps[(*shape, found.recompute)] = found.step_time_s
+    works = [options[one].bound_s / step_s for one, step_s in steps.items()]
+    closer = [search.closer(options[one]).bound_s / step_s for one, step_s in steps.items()]
+    assert len(steps) > 100 and max(closer) <= 1
+    assert max(closer) > 0.9, "a bound that is far below cuts nothing off"
+    tenth = len(steps) // 10
+    assert sorted(closer)[tenth] > (2.0 if nic_gbit_per_s == 10.0 else 1.0) * sorted(works)[tenth]
 
 
 def test_the_best_alone_is_the_best_of_the_plan() -> None:

@@ -12,9 +12,9 @@ from statistics import median
 
 import pytest
 
-from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.rates import FRACTIONS, Efficiency
 from trainspec_cli.planner.validation.backtest import Backtest, Prediction, backtest, cases_of, report
-from trainspec_cli.planner.validation.fit import FRACTIONS, fit
+from trainspec_cli.planner.validation.fit import fit
 
 MEASURED = Path(__file__).parents[2] / "data" / "measured"
 

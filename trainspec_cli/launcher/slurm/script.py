@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainspec_cli.corpus.cache import cache_dir
+from trainspec_cli.cache import cache_dir
 from trainspec_cli.environment_names import CACHE, HUB_MIRROR, OWN_PATH, OWN_SAFE_PATH
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launcher.backend.nodes.backend import AGENT, agent_command

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from trainspec_cli.planner.calibration.posterior import PACE, Observation, Spread
-from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.rates import FRACTIONS, Efficiency
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import estimate_step
-from trainspec_cli.planner.validation.backtest import Prediction
-from trainspec_cli.planner.validation.fit import FRACTIONS
 from trainspec_cli.spec.results.prediction import LocalPrediction
+
+if TYPE_CHECKING:
+    from trainspec_cli.planner.validation.backtest import Prediction
 
 EFFICIENCIES = tuple(Efficiency().as_dict())
 PARTS = ("forward", "backward", "exposed_comm", "optimizer", "other")

@@ -8,7 +8,6 @@ from dataclasses import replace
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Fabric, NetworkTier
-from trainspec_cli.planner.validation.prose import usual_gbit
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec, Machine
 from trainspec_cli.spec.recipe.fabric import TierSpec
@@ -39,6 +38,14 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
         fabric = replace(fabric, nic_gbit_per_s=fabric.nic_gbit_per_s / cluster.oversubscription)
     _check_links(fabric)
     return fabric
+
+
+def usual_gbit(chip: AcceleratorSpec) -> float:
+    """Gbit/s per device of the network that servers of a chip's class are sold with."""
+    peak = chip.bf16_tflops or chip.fp16_tflops
+    if chip.link_kind == "pcie":
+        return 50.0
+    return 400.0 if peak > 500 else 200.0 if peak > 200 else 100.0
 
 
 def _check_links(fabric: Fabric) -> None:

@@ -8,6 +8,14 @@ from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
 
 REFERENCE_W_PER_TFLOP = 0.7
 """Board power over bf16 peak of the chips whose best matmul was measured (H100 SXM); with less, the clock falls."""
+FRACTIONS = frozenset(
+    {
+        *("matmul", "attention_forward", "attention_backward", "memory", "cache_reuse"),
+        *("link_nvswitch", "link_mesh", "link_pcie", "nic"),
+        *("tp_overlap", "cp_overlap", "ep_overlap", "ep_overlap_network", "dp_overlap", "pp_overlap"),
+    }
+)
+"""Efficiencies that cannot pass 1."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 from trainspec_cli.planner.hardware.rates import Efficiency, link_bytes_per_s
@@ -104,7 +105,7 @@ class Group:
     def crosses(self) -> bool:
         return self.size > self.per_domain
 
-    @property
+    @cached_property
     def ring_bytes_per_s(self) -> float:
         """Rate of rings through all ranks, ordered by tiers: each element's ranks carry a ring each to the next one."""
         if not self.crosses:
@@ -113,7 +114,7 @@ class Group:
         first = min(self.link_bytes_per_s, network) if self.per_domain > 1 else network
         return min([first, *(tier.ranks * tier.bytes_per_s for tier in self.outer)])
 
-    @property
+    @cached_property
     def spans(self) -> tuple[tuple[int, float | None], ...]:
         """Return for each network tier that the group crosses the elements of the tier below that one joins, and the
         latency of a message through it (None: the planner's own hop)."""

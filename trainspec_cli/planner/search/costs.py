@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from trainspec_cli.planner.cut import cut, is_open, mean_times
 from trainspec_cli.planner.hardware.rates import Efficiency
@@ -16,8 +17,10 @@ from trainspec_cli.planner.time.compute import EIGHT_BIT
 from trainspec_cli.planner.time.step import (
     MicroBatch,
     TimedRank,
+    exchanges_of,
     micro_batch,
     own_work_s,
+    pipeline_sends_s,
     recompute_part_s,
     slowest_rank,
     step_of_rank,
@@ -37,6 +40,7 @@ class Costs:
         self._works_s: dict[tuple[object, ...], dict[str, float]] = {}
         self._groups: dict[tuple[object, ...], dict[str, Group]] = {}
         self._slowest: dict[tuple[object, ...], TimedRank] = {}
+        self._least_exchange_s: dict[tuple[object, ...], float] = {}
 
     def setup(self, layout: Layout, micro: int, accum: int, recompute: str = "none", *, offload: bool = False) -> Setup:
         return replace(
@@ -60,6 +64,21 @@ class Costs:
     def _work_s(self, once: MicroBatch, again: Recompute) -> float:
         layers_s = self.template.model.num_layers * (own_work_s(once.layer) + recompute_part_s(once.layer, again))
         return layers_s + own_work_s(once.embedding) + own_work_s(once.head)
+
+    def least_exchange_s(self, layout: Layout, micro: int, accum: int, recompute: str) -> float:
+        """Return what a step's exchanges add to the work of its mean stage at least: its pipeline's sends, and of data
+        parallelism's what no rank can hide."""
+        part = _part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
+        spread = layout.pp, layout.virtual_stages, layout.dp_shard, layout.dp_replicate, layout.zero_stage
+        key = *part, *spread, accum, recompute
+        if key not in self._least_exchange_s:
+            setup = self.setup(layout, micro, accum, recompute)
+            stage_s = self.works_s(layout, micro, accum)[recompute] / layout.pp
+            density = _Density.of(self._micro_batch(part, setup), setup.recompute)
+            groups = self._axis_groups(layout)
+            sends_s = pipeline_sends_s(setup, groups["pp"], self.eff)
+            self._least_exchange_s[key] = sends_s + density.least_exchange_s(stage_s, setup, groups, self.eff)
+        return self._least_exchange_s[key]
 
     def step_s(self, setup: Setup) -> float:
         """Return the seconds of a step, its layers cut into stages as if they were all the average one."""
@@ -90,6 +109,36 @@ class Costs:
         if key not in self._groups:
             self._groups[key] = axis_groups(layout, self.template.fabric, self.eff)
         return self._groups[key]
+
+
+class _Density(NamedTuple):
+    """Of a micro-batch's work: the parameters that a second of layers has at least, and what the ends take."""
+
+    params_per_s: float
+    expert_params_per_s: float
+    ends_s: float
+    ends_again_s: float
+    """What recomputing the ends would take: exchanges are timed as if it were done, and hide beside it too."""
+
+    @classmethod
+    def of(cls, once: MicroBatch, again: Recompute) -> _Density:
+        kinds_s = [(kind, own_work_s(kind) + recompute_part_s(kind, again)) for kind in once.kinds]
+        ends = once.embedding, once.head
+        return cls(
+            min(kind.params / time_s for kind, time_s in kinds_s),
+            min(kind.expert_params / time_s for kind, time_s in kinds_s),
+            sum(map(own_work_s, ends)),
+            sum(recompute_part_s(end, again) for end in ends),
+        )
+
+    def least_exchange_s(self, stage_s: float, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
+        """Return the seconds of data parallelism's exchanges that no rank can hide which works as long as the mean
+        stage; the slowest one works no less, and what of that is not the ends are layers."""
+        layers_s = max(0.0, stage_s - self.ends_s)
+        sent = exchanges_of(self.params_per_s * layers_s, self.expert_params_per_s * layers_s, setup, groups, eff)
+        beside_s = eff.dp_overlap * (stage_s + self.ends_again_s) if setup.software.overlap_dp else 0.0
+        each_s = max(0.0, sent.forward_s + sent.backward_s - beside_s)
+        return sent.times * each_s + max(0.0, sent.across_s - beside_s / 2)
 
 
 @lru_cache(maxsize=2)

@@ -1,15 +1,17 @@
 """Exact search: every layout in the space is either predicted, or proven to be too large or too slow.
 
-Layouts are taken in the order of a bound that none of them can beat (its mean stage's work and the bubble of equal
-stages, without data-parallel traffic or optimizer), until the bound says that no other can be the next best; who asks
-for fewer layouts waits for fewer predictions. Memory drops some of those taken, layers cut evenly; the others are
-predicted in full, layers cut by their time. Layouts are ranked by the step to expect with the probability that they fit
-(`memory/fit.py`); the safest of those that are not much slower than the first are kept beside them.
+Layouts are taken in the order of a bound that none of them can beat: its mean stage's work and the bubble of equal
+stages, and for those that come first by that, what pipelines and data parallelism send at least. When the bound says
+that no other can be the next best, the search is done; who asks for fewer layouts waits for fewer predictions. Memory
+drops some of those taken, layers cut evenly; the others are predicted in full, layers cut by their time. Layouts are
+ranked by the step to expect with the probability that they fit (`memory/fit.py`); the safest of those that are not much
+slower than the first are kept beside them.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -48,18 +50,20 @@ class Option(NamedTuple):
 
     bound_s: float
     """No step of it is shorter."""
-    number: int
-    """Layouts are counted as the space yields them."""
+    order: int
+    """Options are counted as they are found."""
     layout: Layout
     micro_batch_size: int
     grad_accum: int
-    recompute: str
+    recompute: int
+    """Its place in `Search.recomputes`."""
     offload: bool
+    counts_exchanges: bool = False
+    """False: the bound is that of the work alone."""
 
     @property
-    def alike(self) -> tuple[int, bool]:
-        """What options that differ in the recomputation alone have in common."""
-        return self.number, self.offload
+    def shape(self) -> tuple[Layout, int, int]:
+        return self.layout, self.micro_batch_size, self.grad_accum
 
 
 Ranked = list[tuple[tuple[float, ...], int, Estimated]]
@@ -97,65 +101,87 @@ class Search:
         self._found: Ranked = []
         self._safest: Ranked = []
         self._least_s = math.inf
-        self._surely: set[tuple[int, bool]] = set()
-        self._options = sorted(self.bounded(), key=lambda option: option.bound_s)[::-1]
-        self.considered = len(self._options)
+        self._orders = itertools.count()
+        self._options = sorted(self.bounded())
+        """A heap of what may still be tried, the least bound first."""
+        self.considered = len(self._options) * len(self.recomputes)
         self.refused.update(self.space.refused)
 
     def best(self) -> Iterator[Estimated]:
         """Yield what may fit, the shortest expected step first; as few layouts are predicted as that takes."""
         while self._options or self._found:
-            if self._found and (not self._options or self._found[0][0][0] <= self._options[-1].bound_s):
+            if self._found and (not self._options or self._found[0][0][0] <= self._options[0].bound_s):
                 yield heapq.heappop(self._found)[-1]
             else:
-                self._take(self._options.pop())
+                self._take_next()
 
     def safest(self) -> list[Estimated]:
         """Return the layouts that fit most probably of those about as fast as the best, the safest first; of those that
         surely fit, the fastest."""
-        while self._options and self._options[-1].bound_s < self._slowest_safe_s():
-            self._take(self._options.pop())
+        while self._options and self._options[0].bound_s < self._slowest_safe_s():
+            self._take_next()
         return [found for _, _, found in sorted(self._safest, key=lambda item: item[:2], reverse=True)]
 
     def bounded(self) -> Iterator[Option]:
-        """Yield what there is to try, with the step that it cannot beat."""
-        for number, (layout, micro, accum) in enumerate(self.space.layouts()):
+        """Yield what there is to try first: each layout with the lightest recomputation, and the step that it cannot
+        beat by its work alone."""
+        for layout, micro, accum in self.space.layouts():
             if self.samples is not None:
                 accum = micro_batches_of(layout, micro, self.samples)
-            works_s = self._costs.works_s(layout, micro, accum)
-            for name in self.recomputes:
-                bound_s = self._bound_s(layout, accum, works_s[name])
-                for offload in self.offloads:
-                    yield Option(bound_s, number, layout, micro, accum, name, offload)
+            bound_s = self._bound_s(layout, micro, accum, 0)
+            for offload in self.offloads:
+                yield Option(bound_s, next(self._orders), layout, micro, accum, 0, offload)
 
-    def _take(self, option: Option) -> None:
-        """Predict a layout, and take it up where it may fit."""
-        if option.alike in self._surely:
-            return  # heavier recomputation of a layout that surely fits is only slower
-        shape = option.layout, option.micro_batch_size, option.grad_accum
-        setup = self._costs.setup(*shape, option.recompute, offload=option.offload)
-        layer = self._layer_memory(setup, option.recompute)
+    def heavier(self, option: Option) -> Option | None:
+        """Return the layout with the next recomputation, whose step is no shorter; None where there is none."""
+        place = option.recompute + 1
+        if place == len(self.recomputes):
+            return None
+        bound_s, order = self._bound_s(*option.shape, place), next(self._orders)
+        return option._replace(bound_s=bound_s, order=order, recompute=place, counts_exchanges=False)
+
+    def closer(self, option: Option) -> Option:
+        """Return the option with the bound that counts exchanges too."""
+        exchange_s = self._costs.least_exchange_s(*option.shape, self.recomputes[option.recompute])
+        bound_s = option.bound_s + (1 + self._costs.waiting) * exchange_s
+        return option._replace(bound_s=bound_s, counts_exchanges=True)
+
+    def _take_next(self) -> None:
+        """Predict the layout of the least bound; where that counts no exchanges yet, put it back with one that does."""
+        option = self._options[0]
+        if not option.counts_exchanges:
+            heapq.heapreplace(self._options, self.closer(option))
+            return
+        heapq.heappop(self._options)
+        surely_fits = self._take(option)
+        heavier = self.heavier(option)
+        if heavier and not surely_fits:
+            heapq.heappush(self._options, heavier)
+
+    def _take(self, option: Option) -> bool:
+        """Predict a layout, and take it up where it may fit. Return whether it surely does."""
+        name = self.recomputes[option.recompute]
+        setup = self._costs.setup(*option.shape, name, offload=option.offload)
+        layer = self._layer_memory(setup, name)
         peak = peak_of(setup, layer, beyond_bytes=max(self._limit, self._smallest_bytes))
         if peak > self._limit:
             self.refused[TOO_LARGE] += 1
             if peak < self._smallest_bytes:
-                self.smallest = Estimated(setup, option.recompute, peak)
-            return
+                self.smallest = Estimated(setup, name, peak)
+            return False
         probability = fit_probability(peak, self._usable)
-        if probability >= SURELY:
-            self._surely.add(option.alike)
         step_s = self._costs.step_s(setup)
         expected_s = expected_step_s(step_s, probability, self.start_s)
-        self._keep(Estimated(setup, option.recompute, peak, step_s, expected_s), probability)
+        self._keep(Estimated(setup, name, peak, step_s, expected_s), probability, option.order)
+        return probability >= SURELY
 
-    def _keep(self, found: Estimated, probability: float) -> None:
+    def _keep(self, found: Estimated, probability: float, order: int) -> None:
         """Take a layout up among those found, and among the safest where it is one of them."""
         self._least_s = min(self._least_s, found.expected_s)
-        order = len(self._options)
-        heapq.heappush(self._found, ((found.expected_s,), -order, found))
+        heapq.heappush(self._found, ((found.expected_s,), order, found))
         if found.step_time_s <= ABOUT * self._least_s:
             push = heapq.heappush if len(self._safest) < SAFEST else heapq.heappushpop
-            push(self._safest, ((min(probability, SURELY), -found.step_time_s), order, found))
+            push(self._safest, ((min(probability, SURELY), -found.step_time_s), -order, found))
 
     @property
     def _smallest_bytes(self) -> float:
@@ -169,9 +195,10 @@ class Search:
         probability, negative_s = self._safest[0][0]
         return about_s if probability < SURELY else min(about_s, -negative_s)
 
-    def _bound_s(self, layout: Layout, accum: int, work_s: float) -> float:
+    def _bound_s(self, layout: Layout, micro: int, accum: int, recompute: int) -> float:
         """Return the step that no schedule is faster than: the mean stage's own work and its wait for others that are
         no heavier, waiting for the slowest device included."""
+        work_s = self._costs.works_s(layout, micro, accum)[self.recomputes[recompute]]
         mean_s = work_s / layout.pp
         wait_s = min(1.0, self.eff.bubble) * layout.bubble_part * (work_s - mean_s)
         return (accum * mean_s + wait_s) * (1 + self._costs.waiting)

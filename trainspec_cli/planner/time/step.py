@@ -104,7 +104,10 @@ class MicroBatch:
         cls, kinds: Sequence[LayersPart], order: Sequence[int], embedding: LayersPart, head: LayersPart, rates: Rates
     ) -> MicroBatch:
         """`order`: the kind of each layer, by its number."""
-        before = (tuple(accumulate((kind == own for own in order), initial=0)) for kind in range(len(kinds)))
+        if len(kinds) == 1:
+            before = [tuple(range(len(order) + 1))]
+        else:
+            before = [tuple(accumulate((kind == own for own in order), initial=0)) for kind in range(len(kinds))]
         return cls(tuple(kinds), tuple(before), embedding, head, rates)
 
     @property
@@ -135,9 +138,10 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     layout, model = setup.layout, setup.model
     rates = rates_of(setup.fabric.chip, setup.matmul, setup.compute, eff)
     layers = layer_works(model, setup.tokens, setup.seq_len, layout)
-    kinds = {id(works): works for works in layers}
+    kinds = dict(zip(map(id, layers), layers, strict=True))
     parts = [sum_of(part_of(work, setup, rates, groups, eff) for work in works) for works in kinds.values()]
-    order = [list(kinds).index(id(works)) for works in layers]
+    places = {kind: place for place, kind in enumerate(kinds)}
+    order = list(map(places.__getitem__, map(id, layers)))
     head = part_of(head_work(model, setup.tokens, layout), setup, rates, groups, eff)
     embedding = part_of(embedding_work(model, setup.tokens, layout), setup, rates, groups, eff)
     once = MicroBatch.of(parts, order, embedding, head, rates)
@@ -315,40 +319,51 @@ def orthogonalise_s(params: float, setup: Setup, rates: Rates, groups: dict[str,
     return UPDATE_BYTES["muon"] * hidden / rates.memory + flops / rate + travel_s
 
 
+@dataclass(frozen=True)
+class DataParallelExchange:
+    """What data parallelism sends in a step, in seconds when nothing runs beside it."""
+
+    forward_s: float
+    """Gathering parameters, beside the forward of a micro-batch."""
+    backward_s: float
+    """Gathering them again and reducing gradients, beside its backward."""
+    times: int = 1
+    """Micro-batches that exchange: all of them under ZeRO-3, else one."""
+    across_s: float = 0.0
+    """Reducing over replicas, once, beside half of a backward."""
+
+
+def exchanges_of(
+    params: float, expert_params: float, setup: Setup, groups: dict[str, Group], eff: Efficiency
+) -> DataParallelExchange:
+    """Return what is exchanged for so many parameters of a rank."""
+    gradients = setup.trainable * setup.software.reduce_bytes
+    if setup.layout.shards_parameters:
+        shard, expert = groups["dp_shard"], groups["expert_dp"]
+        gather = gather_s(shard, 2.0 * setup.sharded * params, setup, eff)
+        gather += gather_s(expert, 2.0 * expert_params, setup, eff)
+        scatter = setup.trainable * scatter_s(shard, setup.software.reduce_bytes * params, setup, eff)
+        scatter += setup.trainable * scatter_s(expert, setup.software.reduce_bytes * expert_params, setup, eff)
+        across = sum_s(groups["dp_replicate"], gradients * params / shard.size, setup, eff)
+        return DataParallelExchange(gather, gather + scatter, setup.grad_accum, across)
+    dense, expert = groups["dp"], groups["expert_dp"]
+    if setup.layout.dp_shard == 1:  # DDP
+        reduce = sum_s(dense, params * gradients, setup, eff) + sum_s(expert, expert_params * gradients, setup, eff)
+        return DataParallelExchange(0.0, reduce)
+    reduce = scatter_s(dense, params * gradients, setup, eff)
+    reduce += scatter_s(expert, expert_params * gradients, setup, eff)
+    gather = gather_s(dense, params * setup.trainable * 2.0, setup, eff)
+    gather += gather_s(expert, expert_params * setup.trainable * 2.0, setup, eff)
+    return DataParallelExchange(gather, reduce)
+
+
 def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
     """Exposed time of gradients' reduction and parameters' gathering."""
     forward = part.time.forward + part.comm.tp + part.comm.ep
     backward = part.time.backward + part.comm.tp + part.comm.ep + recompute_part_s(part, setup.recompute)
-    if setup.layout.shards_parameters:
-        return fully_sharded_s(part, forward, backward, setup, groups, eff)
-    software = setup.software
-    dense, experts = part.params, part.expert_params
-    gradients = setup.trainable * software.reduce_bytes
-    if setup.layout.dp_shard == 1:  # DDP: all of the all-reduce runs beside the backward
-        reduce = sum_s(groups["dp"], dense * gradients, setup, eff)
-        reduce += sum_s(groups["expert_dp"], experts * gradients, setup, eff)
-        return exposed_s(reduce, backward, setup, eff)
-    reduce = scatter_s(groups["dp"], dense * gradients, setup, eff)
-    reduce += scatter_s(groups["expert_dp"], experts * gradients, setup, eff)
-    gather = gather_s(groups["dp"], dense * setup.trainable * 2.0, setup, eff)
-    gather += gather_s(groups["expert_dp"], experts * setup.trainable * 2.0, setup, eff)
-    return exposed_s(reduce, backward, setup, eff) + exposed_s(gather, forward, setup, eff)
-
-
-def fully_sharded_s(
-    part: LayersPart, forward: float, backward: float, setup: Setup, groups: dict[str, Group], eff: Efficiency
-) -> float:
-    """ZeRO-3: each micro-batch gathers parameters forward and backward and scatters gradients."""
-    shard, software = groups["dp_shard"], setup.software
-    expert = groups["expert_dp"]
-    gather = gather_s(shard, 2.0 * setup.sharded * part.params, setup, eff)
-    gather += gather_s(expert, 2.0 * part.expert_params, setup, eff)
-    scatter = setup.trainable * scatter_s(shard, software.reduce_bytes * part.params, setup, eff)
-    scatter += setup.trainable * scatter_s(expert, software.reduce_bytes * part.expert_params, setup, eff)
-    replicas = groups["dp_replicate"]
-    across = sum_s(replicas, setup.trainable * software.reduce_bytes * part.params / shard.size, setup, eff)
-    each = exposed_s(gather, forward, setup, eff) + exposed_s(gather + scatter, backward, setup, eff)
-    return setup.grad_accum * each + exposed_s(across, backward / 2, setup, eff)
+    sent = exchanges_of(part.params, part.expert_params, setup, groups, eff)
+    each = exposed_s(sent.forward_s, forward, setup, eff) + exposed_s(sent.backward_s, backward, setup, eff)
+    return sent.times * each + exposed_s(sent.across_s, backward / 2, setup, eff)
 
 
 def exposed_s(comm: float, beside: float, setup: Setup, eff: Efficiency) -> float:

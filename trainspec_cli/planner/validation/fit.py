@@ -11,20 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.rates import FRACTIONS, Efficiency
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import estimate_step
 
 HUBER = 0.08
 """Errors beyond 8% count linearly: identical configurations already differ by 4% on average."""
-FRACTIONS = frozenset(
-    {
-        *("matmul", "attention_forward", "attention_backward", "memory", "cache_reuse"),
-        *("link_nvswitch", "link_mesh", "link_pcie", "nic"),
-        *("tp_overlap", "cp_overlap", "ep_overlap", "ep_overlap_network", "dp_overlap", "pp_overlap"),
-    }
-)
-"""Parameters that cannot pass 1."""
 STEP = 0.05
 """Relative change by which a derivative is taken."""
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainspec_cli.planner.hardware.cluster import usual_gbit
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
 from trainspec_cli.spec.recipe.layout import Layout
@@ -48,14 +49,6 @@ def network_of(text: str, per_node: int, chip: AcceleratorSpec) -> NamedNetwork:
         if name in part:
             return NamedNetwork(float(rate), kind, True)
     return NamedNetwork(usual_gbit(chip), kind, True)
-
-
-def usual_gbit(chip: AcceleratorSpec) -> float:
-    """Gbit/s per device of the network that servers of a chip's class are sold with."""
-    peak = chip.bf16_tflops or chip.fp16_tflops
-    if chip.link_kind == "pcie":
-        return 50.0
-    return 400.0 if peak > 500 else 200.0 if peak > 200 else 100.0
 
 
 def kind_of(lower: str) -> str:

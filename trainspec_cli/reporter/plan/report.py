@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from trainspec_cli.reporter.plan.trace import TraceReport
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.forecast import RunForecast
@@ -13,6 +13,9 @@ from trainspec_cli.spec.results.pools import PoolsPlan
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.results.simulation import Simulation
 from trainspec_cli.spec.results.sites import SitesOutlook
+
+if TYPE_CHECKING:
+    from trainspec_cli.reporter.plan.trace import TraceReport  # loads tables of results, which few plans have
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from trainspec_cli.reporter.plan.pools import render_pools
 from trainspec_cli.reporter.plan.report import PlanReport, SweepPoint, SweepReport
 from trainspec_cli.reporter.plan.simulation import render_simulation
 from trainspec_cli.reporter.plan.sites import render_sites
-from trainspec_cli.reporter.plan.trace import render_trace
 from trainspec_cli.reporter.rich_text import Text
 from trainspec_cli.spec.own_code import describe_code
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -56,6 +55,8 @@ def render_plan(plan: PlanReport, width: int = WIDE) -> RenderableType:
     if plan.simulation:
         parts.append(render_simulation(plan.simulation, min(width, WIDE)))
     if plan.trace:
+        from trainspec_cli.reporter.plan.trace import render_trace  # loads tables of results
+
         parts.append(render_trace(plan.trace))
     parts += _refusals(plan)
     if plan.run:

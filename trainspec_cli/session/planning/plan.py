@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from trainspec_cli.composer.folders import DISTURB
 from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
 from trainspec_cli.planner.capacity import blueprint_of
 from trainspec_cli.planner.hardware.cluster import accelerator_of
@@ -13,26 +14,29 @@ from trainspec_cli.planner.memory.engine import tensors_by_cause
 from trainspec_cli.planner.planes.plan import plan_planes
 from trainspec_cli.planner.pools.describe import on_pools
 from trainspec_cli.planner.run.forecast import forecast_run
-from trainspec_cli.planner.run.sites import plan_sites
 from trainspec_cli.planner.search.advice import advise
 from trainspec_cli.planner.search.auto import as_plan, is_run
 from trainspec_cli.planner.search.variants import plan_on_what_divides, plan_other_recovery
 from trainspec_cli.reporter.plan.report import PlanReport
-from trainspec_cli.reporter.plan.trace import TraceReport, compare_trace
-from trainspec_cli.session.planning.disturbance import NamedDisturbance, load_disturbance, simulate_disturbed
 from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.load import Loaded, load_for_planning, this_machine
 from trainspec_cli.session.recipe.no_recipe import with_defaults
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.spec.results.simulation import Simulation
+from trainspec_cli.spec.results.sites import SitesOutlook
 from trainspec_cli.spec.rules.engine import check_built
+
+if TYPE_CHECKING:
+    from trainspec_cli.reporter.plan.trace import TraceReport
+    from trainspec_cli.session.planning.disturbance import NamedDisturbance
 
 
 def plan_recipe(arguments: Sequence[str], *, trace: bool = False) -> PlanReport:
     """Plan a recipe on its cluster. Raises RecipeError where it is wrong; `best` is None where nothing fits."""
     arguments, defaults = with_defaults(arguments)
-    return plan_loaded(load_for_planning(arguments), defaults, load_disturbance(arguments), trace=trace)
+    return plan_loaded(load_for_planning(arguments), defaults, _load_disturbance(arguments), trace=trace)
 
 
 def plan_loaded(
@@ -64,8 +68,8 @@ def plan_loaded(
         blueprint=blueprint_of(best, spec, machine) if best and capacity.world_size > 1 else None,
         defaults=defaults,
         planes=plan_planes(spec.cluster, capacity.world_size),
-        sites=plan_sites(spec, capacity, best) if best else None,
-        simulation=simulate_disturbed(disturbed, spec, best, machine) if disturbed and best else None,
+        sites=_plan_sites(spec, capacity, best) if best else None,
+        simulation=_simulate(disturbed, spec, best, machine) if disturbed and best else None,
         trace=_trace(spec, capacity) if trace and capacity.candidates else None,
         profile=profile,
     )
@@ -103,9 +107,42 @@ def _of_alike_nodes(asked: str) -> Problem:
     return Problem("unsupported", message, "cluster.pools", f"leave out {asked}, or name one cluster: cluster=h100")
 
 
+# Parts of a plan that few ask for: each loads what the others do without
+
+
+def names_disturbance(arguments: Sequence[str]) -> bool:
+    """Return whether the command line has `disturb=`."""
+    from trainspec_cli.composer.arguments import parse_arguments
+
+    return any(argument.key == DISTURB for argument in parse_arguments(arguments)[0])
+
+
+def _load_disturbance(arguments: Sequence[str]) -> NamedDisturbance | None:
+    if not names_disturbance(arguments):
+        return None
+    from trainspec_cli.session.planning.disturbance import load_disturbance
+
+    return load_disturbance(arguments)
+
+
+def _simulate(named: NamedDisturbance, spec: RunSpec, candidate: Candidate, machine: Machine | None) -> Simulation:
+    from trainspec_cli.session.planning.disturbance import simulate_disturbed
+
+    return simulate_disturbed(named, spec, candidate, machine)
+
+
+def _plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> SitesOutlook | None:
+    if spec.resilience.mode != "sites":
+        return None
+    from trainspec_cli.planner.run.sites import plan_sites
+
+    return plan_sites(spec, capacity, best)
+
+
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:
     """Trace the fastest candidate that the engine runs. Raises PlanError where it runs none of those shown."""
-    from trainspec_cli.launcher.measuring import trace_plan  # loads the launcher, which other plans do without
+    from trainspec_cli.launcher.measuring import trace_plan
+    from trainspec_cli.reporter.plan.trace import compare_trace
 
     candidate = next((candidate for candidate in capacity.candidates if is_run(candidate, spec)), None)
     if candidate is None:

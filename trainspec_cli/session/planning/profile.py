@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from trainspec_cli import __version__
-from trainspec_cli.corpus.cache import cache_dir, make_cache
+from trainspec_cli.cache import cache_dir, make_cache
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.node import cpu_name
 from trainspec_cli.planner.calibration.observe import efficiency_with

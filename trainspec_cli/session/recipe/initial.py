@@ -1,28 +1,14 @@
-"""Read from `init.from` what is not weights: the model, where the recipe leaves it open, and the tokenizer."""
+"""What a recipe leaves to the checkpoint that it begins with (`init.from`), and what it is without one."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from pathlib import Path
 
 from trainspec_cli.composer.compose import Completion
-from trainspec_cli.errors import Problem, RecipeError, TrainspecError
-from trainspec_cli.huggingface.config import differences
-from trainspec_cli.huggingface.config_reading import read_model
-from trainspec_cli.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
+from trainspec_cli.errors import Problem
 from trainspec_cli.json_value import JsonObject
-from trainspec_cli.reading.files import exists
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_data_dir, read_section
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES
-from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import AUTO_FAMILY, DecoderModel, ModelSpec
-from trainspec_cli.spec.recipe.run import InitSpec, RunSpec
-from trainspec_cli.spec.structure import build, choose_section
-from trainspec_cli.trust import check_tree
-from trainspec_cli.weights.folder import config_file, open_other, read_other_model
+from trainspec_cli.spec.recipe.model import AUTO_FAMILY
+from trainspec_cli.spec.recipe.run import RunSpec
 
 
 def complete(data: JsonObject, unchosen: frozenset[str]) -> Completion:
@@ -30,31 +16,25 @@ def complete(data: JsonObject, unchosen: frozenset[str]) -> Completion:
 
     The model is left to it by `model=auto`, to which some keys may be added, and where no model is chosen at all.
     """
-    begins_with = _section(data, "init").get("from")
-    asked = {} if "model" in unchosen else dict(_section(data, "model"))
-    is_auto = asked.get("family") == AUTO_FAMILY
-    if not isinstance(begins_with, str):
-        return _without_checkpoint(asked) if is_auto else Completion({}, "")
-    is_open = is_auto or "model" in unchosen
-    if not is_open and (folder := InitSpec(begins_with).other) and not exists(config_file(folder)):
-        return Completion(_tokenizer(data, _if_there(folder / TOKENIZER)), begins_with)
-    try:
-        found, source, tokenizer = _read(InitSpec(begins_with))
-    except TrainspecError as error:
-        return _failed(error.problems) if is_open else Completion({}, begins_with, problems=tuple(error.problems))
-    if is_auto:
-        del asked["family"]
-    left_open = {key: value for key, value in found.items() if key not in asked} if is_open else {}
-    model: JsonObject = {"model": left_open} if is_open else {}
-    return Completion(
-        values=model | _tokenizer(data, tokenizer),
-        source=source,
-        replaced=frozenset({"model"} & unchosen),
-        problems=tuple(_contradictions(left_open | asked, found, source)),
-    )
+    asked = {} if "model" in unchosen else section(data, "model")
+    begins_with = section(data, "init").get("from")
+    if isinstance(begins_with, str):
+        from trainspec_cli.session.recipe.initial_checkpoint import complete_from  # loads the formats of weights
+
+        return complete_from(begins_with, data, asked, unchosen="model" in unchosen)
+    return _without_checkpoint(asked) if asked.get("family") == AUTO_FAMILY else Completion({}, "")
 
 
-def _section(data: JsonObject, name: str) -> JsonObject:
+def check_weights(spec: RunSpec) -> Iterable[Problem]:
+    """A rule: what `init.from` names holds the model's weights."""
+    if spec.init.from_ is None:
+        return []
+    from trainspec_cli.session.recipe.initial_checkpoint import check_initial  # as above
+
+    return check_initial(spec)
+
+
+def section(data: JsonObject, name: str) -> JsonObject:
     """Return the section, or an empty one where something else stands there, which other checks report."""
     section = data.get(name)
     return section if isinstance(section, dict) else {}
@@ -66,114 +46,9 @@ def _without_checkpoint(model: JsonObject) -> Completion:
         return Completion({"model": {"family": "decoder"}}, "")
     message = "no model is named: `model` is auto, and `init.from` is null"
     hint = "type model=llama_6m, or another of conf/model; or init.from=hf:<a checkpoint's folder>"
-    return _failed([Problem("missing_value", message, "model", hint)])
+    return failed([Problem("missing_value", message, "model", hint)])
 
 
-def _failed(problems: Iterable[Problem]) -> Completion:
+def failed(problems: Iterable[Problem]) -> Completion:
     """Return a completion with `problems`; what the model then lacks follows from them and is not reported again."""
     return Completion({}, "", frozenset({"model"}), tuple(problems), frozenset({"model"}))
-
-
-def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
-    """-> (the checkpoint's model, the file that says so, its tokenizer). Raises TrainspecError."""
-    if (folder := init.hugging_face) is not None:
-        model = read_model(read_config(folder), str(folder / CONFIG))
-        return model, str(folder / CONFIG), _if_there(folder / TOKENIZER)
-    if (folder := init.other) is not None:
-        return read_other_model(folder), str(config_file(folder)), _if_there(folder / TOKENIZER)
-    assert init.run is not None
-    run = RunDir(init.run)
-    if not os.access(run.plan_json, os.R_OK):
-        raise RecipeError(_no_run(init))
-    check_tree(run.root)
-    kept = _if_there(run.huggingface / TOKENIZER)
-    data_dir = read_data_dir(run)
-    tokenizer = kept or (_tokenizer_of(data_dir) if data_dir and Path(data_dir).is_dir() else None)
-    return read_section(run, "model"), str(run.plan_json), tokenizer
-
-
-def _tokenizer_of(data_dir: str) -> Path | None:
-    """Return the tokenizer of prepared data."""
-    from trainspec_cli.corpus.collection import Collection  # loads numpy, which plans do without
-
-    made = Collection.open(data_dir).tokenizer_folder
-    return _if_there(made / TOKENIZER) if made else None
-
-
-def _no_run(init: InitSpec) -> Problem:
-    message = f"`init.from` is {init.from_}, which holds no run of trainspec"
-    return Problem("missing_file", message, "init.from", f"type init.from=hf:{init.from_} for a Hugging Face folder")
-
-
-def check_weights(spec: RunSpec) -> Iterable[Problem]:
-    """A rule: what `init.from` names holds the model's weights."""
-    if spec.init.from_ is None:
-        return []
-    try:
-        if (folder := spec.init.hugging_face) is not None:
-            if not isinstance(spec.model, DecoderModel):
-                raise RecipeError(Problem("unsupported", "Hugging Face folders hold decoders", "init.from"))
-            open_weights(folder, spec.model)
-        elif (folder := spec.init.other) is not None:
-            if not isinstance(spec.model, DecoderModel):
-                raise RecipeError(
-                    Problem("unsupported", "weights of other projects are read for decoders", "init.from")
-                )
-            open_other(folder, spec.model)
-        elif spec.init.run is not None:
-            _check_run(RunDir(spec.init.run), spec)
-    except TrainspecError as error:
-        return error.problems
-    return []
-
-
-def _check_run(run: RunDir, spec: RunSpec) -> None:
-    if not run.checkpoint_steps():
-        raise RecipeError(Problem("missing_file", f"{run.root} holds no whole checkpoint", "init.from"))
-    lora = read_section(run, "lora")
-    if lora.get("rank") and to_plain(LoraSpec()) | lora != to_plain(spec.lora):
-        message = f"{run.root} trained LoRA adapters of other sizes, or beside another base, which would be left behind"
-        hint = f"merge them first: trainspec export {run.root} --output FOLDER, then init.from=hf:FOLDER"
-        raise RecipeError(Problem("contradiction", message, "lora", hint))
-
-
-def _if_there(file: Path) -> Path | None:
-    return file.absolute() if file.is_file() else None
-
-
-def _contradictions(asked: JsonObject, found: JsonObject, source: str) -> list[Problem]:
-    """Keys under which the recipe's model is another than the checkpoint's."""
-    mine, theirs = _build(asked), _build(found)
-    if mine is None or theirs is None:
-        return []
-    if isinstance(mine, DecoderModel) and isinstance(theirs, DecoderModel):
-        differing = differences(mine, theirs)
-    else:
-        differing = {} if mine == theirs else {"family": (mine.family, theirs.family)}
-    return [
-        Problem(
-            code="contradiction",
-            message=f"`model.{key}` is {ours}, and {source} says {its}",
-            path=f"model.{key}",
-            hint=f"type model.{key}={its}, or model=auto to take the checkpoint's whole model",
-        )
-        for key, (ours, its) in differing.items()
-    ]
-
-
-def _build(section: JsonObject) -> ModelSpec | None:
-    """Build the model; None where a value has a wrong type, which other checks report."""
-    kind = choose_section(ModelSpec, section)
-    assert kind is not None
-    model: ModelSpec
-    model, problems = build(kind, section)
-    return None if problems else model
-
-
-def _tokenizer(data: JsonObject, found: Path | None) -> JsonObject:
-    """The checkpoint's, where the recipe names none: its ids are what the weights know."""
-    reads = _section(data, "data")
-    named = _section(reads, "tokenizer").get("path")
-    if found is None or named or reads.get("source") in (*SAMPLE_SOURCES, "tokens"):
-        return {}
-    return {"data": {"tokenizer": {"path": str(found)}}}

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from trainspec_cli.composer.folders import DISTURB
 from trainspec_cli.composer.origins import COMMAND_LINE, RECIPE
 from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
-from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -105,6 +104,8 @@ def plan_for(loaded: Loaded, machine: Machine) -> Plan:
 
 def this_machine(spec: RunSpec) -> Machine:
     """This node as a spec without problems would use it."""
+    from trainspec_cli.launcher.job.machine import detect  # loads psutil, which plans for another cluster do without
+
     return detect(look_for_gpus=spec.cluster.device != "cpu")
 
 

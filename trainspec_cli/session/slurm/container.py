@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainspec_cli.corpus.cache import cache_dir, make_cache
+from trainspec_cli.cache import cache_dir, make_cache
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.manifest import SPLITS
 from trainspec_cli.corpus.shards import TokenFolder

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import version
 
 from trainspec_cli.errors import Problem, closest
 from trainspec_cli.spec.field_types import AUTO
@@ -131,5 +130,7 @@ def _named(spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 
 def _torch_version() -> tuple[int, int]:
+    from importlib.metadata import version  # takes long to load, and few recipes name a kernel
+
     major, minor, *_ = version("torch").split(".")
     return int(major), int(minor)
