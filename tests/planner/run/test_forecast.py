@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.capacity import plan_capacity
+from trainspec_cli.planner.hardware.catalogue import models
 from trainspec_cli.planner.planes.spray import Failure, simulate
 from trainspec_cli.planner.run import forecast as forecast_module
 from trainspec_cli.planner.run import goodput
 from trainspec_cli.planner.run.cost import occupation
 from trainspec_cli.planner.run.forecast import (
+    EXPERTS_KNOWN_WITHIN,
     STEP_TIME_KNOWN_WITHIN,
     checkpoint_bytes,
     checkpoint_times,
@@ -317,6 +319,14 @@ def test_wall_time_is_known_as_well_as_a_step_and_the_goodput() -> None:
     quick = math.hypot(math.log(STEP_TIME_KNOWN_WITHIN), math.log(useful.high / useful.value))
     assert run.wall_time_s.high / run.wall_time_s.value == pytest.approx(math.exp(slow))
     assert run.wall_time_s.value / run.wall_time_s.low == pytest.approx(math.exp(quick))
+
+
+def test_a_step_with_experts_is_known_less_well() -> None:
+    dense, routed = (replace(SPEC, model=models()[name]) for name in ("llama3_70b", "mixtral_8x7b"))
+    known = [gather_assumptions(spec, CANDIDATE)[0].known_within for spec in (dense, routed)]
+    assert known == [STEP_TIME_KNOWN_WITHIN, EXPERTS_KNOWN_WITHIN] and known[0] < known[1]
+    run = forecast_run(routed, PLAN, CANDIDATE)
+    assert run.wall_time_s.high / run.wall_time_s.value >= EXPERTS_KNOWN_WITHIN
 
 
 def test_one_node_and_runs_without_recovery_have_no_other_way() -> None:
