@@ -99,6 +99,11 @@ def read_probe(path: Path) -> MachineProbe | None:
     return _read(MachineProbe, path)
 
 
+def known_probe(plan: Plan, machine: Machine) -> MachineProbe | None:
+    """Return this machine's probe for such a plan; None where it was not probed."""
+    return read_probe(probe_path(plan, machine))
+
+
 def table_path(plan: Plan, machine: Machine) -> Path:
     """Return a name that also changes with what gives a run its shapes, and with the kernels' libraries."""
     spec = to_plain(plan.spec)

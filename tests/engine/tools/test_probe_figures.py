@@ -150,6 +150,7 @@ def test_copies_take_turns_and_the_first_comes_last(monkeypatch: pytest.MonkeyPa
 
 def test_operands_rotate_through_as_many_copies_as_the_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_curves, "call_s", lambda runs: float(len(runs)))
+    monkeypatch.setattr(probe_curves, "longest_s", lambda own_s: 0.0)
     found = probe_curves.measure_curve((64, 2**18, 2**20, 2**22), lambda size: lambda: size)
     assert found == Curve((64.0, 2.0**18, 2.0**20, 2.0**22), (16.0, 8.0, 2.0, 1.0))
     assert probe_curves.measure_curve((64,), lambda size: lambda: size, bytes_each=2**17).seconds == (2.0,)
@@ -159,8 +160,19 @@ def test_operands_rotate_through_as_many_copies_as_the_memory_holds(monkeypatch:
 
 def test_forward_and_backward_are_measured_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_curves, "call_s", lambda runs: runs[0]())
+    monkeypatch.setattr(probe_curves, "longest_s", lambda own_s: 0.0)
     both = probe_curves.measure_passes(lambda size: (lambda: size + 0.25, lambda: size + 0.5), (1, 2))
     assert both == Passes(Curve((1.0, 2.0), (1.25, 2.25)), Curve((1.0, 2.0), (1.5, 2.5)))
+
+
+def test_a_curve_ends_where_a_call_is_long_on_the_slowest_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its last size it is proportional, which `Curve.at` holds to."""
+    monkeypatch.setattr(probe_curves, "call_s", lambda runs: runs[0]())
+    monkeypatch.setattr(probe_curves.dist, "all_reduce", lambda longest, op: longest.mul_(2.0))
+    found = probe_curves.measure_curve((1, 10, 100, 1000), lambda size: lambda: size / 100)
+    assert found == Curve((1.0, 10.0, 100.0), (0.01, 0.1, 1.0)) and found.at(1000.0) == 10.0
+    assert probe_curves.measure_curve((1, 10), lambda size: lambda: size / 100).sizes == (1.0, 10.0)
+    assert probe_curves.measure_curve((13, 20), lambda size: lambda: size / 100).sizes == (13.0,)
 
 
 @pytest.mark.parametrize(("elements", "shape"), [(64, (1, 64)), (256, (1, 256)), (2**14, (64, 256))])

@@ -56,6 +56,23 @@ def test_a_process_is_found_from_its_first_instant(
         assert [process.pid for process in processes.members(STARTING)] == [pid]
 
 
+def test_a_parent_that_ends_meanwhile_hides_no_process(
+    start: Callable[..., subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard looks for workers at the moment at which its supervisor, which was killed, is still ending."""
+    parents, asked = psutil.Process.parents, []
+
+    def look_up(process: psutil.Process) -> list[psutil.Process]:
+        asked.append(process)
+        if len(asked) == 1:
+            raise psutil.NoSuchProcess(os.getppid())
+        return parents(process)
+
+    monkeypatch.setattr(psutil.Process, "parents", look_up)
+    pid = start(**{LAUNCH_ID: OTHER}).pid
+    assert [process.pid for process in processes.members(OTHER)] == [pid] and len(asked) == 2
+
+
 def test_workers_are_told_from_what_they_start(
     start: Callable[..., subprocess.Popen[bytes]],
 ) -> None:

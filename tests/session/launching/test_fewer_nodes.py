@@ -18,7 +18,7 @@ THREE = ("recipe=tiny", "model.num_layers=6", "cluster.num_nodes=3", "cluster.de
 
 @pytest.fixture(autouse=True)
 def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainspec_cli.session.planning.predict.read_probe", lambda *_: None)
+    monkeypatch.setattr("trainspec_cli.session.planning.predict.known_probe", lambda *_: None)
 
 
 def plan_of(machine: Machine, *arguments: str) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 
@@ -92,7 +93,7 @@ def test_a_missing_compiler(make_spec: Make, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_older_torch(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_rules, "version", lambda _name: "2.11.0+cpu")
+    monkeypatch.setattr(metadata, "version", lambda _name: "2.11.0+cpu")
     (told,) = problems(make_spec({"kernels.linear_cross_entropy": "native"}), CPU)
     assert "it needs torch 2.13" in told
 
@@ -220,10 +221,10 @@ def test_the_compiler_is_the_one_of_the_environment_first(tmp_path, monkeypatch:
 
 
 def test_a_newer_torch_of_two_digits_is_newer(make_spec: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_rules, "version", lambda _name: "2.9.1")
+    monkeypatch.setattr(metadata, "version", lambda _name: "2.9.1")
     (told,) = problems(make_spec({"kernels.rope": "halves"}), CPU)
     assert "it needs torch 2.11" in told
-    monkeypatch.setattr(kernel_rules, "version", lambda _name: "2.13.0")
+    monkeypatch.setattr(metadata, "version", lambda _name: "2.13.0")
     assert problems(make_spec({"kernels.linear_cross_entropy": "native"}), CPU) == []
 
 

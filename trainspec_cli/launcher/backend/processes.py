@@ -133,13 +133,23 @@ def parent_id(process: psutil.Process) -> int | None:
 
 def _candidates() -> list[psutil.Process]:
     """This user's processes, without this one and its ancestors: nobody looks for a launch that it belongs to."""
-    own = psutil.Process()
-    ancestors = {own, *own.parents()}
+    ancestors = _with_ancestors(psutil.Process())
     return [
         process
         for process in psutil.process_iter()
         if process not in ancestors and process not in _without_environment and _is_of_this_user(process)
     ]
+
+
+def _with_ancestors(process: psutil.Process) -> set[psutil.Process]:
+    """Return the process and those that it descends from. A parent may end while they are looked up: the guard does so
+    at the moment at which its supervisor dies."""
+    while True:
+        try:
+            return {process, *process.parents()}
+        except psutil.NoSuchProcess as error:
+            if error.pid == process.pid:
+                raise
 
 
 def _is_of_this_user(process: psutil.Process) -> bool:

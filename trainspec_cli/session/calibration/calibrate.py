@@ -13,7 +13,7 @@ from pathlib import Path
 from trainspec_cli import __version__
 from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
 from trainspec_cli.launcher.job.machine import detect
-from trainspec_cli.launcher.measuring import probe_machine, probe_path, read_probe
+from trainspec_cli.launcher.measuring import known_probe, probe_machine
 from trainspec_cli.node import cpu_name
 from trainspec_cli.planner.calibration.observe import (
     CPU_SPREAD,
@@ -189,7 +189,7 @@ def _machine_of(planned: Plan, report: Report) -> Machine:
 
 
 def _probe_of(planned: Plan, machine: Machine) -> MachineProbe | None:
-    return read_probe(probe_path(planned, machine)) if is_predictable(planned) else None
+    return known_probe(planned, machine) if is_predictable(planned) else None
 
 
 def _observe(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainspec_cli.diagnosis.gather import RunReader
 from trainspec_cli.errors import TrainspecError
 from trainspec_cli.launcher.job.machine import detect
-from trainspec_cli.launcher.measuring import probe_path, read_probe
+from trainspec_cli.launcher.measuring import known_probe
 from trainspec_cli.planner.what_if import ALONE, look_ahead
 from trainspec_cli.policy.diagnosis.outlook import Outlook
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
@@ -25,7 +25,7 @@ def outlook_of(run: RunDir, reader: RunReader) -> Outlook:
     if plan.device == "cuda":
         return look_ahead(plan, _machine_of(plan, reader.device_name), None)
     machine = detect(look_for_gpus=False)
-    return look_ahead(plan, machine, read_probe(probe_path(plan, machine)))
+    return look_ahead(plan, machine, known_probe(plan, machine))
 
 
 def _machine_of(plan: Plan, device_name: str) -> Machine:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from trainspec_cli.errors import MachineError, PlanError, Problem
-from trainspec_cli.launcher.measuring import DISTURBED_HOLDS_S, probe_machine, probe_path, read_probe
+from trainspec_cli.launcher.measuring import DISTURBED_HOLDS_S, known_probe, probe_machine
 from trainspec_cli.launcher.memory_limits import read_limits
 from trainspec_cli.planner.calibration.observe import calibrated
 from trainspec_cli.planner.this_machine import (
@@ -83,7 +83,7 @@ def _with_probed_peak(plan: Plan, machine: Machine) -> Plan:
     every start; as it is where the machine was not probed, and on several nodes, which may differ."""
     if plan.peak_flops is not None or plan.device != "cpu" or plan.num_nodes > 1:
         return plan
-    probe = read_probe(probe_path(plan.as_one_group, machine))
+    probe = known_probe(plan.as_one_group, machine)
     if probe is None:
         return plan
     return replace(plan, peak_flops=probe.peak_flops, peak_source=f"best {plan.compute} matmul that the probe measured")
@@ -243,7 +243,7 @@ def _probe(plan: Plan, machine: Machine, console: PrintableConsole) -> MachinePr
 
 
 def _known_probe(plan: Plan, machine: Machine, console: PrintableConsole) -> MachineProbe | None:
-    probe = read_probe(probe_path(plan, machine))
+    probe = known_probe(plan, machine)
     if probe is None:
         console.report("no prediction: this machine was not probed yet; the first launch does that, in some seconds")
     return probe

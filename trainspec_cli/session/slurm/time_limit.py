@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainspec_cli.launcher.measuring import probe_path, read_probe
+from trainspec_cli.launcher.measuring import known_probe
 from trainspec_cli.planner.this_machine import is_known, is_predictable, predict_device, predict_local
 from trainspec_cli.spec.recipe.cluster import Machine, SlurmSpec
 from trainspec_cli.spec.results.plan import Plan
@@ -44,7 +44,7 @@ def _predicted_s(plan: Plan, machine: Machine) -> float | None:
     plan = plan.as_one_group
     if is_known(plan, machine):
         step_s = predict_device(plan, machine).step_time_s
-    elif is_predictable(plan) and (probe := read_probe(probe_path(plan, machine))) is not None:
+    elif is_predictable(plan) and (probe := known_probe(plan, machine)) is not None:
         step_s = predict_local(plan, probe).step_time_s
     else:
         return None
