@@ -70,16 +70,26 @@ def test_a_matrix_product_of_n_takes_two_n_cubed_operations(monkeypatch: pytest.
 def test_the_peak_is_that_of_the_best_size(
     rates: dict[int, float], peak: float, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[int, int, float, float]] = []
+    """On a CPU the first size tells which of a layer's products is the quickest."""
+    asked: list[tuple[int, int, float, float, int]] = []
 
     def flops(_device: Any, _dtype: Any, size: int, *limits: Any) -> float:
-        asked.append((size, *limits))
-        return rates[size]
+        *limits, product = limits  # type: ignore[assignment]
+        place = device.PRODUCTS.index(product)
+        asked.append((size, *limits, place))
+        return rates[size] if place == 1 else rates[size] / 10
 
     monkeypatch.setattr(device, "matmul_flops", flops)
     found = device.measure_peak(CPU, torch.bfloat16)
     assert found == device.Peak(peak, "best bfloat16 matmul measured on this device")
-    assert asked == [(size, 10, 0.02, 1.0) for size in sizes]
+    others = [(1024, 10, 0.02, 1.0, place) for place in (0, 1, 2)]
+    assert asked == [*others, *((size, 10, 0.02, 1.0, 1) for size in sizes[1:])]
+
+
+def test_the_products_of_a_layer_are_tried() -> None:
+    a, b = torch.randn(3, 3), torch.randn(3, 3)
+    for product, expected in zip(device.PRODUCTS, (a @ b, a @ b.T, a.T @ b), strict=True):
+        assert torch.equal(product(a, b), expected)
 
 
 def test_the_peak_of_memory_is_in_bytes() -> None:

@@ -33,8 +33,9 @@ def test_a_figure_is_the_mean_over_the_processes(monkeypatch: pytest.MonkeyPatch
     assert (found.processes, found.compute, found.bare_bytes, found.displaced) == (2, "bf16", 2.0, 0.0)
 
 
-def run_with(steps: Sequence[float]) -> SmallRun:
+def run_with(steps: Sequence[float], *, is_long: bool = False) -> SmallRun:
     run = object.__new__(SmallRun)
+    run.is_long = is_long
     run.steps = [dict.fromkeys(PARTS, 0.0) | {"forward": seconds, "backward": 2 * seconds} for seconds in steps]
     return run
 
@@ -49,6 +50,41 @@ def test_the_slowest_tenth_of_the_steps_is_left_out(steps: list[float], mean: fl
     assert found["backward"] == pytest.approx(2 * mean)
     assert found["optimizer"] == 0.0
     assert list(found) == list(PARTS)
+
+
+class TimedSteps:
+    """Steps of a run that take these seconds, by a clock of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *seconds: float):
+        self.now_s, self._left, self.made = 0.0, list(seconds), 0
+        clock = SimpleNamespace(restart=lambda: None, cut=lambda: SimpleNamespace(parts_s=lambda: {"forward": 1.0}))
+        monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: self.now_s))
+        monkeypatch.setattr(probe, "build_train_state", lambda *_: SimpleNamespace(clock=clock))
+        monkeypatch.setattr(SmallRun, "_step", lambda _: self._step())
+        monkeypatch.setattr(probe.dist, "get_world_size", lambda: 1)
+        monkeypatch.setattr(probe.dist, "barrier", lambda: None)
+        monkeypatch.setattr(probe_curves, "longest_s", lambda own_s: own_s)
+
+    def _step(self) -> None:
+        self.made += 1
+        self.now_s += self._left.pop(0)
+
+
+def test_a_reference_warms_up_and_leaves_out_the_step_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the first one takes, which allocates."""
+    steps = TimedSteps(monkeypatch, 9.0, *[0.1] * 5, *[0.1] * 4)
+    run = SmallRun(probe.small_plan("fp32"))
+    assert (steps.made, run.is_long) == (6, False)
+    run.run(3)
+    assert (steps.made, len(run.steps)) == (6 + 4, 3)
+
+
+def test_a_reference_of_long_steps_makes_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = TimedSteps(monkeypatch, 9.0, 8.0, 8.0)
+    run = SmallRun(probe.large_plan("bf16"))
+    assert (steps.made, run.is_long) == (2, True)
+    run.run(3)
+    assert (steps.made, len(run.steps)) == (3, 1)
 
 
 class Trained:

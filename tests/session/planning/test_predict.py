@@ -115,6 +115,17 @@ def test_a_dry_run_does_not_probe(capsys, monkeypatch: pytest.MonkeyPatch, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("compute", "has_bf16", "says"), [("bf16", False, 1), ("bf16", True, 0), ("fp32", False, 0)])
+def test_a_format_that_the_processor_does_not_have_is_named(
+    compute: str, has_bf16: bool, says: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path))
+    shown: Any = Shown()
+    wanted = replace(plan(SPEC, MACHINE), compute=compute)  # type: ignore[arg-type]
+    predict(wanted, replace(MACHINE, bf16=has_bf16), shown, force=True, may_probe=False)
+    assert sum("has no instructions for bf16" in note and "precision=fp32" in note for note in shown.notes) == says
+
+
 @pytest.mark.parametrize(
     ("changed", "peak_flops", "source"),
     [

@@ -57,6 +57,8 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
     """
     if plan.comm.reason:
         console.report(f"gradients travel in {plan.comm.describe()}: {plan.comm.reason}")
+    if plan.device == "cpu" and plan.compute == "bf16" and not machine.bf16:
+        console.report("this processor has no instructions for bf16, which takes many times as long: precision=fp32")
     predictor = _predictor(plan, machine, console, may_probe=may_probe)
     plan = _with_probed_peak(plan, machine)
     plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor))
