@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import islice
 
@@ -116,6 +117,19 @@ def test_no_step_is_shorter_than_its_bounds(model: str, nic_gbit_per_s: float) -
     assert max(closer) > 0.9, "a bound that is far below cuts nothing off"
     tenth = len(steps) // 10
     assert sorted(closer)[tenth] > (2.0 if nic_gbit_per_s == 10.0 else 1.0) * sorted(works)[tenth]
+
+
+@pytest.mark.parametrize("model", ["llama3_8b", "mixtral_8x7b"])
+def test_no_micro_batches_take_less_than_the_smallest(model: str) -> None:
+    """So that a layout is too large with every size where it is with the smallest one."""
+    spec = run_of(model, nodes=2, batch=48)
+    search = replace(search_of(spec, describe_fabric(spec.cluster, None), Efficiency()), slack=math.inf)
+    lightest = list(search.bounded())
+    sizes = 0
+    for option in (*lightest, *(one for each in lightest if (one := search.heavier(each)))):
+        sizes += option.micro_batch_size > 1
+        assert search.peak(option)[1] >= search.least_bytes(option)
+    assert sizes > len(lightest) / 2
 
 
 def test_the_best_alone_is_the_best_of_the_plan() -> None:

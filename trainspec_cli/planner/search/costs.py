@@ -41,6 +41,7 @@ class Costs:
         self._groups: dict[tuple[object, ...], dict[str, Group]] = {}
         self._slowest: dict[tuple[object, ...], TimedRank] = {}
         self._least_exchange_s: dict[tuple[object, ...], float] = {}
+        self._densities: dict[tuple[object, ...], _Density] = {}
 
     def setup(self, layout: Layout, micro: int, accum: int, recompute: str = "none", *, offload: bool = False) -> Setup:
         return replace(
@@ -74,10 +75,12 @@ class Costs:
         if key not in self._least_exchange_s:
             setup = self.setup(layout, micro, accum, recompute)
             stage_s = self.works_s(layout, micro, accum)[recompute] / layout.pp
-            density = _Density.of(self._micro_batch(part, setup), setup.recompute)
+            if (dense := (*part, recompute)) not in self._densities:
+                self._densities[dense] = _Density.of(self._micro_batch(part, setup), setup.recompute)
             groups = self._axis_groups(layout)
             sends_s = pipeline_sends_s(setup, groups["pp"], self.eff)
-            self._least_exchange_s[key] = sends_s + density.least_exchange_s(stage_s, setup, groups, self.eff)
+            exposed_s = self._densities[dense].least_exchange_s(stage_s, setup, groups, self.eff)
+            self._least_exchange_s[key] = sends_s + exposed_s
         return self._least_exchange_s[key]
 
     def step_s(self, setup: Setup) -> float:

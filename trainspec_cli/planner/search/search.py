@@ -25,6 +25,7 @@ from trainspec_cli.planner.search.costs import axes_of_layer, costs_of
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import Setup, Software
 from trainspec_cli.policy.batch.division import micro_batches_of
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout, Sharding
 
 ABOUT = 1.1
@@ -102,6 +103,7 @@ class Search:
         self._safest: Ranked = []
         self._least_s = math.inf
         self._orders = itertools.count()
+        self._least_bytes: dict[tuple[Layout, int, bool], float] = {}
         self._options = sorted(self.bounded())
         """A heap of what may still be tried, the least bound first."""
         self.considered = len(self._options) * len(self.recomputes)
@@ -147,23 +149,47 @@ class Search:
         return option._replace(bound_s=bound_s, counts_exchanges=True)
 
     def _take_next(self) -> None:
-        """Predict the layout of the least bound; where that counts no exchanges yet, put it back with one that does."""
+        """Predict the layout of the least bound; where that counts no exchanges yet, put it back with one that does.
+        As long as none was found to fit, layouts that are too large with the smallest micro-batches are dropped first:
+        where nothing fits, most are."""
         option = self._options[0]
-        if not option.counts_exchanges:
+        none_fits = self._least_s == math.inf
+        if none_fits and self.least_bytes(option) > max(self._limit, self._smallest_bytes):
+            self.refused[TOO_LARGE] += 1
+            self._leave(option)
+        elif not option.counts_exchanges:
             heapq.heapreplace(self._options, self.closer(option))
-            return
+        else:
+            self._leave(option, surely_fits=self._take(option))
+
+    def _leave(self, option: Option, *, surely_fits: bool = False) -> None:
+        """Take the option off; a heavier recomputation of one that surely fits is only slower."""
         heapq.heappop(self._options)
-        surely_fits = self._take(option)
         heavier = self.heavier(option)
         if heavier and not surely_fits:
             heapq.heappush(self._options, heavier)
 
-    def _take(self, option: Option) -> bool:
-        """Predict a layout, and take it up where it may fit. Return whether it surely does."""
+    def least_bytes(self, option: Option) -> float:
+        """Return what the layout takes with micro-batches of one sample (or as large as is asked for), which no size
+        takes less than; more than may fit, where it is more."""
+        key = option.layout, option.recompute, option.offload
+        if key not in self._least_bytes:
+            batching = self.space.spec.batching
+            size = 1 if batching.micro_batch_size == AUTO else int(batching.micro_batch_size)
+            number = micro_batches_of(option.layout, size, self.samples or batching.global_batch_size)
+            self._least_bytes[key] = self.peak(option._replace(micro_batch_size=size, grad_accum=number))[1]
+        return self._least_bytes[key]
+
+    def peak(self, option: Option) -> tuple[Setup, float]:
+        """-> (the option's setup, its peak; one that does not fit is not looked at any closer)."""
         name = self.recomputes[option.recompute]
         setup = self._costs.setup(*option.shape, name, offload=option.offload)
-        layer = self._layer_memory(setup, name)
-        peak = peak_of(setup, layer, beyond_bytes=max(self._limit, self._smallest_bytes))
+        beyond_bytes = max(self._limit, self._smallest_bytes)
+        return setup, peak_of(setup, self._layer_memory(setup, name), beyond_bytes=beyond_bytes)
+
+    def _take(self, option: Option) -> bool:
+        """Predict a layout, and take it up where it may fit. Return whether it surely does."""
+        name, (setup, peak) = self.recomputes[option.recompute], self.peak(option)
         if peak > self._limit:
             self.refused[TOO_LARGE] += 1
             if peak < self._smallest_bytes:
