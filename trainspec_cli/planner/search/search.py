@@ -32,6 +32,8 @@ ABOUT = 1.1
 """A layout is about as fast as another whose step is this much shorter at most."""
 SAFEST = 4
 """Safest layouts that a search keeps, since which of them fit is seen when every tensor is counted."""
+MANY_TOO_LARGE = 64
+"""Layouts that were too large, after which a search that has found none looks at memory before it looks at time."""
 TOO_LARGE = "memory"
 SLOWER = "slower than those shown"
 
@@ -150,10 +152,9 @@ class Search:
 
     def _take_next(self) -> None:
         """Predict the layout of the least bound; where that counts no exchanges yet, put it back with one that does.
-        As long as none was found to fit, layouts that are too large with the smallest micro-batches are dropped first:
-        where nothing fits, most are."""
+        Where many were too large and none fits yet, those that are so with the smallest micro-batches go first."""
         option = self._options[0]
-        none_fits = self._least_s == math.inf
+        none_fits = self._least_s == math.inf and self.refused[TOO_LARGE] >= MANY_TOO_LARGE
         if none_fits and self.least_bytes(option) > max(self._limit, self._smallest_bytes):
             self.refused[TOO_LARGE] += 1
             self._leave(option)
