@@ -249,23 +249,17 @@ def test_wings_of_the_session_lead_to_no_circle() -> None:
     check_no_circle(doors)
 
 
+OF_OTHER_PLANS = (
+    *("trainspec_cli.rundir.events", "trainspec_cli.weights", "trainspec_cli.huggingface"),
+    *("trainspec_cli.scheduler.disturbance", "trainspec_cli.planner.pools.plan", "trainspec_cli.planner.run.sites"),
+)
 FORBIDDEN = {
     "--help": ("torch", "hydra", "omegaconf", "rich", "typer"),
     **{f"{name} --help": ("torch", "hydra") for name in COMMANDS},
     "validate recipe=tiny": ("torch",),
     "show recipe=tiny": ("torch",),
     "recipes": ("torch", "hydra"),
-    "plan recipe=qwen3_0_6b cluster=h100": (
-        *(
-            "torch",
-            "numpy",
-            "psutil",
-            "trainspec_cli.rundir.events",
-            "trainspec_cli.weights",
-            "trainspec_cli.huggingface",
-        ),
-        *("trainspec_cli.scheduler.disturbance", "trainspec_cli.planner.pools.plan", "trainspec_cli.planner.run.sites"),
-    ),
+    "plan recipe=qwen3_0_6b cluster=h100": ("torch", "numpy", "psutil", *OF_OTHER_PLANS),
 }
 """Command line -> modules it must not load."""
 

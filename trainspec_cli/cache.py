@@ -50,10 +50,10 @@ def cannot_write(folder: Path, error: OSError) -> MachineError:
         return MachineError(
             f"no space left to write {folder}",
             code="disk_full",
-            hint=f"free some space on the disk of {folder.parent}, or choose another folder (TRAINSPEC_CACHE=FOLDER)",
+            hint=f"free some space on the disk of {folder.parent}, or choose another folder ({CACHE}=FOLDER)",
         )
     return MachineError(
         f"cannot write {folder}: {error.strerror or error}",
         code="cannot_write",
-        hint="choose a folder that you may write (TRAINSPEC_CACHE=FOLDER for prepared data)",
+        hint=f"choose a folder that you may write ({CACHE}=FOLDER for prepared data)",
     )

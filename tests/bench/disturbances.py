@@ -16,7 +16,7 @@ from trainspec_cli.planner.search.variants import plan_on_what_divides
 from trainspec_cli.policy.batch.division import Division
 from trainspec_cli.policy.scheduling.balance import best_division, solve_counts
 from trainspec_cli.policy.scheduling.speeds import Speed
-from trainspec_cli.session.planning.disturbance import load_disturbance, simulate_disturbed
+from trainspec_cli.session.planning.disturbance import load_disturbance
 from trainspec_cli.session.recipe.load import load_for_planning
 
 RANKS = (256, 4096)
@@ -38,7 +38,7 @@ def simulate_preset(ranks: int, preset: str) -> None:
     named = load_disturbance(arguments)
     assert named is not None and capacity.best is not None
     begun_s = time.process_time()
-    found = simulate_disturbed(named, spec, capacity.best, None)
+    found = named.simulate(spec, capacity.best, None)
     taken_s = time.process_time() - begun_s
     rates = [pace.samples_per_s for pace in (found.off, found.on, found.ideal, found.ideal_real)]
     won = ["-" if part is None else f"{part:.1%}" for part in (found.won_back, found.won_back_of_real)]

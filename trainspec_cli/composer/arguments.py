@@ -55,6 +55,11 @@ def parse_arguments(texts: Sequence[str]) -> tuple[list[Argument], list[Problem]
     return list(arguments.values()), problems
 
 
+def find_argument(texts: Sequence[str], key: str) -> Argument | None:
+    """Return the argument that gives `key`; None where none does."""
+    return next((argument for argument in parse_arguments(texts)[0] if argument.key == key), None)
+
+
 def problem_at(number: int, code: str, message: str, hint: str = "", path: str = "") -> Problem:
     return Problem(code=code, message=message, hint=hint, path=path, file=COMMAND_LINE, line=number)
 

@@ -67,14 +67,13 @@ def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, t
     times = planned_times(micro_batch(setup, groups, eff), setup)
     limit_bytes = memory_limit_bytes(setup.fabric.chip)
     best = replace(setup, layout=cut(times, setup.layout))
-    taken = memory = predict_memory(best, recompute)
+    taken = predict_memory(best, recompute)
     if _fullest_bytes(taken) <= limit_bytes:
         return best, taken
-    if best != setup:
-        memory = predict_memory(setup, recompute)
-    bounded = replace(setup, layout=cut(times, setup.layout, rough_room(setup, memory)))
-    taken = memory if bounded == setup else predict_memory(bounded, recompute)
-    return (bounded, taken) if _fullest_bytes(taken) <= limit_bytes else (setup, memory)
+    even = taken if best == setup else predict_memory(setup, recompute)
+    bounded = replace(setup, layout=cut(times, setup.layout, rough_room(setup, even)))
+    taken = even if bounded == setup else predict_memory(bounded, recompute)
+    return (bounded, taken) if _fullest_bytes(taken) <= limit_bytes else (setup, even)
 
 
 def rough_room(setup: Setup, memory: Sequence[MemoryBreakdown]) -> Room:

@@ -33,9 +33,8 @@ def test_a_figure_is_the_mean_over_the_processes(monkeypatch: pytest.MonkeyPatch
     assert (found.processes, found.compute, found.bare_bytes, found.displaced) == (2, "bf16", 2.0, 0.0)
 
 
-def run_with(steps: Sequence[float], *, is_long: bool = False) -> SmallRun:
+def run_with(steps: Sequence[float]) -> SmallRun:
     run = object.__new__(SmallRun)
-    run.is_long = is_long
     run.steps = [dict.fromkeys(PARTS, 0.0) | {"forward": seconds, "backward": 2 * seconds} for seconds in steps]
     return run
 

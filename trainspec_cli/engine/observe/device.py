@@ -44,8 +44,8 @@ def device_name(device: torch.device) -> str:
 def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     """The best rate of a square matrix product, with every rank of the node measuring at the same time."""
     best, products = 0.0, PRODUCTS[:1] if on_chip(device) else PRODUCTS
+    limits = MATMUL_ROUNDS, MATMUL_ROUND_S, MATMUL_LIMIT_S
     for size in CHIP_MATMUL_SIZES if on_chip(device) else MATMUL_SIZES:
-        limits = MATMUL_ROUNDS, MATMUL_ROUND_S, MATMUL_LIMIT_S
         rates = [matmul_flops(device, dtype, size, *limits, product) for product in products]
         products = (products[rates.index(max(rates))],)
         best = max(best, *rates)

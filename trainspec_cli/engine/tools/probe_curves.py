@@ -62,7 +62,7 @@ def measure_curve(sizes: Sequence[int], make_run: Callable[[int], Run], bytes_ea
 
 
 def longest_s(own_s: float) -> float:
-    """Return what the slowest process took, so that all of them end a curve at one size."""
+    """Return what the slowest process took, by which all of them decide alike."""
     longest = torch.tensor(own_s)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return longest.item()

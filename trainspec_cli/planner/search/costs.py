@@ -56,7 +56,7 @@ class Costs:
 
     def works_s(self, layout: Layout, micro: int, accum: int) -> dict[str, float]:
         """Return the work of one micro-batch in all layers, the embedding and the head, by what is recomputed."""
-        part = _part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
+        part = self._part(layout, micro, accum)
         if part not in self._works_s:
             once = self._micro_batch(part, self.setup(layout, micro, accum))
             self._works_s[part] = {name: self._work_s(once, again) for name, again in RECOMPUTE.items()}
@@ -69,7 +69,7 @@ class Costs:
     def least_exchange_s(self, layout: Layout, micro: int, accum: int, recompute: str) -> float:
         """Return what a step's exchanges add to the work of its mean stage at least: its pipeline's sends, and of data
         parallelism's what no rank can hide."""
-        part = _part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
+        part = self._part(layout, micro, accum)
         spread = layout.pp, layout.virtual_stages, layout.dp_shard, layout.dp_replicate, layout.zero_stage
         key = *part, *spread, accum, recompute
         if key not in self._least_exchange_s:
@@ -79,7 +79,7 @@ class Costs:
                 self._densities[dense] = _Density.of(self._micro_batch(part, setup), setup.recompute)
             groups = self._axis_groups(layout)
             sends_s = pipeline_sends_s(setup, groups["pp"], self.eff)
-            exposed_s = self._densities[dense].least_exchange_s(stage_s, setup, groups, self.eff)
+            exposed_s = self._densities[dense].least_exposed_s(stage_s, setup, groups, self.eff)
             self._least_exchange_s[key] = sends_s + exposed_s
         return self._least_exchange_s[key]
 
@@ -89,6 +89,9 @@ class Costs:
         once = self._micro_batch(part, setup)
         slowest = self._slowest_rank(part, once, setup)
         return step_of_rank(slowest, setup, once.rates, groups, self.eff).total_s
+
+    def _part(self, layout: Layout, micro: int, accum: int) -> tuple[object, ...]:
+        return _part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
 
     def _micro_batch(self, part: tuple[object, ...], setup: Setup) -> MicroBatch:
         if part not in self._parts:
@@ -134,7 +137,7 @@ class _Density(NamedTuple):
             sum(recompute_part_s(end, again) for end in ends),
         )
 
-    def least_exchange_s(self, stage_s: float, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
+    def least_exposed_s(self, stage_s: float, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:
         """Return the seconds of data parallelism's exchanges that no rank can hide which works as long as the mean
         stage; the slowest one works no less, and what of that is not the ends are layers."""
         layers_s = max(0.0, stage_s - self.ends_s)

@@ -155,7 +155,7 @@ class Search:
         Where many were too large and none fits yet, those that are so with the smallest micro-batches go first."""
         option = self._options[0]
         none_fits = self._least_s == math.inf and self.refused[TOO_LARGE] >= MANY_TOO_LARGE
-        if none_fits and self.least_bytes(option) > max(self._limit, self._smallest_bytes):
+        if none_fits and self.least_bytes(option) > self._beyond_bytes:
             self.refused[TOO_LARGE] += 1
             self._leave(option)
         elif not option.counts_exchanges:
@@ -185,8 +185,7 @@ class Search:
         """-> (the option's setup, its peak; one that does not fit is not looked at any closer)."""
         name = self.recomputes[option.recompute]
         setup = self._costs.setup(*option.shape, name, offload=option.offload)
-        beyond_bytes = max(self._limit, self._smallest_bytes)
-        return setup, peak_of(setup, self._layer_memory(setup, name), beyond_bytes=beyond_bytes)
+        return setup, peak_of(setup, self._layer_memory(setup, name), beyond_bytes=self._beyond_bytes)
 
     def _take(self, option: Option) -> bool:
         """Predict a layout, and take it up where it may fit. Return whether it surely does."""
@@ -213,6 +212,11 @@ class Search:
     @property
     def _smallest_bytes(self) -> float:
         return math.inf if self.smallest is None else self.smallest.peak_bytes
+
+    @property
+    def _beyond_bytes(self) -> float:
+        """A layout that takes more neither fits nor is the smallest."""
+        return max(self._limit, self._smallest_bytes)
 
     def _slowest_safe_s(self) -> float:
         """Return the step beyond which no layout is wanted for being safe."""

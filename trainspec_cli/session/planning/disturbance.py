@@ -35,17 +35,26 @@ class NamedDisturbance:
         if problems:
             raise RecipeError(locate(map(_for_a_file, problems), self.origins, (), self.cwd))
 
+    def simulate(self, spec: RunSpec, candidate: Candidate, machine: Machine | None) -> Simulation:
+        """Simulate a planned candidate under the disturbance. Raises RecipeError, located, where they do not fit."""
+        from trainspec_cli.scheduler.job import describe_job  # loads numpy, which other plans do without
+        from trainspec_cli.scheduler.simulate import simulate
+
+        per_node = describe_fabric(spec.cluster, machine).devices_per_node
+        groups = replica_groups_of(spec, candidate)
+        nodes, least = spec.cluster.num_nodes, spec.resilience.min_groups
+        self.require(list(check_cluster(self.disturbance, DISTURB, nodes, per_node, groups, least)))
+        return simulate(describe_job(spec, candidate, machine), self.disturbance, self.name)
+
 
 def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> NamedDisturbance | None:
     """Return the disturbance that the command line names; None where it names none.
 
     Raises RecipeError with every mistake of its file, located.
     """
-    from trainspec_cli.composer.arguments import (
-        parse_arguments,  # loads hydra, which the help of a command does without
-    )
+    from trainspec_cli.composer.arguments import find_argument  # loads hydra, which the help of a command does without
 
-    given = next((argument for argument in parse_arguments(arguments)[0] if argument.key == DISTURB), None)
+    given = find_argument(arguments, DISTURB)
     if given is None:
         return None
     cwd, name = (cwd or Path.cwd()).resolve(), str(given.value)
@@ -64,22 +73,6 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
 def disturbance_schema() -> JsonObject:
     """Return the JSON Schema of a file of conf/disturb."""
     return plain_schema(DISTURB, Disturbance)
-
-
-def simulate_disturbed(
-    named: NamedDisturbance, spec: RunSpec, candidate: Candidate, machine: Machine | None
-) -> Simulation:
-    """Simulate a planned candidate under the disturbance. Raises RecipeError, located, where they do not fit."""
-    from trainspec_cli.scheduler.job import describe_job  # loads numpy, as above
-    from trainspec_cli.scheduler.simulate import simulate
-
-    per_node = describe_fabric(spec.cluster, machine).devices_per_node
-    groups = replica_groups_of(spec, candidate)
-    problems = check_cluster(
-        named.disturbance, DISTURB, spec.cluster.num_nodes, per_node, groups, spec.resilience.min_groups
-    )
-    named.require(list(problems))
-    return simulate(describe_job(spec, candidate, machine), named.disturbance, named.name)
 
 
 def _find(name: str, cwd: Path) -> Path | None:

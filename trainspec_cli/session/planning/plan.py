@@ -24,7 +24,6 @@ from trainspec_cli.session.recipe.no_recipe import with_defaults
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
-from trainspec_cli.spec.results.simulation import Simulation
 from trainspec_cli.spec.results.sites import SitesOutlook
 from trainspec_cli.spec.rules.engine import check_built
 
@@ -69,7 +68,7 @@ def plan_loaded(
         defaults=defaults,
         planes=plan_planes(spec.cluster, capacity.world_size),
         sites=_plan_sites(spec, capacity, best) if best else None,
-        simulation=_simulate(disturbed, spec, best, machine) if disturbed and best else None,
+        simulation=disturbed.simulate(spec, best, machine) if disturbed and best else None,
         trace=_trace(spec, capacity) if trace and capacity.candidates else None,
         profile=profile,
     )
@@ -112,9 +111,9 @@ def _of_alike_nodes(asked: str) -> Problem:
 
 def names_disturbance(arguments: Sequence[str]) -> bool:
     """Return whether the command line has `disturb=`."""
-    from trainspec_cli.composer.arguments import parse_arguments
+    from trainspec_cli.composer.arguments import find_argument
 
-    return any(argument.key == DISTURB for argument in parse_arguments(arguments)[0])
+    return find_argument(arguments, DISTURB) is not None
 
 
 def _load_disturbance(arguments: Sequence[str]) -> NamedDisturbance | None:
@@ -123,12 +122,6 @@ def _load_disturbance(arguments: Sequence[str]) -> NamedDisturbance | None:
     from trainspec_cli.session.planning.disturbance import load_disturbance
 
     return load_disturbance(arguments)
-
-
-def _simulate(named: NamedDisturbance, spec: RunSpec, candidate: Candidate, machine: Machine | None) -> Simulation:
-    from trainspec_cli.session.planning.disturbance import simulate_disturbed
-
-    return simulate_disturbed(named, spec, candidate, machine)
 
 
 def _plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> SitesOutlook | None:

@@ -16,8 +16,8 @@ def complete(data: JsonObject, unchosen: frozenset[str]) -> Completion:
 
     The model is left to it by `model=auto`, to which some keys may be added, and where no model is chosen at all.
     """
-    asked = {} if "model" in unchosen else section(data, "model")
-    begins_with = section(data, "init").get("from")
+    asked = {} if "model" in unchosen else section_of(data, "model")
+    begins_with = section_of(data, "init").get("from")
     if isinstance(begins_with, str):
         from trainspec_cli.session.recipe.initial_checkpoint import complete_from  # loads the formats of weights
 
@@ -34,7 +34,7 @@ def check_weights(spec: RunSpec) -> Iterable[Problem]:
     return check_initial(spec)
 
 
-def section(data: JsonObject, name: str) -> JsonObject:
+def section_of(data: JsonObject, name: str) -> JsonObject:
     """Return the section, or an empty one where something else stands there, which other checks report."""
     section = data.get(name)
     return section if isinstance(section, dict) else {}

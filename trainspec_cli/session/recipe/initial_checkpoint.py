@@ -15,7 +15,7 @@ from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import exists
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir, read_section
-from trainspec_cli.session.recipe.initial import failed, section
+from trainspec_cli.session.recipe.initial import failed, section_of
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES
 from trainspec_cli.spec.recipe.lora import LoraSpec
@@ -144,8 +144,8 @@ def _build(section: JsonObject) -> ModelSpec | None:
 
 def _tokenizer(data: JsonObject, found: Path | None) -> JsonObject:
     """The checkpoint's, where the recipe names none: its ids are what the weights know."""
-    reads = section(data, "data")
-    named = section(reads, "tokenizer").get("path")
+    reads = section_of(data, "data")
+    named = section_of(reads, "tokenizer").get("path")
     if found is None or named or reads.get("source") in (*SAMPLE_SOURCES, "tokens"):
         return {}
     return {"data": {"tokenizer": {"path": str(found)}}}
