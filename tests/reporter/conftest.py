@@ -41,6 +41,7 @@ CANDIDATE = Candidate(
     micro_batch_size=1,
     grad_accum_steps=32,
     recompute="selective",
+    offload="none",
     step_time_s=4.0,
     tokens_per_s=262_144.0,
     tokens_per_s_per_gpu=16_384.0,

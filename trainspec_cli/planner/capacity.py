@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from trainspec_cli.planner import workload
@@ -23,10 +24,12 @@ from trainspec_cli.planner.optimizer import moment_bytes
 from trainspec_cli.planner.run.batches import main_size, predict_sizes
 from trainspec_cli.planner.search.search import (
     ABOUT,
+    NEAR,
     SLOWER,
     TOO_LARGE,
     Estimated,
     Search,
+    complexity,
     recompute_names,
     share_recomputed,
 )
@@ -46,6 +49,8 @@ SHOWN = 10
 COUNTED, SLACK = 40, 1.1
 """Layouts that are counted tensor by tensor, at most, and how far over the limit they may be by the search's rough
 estimate: which of them fit is seen then."""
+TRIED = 4
+"""Layouts of one complexity that are counted tensor by tensor, at most."""
 ERR = 1.02
 """The search's estimate of an expected step and that by every tensor and layer differ by less."""
 
@@ -70,6 +75,7 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
         world_size=fabric.num_devices,
         tokens_per_step=spec.batching.global_batch_size * _length(spec),
         candidates=tuple(candidates),
+        usual=find_usual(search, candidates, spec, eff),
         rejected=dict(refused),
         safest=safest,
         assumptions=tuple(assumptions(spec, fabric)),
@@ -97,14 +103,70 @@ def choose_candidates(
 
     Layouts are counted until the next one is worse by its estimate, and by more than estimates err.
     """
+    counted_as: dict[Setup, Candidate] = {}
     candidates: list[Candidate] = []
     for item in islice(search.best(), counted):
         if item.expected_s > ERR * _expected_of(candidates, shown):
             break
-        candidates.append(candidate_of(item, spec, eff))
+        counted_as[item.setup] = candidate_of(item, spec, eff)
+        candidates.append(counted_as[item.setup])
     fitting = _fitting(candidates)
     search.refused[TOO_LARGE] += len(candidates) - len(fitting)
-    return (fitting or candidates)[:shown]
+    if not fitting:
+        return candidates[:shown]
+    chosen = choose_simplest(search, fitting[0], counted_as, spec, eff)
+    return [chosen, *(candidate for candidate in fitting if candidate is not chosen)][:shown]
+
+
+def choose_simplest(
+    search: Search, fastest: Candidate, counted_as: Mapping[Setup, Candidate], spec: RunSpec, eff: Efficiency
+) -> Candidate:
+    """Return the simplest layout of those about as fast as the fastest, which predictions do not tell apart from it,
+    and no less sure to fit; of those as simple, one with few pipeline stages. `counted_as`: what was counted before."""
+    limit_s = ABOUT * fastest.expected_step_s
+    sure = min(fastest.fit_probability, SURELY)
+
+    def count(found: Estimated) -> Candidate | None:
+        """Return the layout counted tensor by tensor, if it may stand for the fastest."""
+        candidate = counted_as.get(found.setup) or candidate_of(found, spec, eff)
+        is_good = candidate.fits and candidate.expected_step_s <= limit_s and candidate.fit_probability >= sure
+        return candidate if is_good else None
+
+    most = complexity(fastest.layout, fastest.recompute, fastest.offload == "optimizer")
+    for alike in search.as_simple(most, limit_s):
+        first = next(filter(None, map(count, alike[:TRIED])), None)
+        if first is not None:
+            near = [one for one in alike if one.expected_s <= NEAR * first.expected_step_s]
+            fewer = [one for one in near if one.setup.layout.pp < first.layout.pp]
+            fewer.sort(key=lambda one: (one.setup.layout.pp, one.expected_s))
+            return next(filter(None, map(count, fewer[:TRIED])), first)
+    return fastest
+
+
+def find_usual(search: Search, candidates: Sequence[Candidate], spec: RunSpec, eff: Efficiency) -> Candidate | None:
+    """Return the layout that an expert would start from, to set the chosen one beside."""
+    node = search.template.fabric.scaleup_devices
+    for sharded in (True, False):
+        found = search.fastest(partial(is_usual, scaleup_devices=node, sharded=sharded))
+        if found and (found.recompute != "full" or not sharded):
+            usual = candidate_of(found, spec, eff)
+            same = (one for one in candidates if one.layout == usual.layout and one.recompute == usual.recompute)
+            return next(same, usual)
+    return None
+
+
+def is_usual(layout: Layout, scaleup_devices: int, *, sharded: bool) -> bool:
+    """Return whether experts would start from such a layout; sequences stay whole.
+
+    The state is sharded over all devices, where no layer needs to be recomputed for that. Else tensor parallelism fills
+    a node, pipeline stages span nodes, and the rest is data-parallel with ZeRO-1 (arXiv:2104.04473, section 3, and the
+    guides of Megatron-LM and NeMo).
+    """
+    if layout.cp > 1 or layout.splits_backward or layout.dp_replicate > 1:
+        return False
+    if sharded:
+        return layout.tp == layout.pp == 1
+    return layout.tp == scaleup_devices and layout.zero_stage == 1
 
 
 def _expected_of(candidates: Sequence[Candidate], place: int) -> float:
@@ -121,10 +183,12 @@ def _fitting(candidates: Sequence[Candidate]) -> list[Candidate]:
 def choose_safest(
     candidates: Sequence[Candidate], safest: Sequence[Estimated], spec: RunSpec, eff: Efficiency
 ) -> Candidate | None:
-    """Return the layout that fits most probably, of those whose step is a tenth longer than the best one's at most; of
-    those that surely fit, the fastest. None where nothing fits."""
+    """Return the layout that fits most probably, of those whose step is a tenth longer than the best one's at most: the
+    best one where it surely fits, else the fastest of those that do. None where nothing fits."""
     if not candidates or not candidates[0].fits:
         return None
+    if candidates[0].fit_probability >= SURELY:
+        return candidates[0]
     others = (candidate_of(found, spec, eff) for found in safest)
     slowest_s = ABOUT * candidates[0].step_time_s
     about = [candidate for candidate in (*candidates, *others) if candidate.step_time_s <= slowest_s]
@@ -207,6 +271,7 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
         micro_batch_size=int(setup.micro_batch_size),
         grad_accum_steps=setup.grad_accum,
         recompute=found.recompute,
+        offload="optimizer" if setup.offload_optimizer else "none",
         step_time_s=time.total_s,
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_gpu=tokens_per_s / devices,
@@ -225,19 +290,15 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
 def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Setup:
     """Return the setup that a candidate of this spec was estimated for."""
     template = template_of(spec, describe_fabric(spec.cluster, machine))
-    setup = replace(
+    return replace(
         template,
         layout=candidate.layout,
         micro_batch_size=float(candidate.micro_batch_size),
         grad_accum=candidate.grad_accum_steps,
         recompute=RECOMPUTE[candidate.recompute],
         software=software_of(spec, candidate.layout.sharding),
+        offload_optimizer=candidate.offload == "optimizer",
     )
-    offloaded = replace(setup, offload_optimizer=True)
-    if spec.offload != AUTO:
-        return offloaded if spec.offload == "optimizer" else setup
-    is_offloaded = estimate_step(setup, efficiency_of(spec.cluster)).total_s != candidate.step_time_s
-    return offloaded if is_offloaded else setup
 
 
 def blueprint_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Blueprint:

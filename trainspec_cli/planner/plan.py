@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner import workload
@@ -14,14 +14,15 @@ from trainspec_cli.planner.comm import choose_formats
 from trainspec_cli.planner.cut import cut, cut_on_chip, is_open, relative_times
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.hardware.cluster import efficiency_of
-from trainspec_cli.planner.search.auto import best_candidate, is_searched, replica_groups_of
+from trainspec_cli.planner.search.auto import best_candidate, is_searched
+from trainspec_cli.planner.search.space import asked_groups, one_group
 from trainspec_cli.planner.this_machine import is_known, setup_of
 from trainspec_cli.policy.batch.batch_schedule import count_steps, schedule_batches
 from trainspec_cli.policy.batch.division import count_micro_batches, turns_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule
-from trainspec_cli.spec.recipe.run import Recompute, RunSpec
+from trainspec_cli.spec.recipe.run import Offload, Recompute, RunSpec
 from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 from trainspec_cli.spec.rules.batching import measurable_noise
@@ -41,7 +42,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     """Resolve `spec` on `machine`. Raises RecipeError where the sizes do not divide, or no rank is left to measure."""
     device = resolve_device(spec.cluster, machine)
     devices_per_node = resolve_devices_per_node(spec, device, machine)
-    layout, groups, micro_batch_size, grad_accum_steps, recompute = _choose(spec, machine, device, devices_per_node)
+    layout, groups, micro_batch_size, grad_accum_steps, memory = _choose(spec, machine, device, devices_per_node)
     problems = [*measurable_noise(spec, layout, groups, grad_accum_steps), *exchanged(spec, layout, groups)]
     if problems := [*problems, *joined(spec, layout, device)]:
         raise RecipeError(problems)
@@ -57,8 +58,8 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         compute=compute,
         micro_batch_size=micro_batch_size,
         grad_accum_steps=grad_accum_steps,
-        recompute=recompute,
-        offload="none" if spec.offload == AUTO else spec.offload,
+        recompute=memory[0],
+        offload=memory[1],
         kernels=spec.kernels,
         steps=None if spec.batching.schedule.kind == "constant" else count_steps(schedule_batches(spec)),
         params=workload.count_params(spec.model),
@@ -112,37 +113,24 @@ def micro_batch_tokens(plan: Plan) -> float:
 
 def _choose(
     spec: RunSpec, machine: Machine, device: str, devices_per_node: int
-) -> tuple[Layout, int, int, int, Recompute]:
-    """-> (layout, groups, micro-batch, gradient accumulation, recompute): searched on known GPUs, where something
-    fits."""
-    groups = wanted_groups(spec)
-    best = (
-        best_candidate(of_all_groups(spec), machine, devices_per_node) if is_searched(spec, machine, device) else None
-    )
+) -> tuple[Layout, int, int, int, tuple[Recompute, Offload]]:
+    """-> (layout of a group, groups, micro-batch, gradient accumulation, (recompute, offload)): searched on known GPUs,
+    where something fits."""
+    best = best_candidate(spec, machine, devices_per_node) if is_searched(spec, machine, device) else None
     if best is not None:
-        groups = replica_groups_of(spec, best)
-        if problems := list(whole_hosts(spec.cluster.num_nodes, groups)):
-            raise RecipeError(problems)
-        layout = replace(best.layout, dp_replicate=best.layout.dp_replicate // groups)
-        return layout, groups, best.micro_batch_size, best.grad_accum_steps, best.recompute  # type: ignore[return-value]
+        layout, groups = one_group(spec, best.layout)
+        memory = cast("Recompute", best.recompute), best.offload
+        return layout, groups, best.micro_batch_size, best.grad_accum_steps, memory
+    groups = wanted_groups(spec)
+    if problems := list(whole_hosts(spec.cluster.num_nodes, groups)):
+        raise RecipeError(problems)
     processes = _divide(spec.cluster.num_nodes * devices_per_node, groups, "resilience.replica_groups", "groups")
-    layout = resolve_layout(of_one_group(spec), processes)
+    counts_groups = groups > 1 and asked_groups(spec) is None and spec.layout.dp_replicate != AUTO
+    layout = resolve_layout(replace(spec.layout, dp_replicate=1) if counts_groups else spec.layout, processes)
     sizes = resolve_batch(spec, replace(layout, dp_replicate=layout.dp_replicate * groups))
-    return layout, groups, *sizes, "none" if spec.recompute == AUTO else spec.recompute
-
-
-def of_one_group(spec: RunSpec) -> LayoutSpec:
-    """`layout.dp_replicate` counts the groups where nothing else does, else the replicas inside each."""
-    counts_groups = spec.resilience.mode == "elastic" and spec.resilience.replica_groups == AUTO
-    return replace(spec.layout, dp_replicate=1) if counts_groups and spec.layout.dp_replicate != AUTO else spec.layout
-
-
-def of_all_groups(spec: RunSpec) -> RunSpec:
-    """Return the spec as the capacity planner sees it, to which replica groups are replicas of one another."""
-    inside = of_one_group(spec).dp_replicate
-    if inside == AUTO or spec.resilience.mode != "elastic":
-        return spec
-    return replace(spec, layout=replace(spec.layout, dp_replicate=int(inside) * wanted_groups(spec)))
+    recompute: Recompute = "none" if spec.recompute == AUTO else spec.recompute
+    offload: Offload = "none" if spec.offload == AUTO else spec.offload
+    return layout, groups, *sizes, (recompute, offload)
 
 
 def known_peak(cluster: ClusterSpec, machine: Machine, device: str, compute: str) -> tuple[float | None, str]:
@@ -189,7 +177,8 @@ def resolve_layout(wanted: LayoutSpec, world_size: int, name: str = "the layout"
         replicate = _divide(data_parallel, int(shard), "layout.dp_shard", "dp_shard")
     elif shard == AUTO:
         shard = _divide(data_parallel, int(replicate), "layout.dp_replicate", "dp_replicate")
-    schedule: PipelineSchedule = "1f1b" if wanted.pipeline_schedule == AUTO else wanted.pipeline_schedule
+    usual: PipelineSchedule = "1f1b" if wanted.virtual_stages in (AUTO, 1) else "interleaved"
+    schedule = usual if wanted.pipeline_schedule == AUTO else wanted.pipeline_schedule
     chunks = (2 if schedule == "interleaved" else 1) if wanted.virtual_stages == AUTO else int(wanted.virtual_stages)
     layout = Layout(
         dp_replicate=int(replicate),

@@ -12,7 +12,7 @@ import numpy as np
 from trainspec_cli.planner.capacity import largest_micro_batch, setup_of
 from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.hardware.topology import group_of
-from trainspec_cli.planner.search.auto import replica_groups_of
+from trainspec_cli.planner.search.space import one_group
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.samples import step_parts
 from trainspec_cli.policy.batch.division import Division, Portion, even_division, take_portion
@@ -71,7 +71,8 @@ class DisturbedJob:
 
 def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -> DisturbedJob:
     """Return the job of a candidate that was planned for this spec."""
-    setup, number = setup_of(candidate, spec, machine), replica_groups_of(spec, candidate)
+    setup = setup_of(candidate, spec, machine)
+    _, number = one_group(spec, candidate.layout)
     most = largest_micro_batch(candidate, setup, spec.scheduler.max_micro_batch_size)
     job = _job_of(spec, setup, number, most)
     if number > 1 or spec.resilience.keeps_layout:

@@ -146,9 +146,9 @@ class OtherLayouts:
         that may fit; layers uncut."""
         wanted = replace(open_layout(self._spec), stage_layers=None)
         batching = replace(self._spec.batching, global_batch_size=self._samples)
-        fabric, method = self._template.fabric, wanted.context_method
+        fabric = self._template.fabric
         space = Space(replace(self._spec, layout=wanted, batching=batching), fabric.num_devices, fabric.scaleup_devices)
-        setups = (self.setup_of(replace(layout, context_method=method), micro) for layout, micro, _ in space.layouts())
+        setups = (self.setup_of(layout, micro) for layout, micro, _ in space.layouts())
         return tuple(setup for setup in dict.fromkeys(setups) if self.memory.may_fit(setup) and self.is_legal(setup))
 
     def setup_of(self, layout: Layout, micro_batch_size: int) -> Setup:

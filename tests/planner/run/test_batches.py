@@ -58,7 +58,7 @@ def test_micro_batches_that_are_not_full_count_as_whole_ones() -> None:
 
 
 def test_an_interleaved_pipeline_takes_micro_batches_in_turns() -> None:
-    pipeline = LayoutSpec(dp_shard=2, dp_replicate=1, pp=4, pipeline_schedule="interleaved", virtual_stages=1)
+    pipeline = LayoutSpec(dp_shard=4, dp_replicate=1, pp=2, pipeline_schedule="interleaved", virtual_stages=2)
     ramp = BatchScheduleSpec(kind="ramp", stages=(RampStage(10**6, 36),))
     _, larger = best(make_spec(ramp, layout=pipeline)).sized_steps
     assert larger.time == best(make_spec(CONSTANT, 48, pipeline)).time

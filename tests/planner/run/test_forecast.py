@@ -63,6 +63,7 @@ CANDIDATE = Candidate(
     micro_batch_size=1,
     grad_accum_steps=16,
     recompute="none",
+    offload="none",
     step_time_s=6.0,
     tokens_per_s=2048 * 8192 / 6,
     tokens_per_s_per_gpu=2048 * 8192 / 6 / 16_384,
@@ -355,8 +356,6 @@ def test_each_way_of_recovering_is_planned_in_its_own_best_layout() -> None:
         alone = forecast_run(plans[other], plan_capacity(plans[other]), best[other])
         (beside,) = run.alternatives
         assert (beside.mode, beside.wall_time_s) == (other, alone.goodput.wall_time_s)
-    pinned = replace(spec, layout=replace(spec.layout, dp_replicate=1))
-    assert plan_other_recovery(pinned, None) is None, "one group alone cannot shrink"
 
 
 TIME = ["step_time_s", "peak_memory_bytes", "cluster.storage_gb_per_s"]

@@ -10,7 +10,8 @@ import pytest
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.planner.search.auto import as_plan, best_candidate, is_run, is_searched, replica_groups_of
+from trainspec_cli.planner.search.auto import as_plan, best_candidate, is_searched, pin_layout
+from trainspec_cli.planner.search.space import one_group
 from trainspec_cli.planner.this_machine import device_limit_bytes, predict_device
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
@@ -49,28 +50,39 @@ def test_the_fastest_that_fits_is_run(layers: int) -> None:
     assert predict_device(planned, H100S).needed_bytes <= device_limit_bytes(planned, H100S)
 
 
-def test_a_layout_that_the_engine_does_not_build_is_passed_over() -> None:
-    best = best_candidate(spec_of(32), H100S, 8)
-    assert best is not None
-    assert is_run(best, spec_of(32))
-    uneven_heads = replace(best, layout=replace(best.layout, tp=16))
-    assert not is_run(uneven_heads, spec_of(32)), "8 key-value heads do not divide by 16"
+PINNED = replace(
+    spec_of(4, LayoutSpec(dp_replicate=1, dp_shard=8)), batching=BatchingSpec(64, micro_batch_size=1), recompute="none"
+)
 
 
-def test_pinned_layouts_and_unknown_chips_are_not_searched() -> None:
-    pinned = LayoutSpec(dp_replicate=1, dp_shard=8)
+def test_what_is_pinned_and_unknown_chips_are_not_searched() -> None:
     assert is_searched(spec_of(4), H100S, "cuda")
     assert not is_searched(spec_of(4), H100S, "cpu")
-    assert not is_searched(spec_of(4, pinned), H100S, "cuda")
+    assert not is_searched(PINNED, H100S, "cuda")
     assert not is_searched(spec_of(4), replace(H100S, gpu_names=("Abacus-9000",) * 8), "cuda")
-    assert check_built(spec_of(4, pinned)) == []
+    assert check_built(PINNED) == []
 
 
 @pytest.mark.parametrize("axis", ["cp", "tp", "pp", "ep", "dp_shard", "dp_replicate"])
 def test_one_open_axis_is_enough_for_a_search(axis: str) -> None:
-    pinned = LayoutSpec(dp_replicate=1, dp_shard=8)
-    assert is_searched(spec_of(4, replace(pinned, **{axis: AUTO})), H100S, "cuda")  # type: ignore[arg-type]
-    assert not is_searched(spec_of(4, replace(pinned, **{axis: AUTO})), replace(H100S, gpu_names=()), "cuda")  # type: ignore[arg-type]
+    opened = replace(PINNED, layout=replace(PINNED.layout, **{axis: AUTO}))  # type: ignore[arg-type]
+    assert is_searched(opened, H100S, "cuda")
+    assert not is_searched(opened, replace(H100S, gpu_names=()), "cuda")
+
+
+@pytest.mark.parametrize(
+    "opened",
+    [{"recompute": AUTO}, {"offload": AUTO}, {"batching": BatchingSpec(64)}],
+    ids=["recompute", "offload", "micro-batch"],
+)
+def test_what_saves_memory_is_searched_in_a_pinned_layout_too(opened: dict[str, Any]) -> None:
+    """A run is given what its plan chose."""
+    spec = replace(PINNED, **opened)
+    assert is_searched(spec, H100S, "cuda")
+    planned, best = plan(spec, H100S), best_candidate(spec, H100S, 8)
+    assert best is not None
+    run = planned.micro_batch_size, planned.recompute, planned.offload
+    assert run == (best.micro_batch_size, best.recompute, best.offload)
 
 
 def test_the_gpus_at_hand_are_planned_for_whatever_the_recipe_describes() -> None:
@@ -117,25 +129,31 @@ def test_a_candidate_as_the_engine_is_given_it() -> None:
     assert (made.offload, made.params, made.flops_per_token) == (
         "optimizer", capacity.params, capacity.flops_per_token,
     )  # fmt: skip
-    assert as_plan(replace(spec, offload=AUTO), shown, capacity, "fp32").offload == "none"
+    on_device = replace(shown, offload="none")
+    assert as_plan(replace(spec, offload=AUTO), on_device, capacity, "fp32").offload == "none"
     assert as_plan(spec, shown, capacity, "fp32").compute == "fp32"
 
 
 @pytest.mark.parametrize(
-    ("resilience", "replicas", "groups"),
+    ("resilience", "replicas", "expected"),
     [
-        (ResilienceSpec(), 4, 1),
-        (ResilienceSpec(mode="elastic"), 4, 4),
-        (ResilienceSpec(mode="elastic"), 1, 1),
-        (ResilienceSpec(mode="elastic", replica_groups=2), 4, 2),
+        (ResilienceSpec(), 4, (4, 1)),
+        (ResilienceSpec(mode="elastic"), 4, (1, 4)),
+        (ResilienceSpec(mode="elastic"), 1, (1, 1)),
+        (ResilienceSpec(mode="elastic", replica_groups=2), 4, (2, 2)),
     ],
-    ids=["restart", "as many as replicas", "one", "as asked for"],
+    ids=["restart", "each replica a group", "one", "as asked for"],
 )
-def test_replica_groups_of_a_candidate(resilience: ResilienceSpec, replicas: int, groups: int) -> None:
-    best = best_candidate(spec_of(4), H100S, 8)
-    assert best is not None
-    layout = replace(best.layout, dp_replicate=replicas)
-    assert replica_groups_of(replace(spec_of(4), resilience=resilience), replace(best, layout=layout)) == groups
+def test_the_replicas_of_a_search_divide_into_groups(
+    resilience: ResilienceSpec, replicas: int, expected: tuple[int, int]
+) -> None:
+    """(replicas inside a group, groups); the recipe that asks for this layout means the same."""
+    spec = replace(spec_of(4), resilience=resilience)
+    layout, groups = one_group(spec, Layout(dp_replicate=replicas))
+    assert (layout.dp_replicate, groups) == expected
+    pinned = pin_layout(spec, Layout(dp_replicate=replicas))
+    assert pinned.layout.dp_replicate == expected[0]
+    assert pinned.resilience.replica_groups in (expected[1], AUTO)
 
 
 @pytest.mark.parametrize(("wanted", "groups"), [(2, 2), (4, 4), (AUTO, None)])

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.planner.search.space import Space, divisors, schedules_of, splits_heads, stages_of
+from trainspec_cli.planner.search.auto import pin_layout
+from trainspec_cli.planner.search.space import NOT_RUN, Space, divisors, schedules_of, splits_heads, stages_of
+from trainspec_cli.planner.validation.frameworks import frameworks
 from trainspec_cli.policy.batch.division import even_division
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.batching import BatchingSpec
@@ -16,6 +18,7 @@ from trainspec_cli.spec.recipe.model_parts import ExpertSpec
 from trainspec_cli.spec.recipe.optim import OptimSpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.spec.rules.engine import check_built
 
 SPEC = RunSpec(
     model=DecoderModel(8, 512, 8, 8, 64, 1024, 4096),
@@ -146,11 +149,32 @@ def test_ranks_go_without_samples_only_where_every_axis_is_pinned() -> None:
 
 
 def test_fewer_samples_than_micro_batches_of_a_turn_are_interleaved_only_where_it_is_asked_for() -> None:
-    layouts, space = found_in(4, layout=LayoutSpec(pp=4, pipeline_schedule=AUTO), batching=BatchingSpec(3))
-    assert {layout.pipeline_schedule for layout, _, _ in layouts} == {"1f1b", "zero_bubble"}
-    assert set(space.refused) == {"fewer samples a rank than micro-batches of a turn"}
-    layouts, _ = found_in(4, layout=LayoutSpec(pp=4, pipeline_schedule="interleaved"), batching=BatchingSpec(3))
+    wanted = LayoutSpec(pp=4, pipeline_schedule=AUTO, virtual_stages=AUTO)
+    layouts, space = found_in(4, layout=wanted, batching=BatchingSpec(3))
+    assert {layout.pipeline_schedule for layout, _, _ in layouts} == {"1f1b"}
+    few = "fewer samples a rank than micro-batches of a turn", "a zero-bubble schedule needs a micro-batch a stage"
+    assert set(space.refused) == set(few)
+    wanted = replace(wanted, pipeline_schedule="interleaved")
+    layouts, _ = found_in(4, layout=wanted, batching=BatchingSpec(3))
     assert {(micro, accum) for _, micro, accum in layouts} == {(1, 4)}
+
+
+def test_layouts_that_the_engine_refuses_are_left_out() -> None:
+    """A compiled block has one backward, and 6 heads do not divide over 4 ranks; other frameworks have other rules."""
+    wanted = LayoutSpec(pp=AUTO, tp=AUTO, pipeline_schedule=AUTO, virtual_stages=AUTO, zero_stage=AUTO)
+    compiled, space = found_in(8, layout=wanted, compile=True)
+    refused = compiled_zero_bubble_is_refused()
+    assert ("zero_bubble" in {layout.pipeline_schedule for layout, _, _ in compiled}) is not refused
+    assert (space.refused[NOT_RUN] > 0) is refused
+    for layout, _, _ in compiled:
+        assert check_built(pin_layout(replace(SPEC, layout=wanted, compile=True), layout)) == []
+    elsewhere, _ = found_in(8, layout=wanted, compile=True, framework=frameworks()["megatron"])
+    assert "interleaved" in {layout.pipeline_schedule for layout, _, _ in elsewhere}
+
+
+def compiled_zero_bubble_is_refused() -> bool:
+    layout = LayoutSpec(pp=2, pipeline_schedule="zero_bubble")
+    return bool(check_built(replace(SPEC, layout=layout, compile=True)))
 
 
 @pytest.mark.parametrize(
@@ -181,8 +205,8 @@ def test_chunks_of_interleaved_stages() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "chunks", "tried"),
-    [("auto", "auto", ("1f1b", "interleaved", "zero_bubble")), ("auto", 1, ("1f1b", "interleaved", "zero_bubble")),
-     ("auto", 2, ("1f1b",)), ("zbv", "auto", ("zbv",))],
+    [("auto", "auto", ("1f1b", "interleaved", "zero_bubble")), ("auto", 1, ("1f1b", "zero_bubble")),
+     ("auto", 2, ("interleaved",)), ("zbv", "auto", ("zbv",))],
 )  # fmt: skip
 def test_schedules_that_are_tried(schedule: Any, chunks: Any, tried: tuple[str, ...]) -> None:
     assert schedules_of(LayoutSpec(pipeline_schedule=schedule, virtual_stages=chunks)) == tried
@@ -201,7 +225,8 @@ def test_experts_are_spread_over_what_divides_them_and_the_ranks() -> None:
     layouts, space = found_in(8, model=experts, layout=LayoutSpec(dp_replicate=1, ep="auto"))
     assert {each.ep for each, _, _ in layouts} == {1, 2, 4}
     assert space.refused["ep does not divide the ranks that share experts"] == 3
-    layouts, _ = found_in(8, model=experts, layout=LayoutSpec(dp_replicate=1, tp=2, ep=4, etp=2))
+    cut = LayoutSpec(dp_replicate=1, tp=2, ep=4, etp=2)
+    layouts, _ = found_in(8, model=experts, layout=cut, framework=frameworks()["megatron"])
     assert {(each.ep, each.etp, each.dp_shard) for each, _, _ in layouts} == {(4, 2, 4)}
 
 

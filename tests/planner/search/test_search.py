@@ -17,7 +17,7 @@ from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.fit import SURELY, expected_step_s, fit_probability
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes, peak_bytes
-from trainspec_cli.planner.search.search import Search, recompute_names
+from trainspec_cli.planner.search.search import ABOUT, Search, recompute_names
 from trainspec_cli.planner.search.space import Space
 from trainspec_cli.planner.setup import RECOMPUTE, Software
 from trainspec_cli.planner.time.step import estimate_step, micro_batch
@@ -181,7 +181,8 @@ def test_every_layout_is_accounted_for() -> None:
 def test_candidates_fit_and_are_sorted_and_their_parts_sum_to_the_step() -> None:
     plan = plan_capacity(run_of("mixtral_8x7b", nodes=8))
     times = [candidate.expected_step_s for candidate in plan.candidates]
-    assert plan.best is not None and times == sorted(times)
+    assert plan.best is not None and times[1:] == sorted(times[1:])
+    assert times[0] <= ABOUT * min(times)
     for candidate in plan.candidates:
         assert candidate.fits and candidate.layout.world_size == 64
         assert candidate.time.total_s == pytest.approx(candidate.step_time_s)

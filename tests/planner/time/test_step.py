@@ -18,6 +18,7 @@ from trainspec_cli.planner.time.step import (
     assemble_step,
     bubble_s,
     data_parallel_s,
+    estimate_step,
     host_wait_s,
     layer_comm,
     optimizer_s,
@@ -318,20 +319,42 @@ def inputs_of(action: Action, last: int) -> set[Action]:
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 5), (2, 2), (4, 4), (4, 16), (8, 64)])
 def test_even_stages_wait_as_the_closed_form_says(stages: int, micro_batches: int) -> None:
     simulated = simulate_1f1b([1.0] * stages, [2.0] * stages, micro_batches)
-    closed = 3.0 * micro_batches + bubble_s([3.0] * stages, Layout(pp=stages))
+    closed = 3.0 * micro_batches + bubble_s([3.0] * stages, Layout(pp=stages), micro_batches)
     assert simulated == pytest.approx(closed)
 
 
 def test_one_slow_stage_sets_the_pace() -> None:
     forward, backward = [1.0, 1.0, 1.0, 1.4], [2.0, 2.0, 2.0, 2.8]
     simulated = simulate_1f1b(forward, backward, 32)
-    closed = 4.2 * 32 + bubble_s([3.0, 3.0, 3.0, 4.2], Layout(pp=4))
+    closed = 4.2 * 32 + bubble_s([3.0, 3.0, 3.0, 4.2], Layout(pp=4), 32)
     assert simulated == pytest.approx(closed, rel=0.03)
 
 
 def test_schedules_shrink_the_bubble() -> None:
     times = [3.0] * 4
-    plain = bubble_s(times, Layout(pp=4))
-    interleaved = bubble_s(times, Layout(pp=4, pipeline_schedule="interleaved", virtual_stages=3))
+    plain = bubble_s(times, Layout(pp=4), 32)
+    interleaved = bubble_s(times, Layout(pp=4, pipeline_schedule="interleaved", virtual_stages=3), 32)
     assert interleaved == pytest.approx(plain / 3)
-    assert bubble_s(times, Layout(pp=4, pipeline_schedule="zero_bubble")) < plain / 2
+    assert bubble_s(times, Layout(pp=4, pipeline_schedule="zero_bubble"), 32) < plain / 2
+
+
+def test_with_fewer_micro_batches_than_stages_zero_bubble_has_nothing_to_fill_the_wait_with() -> None:
+    """One micro-batch: the others' forward and input gradients, two thirds of the work, come before a stage's own."""
+    times = [3.0] * 4
+    starved = bubble_s(times, Layout(pp=4, pipeline_schedule="zero_bubble"), 1)
+    assert starved == pytest.approx(2 / 3 * bubble_s(times, Layout(pp=4), 1))
+
+
+def test_stages_of_a_small_model_wait_for_one_another_s_launches() -> None:
+    """5.5M parameters, one micro-batch of 8 short samples: kernels take less time than their launches, so that stages
+    launch in turn, and save next to nothing over one process."""
+
+    def total_s(pp: int) -> float:
+        fabric = Fabric(CHIP, pp, 8, 8, 450.0, 400.0)  # type: ignore[arg-type]
+        model = DecoderModel(8, 256, 8, 8, 32, 688, 4096)
+        setup = Setup(model, Layout(pp=pp), fabric, 256, 8.0, 1, software=Software(fused_kernels=False))
+        step = estimate_step(setup, Efficiency(step_s=0.0))
+        assert pp > 1 or step.host_s > step.matmul_s + step.memory_bound_s, "launches take longer than kernels"
+        return step.total_s
+
+    assert total_s(4) > 0.8 * total_s(1)

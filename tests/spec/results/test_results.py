@@ -41,7 +41,7 @@ def test_parts_sum_to_the_whole(kind: type[MemoryBreakdown] | type[StepTime]) ->
 def candidate(peak_bytes: float) -> Candidate:
     rates = {"tokens_per_s": 1.0, "tokens_per_s_per_gpu": 1.0, "mfu": 0.5, "hfu": 0.5}
     return Candidate(
-        *(Layout(), 1, 1, "none", 1.0),
+        *(Layout(), 1, 1, "none", "none", 1.0),
         **rates,
         peak_memory_bytes=peak_bytes,
         memory_limit_bytes=100.0,

@@ -63,6 +63,7 @@ def _candidate(placed: Placed, search: PoolSearch) -> Candidate:
         micro_batch_size=int(setup.micro_batch_size),
         grad_accum_steps=step.micro_batches,
         recompute=placed.recompute,
+        offload="optimizer" if setup.offload_optimizer else "none",
         step_time_s=step.time.total_s,
         tokens_per_s=tokens_per_s,
         tokens_per_s_per_gpu=tokens_per_s / devices,

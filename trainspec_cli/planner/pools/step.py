@@ -296,7 +296,7 @@ class Stopwatch:
         pool_of = placement.pool_of_stage_rank
         ranks = [by_pool[pool][rank] for rank, pool in enumerate(pool_of)]
         times_s = [rank.time_s(setups[pool]) for rank, pool in zip(ranks, pool_of, strict=True)]
-        drain_s, pace_s = eff.bubble * bubble_s(times_s, layout), max(times_s)
+        drain_s, pace_s = eff.bubble * bubble_s(times_s, layout, micro_batches), max(times_s)
         steps, waits = [], []
         for pool, setup in enumerate(setups):
             own = [rank for rank, at in enumerate(pool_of) if at == pool]

@@ -103,7 +103,7 @@ class Costs:
         same."""
         layout = setup.layout
         cuts = layout.pp, layout.pipeline_schedule, layout.virtual_stages, layout.stage_layers
-        key = *part, *cuts, setup.recompute
+        key = *part, *cuts, setup.recompute, layout.bubble_of(setup.grad_accum)
         if key not in self._slowest:
             if is_open(layout, setup.model):
                 setup = replace(setup, layout=cut(mean_times(once, setup), layout))

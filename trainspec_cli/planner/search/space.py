@@ -1,4 +1,4 @@
-"""Every layout that a recipe leaves open on a cluster, and why the others are none."""
+"""Every layout that a recipe leaves open on a cluster and that its framework runs, and why the others are refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from trainspec_cli.errors import Problem
 from trainspec_cli.policy.batch.division import count_micro_batches, turns_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule, ZeroStage
 from trainspec_cli.spec.recipe.model import ModelSpec, TextModel
 from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.rules.batching import measurable_noise
+from trainspec_cli.spec.rules.check import apply
+from trainspec_cli.spec.rules.comm import exchanged
+from trainspec_cli.spec.rules.elastic import whole_hosts
+from trainspec_cli.spec.rules.engine import BUILT
+from trainspec_cli.spec.rules.kernels import KERNEL_RULES
 
 MIN_TOKENS_PER_RANK = 512
 """Context parallelism does not cut sequences finer."""
@@ -22,26 +29,45 @@ ELASTIC_GROUPS = (2, 4, 8, 16, 32, 64, 128)
 """Replica groups that are tried: more lose less to a failure each, and share their state among fewer devices."""
 
 
+NOT_RUN = "the engine does not run them"
+
+
 @dataclass
 class Space:
-    """Enumerates; counts what it leaves out by reason."""
+    """Enumerates; counts what it leaves out by reason.
+
+    `dp_replicate` of its layouts counts all replicas, those of every replica group together (`one_group`).
+    """
 
     spec: RunSpec
     world_size: int
     scaleup_devices: int
     refused: Counter[str] = field(default_factory=Counter)
 
+    def __post_init__(self) -> None:
+        axes = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "zero_stage"), AUTO)
+        pipeline = dict.fromkeys(("pipeline_schedule", "virtual_stages"), AUTO)
+        self._open = replace(self.spec, layout=replace(self.spec.layout, **axes, **pipeline))  # type: ignore[arg-type]
+        self._anyhow = self._problems({})
+        """What the engine refuses in any layout is the recipe's fault, and no reason to leave a layout out."""
+        self._runs: dict[tuple[tuple[str, object], ...], bool] = {}
+        compressed = self.spec.comm.gradients not in ("full", AUTO) or self.spec.comm.parameters != "full"
+        self._limits_exchanges = compressed or self.spec.comm.across_nodes is not None
+        self._measures_noise = self.spec.batching.schedule.kind == "noise"
+
     def layouts(self) -> Iterator[tuple[Layout, int, int]]:
         """-> (layout, micro-batch, gradient accumulation)."""
         wanted, model = self.spec.layout, self.spec.model
         for tp in self._axis(wanted.tp, min(self.world_size, self.scaleup_devices)):
-            if not self._keep(splits_heads(model, tp), "tp does not divide the heads"):
+            if not self._keep(splits_heads(model, tp), "tp does not divide the heads") or not self._is_run(tp=tp):
                 continue
             for cp in self._axis(wanted.cp, max(1, self.spec.data.seq_len // MIN_TOKENS_PER_RANK)):
                 if not self._keep(self.spec.data.seq_len % cp == 0, "the sequence does not divide by cp"):
                     continue
                 closed = cp > 1 and wanted.cp == AUTO and "cp" in model.record.refuses
                 if not self._keep(not closed, "cp does not go with this family of models"):
+                    continue
+                if not self._is_run(tp=tp, cp=cp):
                     continue
                 for pp in self._axis(wanted.pp, model.num_layers):
                     if self.world_size % (tp * cp * pp):
@@ -64,6 +90,36 @@ class Space:
             self.refused[reason] += 1
         return fine
 
+    def _is_run(self, **axes: object) -> bool:
+        """Return whether the engine runs layouts with these axes, whatever the others are.
+
+        Other frameworks' own rules are those of `framework` (schedules, ZeRO stages).
+        """
+        if not self.spec.framework.counted:
+            return True
+        key = tuple(axes.items())
+        if key not in self._runs:
+            self._runs[key] = all(problem in self._anyhow for problem in self._problems(axes))
+        return self._keep(self._runs[key], NOT_RUN)
+
+    def _problems(self, axes: dict[str, object]) -> list[Problem]:
+        layout = replace(self._open.layout, **axes)  # type: ignore[arg-type]
+        return apply((*BUILT, *KERNEL_RULES), replace(self._open, layout=layout))
+
+    def _fills(self, layout: Layout, accum: int) -> bool:
+        """Return whether a zero-bubble schedule has a micro-batch a stage, without which it gains nothing."""
+        chosen = self.spec.layout.pipeline_schedule == AUTO
+        starved = chosen and layout.splits_backward and accum < layout.pp
+        return self._keep(not starved, "a zero-bubble schedule needs a micro-batch a stage")
+
+    def _exchanges_as_asked(self, layout: Layout, accum: int) -> bool:
+        """Return whether the layout has the exchanges that the recipe compresses or measures."""
+        if not self.spec.framework.counted or not (self._limits_exchanges or self._measures_noise):
+            return True
+        one, groups = one_group(self.spec, layout)
+        problems = [*measurable_noise(self.spec, one, groups, accum), *exchanged(self.spec, one, groups)]
+        return self._keep(not problems, NOT_RUN)
+
     def _data_parallel(self, tp: int, cp: int, pp: int) -> Iterator[tuple[Layout, int, int]]:
         width = self.world_size // (tp * cp * pp)
         samples, wanted = self.spec.batching.global_batch_size, self.spec.layout
@@ -71,41 +127,56 @@ class Space:
         if not self._keep(not idle, "a data-parallel rank would go without samples"):
             return
         per_rank = -(-samples // width)
-        base = Layout(cp=cp, tp=tp, pp=pp, sequence_parallel=self.spec.layout.sequence_parallel and tp > 1)
+        base = Layout(
+            cp=cp,
+            tp=tp,
+            pp=pp,
+            sequence_parallel=wanted.sequence_parallel and tp > 1,
+            context_method=wanted.context_method,
+        )
         for sharded in self._shardings(base, width):
             for routed in self._expert_axes(sharded):
                 for layout in self._schedules(routed):
                     for accum in self._micro_batches(per_rank, turns_of(layout)):
-                        yield layout, -(-per_rank // accum), accum
+                        if self._fills(layout, accum) and self._exchanges_as_asked(layout, accum):
+                            yield layout, -(-per_rank // accum), accum
 
     def _shardings(self, base: Layout, width: int) -> Iterator[Layout]:
         """Sharded over all ranks, or for ZeRO-3 over a node's and replicated across, or not at all.
 
-        A run that is to survive failures by shrinking needs groups that each hold the whole state: then some numbers
-        of groups are tried too, and one group alone is none.
+        A run that is to survive failures by shrinking needs groups that each hold the whole state: as many as it asks
+        for, or some numbers of them.
         """
         wanted, elastic = self.spec.layout, self.spec.resilience.mode == "elastic"
         node = max(1, self.scaleup_devices // (base.tp * base.cp))
-        groups: tuple[int, ...] = ELASTIC_GROUPS if elastic else ()
-        if elastic and self.spec.resilience.replica_groups != AUTO:
-            groups = (int(self.spec.resilience.replica_groups),)
-        if wanted.dp_replicate != AUTO:
-            groups = (int(wanted.dp_replicate),)
-        options = {width, 1, *(width // number for number in groups if width % number == 0)}
-        if width % node == 0:
-            options.add(node)
+        asked = total_replicas(self.spec)
+        groups = asked_groups(self.spec)
+        options = {width, 1, *([node] if width % node == 0 else [])}
+        if asked is not None:
+            options.add(width // asked if width % asked == 0 else width)
+        for number in ELASTIC_GROUPS if groups is None else (groups,):
+            if elastic and width % number == 0:
+                options.add(width // number)
+        if wanted.dp_shard != AUTO and width % int(wanted.dp_shard) == 0:
+            options.add(int(wanted.dp_shard))
         for shard in sorted(options):
             replicate = width // shard
-            if wanted.dp_shard not in (AUTO, shard) or wanted.dp_replicate not in (AUTO, replicate):
+            if wanted.dp_shard not in (AUTO, shard) or asked not in (None, replicate):
                 continue
-            if not self._keep(replicate > 1 or not elastic, "resilience=elastic needs two replica groups"):
+            if elastic and not self._divides_into_groups(replicate, groups):
                 continue
             for stage in self._stages(shard, replicate):
                 yield replace(base, dp_replicate=replicate, dp_shard=shard, zero_stage=stage)
-        pinned = wanted.dp_shard
-        if pinned != AUTO and pinned not in options and width % int(pinned) == 0:
-            for stage in self._stages(int(pinned), width // int(pinned)):
-                yield replace(base, dp_replicate=width // int(pinned), dp_shard=int(pinned), zero_stage=stage)
+
+    def _divides_into_groups(self, replicate: int, groups: int | None) -> bool:
+        """Return whether the replicas make whole replica groups, and each node holds whole groups or a part of one."""
+        number = groups or replicate
+        if not self._keep(number > 1, "resilience=elastic needs two replica groups"):
+            return False
+        if not self._keep(replicate % number == 0, "the replicas do not divide into resilience.replica_groups"):
+            return False
+        parts = not any(whole_hosts(self.spec.cluster.num_nodes, number))
+        return self._keep(parts, "nodes do not divide over the replica groups")
 
     def _stages(self, shard: int, replicate: int) -> Sequence[ZeroStage]:
         """Return the ZeRO stages to try that the framework has; without sharding the stage means nothing."""
@@ -123,7 +194,8 @@ class Space:
         sizes = divisors(experts.num_experts) if wanted.ep == AUTO else [int(wanted.ep)]
         for ep in sizes:
             for etp in [1] if wanted.etp == AUTO else [int(wanted.etp)]:
-                if self._keep(ranks % (ep * etp) == 0, "ep does not divide the ranks that share experts"):
+                fine = self._keep(ranks % (ep * etp) == 0, "ep does not divide the ranks that share experts")
+                if fine and self._is_run(tp=base.tp, cp=base.cp, dp_shard=base.dp_shard, ep=ep, etp=etp):
                     yield replace(base, ep=ep, etp=etp)
 
     def _micro_batches(self, per_rank: int, turns: int) -> Sequence[int]:
@@ -148,6 +220,8 @@ class Space:
             return
         for schedule in schedules:
             for chunks in self._chunks(schedule, base.pp, layers):
+                if not self._is_run(pp=base.pp, pipeline_schedule=schedule, virtual_stages=chunks):
+                    continue
                 yield replace(base, pipeline_schedule=schedule, virtual_stages=chunks, stage_layers=wanted.stage_layers)
 
     def _chunks(self, schedule: PipelineSchedule, pp: int, layers: int) -> Sequence[int]:
@@ -158,6 +232,31 @@ class Space:
         sizes = [size for size in divisors(per_stage) if size > 1] if wanted == AUTO else [int(wanted)]
         legal = [size for size in sizes if pp * size <= layers]
         return legal[:4] if self._keep(legal != [], "more pipeline stages than layers") else ()
+
+
+def asked_groups(spec: RunSpec) -> int | None:
+    """Return the replica groups that the recipe asks for; None where each replica is a group of its own."""
+    if spec.resilience.mode != "elastic":
+        return 1
+    groups = spec.resilience.replica_groups
+    return None if groups == AUTO else int(groups)
+
+
+def total_replicas(spec: RunSpec) -> int | None:
+    """Return the replicas of all groups that the recipe asks for; None where it leaves them open.
+
+    `layout.dp_replicate` counts those inside a group where `resilience.replica_groups` is given, else the groups.
+    """
+    replicas, groups = spec.layout.dp_replicate, asked_groups(spec)
+    if replicas == AUTO or (groups is None and replicas == 1):
+        return None
+    return int(replicas) * (groups or 1)
+
+
+def one_group(spec: RunSpec, layout: Layout) -> tuple[Layout, int]:
+    """-> (the layout of a replica group, the number of groups): a search counts the replicas of all groups."""
+    groups = asked_groups(spec) or layout.dp_replicate
+    return replace(layout, dp_replicate=layout.dp_replicate // groups), groups
 
 
 def open_layout(spec: RunSpec) -> LayoutSpec:
@@ -178,7 +277,10 @@ def stages_of(wanted: LayoutSpec, shard: int, replicate: int) -> Sequence[ZeroSt
 def schedules_of(wanted: LayoutSpec) -> Sequence[PipelineSchedule]:
     if wanted.pipeline_schedule != AUTO:
         return (wanted.pipeline_schedule,)
-    return ("1f1b",) if wanted.virtual_stages not in (AUTO, 1) else ("1f1b", "interleaved", "zero_bubble")
+    chunks = wanted.virtual_stages
+    if chunks == 1:
+        return "1f1b", "zero_bubble"
+    return ("1f1b", "interleaved", "zero_bubble") if chunks == AUTO else ("interleaved",)
 
 
 def splits_heads(model: ModelSpec, tp: int) -> bool:

@@ -87,7 +87,7 @@ def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Effic
     kinds = {pair: _stage_time(*pair, setup, groups, eff, scale) for pair in set(pairs)}
     return StepParts(
         stages=tuple(kinds[pair] for pair in pairs),
-        bubble=eff.bubble * bubble_s(times, setup.layout) / waits_s if waits_s else 0.0,
+        bubble=eff.bubble * bubble_s(times, setup.layout, setup.grad_accum) / waits_s if waits_s else 0.0,
         sends=_sends(setup, groups["pp"], eff).scaled(scale),
         sends_tier=_tier(groups["pp"]),
         gradients_each_s=scale * each_s,

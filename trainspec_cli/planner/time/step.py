@@ -170,12 +170,20 @@ def assemble_step(setup: Setup, once: MicroBatch, groups: dict[str, Group], eff:
 
 
 def slowest_rank(once: MicroBatch, setup: Setup, eff: Efficiency) -> TimedRank:
-    """Return the pipeline rank that the others wait for."""
+    """Return the pipeline rank that the others wait for.
+
+    While a pipeline fills and drains, the others wait for its kernels to be launched too: a small model's stages take
+    as long as their launches.
+    """
     ranks = rank_parts(once, setup.layout)
-    each_s = {id(rank): rank.time_s(setup) for rank in {id(rank): rank for rank in ranks}.values()}
-    times = [each_s[id(rank)] for rank in ranks]
-    slowest = max(range(len(times)), key=times.__getitem__)
-    return TimedRank(ranks[slowest], times[slowest], eff.bubble * bubble_s(times, setup.layout))
+    distinct = {id(rank): rank for rank in ranks}
+    device_s = {key: rank.time_s(setup) for key, rank in distinct.items()}
+    launched_s = {
+        key: device_s[key] + host_wait_s(rank.whole, device_s[key], setup, eff) for key, rank in distinct.items()
+    }
+    times = [launched_s[id(rank)] for rank in ranks]
+    slowest = ranks[max(range(len(times)), key=times.__getitem__)]
+    return TimedRank(slowest, device_s[id(slowest)], eff.bubble * bubble_s(times, setup.layout, setup.grad_accum))
 
 
 def step_of_rank(timed: TimedRank, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> StepTime:
@@ -263,9 +271,9 @@ def own_work_s(part: LayersPart) -> float:
     return part.time.forward + part.time.backward + 2 * comm.tp + 3 * comm.cp + 2 * comm.ep
 
 
-def bubble_s(stage_s: Sequence[float], layout: Layout) -> float:
+def bubble_s(stage_s: Sequence[float], layout: Layout, micro_batches: int) -> float:
     """Return how long a step's slowest stage waits while the pipeline fills and drains."""
-    return layout.bubble_part * (sum(stage_s) - max(stage_s))
+    return layout.bubble_of(micro_batches) * (sum(stage_s) - max(stage_s))
 
 
 def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:

@@ -24,6 +24,8 @@ def plan_as_json(plan: PlanReport) -> JsonObject:
         "cluster": _cluster(plan),
         "batching": {"global_batch_size": spec.batching.global_batch_size, "seq_len": spec.data.seq_len},
         "best": _candidate(plan.best) if plan.best else None,
+        "fastest": _candidate(capacity.fastest) if capacity.fastest else None,
+        "usual": _candidate(capacity.usual) if capacity.usual else None,
         "safest": _candidate(capacity.safest) if capacity.safest else None,
         "candidates": [_candidate(candidate) for candidate in capacity.candidates],
         "considered": capacity.considered,

@@ -9,7 +9,7 @@ from trainspec_cli.reporter.plan.report import PlanReport
 from trainspec_cli.spec.recipe.cluster import PoolSpec
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.forecast import Goodput, Interval, RunForecast
-from trainspec_cli.spec.results.prediction import Candidate
+from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.units import GIB, format_count, format_duration, format_si
 
 Formatter = Callable[[float], str]
@@ -116,14 +116,20 @@ def batch_label(plan: PlanReport) -> str:
 def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
     """(layout, micro-batch, recompute, step, units/s/device, MFU, HFU)"""
     rate = format_rate(candidate.tokens_per_s_per_gpu)
-    how = placed_label(candidate), micro_batch_label(candidate), candidate.recompute
     return (
-        *how,
+        placed_label(candidate),
+        micro_batch_label(candidate),
+        recompute_label(candidate),
         format_duration(candidate.step_time_s),
         rate,
         percent(candidate.mfu, 1),
         percent(candidate.hfu, 1),
     )
+
+
+def recompute_label(candidate: Candidate) -> str:
+    """What the layout recomputes to save memory, and whether its optimizer lies in host memory."""
+    return candidate.recompute + ", offload" * (candidate.offload == "optimizer")
 
 
 def sweep_figures(best: Candidate, run: RunForecast, first: Candidate) -> tuple[str, ...]:
@@ -179,15 +185,40 @@ def chance(candidate: Candidate) -> str:
     return ">99%" if probability >= 0.995 else "<1%" if probability < 0.005 else percent(probability)
 
 
+def choice_lines(capacity: CapacityPlan) -> list[tuple[str, str]]:
+    """Why the first layout was chosen, and what an expert's usual start would take, under a heading each."""
+    best, fastest, usual = capacity.best, capacity.fastest, capacity.usual
+    if best is None or fastest is None or len(capacity.candidates) == 1:
+        return []
+    why = "the fastest; no simpler layout is within 10% of it"
+    if fastest is not best:
+        why = f"the simplest within 10% of the fastest, {layout_label(fastest.layout)} ({_compared(fastest, best)})"
+    why += "; predictions do not rank layouts more finely than that"
+    lines = [("Chosen", why)]
+    if usual is best:
+        lines.append(("Usual start", "the chosen layout"))
+    elif usual is not None:
+        lines.append(("Usual start", f"{_described(usual)}: {_compared(usual, best)}"))
+    return lines
+
+
+def _described(candidate: Candidate) -> str:
+    how = f"{micro_batch_label(candidate)} samples, recompute {recompute_label(candidate)}"
+    return f"{layout_label(candidate.layout)} · {how}"
+
+
+def _compared(other: Candidate, best: Candidate) -> str:
+    change = other.step_time_s / best.step_time_s - 1
+    return f"{format_duration(other.step_time_s)} a step, {percent(abs(change), 1)} {'less' if change < 0 else 'more'}"
+
+
 def safest_label(best: Candidate, safest: Candidate) -> str:
     """The safest layout of those about as fast as the best."""
     if safest == best:
         return f"the first, which fits at {chance(best)}"
-    slower = percent(safest.step_time_s / best.step_time_s - 1, 1)
-    how = f"{micro_batch_label(safest)} samples, recompute {safest.recompute}"
     return (
-        f"{layout_label(safest.layout)} · {how}: fits at {chance(safest)} with {gib(safest.peak_memory_bytes)} GiB, "
-        f"{format_duration(safest.step_time_s)} a step, {slower} more"
+        f"{_described(safest)}: fits at {chance(safest)} with {gib(safest.peak_memory_bytes)} GiB, "
+        f"{_compared(safest, best)}"
     )
 
 

@@ -141,7 +141,8 @@ def _candidates(plan: PlanReport) -> str:
     considered = f"{capacity.considered:,} layouts were considered; " if capacity.considered else ""
     listed = f"the {len(rows)} best are listed." if plan.best else "none fits; these come nearest."
     safest = capacity.safest and plan.best and labels.safest_label(plan.best, capacity.safest)
-    said = f" Safest within 10%: {safest}." if safest else ""
+    said = "".join(f" {heading}: {text}." for heading, text in labels.choice_lines(capacity))
+    said += f" Safest within 10%: {safest}." if safest else ""
     return section("Layouts", f"{considered}{listed}{said}", table(headings, rows))
 
 

@@ -105,14 +105,14 @@ def _candidates(plan: PlanReport) -> RenderableType:
             _memory_cell(candidate),
             style="bold" if rank == 1 and candidate.fits else "",
         )
-    return Group(_count(plan), table, *_safest(plan))
+    return Group(_count(plan), table, *_choice(plan))
 
 
 def _candidates_narrow(plan: PlanReport) -> RenderableType:
     """Two lines for each layout, and fewer columns."""
     table = _table("", "layout", "step", f"{plan.spec.model.unit}/s", "MFU", "memory")
     for rank, candidate in enumerate(plan.capacity.candidates[:SHOWN_CANDIDATES], 1):
-        how = f"{labels.micro_batch_label(candidate)} samples, recompute {candidate.recompute}"
+        how = f"{labels.micro_batch_label(candidate)} samples, recompute {labels.recompute_label(candidate)}"
         table.add_row(
             str(rank),
             Text.assemble(labels.placed_label(candidate), "\n", (how, "bright_black")),
@@ -121,10 +121,12 @@ def _candidates_narrow(plan: PlanReport) -> RenderableType:
             percent(candidate.mfu, 1),
             _peak(candidate),
         )
-    return Group(_count(plan), table, *_safest(plan))
+    return Group(_count(plan), table, *_choice(plan))
 
 
-def _safest(plan: PlanReport) -> Iterator[RenderableType]:
+def _choice(plan: PlanReport) -> Iterator[RenderableType]:
+    for heading, text in labels.choice_lines(plan.capacity):
+        yield Text.assemble((f"{heading}  ", "bold"), text)
     best, safest = plan.best, plan.capacity.safest
     if best and safest:
         yield Text.assemble(("Safest within 10%  ", "bold"), labels.safest_label(best, safest))

@@ -13,7 +13,7 @@ from trainspec_cli.composer.yaml_file import read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.planner.hardware.cluster import describe_fabric
-from trainspec_cli.planner.search.auto import replica_groups_of
+from trainspec_cli.planner.search.space import one_group
 from trainspec_cli.reading.files import exists, expand
 from trainspec_cli.scheduler.disturbance import Disturbance, build_disturbance, check_cluster
 from trainspec_cli.spec.json_schema import plain_schema
@@ -41,7 +41,7 @@ class NamedDisturbance:
         from trainspec_cli.scheduler.simulate import simulate
 
         per_node = describe_fabric(spec.cluster, machine).devices_per_node
-        groups = replica_groups_of(spec, candidate)
+        _, groups = one_group(spec, candidate.layout)
         nodes, least = spec.cluster.num_nodes, spec.resilience.min_groups
         self.require(list(check_cluster(self.disturbance, DISTURB, nodes, per_node, groups, least)))
         return simulate(describe_job(spec, candidate, machine), self.disturbance, self.name)

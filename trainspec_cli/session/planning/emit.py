@@ -86,8 +86,7 @@ def resolved(planned: PlanReport) -> RunSpec:
     """Return the recipe with the values of the plan's best layout in the place of `auto`. Raises PlanError."""
     best = require_fit(planned)
     assert planned.run is not None, "a layout that fits has a forecast"
-    asked = planned.spec.layout
-    spec = pin_layout(planned.spec, replace(best.layout, context_method=asked.context_method))  # the search has one
+    spec = pin_layout(planned.spec, best.layout)
     per_node = planned.capacity.world_size // spec.cluster.num_nodes
     cluster = replace(spec.cluster, devices_per_node=per_node, device=_device(spec))
     checkpoint = spec.checkpoint
@@ -99,7 +98,7 @@ def resolved(planned: PlanReport) -> RunSpec:
         checkpoint=checkpoint,
         batching=replace(spec.batching, micro_batch_size=best.micro_batch_size),
         recompute=best.recompute,  # type: ignore[arg-type]
-        offload="none" if spec.offload == AUTO else spec.offload,
+        offload=best.offload,
         precision=replace(spec.precision, compute=_compute(spec)),
         comm=replace(spec.comm, gradients=spec.comm.fixed.gradients),
     )

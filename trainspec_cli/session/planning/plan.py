@@ -15,7 +15,7 @@ from trainspec_cli.planner.planes.plan import plan_planes
 from trainspec_cli.planner.pools.describe import on_pools
 from trainspec_cli.planner.run.forecast import forecast_run
 from trainspec_cli.planner.search.advice import advise
-from trainspec_cli.planner.search.auto import as_plan, is_run
+from trainspec_cli.planner.search.auto import as_plan, pin_layout
 from trainspec_cli.planner.search.variants import plan_on_what_divides, plan_other_recovery
 from trainspec_cli.reporter.plan.report import PlanReport
 from trainspec_cli.session.planning.profile import with_profile
@@ -133,15 +133,13 @@ def _plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> Sites
 
 
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:
-    """Trace the fastest candidate that the engine runs. Raises PlanError where it runs none of those shown."""
+    """Trace the first candidate. Raises RecipeError where the engine does not build the model."""
     from trainspec_cli.launcher.measuring import trace_plan
     from trainspec_cli.reporter.plan.trace import compare_trace
 
-    candidate = next((candidate for candidate in capacity.candidates if is_run(candidate, spec)), None)
-    if candidate is None:
-        reasons = "; ".join(dict.fromkeys(problem.message for problem in check_built(spec)))
-        got = f"the engine builds none of the layouts that are shown, so none can be traced{reasons and ': '}{reasons}"
-        raise PlanError(Problem("unsupported", got, hint="pin a layout, such as layout.tp=1 layout.pp=1"))
+    candidate = capacity.candidates[0]
+    if problems := check_built(pin_layout(spec, candidate.layout)):
+        raise RecipeError(problems)
     compute: Literal["bf16", "fp32"] = "fp32" if spec.precision.compute == "fp32" else "bf16"
     traced = as_plan(spec, candidate, capacity, compute)
     return compare_trace(candidate, capacity, trace_plan(traced), tensors_by_cause(traced))

@@ -144,9 +144,16 @@ class Layout:
         """The part of the other stages' one micro-batch that a stage waits while the pipeline fills and drains.
 
         1F1B and GPipe: all of it; interleaved divides it by the chunks that a rank holds (arXiv:2104.04473); ZB-H1
-        fills it with weight gradients down to a third (arXiv:2401.10241).
+        fills it with weight gradients down to a third (arXiv:2401.10241), given a micro-batch a stage (`bubble_of`).
         """
         return 1 / 3 if self.pipeline_schedule == "zero_bubble" else 1 / self.virtual_stages
+
+    def bubble_of(self, micro_batches: int) -> float:
+        """`bubble_part` of a step with this many micro-batches. With fewer than stages, zero bubble has no other
+        micro-batch's weight gradients to fill the wait with: stages wait for one another's forward and input gradients,
+        two thirds of the work."""
+        starved = self.pipeline_schedule == "zero_bubble" and micro_batches < self.pp
+        return 2 / 3 if starved else self.bubble_part
 
     @property
     def chunks_per_rank(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -102,6 +103,7 @@ class Candidate:
     micro_batch_size: int
     grad_accum_steps: int
     recompute: str
+    offload: Literal["none", "optimizer"]
     step_time_s: float
     tokens_per_s: float
     """Over all devices; samples a second for a model of images."""
@@ -151,7 +153,11 @@ class CapacityPlan:
     world_size: int
     tokens_per_step: int
     candidates: tuple[Candidate, ...]
-    """Layouts that fit, the shortest expected step first; where nothing fits, those that do not."""
+    """Layouts that fit: first the one that is chosen, the simplest of those about as fast as the fastest, then the
+    others, the shortest expected step first. Where nothing fits, those that do not."""
+    usual: Candidate | None = None
+    """The layout that an expert would start from, by rules of thumb (`planner.capacity.is_usual`); None where none of
+    that kind fits."""
     safest: Candidate | None = None
     """The layout that most probably fits, of those whose step is a tenth longer than the best one's at most."""
     rejected: dict[str, int] = field(default_factory=dict)
@@ -164,6 +170,12 @@ class CapacityPlan:
     @property
     def best(self) -> Candidate | None:
         return self.candidates[0] if self.candidates and self.candidates[0].fits else None
+
+    @property
+    def fastest(self) -> Candidate | None:
+        """The layout with the shortest expected step, which is not `best` where a simpler one is about as fast."""
+        fitting = (candidate for candidate in self.candidates if candidate.fits)
+        return min(fitting, key=lambda candidate: candidate.expected_step_s, default=None)
 
 
 @dataclass(frozen=True)
