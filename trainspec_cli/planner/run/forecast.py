@@ -28,11 +28,12 @@ from trainspec_cli.units import GIB
 
 SEEDS = 24
 STEP_TIME_KNOWN_WITHIN = 1.7
-"""Nine in ten measured step times lie between the predicted one divided by this and multiplied by it, for sources that the
-efficiencies were not fitted to: 92% of the 178 published runs of vTrain, SimuMax and nanotron do, where x1.6 holds 88%,
-x1.5 81% and x1.27 53%. Most of it is a factor that all runs of one source share (SimuMax is 29% too fast, vTrain 16%):
-about their source's median the same runs lie within x1.39. Models with experts have no wider interval of their own: all
-12 of them lie within x1.33, and 97% of the 131 that the efficiencies were fitted to within x1.7."""
+"""Nine in ten measured step times lie between the predicted one divided by this and multiplied by it, for sources that
+the efficiencies were not fitted to: 92% of the 178 published runs of vTrain, SimuMax and nanotron do, where x1.6 holds
+88%, x1.5 81% and x1.27 53% (throughput_unseen.csv). Much of the error is a factor that all runs of a source share
+(SimuMax is 29% too fast, vTrain 16%): nine in ten lie within x1.39 of their source's median error. Models with experts
+have the same interval: all 12 in that table lie within x1.33, and 97% of the 131 that the efficiencies were fitted to
+within x1.7."""
 VALUE_BYTES = 4.0
 """A parameter in a checkpoint, in fp32. With AdamW's two moments it is 12; published checkpoints weigh 12.8 to 13.2."""
 RESTART_KEYS = ("mtbf_device_hours", "detect_s", "swap_s", "start_s")
