@@ -100,8 +100,8 @@ FITTED_SOURCES = frozenset(
         "Korthikanti 2022 (arXiv:2205.05198)",
     }
 )
-"""The sources, by their name in the column `source`, whose step times the shipped efficiencies were fitted to. The error
-on their rows shows how well the model fits; the error on all other sources is what to expect of another run."""
+"""Sources, by their name in the column `source`, whose step times the shipped efficiencies were fitted to. The error on
+their rows shows how well the model fits; the error on all other sources is what to expect of another run."""
 SWEEP_KEYS = (
     *("source", "model", "gpu", "table", "layers", "hidden", "heads", "n_gpus", "dtype", "gbs", "seq_len"),
     *("task", "framework"),
