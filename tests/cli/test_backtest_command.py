@@ -47,10 +47,13 @@ def test_text_shows_errors_and_what_was_assumed(table: Path, capsys: pytest.Capt
 def test_a_fitted_profile_predicts_better(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profile = tmp_path / "mine.yaml"
     assert run(["backtest", str(table), "--json", "--fit", str(profile)]) == 0
-    before = json.loads(capsys.readouterr().out)["summary"]["step_time_mape"]
+    shipped = json.loads(capsys.readouterr().out)["summary"]
+    assert shipped["fitted"]["rows"] == shipped["judged"] and shipped["unseen"] is None
     assert profile.read_text(encoding="utf-8").splitlines()[1] == "efficiency:"
     assert run(["backtest", str(table), "--json", "--profile", str(profile)]) == 0
-    assert json.loads(capsys.readouterr().out)["summary"]["step_time_mape"] < before
+    fitted = json.loads(capsys.readouterr().out)["summary"]
+    assert fitted["step_time_mape"] < shipped["step_time_mape"]
+    assert fitted["fitted"] is None, "what a profile was fitted to is not known"
 
 
 def test_the_plot_holds_a_dot_a_run(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,5 +69,5 @@ def test_commands_that_start_a_run_name_the_live_scheduler(
     monkeypatch.chdir(tmp_path)
     assert run([command, "recipe=tiny", "cluster=auto", MIXED]) == 2
     printed = capsys.readouterr().err
-    assert "~cluster.pools cluster.num_nodes=2 cluster.devices_per_node=8 scheduler=auto" in printed
+    assert "~cluster.pools cluster.num_nodes=2 cluster.devices_per_node=8: every rank" in printed
     assert not [*tmp_path.rglob("plan.json")]

@@ -12,7 +12,7 @@ from trainspec_cli.reporter.certificate import describe_declined, describe_verdi
 from trainspec_cli.reporter.certificate_page import render_certificate_page, render_comparison_page
 from trainspec_cli.reporter.certificates import NOT_MEASURED, compare_certificates, render_comparison
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.certificate import Certificate, Finding, NotOffered
+from trainspec_cli.spec.results.certificate import REFUSALS, Certificate, Finding, NotOffered
 
 MACHINE = Machine("box", 2, 2**34)
 KEPT = Finding("NUM-1", "dense-fp32-tp2", True, {"worst_gradient_error": 5e-7}, 1e-5)
@@ -75,8 +75,15 @@ def test_pages_show_the_clauses_and_escape_what_they_show() -> None:
     assert "Performance" not in render_comparison_page(alone, [A, B])
 
 
+def test_refused_layouts_are_counted_apart_from_what_was_measured() -> None:
+    refusals = [Finding(REFUSALS, f"layout-{number}", True, {"reason": "no experts"}) for number in range(3)]
+    assert ": kept, 2 cases measured and 3 layouts refused on" in describe_verdict(certificate(KEPT, SLOW, *refusals))
+    assert ": kept, 3 layouts refused on" in describe_verdict(certificate(*refusals))
+    assert ": kept, no cases on" in describe_verdict(certificate())
+
+
 def test_another_engine_is_named_and_what_it_declined_is_told() -> None:
     found = certificate(KEPT, engine="python mine.py", not_offered=(NotOffered("NUM-4", "fp32-one", "it cannot"),))
-    assert ": kept by python mine.py, 1 cases" in describe_verdict(found)
+    assert ": kept by python mine.py, 1 cases measured on" in describe_verdict(found)
     assert list(describe_declined(found)) == ["NUM-4 not offered in fp32-one: it cannot"]
     assert certificate(engine="e", not_offered=found.not_offered).verdict == "not offered"

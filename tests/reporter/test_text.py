@@ -166,7 +166,7 @@ def backtest(*rows: PredictedRow, **changes: Any) -> BacktestReport:
     summary = BacktestSummary(
         rows=1200, predicted=1000, refused=2,
         step_time_mape=0.125, step_time_median_ape=0.1, bias=0.05, judged=900,
-        memory_mape=0.0625, memory_worst_under=-0.2,
+        memory_mape=0.0625, memory_worst_under=-0.2, fitted=group, unseen=replace(group, rows=2, known_within=1.5),
         by_source={"a paper": group, "x" * 50: group}, by_model={}, by_gpu={"H100": group},
         sweeps=(sweep, replace(sweep, loss=0.5, gpu="A100"), replace(sweep, loss=0.051)),
         refused_by_reason={"no such model": 2},
@@ -178,6 +178,9 @@ def test_a_backtest() -> None:
     assert render_backtest(backtest(row("bf16"), row("zero 1", "bf16"))).split("\n") == [
         "1200 rows, 1000 predicted, 2 refused",
         "step time: mean error 12.5%, median 10.0%, bias +5.0%, over 900 measured rows",
+        "  sources that the planner was fitted to: mean error 12.5%, median 10.0%, bias -5.0%, "
+        "nine in ten within x1.00, over 3 rows",
+        "  unseen sources: mean error 12.5%, median 10.0%, bias -5.0%, nine in ten within x1.50, over 2 rows",
         "memory: mean error 6.2%, furthest under -20.0%",
         "",
         "source                                     rows   mean  median    bias",
@@ -202,7 +205,8 @@ def test_a_backtest() -> None:
 
 
 def test_a_backtest_without_measurements() -> None:
-    told = backtest(row(), refused=0, step_time_mape=None, memory_mape=None, sweeps=(), by_source={}, by_gpu={})
+    none = {"step_time_mape": None, "memory_mape": None, "fitted": None, "unseen": None}
+    told = backtest(row(), refused=0, sweeps=(), by_source={}, by_gpu={}, **none)
     assert render_backtest(told) == "1200 rows, 1000 predicted, 0 refused"
 
 
@@ -235,7 +239,7 @@ def test_a_certificate() -> None:
         "",
         "NUM-2 broken by moe: error 5.00e-01, parameter norm",
         "",
-        "the training spec 0.2: broken, 7 cases on 8 CPU cores; digest 0123456789abcdef",
+        "the training spec 0.2: broken, 7 cases measured on 8 CPU cores; digest 0123456789abcdef",
         "signed by nobody: its digest shows that it is whole, and not whose it is",
     ]
 
@@ -244,7 +248,7 @@ def test_a_certificate_of_a_few_clauses_that_were_kept() -> None:
     kept = certificate("H200", "H200", whole=False, verdict="kept", findings=())
     assert text_of(render_certificate(kept))[-3:-1] == [
         "",
-        "4 clauses of the spec: kept, 7 cases on 2 x H200; digest 0123456789abcdef",
+        "4 clauses of the spec: kept, 7 cases measured on 2 x H200; digest 0123456789abcdef",
     ]
 
 

@@ -14,7 +14,7 @@ from trainspec_cli.certify.judge_live import LIVE_JUDGES, beside
 from trainspec_cli.certify.kernel_cases import kernel_cases, update_cases
 from trainspec_cli.certify.runs import Measured, Run, gradient_errors, loss_error, whole_error
 from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.results.certificate import Finding
+from trainspec_cli.spec.results.certificate import REFUSALS, Finding
 
 GRADIENT_BOUND = 1e-5
 LOSS_BOUND = 1e-5
@@ -254,6 +254,6 @@ def _finding(check: ClauseCheck, error: float, bound: float, figures: Mapping[st
 def judge_refusals(max_processes: int) -> list[Finding]:
     """LEGAL-1: every layout of the matrix either runs (above) or is refused with a reason and what to type."""
     return [
-        Finding("LEGAL-1", name, all(p.message and p.hint for p in problems), {"reason": problems[0].message})
+        Finding(REFUSALS, name, all(p.message and p.hint for p in problems), {"reason": problems[0].message})
         for name, problems in refused(max_processes).items()
     ]

@@ -12,7 +12,7 @@ from trainspec_cli.cli.options import AsJson
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.json_value import JsonValue
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.validation.backtest import Backtest, fit_table, report
+from trainspec_cli.planner.validation.backtest import FITTED_SOURCES, Backtest, fit_table, report
 from trainspec_cli.planner.validation.backtest import backtest as run_backtest
 from trainspec_cli.reading.yaml_file import read_yaml
 from trainspec_cli.reporter.backtest import render_backtest, render_scatter
@@ -35,7 +35,7 @@ def backtest(
         _write_profile(fit, result, eff)
     if plot is not None:
         plot.write_text(render_scatter(result.points()), encoding="utf-8")
-    found = report(result)
+    found = report(result, FITTED_SOURCES if profile is None else ())
     print(json_text(to_plain(found)) if as_json else render_backtest(found))
 
 

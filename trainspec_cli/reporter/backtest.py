@@ -35,6 +35,13 @@ def _headline(summary: BacktestSummary) -> str:
             f"step time: mean error {summary.step_time_mape:.1%}, median {summary.step_time_median_ape:.1%}, "
             f"bias {summary.bias:+.1%}, over {summary.judged} measured rows"
         )
+    kinds = (("sources that the planner was fitted to", summary.fitted), ("unseen sources", summary.unseen))
+    for kind, group in kinds:
+        if group:
+            lines.append(
+                f"  {kind}: mean error {group.mape:.1%}, median {group.median_ape:.1%}, bias {group.bias:+.1%}, "
+                f"nine in ten within x{group.known_within:.2f}, over {group.rows} rows"
+            )
     if summary.memory_mape is not None:
         worst = summary.memory_worst_under
         lines.append(f"memory: mean error {summary.memory_mape:.1%}, furthest under {worst:+.1%}")

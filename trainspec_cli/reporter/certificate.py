@@ -9,7 +9,7 @@ from rich.table import Table
 
 from trainspec_cli.reporter.rich_text import Text
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.certificate import Certificate, ClauseSummary, Figure, Finding
+from trainspec_cli.spec.results.certificate import REFUSALS, Certificate, ClauseSummary, Figure, Finding
 
 SHOWN_DIGITS = 16
 
@@ -63,12 +63,15 @@ def _describe(finding: Finding) -> str:
 
 def describe_verdict(found: Certificate) -> str:
     measured = [clause for clause in found.clauses if clause.cases]
-    cases = sum(clause.cases for clause in measured)
+    runs = sum(clause.cases for clause in measured if clause.id != REFUSALS)
+    refusals = sum(clause.cases for clause in measured if clause.id == REFUSALS)
+    counted = {"cases measured": runs, "layouts refused": refusals}
+    counts = " and ".join(f"{count:,} {what}" for what, count in counted.items() if count) or "no cases"
     whose = f" by {found.engine}" if found.engine else ""
     part = f"{len(measured)} clause{'s' * (len(measured) != 1)} of the spec"
     what = f"the training spec {found.spec_version}" if found.whole else part
     where, digest = place_of(found.machine), found.digest[:SHOWN_DIGITS]
-    return f"{what}: {found.verdict}{whose}, {cases} cases on {where}; digest {digest}"
+    return f"{what}: {found.verdict}{whose}, {counts} on {where}; digest {digest}"
 
 
 def place_of(machine: Machine) -> str:

@@ -13,7 +13,15 @@ from statistics import median
 import pytest
 
 from trainspec_cli.planner.hardware.rates import FRACTIONS, Efficiency
-from trainspec_cli.planner.validation.backtest import Backtest, Prediction, backtest, cases_of, report
+from trainspec_cli.planner.run.forecast import STEP_TIME_KNOWN_WITHIN
+from trainspec_cli.planner.validation.backtest import (
+    FITTED_SOURCES,
+    Backtest,
+    Prediction,
+    backtest,
+    cases_of,
+    report,
+)
 from trainspec_cli.planner.validation.fit import fit
 
 MEASURED = Path(__file__).parents[2] / "data" / "measured"
@@ -27,6 +35,12 @@ def read(name: str) -> list[dict[str, str]]:
 @pytest.fixture(scope="module")
 def throughput() -> Backtest:
     return backtest(read("throughput.csv"), Efficiency())
+
+
+@pytest.fixture(scope="module")
+def unseen() -> Backtest:
+    """Sources that the efficiencies were not fitted to. Fit nothing to these rows: they are what the README states."""
+    return backtest(read("throughput_unseen.csv"), Efficiency())
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +71,34 @@ def test_step_time_error_does_not_grow(throughput: Backtest) -> None:
     assert summary.step_time_mape < 0.09
     assert summary.step_time_median_ape < 0.065
     assert abs(summary.bias) < 0.015
+
+
+def test_nine_in_ten_unseen_runs_lie_within_the_interval_that_a_plan_states(unseen: Backtest) -> None:
+    summary = report(unseen).summary
+    assert summary.unseen and summary.fitted is None and summary.unseen.rows == 178
+    assert 1.6 < summary.unseen.known_within <= STEP_TIME_KNOWN_WITHIN, "neither too narrow nor wider than it must be"
+    dense = unseen.errors(lambda p: p.row["family"] == "dense")
+    experts = unseen.errors(lambda p: p.row["family"] == "moe")
+    assert (len(dense), len(experts)) == (166, 12)
+    for errors in (dense, experts):
+        held = [1 / STEP_TIME_KNOWN_WITHIN <= 1 + error <= STEP_TIME_KNOWN_WITHIN for error in errors]
+        assert sum(held) >= 0.9 * len(held)
+
+
+def test_the_figures_of_unseen_runs_do_not_grow(unseen: Backtest) -> None:
+    summary = report(unseen).summary
+    assert summary.unseen and summary.unseen.mape < 0.2145 and summary.unseen.median_ape < 0.2105
+    assert summary.memory_mape is not None and summary.memory_mape < 0.165
+
+
+def test_rows_are_divided_by_what_the_efficiencies_were_fitted_to(throughput: Backtest, unseen: Backtest) -> None:
+    assert {p.row["source"] for p in throughput.predictions} == FITTED_SOURCES
+    both = Backtest(throughput.predictions + unseen.predictions)
+    summary = report(both).summary
+    assert summary.fitted == report(throughput).summary.fitted and summary.unseen == report(unseen).summary.unseen
+    assert summary.fitted and summary.fitted.rows == 1092
+    without = report(both, fitted=()).summary
+    assert without.fitted is None and without.unseen is None and without.judged == 1270
 
 
 def geometric_mean(values: Iterable[float | None]) -> float:

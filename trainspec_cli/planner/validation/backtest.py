@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainspec_cli.planner.hardware.rates import Efficiency
@@ -88,6 +88,20 @@ class Backtest:
         return dict(counts)
 
 
+FITTED_SOURCES = frozenset(
+    {
+        "MLPerf Training",
+        "NVIDIA/dgxc-benchmarking",
+        "NVIDIA-NeMo/Megatron-Bridge",
+        "mosaicml/llm-foundry",
+        "bigscience-workshop/bigscience",
+        "NVIDIA/DeepLearningExamples",
+        "NVIDIA/Megatron-LM",
+        "Korthikanti 2022 (arXiv:2205.05198)",
+    }
+)
+"""Sources, by their name in the column `source`, whose step times the shipped efficiencies were fitted to. The error on
+their rows shows how well the model fits; the error on all other sources is what to expect of another run."""
 SWEEP_KEYS = (
     *("source", "model", "gpu", "table", "layers", "hidden", "heads", "n_gpus", "dtype", "gbs", "seq_len"),
     *("task", "framework"),
@@ -192,8 +206,9 @@ def cases_of(runs: Sequence[Prediction]) -> list[FittedRow]:
     ]
 
 
-def report(result: Backtest) -> BacktestReport:
-    """Summarise a backtest, and describe each of its rows."""
+def report(result: Backtest, fitted: Collection[str] = FITTED_SOURCES) -> BacktestReport:
+    """Summarise a backtest, and describe each of its rows. `fitted`: the sources that its efficiencies were fitted to;
+    where none are known, the summary does not divide the rows by that."""
     total = ErrorSummary.of(result.errors())
     memory = ErrorSummary.of(result.memory_errors())
     refused = sum(p.refused is not None for p in result.predictions)
@@ -207,6 +222,8 @@ def report(result: Backtest) -> BacktestReport:
         judged=total.rows if total else 0,
         memory_mape=memory.mape if memory else None,
         memory_worst_under=memory.worst_under if memory else None,
+        fitted=ErrorSummary.of(result.errors(lambda p: p.row.get("source") in fitted)) if fitted else None,
+        unseen=ErrorSummary.of(result.errors(lambda p: p.row.get("source") not in fitted)) if fitted else None,
         refused_by_reason=result.refusals(),
         by_source=result.by("source"),
         by_model=result.by("model"),

@@ -41,7 +41,7 @@ from trainspec_cli.reporter.plan.planes import (
 )
 from trainspec_cli.reporter.plan.pools import PART_HEADINGS, choice_headings, choice_rows, part_rows, sentence
 from trainspec_cli.reporter.plan.report import PlanReport
-from trainspec_cli.reporter.plan.simulation import decision_rows, describe_won_back, event_lines, pace_rows
+from trainspec_cli.reporter.plan.simulation import WHERE, decision_rows, describe_won_back, event_lines, pace_rows
 from trainspec_cli.reporter.plan.sites import SITE_HEADINGS, describe_beside, describe_links, site_rows
 from trainspec_cli.reporter.plan.text import assumption_row, run_rows
 from trainspec_cli.reporter.svg import Segment, render_bar, render_legend
@@ -237,7 +237,7 @@ def _simulation(simulation: Simulation) -> str:
         ("step", "decision", "reason", "computing in a step"),
         [text_row(row) for row in decision_rows(simulation)],
     )
-    text = f"{'; '.join(event_lines(simulation))}. {describe_won_back(simulation)}."
+    text = f"{'; '.join(event_lines(simulation))}. {describe_won_back(simulation)}. {WHERE}"
     return section(f"Disturbance {simulation.name}, simulated", text, paces + decisions)
 
 

@@ -19,6 +19,10 @@ KINDS = {
     "layers": "other layers in the stages",
     "layout": "another layout",
 }
+WHERE = (
+    "The live scheduler decides so on CPUs. On GPUs it changes nothing yet: it cannot tell a rank's computing from its "
+    "waiting there."
+)
 SHOWN_EVENTS = 8
 SHOWN_DECISIONS = 20
 CHART_ROWS = 8
@@ -33,7 +37,7 @@ def render_simulation(simulation: Simulation, width: int) -> RenderableType:
         Text(f"Disturbance {simulation.name}, simulated  {what}", style="bold"),
         *map(Text, event_lines(simulation)),
         _paces(simulation),
-        Text(describe_won_back(simulation)),
+        Text(f"{describe_won_back(simulation)}\n{WHERE}"),
         Text(_chart(simulation, width)),
         Text("Decisions", style="bold"),
         _decisions(simulation),

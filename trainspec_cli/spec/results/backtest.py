@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ class ErrorSummary:
     bias: float
     """Median of the signed error."""
     worst_under: float = 0.0
+    known_within: float = 1.0
+    """Nine in ten predictions differ from the measurement by no more than this factor."""
 
     @classmethod
     def of(cls, errors: Sequence[float]) -> ErrorSummary | None:
@@ -22,7 +25,9 @@ class ErrorSummary:
             return None
         size, signed = sorted(map(abs, errors)), sorted(errors)
         middle = len(errors) // 2
-        return cls(len(errors), sum(size) / len(size), size[middle], signed[middle], min(signed))
+        factors = sorted(max(1 + error, 1 / (1 + error)) for error in errors)
+        ninth_tenth = factors[math.ceil(0.9 * len(factors)) - 1]
+        return cls(len(errors), sum(size) / len(size), size[middle], signed[middle], min(signed), ninth_tenth)
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,10 @@ class BacktestSummary:
     """Rows with a measured step time that count."""
     memory_mape: float | None
     memory_worst_under: float | None
+    fitted: ErrorSummary | None
+    """Step times of the sources that the shipped efficiencies were fitted to; None with other efficiencies."""
+    unseen: ErrorSummary | None
+    """Step times of all other sources."""
     refused_by_reason: dict[str, int]
     by_source: dict[str, ErrorSummary]
     by_model: dict[str, ErrorSummary]

@@ -32,6 +32,10 @@ class Finding:
         return numbers[0] if self.bound is not None and numbers else float(not self.passed)
 
 
+REFUSALS = "LEGAL-1"
+"""The clause whose cases are layouts that validation refuses. None of them is run."""
+
+
 @dataclass(frozen=True)
 class ClauseSummary:
     """One clause, and the worst of its cases."""

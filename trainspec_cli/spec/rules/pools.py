@@ -79,7 +79,7 @@ def joined_with(spec: RunSpec) -> Iterator[Problem]:
 
 
 def only_planned(spec: RunSpec) -> Iterator[Problem]:
-    """The engine does not place ranks by pools; its live scheduler learns the nodes' speeds instead."""
+    """The engine does not place ranks by pools."""
     if not spec.cluster.pools:
         return
     sizes = {pool.devices_per_node for pool in spec.cluster.pools}
@@ -89,8 +89,8 @@ def only_planned(spec: RunSpec) -> Iterator[Problem]:
         hint = "launch on the nodes of one pool: ~cluster.pools cluster.num_nodes=<its nodes>"
     else:
         hint = (
-            f"type ~{PATH} cluster.num_nodes={nodes} cluster.devices_per_node={sizes.pop()} scheduler=auto: the speeds "
-            "of the ranks are measured, and the samples of each follow them"
+            f"type ~{PATH} cluster.num_nodes={nodes} cluster.devices_per_node={sizes.pop()}: every rank then has "
+            "an equal share of the work"
         )
     yield Problem("unsupported", message, PATH, hint)
 
