@@ -132,7 +132,7 @@ def choose_simplest(
         is_good = candidate.fits and candidate.expected_step_s <= limit_s and candidate.fit_probability >= sure
         return candidate if is_good else None
 
-    most = complexity(fastest.layout, fastest.recompute, fastest.offload == "optimizer")
+    most = complexity(spec, fastest.layout, fastest.recompute, fastest.offload == "optimizer")
     for alike in search.as_simple(most, limit_s):
         first = next(filter(None, map(count, alike[:TRIED])), None)
         if first is not None:

@@ -13,17 +13,23 @@ from statistics import mean
 import pytest
 
 from trainspec_cli.composer.folders import find_folders
+from trainspec_cli.interop.run_values import layout_of
 from trainspec_cli.planner.capacity import NEAR, plan_best, plan_capacity
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.search.auto import pin_layout
 from trainspec_cli.planner.search.search import ABOUT, complexity
+from trainspec_cli.planner.search.space import one_group
 from trainspec_cli.planner.validation.backtest import SWEEP_KEYS, backtest
+from trainspec_cli.session.planning.emit import resolved
+from trainspec_cli.session.planning.plan import plan_loaded, plan_recipe
 from trainspec_cli.session.recipe.load import load_for_planning
+from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.rules.check import check
+from trainspec_cli.spec.rules.elastic import whole_hosts
 from trainspec_cli.spec.rules.engine import check_engine
 
 TABLE = Path(__file__).parents[2] / "data" / "measured" / "throughput.csv"
@@ -40,8 +46,13 @@ def on_h100(recipe: str, nodes: int, *more: str) -> tuple[RunSpec, CapacityPlan]
     return planned(f"recipe={recipe}", "cluster=h100", f"cluster.num_nodes={nodes}", "layout=auto", *more)
 
 
-def weight(candidate: Candidate) -> tuple[int, bool]:
-    return complexity(candidate.layout, candidate.recompute, candidate.offload == "optimizer")
+def with_h100s(gpus: int) -> Machine:
+    names = ("NVIDIA H100 80GB HBM3",) * gpus
+    return Machine("node", 64, 2**40, gpu_names=names, gpu_memory_bytes=80 * 2**30, bf16=True)
+
+
+def weight(spec: RunSpec, candidate: Candidate) -> tuple[int, bool]:
+    return complexity(spec, candidate.layout, candidate.recompute, candidate.offload == "optimizer")
 
 
 @pytest.mark.parametrize(
@@ -49,13 +60,13 @@ def weight(candidate: Candidate) -> tuple[int, bool]:
     [("llama3_8b", 1), ("llama3_70b", 32), ("llama3_405b", 128), ("qwen3_14b", 4), ("gpt_oss_20b", 2)],
 )
 def test_no_layout_that_is_about_as_fast_is_simpler_than_the_chosen_one(recipe: str, nodes: int) -> None:
-    _, found = on_h100(recipe, nodes)
+    spec, found = on_h100(recipe, nodes)
     best, fastest = found.best, found.fastest
     assert best is not None and fastest is not None
     assert best.expected_step_s <= ABOUT * fastest.expected_step_s
     alike = [one for one in found.candidates if one.expected_step_s <= ABOUT * fastest.expected_step_s]
-    assert weight(best) == min(map(weight, alike))
-    as_simple = [one for one in alike if weight(one) == weight(best)]
+    assert weight(spec, best) == min(weight(spec, one) for one in alike)
+    as_simple = [one for one in alike if weight(spec, one) == weight(spec, best)]
     sure = [one for one in as_simple if one.fit_probability >= best.fit_probability]
     near = [one for one in sure if one.expected_step_s <= NEAR * min(each.expected_step_s for each in as_simple)]
     assert best.layout.pp == min(one.layout.pp for one in near)
@@ -73,10 +84,7 @@ def test_a_large_model_has_no_more_stages_than_an_expert_would_give_it() -> None
 @pytest.mark.parametrize("gpus", [1, 2, 4, 6, 8])
 def test_a_small_model_is_data_parallel_on_detected_gpus(gpus: int) -> None:
     """The quickstart: 5.5M parameters, 8 samples a step."""
-    spec = load_for_planning(["recipe=quickstart"]).spec
-    names = ("NVIDIA H100 80GB HBM3",) * gpus
-    machine = Machine("node", 64, 2**40, gpu_names=names, gpu_memory_bytes=80 * 2**30, bf16=True)
-    layout = plan(spec, machine).layout
+    layout = plan(load_for_planning(["recipe=quickstart"]).spec, with_h100s(gpus)).layout
     assert layout.data_parallel_size == layout.world_size == gpus
 
 
@@ -111,3 +119,45 @@ def test_predictions_rank_layouts_of_one_run_no_more_finely_than_a_tenth() -> No
             squares += [(error - middle) ** 2 * len(errors) / (len(errors) - 1) for error in errors]
     assert len(squares) > 40
     assert 0.03 < math.sqrt(mean(squares)) < ABOUT - 1 + 0.02
+
+
+@pytest.mark.parametrize(
+    ("groups", "inside"), [(2, AUTO), (4, AUTO), (8, AUTO), (4, 2), (AUTO, AUTO), (AUTO, 4)], ids=str
+)
+def test_a_plan_of_replica_groups_has_as_many_as_the_recipe_asks_for(groups: int | str, inside: int | str) -> None:
+    """And the launch on the same GPUs, the candidates' tests of `disturb=`, and the layout that `emit` writes."""
+    asked = [f"resilience.replica_groups={groups}", f"layout.dp_replicate={inside}"]
+    cluster = ["cluster=h100", "cluster.num_nodes=4"]
+    loaded = load_for_planning(["recipe=llama3_8b", *cluster, "resilience=elastic", *asked])
+    spec = loaded.spec
+    report = plan_loaded(loaded)
+    found = report.capacity
+    assert found.candidates
+    for candidate in found.candidates:
+        layout, number = one_group(spec, candidate.layout)
+        assert layout.world_size * number == 32 and number >= 2
+        assert groups in (AUTO, number)
+        if groups != AUTO:
+            assert inside in (AUTO, layout.dp_replicate)
+        else:
+            assert inside in (AUTO, number) and layout.dp_replicate == 1
+        assert list(whole_hosts(4, number)) == []
+    assert found.best is not None
+    assert layout_of(resolved(report)) == found.best.layout
+    launched = plan(replace(spec, cluster=replace(spec.cluster, accelerator=None)), with_h100s(8))
+    chosen, number = one_group(spec, found.best.layout)
+    assert (launched.layout.describe(), launched.replica_groups) == (chosen.describe(), number)
+
+
+def test_replica_groups_on_detected_gpus_are_launched() -> None:
+    """The quickstart in 4 groups on 8 GPUs ended in a division by zero."""
+    arguments = ["recipe=quickstart", "resilience=elastic", "resilience.replica_groups=4"]
+    planned = plan(load_for_planning(arguments).spec, with_h100s(8))
+    assert planned.replica_groups == 4 and planned.layout.world_size == 2
+
+
+@pytest.mark.parametrize("disturb", ["node_leaves", "slow_node", "slow_device"])
+def test_replica_groups_are_simulated_under_a_disturbance(disturb: str) -> None:
+    arguments = ["recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=8", "resilience=elastic"]
+    report = plan_recipe([*arguments, "resilience.replica_groups=8", f"disturb={disturb}"])
+    assert report.simulation is not None and report.simulation.replica_groups == 8

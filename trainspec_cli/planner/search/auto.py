@@ -61,6 +61,10 @@ def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute
 def pin_layout(spec: RunSpec, layout: Layout) -> RunSpec:
     """Return the recipe as it would be with this layout of all replicas asked for."""
     layout, groups = one_group(spec, layout)
-    pinned = {field.name: getattr(layout, field.name) for field in fields(LayoutSpec)}
     resilience = replace(spec.resilience, replica_groups=groups) if groups > 1 else spec.resilience
-    return replace(spec, layout=LayoutSpec(**pinned), resilience=resilience)
+    return replace(spec, layout=asked_for(layout), resilience=resilience)
+
+
+def asked_for(layout: Layout) -> LayoutSpec:
+    """Return a layout as a recipe asks for it."""
+    return LayoutSpec(**{field.name: getattr(layout, field.name) for field in fields(LayoutSpec)})

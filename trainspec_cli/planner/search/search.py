@@ -22,11 +22,12 @@ from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.memory.fit import SURELY, expected_step_s, fit_probability
 from trainspec_cli.planner.memory.frameworks import LayerMemory, mean_layer_memory, memory_limit_bytes, peak_of
 from trainspec_cli.planner.search.costs import axes_of_layer, costs_of
-from trainspec_cli.planner.search.space import Space
+from trainspec_cli.planner.search.space import Space, one_group
 from trainspec_cli.planner.setup import Setup, Software
 from trainspec_cli.policy.batch.division import micro_batches_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout, Sharding
+from trainspec_cli.spec.recipe.run import RunSpec
 
 ABOUT = 1.1
 """A layout is about as fast as another whose step is this much shorter at most.
@@ -139,14 +140,15 @@ class Search:
         """Yield the layouts of complexity `most` or less that may fit and are expected to take `limit_s` or less: those
         of one complexity together, the fastest first; the simplest before the others."""
         alike: dict[tuple[int, bool], list[Estimated]] = defaultdict(list)
-        options = [one for one in self._all if one.bound_s <= limit_s and self._complexity(one) <= most]
-        options.sort(key=self._complexity)
-        for least, group in itertools.groupby(options, key=self._complexity):
+        within = (one for one in self._all if one.bound_s <= limit_s)
+        options = [(least, one) for one in within if (least := self._complexity(one)) <= most]
+        options.sort(key=lambda pair: pair[0])
+        for least, group in itertools.groupby(options, key=lambda pair: pair[0]):
             while alike and min(alike) < least:
                 yield sorted(alike.pop(min(alike)), key=lambda one: one.expected_s)
-            for found in (each for option in group for each in self._estimates(option, limit_s)):
-                setup = found.setup
-                alike[complexity(setup.layout, found.recompute, setup.offload_optimizer)].append(found)
+            for found in (each for _, option in group for each in self._estimates(option, limit_s)):
+                offload = found.setup.offload_optimizer
+                alike[complexity(self.space.spec, found.setup.layout, found.recompute, offload)].append(found)
         for least in sorted(alike):
             yield sorted(alike[least], key=lambda one: one.expected_s)
 
@@ -162,7 +164,7 @@ class Search:
         return best
 
     def _complexity(self, option: Option) -> tuple[int, bool]:
-        return complexity(option.layout, self.recomputes[option.recompute], option.offload)
+        return complexity(self.space.spec, option.layout, self.recomputes[option.recompute], option.offload)
 
     def _estimates(self, option: Option, limit_s: float) -> Iterator[Estimated]:
         """Yield the lightest recomputation of an option with which it may fit, if it is within `limit_s`."""
@@ -297,9 +299,11 @@ class Search:
         return self._memory[key]
 
 
-def complexity(layout: Layout, recompute: str, offload: bool) -> tuple[int, bool]:
-    """Return what makes a layout hard to foresee and to run: the axes besides one of data parallelism, a schedule of
-    which no run is published, offload, and full recomputation, which does a third more work and counts as two axes."""
+def complexity(spec: RunSpec, layout: Layout, recompute: str, offload: bool) -> tuple[int, bool]:
+    """Return what makes a layout hard to foresee and to run, within a replica group: the axes besides one of data
+    parallelism, a schedule of which no run is published, offload, and full recomputation, which does a third more work
+    and counts as two axes."""
+    layout, _ = one_group(spec, layout)
     axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp))
     mixed = layout.dp_shard > 1 and layout.dp_replicate > 1
     full = recompute == "full"

@@ -12,7 +12,7 @@ from trainspec_cli.interop.emission import EMITTED, emitted_json
 from trainspec_cli.interop.registry import TARGETS
 from trainspec_cli.interop.run_values import NO_CONTAINER, Container, run_values
 from trainspec_cli.interop.target import Spoken, Target, speak
-from trainspec_cli.planner.search.auto import pin_layout
+from trainspec_cli.planner.search.auto import asked_for
 from trainspec_cli.reporter.plan.report import PlanReport
 from trainspec_cli.rundir.files import write_text
 from trainspec_cli.session.planning.disturbance import load_disturbance
@@ -86,7 +86,7 @@ def resolved(planned: PlanReport) -> RunSpec:
     """Return the recipe with the values of the plan's best layout in the place of `auto`. Raises PlanError."""
     best = require_fit(planned)
     assert planned.run is not None, "a layout that fits has a forecast"
-    spec = pin_layout(planned.spec, best.layout)
+    spec = replace(planned.spec, layout=asked_for(best.layout))  # of all replicas: other engines have no replica groups
     per_node = planned.capacity.world_size // spec.cluster.num_nodes
     cluster = replace(spec.cluster, devices_per_node=per_node, device=_device(spec))
     checkpoint = spec.checkpoint
