@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
+from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.blueprint.blueprint import draw_blueprint
 from trainspec_cli.planner.cut import cut_on_chip
@@ -58,11 +59,14 @@ ERR = 1.02
 def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SHOWN) -> CapacityPlan:
     """Search every axis that `spec` leaves open; what it pins stays pinned.
 
-    Raises RecipeError where neither the cluster nor the machine says what the accelerator is.
+    Raises RecipeError where neither the cluster nor the machine says what the accelerator is, and where the engine
+    refuses what the recipe pins of the layout.
     """
     fabric = describe_fabric(spec.cluster, machine)
     eff = efficiency_of(spec.cluster)
     search = search_of(spec, fabric, eff)
+    if problems := search.space.problems_of_pinned():
+        raise RecipeError(problems)
     candidates = choose_candidates(search, spec, eff, shown)
     if not candidates and search.smallest is not None:
         candidates = [candidate_of(search.smallest, spec, eff)]

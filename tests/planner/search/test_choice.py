@@ -13,6 +13,7 @@ from statistics import mean
 import pytest
 
 from trainspec_cli.composer.folders import find_folders
+from trainspec_cli.errors import RecipeError
 from trainspec_cli.interop.run_values import layout_of
 from trainspec_cli.planner.capacity import NEAR, plan_best, plan_capacity
 from trainspec_cli.planner.hardware.rates import Efficiency
@@ -21,6 +22,7 @@ from trainspec_cli.planner.search.auto import pin_layout
 from trainspec_cli.planner.search.search import ABOUT, complexity
 from trainspec_cli.planner.search.space import one_group
 from trainspec_cli.planner.validation.backtest import SWEEP_KEYS, backtest
+from trainspec_cli.planner.validation.frameworks import frameworks
 from trainspec_cli.session.planning.emit import resolved
 from trainspec_cli.session.planning.plan import plan_loaded, plan_recipe
 from trainspec_cli.session.recipe.load import load_for_planning
@@ -161,3 +163,13 @@ def test_replica_groups_are_simulated_under_a_disturbance(disturb: str) -> None:
     arguments = ["recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=8", "resilience=elastic"]
     report = plan_recipe([*arguments, "resilience.replica_groups=8", f"disturb={disturb}"])
     assert report.simulation is not None and report.simulation.replica_groups == 8
+
+
+def test_a_pinned_layout_that_the_engine_refuses_is_an_error_of_the_recipe() -> None:
+    """Other frameworks have other rules, and are planned for."""
+    spec = load_for_planning(["recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=1"]).spec
+    refused = replace(spec, layout=replace(spec.layout, cp=1, tp=1, pp=4, virtual_stages=2, pipeline_schedule="1f1b"))
+    with pytest.raises(RecipeError) as raised:
+        plan_capacity(refused)
+    assert [problem.path for problem in raised.value.problems] == ["layout.virtual_stages"]
+    assert plan_capacity(replace(refused, framework=frameworks()["megatron"])).candidates

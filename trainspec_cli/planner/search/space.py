@@ -90,6 +90,11 @@ class Space:
             self.refused[reason] += 1
         return fine
 
+    def problems_of_pinned(self) -> list[Problem]:
+        """Return what the engine refuses of the layout that the recipe pins."""
+        pinned = apply((*BUILT, *KERNEL_RULES), self.spec) if self.spec.framework.counted else []
+        return [problem for problem in pinned if problem not in self._anyhow]
+
     def _is_run(self, **axes: object) -> bool:
         """Return whether the engine runs layouts with these axes, whatever the others are.
 
