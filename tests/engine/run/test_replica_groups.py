@@ -331,7 +331,8 @@ def test_what_a_packet_loses_in_few_bits_is_added_to_the_same_packet_of_the_next
     membership = SimpleNamespace(sum_=lambda *given: asked.append(given))
     groups: Any = SimpleNamespace(_membership=membership, _run=SimpleNamespace(plan=SimpleNamespace(num_nodes=1)))
     packet = torch.ones(5)
-    ReplicaGroups._sum_packet(groups, SimpleNamespace(compression=compression), 3, packet)  # type: ignore[arg-type]
+    state: Any = SimpleNamespace(compression=compression, device=CPU)
+    ReplicaGroups._sum_packet(groups, state, 3, packet)
     assert asked == [(("groups.3.5", 5), {"inside": True}), (packet, "format")]
 
 
