@@ -38,6 +38,7 @@ from trainspec_cli.spec.field_types import AUTO, AutoInt
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.framework import SumFormat
 from trainspec_cli.spec.recipe.layout import SHARDINGS, Layout, Sharding
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
@@ -168,8 +169,15 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
         trainable=workload.trained_share(spec.model, spec.lora),
         sharded=workload.sharded_share(spec.model, spec.lora),
         lora=spec.lora,
+        replica_groups=_replica_groups(spec.resilience),
         outer_bytes=outer_bytes_of(spec.resilience),
     )
+
+
+def _replica_groups(resilience: ResilienceSpec) -> int:
+    if resilience.mode != "elastic":
+        return 1
+    return 0 if resilience.replica_groups == AUTO else int(resilience.replica_groups)
 
 
 def software_of(spec: RunSpec, sharding: Sharding) -> Software:

@@ -1,4 +1,4 @@
-"""A rank of several that exchange tensors of a device: `exchange_worker.py WAY RANK SIZE FOLDER`; prints what it sees."""
+"""One of several ranks that exchange tensors of a device: `exchange_worker.py WAY RANK SIZE FOLDER`; prints JSON."""
 
 from __future__ import annotations
 
