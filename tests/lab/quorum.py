@@ -111,6 +111,8 @@ class FakeComm:
         with network.changed:
             network.users.setdefault(name, set()).add(threading.current_thread().name)
 
+    staged_because = ""
+
     def close(self) -> None:
         with self.network.changed:
             self.network.broken.add(self.name)

@@ -115,7 +115,21 @@ def close_meanwhile(made: list[DeviceGroup], device: torch.device) -> dict[str, 
     return {"error": error, "after_s": after_s, "aborts": group.calls["abort"]}
 
 
-WAYS = {"all": exchange_all, "die": die_in_a_sum, "stuck": never_start, "close": close_meanwhile}
+def share_a_device(made: list[DeviceGroup], device: torch.device) -> dict[str, Any]:
+    cross_group.physical_device = lambda _: "0000:01:00"  # type: ignore[assignment]
+    comm = CrossGroupComm("first", RANK, SIZE, LONG_S, device)
+    tensor = torch.ones(4).to(device)
+    comm.sum_(tensor)
+    return {"sum": tensor.cpu().tolist(), "why": comm.staged_because, "groups": len(made)}
+
+
+WAYS = {
+    "all": exchange_all,
+    "die": die_in_a_sum,
+    "stuck": never_start,
+    "close": close_meanwhile,
+    "share": share_a_device,
+}
 
 if __name__ == "__main__":
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -27,7 +27,6 @@ from trainspec_cli.engine.elastic.cross_group import (
     LARGE_BYTES,
     CrossGroupComm,
     exchange_backend,
-    is_staged,
     packets,
     sum_as_one,
 )
@@ -45,12 +44,12 @@ def meet(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     monkeypatch.setattr(cross_group, "RendezvousStore", lambda _timeout: store)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
-    def run(act: Callable[[CrossGroupComm], Any], timeout_s: float = 20.0) -> list[Any]:
+    def run(act: Callable[[CrossGroupComm], Any], timeout_s: float = 20.0, device: torch.device = CPU) -> list[Any]:
         results: list[Any] = [None, None]
 
         def take_part(rank: int) -> None:
             try:
-                results[rank] = act(CrossGroupComm("here", rank, 2, timeout_s, CPU))
+                results[rank] = act(CrossGroupComm("here", rank, 2, timeout_s, device))
             except RuntimeError as error:
                 results[rank] = error
 
@@ -134,12 +133,11 @@ def test_a_peer_that_does_not_come_in_time_is_an_error(meet: Callable[..., list[
 
 
 def test_the_backend_is_the_devices_own_and_gloo_where_torch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (exchange_backend("cpu"), is_staged("cpu")) == ("gloo", False)
-    assert (exchange_backend("hpu"), is_staged("hpu")) == ("gloo", True), "no plugin is here"
-    assert (exchange_backend("mps"), is_staged("mps")) == ("gloo", True)
+    assert exchange_backend("cpu") == exchange_backend("mps") == "gloo"
+    assert exchange_backend("hpu") == "gloo", "no plugin is here"
     for is_built, backend in ((True, "nccl"), (False, "gloo")):
         monkeypatch.setattr(dist, "is_backend_available", lambda name, is_built=is_built: is_built)
-        assert (exchange_backend("cuda"), is_staged("cuda")) == (backend, not is_built)
+        assert exchange_backend("cuda") == backend
 
 
 def run_on_device(way: str, ranks: int, folder: Path) -> list[Any]:
@@ -187,6 +185,20 @@ def test_closing_ends_what_another_thread_waits_for_here_and_at_the_peers(tmp_pa
         assert seen["aborts"] == 1
 
 
+def test_groups_that_share_a_device_exchange_through_the_host_and_say_so(tmp_path: Path) -> None:
+    """NCCL refuses two ranks on one device."""
+    for seen in run_on_device("share", 2, tmp_path):
+        assert (seen["sum"], seen["groups"]) == ([2.0] * 4, 0)
+        assert "share a device" in seen["why"]
+
+
+def test_a_device_without_a_backend_is_staged_and_says_so(meet: Callable[..., list[Any]]) -> None:
+    """Metadata alone stands for the device: no backend here carries its tensors."""
+    device = torch.device("mps")
+    for why, sum_ in meet(lambda comm: (comm.staged_because, comm.gather(torch.tensor([comm.rank]))), device=device):
+        assert "mps" in why and [int(own) for own in sum_] == [0, 1]
+
+
 def test_nccl_is_opened_so_that_a_lost_peer_does_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """No NCCL is here: this holds the variables that torch reads when a group is made, and that they are put back."""
     made: dict[str, Any] = {}
@@ -222,7 +234,7 @@ def test_a_vendors_backend_is_made_as_torch_makes_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dist.Backend, "default_device_backend_map", dict(dist.Backend.default_device_backend_map))
     monkeypatch.setattr(dist.Backend, "_plugins", dict(dist.Backend._plugins))
     dist.Backend.register_backend("vendors", lambda *given: asked.append(given), extended, ["hpu"])
-    assert exchange_backend("hpu") == "vendors" and not is_staged("hpu")
+    assert exchange_backend("hpu") == "vendors"
     comm: Any = SimpleNamespace(rank=1, size=2)
     store, timeout = dist.HashStore(), timedelta(seconds=5)
     CrossGroupComm._open_own(comm, "vendors", store, timeout, torch.device("hpu"))

@@ -49,6 +49,7 @@ class FakeComm:
     def __init__(self, peers: Peers, rank: int, size: int):
         self.peers, self.rank, self.size = peers, rank, size
         self.closed = False
+        self.staged_because = "because"
 
     def close(self) -> None:
         self.closed = True
@@ -233,6 +234,13 @@ def test_who_leaves_closes_all_connections(own: Membership, peers: Peers) -> Non
     client: Any = own._client
     own.leave()
     assert client.closed and peers.comm.closed
+
+
+def test_why_gradients_are_staged_is_known_while_groups_are_connected(own: Membership, peers: Peers) -> None:
+    assert own.staged_because == ""
+    peers.quorums = [("1", ["00000:a", "own"], [0, 0])]
+    own.agree(0)
+    assert own.staged_because == "because"
 
 
 def test_a_group_alone_sums_nothing(own: Membership, peers: Peers) -> None:

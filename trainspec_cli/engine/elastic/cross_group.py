@@ -6,7 +6,8 @@ the groups here. Each quorum has process groups of its own, under its own prefix
 - gloo between the hosts, for what lies there: counts, digests, states that are kept in host memory. Its connections
   also show that the peers live.
 - On an accelerator, the device's own backend (NCCL; what torch or a vendor's plugin registers for other kinds) for
-  gradients and for the state that a group heals from. A device without one copies through the host, over gloo.
+  gradients and for the state that a group heals from. A device without one copies through the host, over gloo, and so
+  do groups that share a device, whose collectives would wait for one another (NCCL refuses them).
 
 A collective of gloo fails as soon as a connection ends. A device's is another matter: `wait` returns once the
 collective is queued, and its kernel spins for as long as a peer is missing, on NVLink without any error. So this
@@ -20,6 +21,7 @@ closes its connections between the hosts, so that the other peers find out withi
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -29,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.engine.accelerators import physical_device
 from trainspec_cli.engine.comm.rendezvous import RendezvousStore
 from trainspec_cli.engine.comm.wire_bytes import is_established, open_connections
 from trainspec_cli.engine.cuda_only import open_nccl
@@ -54,11 +57,6 @@ def exchange_backend(device_type: str) -> str:
     return "gloo" if exchanges_nothing or not dist.is_backend_available(name) else name
 
 
-def is_staged(device_type: str) -> bool:
-    """Return True if tensors of such devices travel through the host's memory."""
-    return device_type != "cpu" and exchange_backend(device_type) == "gloo"
-
-
 class CrossGroupComm:
     """Every call blocks until it is done. Raises RuntimeError where a peer is lost or does not come in time."""
 
@@ -74,6 +72,8 @@ class CrossGroupComm:
         self._device_type = device.type
         self._own: Any = None
         """The process group of the device's own backend; None where gloo carries all."""
+        self.staged_because = ""
+        """Why the device's tensors travel through the host's memory; empty where they do not."""
         self._store = RendezvousStore(timeout)  # the process groups hold its C++ half alone
         before = set(open_connections())
         self._host: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/host", self._store), rank, size, timeout)
@@ -83,12 +83,23 @@ class CrossGroupComm:
         """The connections to the other hosts; empty where other threads have opened some meanwhile, so that the peers'
         are not known: the timeout alone then ends an exchange on the device."""
         backend = exchange_backend(device.type)
-        if size > 1 and backend != "gloo":
+        if backend == "gloo" and device.type != "cpu":
+            self.staged_because = f"this torch has no backend of its own for {device.type}"
+        elif size > 1 and self._share_devices(device):
+            self.staged_because = "several of them share a device"
+        elif size > 1 and backend != "gloo":
             try:
                 self._open_own(backend, dist.PrefixStore(f"{name}/device", self._store), timeout, device)
             except BaseException:
                 self.close()
                 raise
+
+    def _share_devices(self, device: torch.device) -> bool:
+        """Return whether two peers are on one device. Called by all together."""
+        place = physical_device(device) if device.type != "cpu" else None
+        own = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], signed=True) if place else 0
+        known = [int(other) for other in self.gather(torch.tensor([own])) if int(other)]
+        return len(set(known)) < len(known)
 
     def _open_own(self, backend: str, store: dist.Store, timeout: timedelta, device: torch.device) -> None:
         if backend == "nccl":

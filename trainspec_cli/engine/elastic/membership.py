@@ -137,6 +137,11 @@ class Membership:
         return gathered
 
     @property
+    def staged_because(self) -> str:
+        """Why gradients go to other groups through the host's memory; empty where they do not."""
+        return "" if self._comm is None else self._comm.staged_because
+
+    @property
     def failed(self) -> bool:
         """This rank has met an error since `agree`."""
         return self._error is not None

@@ -24,7 +24,7 @@ from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.background import Background
 from trainspec_cli.engine.comm.exchange import sent_bytes
 from trainspec_cli.engine.digest import diverging_groups, local_digest
-from trainspec_cli.engine.elastic.cross_group import is_staged, sum_as_one
+from trainspec_cli.engine.elastic.cross_group import sum_as_one
 from trainspec_cli.engine.elastic.membership import NOBODY, GroupRank, Membership, Participation
 from trainspec_cli.engine.elastic.packets import GradientPackets, names_outside_blocks, packets_in_order
 from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal
@@ -41,7 +41,7 @@ from trainspec_cli.rundir.event_types.training import WarningEvent
 
 WAIT_S = 0.1
 HEALS_WITHOUT_LOST = "what this replica group's compressed gradients had lost is in no other group: it starts from zero"
-STAGED = "replica groups exchange through the hosts' memory, over gloo: this torch has no own backend for {device}"
+STAGED = "replica groups exchange through the hosts' memory, over gloo, which no prediction counts: "
 USUAL_STEPS = 20
 """A stall is the time of a step beyond the median of so many before it."""
 
@@ -88,8 +88,7 @@ class ReplicaGroups:
         self._weights: tuple[float, ...] = ()
         device = run.state.device
         self._membership = Membership(own, self._healed_tensors, self._spec.resilience.exchange_timeout_s, device)
-        if is_staged(device.type):
-            self.journal.write(WarningEvent(step=0, message=STAGED.format(device=device.type)))
+        self._staged_because = ""
         self._beside = Background(device, run.state.clock.note_beside)
         self._packets: tuple[TrainState, GradientPackets] | None = None
         self._holds_back = False
@@ -112,6 +111,7 @@ class ReplicaGroups:
         while True:
             self._go_on_from(progress)
             self._taking_part = self._membership.agree(progress.step)
+            self._warn_of_staging(progress.step)
             if self._taking_part.healed:
                 progress = TrainProgress(self._taking_part.step, int(self._samples))
                 self._begin_without_losses(progress.step)
@@ -132,6 +132,12 @@ class ReplicaGroups:
                 if roll.stop or self.finished_without:
                     return StepStart(progress, stop=True)
                 time.sleep(WAIT_S)
+
+    def _warn_of_staging(self, step: int) -> None:
+        why = self._membership.staged_because
+        if why and why != self._staged_because:
+            self._staged_because = why
+            self.journal.write(WarningEvent(step=step, message=STAGED + why))
 
     def _begin_without_losses(self, step: int) -> None:
         """Begin without what this group's compressed gradients had lost, which is gone with it; the others keep
