@@ -88,7 +88,7 @@ class ReplicaGroups:
         self._weights: tuple[float, ...] = ()
         device = run.state.device
         self._membership = Membership(own, self._healed_tensors, self._spec.resilience.exchange_timeout_s, device)
-        self._staged_because = ""
+        self._is_staged = False
         self._beside = Background(device, run.state.clock.note_beside)
         self._packets: tuple[TrainState, GradientPackets] | None = None
         self._holds_back = False
@@ -111,7 +111,6 @@ class ReplicaGroups:
         while True:
             self._go_on_from(progress)
             self._taking_part = self._membership.agree(progress.step)
-            self._warn_of_staging(progress.step)
             if self._taking_part.healed:
                 progress = TrainProgress(self._taking_part.step, int(self._samples))
                 self._begin_without_losses(progress.step)
@@ -124,6 +123,10 @@ class ReplicaGroups:
                 self.commit()
             elif roll.enough:
                 self.journal.lead(self.leads, progress.step)
+                why = self._membership.staged_because
+                if why and not self._is_staged:
+                    self.journal.write(WarningEvent(step=progress.step, message=STAGED + why))
+                self._is_staged = bool(why)
                 self._rates = roll.rates
                 self._holds_back = roll.holds_back and self._run.state.compression.is_off  # encoding takes time too
                 return StepStart(progress, roll.stop)
@@ -132,12 +135,6 @@ class ReplicaGroups:
                 if roll.stop or self.finished_without:
                     return StepStart(progress, stop=True)
                 time.sleep(WAIT_S)
-
-    def _warn_of_staging(self, step: int) -> None:
-        why = self._membership.staged_because
-        if why and why != self._staged_because:
-            self._staged_because = why
-            self.journal.write(WarningEvent(step=step, message=STAGED + why))
 
     def _begin_without_losses(self, step: int) -> None:
         """Begin without what this group's compressed gradients had lost, which is gone with it; the others keep
