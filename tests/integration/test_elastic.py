@@ -64,9 +64,9 @@ def test_a_group_that_is_killed_in_a_sum_on_the_devices_own_backend(environment,
     """
     plugin = install(tmp_path / "plugin")
     slow = "fault=slow(group=0,step=8,seconds=0.2,steps=10000)"
-    command = (sys.executable, "-m", "trainspec_cli", "launch", *ELASTIC, "resilience.exchange_timeout_s=60", slow)
+    elastic = [word.replace("exchange_timeout_s=5", "exchange_timeout_s=60") for word in ELASTIC]
     ended = subprocess.run(
-        [*command, "train.max_steps=100", "run.dir=run"],
+        [sys.executable, "-m", "trainspec_cli", "launch", *elastic, slow, "train.max_steps=100", "run.dir=run"],
         cwd=tmp_path,
         env=environment | plugin | {DIES: "1:9"},
         capture_output=True,

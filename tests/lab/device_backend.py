@@ -27,7 +27,7 @@ from torch import Tensor
 NAME = "lab"
 CALLS_FOLDER = "LAB_BACKEND_CALLS"
 DIES = "LAB_BACKEND_DIES"
-"""`GROUP:NUMBER`: the first start of this replica group kills itself when that many of its sums are under way."""
+"""`GROUP:NUMBER`: the first start of this replica group kills itself in its sum of this number; others wait for it."""
 
 
 class DeviceWork:
@@ -72,6 +72,7 @@ class DeviceGroup:
     ) -> Any:
         """Work on copies, which are put where they belong once it is done."""
         self.calls[name] += 1
+        _note(self.calls)
         own = self._host_of(sent).clone()
         places = [self._host_of(tensor) for tensor in received]
         copies = [torch.empty_like(place) for place in places]
@@ -80,9 +81,7 @@ class DeviceGroup:
             for place, copy in zip(places, copies, strict=True):
                 place.copy_(copy)
 
-        work = DeviceWork(self, lambda: act(own, copies), finish)
-        _note(self.calls)
-        return work
+        return DeviceWork(self, lambda: act(own, copies), finish)
 
     def allreduce(self, tensors: list[Tensor]) -> DeviceWork:
         def act(own: Tensor, copies: list[Tensor]) -> Any:
@@ -131,7 +130,7 @@ def _note(calls: Counter[str]) -> None:
     with Path(os.environ[CALLS_FOLDER], f"{group}-{start}.jsonl").open("a") as file:
         file.write(json.dumps(calls) + "\n")
     if start == "1" and os.environ.get(DIES) == f"{group}:{calls['allreduce']}":
-        time.sleep(0.05)
+        time.sleep(0.5)  # the others are in it by then
         os.kill(os.getpid(), signal.SIGKILL)
 
 
