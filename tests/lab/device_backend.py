@@ -69,7 +69,7 @@ class DeviceGroup:
 
     def _start(
         self, name: str, sent: Tensor, received: list[Tensor], act: Callable[[Tensor, list[Tensor]], Any]
-    ) -> Any:
+    ) -> DeviceWork:
         """Work on copies, which are put where they belong once it is done."""
         self.calls[name] += 1
         _note(self.calls)
@@ -142,7 +142,7 @@ def register(device_type: str, host_of: Callable[[Tensor], Tensor]) -> list[Devi
         made.append(DeviceGroup(store, rank, size, timeout, host_of))
         return made[-1]
 
-    dist.Backend.register_backend(NAME, create, devices=[device_type])  # type: ignore[arg-type]
+    dist.Backend.register_backend(NAME, create, devices=[device_type])
     dist.Backend.default_device_backend_map[device_type] = NAME
     return made
 

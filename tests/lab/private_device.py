@@ -21,13 +21,15 @@ class DeviceTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, memory: Tensor) -> DeviceTensor:
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
-            cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=f"{KIND}:0"
+            cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=torch.device(KIND, 0)
         )
         made.memory = memory
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _run(func, args, kwargs or {})
 
 
@@ -41,8 +43,9 @@ def memory_of(tensor: Tensor) -> Tensor:
 def start() -> torch.device:
     """Register the device in this process."""
     _setup_privateuseone_for_python_backend(KIND)
-    _kept.append(torch.library.Library("_", "IMPL"))
-    _kept[-1].fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
+    _kept.append(torch.library.Library("_", "IMPL"))  # type: ignore[no-untyped-call]
+    run = lambda op, *args, **kwargs: _run(op, args, kwargs)  # noqa: E731
+    _kept[-1].fallback(run, "PrivateUse1")  # type: ignore[no-untyped-call]
     return torch.device(KIND, 0)
 
 

@@ -105,7 +105,7 @@ class CrossGroupComm:
         if backend == "nccl":
             self._own = open_nccl(store, self.rank, self.size, timeout)
         elif backend == "xccl":
-            self._own = dist.ProcessGroupXCCL(store, self.rank, self.size)
+            self._own = dist.ProcessGroupXCCL(store, self.rank, self.size, dist.ProcessGroupXCCL.Options())
         else:
             plugin = dist.Backend._plugins[backend.upper()]
             if plugin.extended_api:
