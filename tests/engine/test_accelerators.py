@@ -17,6 +17,7 @@ from trainspec_cli.engine.accelerators import (
     devices_here,
     enter,
     own_stream,
+    physical_device,
     process_group_backends,
     random_state,
     release_unused,
@@ -187,3 +188,18 @@ def test_a_chip_that_is_not_in_use_is_not_started(modules: Put, monkeypatch: pyt
         monkeypatch.setattr(torch, "accelerator", stand_in)
         modules("xpu", OwnModule(is_started))
         assert started_kind() == told
+
+
+def test_a_device_is_told_by_its_place_on_the_bus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slices of one GPU are on one device, and a device that knows no place is not told from others."""
+    places = {0: (0, 1, 0), 1: (0, 1, 0), 2: (0, 2, 0)}
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+
+    def properties_of(device: torch.device) -> Any:
+        return SimpleNamespace(**dict(zip(names, places[device.index or 0], strict=True)))
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(get_device_properties=properties_of))
+    first, slice_, other = (physical_device(torch.device("cuda", index)) for index in range(3))
+    assert first == slice_ != other and first is not None
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace())
+    assert physical_device(torch.device("mps")) is None

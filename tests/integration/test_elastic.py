@@ -2,9 +2,12 @@
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from lab.device_backend import DIES, install
 from lab.groups import changes, check_nothing_was_lost, losses, own_events, run_events
 from lab.waiting import wait_for
 
@@ -51,6 +54,36 @@ def test_a_group_is_killed_and_heals_and_the_losses_are_those_of_an_unharmed_run
     assert {event["weights_sha256"] for event in own_events(run, "end") + own_events(unharmed, "end")} == {
         json.loads(run.result_json.read_text())["weights_sha256"]
     }
+
+
+@pytest.mark.slow
+def test_a_group_that_is_killed_in_a_sum_on_the_devices_own_backend(environment, tmp_path):
+    """The other aborts what its device waits for, makes the step again, and gives the state over the same backend.
+
+    The backend is the lab's, in the place of the CPU's: a lost peer is no error there, its sums would wait for ever.
+    """
+    plugin = install(tmp_path / "plugin")
+    slow = "fault=slow(group=0,step=8,seconds=0.2,steps=10000)"
+    elastic = [word.replace("exchange_timeout_s=5", "exchange_timeout_s=60") for word in ELASTIC]
+    ended = subprocess.run(
+        [sys.executable, "-m", "trainspec_cli", "launch", *elastic, slow, "train.max_steps=100", "run.dir=run"],
+        cwd=tmp_path,
+        env=environment | plugin | {DIES: "1:9"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run = RunDir(tmp_path / "run")
+    left, joined = run_events(run, "recovery")
+    assert (left["change"], left["group"], left["lost_steps"]) == ("left", 1, 1)
+    assert left["stall_s"] < 20, "far below the exchange timeout"
+    assert (joined["change"], joined["group"]) == ("joined", 1)
+    check_nothing_was_lost(run)
+    calls = {path.stem: json.loads(path.read_text().splitlines()[-1]) for path in (tmp_path / "plugin/calls").iterdir()}
+    assert calls["1-1"] == {"allreduce": 9}
+    assert calls["0-1"]["abort"] >= 1 and calls["0-1"]["allreduce"] > 9
+    assert calls["0-1"]["send"] == calls["1-2"]["recv"] > 1
 
 
 @pytest.mark.slow

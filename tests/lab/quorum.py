@@ -103,15 +103,17 @@ class FakeClient:
 
 
 class FakeComm:
-    """Adds in the order of the ranks; raises RuntimeError where a peer has died or dropped its end."""
+    """Adds in the order of the ranks; raises RuntimeError where a peer has died or closed its end."""
 
-    def __init__(self, network: Network, name: str, rank: int, size: int, _timeout_s: float):
+    def __init__(self, network: Network, name: str, rank: int, size: int, _timeout_s: float, _device: torch.device):
         self.network, self.name, self.rank, self.size = network, name, rank, size
         self._calls = 0
         with network.changed:
             network.users.setdefault(name, set()).add(threading.current_thread().name)
 
-    def __del__(self) -> None:
+    staged_because = ""
+
+    def close(self) -> None:
         with self.network.changed:
             self.network.broken.add(self.name)
             self.network.changed.notify_all()

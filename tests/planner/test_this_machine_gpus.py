@@ -17,6 +17,7 @@ from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.layout import LayoutSpec
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import PrecisionSpec, RunSpec, TrainSection
 
 H100S = Machine("node", 64, 2**40, gpu_names=("NVIDIA H100 80GB HBM3",) * 8, gpu_memory_bytes=80 * 2**30, bf16=True)
@@ -88,3 +89,23 @@ def test_causes_of_a_devices_memory() -> None:
         "collectives": memory.comm_buffers_bytes,
     }
     assert found.needed_bytes == pytest.approx(memory.total_bytes)
+
+
+def test_replica_groups_are_predicted_as_they_exchange() -> None:
+    """Also where the plan calls its groups replicas of one group."""
+    layout = LayoutSpec(dp_shard=2, dp_replicate=1)
+    elastic = replace(SPEC, layout=layout, resilience=ResilienceSpec(mode="elastic", replica_groups=4))
+    planned = plan(elastic, H100S)
+    assert (planned.replica_groups, planned.layout.dp_replicate) == (4, 1)
+    setup = setup_of(planned, H100S)
+    assert (setup.replica_groups, setup.layout.dp_replicate, setup.group_layout) == (4, 4, planned.layout)
+    assert setup_of(planned.as_one_group, H100S) == setup
+    counted = replace(elastic, resilience=ResilienceSpec(mode="elastic"), layout=replace(layout, dp_replicate=4))
+    assert setup_of(plan(counted, H100S), H100S).group_layout == planned.layout
+    assert setup_of(plan(replace(SPEC, layout=replace(layout, dp_replicate=4)), H100S), H100S).replica_groups == 1
+
+
+def test_the_stages_of_a_replica_group_are_cut_and_its_replicas_stay() -> None:
+    layout = LayoutSpec(dp_shard=1, dp_replicate=1, pp=2)
+    elastic = replace(SPEC, layout=layout, resilience=ResilienceSpec(mode="elastic", replica_groups=4))
+    assert plan(elastic, H100S).layout.dp_replicate == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,6 +136,18 @@ def chip_name(device: torch.device) -> str:
     """Return the accelerator's name, or its kind's where its module tells none, as Apple's."""
     name_of = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(name_of(device)) if name_of else device.type
+
+
+def physical_device(device: torch.device) -> str | None:
+    """Return what two processes have alike that use one physical device, or slices of one; None where that is unknown.
+
+    Devices are told apart by their place on the bus, as NCCL does.
+    """
+    properties_of = getattr(torch.get_device_module(device), "get_device_properties", None)
+    properties = properties_of(device) if properties_of else None
+    place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip()} {place}" if None not in place and boot.exists() else None
 
 
 def random_state(device: torch.device) -> torch.Tensor:

@@ -1,13 +1,32 @@
 """What NVIDIA's and AMD's devices alone have, of which torch knows no general form.
 
 Pinning memory that exists already (torch pins only what it allocates itself, and rounds that up to powers of two), and
-the version of NCCL. Kernels that need CUDA (Triton, cuDNN) say so in the table of kernels, `spec/recipe/kernels.py`.
+NCCL: its version, and a process group whose errors leave the process alive. Kernels that need CUDA (Triton, cuDNN) say
+so in the table of kernels, `spec/recipe/kernels.py`.
 """
 
 from __future__ import annotations
 
+import math
+import os
+from datetime import timedelta
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+SURVIVABLE_NCCL = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""Variables that a ProcessGroupNCCL reads when it is made (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, read, not
+run). By default its watchdog ends the process at the first error of a peer; after one it sleeps for a minute, in which
+the group cannot be destroyed, and its monitor ends a process whose watchdog is held up."""
 
 
 def register_pinned(buffer: Tensor) -> None:
@@ -22,3 +41,27 @@ def unregister_pinned(buffer: Tensor) -> None:
 
 def nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def open_nccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Return a ProcessGroupNCCL that may lose peers: its owner sees errors, keeps time, and calls `abort`.
+
+    Connecting is non-blocking on the device, so that it ends after `timeout` where a peer has died meanwhile; NCCL's
+    blocking form waits for ever, and nothing can abort it. torch reads that timeout once in a process. The group's own
+    timeout is longer than its owner's: it limits `abort`, and the watchdog must not be the first to find an exchange
+    late.
+    """
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout.total_seconds())))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = 2 * timeout
+    options.config.blocking = 0
+    before = {name: os.environ.get(name) for name in SURVIVABLE_NCCL}
+    os.environ.update(SURVIVABLE_NCCL)
+    try:
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -34,7 +34,7 @@ from trainspec_cli.planner.search.search import (
     recompute_names,
     share_recomputed,
 )
-from trainspec_cli.planner.search.space import Space
+from trainspec_cli.planner.search.space import Space, asked_groups
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.policy.batch.division import largest_that_fits
@@ -236,6 +236,7 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
         trainable=workload.trained_share(spec.model, spec.lora),
         sharded=workload.sharded_share(spec.model, spec.lora),
         lora=spec.lora,
+        replica_groups=asked_groups(spec) or 0,
         outer_bytes=outer_bytes_of(spec.resilience),
     )
 

@@ -102,7 +102,8 @@ def _cut_layers(plan: Plan, machine: Machine) -> Layout:
     if not is_open(layout, spec.model):
         return layout
     if is_known(plan, machine):
-        return cut_on_chip(setup_of(plan, machine), plan.recompute, efficiency_of(spec.cluster))[0].layout
+        setup, _ = cut_on_chip(setup_of(plan, machine), plan.recompute, efficiency_of(spec.cluster))
+        return replace(layout, stage_layers=setup.layout.stage_layers)
     return cut(relative_times(spec.model, micro_batch_tokens(plan), spec.data.seq_len, layout), layout)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.spec.recipe.comm import WireFormats
@@ -119,6 +119,8 @@ class Setup:
     """Part of the parameters that sharding spreads and gathers: below 1 where adapters' base is quantised."""
     lora: LoraSpec = field(default_factory=LoraSpec)
     offload_optimizer: bool = False
+    replica_groups: int = 1
+    """Replica groups among the replicas of `layout`, which exchange gradients once a step; 0: each replica is one."""
     outer_bytes: float = 0.0
     """Bytes beside each trained parameter that one of several far-apart sites keeps."""
     offload_layers: float = 0.0
@@ -127,6 +129,12 @@ class Setup:
     tabled: bool = False
     """A row of a table of measured runs, timed as when the efficiencies were fitted to them: where layers of each kind
     stand is unknown, so that each counts as their average, and full recomputation counts the head among its layers."""
+
+    @property
+    def group_layout(self) -> Layout:
+        """The layout inside each replica group; `layout` where there is one."""
+        inside = self.layout.dp_replicate // self.replica_groups if self.replica_groups else 1
+        return replace(self.layout, dp_replicate=max(1, inside))
 
     @property
     def tokens(self) -> float:

@@ -112,13 +112,15 @@ def device_limit_bytes(plan: Plan, machine: Machine) -> float:
 
 
 def setup_of(plan: Plan, machine: Machine) -> Setup:
-    """Return the plan's setup on the GPUs that were found, whatever accelerator the recipe describes."""
+    """Return the plan's setup on the GPUs that were found, whatever accelerator the recipe describes; its replica
+    groups are replicas of one layout."""
     cluster = replace(plan.spec.cluster, accelerator=None, devices_per_node=plan.devices_per_node)
     template = template_of(plan.spec, describe_fabric(cluster, machine))
-    layout = plan.layout
+    layout = plan.as_one_group.layout
     return replace(
         template,
         layout=layout,
+        replica_groups=plan.replica_groups if plan.replica_groups > 1 else template.replica_groups,
         micro_batch_size=float(plan.micro_batch_size),
         grad_accum=plan.grad_accum_steps,
         compute=plan.compute,

@@ -150,12 +150,13 @@ def describe_plan(plan: Plan) -> str:
     """Describe what a plan has resolved, a fact a line."""
     spec, unit = plan.spec, plan.spec.data.unit
     micro = f"{plan.micro_batch_size} a process at a time, {plan.grad_accum_steps} times a step"
+    groups = f"{plan.replica_groups} of {plan.group_size} each, which exchange over {plan.group_backend}"
     facts = {
         "model": f"{spec.model.name or spec.model.family}, {format_count(plan.params)} parameters",
         "devices": f"{plan.world_size} x {plan.device}, {plan.compute}",
         "layout": plan.layout.describe(),
         **({"stages": f"{cut} layers"} if (cut := stages_label(plan.layout.stage_layers)) else {}),
-        **({"groups": f"{plan.replica_groups} of {plan.group_size} each"} if plan.replica_groups > 1 else {}),
+        **({"groups": groups} if plan.replica_groups > 1 else {}),
         "batch": f"{describe_batch(plan)}, {micro}",
         "steps": f"{plan.total_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in all",
         **({"kernels": describe_choice(plan.kernels, None)} if plan.kernels.changed else {}),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -40,16 +38,21 @@ class Peers:
         number, names, steps = self.quorums.pop(0)
         return FormedQuorum(number, tuple(own if name == "own" else name for name in names), tuple(steps), 0)
 
-    def connect(self, name: str, rank: int, size: int, _timeout_s: float) -> Any:
+    def connect(self, name: str, rank: int, size: int, _timeout_s: float, device: torch.device) -> Any:
+        assert device == CPU
         self.connected.append((name, rank, size))
-        comm = FakeComm(self, rank, size)
-        self.comm = weakref.ref(comm)
-        return comm
+        self.comm = FakeComm(self, rank, size)
+        return self.comm
 
 
 class FakeComm:
     def __init__(self, peers: Peers, rank: int, size: int):
         self.peers, self.rank, self.size = peers, rank, size
+        self.closed = False
+        self.staged_because = "because"
+
+    def close(self) -> None:
+        self.closed = True
 
     def _check(self) -> None:
         if self.peers.fails:
@@ -92,13 +95,14 @@ def peers(one_process: None, monkeypatch: pytest.MonkeyPatch) -> Peers:
     return peers
 
 
+CPU = torch.device("cpu")
 STATE = torch.tensor(5.0)
 
 
 @pytest.fixture
 def own(peers: Peers) -> Membership:
     STATE.fill_(5.0)
-    return Membership(GroupRank(1, 0, 1), lambda: [STATE], 1.0)
+    return Membership(GroupRank(1, 0, 1), lambda: [STATE], 1.0, CPU)
 
 
 def test_the_others_wait_for_a_group_from_its_first_step_on_and_not_before(own: Membership, peers: Peers) -> None:
@@ -142,8 +146,7 @@ def test_after_an_error_nothing_is_exchanged_and_the_connection_is_closed(own: M
     assert tensor == 2
     peers.fails = True
     own.sum_(tensor)
-    gc.collect()
-    assert peers.comm() is None, "peers that wait on it would wait for the timeout"
+    assert peers.comm.closed, "peers that wait on it would wait for the timeout"
     peers.fails = False
     own.sum_(tensor)
     assert tensor == 2 and own.gather(tensor) == [] and own.failed
@@ -190,7 +193,7 @@ def test_the_connections_to_other_groups_are_told_from_those_that_were_there(
 def test_the_name_of_an_exchange_is_the_ranks_own_and_the_steps(peers: Peers) -> None:
     """A server that starts again counts quorums anew: number 1 at step 9 is another one than number 1 at step 0."""
     for rank, step in ((0, 0), (0, 9), (1, 9)):
-        own = Membership(GroupRank(1, 0, 1), lambda: [STATE], 1.0)
+        own = Membership(GroupRank(1, 0, 1), lambda: [STATE], 1.0, CPU)
         own.own = GroupRank(1, 0, 2) if rank == 0 else GroupRank(1, 1, 2)
         own._connect(FormedQuorum("1", ("00000:a", "own"), (step, step), 0), 1)
     assert len({name for name, _, _ in peers.connected}) == 3
@@ -230,8 +233,14 @@ def test_who_leaves_closes_all_connections(own: Membership, peers: Peers) -> Non
     own.agree(0)
     client: Any = own._client
     own.leave()
-    gc.collect()
-    assert client.closed and peers.comm() is None
+    assert client.closed and peers.comm.closed
+
+
+def test_why_gradients_are_staged_is_known_while_groups_are_connected(own: Membership, peers: Peers) -> None:
+    assert own.staged_because == ""
+    peers.quorums = [("1", ["00000:a", "own"], [0, 0])]
+    own.agree(0)
+    assert own.staged_because == "because"
 
 
 def test_a_group_alone_sums_nothing(own: Membership, peers: Peers) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lab.quorum import DiedError, Network
+from lab.quorum import DiedError, FakeComm, Network
 from torch import nn
 
 from trainspec_cli.engine.batch import MicroBatch
@@ -28,7 +28,7 @@ from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
-from trainspec_cli.engine.run.replica_groups import HEALS_WITHOUT_LOST, START, ReplicaGroups
+from trainspec_cli.engine.run.replica_groups import HEALS_WITHOUT_LOST, STAGED, START, ReplicaGroups
 from trainspec_cli.engine.run.scheduling.pace import StepPace
 from trainspec_cli.engine.run.shortage.out_of_memory import PassesOutOfMemory
 from trainspec_cli.engine.run.signals import StopRequest
@@ -331,7 +331,8 @@ def test_what_a_packet_loses_in_few_bits_is_added_to_the_same_packet_of_the_next
     membership = SimpleNamespace(sum_=lambda *given: asked.append(given))
     groups: Any = SimpleNamespace(_membership=membership, _run=SimpleNamespace(plan=SimpleNamespace(num_nodes=1)))
     packet = torch.ones(5)
-    ReplicaGroups._sum_packet(groups, SimpleNamespace(compression=compression), 3, packet)  # type: ignore[arg-type]
+    state: Any = SimpleNamespace(compression=compression, device=CPU)
+    ReplicaGroups._sum_packet(groups, state, 3, packet)
     assert asked == [(("groups.3.5", 5), {"inside": True}), (packet, "format")]
 
 
@@ -347,6 +348,16 @@ def test_a_group_that_heals_says_that_what_its_gradients_had_lost_is_gone(gradie
     ReplicaGroups._begin_without_losses(groups, 7)
     assert [(event.step, event.message) for event in written] == [(7, HEALS_WITHOUT_LOST)] * warnings
     assert not any(feedback.settled.any() for feedback in compression.feedbacks.values())
+
+
+def test_an_exchange_through_the_host_is_in_the_log_once(
+    lab: Callable[..., Lab], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeComm, "staged_because", "no backend")
+    trial = lab(2)
+    trial.start_all()
+    trial.check_all_done()
+    assert [event["message"] for event in trial.log("warning")] == [STAGED + "no backend"]
 
 
 def test_two_groups_that_leave_at_once_cost_as_much_as_one(lab: Callable[..., Lab]) -> None:

@@ -42,6 +42,11 @@ def test_the_cores_are_shared_among_the_workers(make_plan, machine: Machine) -> 
     assert job_environment(make_plan(), one, "id")["OMP_NUM_THREADS"] == "1"
 
 
+def test_a_failure_of_nccl_ends_no_process_but_its_own(make_plan, machine: Machine) -> None:
+    """Replica groups share a store, over which its watchdog would ask them all to write their records and end."""
+    assert job_environment(make_plan(), machine, "id")["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+
+
 def test_the_workers_import_this_very_copy(make_plan, machine: Machine, tmp_path: Path) -> None:
     """From any folder, also one that holds files named like modules of the standard library."""
     (tmp_path / "random.py").write_text("raise SystemExit('the wrong random')")

@@ -7,18 +7,21 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.collectives import all_reduce_s
 from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.hardware.topology import Fabric, Group, axis_groups
+from trainspec_cli.planner.hardware.topology import Fabric, Group, axis_groups, group_of
 from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software
 from trainspec_cli.planner.time.compute import LayerTime, Rates, rates_of
 from trainspec_cli.planner.time.step import (
     LayerComm,
     LayersPart,
     MicroBatch,
+    across_groups_s,
     assemble_step,
     bubble_s,
     data_parallel_s,
     estimate_step,
+    exchanges_of,
     host_wait_s,
     layer_comm,
     optimizer_s,
@@ -239,6 +242,40 @@ def test_gradients_and_parameters_travel_beside_the_work(layout: Layout, beside:
 def test_what_is_computed_again_hides_gradients_too() -> None:
     setup = setup_of(Layout(dp_replicate=2), recompute=RECOMPUTE["full"])
     assert data_parallel_s(LAYER, setup, GROUPS, EFF) == pytest.approx(exposed(2 * REDUCE_S, BACKWARD_S + 70))
+
+
+@pytest.mark.parametrize("inside", [Layout(dp_shard=2, zero_stage=3), Layout(dp_shard=2, zero_stage=1), Layout()])
+@pytest.mark.parametrize(("groups", "asked"), [(4, 4), (4, 0), (2, 2)])
+def test_replica_groups_exchange_inside_each_and_then_over_all(inside: Layout, groups: int, asked: int) -> None:
+    """`asked` 0: each replica is a group. Two groups of the four replicas have two inside each."""
+    layout = replace(inside, dp_replicate=4)
+    own = replace(inside, dp_replicate=4 // groups)
+    setup = setup_of(layout, replica_groups=asked)
+    everywhere = axis_groups(layout, setup.fabric, EFF)
+    sent = exchanges_of(1e9, 0.0, setup, everywhere, EFF)
+    alone = replace(setup, layout=own, replica_groups=1)
+    within = exchanges_of(1e9, 0.0, alone, axis_groups(own, setup.fabric, EFF), EFF)
+    assert (sent.forward_s, sent.backward_s, sent.times) == (within.forward_s, within.backward_s, within.times)
+    across_s = across_groups_s(1e9 / inside.shards, groups, setup, EFF)
+    assert sent.across_s - within.across_s == pytest.approx(across_s)
+    ring = group_of(setup.fabric, groups, layout.world_size // groups, EFF)
+    assert across_s == pytest.approx(all_reduce_s(ring, 4e9 / inside.shards, EFF)), "over the devices' own links"
+
+
+def test_each_packet_between_replica_groups_has_the_latency_of_a_sum() -> None:
+    eff = replace(EFF, collective_latency_s=1.0)
+    setup = setup_of(Layout(dp_replicate=2), layers=4, replica_groups=2)
+    quick_s, slow_s = (across_groups_s(params, 2, setup, eff) for params in (2**18, 2**30))
+    assert across_groups_s(2**17, 2, setup, eff) == pytest.approx(2, rel=1e-3), "one packet of less than 1 MiB"
+    assert (quick_s, slow_s) == (pytest.approx(2, rel=1e-3), pytest.approx(2 * 4 * 7, rel=1e-3)), "by the matrices"
+    assert across_groups_s(3 * 2**18, 2, setup, eff) == pytest.approx(2 * 3, rel=1e-3), "by their bytes"
+
+
+def test_offloaded_gradients_are_brought_to_the_device_and_back() -> None:
+    setup = setup_of(Layout(dp_replicate=2), replica_groups=2)
+    offloaded = replace(setup, offload_optimizer=True)
+    extra_s = across_groups_s(1e9, 2, offloaded, EFF) - across_groups_s(1e9, 2, setup, EFF)
+    assert extra_s == pytest.approx(2 * 4e9 / (setup.fabric.host_link_gb_per_s * 1e9))
 
 
 def test_frozen_weights_send_no_gradients() -> None:

@@ -25,6 +25,8 @@ from trainspec_cli.environment_names import RENDEZVOUS
 NOT_SENT_OFFSET, SENT_OFFSET, RETRANSMITTED_OFFSET, INFO_BYTES = 144, 200, 208, 216
 """Offsets in `struct tcp_info`; all three since Linux 4.19."""
 LARGEST_INFO_BYTES = 512
+ESTABLISHED = 1
+"""The first byte of `struct tcp_info`, the state (`TCP_ESTABLISHED`, net/tcp_states.h)."""
 OTHER = "other"
 Connection = tuple[int, int]
 """A descriptor and its inode, which together tell a connection from a later one."""
@@ -126,6 +128,12 @@ def _written_bytes(connection: Connection) -> int | None:
 @cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None)
+
+
+def is_established(connection: Connection) -> bool:
+    """Return False once either end has closed the connection."""
+    info = read_tcp_info(connection)
+    return info is not None and info[0] == ESTABLISHED
 
 
 def read_tcp_info(connection: Connection) -> bytes | None:

@@ -1,11 +1,28 @@
-"""The exchange between ranks of one number in all replica groups: gloo over the host.
+"""The exchange between the ranks of one number in all replica groups.
 
 These ranks hold the same part of the model. Once gradients are summed inside each replica group, they are summed over
-the groups here. The process group is made anew whenever the groups that take part change.
+the groups here. Each quorum has process groups of its own, under its own prefix of the job's authenticated store:
+
+- gloo between the hosts, for what lies there: counts, digests, states that are kept in host memory. Its connections
+  also show that the peers live.
+- On an accelerator, the device's own backend (NCCL; what torch or a vendor's plugin registers for other kinds) for
+  gradients and for the state that a group heals from. A device without one copies through the host, over gloo, and so
+  do groups that share a device, whose collectives would wait for one another (NCCL refuses them).
+
+A collective of gloo fails as soon as a connection ends. A device's is another matter: `wait` returns once the
+collective is queued, and its kernel spins for as long as a peer is missing, on NVLink without any error. So this
+process waits on the host until the device has finished (`Work.is_completed`), and looks meanwhile at the connections
+between the hosts. Where a peer is lost, or the time is over, it aborts the communicator, which ends the kernel and
+frees the streams that wait for it; what the tensors then hold is worth nothing, and the step does not count. It also
+closes its connections between the hosts, so that the other peers find out within `LOOK_S`. The way is torchft's
+(abort, and a new process group in every quorum); torch's own handling of errors would end the process
+(`cuda_only.open_nccl`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,63 +31,190 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.engine.accelerators import physical_device
 from trainspec_cli.engine.comm.rendezvous import RendezvousStore
+from trainspec_cli.engine.comm.wire_bytes import is_established, open_connections
+from trainspec_cli.engine.cuda_only import open_nccl
 
 HEAL_TAG = 0
 LARGE_BYTES = 2**20
 """Tensors of this size are summed as they are; smaller ones travel together, in packets of this size."""
+LOOK_S = 0.05
+"""Time between two looks at the peers' connections while a device works."""
+SHORTEST_PAUSE_S = 2e-5
+LONGEST_PAUSE_S = 1e-3
+"""Pauses between two questions whether the device has finished: each is twice the one before it."""
+
+
+def exchange_backend(device_type: str) -> str:
+    """Return the backend that carries the tensors of such devices between replica groups: torch's default one of that
+    kind, or gloo where this torch has none."""
+    try:
+        name = dist.get_default_backend_for_device(device_type)
+    except ValueError:  # no plugin has registered one
+        return "gloo"
+    exchanges_nothing = name == "fake"  # what importing torch's own test tools registers for kinds without a plugin
+    return "gloo" if exchanges_nothing or not dist.is_backend_available(name) else name
 
 
 class CrossGroupComm:
-    """Every call blocks until it is done. Raises RuntimeError where a peer is lost or does not come in time.
+    """Every call blocks until it is done. Raises RuntimeError where a peer is lost or does not come in time."""
 
-    Dropping the object closes its connections, which each peer that waits on them notices at once.
-    """
-
-    def __init__(self, name: str, rank: int, size: int, timeout_s: float):
+    def __init__(self, name: str, rank: int, size: int, timeout_s: float, device: torch.device):
         """All peers meet under `name`, which no other exchange of the run has had.
 
-        Raises OSError where the rendezvous server is not reached.
+        Raises OSError where the rendezvous server is not reached, RuntimeError where a peer does not come.
         """
         timeout = timedelta(seconds=timeout_s)
-        self.rank, self.size = rank, size
-        self._store = RendezvousStore(timeout)  # the process group holds its C++ half alone
-        self._group: Any = dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), rank, size, timeout)
+        self.rank = rank
+        self.size = size
+        self._timeout_s = timeout_s
+        self._device_type = device.type
+        self._own: Any = None
+        """The process group of the device's own backend; None where gloo carries all."""
+        self.staged_because = ""
+        """Why the device's tensors travel through the host's memory; empty where they do not."""
+        self._store = RendezvousStore(timeout)  # the process groups hold its C++ half alone
+        before = set(open_connections())
+        self._host: Any = dist.ProcessGroupGloo(dist.PrefixStore(f"{name}/host", self._store), rank, size, timeout)
+        """None once this is closed."""
+        opened = set(open_connections()) - before
+        self._peers = opened if len(opened) == size - 1 else set()
+        """The connections to the other hosts; empty where other threads have opened some meanwhile, so that the peers'
+        are not known: the timeout alone then ends an exchange on the device."""
+        backend = exchange_backend(device.type)
+        if backend == "gloo" and device.type != "cpu":
+            self.staged_because = f"this torch has no backend of its own for {device.type}"
+        elif size > 1 and self._share_devices(device):
+            self.staged_because = "several of them share a device"
+        elif size > 1 and backend != "gloo":
+            try:
+                self._open_own(backend, dist.PrefixStore(f"{name}/device", self._store), timeout, device)
+            except BaseException:
+                self.close()
+                raise
+
+    def _share_devices(self, device: torch.device) -> bool:
+        """Return whether two peers are on one device. Called by all together."""
+        place = physical_device(device) if device.type != "cpu" else None
+        own = int.from_bytes(hashlib.sha256(place.encode()).digest()[:8], signed=True) if place else 0
+        known = [int(other) for other in self.gather(torch.tensor([own])) if int(other)]
+        return len(set(known)) < len(known)
+
+    def _open_own(self, backend: str, store: dist.Store, timeout: timedelta, device: torch.device) -> None:
+        if backend == "nccl":
+            self._own = open_nccl(store, self.rank, self.size, timeout)
+        elif backend == "xccl":
+            self._own = dist.ProcessGroupXCCL(store, self.rank, self.size, dist.ProcessGroupXCCL.Options())
+        else:
+            plugin = dist.Backend._plugins[backend.upper()]
+            if plugin.extended_api:
+                asked = dist.distributed_c10d._DistributedBackendOptions()
+                asked.store = store
+                asked.group_rank = self.rank
+                asked.group_size = self.size
+                asked.timeout = timeout
+                asked.global_ranks_in_group = list(range(self.size))
+                self._own = plugin.creator_fn(asked, None)
+            else:
+                self._own = plugin.creator_fn(store, self.rank, self.size, timeout)
+        if backend in ("nccl", "xccl"):  # now, and not in the first exchange: a peer that is gone shows up here
+            self._own.eager_connect_single_device(device)
+
+    def close(self) -> None:
+        """End what is under way, also in other threads, and the connections: peers that wait on them notice at once.
+
+        Raises RuntimeError where the device's backend cannot end its collectives: then this process must end.
+        """
+        own = self._own
+        self._own = None
+        self._host = None  # first: a thread that waits for aborted work sees that it is worth nothing
+        if own is not None:
+            own.abort()
+
+    def _host_group(self) -> Any:
+        if self._host is None:
+            raise RuntimeError("the exchange with the other replica groups has been closed")
+        return self._host
+
+    def _own_group(self, tensor: Tensor) -> Any:
+        """Return the process group of the tensor's device; None where it travels through the host."""
+        return self._own if tensor.device.type == self._device_type else None
+
+    def _finish(self, work: Any) -> None:
+        """Wait until the device has finished `work`; if a peer is lost or the time is over, abort it."""
+        started_s = time.monotonic()
+        looked_s = started_s
+        pause_s = SHORTEST_PAUSE_S
+        while not work.is_completed():
+            self._host_group()  # closed by another thread: what is left of it is not waited for
+            now_s = time.monotonic()
+            if now_s - started_s > self._timeout_s:
+                self.close()
+                raise RuntimeError(f"an exchange between replica groups has taken more than {self._timeout_s:g} s")
+            if now_s - looked_s > LOOK_S:
+                looked_s = now_s
+                if not all(map(is_established, self._peers)):
+                    self.close()
+                    raise RuntimeError("a replica group has closed its connection in an exchange on the devices")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        self._host_group()  # aborted work counts as completed
+        work.wait()  # raises the error of a collective that failed; the current stream goes on after it
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum over all peers, in place."""
+        if (own := self._own_group(tensor)) is not None:
+            self._finish(own.allreduce([tensor.detach()]))
+            return
         on_host = tensor.detach().cpu()
-        self._group.allreduce([on_host]).wait()
+        self._host_group().allreduce([on_host]).wait()
         if tensor.device.type != "cpu":
             tensor.copy_(on_host)
 
     def swap_rows(self, sent_RB: Tensor) -> Tensor:
         """Send row i to peer i, and return what the peers have sent to this one, by peer."""
+        if (own := self._own_group(sent_RB)) is not None:
+            received = torch.empty_like(sent_RB, memory_format=torch.contiguous_format)
+            self._finish(own.alltoall_base(received, sent_RB.contiguous(), [], []))
+            return received
         on_host = sent_RB.cpu().contiguous()
         received = torch.empty_like(on_host)
-        self._group.alltoall_base(received, on_host, [], []).wait()
+        self._host_group().alltoall_base(received, on_host, [], []).wait()
         return received.to(sent_RB.device)
 
     def gather_rows(self, own_B: Tensor) -> Tensor:
+        """Return every peer's tensor, in order, on its device."""
+        if (own := self._own_group(own_B)) is not None:
+            gathered = [torch.empty_like(own_B) for _ in range(self.size)]
+            self._finish(own.allgather([gathered], [own_B.detach().contiguous()]))
+            return torch.stack(gathered)
         return torch.stack(self.gather(own_B)).to(own_B.device)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Return every peer's tensor, in order, on the host."""
         on_host = tensor.detach().cpu()
         gathered = [torch.empty_like(on_host) for _ in range(self.size)]
-        self._group.allgather([gathered], [on_host]).wait()
+        self._host_group().allgather([gathered], [on_host]).wait()
         return gathered
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
         for tensor in tensors:
-            self._group.send([tensor.detach().cpu().contiguous()], to, HEAL_TAG).wait()
+            if (own := self._own_group(tensor)) is not None:
+                self._finish(own.send([tensor.detach().contiguous()], to, HEAL_TAG))
+            else:
+                self._host_group().send([tensor.detach().cpu().contiguous()], to, HEAL_TAG).wait()
 
     def receive_(self, tensors: Sequence[Tensor], sender: int) -> None:
         """Overwrite `tensors` with those that `sender` sends."""
         for tensor in tensors:
-            on_host = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self._group.recv([on_host], sender, HEAL_TAG).wait()
-            tensor.copy_(on_host)
+            if (own := self._own_group(tensor)) is not None:
+                received = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+                self._finish(own.recv([received], sender, HEAL_TAG))
+            else:
+                received = torch.empty(tensor.shape, dtype=tensor.dtype)
+                self._host_group().recv([received], sender, HEAL_TAG).wait()
+            tensor.copy_(received)
 
 
 def packets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

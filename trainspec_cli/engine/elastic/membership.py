@@ -1,7 +1,7 @@
 """The replica groups that take part in a step: agreed on before it, voted on after it.
 
 Rank 0 of a group asks the job's rendezvous server for the quorum and passes it on to the group's other ranks. On the
-first error of an exchange between the groups its connections are dropped at once; healing copies plain tensors in
+first error of an exchange between the groups its connections are closed at once; healing copies plain tensors in
 place, and nothing is unpickled.
 """
 
@@ -78,9 +78,15 @@ class HealFailedError(RuntimeError):
 class Membership:
     """Every method is called by all ranks of a group together."""
 
-    def __init__(self, own: GroupRank, state: Callable[[], Sequence[Tensor]], exchange_timeout_s: float):
-        """`state` returns the tensors that a healing group copies, always in the same order."""
-        self.own, self._state, self._timeout_s = own, state, exchange_timeout_s
+    def __init__(
+        self, own: GroupRank, state: Callable[[], Sequence[Tensor]], exchange_timeout_s: float, device: torch.device
+    ):
+        """`state` returns the tensors that a healing group copies, always in the same order; gradients are on `device`,
+        or on the host."""
+        self.own = own
+        self._state = state
+        self._timeout_s = exchange_timeout_s
+        self._device = device
         self._comm: CrossGroupComm | None = None
         self.connections: frozenset[Connection] = frozenset()
         """The connections to the other groups."""
@@ -131,6 +137,11 @@ class Membership:
         return gathered
 
     @property
+    def staged_because(self) -> str:
+        """Why gradients go to other groups through the host's memory; empty where they do not."""
+        return "" if self._comm is None else self._comm.staged_because
+
+    @property
     def failed(self) -> bool:
         """This rank has met an error since `agree`."""
         return self._error is not None
@@ -157,7 +168,7 @@ class Membership:
         self._drop(RuntimeError(reason))
 
     def leave(self) -> None:
-        self._comm = None
+        self._close()
         if self._client:
             self._client.close()
 
@@ -171,10 +182,11 @@ class Membership:
         peers = f"{quorum.quorum}-{members}"
         if self._comm is not None and peers == self._peers:
             return
-        self._comm, self._peers = None, peers
+        self._close()
+        self._peers = peers
         others = set(open_connections())
         try:
-            self._comm = CrossGroupComm(name, place, len(quorum.names), self._timeout_s)
+            self._comm = CrossGroupComm(name, place, len(quorum.names), self._timeout_s, self._device)
             self.connections = frozenset(open_connections()) - others
         except (RuntimeError, OSError, dist.DistError) as error:
             self._drop(error)
@@ -190,16 +202,24 @@ class Membership:
             raise HealFailedError(f"the group that this one healed from was lost: {self._error}") from self._error
 
     def _try(self, act: Callable[[CrossGroupComm], None]) -> None:
-        if self._comm is None:
+        comm = self._comm
+        if comm is None:
             return
         try:
-            act(self._comm)
+            act(comm)
         except RuntimeError as error:
             self._drop(error)
 
     def _drop(self, error: Exception) -> None:
-        """Drop the connections: peers that still wait on them notice at once, and no one waits for a timeout."""
-        self._error, self._comm = error.with_traceback(None), None  # its frames would keep the connections open
+        """Close the connections: peers that still wait on them notice at once, and no one waits for a timeout."""
+        self._error = error.with_traceback(None)  # its frames would keep the connections open
+        self._close()
+
+    def _close(self) -> None:
+        comm = self._comm
+        self._comm = None
+        if comm is not None:
+            comm.close()
 
 
 class QuorumClient:

@@ -41,6 +41,7 @@ from trainspec_cli.rundir.event_types.training import WarningEvent
 
 WAIT_S = 0.1
 HEALS_WITHOUT_LOST = "what this replica group's compressed gradients had lost is in no other group: it starts from zero"
+STAGED = "replica groups exchange through the hosts' memory, over gloo, which no prediction counts: "
 USUAL_STEPS = 20
 """A stall is the time of a step beyond the median of so many before it."""
 
@@ -85,8 +86,10 @@ class ReplicaGroups:
         self._portion = Portion(0, 0, 0)
         self._rates: tuple[float, ...] = ()
         self._weights: tuple[float, ...] = ()
-        self._membership = Membership(own, self._healed_tensors, self._spec.resilience.exchange_timeout_s)
-        self._beside = Background(run.state.device, run.state.clock.note_beside)
+        device = run.state.device
+        self._membership = Membership(own, self._healed_tensors, self._spec.resilience.exchange_timeout_s, device)
+        self._is_staged = False
+        self._beside = Background(device, run.state.clock.note_beside)
         self._packets: tuple[TrainState, GradientPackets] | None = None
         self._holds_back = False
         self._taking_part = NOBODY
@@ -120,6 +123,10 @@ class ReplicaGroups:
                 self.commit()
             elif roll.enough:
                 self.journal.lead(self.leads, progress.step)
+                why = self._membership.staged_because
+                if why and not self._is_staged:
+                    self.journal.write(WarningEvent(step=progress.step, message=STAGED + why))
+                self._is_staged = bool(why)
                 self._rates = roll.rates
                 self._holds_back = roll.holds_back and self._run.state.compression.is_off  # encoding takes time too
                 return StepStart(progress, roll.stop)
@@ -270,8 +277,12 @@ class ReplicaGroups:
         return self._packets[1]
 
     def _sum_packet(self, state: TrainState, number: int, packet: Tensor) -> None:
+        """Gradients that are kept in host memory (`offload`) are summed on the device too, over its faster links."""
         name, inside = f"groups.{number}.{packet.numel()}", self._run.plan.num_nodes == 1
-        self._membership.sum_(packet, state.compression.of(name, packet.numel(), inside=inside))
+        on_device = packet.to(state.device)
+        self._membership.sum_(on_device, state.compression.of(name, packet.numel(), inside=inside))
+        if on_device is not packet:
+            packet.copy_(on_device)
 
     def commit(self) -> bool:
         with self._run.state.clock.collective():

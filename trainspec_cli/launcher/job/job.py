@@ -203,6 +203,9 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         "PYTHONFAULTHANDLER": "1",
         # Each rank's last collectives, for the report of a step that hangs; it costs nothing that can be measured.
         "TORCH_FR_BUFFER_SIZE": "200",
+        # Where NCCL fails in one process, its watchdog asks all others through the store to write these records to a
+        # file, and ends them some minutes later: also replica groups that outlive the failure, which share the store.
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
         # torch 2.11 does not know it and waits 30 s.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(FAILURE_GRACE_S),
         # One node talks to itself: no hostname to resolve, and gloo's data sockets listen on the loopback alone.

@@ -9,9 +9,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import cast
 
-from trainspec_cli.planner.hardware.collectives import all_gather_s, all_reduce_s, all_to_all_s, send_s
+from trainspec_cli.planner.hardware.collectives import all_gather_s, all_reduce_s, all_to_all_s, latency_s, send_s
 from trainspec_cli.planner.hardware.rates import Efficiency, matmul_flops_per_s
-from trainspec_cli.planner.hardware.topology import Group, axis_groups
+from trainspec_cli.planner.hardware.topology import Group, axis_groups, group_of
 from trainspec_cli.planner.optimizer import UPDATE_BYTES, WIRE_BYTES, matrix_share, newton_schulz_flops
 from trainspec_cli.planner.setup import Recompute, Setup
 from trainspec_cli.planner.time.compute import LayerTime, Rates, layer_time, rates_of, ungrouped
@@ -22,6 +22,11 @@ from trainspec_cli.policy.pipeline import cut_layers
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.model import TextModel
 from trainspec_cli.spec.results.prediction import StepTime
+
+PACKET_BYTES = 2**20
+"""Gradients that cross replica groups at once, at least (`LARGE_BYTES` of `engine/elastic/cross_group.py`)."""
+BLOCK_MATRICES = 7
+"""Weight matrices of a block: four of attention, three of a gated MLP."""
 
 
 @dataclass(frozen=True)
@@ -344,7 +349,18 @@ class DataParallelExchange:
 def exchanges_of(
     params: float, expert_params: float, setup: Setup, groups: dict[str, Group], eff: Efficiency
 ) -> DataParallelExchange:
-    """Return what is exchanged for so many parameters of a rank."""
+    """Return what is exchanged for so many parameters of a rank, `groups` being those of the setup's layout.
+
+    Replica groups exchange as they run: each has its own data parallelism, and then the ranks of one number sum over
+    the groups what each of them has summed.
+    """
+    inside = setup.group_layout
+    number = setup.layout.dp_replicate // inside.dp_replicate
+    if setup.replica_groups != 1 and number > 1:
+        alone = replace(setup, layout=inside, replica_groups=1)
+        own = params / inside.shards + expert_params / inside.expert_shards
+        sent = exchanges_of(params, expert_params, alone, axis_groups(inside, setup.fabric, eff), eff)
+        return replace(sent, across_s=sent.across_s + across_groups_s(own, number, setup, eff))
     gradients = setup.trainable * setup.software.reduce_bytes
     if setup.layout.shards_parameters:
         shard, expert = groups["dp_shard"], groups["expert_dp"]
@@ -363,6 +379,22 @@ def exchanges_of(
     gather = gather_s(dense, params * setup.trainable * 2.0, setup, eff)
     gather += gather_s(expert, expert_params * setup.trainable * 2.0, setup, eff)
     return DataParallelExchange(gather, reduce)
+
+
+def across_groups_s(params: float, number: int, setup: Setup, eff: Efficiency) -> float:
+    """Seconds of summing the gradients of a rank's `params` over so many replica groups, on the devices' own backend.
+
+    A group's ranks follow one another. Each packet (`engine/elastic/cross_group.py`) waits for the one before it, so
+    that each has the latency of a sum; matrices of `PACKET_BYTES` or more go alone. Offloaded gradients are brought to
+    the device, and back.
+    """
+    group = group_of(setup.fabric, number, max(1, setup.fabric.num_devices // number), eff)
+    kept_bytes = 4.0 * setup.trainable * params
+    matrices = BLOCK_MATRICES * setup.model.num_layers / setup.layout.pp
+    packets = max(1.0, kept_bytes / max(PACKET_BYTES, kept_bytes / matrices))
+    summed_bytes = setup.trainable * setup.software.reduce_bytes * params
+    copied_s = 2 * summed_bytes / (setup.fabric.host_link_gb_per_s * 1e9) if setup.offload_optimizer else 0.0
+    return sum_s(group, summed_bytes, setup, eff) + (packets - 1) * 2 * latency_s(group, eff) + copied_s
 
 
 def data_parallel_s(part: LayersPart, setup: Setup, groups: dict[str, Group], eff: Efficiency) -> float:

@@ -133,6 +133,11 @@ class Plan:
         """Processes of one replica group."""
         return self.world_size // self.replica_groups
 
+    @property
+    def group_backend(self) -> str:
+        """The backend that replica groups exchange over: the devices' own (`engine/elastic/cross_group.py`)."""
+        return {"cpu": "gloo", "cuda": "nccl"}[self.device]
+
     def nodes_of_group(self, group: int) -> range:
         """Nodes of a replica group: some whole ones, or one that several groups share."""
         first = group * self.num_nodes // self.replica_groups
