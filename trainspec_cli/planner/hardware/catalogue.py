@@ -182,7 +182,8 @@ def _model(values: JsonObject) -> ModelSpec | None:
     known = without_defaults(values)
     if known.get("family", "auto") == "auto":
         return None
-    return from_plain(cast("Any", choose_section(ModelSpec, known)), known)
+    model: ModelSpec = from_plain(cast("Any", choose_section(ModelSpec, known)), known)
+    return model
 
 
 def find_model(label: str) -> ModelSpec | None:
