@@ -9,7 +9,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
 from trainspec_cli.cli.main import dispatch
 from trainspec_cli.errors import Interrupted, MachineError, Stopped, TrainspecError
@@ -32,7 +34,8 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run a command and return its exit code. Errors are reported as text that is safe on a terminal."""
     try:
-        with printing_safely():
+        with printing_safely(), warnings.catch_warnings():
+            warnings.showwarning = _show_warning
             return _run(arguments)
     except BrokenPipeError:
         _drop_output()
@@ -62,6 +65,18 @@ def _run(arguments: Sequence[str]) -> int:
     except Exception as error:
         _report_bug(error)
         return EXIT_FAULT
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Print a warning as errors are printed; where in trainspec it was raised is nothing to its user."""
+    print(f"{Style.of(sys.stderr).bold('warning')}: {message}", file=sys.stderr)
 
 
 def _drop_output() -> None:

@@ -77,8 +77,8 @@ KINDS: tuple[Callable[[random.Random], int], ...] = (recipe, command_line, compo
 def prepare() -> None:
     keys.make_key(Path("key"))
     findings = [Finding("NUM-1", "dense-fp32-tp2", True, {"worst_gradient_error": 5e-7, "parameter": "p"}, 1e-5)]
-    terms = Terms("9999-12-31", "asked", "2026-01-01", "ab" * 16)
-    made = write_certificate(findings, Machine("box", 2, 2**34), date="2026-01-01", whole=True, terms=terms)
+    terms = Terms("2026-01-01", "ab" * 16)
+    made = write_certificate(findings, Machine("box", 2, 2**34), date="2026-01-01", whole=False, terms=terms)
     Path("whole.json").write_text(json.dumps(to_plain(sign_certificate(made, keys.read_key(Path("key"))))))
 
 

@@ -9,12 +9,11 @@ import pytest
 
 from trainspec_cli.certify import runs
 from trainspec_cli.certify.cases import Case, cases, refused
-from trainspec_cli.certify.certificate import digest, read_clauses, spec_version, verdict, write_certificate
+from trainspec_cli.certify.certificate import digest, read_clauses, spec_version, write_certificate
 from trainspec_cli.certify.families import FAMILIES
 from trainspec_cli.certify.judge import checks, judge_refusals
-from trainspec_cli.certify.performance import LEVELS
 from trainspec_cli.certify.runs import gradient_errors, loss_error
-from trainspec_cli.certify.security import SECURITY
+from trainspec_cli.certify.standing import LEVELS, SECURITY
 from trainspec_cli.certify.verify import verify
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.rundir.files import write_json
@@ -61,6 +60,10 @@ def test_what_is_refused_says_why_and_what_to_type():
     assert all(finding.passed for finding in judge_refusals(4))
 
 
+def verdict(findings):
+    return write_certificate(findings, MACHINE, date="2026-01-01", whole=False).verdict
+
+
 def test_a_broken_must_breaks_the_verdict():
     assert verdict([GOOD]) == "kept"
     assert verdict([GOOD, BAD]) == "broken"
@@ -78,7 +81,7 @@ def test_a_broken_must_breaks_the_verdict():
 )
 def test_an_altered_certificate_is_refused(tmp_path, change, words):
     file = tmp_path / "certificate.json"
-    read = write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=True)
+    read = write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=False)
     body = to_plain(read)
     file.write_text(json.dumps(body))
     assert verify(file) == read and to_plain(read) == json.loads(file.read_text())

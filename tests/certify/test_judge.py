@@ -241,7 +241,7 @@ def test_a_clause_without_a_bound_measures_whether_it_was_kept() -> None:
 
 def test_checks_are_chosen_by_clause_case_or_family(monkeypatch: pytest.MonkeyPatch) -> None:
     every = checks(2)
-    monkeypatch.setattr(judge_module, "_all_checks", lambda max_processes, *, on_gpu: iter(every))
+    monkeypatch.setattr(judge_module, "_all_checks", lambda max_processes, features: iter(every))
     assert max(check.run.case.layout.world_size for check in every) == 2
     assert {check.clause for check in checks(2, ["NUM-6"])} == {"NUM-6"}
     assert {check.run.case.family for check in checks(2, ["moe"])} == {"moe"}

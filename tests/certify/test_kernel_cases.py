@@ -7,7 +7,7 @@ import pytest
 from trainspec_cli.certify import families
 from trainspec_cli.certify.cases import Case, build_plan, build_spec, refusals
 from trainspec_cli.certify.judge import checks
-from trainspec_cli.certify.kernel_cases import backends, kernel_cases, update_cases
+from trainspec_cli.certify.kernel_cases import backends, features_here, kernel_cases, update_cases
 from trainspec_cli.spec.recipe.kernels import KERNELS, TORCH
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.rules.kernels import lacking
@@ -16,7 +16,10 @@ from trainspec_cli.spec.rules.kernels import lacking
 @pytest.mark.clause("KERN-1", "KERN-2")
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_every_kernel_that_this_chip_has_is_measured_and_no_other(on_gpu: bool) -> None:
-    found = {case.kernel for case in (*kernel_cases(4, on_gpu=on_gpu), *update_cases(4, on_gpu=on_gpu))}
+    found = {
+        case.kernel
+        for case in (*kernel_cases(4, features_here(on_gpu=on_gpu)), *update_cases(4, features_here(on_gpu=on_gpu)))
+    }
     here = {
         (operation, name)
         for operation, all_backends in KERNELS.items()
@@ -28,7 +31,9 @@ def test_every_kernel_that_this_chip_has_is_measured_and_no_other(on_gpu: bool) 
 
 
 def test_a_kernel_is_measured_in_one_process_in_every_family_that_has_its_operation() -> None:
-    alone = {(case.family, case.kernel) for case in kernel_cases(2, on_gpu=False) if case.layout == Layout()}
+    alone = {
+        (case.family, case.kernel) for case in kernel_cases(2, features_here(on_gpu=False)) if case.layout == Layout()
+    }
     assert ("windowed", ("attention", "math")) in alone and ("latent", ("grouped_matmul", "loop")) in alone
     assert ("mamba", ("attention", "math")) not in alone and ("resnet", ("swiglu", "frugal")) not in alone
     assert ("windowed", ("swiglu", "frugal")) not in alone, "its experts clamp their gates"
@@ -36,7 +41,7 @@ def test_a_kernel_is_measured_in_one_process_in_every_family_that_has_its_operat
 
 
 def test_in_several_processes_one_family_shows_it_and_no_more_than_there_are() -> None:
-    spread = [case for case in kernel_cases(2, on_gpu=False) if case.layout != Layout()]
+    spread = [case for case in kernel_cases(2, features_here(on_gpu=False)) if case.layout != Layout()]
     assert {case.family for case in spread} == {"dense", "moe", "mamba"}
     assert {case.layout.world_size for case in spread} == {2}
     assert not any(refusals(case) for case in spread)
@@ -45,7 +50,9 @@ def test_in_several_processes_one_family_shows_it_and_no_more_than_there_are() -
 
 
 def test_what_is_compiled_is_measured_in_one_process() -> None:
-    compiled = [case for case in kernel_cases(4, on_gpu=False) if case.kernel and case.kernel[1] == "compiled"]
+    compiled = [
+        case for case in kernel_cases(4, features_here(on_gpu=False)) if case.kernel and case.kernel[1] == "compiled"
+    ]
     assert {case.layout for case in compiled} == {Layout()}
     assert {case.family for case in compiled} == {"dense", "mamba"}
 
@@ -53,7 +60,7 @@ def test_what_is_compiled_is_measured_in_one_process() -> None:
 def test_a_family_that_is_measured_alone_shows_all_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in families.FAMILIES if name != "tied"]:
         monkeypatch.delitem(families.FAMILIES, name)
-    spread = {case.layout for case in kernel_cases(2, on_gpu=False)}
+    spread = {case.layout for case in kernel_cases(2, features_here(on_gpu=False))}
     assert Layout(tp=2) in spread and Layout(pp=2) in spread
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from trainspec_cli.certify import security
 from trainspec_cli.certify.performance import Bench
-from trainspec_cli.certify.security import SECURITY, Stranger, listening, measure_security
+from trainspec_cli.certify.security import Stranger, listening, measure_security
+from trainspec_cli.certify.standing import SECURITY, stand
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.launcher.program import ProgramEnd
 from trainspec_cli.rundir.paths import RunDir
@@ -36,7 +37,7 @@ def bench(folder: Path) -> Bench:
     ids=["loopback", "every interface", "every interface of IPv6", "nothing was seen"],
 )
 def test_only_loopback_addresses_may_listen(ports: set[tuple[str, int]], passed: bool, beyond: str) -> None:
-    finding = security._judge_ports(ports)
+    finding = stand("SEC-1", "2-processes", security._judge_ports(ports))
     assert (finding.passed, finding.figures["beyond"]) == (passed, beyond)
 
 
@@ -47,7 +48,7 @@ def test_a_file_that_others_may_open_is_found(tmp_path: Path, mode: int, passed:
     run.mkdir(0o700)
     (run / "plan.json").touch(0o600)
     (run / "plan.json").chmod(mode)
-    finding = security._judge_modes(run)
+    finding = stand("SEC-3", "2-processes", security._judge_modes(run))
     assert finding.passed is passed
     assert finding.figures.get("first") == (None if passed else "run/plan.json")
 
@@ -99,7 +100,7 @@ def test_what_was_altered_has_to_be_refused_by_name(
     (run.checkpoint(3) / "rank00000.safetensors").write_bytes(b"ab")
     run.plan_json.write_text('{"spec": {"optim": {"lr": 0.5}}}')
     monkeypatch.setattr(security, "_resume", lambda _bench, _run: end)
-    finding = security._judge_alterations(bench(tmp_path), run, tmp_path)
+    finding = stand("SEC-4", "2-processes", security._judge_alterations(bench(tmp_path), run, tmp_path))
     assert finding.passed is (said == "refused")
     assert all(str(finding.figures[name]).startswith(said) for name in ("checkpoint", "plan"))
     assert (run.checkpoint(3) / "rank00000.safetensors").read_bytes() == b"ab", "a copy is altered"

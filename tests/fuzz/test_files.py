@@ -222,9 +222,8 @@ def test_tables_of_measured_runs(project: Path) -> None:
 
 def test_certificates(project: Path) -> None:
     body = {
-        "schema": "trainspec.certificate/2",
+        "schema": "trainspec.certificate/3",
         "date": "2026-01-01",
-        "valid_until": "9999-01-01",
         "signer": {"public_key": "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAA", "fingerprint": "SHA256:x"},
         "signature": "AAAA",
         "verdict": "kept",

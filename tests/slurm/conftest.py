@@ -138,6 +138,17 @@ Sbatch = Callable[..., str]
 
 
 @pytest.fixture
+def write_script(slurm: Cluster, environment: dict[str, str], tmp_path: Path) -> Callable[..., None]:
+    """Writes the run and the script of `trainspec sbatch SMALL ARGUMENTS`, and submits nothing."""
+
+    def write(*arguments: str) -> None:
+        command = [*slurm.beside_controller, sys.executable, "-m", "trainspec_cli", "sbatch", *SMALL, *arguments]
+        subprocess.run(command, cwd=tmp_path, env=slurm.environment | environment, check=True, capture_output=True)
+
+    return write
+
+
+@pytest.fixture
 def sbatch(slurm: Cluster, environment: dict[str, str], tmp_path: Path) -> Sbatch:
     """Submits `trainspec sbatch SMALL --submit ARGUMENTS` from an empty folder; -> the job's number."""
 

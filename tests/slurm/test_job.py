@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,30 @@ def test_a_run_on_two_nodes_ends_with_its_own_exit_code(
     assert read_result("runs/done")["status"] == "done"
     starts = [next(read_events(RunDir(run).events(rank))) for rank in (0, 1)]
     assert [start["world_size"] for start in starts] == [2, 2]
+
+
+@pytest.mark.slow
+def test_workers_get_the_variables_of_the_blueprint_and_keep_those_of_the_job(
+    slurm: Cluster, environment: dict[str, str], write_script, watch, tmp_path: Path
+) -> None:
+    """NCCL has none on CPUs, so that the plan is given some before its job starts."""
+    write_script(*LONG, "run.dir=run", "fabric=ethernet")
+    file = RunDir(tmp_path / "run").plan_json
+    plan = json.loads(file.read_text())
+    del plan["sha256"]
+    pairs = {"NCCL_CROSS_NIC": "0", "NCCL_DEBUG": "INFO"}
+    settings = [{"name": name, "value": value, "reason": "r", "source": "s"} for name, value in pairs.items()]
+    plan["blueprint"]["settings"] = settings
+    file.write_text(json.dumps(plan))
+    job = slurm.run(
+        "sbatch", "--parsable", "run/job.sbatch", cwd=tmp_path, env=environment | {"NCCL_DEBUG": "WARN"}
+    ).strip()
+    watch.wait_for_step(tmp_path / "run", 3)
+    found = [slurm.environment_of(slurm.worker_on(node)) for node in (1, 2)]
+    assert [one.get("NCCL_CROSS_NIC") for one in found] == ["0", "0"]
+    assert [one.get("NCCL_DEBUG") for one in found] == ["WARN", "WARN"], "what the user has set stays"
+    slurm.run("scancel", job)
+    slurm.wait(job)
 
 
 @pytest.mark.slow

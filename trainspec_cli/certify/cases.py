@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -183,8 +182,11 @@ COMPRESSED_FAMILIES = ("dense", "moe")
 """Exchanges know rows of numbers and no models: experts alone have exchanges of their own."""
 
 
-def cases(max_processes: int) -> dict[str, list[Case]]:
-    """The legal cases of each clause that needs runs of its own, on at most so many processes."""
+def cases(max_processes: int, *, with_fp8: bool = True) -> dict[str, list[Case]]:
+    """Return the legal cases of each clause that needs runs of its own, on at most `max_processes`.
+
+    `with_fp8`: torchao is installed, so that linear layers can compute in fp8.
+    """
     by_clause: dict[str, list[Case]] = {clause: [] for clause in OWN_CASES}
     for family, spread in ((f, s) for f in FAMILIES for s in spreads(f, max_processes)):
         by_clause["NUM-1"].append(Case(family, spread))
@@ -199,7 +201,7 @@ def cases(max_processes: int) -> dict[str, list[Case]]:
         if spread not in COMBINED:
             continue
         by_clause["NUM-3"].append(Case(family, spread, compute="bf16"))
-        if family == FP8_FAMILY and importlib.util.find_spec("torchao") is not None:
+        if family == FP8_FAMILY and with_fp8:
             by_clause["NUM-3"].append(Case(family, spread, compute="fp8"))
         by_clause["NUM-4"] += [Case(family, spread, recompute=again) for again in ("selective", "full")]
         by_clause["NUM-4"].append(Case(family, spread, offload="optimizer"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trainspec_cli.certify import keys
+from trainspec_cli.certify.standing import stand
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.launcher.job.provenance import versions
 from trainspec_cli.spec.canonical import canonical_json, to_plain
@@ -25,8 +26,9 @@ SPEC = Path(__file__).with_name("SPEC.md")
 _VERSION = re.compile(r"^# The training spec, version (\S+)$", re.MULTILINE)
 _CLAUSE_TEXT = re.compile(r"^## (\S+) (MUST|SHOULD): (.+)\n\n((?:.+\n)+)", re.MULTILINE)
 
-SCHEMA, FIRST_SCHEMA = "trainspec.certificate/2", "trainspec.certificate/1"
-"""A certificate of the first schema has a digest and nothing else that speaks for it."""
+SCHEMA = "trainspec.certificate/3"
+FIRST_SCHEMA = "trainspec.certificate/1"
+"""A certificate of the first schema has no signer, and its findings lack figures that later ones have."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ def spec_version() -> str:
 
 
 @lru_cache
+def spec_sha256() -> str:
+    return hashlib.sha256(SPEC.read_bytes()).hexdigest()
+
+
+@lru_cache
 def read_clauses() -> dict[str, Clause]:
     """Return the clauses by id, in the document's order."""
     found = _CLAUSE_TEXT.findall(SPEC.read_text(encoding="utf-8"))
@@ -55,34 +62,63 @@ def read_clauses() -> dict[str, Clause]:
 class Terms:
     """What a certificate says of itself, as the fields of `Certificate` do."""
 
-    valid_until: str = ""
-    challenge: str = ""
     measured_since: str = ""
     machine_id: str = ""
     engine: str = ""
+    processes: int = 0
+    features: tuple[str, ...] = ()
+    recipe: tuple[str, ...] = ()
     not_offered: tuple[NotOffered, ...] = ()
 
 
 def write_certificate(
     findings: Sequence[Finding], machine: Machine, *, date: str, whole: bool, terms: Terms | None = None
 ) -> Certificate:
-    certificate = Certificate(
+    raw = Certificate(
         schema=SCHEMA,
         spec_version=spec_version(),
-        spec_sha256=hashlib.sha256(SPEC.read_bytes()).hexdigest(),
+        spec_sha256=spec_sha256(),
         date=date,
         **vars(terms or Terms()),
         machine=machine,
         versions=versions(),
         whole=whole,
-        verdict=verdict(findings) if findings or not (terms and terms.not_offered) else "not offered",
-        clauses=tuple(_summarise(clause, findings) for clause in read_clauses()),
-        findings=tuple(
-            replace(finding, figures={name: _number(value) for name, value in finding.figures.items()})
-            for finding in findings
-        ),
+        verdict="",
+        clauses=(),
+        findings=tuple(findings),
     )
+    certificate = derive(raw, whole=whole)
     return replace(certificate, digest=digest(to_plain(certificate)))
+
+
+def derive(raw: Certificate, *, whole: bool) -> Certificate:
+    """Return the certificate with every statement that follows from others: findings, clauses, verdict, `whole`.
+
+    Measurements (the figures of findings, what was declined, the machine, versions and dates) stay as they are. The
+    findings of the first schema stay too: its figures do not suffice to compute them.
+    """
+    findings = raw.findings
+    clauses = {clause.id: (clause.level, clause.title) for clause in raw.clauses}
+    if raw.schema != FIRST_SCHEMA:
+        clauses = {clause.id: (clause.level, clause.title) for clause in read_clauses().values()}
+        plain = to_plain(raw)
+        measured_on = {name: plain[name] for name in ("machine", "machine_id", "versions", "features")}
+        sha256 = hashlib.sha256(canonical_json(measured_on).encode()).hexdigest()
+        findings = tuple(_stated(finding, sha256, of_engine=bool(raw.engine)) for finding in findings)
+    is_broken = any(not finding.passed and clauses[finding.clause][0] == "MUST" for finding in findings)
+    return replace(
+        raw,
+        whole=whole,
+        verdict="not offered" if raw.not_offered and not findings else "broken" if is_broken else "kept",
+        clauses=tuple(_summarise(id, level, title, findings) for id, (level, title) in clauses.items()),
+        findings=findings,
+    )
+
+
+def _stated(finding: Finding, machine_sha256: str, *, of_engine: bool) -> Finding:
+    found = stand(finding.clause, finding.case, finding.figures, of_engine=of_engine)
+    figures = {name: _number(value) for name, value in found.figures.items()}
+    return replace(found, figures=figures, machine_sha256=machine_sha256)
 
 
 def sign_certificate(certificate: Certificate, key: Ed25519PrivateKey) -> Certificate:
@@ -92,19 +128,13 @@ def sign_certificate(certificate: Certificate, key: Ed25519PrivateKey) -> Certif
     return replace(named, signature=keys.sign(key, signed_content(to_plain(named))))
 
 
-def verdict(findings: Sequence[Finding]) -> str:
-    """`kept` where every MUST that was measured holds."""
-    broken = [finding for finding in findings if not finding.passed]
-    return "broken" if any(read_clauses()[finding.clause].level == "MUST" for finding in broken) else "kept"
-
-
-def _summarise(id: str, findings: Sequence[Finding]) -> ClauseSummary:
-    clause, own = read_clauses()[id], [finding for finding in findings if finding.clause == id]
+def _summarise(id: str, level: str, title: str, findings: Sequence[Finding]) -> ClauseSummary:
+    own = [finding for finding in findings if finding.clause == id]
     worst = max(own, key=lambda finding: finding.measured, default=None)
     return ClauseSummary(
         id=id,
-        level=clause.level,
-        title=clause.title,
+        level=level,
+        title=title,
         cases=len(own),
         failed=sum(not finding.passed for finding in own),
         worst=_number(worst.measured) if worst else None,

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.certify.families import SAMPLES
 from trainspec_cli.certify.live import FITTING_SAMPLES, KILLED_AT, SAVE_EVERY_STEPS, SHORT_AT, STEPS, Live
 from trainspec_cli.certify.runs import Measured, loss_error, whole_error
+from trainspec_cli.certify.standing import AS_THEY_MUST_BE
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.tools import LiveSteps
 
-LIVE_BOUND = 1e-6
-
-
-@dataclass(frozen=True)
-class Verdict:
-    passed: bool
-    figures: dict[str, float | str]
-    bound: float | None = None
-    """None: no error is allowed."""
+Figures = dict[str, float | str]
 
 
 def beside(case: Case) -> Case:
@@ -31,7 +24,7 @@ def beside(case: Case) -> Case:
     return replace(case, live=Live(case.live.changes if killed else ()))
 
 
-def judge_layouts(case: Case, found: Measured, reference: Measured) -> Verdict:
+def judge_layouts(case: Case, found: Measured, reference: Measured) -> Figures:
     """LIVE-1 and LIVE-2: the layouts are those planned, each sample is taken once and the state is never on disk."""
     live = _live(found)
     facts = {
@@ -42,7 +35,7 @@ def judge_layouts(case: Case, found: Measured, reference: Measured) -> Verdict:
     return _judge_errors(found, reference, facts)
 
 
-def judge_killed(case: Case, found: Measured, reference: Measured) -> Verdict:
+def judge_killed(case: Case, found: Measured, reference: Measured) -> Figures:
     """LIVE-3: the second start begins with the newest checkpoint, and repeats the change to the bit."""
     live = _live(found)
     newest = (KILLED_AT // SAVE_EVERY_STEPS) * SAVE_EVERY_STEPS
@@ -54,14 +47,14 @@ def judge_killed(case: Case, found: Measured, reference: Measured) -> Verdict:
     return _judge_bits(found, reference, facts)
 
 
-def judge_failed(case: Case, found: Measured, reference: Measured) -> Verdict:
+def judge_failed(case: Case, found: Measured, reference: Measured) -> Figures:
     """LIVE-4: the layout stays as it was, and so does every bit."""
     live = _live(found)
     facts = {"starts": live.starts == (0,), "layouts": set(live.layouts) == {build_plan(case, "cpu").layout}}
     return _judge_bits(found, reference, facts)
 
 
-def judge_short(case: Case, found: Measured, reference: Measured) -> Verdict:
+def judge_short(case: Case, found: Measured, reference: Measured) -> Figures:
     """LIVE-5: micro-batches fit from the step on in which memory ran out, and no step is lost."""
     live, usual = _live(found), build_plan(case, "cpu").micro_batch_size
     sizes = (usual,) * SHORT_AT + (FITTING_SAMPLES,) * (STEPS - SHORT_AT)
@@ -73,7 +66,7 @@ def judge_short(case: Case, found: Measured, reference: Measured) -> Verdict:
     return _judge_errors(found, reference, facts)
 
 
-LIVE_JUDGES: dict[str, Callable[[Case, Measured, Measured], Verdict]] = {
+LIVE_JUDGES: dict[str, Callable[[Case, Measured, Measured], Figures]] = {
     "LIVE-1": judge_layouts,
     "LIVE-2": judge_layouts,
     "LIVE-3": judge_killed,
@@ -100,23 +93,24 @@ def _live(found: Measured) -> LiveSteps:
     return found.result.live
 
 
-def _judge_errors(found: Measured, reference: Measured, facts: dict[str, bool]) -> Verdict:
+def _judge_errors(found: Measured, reference: Measured, facts: dict[str, bool]) -> Figures:
     errors = {
         "worst_loss_error": loss_error(found.losses, reference.losses),
         "gradient_error": whole_error(found.gradients, reference.gradients),
         "weight_error": whole_error(found.weights, reference.weights),
     }
-    worst = max(errors.values())
-    kept = len(found.losses) == STEPS and worst <= LIVE_BOUND
-    return Verdict(kept and all(facts.values()), {"worst_error": worst, **errors, **_shown(facts)}, LIVE_BOUND)
+    return {**errors, **_shown(found, facts)}
 
 
-def _judge_bits(found: Measured, reference: Measured, facts: dict[str, bool]) -> Verdict:
-    own, other = found.result.trained, reference.result.trained
-    same = len(own.losses) == STEPS and (own.losses, own.weights_sha256) == (other.losses, other.weights_sha256)
-    figures: dict[str, float | str] = {"sha256": own.weights_sha256, "undisturbed": other.weights_sha256}
-    return Verdict(same and all(facts.values()), {**figures, **_shown(facts)})
+def _judge_bits(found: Measured, reference: Measured, facts: dict[str, bool]) -> Figures:
+    return {
+        "sha256": found.result.trained.weights_sha256,
+        "undisturbed": reference.result.trained.weights_sha256,
+        "worst_loss_error": loss_error(found.losses, reference.losses),
+        **_shown(found, facts),
+    }
 
 
-def _shown(facts: dict[str, bool]) -> dict[str, float | str]:
-    return {name: "as they must be" if kept else "not as they must be" for name, kept in facts.items()}
+def _shown(found: Measured, facts: dict[str, bool]) -> Figures:
+    made = {"steps": len(found.losses) == STEPS, **facts}
+    return {name: AS_THEY_MUST_BE if kept else "not as they must be" for name, kept in made.items()}

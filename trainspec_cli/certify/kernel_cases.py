@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Collection, Iterator
 
 from trainspec_cli.certify.cases import COMBINED, Case, refusals
 from trainspec_cli.certify.families import FAMILIES
@@ -17,19 +18,32 @@ SPREAD_FAMILIES = {"grouped_matmul": "moe", "ssd_scan": "mamba"}
 """The family that shows an operation in several layouts; dense for all others."""
 
 
-def kernel_cases(max_processes: int, *, on_gpu: bool) -> Iterator[Case]:
+FP8 = "fp8"
+
+
+def features_here(*, on_gpu: bool) -> tuple[str, ...]:
+    """Return what this chip and its packages have in place of the defaults: kernels (`attention.math`), and `fp8`."""
+    kernels = [f"{operation}.{backend}" for operation in KERNELS for backend in backends(operation, on_gpu=on_gpu)]
+    return (*kernels, *([FP8] if importlib.util.find_spec("torchao") is not None else []))
+
+
+def kernel_cases(max_processes: int, features: Collection[str]) -> Iterator[Case]:
     """Yield the legal cases of kernels that gradients depend on."""
     for family, model in FAMILIES.items():
         for operation in (name for name in KERNELS if name != UPDATE and _has(model, name)):
-            for backend in backends(operation, on_gpu=on_gpu):
+            for backend in _named(operation, features):
                 yield from _legal(family, (operation, backend), max_processes)
 
 
-def update_cases(max_processes: int, *, on_gpu: bool) -> Iterator[Case]:
+def update_cases(max_processes: int, features: Collection[str]) -> Iterator[Case]:
     """Yield the legal cases of the optimizer's kernels."""
     for family in FAMILIES:
-        for backend in backends(UPDATE, on_gpu=on_gpu):
+        for backend in _named(UPDATE, features):
             yield from _legal(family, (UPDATE, backend), max_processes)
+
+
+def _named(operation: str, features: Collection[str]) -> list[str]:
+    return [backend for backend in KERNELS[operation] if f"{operation}.{backend}" in features]
 
 
 def backends(operation: str, *, on_gpu: bool) -> list[str]:

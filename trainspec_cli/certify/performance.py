@@ -7,12 +7,13 @@ import shlex
 import shutil
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.certify.runs import device_of
+from trainspec_cli.certify.standing import stand
 from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.launcher.program import Program, run_program
 from trainspec_cli.launcher.tools import CHECKPOINT_RATES, LINKS, run_tool, torchrun
@@ -35,34 +36,6 @@ SHORT = (
 )
 """What would take time and is not measured is left out, and a schedule that so few steps have no room for."""
 TIMEOUT_S = 900.0
-GRADES = ("A", "B", "C")
-
-
-@dataclass(frozen=True)
-class Levels:
-    """The bounds of a figure for each grade, from the best to the last."""
-
-    figure: str
-    bounds: tuple[float, float, float]
-    rises: bool = False
-    """True: more is better."""
-
-    def grade(self, value: float) -> str:
-        """Return A, B or C; `-` for what is below all of them."""
-        for grade, bound in zip(GRADES, self.bounds, strict=True):
-            if (value >= bound) if self.rises else (value <= bound):
-                return grade
-        return "-"
-
-
-LEVELS = {
-    "PERF-1": Levels("ratio_to_plan", (1.15, 1.3, 1.6)),
-    "PERF-2": Levels("efficiency", (0.9, 0.75, 0.5), rises=True),
-    "PERF-3": Levels("all_reduce_gb_per_s", (100.0, 10.0, 1.0), rises=True),
-    "PERF-4": Levels("recovery_s", (30.0, 120.0, 600.0)),
-    "PERF-5": Levels("slower_gb_per_s", (1.0, 0.25, 0.05), rises=True),
-}
-"""The levels of each clause, as the training spec states them."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +70,8 @@ def measure_performance(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
     return findings
 
 
-def _graded(clause: str, bench: Bench, figures: dict[str, float | str]) -> Finding:
-    levels = LEVELS[clause]
-    value = figures[levels.figure]
-    assert isinstance(value, float)
-    grade = levels.grade(value)
-    ordered = {levels.figure: value, **figures}
-    return Finding(clause, f"{bench.processes}-processes", grade != "-", ordered, levels.bounds[-1], grade)
+def _graded(clause: str, bench: Bench, figures: Mapping[str, float | str]) -> Finding:
+    return stand(clause, f"{bench.processes}-processes", figures)
 
 
 # Runs as a user launches them
@@ -153,8 +121,7 @@ def _against_plan(run: RunDir) -> dict[str, float | str] | None:
     if predicted is None:
         return None
     measured = _step_s(run)
-    ratio = max(measured / predicted.step_time_s, predicted.step_time_s / measured)
-    return {"ratio_to_plan": ratio, "step_s": measured, "planned_s": predicted.step_time_s}
+    return {"step_s": measured, "planned_s": predicted.step_time_s}
 
 
 def _scaling(bench: Bench, together: RunDir) -> dict[str, float | str]:
@@ -162,9 +129,7 @@ def _scaling(bench: Bench, together: RunDir) -> dict[str, float | str]:
     share = max(1, bench.batch // bench.processes)
     with _on_cores(bench):
         alone = _launched(bench, "alone", 1, share)
-    rates = {name: _rate(run) for name, run in (("alone", alone), ("together", together))}
-    efficiency = rates["together"] / (bench.processes * rates["alone"])
-    return {"efficiency": efficiency, **{f"{name}_per_s": rate for name, rate in rates.items()}}
+    return {"alone_per_s": _rate(alone), "together_per_s": _rate(together)}
 
 
 def _rate(run: RunDir) -> float:
@@ -217,4 +182,4 @@ def _checkpoints(bench: Bench, run: RunDir) -> dict[str, float | str]:
     request = CheckpointRatesRequest(plan.as_one_group, str(folder))
     found = run_tool(CHECKPOINT_RATES, request, torchrun(plan.as_one_group, bench.machine), on_tick=bench.on_tick)
     write, read = (found.bytes / seconds / 1e9 for seconds in (found.write_s, found.read_s))
-    return {"slower_gb_per_s": min(write, read), "write_gb_per_s": write, "read_gb_per_s": read}
+    return {"write_gb_per_s": write, "read_gb_per_s": read}

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import psutil
 
-from trainspec_cli.certify.certificate import write_certificate
+from trainspec_cli.certify.certificate import digest, write_certificate
 from trainspec_cli.certify.performance import Bench, launch
+from trainspec_cli.certify.standing import SECURITY, stand
 from trainspec_cli.certify.verify import verify
 from trainspec_cli.errors import EXIT_CODES, RecipeError
 from trainspec_cli.launcher.program import Program, ProgramEnd, run_program
@@ -29,7 +30,6 @@ from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.results.certificate import Finding
 from trainspec_cli.trust import PRIVATE_UMASK
 
-SECURITY = ("SEC-1", "SEC-2", "SEC-3", "SEC-4")
 STEPS, MOLESTED_AT = 40, 5
 """Steps of a run, and the step after which strangers come."""
 IDLE = 32
@@ -39,6 +39,8 @@ RECIPE = (
     *("checkpoint.keep_last=1", "fault=slow(rank=0,step=1,seconds=0.1,steps=1000)"),
 )
 CONNECT_S, RESUMED_S = 10.0, 300.0
+
+Figures = dict[str, float | str]
 
 
 def pickled_code(marker: Path) -> bytes:
@@ -113,7 +115,7 @@ def measure_security(bench: Bench, clauses: Sequence[str]) -> list[Finding]:
     found["SEC-2"] = lambda: _judge_strangers(bench, alone, molested, stranger, folder / "unpickled")
     found["SEC-4"] = lambda: _judge_alterations(bench, molested, folder)
     case = f"{bench.processes}-processes"
-    return [replace(found[clause](), clause=clause, case=case) for clause in SECURITY if clause in clauses]
+    return [stand(clause, case, found[clause]()) for clause in SECURITY if clause in clauses]
 
 
 def _launch(bench: Bench, run: RunDir, on_tick: Callable[[], None]) -> None:
@@ -134,39 +136,37 @@ def _last_step(run: RunDir) -> int:
 # What is judged
 
 
-def _judge_ports(ports: set[tuple[str, int]]) -> Finding:
+def _judge_ports(ports: set[tuple[str, int]]) -> Figures:
     beyond = sorted({address for address, _ in ports if not ipaddress.ip_address(address).is_loopback})
-    figures: dict[str, float | str] = {"listening": float(len(ports)), "beyond": ", ".join(beyond) or "none"}
-    return Finding("", "", bool(ports) and not beyond, figures)
+    return {"listening": float(len(ports)), "beyond": ", ".join(beyond) or "none"}
 
 
-def _judge_strangers(bench: Bench, alone: RunDir, molested: RunDir, stranger: Stranger, marker: Path) -> Finding:
+def _judge_strangers(bench: Bench, alone: RunDir, molested: RunDir, stranger: Stranger, marker: Path) -> Figures:
     _launch(bench, alone, lambda: None)
     digests = [result.weights_sha256 if (result := read_result(run)) else None for run in (molested, alone)]
     result = read_result(molested)
     is_well = result is not None and result.status == "done" and not result.recoveries
-    same = digests[0] == digests[1] and isinstance(digests[0], str)
-    figures: dict[str, float | str] = {
+    return {
         "ports": float(len(stranger.ports)),
         "sha256": str(digests[0]),
         "left_alone": str(digests[1]),
+        "ended": "well" if is_well else "not well",
         "their_code": "was run" if marker.exists() else "was not run",
     }
-    return Finding("", "", bool(stranger.ports) and is_well and same and not marker.exists(), figures)
 
 
-def _judge_modes(root: Path) -> Finding:
+def _judge_modes(root: Path) -> Figures:
     every = [root, *root.rglob("*")]
     opened = [path for path in every if not path.is_symlink() and path.stat().st_mode & PRIVATE_UMASK]
-    figures: dict[str, float | str] = {"files": float(len(every)), "open": float(len(opened))}
+    figures: Figures = {"files": float(len(every)), "open": float(len(opened))}
     if opened:
         figures["first"] = str(opened[0].relative_to(root.parent))
-    return Finding("", "", not opened, figures)
+    return figures
 
 
-def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Finding:
+def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Figures:
     """Alter a copy of the run in one place at a time, and have it resumed."""
-    figures: dict[str, float | str] = {"certificate": _offer_certificate(bench, folder)}
+    figures: Figures = {"certificate": _offer_certificate(bench, folder)}
     for name, alter in (("checkpoint", _alter_checkpoint), ("plan", _alter_plan)):
         copy = RunDir(folder / name)
         shutil.copytree(run.root, copy.root, symlinks=True)
@@ -175,7 +175,7 @@ def _judge_alterations(bench: Bench, run: RunDir, folder: Path) -> Finding:
         known = end.exit_code not in (0, 1) and end.exit_code in EXIT_CODES
         is_named = altered.name in end.output and "Traceback" not in end.output
         figures[name] = "refused" if known and is_named else f"exit code {end.exit_code}: {end.output[-200:]}"
-    return Finding("", "", set(figures.values()) == {"refused"}, figures)
+    return figures
 
 
 def _alter_checkpoint(run: RunDir) -> Path:
@@ -201,10 +201,11 @@ def _resume(bench: Bench, run: RunDir) -> ProgramEnd:
 
 
 def _offer_certificate(bench: Bench, folder: Path) -> str:
-    """Return what became of a certificate with another verdict."""
+    """Return what became of a certificate with another verdict, under the digest that anybody can make of it."""
     written = write_certificate((), bench.machine, date="2026-01-01", whole=False)
+    body = to_plain(replace(written, verdict="broken"))
     altered = folder / "certificate.json"
-    altered.write_text(json_text(to_plain(replace(written, verdict="broken"))), encoding="utf-8")
+    altered.write_text(json_text(body | {"digest": digest(body)}), encoding="utf-8")
     try:
         verify(altered)
     except RecipeError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -13,13 +12,12 @@ from trainspec_cli.certify import keys
 from trainspec_cli.certify.certificate import Terms
 from trainspec_cli.certify.verify import Requirements
 from trainspec_cli.certify.verify import verify as read_verified
-from trainspec_cli.cli.certifying import certify_here, certify_other, today, wanted_here, wanted_of_engine
+from trainspec_cli.cli.certifying import certify_here, certify_other, wanted_here, wanted_of_engine
 from trainspec_cli.cli.options import AsJson, Html, page_origin, write_page
 from trainspec_cli.errors import Problem, RecipeError, WorkerError
 from trainspec_cli.launcher.job.identity import machine_identity
-from trainspec_cli.reporter.certificate import render_certificate
-from trainspec_cli.reporter.certificate_page import render_certificate_page, render_comparison_page
-from trainspec_cli.reporter.certificates import compare_certificates, render_comparison
+from trainspec_cli.reporter.certificate import describe_trust, render_certificate
+from trainspec_cli.reporter.certificate_page import render_certificate_page
 from trainspec_cli.session.console import PrintableConsole, make_console
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
@@ -43,7 +41,9 @@ Processes = Annotated[
 ]
 Verify = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Check the digest, the signature and the dates of a certificate, and print it."),
+    typer.Option(
+        metavar="FILE", help="Compute every statement of a certificate again, check its signature, and print it."
+    ),
 ]
 OtherEngine = Annotated[
     str | None,
@@ -52,9 +52,6 @@ OtherEngine = Annotated[
     ),
 ]
 EngineSeconds = Annotated[float, typer.Option(metavar="S", min=1, help="The most time that it has for a run.")]
-Compare = Annotated[
-    tuple[Path, Path] | None, typer.Option(metavar="A B", help="Verify two certificates, and set them side by side.")
-]
 Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the certificate to this file.")]
 Listed = Annotated[bool, typer.Option("--list", help="Name the cases, and run none.")]
 Folder = Annotated[
@@ -69,15 +66,7 @@ SignedBy = Annotated[
     str | None,
     typer.Option(
         metavar="KEY",
-        help="With --verify and --compare: refuse what is not signed by this public key (FILE.pub, SHA256:...).",
-    ),
-]
-Challenge = Annotated[
-    str | None,
-    typer.Option(
-        "--for",
-        metavar="CHALLENGE",
-        help="Words of whoever asks for the certificate, which it holds; with --verify, refuse one without them.",
+        help="With --verify: refuse what is not signed by this public key (FILE.pub, SHA256:...).",
     ),
 ]
 OnMachine = Annotated[
@@ -86,7 +75,6 @@ OnMachine = Annotated[
         "--machine", metavar="ID", help="With --verify: refuse what is of another machine; `here` is this one."
     ),
 ]
-ValidDays = Annotated[int, typer.Option(metavar="N", min=1, max=36_500, help="The certificate expires after so many.")]
 
 
 def certify(
@@ -96,10 +84,7 @@ def certify(
     folder: Folder = None,
     output: Output = None,
     sign: Sign = None,
-    valid_days: ValidDays = 365,
-    challenge: Challenge = None,
     verify: Verify = None,
-    compare: Compare = None,
     signed_by: SignedBy = None,
     machine: OnMachine = None,
     make_key: MakeKey = None,
@@ -117,22 +102,17 @@ def certify(
     console = make_console(as_json=as_json)
     if make_key is not None:
         return _make_key(make_key, as_json=as_json)
-    if challenge is not None:
-        _check_challenge(challenge)
-    if verify is not None or compare is not None:
-        reading = "--compare" if verify is None else "--verify"
+    if verify is not None:
         made = {"--sign": sign, "--output": output, "--only": only, "--dir": folder, "--engine": engine}
-        _refuse_with_reading(reading, made | {"--verify": compare and verify})
-        asked = _asked(signed_by, challenge, machine)
-        if compare is not None:
-            return _compare(compare, asked, console, html, as_json=as_json)
-        return _tell(read_verified(Path(verify or ""), asked), console, html, as_json=as_json)
+        _refuse_with_verify(made)
+        certificate = read_verified(verify, _asked(signed_by, machine))
+        return _show(certificate, console, html, as_json=as_json, is_verified=True)
     _refuse_without_verify({"--signed-by": signed_by, "--machine": machine})
     key = keys.read_key(sign) if sign is not None else None
     for option, file in {"--output": output, "--html": html}.items():
         if file is not None:
             _check_writable(option, file)
-    terms = _terms(valid_days, challenge)
+    terms = Terms(machine_id=machine_identity())
     if engine is not None:
         if arguments:
             message = "another engine is asked for a model of trainspec's own choice, and a recipe was given"
@@ -148,10 +128,7 @@ def certify(
         certificate = certify_here(wanted, folder, terms, key)
     if output is not None:
         output.write_text(json_text(to_plain(certificate)) + "\n", encoding="utf-8")
-    return _tell(certificate, console, html, as_json=as_json)
-
-
-MOST_WORDS = 200
+    return _show(certificate, console, html, as_json=as_json)
 
 
 # Keys, and certificates of others
@@ -166,36 +143,14 @@ def _make_key(file: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _check_challenge(challenge: str) -> None:
-    if not challenge.isprintable() or not 0 < len(challenge) <= MOST_WORDS:
-        message = f"--for takes a line of 1 to {MOST_WORDS} printable characters, not {challenge[:MOST_WORDS]!r}"
-        hint = "such as --for $(openssl rand -hex 16)"
-        raise RecipeError(Problem("usage", message, "--for", hint))
-
-
-def _asked(signed_by: str | None, challenge: str | None, machine: str | None) -> Requirements:
+def _asked(signed_by: str | None, machine: str | None) -> Requirements:
     fingerprint = keys.read_fingerprint(signed_by) if signed_by is not None else ""
-    return Requirements(fingerprint, challenge or "", machine_identity() if machine == "here" else machine or "")
+    return Requirements(fingerprint, machine_identity() if machine == "here" else machine or "")
 
 
-def _compare(
-    files: tuple[Path, Path], asked: Requirements, console: PrintableConsole, html: Path | None, *, as_json: bool
-) -> int:
-    """Both are verified before they are compared."""
-    certificates = [read_verified(file, asked) for file in files]
-    comparison = compare_certificates([str(file) for file in files], certificates)
-    if html is not None:
-        write_page(html, render_comparison_page(comparison, certificates, page_origin()))
-    if as_json:
-        print(json_text(to_plain(comparison)))
-    else:
-        console.show(render_comparison(comparison, certificates))
-    return 0
-
-
-def _refuse_with_reading(reading: str, given: Mapping[str, object]) -> None:
+def _refuse_with_verify(given: Mapping[str, object]) -> None:
     if named := [option for option, value in given.items() if value]:
-        message = f"{named[0]} does not go with {reading}, which reads certificates that were made before"
+        message = f"{named[0]} does not go with --verify, which reads a certificate that was made before"
         raise RecipeError(Problem("usage", message, named[0], "give one of the two"))
 
 
@@ -203,11 +158,6 @@ def _refuse_without_verify(given: Mapping[str, object]) -> None:
     if named := [option for option, value in given.items() if value is not None]:
         message = f"{named[0]} says what a certificate has to be, and none is given"
         raise RecipeError(Problem("usage", message, named[0], f"type --verify FILE {named[0]} ..."))
-
-
-def _terms(valid_days: int, challenge: str | None) -> Terms:
-    until = today() + timedelta(days=valid_days)
-    return Terms(until.isoformat(), challenge or "", machine_id=machine_identity())
 
 
 def _list(cases: Sequence[str]) -> int:
@@ -225,11 +175,19 @@ def _check_writable(option: str, output: Path) -> None:
         raise RecipeError(Problem("output_exists", message, hint="choose a file in a folder that is there")) from error
 
 
-def _tell(certificate: Certificate, console: PrintableConsole, html: Path | None, *, as_json: bool) -> int:
+def _show(
+    certificate: Certificate,
+    console: PrintableConsole,
+    html: Path | None,
+    *,
+    as_json: bool,
+    is_verified: bool = False,
+) -> int:
     if html is not None:
         write_page(html, render_certificate_page(certificate, page_origin()))
     if as_json:
-        print(json_text(to_plain(certificate)))
+        found = {"verification": {"signed": certificate.signer is not None, "statement": describe_trust(certificate)}}
+        print(json_text((found if is_verified else {}) | to_plain(certificate)))
     else:
         console.print(render_certificate(certificate))
     return WorkerError.exit_code if certificate.verdict == "broken" else 0

@@ -22,9 +22,12 @@ from trainspec_cli.certify.engine.certification import EngineWanted, measure_eng
 from trainspec_cli.certify.families import FAMILIES, measure_alone
 from trainspec_cli.certify.folder import opened, subject_of
 from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusals
-from trainspec_cli.certify.performance import LEVELS, RECIPE, Bench, measure_performance
+from trainspec_cli.certify.kernel_cases import features_here
+from trainspec_cli.certify.performance import RECIPE, Bench, measure_performance
 from trainspec_cli.certify.runs import measure
-from trainspec_cli.certify.security import SECURITY, measure_security
+from trainspec_cli.certify.security import measure_security
+from trainspec_cli.certify.standing import LEVELS, SECURITY
+from trainspec_cli.certify.verify import is_whole
 from trainspec_cli.errors import Interrupted, Problem, RecipeError, closest
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.session.console import PrintableConsole
@@ -53,7 +56,7 @@ class WantedHere:
     only: list[str]
     processes: int
     machine: Machine
-    whole: bool
+    features: tuple[str, ...]
 
     @property
     def cases(self) -> list[str]:
@@ -68,7 +71,7 @@ class OtherWanted:
 
     engine: EngineWanted
     machine: Machine
-    whole: bool
+    processes: int
 
     @property
     def cases(self) -> list[str]:
@@ -79,11 +82,12 @@ def wanted_here(only: list[str], processes: int | None, arguments: list[str], co
     """Raises RecipeError where the recipe cannot be measured, or a pattern names nothing."""
     if arguments:
         _measure_recipe(arguments)
-    recipe, whole = tuple(arguments) or RECIPE, not arguments and not only
+    recipe = tuple(arguments) or RECIPE
     machine = machine_here()
     gpus = len(machine.gpu_names)
     processes = processes or (gpus if gpus > 1 else DEFAULT_PROCESSES)
-    found = _checks(only, processes, on_gpu=gpus >= processes)
+    features = features_here(on_gpu=gpus >= processes)
+    found = _checks(only, processes, features)
     if 0 < gpus < processes:
         console.print(f"{processes} processes need a GPU each, this node has {gpus}: the CPU is certified")
         machine = replace(machine, gpu_names=())
@@ -91,15 +95,16 @@ def wanted_here(only: list[str], processes: int | None, arguments: list[str], co
         clause for clause in (*SECURITY, *LEVELS) if not only or any(fnmatchcase(clause, pattern) for pattern in only)
     ]
     batch = load_for_planning(recipe).spec.batching.global_batch_size if launched else 0
-    return WantedHere(found, launched, recipe, batch, only, processes, machine, whole)
+    return WantedHere(found, launched, recipe, batch, only, processes, machine, features)
 
 
 def wanted_of_engine(command: str, only: Sequence[str], processes: int | None, seconds: float) -> OtherWanted:
     """Raises RecipeError where there is no such command, or a pattern names nothing."""
     machine = machine_here()
-    if len(machine.gpu_names) < (processes or ENGINE_PROCESSES):
+    processes = processes or ENGINE_PROCESSES
+    if len(machine.gpu_names) < processes:
         machine = replace(machine, gpu_names=())
-    return OtherWanted(wanted_of(command, only, processes or ENGINE_PROCESSES, seconds), machine, not only)
+    return OtherWanted(wanted_of(command, only, processes, seconds), machine, processes)
 
 
 def _measure_recipe(arguments: list[str]) -> None:
@@ -114,13 +119,13 @@ def machine_here() -> Machine:
     return detect(look_for_gpus=True)
 
 
-def _checks(only: list[str], processes: int, *, on_gpu: bool) -> list[ClauseCheck]:
+def _checks(only: list[str], processes: int, features: Sequence[str]) -> list[ClauseCheck]:
     """Raises RecipeError where a pattern names nothing."""
     for pattern in only:
         elsewhere = any(fnmatchcase(clause, pattern) for clause in ("LEGAL-1", *SECURITY, *LEVELS))
-        if not elsewhere and not checks(processes, [pattern], on_gpu=on_gpu):
+        if not elsewhere and not checks(processes, [pattern], features=features):
             raise RecipeError(_names_nothing(pattern, processes))
-    return checks(processes, only, on_gpu=on_gpu)
+    return checks(processes, only, features=features)
 
 
 def _names_nothing(pattern: str, processes: int) -> Problem:
@@ -137,7 +142,9 @@ def certify_here(wanted: WantedHere, folder: Path | None, terms: Terms, key: Ed2
         findings = [*_measure(wanted.checks, place, wanted.machine), *_launch(wanted, place)]
     if not wanted.only or "LEGAL-1" in wanted.only:
         findings += judge_refusals(wanted.processes)
-    return _write(findings, wanted, replace(terms, measured_since=since), key)
+    recipe = () if wanted.recipe == RECIPE else wanted.recipe
+    said = replace(terms, measured_since=since, processes=wanted.processes, features=wanted.features, recipe=recipe)
+    return _write(findings, wanted.machine, said, key)
 
 
 def certify_other(wanted: OtherWanted, folder: Path | None, terms: Terms, key: Ed25519PrivateKey | None) -> Certificate:
@@ -145,15 +152,15 @@ def certify_other(wanted: OtherWanted, folder: Path | None, terms: Terms, key: E
     command = shlex.join(wanted.engine.command)
     with _workplace(folder, wanted.machine, command) as (place, since), _bar(len(runs_of(wanted.engine))) as on_done:
         findings, declined = measure_engine(wanted.engine, place, wanted.machine, on_done)
-    said = replace(terms, measured_since=since, engine=command, not_offered=tuple(declined))
-    return _write(findings, replace(wanted, whole=wanted.whole and not declined), said, key)
+    said = replace(terms, measured_since=since, engine=command, processes=wanted.processes)
+    return _write(findings, wanted.machine, replace(said, not_offered=tuple(declined)), key)
 
 
-def _write(
-    findings: Sequence[Finding], wanted: WantedHere | OtherWanted, terms: Terms, key: Ed25519PrivateKey | None
-) -> Certificate:
+def _write(findings: Sequence[Finding], machine: Machine, terms: Terms, key: Ed25519PrivateKey | None) -> Certificate:
     date = today().isoformat()
-    certificate = write_certificate(findings, wanted.machine, date=date, whole=wanted.whole, terms=terms)
+    certificate = write_certificate(findings, machine, date=date, whole=False, terms=terms)
+    if is_whole(certificate):
+        certificate = write_certificate(findings, machine, date=date, whole=True, terms=terms)
     return sign_certificate(certificate, key) if key else certificate
 
 

@@ -50,7 +50,10 @@ def _candidates(before: Sequence[str], word: str, commands: Sequence[str]) -> It
     elif (command in RUN_FIRST and not given) or (command, *given[:1]) in RUNS_AFTER:
         yield from (LAST, *_runs(Path(RUNS)))
     elif command == "list":
-        yield from ("accelerators", "clusters", "models")
+        from trainspec_cli.composer.folders import DISTURB, find_folders
+        from trainspec_cli.composer.origins import RECIPE
+
+        yield from (RECIPE, *find_folders(Path.cwd()).groups, DISTURB)
     elif command == "completion":
         yield from ("bash", "zsh", "fish")
     elif command == "explain":

@@ -1,85 +1,171 @@
-"""`trainspec list`: the accelerators, clusters and models that a recipe or a plan may name."""
+"""`trainspec list`: every option of every group, and the recipes; your own files in ./conf and ./recipes first."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trainspec_cli.cli.options import AsJson
+from trainspec_cli.composer.folders import DISTURB, NAMED_SECTIONS, Folders, find_folders
+from trainspec_cli.composer.origins import show_path
+from trainspec_cli.composer.yaml_file import read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
 from trainspec_cli.json_value import JsonObject, JsonValue
-from trainspec_cli.planner.hardware.catalogue import load_group, models
+from trainspec_cli.planner.hardware.catalogue import build_accelerator, load_group, models
 from trainspec_cli.planner.workload import count_active_params, count_params
+from trainspec_cli.reading.files import UnreadableFileError, read_text
 from trainspec_cli.reporter.style import Style
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.model import OwnModel
 from trainspec_cli.units import format_count
 
 Row = JsonObject
+RECIPE = "recipe"
+_FOR_PROGRAMS = re.compile(r"#\s*(@package|yaml-language-server)\b")
+"""Comments at the top of a file that Hydra and editors read."""
 
 
-def accelerators() -> Iterator[Row]:
-    """Yield what `cluster.accelerator=NAME` may be, with the rates of its data sheet."""
+def options_of(group: str, folders: Folders, cwd: Path) -> Sequence[Row]:
+    """Return the options of a group with what they are and their file, the user's own first."""
+    names = folders.recipe_names() if group == RECIPE else folders.options(group)
+    files = {name: folders.find_config(f"{group}/{name}") for name in names}
+    rows: Sequence[Row] = [
+        {"name": name, "description": _describe(file, cwd), "file": show_path(file, cwd)}
+        for name, file in files.items()
+        if file
+    ]
+    shipped = {name for name, file in files.items() if file and not file.is_relative_to(cwd)}
+    return sorted(rows, key=lambda row: (row["name"] in shipped, str(row["name"])))
+
+
+def _describe(file: Path, cwd: Path) -> str:
+    """Return its description, the first sentence of the comment at its top, or the name in it; or what keeps it from
+    being read."""
+    try:
+        content = read_yaml(file, cwd)
+        lines = read_text(file).splitlines()
+    except (RecipeError, UnreadableFileError) as error:
+        problem = error.problems[0]
+        return f"(cannot be read: {problem.where()}: {problem.message})"
+    comment = [line.lstrip("# ") for line in takewhile(_is_comment, lines) if not _FOR_PROGRAMS.match(line)]
+    sentence = re.split(r"(?<=[.;:]) ", " ".join(comment), maxsplit=1)[0].strip(".;: ")
+    name = content.values().get("name")
+    return content.description or sentence or (name if isinstance(name, str) and name != file.stem else "")
+
+
+def _is_comment(line: str) -> bool:
+    return line.startswith("#")
+
+
+# Figures of three groups
+
+
+def _accelerator(values: JsonObject) -> Row:
     keys = ("bf16_tflops", "memory_gb", "memory_tb_per_s", "link_gb_per_s", "tdp_w", "price_usd_per_hour")
-    for name, values in load_group("accelerator").items():
-        yield {"name": name, "label": values.get("name"), **{key: values.get(key) for key in keys}}
+    build_accelerator(values)  # a file that no run could take has no figures either
+    return {"label": values.get("name"), **{key: values.get(key) for key in keys}}
 
 
-def clusters() -> Iterator[Row]:
-    """Yield what `cluster=NAME` may be: a kind of node."""
-    for name, values in load_group("cluster").items():
-        chosen = [entry for entry in _entries(values) if "accelerator" in next(iter(entry), "")]
-        keys = ("devices_per_node", "scaleup_devices", "nic_gbit_per_s")
-        accelerator = next(iter(chosen[0].values())) if chosen else None
-        yield {"name": name, "accelerator": accelerator, **{key: values.get(key) for key in keys}}
+def _cluster(values: JsonObject) -> Row:
+    defaults = values.get("defaults")
+    entries = [entry for entry in defaults if isinstance(entry, dict)] if isinstance(defaults, Sequence) else []
+    chosen = [str(value) for entry in entries for key, value in entry.items() if "accelerator" in str(key)]
+    keys = ("devices_per_node", "scaleup_devices", "nic_gbit_per_s")
+    return {"accelerator": next(iter(chosen), None), **{key: values.get(key) for key in keys}}
 
 
-def known_models() -> Iterator[Row]:
-    """Yield what `model=NAME` may be, but for `auto`, which is a checkpoint's."""
+def _models() -> dict[str, Row]:
+    found: dict[str, Row] = {}
     for name, model in models().items():
         sizes: Row = {"parameters": None, "active_parameters": None}
         if not isinstance(model, OwnModel) or model.block_params:
             sizes = {"parameters": count_params(model), "active_parameters": count_active_params(model)}
-        yield {"name": name, "family": model.family, **sizes}
+        found[name] = {"family": model.family, **sizes}
+    return found
 
 
-KINDS: dict[str, Callable[[], Iterator[Row]]] = {
-    "accelerators": accelerators,
-    "clusters": clusters,
-    "models": known_models,
+FIGURES: dict[str, Callable[[], dict[str, Row]]] = {
+    "accelerator": lambda: load_group("accelerator", _accelerator),
+    "cluster": lambda: load_group("cluster", _cluster),
+    "model": _models,
 }
+"""A group -> the figures of its options, by name."""
 
 
 def list(
-    kind: Annotated[
-        str | None, typer.Argument(metavar="|".join(KINDS), help="One kind alone.", show_default=False)
+    group: Annotated[
+        str | None, typer.Argument(metavar="GROUP", help="One group alone, with figures.", show_default=False)
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List what has a name: cluster.accelerator=NAME, cluster=NAME and model=NAME; your own in ./conf included."""
-    if kind is not None and kind not in KINDS:
-        near = closest(kind, KINDS)
-        hint = f"type trainspec list {near}" if near else f"kinds: {', '.join(KINDS)}"
-        raise RecipeError(Problem("usage", f"there is no list of `{kind}`", hint=hint))
-    found = {name: [*rows()] for name, rows in KINDS.items() if kind in (None, name)}
-    print(json_text(found) if as_json else "\n\n".join(_table(name, rows) for name, rows in found.items()))
+    """List what has a name: the recipes, and the options of every group of a recipe; your own files come first."""
+    cwd = Path.cwd().resolve()
+    folders = find_folders(cwd)
+    groups = (RECIPE, *folders.groups, DISTURB)
+    if group is not None:
+        group = group if group in groups else group.removesuffix("s")
+        if group not in groups:
+            near = closest(group, groups)
+            hint = f"type trainspec list {near}" if near else f"groups: {', '.join(groups)}"
+            raise RecipeError(Problem("usage", f"there is no group `{group}`", hint=hint))
+    wanted = [name for name in groups if group in (None, name)]
+    found = {name: options_of(name, folders, cwd) for name in wanted}
+    if as_json or group is not None:
+        found = {name: _with_figures(name, rows) for name, rows in found.items()}
+    if as_json:
+        print(json_text(found))
+    elif group is not None:
+        print("\n".join(_table(group, found[group])))
+    else:
+        print("\n\n".join("\n".join(_overview(name, rows)) for name, rows in found.items()))
 
 
-def _entries(values: JsonObject) -> Sequence[JsonObject]:
-    defaults = values.get("defaults")
-    return [entry for entry in defaults if isinstance(entry, dict)] if isinstance(defaults, Sequence) else ()
+def typed_as(group: str) -> str:
+    """Return how an option of the group is given: `cluster.accelerator=NAME`."""
+    sections = {option: section for section, option in NAMED_SECTIONS.items()}
+    return f"{sections.get(group, group)}=NAME"
 
 
-def _table(kind: str, rows: Sequence[Row]) -> str:
+def _with_figures(group: str, rows: Sequence[Row]) -> Sequence[Row]:
+    if group not in FIGURES:
+        return [*rows]
+    figures = FIGURES[group]()
+    columns = dict.fromkeys(column for row in figures.values() for column in row)
+    return [
+        {"name": row["name"], **dict.fromkeys(columns), **figures.get(str(row["name"]), {}), **_without_name(row)}
+        for row in rows
+    ]
+
+
+def _without_name(row: Row) -> Row:
+    return {key: value for key, value in row.items() if key != "name"}
+
+
+def _overview(group: str, rows: Sequence[Row]) -> Iterator[str]:
     style = Style.of(sys.stdout)
-    headings = [*rows[0]]
-    cells = [[heading if heading != "name" else kind for heading in headings]]
+    yield f"{style.bold(group)}  {style.dim(typed_as(group))}"
+    width = max((len(str(row["name"])) for row in rows), default=0)
+    for row in rows:
+        yield f"  {str(row['name']).ljust(width)}  {row['description']}".rstrip()
+
+
+def _table(group: str, rows: Sequence[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    style = Style.of(sys.stdout)
+    headings = [heading for heading in rows[0] if heading not in ("description", "file")]
+    if group not in FIGURES:
+        headings += ["description"]
+    cells = [[heading if heading != "name" else group for heading in headings]]
     cells += [[_cell(heading, row[heading]) for heading in headings] for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headings))]
-    texts = [isinstance(rows[0][heading], str) for heading in headings]
+    texts = [any(isinstance(row[heading], str) for row in rows) for heading in headings]
     lines = [
         "  ".join(
             cell.ljust(width) if is_text else cell.rjust(width)
@@ -87,7 +173,8 @@ def _table(kind: str, rows: Sequence[Row]) -> str:
         ).rstrip()
         for row in cells
     ]
-    return "\n".join([style.bold(lines[0]), *lines[1:]])
+    yield style.bold(lines[0])
+    yield from lines[1:]
 
 
 def _cell(heading: str, value: JsonValue) -> str:

@@ -37,7 +37,7 @@ COMMANDS = {
     "validate": "find all problems of a recipe at once",
     "show": "print a composed recipe, or what differs from another",
     "recipes": "list what there is to run",
-    "list": "list the accelerators, clusters and models that have a name",
+    "list": "list the options of every group of a recipe: models, clusters, optimizers, ...",
     "explain": "say what a key of a recipe means, and what it may be",
     "schema": "print the JSON Schema by which editors check and complete recipes",
     "migrate": "bring files of earlier versions of the training spec to the current one",

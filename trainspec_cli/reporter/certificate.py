@@ -1,4 +1,4 @@
-"""A certificate for people: one line a clause, then what was broken, who vouches for it and until when."""
+"""A certificate for people: who vouches for it, a line for each clause, then what was broken."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def render_certificate(certificate: Certificate) -> RenderableType:
     broken = [*declined, *(Text(line, style="red") for line in describe_broken(certificate))]
     standing = [Text(line) for line in describe_standing(certificate)]
     verdict = Text(describe_verdict(certificate), style="bold red" if certificate.verdict == "broken" else "bold")
-    return Group(table, *([Text(), *broken] if broken else []), Text(), verdict, *standing)
+    trust = Text(describe_trust(certificate), style="" if certificate.signer else "bold yellow")
+    return Group(trust, Text(), table, *([Text(), *broken] if broken else []), Text(), verdict, *standing)
 
 
 def _row(clause: ClauseSummary) -> list[str]:
@@ -79,15 +80,22 @@ def place_of(machine: Machine) -> str:
     return f"{len(gpus)} x {gpus[0]}" if gpus else f"{machine.cpu_cores} CPU cores"
 
 
-def describe_standing(found: Certificate) -> Iterator[str]:
-    """Say who vouches for a certificate whose signature was checked, until when, and for which machine."""
+def describe_trust(found: Certificate) -> str:
+    """Return who vouches for a certificate whose signature was checked."""
     if found.signer:
-        yield f"signed by {found.signer.fingerprint}"
-    else:
-        yield "signed by nobody: its digest shows that it is whole, and not whose it is"
-    if found.valid_until:
-        yield f"made on {found.date}, valid until {found.valid_until}"
-    if found.challenge:
-        yield f"answers the challenge {found.challenge}"
+        return f"signed by {found.signer.fingerprint} (anybody can make a key: --signed-by KEY accepts that key alone)"
+    return "unsigned: anybody could have written this certificate, and its figures and machine with it"
+
+
+def describe_standing(found: Certificate) -> Iterator[str]:
+    """Say when the certificate was made, and on which machine."""
+    if found.date:
+        yield f"made on {found.date}"
     if found.machine_id:
         yield f"of the machine {found.machine_id} ({found.machine.hostname})"
+
+
+def standing_of(clause: ClauseSummary) -> str:
+    """Return kept or broken; with the grade of a clause that has levels."""
+    grade = f" ({clause.grade})" if clause.grade else ""
+    return f"{'broken' if clause.failed else 'kept'}{grade}"

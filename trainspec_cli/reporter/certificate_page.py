@@ -1,4 +1,4 @@
-"""A certificate as a page, and two of them side by side."""
+"""A certificate as a page."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from trainspec_cli.reporter.certificate import (
     describe_broken,
     describe_declined,
     describe_standing,
+    describe_trust,
     describe_verdict,
     show_worst,
+    standing_of,
 )
-from trainspec_cli.reporter.certificates import CertificateComparison, describe_both, figure_cells, standing_of
 from trainspec_cli.reporter.page.parts import (
     PageOrigin,
     details,
     heading,
-    number_row,
     origin_line,
     plain_list,
     render_page,
@@ -28,7 +28,7 @@ from trainspec_cli.reporter.page.parts import (
 )
 from trainspec_cli.spec.results.certificate import Certificate, Finding
 
-FOOTER = "Measured by trainspec certify. A digest shows that a certificate is whole, a signature whose it is."
+FOOTER = "Measured by trainspec certify. Only a signature by a key that you know shows who wrote it."
 MOST_FINDINGS, MOST_CHARACTERS = 5000, 400
 
 
@@ -44,7 +44,7 @@ def render_certificate_page(certificate: Certificate, origin: PageOrigin | None 
     parts = [
         heading("Certificate of the training spec", describe_verdict(certificate)),
         origin_line(origin),
-        plain_list(list(describe_standing(certificate))),
+        plain_list([describe_trust(certificate), *describe_standing(certificate)]),
         section("Clauses", "", text_table(headings, clauses)),
         section("What was broken", "", plain_list(broken)) if broken else "",
         section("What was not offered", "", plain_list(declined)) if declined else "",
@@ -67,21 +67,3 @@ def _figures(finding: Finding) -> str:
         for name, value in finding.figures.items()
     )
     return ", ".join(shown)
-
-
-def render_comparison_page(
-    comparison: CertificateComparison, certificates: Sequence[Certificate], origin: PageOrigin | None = None
-) -> str:
-    clauses = [
-        (one.id, one.level, one.title, *(cell for pair in zip(one.standings, one.worst, strict=True) for cell in pair))
-        for one in comparison.clauses
-    ]
-    figures = [number_row((f"{one.clause} {one.figure}", *figure_cells(one))) for one in comparison.figures]
-    parts = [
-        heading("Certificates side by side"),
-        origin_line(origin),
-        plain_list(describe_both(comparison, certificates)),
-        section("Clauses", "", text_table(("clause", "level", "what it says", "A", "#worst", "B", "#worst"), clauses)),
-        section("Performance", "", table(("figure", "#A", "#B", "#B over A"), figures)) if figures else "",
-    ]
-    return render_page("Certificates side by side", "".join(parts), FOOTER)

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.launcher.job.communication import communication_environment, write_communication
+from trainspec_cli.launcher.job.communication import (
+    communication_environment,
+    describe_communication,
+    write_communication,
+)
 from trainspec_cli.launcher.job.job import build_node_job
 from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
@@ -46,6 +50,16 @@ def test_a_plan_without_a_blueprint_sets_and_writes_nothing(make_plan: Callable[
     write_communication(make_plan(), run)
     assert communication_environment(make_plan(), run) == {}
     assert list(run.root.iterdir()) == []
+
+
+def test_where_nothing_is_set_the_reason_is_written(plan: Plan, run: RunDir) -> None:
+    assert plan.blueprint is not None
+    bare = replace(plan, blueprint=replace(plan.blueprint, settings=(), tuner=()), device="cuda", num_nodes=2)
+    write_communication(bare, run)
+    assert communication_environment(bare, run) == {}
+    assert "cluster.fabric.nic_wiring is null" in run.nccl_env.read_text()
+    assert describe_communication(replace(bare, num_nodes=1), run) == []
+    assert describe_communication(replace(bare, device="cpu"), run) == []
 
 
 def test_what_is_set_is_written_with_its_reason_and_source(plan: Plan, run: RunDir) -> None:

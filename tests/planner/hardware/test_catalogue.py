@@ -74,7 +74,7 @@ def test_chips_are_read_without_their_sources_so_that_they_can_be_keys() -> None
 def test_a_users_own_description_comes_before_the_shipped_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "conf" / "accelerator"
     folder.mkdir(parents=True)
-    figures = "vendor: me\nbf16_tflops: 1\nmemory_gb: 2\nmemory_tb_per_s: 3\nnonsense: 4\n"
+    figures = "vendor: me\nbf16_tflops: 1\nmemory_gb: 2\nmemory_tb_per_s: 3\n"
     (folder / "h100_sxm.yaml").write_text(f"name: Abacus-9000\n{figures}")
     monkeypatch.chdir(tmp_path)
     assert conf_folders()[0] == tmp_path / "conf"

@@ -39,18 +39,27 @@ def write_communication(plan: Plan, run: RunDir) -> None:
     """Write the settings, and the tuner's table where there is something in it."""
     if plan.blueprint is None:
         return
-    settings = communication_settings(plan, run)
-    if settings:
-        write_text(run.nccl_env, "\n".join(_environment_lines(settings)) + "\n")
+    if lines := describe_communication(plan, run):
+        write_text(run.nccl_env, "\n".join(lines) + "\n")
     if plan.blueprint.tuner:
         write_text(run.nccl_tuner_csv, "\n".join(_tuner_lines(plan.blueprint)) + "\n")
 
 
-def _environment_lines(settings: tuple[Setting, ...]) -> Iterator[str]:
-    yield "# Set for the workers of this run; a variable that you have set yourself stays as it is."
-    for setting in settings:
-        yield f"# {setting.reason} ({setting.source})"
-        yield f"{setting.name}={on_one_line(setting.value)}"
+def describe_communication(plan: Plan, run: RunDir) -> list[str]:
+    """Return each setting below its reason and source, as comments and assignments, or why nothing is set; empty for a
+    run that has no NCCL between nodes."""
+    settings = communication_settings(plan, run)
+    if settings:
+        lines = ["# Set for the workers of this run; a variable that you have set yourself stays as it is."]
+        for setting in settings:
+            lines += [f"# {setting.reason} ({setting.source})", f"{setting.name}={on_one_line(setting.value)}"]
+        return lines
+    chip = plan.spec.cluster.accelerator
+    if plan.blueprint is None or plan.device != "cuda" or plan.num_nodes == 1 or (chip and chip.vendor != "nvidia"):
+        return []
+    wiring = plan.spec.cluster.fabric.nic_wiring
+    why = f"cluster.fabric.nic_wiring is {'null' if wiring is None else wiring}"
+    return [f"# No variable of NCCL is set for the workers of this run: {why}."]
 
 
 def _tuner_lines(blueprint: Blueprint) -> Iterator[str]:

@@ -14,11 +14,13 @@ from trainspec_cli.cache import cache_dir
 from trainspec_cli.environment_names import CACHE, HUB_MIRROR, OWN_PATH, OWN_SAFE_PATH
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launcher.backend.nodes.backend import AGENT, agent_command
+from trainspec_cli.launcher.job.communication import describe_communication
 from trainspec_cli.launcher.job.job import own_modules
 from trainspec_cli.launcher.slurm import container
 from trainspec_cli.launcher.slurm.activation import activation_lines
 from trainspec_cli.printable import on_one_line
 from trainspec_cli.reading.hub_cache import hub_cache
+from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, SlurmSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.slurm import gpus_of_node
@@ -100,6 +102,7 @@ def render_script(
         *_exports(_variables()),
         *_environment(asked, activation_lines(os.environ, sys.prefix, sys.executable)),
         *_choose_root(roots),
+        *_communication(plan, roots[0]),
         *_run_driver(["--force"] if force else [], srun, agent),
     ]
     return "\n".join(lines) + "\n"
@@ -139,6 +142,12 @@ def _environment(asked: Asked, activation: Iterator[str]) -> Iterator[str]:
     yield from activation
     yield from container.exports(asked.slurm)
     yield ""
+
+
+def _communication(plan: Plan, root: Path) -> Iterator[str]:
+    """Say what the agent on each node sets for its workers: the job need not, and its own variables stay."""
+    for line in describe_communication(plan, RunDir(root)):
+        yield line if line.startswith("#") else f"#   {line.replace(str(root), '$run')}"
 
 
 def _run_driver(options: Sequence[str], srun: Sequence[str], agent: Sequence[str]) -> Iterator[str]:

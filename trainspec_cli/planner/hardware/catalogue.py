@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
+from trainspec_cli.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.json_value import JsonObject
-from trainspec_cli.reading.files import show_kind, unreadable
+from trainspec_cli.reading.files import UnreadableFileError, read_text, show_kind, unreadable
+from trainspec_cli.reading.spec_version import KEY
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
 from trainspec_cli.spec.recipe.model import ModelSpec
 from trainspec_cli.spec.structure import choose_section
+
+T = TypeVar("T")
+
+
+class LeftOutWarning(UserWarning):
+    """A file of the user's ./conf is broken, and no option of its name is known to the tables of this process."""
 
 
 def conf_folders() -> list[Path]:
@@ -22,31 +31,90 @@ def conf_folders() -> list[Path]:
     return [Path.cwd() / "conf", package / "_data" / "conf", package.parent / "conf"]
 
 
-def load_group(group: str) -> dict[str, JsonObject]:
-    """Return every option of a group by file name, with what its `defaults` take from others of the group; the first
-    folder that has one wins. Raises UnreadableFileError."""
-    from trainspec_cli.reading.yaml_file import read_yaml  # deferred: `plan` never needs it
+def load_group(group: str, build: Callable[[JsonObject], T]) -> dict[str, T]:
+    """Return what `build` makes of every option of a group, by file name; the first folder that has one wins.
 
+    An option has what its `defaults` take from others of the group. A broken file of the user's own is left out with a
+    LeftOutWarning, so that a command which does not need it goes on; the shipped option of its name is left out too,
+    since nobody asked for that one. Raises UnreadableFileError or RecipeError where a shipped file is broken.
+    """
     options: dict[str, JsonObject] = {}
+    files: dict[str, Path] = {}
+    broken: dict[str, str] = {}
     for folder in conf_folders():
         for path in sorted((folder / group).glob("*.yaml")):
-            if path.stem not in options:
-                content = read_yaml(path)
-                if not isinstance(content, dict):
-                    raise unreadable(path, f"holds {show_kind(content)}; `key: value` lines are needed")
-                options[path.stem] = content
-    return {name: _with_defaults(name, options, ()) for name in options}
+            if path.stem not in files:
+                files[path.stem] = path
+                try:
+                    options[path.stem] = _read_option(path)
+                except UnreadableFileError as error:
+                    broken[path.stem] = _why_left_out(path, error)
+    built: dict[str, T] = {}
+    for name in options:
+        try:
+            built[name] = build(_with_defaults(name, options, files, ()))
+        except TrainspecError as error:
+            broken[name] = _why_left_out(files[name], error)
+    for name in sorted(broken):
+        warnings.warn(broken[name], LeftOutWarning, stacklevel=2)
+    return built
 
 
-def _with_defaults(name: str, options: Mapping[str, JsonObject], within: tuple[str, ...]) -> JsonObject:
+def _read_option(path: Path) -> JsonObject:
+    from trainspec_cli.reading.yaml_file import read_yaml  # deferred: `plan` never needs it
+
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise unreadable(path, f"holds {show_kind(content)}; `key: value` lines are needed", line=1)
+    if odd := [key for key in content if not isinstance(key, str)]:
+        raise unreadable(path, f"has a key that is no text: {odd[0]!r}", line=_line_of(path, str(odd[0])))
+    return content
+
+
+def _why_left_out(path: Path, error: TrainspecError) -> str:
+    """Return the file, the line and what is wrong. Raises the error itself where the file is not the user's own."""
+    own = Path.cwd() / "conf"
+    if not path.is_relative_to(own):
+        raise error
+    problem = error.problems[0]
+    shown = path.relative_to(own.parent)
+    line = problem.line or _line_of(path, problem.path)
+    why = problem.message.removeprefix(f"{path} ")
+    return f"{shown}{f':{line}' if line else ''}: {why}; the file is left out: correct it, or move it elsewhere"
+
+
+def _line_of(path: Path, key: str) -> int | None:
+    """Return the line of a key at the top of a file; None where the file has no such key."""
+    from yaml import YAMLError
+
+    from trainspec_cli.reading.yaml_file import MAX_BYTES, compose_yaml
+
+    try:
+        root = compose_yaml(read_text(path, MAX_BYTES))
+    except (UnreadableFileError, YAMLError):
+        return None
+    top = key.partition(".")[0]
+    pairs = root.value if root is not None and isinstance(root.value, list) else []
+    return next((pair[0].start_mark.line + 1 for pair in pairs if str(pair[0].value) == top), None)
+
+
+def _with_defaults(
+    name: str, options: Mapping[str, JsonObject], files: Mapping[str, Path], within: tuple[str, ...]
+) -> JsonObject:
     """Return an option on top of those of its group that its `defaults` name; `within`: those that lead to it."""
     own = options[name]
     entries = own.get("defaults")
     named = [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
     whole: JsonObject = {}
-    for entry in named:
-        if entry in options and entry not in (*within, name):
-            whole = _laid_over(whole, _with_defaults(entry, options, (*within, name)))
+    for entry in (entry for entry in named if entry != "_self_" and "/" not in entry):
+        if entry in (*within, name):
+            why = f"its defaults lead back to it: {' -> '.join((*within, name, entry))}"
+        elif entry not in options:
+            why = f"its defaults name {entry}, {'which is broken' if entry in files else 'and there is no such option'}"
+        else:
+            whole = _laid_over(whole, _with_defaults(entry, options, files, (*within, name)))
+            continue
+        raise RecipeError(Problem("bad_default", why, "defaults"))
     return _laid_over(whole, own)
 
 
@@ -68,11 +136,16 @@ def words(label: str) -> tuple[str, ...]:
 @lru_cache(maxsize=1)
 def accelerators() -> tuple[AcceleratorSpec, ...]:
     """Return the accelerators without their sources, so that they can be keys."""
-    specs = []
-    for values in load_group("accelerator").values():
-        known = {key: value for key, value in values.items() if key in AcceleratorSpec.__dataclass_fields__}
-        specs.append(from_plain(AcceleratorSpec, {**known, "sources": None}))
-    return tuple(specs)
+    return tuple(load_group("accelerator", build_accelerator).values())
+
+
+def build_accelerator(values: JsonObject) -> AcceleratorSpec:
+    return from_plain(AcceleratorSpec, {**without_defaults(values), "sources": None})
+
+
+def without_defaults(values: JsonObject) -> JsonObject:
+    """Return the values without keys that say something of the file."""
+    return {key: value for key, value in values.items() if key not in ("defaults", KEY)}
 
 
 VARIANTS = frozenset({"pcie", "nvl", "500w", "hbm2e"})
@@ -101,13 +174,16 @@ def find_accelerator(label: str) -> AcceleratorSpec | None:
 
 @lru_cache(maxsize=1)
 def models() -> dict[str, ModelSpec]:
-    described = load_group("model")
-    known = {
-        name: {key: value for key, value in values.items() if key != "defaults"}
-        for name, values in described.items()
-        if values.get("family", "auto") != "auto"
-    }
-    return {name: from_plain(cast("Any", choose_section(ModelSpec, values)), values) for name, values in known.items()}
+    """Return the models that conf/ describes, but for `auto`, which is a checkpoint's."""
+    return {name: model for name, model in load_group("model", _model).items() if model is not None}
+
+
+def _model(values: JsonObject) -> ModelSpec | None:
+    known = without_defaults(values)
+    if known.get("family", "auto") == "auto":
+        return None
+    model: ModelSpec = from_plain(cast("Any", choose_section(ModelSpec, known)), known)
+    return model
 
 
 def find_model(label: str) -> ModelSpec | None:

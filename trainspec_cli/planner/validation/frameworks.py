@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-from trainspec_cli.planner.hardware.catalogue import load_group
+from trainspec_cli.planner.hardware.catalogue import load_group, without_defaults
 from trainspec_cli.spec.canonical import from_plain
 from trainspec_cli.spec.recipe.framework import FrameworkSpec
 
@@ -22,11 +22,7 @@ class UnknownFramework(ValueError):  # noqa: N818 - an answer, not a fault
 @lru_cache(maxsize=1)
 def frameworks() -> dict[str, FrameworkSpec]:
     """Return every framework of conf/framework by the name of its file."""
-    described = load_group(GROUP)
-    return {
-        name: from_plain(FrameworkSpec, {key: value for key, value in values.items() if key != "defaults"})
-        for name, values in described.items()
-    }
+    return load_group(GROUP, lambda values: from_plain(FrameworkSpec, without_defaults(values)))
 
 
 def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:

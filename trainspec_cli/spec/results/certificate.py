@@ -11,6 +11,7 @@ from trainspec_cli.spec.records import number
 
 Figure = Annotated[float, number(-math.inf, math.inf)] | str
 """A measured number, or a text; a certificate holds as text what is not finite."""
+NOT_FINITE = ("inf", "-inf", "nan")
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,15 @@ class Finding:
     bound: float | None = None
     grade: str = ""
     """A, B or C of a clause that has levels, `-` below them; empty of any other."""
+    machine_sha256: str = ""
+    """Digest of the machine and the software that it was measured on, as the certificate describes them."""
 
     @property
     def measured(self) -> float:
-        """The figure that is held against the bound; 0 or 1 for clauses that allow no error."""
-        numbers = [value for value in self.figures.values() if isinstance(value, float)]
-        return numbers[0] if self.bound is not None and numbers else float(not self.passed)
+        """The figure that is held against the bound, which is the first; 0 or 1 for clauses that allow no error."""
+        first = next(iter(self.figures.values()), None)
+        is_number = isinstance(first, float) or first in NOT_FINITE
+        return float(first) if self.bound is not None and first is not None and is_number else float(not self.passed)
 
 
 REFUSALS = "LEGAL-1"
@@ -85,10 +89,6 @@ class Certificate:
     """Digest of the document that the clauses stand in."""
     date: str = ""
     """The day it was written, by UTC."""
-    valid_until: str = ""
-    """The last day on which it is accepted; empty: every day."""
-    challenge: str = ""
-    """The words of whoever asked for it, which show that it was not made before."""
     measured_since: str = ""
     """The day on which the first of its runs was made."""
     machine: Machine
@@ -96,8 +96,14 @@ class Certificate:
     """Tells the machine from others; empty where its system has no identity."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the software, by package."""
+    processes: int = 0
+    """The most processes of a case of the matrix."""
+    features: tuple[str, ...] = ()
+    """Kernels (`attention.math`) and formats (`fp8`) that the chip and its packages have in place of the defaults."""
+    recipe: tuple[str, ...] = ()
+    """The recipe whose model and loss were measured; empty: the families of the spec."""
     whole: bool
-    """True if nothing was left out by `--only`, so that the verdict speaks of the spec."""
+    """True if every case that belongs to the spec was measured, so that the verdict speaks of the spec."""
     verdict: str
     """`kept` where every MUST that was measured holds, else `broken`; `not offered` where all was declined."""
     clauses: tuple[ClauseSummary, ...]
