@@ -196,5 +196,5 @@ def _events_of_ranks(run: RunDir, groups: int, world_size: int) -> dict[int, Pat
         names = ((re.fullmatch(r"rank(\d+)\.jsonl", path.name), path) for path in run.events_folder.glob("rank*.jsonl"))
         return dict(sorted((int(match[1]), path) for match, path in names if match))
     each = max(1, world_size // groups)
-    paths = {rank: run.group_events(*divmod(rank, each)) for rank in range(world_size)}
+    paths = {rank: run.group_events(*divmod(rank, each)) if rank else run.events(0) for rank in range(world_size)}
     return {rank: path for rank, path in paths.items() if path.is_file()}

@@ -38,6 +38,10 @@ RELIEVED = 0.97
 """A rank that has less than such a part of its peers' samples was given fewer."""
 LEFT_S = 60.0
 """Other work that has left a rank or its processor again before so long was noise."""
+LASTING_STEPS = 8
+"""What no counter explains and is over in fewer steps was a moment's load: 5 steps of it, smoothed, show in up to 7."""
+STEADILY = 0.8
+"""Part of an episode's steps that are slow where it is one disturbance and not several that follow one another."""
 UNCOUNTED_STEPS = 6
 """So many steps show what no counter does."""
 OF_PEERS = 0.4
@@ -177,21 +181,31 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[Episode]) -> bool:
-    """Return whether what slows a rank goes on, or has done so for some time. What no counter explains and is over
-    sooner was the machine's other work, and nothing is to be done about it. A rank to which the scheduler has given
-    fewer samples is still slow, though nobody waits for it any more."""
-    slow_steps = np.zeros(len(evidence.steps), dtype=np.bool_)
+    """Return whether what slows a rank goes on, has done so for some time, or comes back again and again. What no
+    counter explains and is over sooner was the machine's other work, and nothing is to be done about it. A rank to
+    which the scheduler has given fewer samples is still slow, though nobody waits for it any more."""
+    is_slow = np.zeros(len(evidence.steps), dtype=np.bool_)
+    is_relieved = evidence.shares[:, rank] < RELIEVED
     for episode in of_rank:
         if until(evidence, episode) is None:
             return True
-        slow_steps[episode.where] = True
-        relieved = evidence.shares[episode.last + 1 :, rank] < RELIEVED
-        begun = int(np.argmax(relieved[: GAP_STEPS + 1])) if relieved[: GAP_STEPS + 1].any() else len(relieved)
-        ended = begun + int(np.argmin(np.append(relieved[begun:], False)))
-        slow_steps[episode.last + 1 + begun : episode.last + 1 + ended] = True
+        is_slow[episode.where] = episode.steadiness >= STEADILY
+        later = is_relieved[episode.last + 1 :]
+        begun = int(np.argmax(later)) if later[: GAP_STEPS + 1].any() else len(later)
+        ended = begun + int(np.argmin(np.append(later[begun:], False)))
+        is_slow[episode.last + 1 : episode.last + 1 + ended] |= begun < len(later)
     is_loaded = any(times.is_loaded(episode) for episode in of_rank)
     least_s = STOLEN_S if is_loaded or not times.knows_load else STOLEN_ALONE_S
-    return bool(slow_steps.sum() >= UNCOUNTED_STEPS and times.step_s[slow_steps].sum() >= least_s)
+    if not is_slow.any():
+        return False
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_slow, [False]]).astype(np.int8)))
+    longest = edges[::2][np.argmax(edges[1::2] - edges[::2])]
+    in_a_row = slice(longest, longest + np.max(edges[1::2] - edges[::2]))
+    if in_a_row.stop - in_a_row.start >= LASTING_STEPS and times.step_s[in_a_row].sum() >= least_s:
+        return True
+    span = slice(edges[0], edges[-1])
+    comes_back = is_slow[span].mean() >= 0.5 and is_slow.sum() >= 2 * LASTING_STEPS
+    return bool(comes_back and times.step_s[is_slow].sum() >= 2 * least_s)
 
 
 def _without_visits(evidence: RunEvidence, times: OwnTimes, slow: Sequence[Slow]) -> list[Slow]:
