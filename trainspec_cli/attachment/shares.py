@@ -97,7 +97,10 @@ class Shares:
         reported = self._ranks.exchange(own)
         if not reported or self._ahead:
             return
-        speeds = [Speed(*one[:3], int(one[3])) if 0 < one[1] < math.inf else None for one in reported]
+        speeds = [
+            Speed(fixed_s, sample_s, noise, int(shown_steps)) if 0 < sample_s < math.inf else None
+            for fixed_s, sample_s, noise, shown_steps, _ in reported
+        ]
         change_s = max(one[4] for one in reported)
         self._decided = self._scheduler.note_step(self._batch_size, speeds, 0.0, change_s=change_s) or self._decided
 

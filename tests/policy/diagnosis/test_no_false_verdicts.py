@@ -36,7 +36,8 @@ def divided(samples: tuple[int, ...], *, slow: float = 1.0, each: int = 12) -> T
 
 
 def evidence_of(telemetry: Telemetry, *changed: int) -> RunEvidence:
-    return replace(telemetry.evidence(), changed_steps=(0, *changed))
+    evidence: RunEvidence = replace(telemetry.evidence(), changed_steps=(0, *changed))
+    return evidence
 
 
 @pytest.mark.parametrize("samples", [(17, 7), (14, 6, 14, 14), (15, 9, 15, 9)])

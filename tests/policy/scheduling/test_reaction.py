@@ -28,7 +28,9 @@ def shares_of_steps(pace: Pace, steps: int, seed: int) -> list[tuple[int, ...]]:
     """Return the samples of each rank in each step."""
     draw, scheduler = random.Random(seed), ShareScheduler(Division((1.0,) * RANKS, EVEN), SAMPLES, 0.1)
     trackers = [SpeedTracker(0.1, SETTLING_S) for _ in range(RANKS)]
-    costs, sizes, made = [ChangeCost() for _ in range(RANKS)], [(0,)] * RANKS, list[tuple[int, ...]]()
+    costs = [ChangeCost() for _ in range(RANKS)]
+    sizes: list[tuple[int, ...]] = [()] * RANKS
+    made: list[tuple[int, ...]] = []
     for step in range(1, steps + 1):
         reported = [tracker.estimate for tracker in trackers]
         change_s = max(cost.seconds for cost in costs)
