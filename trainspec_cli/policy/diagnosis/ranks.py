@@ -39,9 +39,10 @@ RELIEVED = 0.97
 LEFT_S = 60.0
 """Other work that has left a rank or its processor again before so long was noise."""
 LASTING_STEPS = 8
-"""What no counter explains and is over in fewer steps was a moment's load: 5 steps of it, smoothed, show in up to 7."""
+"""An episode that no counter explains, and that ends in fewer steps, is no verdict: load of 5 steps shows in up to 7,
+since series are smoothed."""
 STEADILY = 0.8
-"""Part of an episode's steps that are slow where it is one disturbance and not several that follow one another."""
+"""Fraction of an episode's steps that are slow where it is one disturbance, not several that follow one another."""
 UNCOUNTED_STEPS = 6
 """So many steps show what no counter does."""
 OF_PEERS = 0.4
@@ -181,9 +182,9 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 
 def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[Episode]) -> bool:
-    """Return whether what slows a rank goes on, has done so for some time, or comes back again and again. What no
-    counter explains and is over sooner was the machine's other work, and nothing is to be done about it. A rank to
-    which the scheduler has given fewer samples is still slow, though nobody waits for it any more."""
+    """Return whether a rank is still slow, was slow for some time, or is slow again and again. Shorter episodes that no
+    counter explains are other work of the machine, about which a user can do nothing. A rank to which the scheduler has
+    given fewer samples is still slow, though no other rank waits for it any more."""
     is_slow = np.zeros(len(evidence.steps), dtype=np.bool_)
     is_relieved = evidence.shares[:, rank] < RELIEVED
     for episode in of_rank:

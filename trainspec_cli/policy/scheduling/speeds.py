@@ -57,7 +57,7 @@ class Speed:
         return micro_batches * self.fixed_s + samples * self.per_sample_s
 
     shown_steps: int = field(default=0, compare=False)
-    """The steps that confirmed it as a change: what it costs was lost in them already."""
+    """Number of steps that confirmed it as a change; these already lost what the change costs."""
 
     @property
     def is_settled(self) -> bool:
@@ -155,8 +155,8 @@ class SpeedTracker:
         self._shape = shape
 
     def _learn(self, seen: _Seen) -> None:
-        """Learn until the median is known well enough not to be taken for a change. A steep change meanwhile begins it
-        anew: together, the steps before and after it would be noise, and their median neither's speed."""
+        """Learn until the median is known well enough not to be taken for a change. A steep change meanwhile restarts
+        the learning: the steps before and after it have no common median, and their spread would count as noise."""
         known = self._learning[: len(self._learning) - len(self._departed)]
         self._learning.append(seen)
         middle_s = median(one.pace for one in known) if known else seen.pace
@@ -185,8 +185,8 @@ class SpeedTracker:
         self._believe(found, len(paces))
 
     def _look_early(self, shown: Sequence[_Seen]) -> None:
-        """Take what the first steps show for the speed, unless it is known about: their lower quartile, since all of
-        them must be slow, whatever ran next to single ones."""
+        """Publish what the first steps show, unless the known speed explains it. The lower quartile of their times: all
+        of them must be slow, so that single disturbed steps do not count."""
         if len(shown) < CONFIRMING_STEPS or sum(one.passed_s for one in shown) < self._settling_s:
             return
         measured_s = sorted(one.pace for one in shown)[(len(shown) - 1) // 4]
