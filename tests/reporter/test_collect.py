@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lab.events import ACHIEVED, DIRECTIVE, LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY, write_event
 
-from trainspec_cli.reporter.collect import _ranks, collect
+from trainspec_cli.reporter.collect import _events_of_ranks, collect
 from trainspec_cli.rundir.event_types.decisions import BucketsEvent
 from trainspec_cli.rundir.event_types.event import PARTS
 from trainspec_cli.rundir.event_types.training import StepEvent
@@ -234,7 +234,21 @@ def test_ranks_are_in_order_and_other_files_are_none(fake_run: Any) -> None:
         fake_run.start(rank=rank)
     (fake_run.dir.events_folder / "rank00003.jsonl.old").touch()
     (fake_run.dir.events_folder / "rank.jsonl").touch()
-    assert _ranks(fake_run.dir) == [1, 2, 10]
+    assert list(_events_of_ranks(fake_run.dir, 1, 0)) == [1, 2, 10]
+
+
+def test_ranks_of_replica_groups_are_found_in_the_folders_of_their_groups(fake_run: Any) -> None:
+    """Two groups of one rank each; the first one writes the run's own file, too."""
+    trained(fake_run, ranks=1)
+    write_json(fake_run.dir.plan_json, {"spec": {"train": {"max_steps": 20}}, "replica_groups": 2})
+    own = fake_run.dir.events(0).read_text()
+    assert collect(fake_run.dir.root).missing_ranks == (1,)
+    for group in range(2):
+        path = fake_run.dir.group_events(group, 0)
+        path.parent.mkdir()
+        path.write_text(own)
+    report = collect(fake_run.dir.root)
+    assert report.missing_ranks == () and report.speed is not None and report.speed.ranks == (0, 1)
 
 
 def test_kernels_that_were_measured_are_told(fake_run: Any) -> None:

@@ -138,6 +138,7 @@ CONNECTION = ConnectionCounts(
     rtt_s=0.001,
 )
 COUNTERS = CountersEvent(
+    samples=4,
     step=4,
     steps=2,
     wall_s=1.0,

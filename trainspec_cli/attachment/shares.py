@@ -92,13 +92,16 @@ class Shares:
             raise RecipeError(Problem("not_weighted", message, "largest_share", hint))
         self._tracker.note(self._own, 1, computed_s, max(0.0, passed_s - computed_s))
         self._cost.note(self._own, 1, computed_s)
-        speed = self._tracker.speed or Speed(0.0, 0.0)
-        own = [speed.fixed_s, speed.per_sample_s, speed.noise, self._cost.seconds]
+        speed = self._tracker.estimate or Speed(0.0, 0.0)
+        own = [speed.fixed_s, speed.per_sample_s, speed.noise, float(speed.shown_steps), self._cost.seconds]
         reported = self._ranks.exchange(own)
         if not reported or self._ahead:
             return
-        speeds = [Speed(*one[:3]) if 0 < one[1] < math.inf else None for one in reported]
-        change_s = max(one[3] for one in reported)
+        speeds = [
+            Speed(fixed_s, sample_s, noise, int(shown_steps)) if 0 < sample_s < math.inf else None
+            for fixed_s, sample_s, noise, shown_steps, _ in reported
+        ]
+        change_s = max(one[4] for one in reported)
         self._decided = self._scheduler.note_step(self._batch_size, speeds, 0.0, change_s=change_s) or self._decided
 
     @property

@@ -22,7 +22,7 @@ from trainspec_cli.policy.diagnosis.evidence import (
 )
 from trainspec_cli.reading.files import unreadable
 from trainspec_cli.rundir.columns import StepColumns
-from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
+from trainspec_cli.rundir.event_types.decisions import DirectiveEvent, MemoryEvent
 from trainspec_cli.rundir.event_types.event import PARTS, Event
 from trainspec_cli.rundir.event_types.failures import RetryEvent
 from trainspec_cli.rundir.event_types.observed import (
@@ -131,12 +131,25 @@ class RankHistory:
     """The stall has come to end the start."""
     ended_by: Stall | None = None
     """The hang that ended an earlier start."""
+    most_samples: int = 0
+    """The largest step of its group so far."""
+    changed_steps: set[int] = field(default_factory=set)
+    """As `RunEvidence.changed_steps`."""
 
     def take(self, event: Event) -> None:
         if isinstance(event, StepEvent):
             queued_s = np.nan if isinstance(event.queued_s, Absent) else event.queued_s
             self.steps.put(event.step, *(event.time_s.get(name, 0.0) for name in PARTS), queued_s)
             self.stall, self.is_hung = None, False
+            samples = event.samples if isinstance(event.took, Absent) else event.took[1]
+            if not isinstance(samples, Absent) and samples > self.most_samples:
+                self.most_samples = samples
+                self.changed_steps.add(event.step - 1)
+        elif isinstance(event, DirectiveEvent):
+            if event.applied:
+                self.changed_steps.add(event.step)
+        elif isinstance(event, MemoryEvent):
+            self.changed_steps.add(event.step)
         elif isinstance(event, CountersEvent):
             self.counters.append(event)
         elif isinstance(event, UsageEvent):
@@ -157,6 +170,7 @@ class RankHistory:
         self.ended_by = self.stall if self.is_hung else self.ended_by
         self.stall, self.is_hung = None, False
         self.steps.forget_beyond(step)
+        self.changed_steps.add(step)
         self.counters = [event for event in self.counters if event.step <= step]
         self.usage = []  # of a process that is gone
 
@@ -266,6 +280,7 @@ class RunReader:
             looks=tuple(self.looks),
             retried_steps=tuple(sorted(self._retried)),
             total_steps=self.shape.total_steps,
+            changed_steps=tuple(sorted({step for one in self.histories for step in one.changed_steps})),
             planned_s=self.shape.planned_s,
             parts_are_known=not self.shape.is_own_command,
         )

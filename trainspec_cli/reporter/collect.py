@@ -112,21 +112,21 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     """Read what is there; a run that is still going, or was cut short, gives what it has so far."""
     run = RunDir(root)
     log = RunLog(list(read_sound(run.supervisor_events)))
-    ranks = _ranks(run)
+    plan = read_plan_outline(run)
     for event in read_log(run.events(0)):
         log.take(event)
     first, meter = log.history, SpeedMeter(log.history)
     warnings: list[WarningEvent] = []
-    for rank in ranks:
-        history = read_history(read_log(run.events(rank))) if rank else first
+    begin = first.begin
+    world_size = begin.world_size if begin else None
+    files = _events_of_ranks(run, plan.replica_groups, world_size or 0)
+    for rank, path in files.items():
+        history = read_history(read_log(path)) if rank else first
         warnings += history.warnings
         meter.take(rank, history)
     scheduled = list(read_log(run.directives))
     result = read_result(run)
-    plan = read_plan_outline(run)
     loss, grad_norm = StepCurve(*first.column("loss")), StepCurve(*first.column("grad_norm"))
-    begin = first.begin
-    world_size = begin.world_size if begin else None
     time_s = log.time.spent(time.time() if running else None)
     return Report(
         path=str(run.root),
@@ -152,7 +152,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         checkpoints=tuple(first.of_kind(CheckpointEvent)),
         sample=next(reversed(first.of_kind(SampleEvent)), None),
         warnings=tuple(warnings),
-        missing_ranks=tuple(rank for rank in range(world_size or 0) if rank not in ranks),
+        missing_ranks=tuple(rank for rank in range(world_size or 0) if rank not in files),
         directives=tuple(event for event in scheduled if isinstance(event, DirectiveEvent)),
         achieved=tuple(event for event in scheduled if isinstance(event, AchievedEvent)),
         buckets=tuple(event for event in scheduled if isinstance(event, BucketsEvent)),
@@ -189,6 +189,12 @@ class RunLog:
             self.link_changes.append(event)
 
 
-def _ranks(run: RunDir) -> list[int]:
-    names = (re.fullmatch(r"rank(\d+)\.jsonl", path.name) for path in run.events_folder.glob("rank*.jsonl"))
-    return sorted(int(match[1]) for match in names if match)
+def _events_of_ranks(run: RunDir, groups: int, world_size: int) -> dict[int, Path]:
+    """Return the files of the ranks that left events. Ranks of replica groups are counted through, as the diagnosis
+    does; each group has a folder, and the first group's rank 0 writes the run's own file, too."""
+    if groups < 2:
+        names = ((re.fullmatch(r"rank(\d+)\.jsonl", path.name), path) for path in run.events_folder.glob("rank*.jsonl"))
+        return dict(sorted((int(match[1]), path) for match, path in names if match))
+    each = max(1, world_size // groups)
+    paths = {rank: run.group_events(*divmod(rank, each)) if rank else run.events(0) for rank in range(world_size)}
+    return {rank: path for rank, path in paths.items() if path.is_file()}

@@ -147,6 +147,7 @@ class PlanOutline:
     """As `Plan.total_steps`; None where the plan does not say."""
     prediction: JsonValue = None
     kernels: JsonValue = field(default_factory=dict)
+    replica_groups: int = 1
 
 
 def read_plan_outline(run: RunDir) -> PlanOutline:
@@ -161,7 +162,8 @@ def read_plan_outline(run: RunDir) -> PlanOutline:
         raise unreadable(path, "has no section `spec.train`")
     max_steps = read_field(path, train, "max_steps", int) if "max_steps" in train else None
     steps = max_steps if plan.get("steps") is None else read_field(path, plan, "steps", int)
-    return PlanOutline(spec, steps, plan.get("prediction"), plan.get("kernels", {}))
+    groups = read_field(path, plan, "replica_groups", int) if "replica_groups" in plan else 1
+    return PlanOutline(spec, steps, plan.get("prediction"), plan.get("kernels", {}), groups)
 
 
 def read_section(run: RunDir, name: str) -> JsonObject:

@@ -55,21 +55,23 @@ class LiveGroup:
     def end_step(self, taken: Taken, measured_s: list[list[float]], exchanged_s: float, *, reports: bool) -> None:
         """Take in what each stage (inner) of each rank (outer) measured. The speeds that are exchanged in a step are
         those before it."""
-        stages = self.stage_speeds() if reports else []
+        stages = [[tracker.estimate for tracker in trackers] for trackers in self.trackers] if reports else []
         slowest_s = max(map(max, measured_s))
         for trackers, samples, row_s in zip(self.trackers, taken.counts, measured_s, strict=True):
             for tracker, own_s in zip(trackers, row_s, strict=True):
                 tracker.note(samples, taken.micro_batches, own_s, slowest_s - own_s + exchanged_s)
         if reports and self._job.shares_change:
             speeds = [slowest(row, samples) for row, samples in zip(stages, taken.counts, strict=True)]
-            self.rate = samples_per_s(speeds)
+            settled = all(speed is not None and speed.is_settled for row in stages for speed in row)
+            self.rate = samples_per_s(speeds) if settled else 0.0
             each_s = exchange_each_s(self._job.layout, exchanged_s / taken.micro_batches)
             samples, steps, change_s = sum(taken.counts), self._interval, self._job.change_s
             self.due = self._scheduler.note_step(samples, speeds, each_s, steps, change_s)
 
     def stage_speeds(self) -> list[list[Speed | None]]:
-        """Return the speed of each stage (inner) of each data-parallel rank (outer)."""
-        return [[tracker.speed for tracker in trackers] for trackers in self.trackers]
+        """Return the settled speed of each stage (inner) of each data-parallel rank (outer)."""
+        found = [[tracker.estimate for tracker in trackers] for trackers in self.trackers]
+        return [[speed if speed is not None and speed.is_settled else None for speed in row] for row in found]
 
 
 class LiveRun:

@@ -35,9 +35,9 @@ def readings_of(watch, monkeypatch, **kinds):
     now = [0]
     monkeypatch.setattr(watch, "_usage", lambda: {kind: reading(now[0]) for kind, reading in kinds.items()})
 
-    def check(step):
+    def check(step, micro_batch_size=8):
         now[0] = step
-        return watch.check(step)
+        return watch.check(step, micro_batch_size)
 
     return check
 
@@ -86,6 +86,15 @@ def test_the_first_steps_after_a_start_are_no_leak(monkeypatch):
         MemoryWatch(CPU, 1000, 1100), monkeypatch, host=lambda step: (GIB + min(step, 1009) * 50 * MIB, 100 * MIB)
     )
     assert not any(check(step) for step in range(1001, 1101))
+
+
+def test_a_micro_batch_of_another_size_begins_the_readings_anew(monkeypatch):
+    """It allocates anew. The 48th reading since ten steps after the last new size shows what leaks; a size that was
+    there before changes nothing."""
+    sizes = {step: 8 if step < 40 else 4 if step % 2 else 8 for step in range(1, 191)}
+    watch = MemoryWatch(CPU, 0, 190)
+    check = readings_of(watch, monkeypatch, host=lambda step: (GIB + step * MIB, 10 * MIB))
+    assert [step for step in range(1, 191) if check(step, sizes[step])] == [41 + 10 + 47]
 
 
 @pytest.mark.parametrize("last_step", [100, 500])

@@ -83,12 +83,14 @@ class Counts:
 class WindowWork:
     """Work that the batches of a window ask of a rank."""
 
+    samples: int = 0
     tokens: int = 0
     attended: int = 0
     """The sum of the squares of the lengths within which tokens attend to one another."""
 
     def add(self, micro_batches: Sequence[MicroBatch]) -> None:
         for tokens, *others in micro_batches:
+            self.samples += tokens.shape[0]
             self.tokens += tokens.numel()
             documents = others[1] if len(others) > 1 else None
             if documents is None or on_chip(documents.device):
@@ -158,6 +160,7 @@ class StepCounters:
             rss_bytes=memory.rss_bytes,
             swap_bytes=memory.swap_bytes,
             available_bytes=ABSENT if memory.available_bytes is None else memory.available_bytes,
+            samples=window.work.samples,
             tokens=window.work.tokens,
             attended=window.work.attended,
             agreed_s=min(window.agreed_s),

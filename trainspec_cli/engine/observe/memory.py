@@ -30,10 +30,17 @@ class MemoryWatch:
         self._first_step = first_step + SETTLING_STEPS
         self._every_steps = max(1, (last_step - first_step) // (4 * WINDOW))
         self._readings: dict[str, Readings] = {}
+        self._sizes = set[int]()
         self._process = psutil.Process()
 
-    def check(self, step: int) -> str | None:
-        """Return a warning if one kind of memory grows so fast that it will run out before the last step."""
+    def check(self, step: int, micro_batch_size: int = 0) -> str | None:
+        """Return a warning if one kind of memory grows so fast that it will run out before the last step. A step whose
+        largest micro-batch has another size than any before it allocates anew, as the first ones do."""
+        if micro_batch_size not in self._sizes:
+            if self._sizes and self._first_step <= self._last_step:
+                self._first_step = max(self._first_step, step + SETTLING_STEPS)
+                self._readings.clear()
+            self._sizes.add(micro_batch_size)
         if step < self._first_step or step % self._every_steps:
             return None
         for kind, (used_bytes, free_bytes) in self._usage().items():

@@ -316,7 +316,8 @@ class Trainer:
         if skipped:
             self.journal.write(WarningEvent(step=done.step, message="loss or gradient not finite: update skipped"))
         self.divergence.note_step(done.step, skipped=skipped)
-        for message in filter(None, (self.memory.check(done.step), self.pace.warning(taken.step_samples))):
+        largest = max(taken.own.sizes, default=0)
+        for message in filter(None, (self.memory.check(done.step, largest), self.pace.warning(taken.step_samples))):
             self.journal.write(WarningEvent(step=done.step, message=message))
         figures, of_buckets = self.buckets.split(done.outcome.figures)
         figures, of_links = self.links.split(figures)

@@ -30,7 +30,7 @@ def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerd
     """Return why all ranks compute longer than at other times, where they do: other tenants, a quota of the node."""
     ranks = evidence.ranks
     middle = (ranks - 1) // 2
-    common_s = np.partition(times.own_s + times.queued_s, middle, axis=1)[:, middle]
+    common_s = np.partition((times.own_s + times.queued_s) / evidence.shares, middle, axis=1)[:, middle]
     excess_s = common_s - usual(common_s)
     found = find_episodes(excess_s, times.limit(excess_s), times.step_s, COMMON_S)
     verdicts = [_explain_common(evidence, one) for one in found if one.steadiness >= STEADY]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import cached_property, reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ COUNTERS = (
     "gc_s",
     "compiles",
     "allocator_retries",
+    "samples",
     "tokens",
     "attended",
     "agreed_s",
@@ -104,6 +105,8 @@ class RunEvidence:
     looks: tuple[Look, ...] = ()
     """What ranks that looked at themselves have found; the steps that they did so in are left out."""
     total_steps: int | None = None
+    changed_steps: tuple[int, ...] = ()
+    """Updates before which what a rank does in a step was changed: by a directive, a larger batch, or a new start."""
     planned_s: Mapping[str, float] = field(default_factory=dict)
     """The planned seconds of a step by part; empty where nothing is planned."""
     parts_are_known: bool = True
@@ -121,3 +124,16 @@ class RunEvidence:
         """Return a counter (T, R), NaN where it is not known."""
         found = self.counters.get(name)
         return np.full((len(self.steps), self.ranks), np.nan) if found is None else found
+
+    @cached_property
+    def shares(self) -> Figures:
+        """Each rank's samples over the mean of the ranks that do the same work, (T, R); 1 where that is not known, or
+        the rank has none."""
+        samples, kinds = self.counter("samples"), np.array(self.kinds)
+        shares = np.ones_like(samples)
+        for kind in np.unique(kinds):
+            of_kind = np.flatnonzero(kinds == kind)
+            mean = samples[:, of_kind].mean(axis=1, keepdims=True)
+            known = (mean > 0) & (samples[:, of_kind] > 0)
+            shares[:, of_kind] = np.where(known, samples[:, of_kind] / np.where(known, mean, 1.0), 1.0)
+        return shares

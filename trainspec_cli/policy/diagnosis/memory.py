@@ -87,8 +87,10 @@ def _grows_evenly(held: Figures) -> bool:
 
 
 def _readings(evidence: RunEvidence, series: Figures) -> tuple[Figures, Figures]:
-    """Return the steps at which a state was read, and the readings."""
-    known = np.isfinite(series) & (evidence.steps > evidence.steps[0] + SETTLING_STEPS)
+    """Return the steps at which a state was read since a rank's work was changed last, and the readings: other work
+    takes other memory."""
+    begun = max([int(evidence.steps[0]), *(step for step in evidence.changed_steps if step <= evidence.steps[-1])])
+    known = np.isfinite(series) & (evidence.steps > begun + SETTLING_STEPS)
     return evidence.steps[known].astype(np.float64), series[known]
 
 

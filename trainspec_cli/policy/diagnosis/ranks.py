@@ -17,6 +17,7 @@ import numpy as np
 from trainspec_cli.policy.diagnosis.episodes import (
     CONFIRMING_S,
     CONFIRMING_STEPS,
+    GAP_STEPS,
     NOISE_FACTOR,
     Episode,
     deviation,
@@ -33,8 +34,15 @@ STOLEN_S = 8.0
 """Other work takes a rank's processor for so long at least: it comes and goes."""
 STOLEN_ALONE_S, OF_STOLEN = 3.0, 0.5
 """So long is enough where the rank's peers lack a processor for no more than such a part of its excess."""
+RELIEVED = 0.97
+"""A rank that has less than such a part of its peers' samples was given fewer."""
 LEFT_S = 60.0
 """Other work that has left a rank or its processor again before so long was noise."""
+LASTING_STEPS = 8
+"""An episode that no counter explains, and that ends in fewer steps, is no verdict: load of 5 steps shows in up to 7,
+since series are smoothed."""
+STEADILY = 0.8
+"""Fraction of an episode's steps that are slow where it is one disturbance, not several that follow one another."""
 UNCOUNTED_STEPS = 6
 """So many steps show what no counter does."""
 OF_PEERS = 0.4
@@ -86,6 +94,8 @@ class OwnTimes:
         self.step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
         """(T,)"""
         self.usual_step_s = float(usual(self.step_s))
+        self.knows_load = bool(np.isfinite(evidence.counter("queued_s")).any())
+        """The system counts the time for which a rank waits for a processor."""
         self.load_s = smoothed(np.median(self.queued_s, axis=1))
         """(T,): how long the ranks wait for a processor, by their median. Programs that share processors share caches
         and cores, too, so that what a rank computes takes longer by as much, now on one and now on another."""
@@ -110,7 +120,11 @@ class OwnTimes:
     def _expect_own(self) -> Figures:
         """Return what each rank's own parts should take: as `expect`, but no more than is usual where all ranks of a
         kind are of one node of several. They are as slow as one another where the node is."""
-        expected, kinds, nodes = self.expect(self.own_s), np.array(self.evidence.kinds), np.array(self.evidence.nodes)
+        expected, shares = self.expect(self.own_s), self.evidence.shares
+        if (shares > 1).any():  # a rank that the scheduler gives more samples than others may take longer by these
+            with_share_s = self.expect(self.own_s / shares) * shares
+            expected = np.where(shares > 1, np.maximum(expected, with_share_s), expected)
+        kinds, nodes = np.array(self.evidence.kinds), np.array(self.evidence.nodes)
         if len(np.unique(nodes)) > 1:
             for kind in np.unique(kinds):
                 of_kind = np.flatnonzero(kinds == kind)
@@ -129,8 +143,11 @@ class OwnTimes:
         return expected
 
     def is_loaded(self, episode: Episode) -> bool:
-        """Return whether other programs have had a part of the ranks' processors in an episode."""
-        return bool(np.median(self.load_s[episode.where]) > LOADED * np.median(self.step_s[episode.where]))
+        """Return whether other programs, or other virtual machines, have had a part of the ranks' processors in an
+        episode."""
+        stolen_s = np.nan_to_num(self.evidence.counter("steal_s"))[episode.where]
+        loaded_s = np.median(self.load_s[episode.where]) + np.median(stolen_s)
+        return bool(loaded_s > LOADED * np.median(self.step_s[episode.where]))
 
     def is_always_last(self, rank: int, episode: Episode) -> bool:
         """Return whether a rank ends its part of a step as the last of those that do the same work far more often in an
@@ -150,14 +167,46 @@ class OwnTimes:
 def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     """Return the ranks that are slower than the others that do the same work; whole nodes where all of theirs are."""
     slow = []
-    knows_queued = bool(np.isfinite(evidence.counter("queued_s")).any())
-    confirming_s = CONFIRMING_S if knows_queued else STOLEN_S  # else it may be other work, which comes and goes
+    confirming_s = CONFIRMING_S if times.knows_load else STOLEN_S  # else it may be other work, which comes and goes
     for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s, times.load_s):
         found = explain(evidence, times, rank, episode)
         at_once = found.is_counted or (found.is_of_device and not times.is_loaded(episode))
         if at_once or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
             slow.append(Slow(rank, episode, found.cause, found.why, found.is_counted))
+    slow = [
+        one
+        for one in slow
+        if one.is_counted or lasts(evidence, times, one.rank, [o.episode for o in slow if o.rank == one.rank])
+    ]
     return _verdicts(evidence, times, _without_visits(evidence, times, slow) + list(_stolen(evidence, times)))
+
+
+def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[Episode]) -> bool:
+    """Return whether a rank is still slow, was slow for some time, or is slow again and again. Shorter episodes that no
+    counter explains are other work of the machine, about which a user can do nothing. A rank to which the scheduler has
+    given fewer samples is still slow, though no other rank waits for it any more."""
+    is_slow = np.zeros(len(evidence.steps), dtype=np.bool_)
+    is_relieved = evidence.shares[:, rank] < RELIEVED
+    for episode in of_rank:
+        if until(evidence, episode) is None:
+            return True
+        is_slow[episode.where] = episode.steadiness >= STEADILY
+        later = is_relieved[episode.last + 1 :]
+        begun = int(np.argmax(later)) if later[: GAP_STEPS + 1].any() else len(later)
+        ended = begun + int(np.argmin(np.append(later[begun:], False)))
+        is_slow[episode.last + 1 : episode.last + 1 + ended] |= begun < len(later)
+    is_loaded = any(times.is_loaded(episode) for episode in of_rank)
+    least_s = STOLEN_S if is_loaded or not times.knows_load else STOLEN_ALONE_S
+    if not is_slow.any():
+        return False
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_slow, [False]]).astype(np.int8)))
+    longest = edges[::2][np.argmax(edges[1::2] - edges[::2])]
+    in_a_row = slice(longest, longest + np.max(edges[1::2] - edges[::2]))
+    if in_a_row.stop - in_a_row.start >= LASTING_STEPS and times.step_s[in_a_row].sum() >= least_s:
+        return True
+    span = slice(edges[0], edges[-1])
+    comes_back = is_slow[span].mean() >= 0.5 and is_slow.sum() >= 2 * LASTING_STEPS
+    return bool(comes_back and times.step_s[is_slow].sum() >= 2 * least_s)
 
 
 def _without_visits(evidence: RunEvidence, times: OwnTimes, slow: Sequence[Slow]) -> list[Slow]:
@@ -272,7 +321,7 @@ def _more_work(
     is_late = late_s > AS_SLOW * episode.excess
     expected_s = float(np.median(times.expected_s[episode.where, rank]))
     for name in ("tokens", "attended"):
-        work = evidence.counter(name)[episode.where][is_late]
+        work = (evidence.counter(name) / evidence.shares)[episode.where][is_late]
         own, others = mean_known(work[:, rank]), mean_known(np.median(work[:, list(peers)], axis=1))
         if others > 0 and own / others - 1 > MORE_WORK * episode.excess / max(expected_s, 1e-9):
             return own / others - 1

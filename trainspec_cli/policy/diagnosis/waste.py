@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from trainspec_cli.policy.diagnosis.episodes import CONFIRMING_STEPS, Episode, find_episodes, usual
 from trainspec_cli.policy.diagnosis.evidence import Figures, RunEvidence
-from trainspec_cli.policy.diagnosis.ranks import LEAST_SHARE, OwnTimes, confidence, until
+from trainspec_cli.policy.diagnosis.ranks import LEAST_SHARE, OwnTimes, confidence, lasts, until
 from trainspec_cli.spec.results.verdict import Cause, RunVerdict
 
 AVERAGED_STEPS = 17
@@ -56,6 +56,7 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
     for rank in np.flatnonzero((series > limit[:, None]).sum(axis=0) >= CONFIRMING_STEPS).tolist():
         episodes = find_episodes(series[:, rank], limit, times.step_s)
         found += [(rank, one) for one in episodes if not _is_of_device(evidence, times, rank, one)]
+    found = [(rank, one) for rank, one in found if lasts(evidence, times, rank, [e for r, e in found if r == rank])]
     verdicts = [
         RunVerdict(
             cause=cause,
@@ -163,7 +164,8 @@ def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     if evidence.ranks < 2 or not np.isfinite(attended).any():
         return []
     known = np.isfinite(attended).all(axis=1)
-    work, own_s = attended[known], times.own_s[known]
+    shares = evidence.shares[known]  # more samples are no longer ones
+    work, own_s = attended[known] / shares, times.own_s[known] / shares
     mean = _mean_of_kind(work, kinds)
     if not len(work) or not (mean > 0).all():
         return []

@@ -39,6 +39,10 @@ class ShareChange:
     """As it is expected to be."""
     reason: str
 
+    @property
+    def saved_s(self) -> float:
+        return self.before_s - self.after_s
+
 
 class ChangeCost:
     """The cost of a change of shares to a rank, as its own steps show: the first one of a start reads its batch,
@@ -77,6 +81,8 @@ class ShareScheduler:
         self._even, self._largest, self._change = even, largest_micro_batch, change
         self._keeps = keeps_micro_batches
         self._known: tuple[int, tuple[Speed, ...]] | None = None
+        self._counted: set[Speed] = set()
+        """The speeds whose confirming steps have been counted."""
         self._wanted: ShareChange | None = None
         self._rental = SkiRental[Division]()
 
@@ -106,12 +112,15 @@ class ShareScheduler:
             return None
         if known != self._known:
             self._known, self._wanted = known, self._consider(*known, exchange_s)
+            # The steps that have confirmed a change were as slow as those after it.
+            steps += max((speed.shown_steps for speed in set(known[1]) - self._counted), default=0)
+            self._counted = set(known[1])
         wanted = self._wanted
         if wanted is None:
             self._rental.forget()
             return None
-        saved_s, paid_s = wanted.before_s - wanted.after_s, cost_s(wanted.after_s, change_s)
-        if not self._rental.note_steps(wanted.division, saved_s, paid_s, steps):
+        paid_s = cost_s(wanted.after_s, change_s)
+        if not self._rental.note_steps(wanted.division, wanted.saved_s, paid_s, steps):
             return None
         self.follow(wanted.division)
         return wanted
@@ -138,7 +147,9 @@ def equalise(speeds: Sequence[Speed], micro_batches: int, samples: float, change
     usual_s = median_low(times_s)
     usual = speeds[times_s.index(usual_s)]
     return tuple(
-        usual if abs(time_s - usual_s) <= max(change * usual_s, speed.noise * time_s) else speed
+        usual
+        if abs(time_s - usual_s) <= max(change * usual_s, max(speed.noise, usual.noise) * max(time_s, usual_s))
+        else speed
         for speed, time_s in zip(speeds, times_s, strict=True)
     )
 

@@ -29,6 +29,11 @@ REFINING_STEPS = 10
 """After a change, of the speed or of the shares, so many steps that show none set the speed to their median: the few
 that confirmed it are noisy."""
 REMEMBERED_STEPS = 50
+STEEP = 1.35
+"""A change by more than this factor shows in `CONFIRMING_STEPS` steps, also while a speed is being learnt. Where steps
+differ by 5%, every change by 1.5 and more does, and no noise."""
+EARLY_NOISE = 1 - 1 / STEEP
+"""The noise of a speed that is not settled: ranks count as equally fast up to the factor `STEEP`."""
 TELLING = 0.25
 """Sizes of micro-batches that are closer than this fraction do not tell what is fixed from what grows with them: the
 steps' noise would be taken for it."""
@@ -51,8 +56,16 @@ class Speed:
         """Return the seconds that `samples` in so many micro-batches take."""
         return micro_batches * self.fixed_s + samples * self.per_sample_s
 
+    shown_steps: int = field(default=0, compare=False)
+    """Number of steps that confirmed it as a change; these already lost what the change costs."""
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether enough steps were seen for small differences to count."""
+        return self.noise < EARLY_NOISE
+
     def scaled(self, factor: float) -> Speed:
-        return Speed(self.fixed_s * factor, self.per_sample_s * factor, self.noise)
+        return replace(self, fixed_s=self.fixed_s * factor, per_sample_s=self.per_sample_s * factor)
 
 
 def computing_s(parts_s: Mapping[str, float], garbage_s: float) -> float:
@@ -84,6 +97,8 @@ class SpeedTracker:
         """The shape of the steps that the speed was learnt from."""
         self._learning = list[_Seen]()
         """Steps that the next speed is learnt from; a pace is in seconds here."""
+        self._early: Speed | None = None
+        """The speed that these steps show, where it is not settled."""
         self._paces: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         """Measured time over expected time, of steps that showed no change."""
         self._departed = list[_Seen]()
@@ -93,11 +108,18 @@ class SpeedTracker:
         self._refined_at = StepShape(0, 1)
         self._shape, self._steps = StepShape(0, 1), 0
         """The shape of the last steps, and how many in a row had it."""
+        self._skipped: _Seen | None = None
+        """The last of the first steps of a shape, which shows a steep change where the steps after it show it too."""
 
     @property
     def speed(self) -> Speed | None:
         """Return the confirmed speed; None until enough steps were seen."""
         return self._speed
+
+    @property
+    def estimate(self) -> Speed | None:
+        """Return the confirmed speed; where it is being learnt, what the first steps show: steep changes alone."""
+        return self._early or self._speed
 
     def note(self, samples: int, micro_batches: int, compute_s: float, waited_s: float = 0.0) -> None:
         """Take in a step of so many samples, of which this rank's own computing took `compute_s`. `waited_s`: beside
@@ -106,43 +128,83 @@ class SpeedTracker:
         if shape != self._shape:
             self._begin(shape)
         self._steps += 1
-        if self._steps <= SKIPPED_STEPS or not samples or compute_s <= 0:
+        if self._steps < SKIPPED_STEPS or not samples or compute_s <= 0:
             return
-        if self._speed is None or self._learnt.differs(shape):
-            self._learn(_Seen(compute_s, compute_s + waited_s))
+        seen = _Seen(compute_s, compute_s + waited_s)
+        if self._steps == SKIPPED_STEPS:
+            self._skipped = seen
+        elif self._speed is None or self._learnt.differs(shape):
+            self._learn(seen)
         else:
-            expected_s = self._speed.time_s(*shape)
-            self._compare(_Seen(compute_s / expected_s, compute_s + waited_s), self._speed)
+            self._compare(seen, self._speed.time_s(*shape), self._speed)
 
     def _begin(self, shape: StepShape) -> None:
         """Begin steps of another shape. Micro-batches that are as large as before need no warming up."""
         if shape.samples and shape.apart(self._refined_at) >= OFF_THE_LINE:
             self._unrefined = []
-        if not shape.sizes <= self._shape.sizes:
+        warms_up = not shape.sizes <= self._shape.sizes
+        if warms_up:
             self._steps = 0
+        if warms_up or self._learning:
             self._departed.clear()
         self._learning.clear()
+        self._skipped = None
+        if self._early is not None and self._speed is not None:
+            self._speed, self._learnt, self._early = self._early, self._shape, None
+            self._unrefined = []
         self._shape = shape
 
     def _learn(self, seen: _Seen) -> None:
-        """Learn until the median is known well enough not to be taken for a change."""
+        """Learn until the median is known well enough not to be taken for a change. A steep change meanwhile restarts
+        the learning: the steps before and after it have no common median, and their spread would count as noise."""
+        known = self._learning[: len(self._learning) - len(self._departed)]
         self._learning.append(seen)
+        middle_s = median(one.pace for one in known) if known else seen.pace
+        own_noise = max(self._limit(self._paces), self._limit([one.pace / middle_s for one in known]))
+        pace, noise = seen.pace / middle_s, max(STEEP - 1, own_noise)
+        if 1 / (1 + noise) <= pace <= 1 + noise:
+            self._departed.clear()
+        elif self._confirms(seen._replace(pace=pace), noise):
+            del self._learning[: len(self._learning) - len(self._departed)]
+            self._departed.clear()
+            self._skipped = None
+        shown = [self._skipped, *self._learning] if self._skipped and len(self._learning) < CONFIRMING_STEPS else ()
+        self._look_early(shown or self._learning)
         measured_s = median(one.pace for one in self._learning)
         paces = [one.pace / measured_s for one in self._learning]
         if sum(one.passed_s for one in self._learning) < self._settling_s or not self._tell(paces):
             return
-        found = Speed(0.0, measured_s / self._shape.samples)
-        if self._speed is not None:
-            found = through(self._learnt, self._speed, self._shape, measured_s)
+        departed = self._learning[len(self._learning) - len(self._departed) :]
+        self._departed = [one._replace(pace=one.pace / measured_s) for one in departed]
+        found = self._shown_by(measured_s)
         self._learnt = self._refined_at = self._shape
         self._unrefined = None if len(paces) >= FIRST_STEPS else []
         self._learning.clear()
+        self._early = self._skipped = None
         self._paces.extend(paces)
         self._believe(found, len(paces))
 
-    def _believe(self, speed: Speed, steps: int) -> None:
+    def _look_early(self, shown: Sequence[_Seen]) -> None:
+        """Publish what the first steps show, unless the known speed explains it. The lower quartile of their times: all
+        of them must be slow, so that single disturbed steps do not count."""
+        if len(shown) < CONFIRMING_STEPS or sum(one.passed_s for one in shown) < self._settling_s:
+            return
+        measured_s = sorted(one.pace for one in shown)[(len(shown) - 1) // 4]
+        pace = STEEP * 2 if self._speed is None else measured_s / self._speed.time_s(*self._shape)
+        if not 1 / STEEP <= pace <= STEEP:
+            found = self._shown_by(measured_s)
+            self._early = replace(found, noise=EARLY_NOISE, shown_steps=len(shown))
+
+    def _shown_by(self, measured_s: float) -> Speed:
+        """Return the speed that a step's time shows."""
+        if self._speed is None:
+            return Speed(0.0, measured_s / self._shape.samples)
+        return through(self._learnt, self._speed, self._shape, measured_s)
+
+    def _believe(self, speed: Speed, steps: int, shown_steps: int = 0) -> None:
         """Take over a speed that is the median of so many steps; a median is off by 1.25 deviations over their root."""
-        self._speed = replace(speed, noise=1.25 * self._limit(self._paces) / math.sqrt(steps))
+        noise = 1.25 * self._limit(self._paces) / math.sqrt(steps)
+        self._speed = replace(speed, noise=noise, shown_steps=shown_steps)
 
     def _tell(self, paces: Sequence[float]) -> bool:
         """Return whether steps of these paces are enough to learn a speed from; where the rank's noise is known, few
@@ -151,23 +213,27 @@ class SpeedTracker:
         noise = max(self._limit(self._paces), self._limit(paces)) / math.sqrt(steps)
         return steps >= least and (noise <= self._change or steps >= REMEMBERED_STEPS)
 
-    def _compare(self, seen: _Seen, speed: Speed) -> None:
+    def _compare(self, seen: _Seen, expected_s: float, speed: Speed) -> None:
+        if (skipped := self._skipped) is not None:
+            self._skipped, pace = None, skipped.pace / expected_s
+            if 1 / STEEP <= skipped.pace / seen.pace <= STEEP and not 1 / STEEP <= pace <= STEEP:
+                self._departed = [skipped._replace(pace=pace)]
+        seen = seen._replace(pace=seen.pace / expected_s)
         pace, noise = seen.pace, max(self._change, self._limit(self._paces))
         if abs(pace - 1) <= noise:
             self._departed.clear()
             self._paces.append(pace)
             self._refine(pace, speed)
             return
-        same_side = [earlier for earlier in self._departed if (earlier.pace > 1) == (pace > 1)]
-        self._departed = [*same_side, seen]
-        if self._is_confirmed(noise):
+        if self._confirms(seen, noise):
             paces = [one.pace for one in self._departed]
-            self._believe(speed.scaled(median(paces)), len(paces))
+            self._believe(speed.scaled(median(paces)), len(paces), len(paces))
             self._departed.clear()
             self._unrefined = []
 
-    def _is_confirmed(self, noise: float) -> bool:
-        """Return whether the departed steps are a change of the rank's speed."""
+    def _confirms(self, seen: _Seen, noise: float) -> bool:
+        """Take in a step beyond the noise; return whether it confirms, with those before it, a change of speed."""
+        self._departed = [*(one for one in self._departed if (one.pace > 1) == (seen.pace > 1)), seen]
         least = min(max(one.pace, 1 / one.pace) for one in self._departed)
         seconds = sum(one.passed_s for one in self._departed)
         if least > 1 + PLAIN * noise and seconds >= max(PLAIN_S, self._settling_s):

@@ -119,6 +119,8 @@ class CountersEvent(Event):
     """At the window's end."""
     available_bytes: Count | Absent = ABSENT
     """Memory that the process may still take, by the node's memory and its control groups."""
+    samples: Count | Absent = ABSENT
+    """Samples of this rank: the scheduler may give it more than others."""
     tokens: Count
     attended: Count
     """The sum of the squares of the lengths within which tokens attend to one another."""

@@ -51,6 +51,8 @@ class Figures(NamedTuple):
     """And waited so long for the exchanges of each micro-batch."""
     proposal: float
     """The number of the newest layout that the supervisor proposes, which rank 0 knows."""
+    shown_steps: float = 0.0
+    """The steps that confirmed its speed as a change."""
 
 
 class StepScheduler:
@@ -118,10 +120,11 @@ class StepScheduler:
         """Return what this rank reports in the exchange of the step after update `step`: `Figures`, or none."""
         if self._mode == "off" or step % self._interval_steps:
             return []
-        speed = self._tracker.speed or Speed(0.0, 0.0)
+        speed = self._tracker.estimate or Speed(0.0, 0.0)
         proposal = self._link.look(step) if self._group is None else 0
         change_s = self._change_cost.seconds
-        return list(Figures(speed.fixed_s, speed.per_sample_s, speed.noise, change_s, *self._last_s, proposal))
+        own = speed.fixed_s, speed.per_sample_s, speed.noise
+        return list(Figures(*own, change_s, *self._last_s, proposal, speed.shown_steps))
 
     # After it
 
@@ -157,15 +160,16 @@ class StepScheduler:
         slowest_s = max(one.last_s for one in reported)
         whole_s = sum(seconds for part, seconds in parts_s.items() if part != "checkpoint")
         counts = self._shares.division.counts(samples)
-        known = [read_speed(one.fixed_s, one.per_sample_s, one.noise) for one in reported]
+        known = [read_speed(*one[:3], one.shown_steps) for one in reported]
+        settled = [speed if speed is not None and speed.is_settled else None for speed in known]
         slowest_step_s = slowest_s + micro_batches * exchange_s
-        self._effects.note_step(step, slowest_step_s, whole_s, knows_speeds=None not in known)
+        self._effects.note_step(step, slowest_step_s, whole_s, knows_speeds=None not in settled)
         speeds = [slowest([known[rank] for rank in row], n) for row, n in zip(self._rows, counts, strict=True)]
         if self._mode == "auto" and self._group is not None and "shares" in self._may_change:
-            self.rate = samples_per_s(speeds)
+            self.rate = 0.0 if None in settled else samples_per_s(speeds)
         if self._ahead or self._directives.has_layout_ahead:
             return
-        self._tell(step, slowest_step_s, micro_batches, counts, known)
+        self._tell(step, slowest_step_s, micro_batches, counts, settled)
         self.is_proposed = self._link.is_news(int(reported[0].proposal))
         steps, change_s = self._interval_steps, max(one.change_s for one in reported)
         self._interval_steps = reporting_interval(self._ranks, slowest_s)
@@ -175,7 +179,7 @@ class StepScheduler:
             self._decided = change, samples
         if self._layers is not None and self._group is None:
             stages = [
-                [slowest([known[rank] for rank in ranks], n) for ranks in row]
+                [slowest([settled[rank] for rank in ranks], n) for ranks in row]
                 for row, n in zip(self._pipelines, counts, strict=True)
             ]
             left, pause_s = self._total_steps - step, self._directives.last_pause_s
@@ -242,9 +246,9 @@ def division_of(even: Division, directive: DirectiveEvent, largest_micro_batch: 
     )
 
 
-def read_speed(fixed_s: float, per_sample_s: float, noise: float = 0.0) -> Speed | None:
+def read_speed(fixed_s: float, per_sample_s: float, noise: float = 0.0, shown_steps: float = 0.0) -> Speed | None:
     """Return a speed as it was reported; None for a rank that does not know its own yet."""
-    return Speed(fixed_s, per_sample_s, noise) if 0 < per_sample_s < math.inf else None
+    return Speed(fixed_s, per_sample_s, noise, int(shown_steps)) if 0 < per_sample_s < math.inf else None
 
 
 def layer_scheduler(plan: Plan, even: Division, largest_micro_batch: int) -> LayerScheduler | None:
