@@ -219,25 +219,22 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
         memory=stages,
         time=time,
         sized_steps=predict_sizes(setup, spec, eff),
+        offload="optimizer" if setup.offload_optimizer else "none",
     )
 
 
 def setup_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Setup:
     """Return the setup that a candidate of this spec was estimated for."""
     template = template_of(spec, describe_fabric(spec.cluster, machine))
-    setup = replace(
+    return replace(
         template,
         layout=candidate.layout,
         micro_batch_size=float(candidate.micro_batch_size),
         grad_accum=candidate.grad_accum_steps,
         recompute=RECOMPUTE[candidate.recompute],
         software=software_of(spec, candidate.layout.sharding),
+        offload_optimizer=candidate.offload == "optimizer",
     )
-    offloaded = replace(setup, offload_optimizer=True)
-    if spec.offload != AUTO:
-        return offloaded if spec.offload == "optimizer" else setup
-    is_offloaded = estimate_step(setup, efficiency_of(spec.cluster)).total_s != candidate.step_time_s
-    return offloaded if is_offloaded else setup
 
 
 def blueprint_of(candidate: Candidate, spec: RunSpec, machine: Machine | None) -> Blueprint:

@@ -21,7 +21,7 @@ from trainspec_cli.policy.batch.division import count_micro_batches, turns_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule
-from trainspec_cli.spec.recipe.run import Recompute, RunSpec
+from trainspec_cli.spec.recipe.run import Offload, Recompute, RunSpec
 from trainspec_cli.spec.results.blueprint import Blueprint
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 from trainspec_cli.spec.rules.batching import measurable_noise
@@ -41,7 +41,8 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
     """Resolve `spec` on `machine`. Raises RecipeError where the sizes do not divide, or no rank is left to measure."""
     device = resolve_device(spec.cluster, machine)
     devices_per_node = resolve_devices_per_node(spec, device, machine)
-    layout, groups, micro_batch_size, grad_accum_steps, recompute = _choose(spec, machine, device, devices_per_node)
+    chosen = _choose(spec, machine, device, devices_per_node)
+    layout, groups, micro_batch_size, grad_accum_steps, recompute, offload = chosen
     problems = [*measurable_noise(spec, layout, groups, grad_accum_steps), *exchanged(spec, layout, groups)]
     if problems := [*problems, *joined(spec, layout, device)]:
         raise RecipeError(problems)
@@ -58,7 +59,7 @@ def plan(spec: RunSpec, machine: Machine) -> Plan:
         micro_batch_size=micro_batch_size,
         grad_accum_steps=grad_accum_steps,
         recompute=recompute,
-        offload="none" if spec.offload == AUTO else spec.offload,
+        offload=offload,
         kernels=spec.kernels,
         steps=None if spec.batching.schedule.kind == "constant" else count_steps(schedule_batches(spec)),
         params=workload.count_params(spec.model),
@@ -112,9 +113,9 @@ def micro_batch_tokens(plan: Plan) -> float:
 
 def _choose(
     spec: RunSpec, machine: Machine, device: str, devices_per_node: int
-) -> tuple[Layout, int, int, int, Recompute]:
-    """-> (layout, groups, micro-batch, gradient accumulation, recompute): searched on known GPUs, where something
-    fits."""
+) -> tuple[Layout, int, int, int, Recompute, Offload]:
+    """-> (layout, groups, micro-batch, gradient accumulation, recompute, offload): searched on known GPUs, where
+    something fits."""
     groups = wanted_groups(spec)
     best = (
         best_candidate(of_all_groups(spec), machine, devices_per_node) if is_searched(spec, machine, device) else None
@@ -124,11 +125,13 @@ def _choose(
         if problems := list(whole_hosts(spec.cluster.num_nodes, groups)):
             raise RecipeError(problems)
         layout = replace(best.layout, dp_replicate=best.layout.dp_replicate // groups)
-        return layout, groups, best.micro_batch_size, best.grad_accum_steps, best.recompute  # type: ignore[return-value]
+        recompute: Recompute = best.recompute  # type: ignore[assignment]
+        return layout, groups, best.micro_batch_size, best.grad_accum_steps, recompute, best.offload
     processes = _divide(spec.cluster.num_nodes * devices_per_node, groups, "resilience.replica_groups", "groups")
     layout = resolve_layout(of_one_group(spec), processes)
     sizes = resolve_batch(spec, replace(layout, dp_replicate=layout.dp_replicate * groups))
-    return layout, groups, *sizes, "none" if spec.recompute == AUTO else spec.recompute
+    offload: Offload = "none" if spec.offload == AUTO else spec.offload
+    return layout, groups, *sizes, "none" if spec.recompute == AUTO else spec.recompute, offload
 
 
 def of_one_group(spec: RunSpec) -> LayoutSpec:

@@ -79,6 +79,7 @@ def _candidate(placed: Placed, search: PoolSearch) -> Candidate:
             for size in sizes_to_predict(spec)
         ),
         pools=tuple(_part(placed, pools, pool) for pool in range(len(pools))),
+        offload="optimizer" if setup.offload_optimizer else "none",
     )
 
 

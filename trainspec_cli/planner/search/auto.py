@@ -61,7 +61,7 @@ def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute
         micro_batch_size=candidate.micro_batch_size,
         grad_accum_steps=_first_micro_batches(spec, candidate),
         recompute=candidate.recompute,  # type: ignore[arg-type]
-        offload="none" if spec.offload == AUTO else spec.offload,
+        offload=candidate.offload,
         params=capacity.params,
         flops_per_token=capacity.flops_per_token,
     )

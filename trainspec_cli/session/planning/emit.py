@@ -99,7 +99,7 @@ def resolved(planned: PlanReport) -> RunSpec:
         checkpoint=checkpoint,
         batching=replace(spec.batching, micro_batch_size=best.micro_batch_size),
         recompute=best.recompute,  # type: ignore[arg-type]
-        offload="none" if spec.offload == AUTO else spec.offload,
+        offload=best.offload,
         precision=replace(spec.precision, compute=_compute(spec)),
         comm=replace(spec.comm, gradients=spec.comm.fixed.gradients),
     )

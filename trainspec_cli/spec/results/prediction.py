@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -16,8 +17,11 @@ class MemoryBreakdown:
     gradients_bytes: float = 0.0
     optimizer_bytes: float = 0.0
     """Master weights and moments."""
+    feedback_bytes: float = 0.0
+    """What compressed gradients have lost so far, which the next step adds."""
     activations_bytes: float = 0.0
     logits_bytes: float = 0.0
+    """Logits, and what the loss makes of them."""
     comm_buffers_bytes: float = 0.0
     """Collectives' staging, of NCCL and of the framework."""
     fragmentation_bytes: float = 0.0
@@ -124,6 +128,8 @@ class Candidate:
     """Steps of the batch's sizes where it changes, or of some of many, smallest first."""
     pools: tuple[PoolPart, ...] = ()
     """The part of each pool, of a cluster of several."""
+    offload: Literal["none", "optimizer"] = "none"
+    """What waits in host memory."""
 
     @property
     def pipelines_cross_pools(self) -> bool:
