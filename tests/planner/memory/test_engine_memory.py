@@ -236,6 +236,50 @@ def test_arithmetic_comes_to_what_the_step_takes(run: Run, trace: Trace) -> None
     assert MOST_UNDER <= error_of(run, trace) <= MOST_OVER
 
 
+CLASSES = {
+    "parameters": ("parameters", "gathered"),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations", "temporaries"),
+    "logits": ("logits",),
+    "collectives": ("collectives",),
+}
+"""The classes that people see -> the causes of counts and traces."""
+MOST_APART = 0.02
+"""Of the peak: a class in the trace and in the count."""
+CLASS_RUNS = (
+    Run("qwen3_0_6b", fsdp(4, zero_stage=1), micro_batches=2, seq_len=2048, changes={"num_layers": 4}),
+    Run("qwen3_0_6b", fsdp(4, zero_stage=2), micro_batches=2, seq_len=2048, changes={"num_layers": 4}),
+    Run("qwen3_0_6b", fsdp(4, zero_stage=3), micro_batches=2, seq_len=2048, changes={"num_layers": 4}),
+    Run("qwen3_0_6b", {"dp_replicate": 4}, micro_batches=2, seq_len=2048, changes={"num_layers": 4}),
+    Run("qwen3_0_6b", fsdp(2, tp=2, zero_stage=1), micro_batches=2, seq_len=2048, changes={"num_layers": 4}),
+    Run("qwen3_0_6b", fsdp(2, pp=2, zero_stage=1), micro_batches=4, seq_len=2048, changes={"num_layers": 4}),
+    Run("qwen3_0_6b", fsdp(2, pp=2), micro_batches=4, recompute="full", seq_len=2048, changes={"num_layers": 4}),
+    Run("llama_6m", fsdp(2), samples=4, seq_len=512),
+    Run("moe_tiny", fsdp(4, ep=2), samples=8, seq_len=512),
+)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [CLASS_RUNS[0], *(pytest.param(run, marks=pytest.mark.slow) for run in CLASS_RUNS[1:])],
+    ids=lambda run: run.name,
+)
+def test_each_class_takes_what_it_takes_in_the_step(run: Run, trace: Trace) -> None:
+    """Whole gradients of ZeRO-1, ZeRO-2 and plain replicas are gradients, and no activations."""
+    plan = plan_of(run)
+    traced = trace(plan)
+    found = traced.peak_by_cause
+    counts = [engine_peak(run_of(plan), rank) for rank in range(plan.layout.pp)]
+    counted = counts[traced.rank * plan.layout.pp // plan.world_size]
+    for name, causes in CLASSES.items():
+        sizes = [sum(peak.get(cause, 0.0) for cause in causes) for peak in (found, counted)]
+        assert sizes[1] == pytest.approx(sizes[0], abs=MOST_APART * traced.peak_memory_bytes), name
+    params = count_params(plan.spec.model) / (plan.layout.tp * plan.layout.pp)
+    if run.micro_batches > 1 and plan.layout.zero_stage == 1:
+        assert counted["gradients"] > 2 * params, "whole ones, while the second micro-batch makes its own"
+
+
 def test_rotary_embeddings_take_for_a_moment_what_the_engines_do() -> None:
     """Within a block other operations take more, so that a block's peaks show little of it."""
     size = (2, 16, 4, 32)

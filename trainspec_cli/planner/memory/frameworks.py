@@ -293,7 +293,6 @@ def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float
         return 0.0
     whole = count_params(model) / (layout.tp * layout.pp)
     return FEEDBACK_BYTES * whole * ((layout.shards > 1) + (layout.dp_replicate > 1) / layout.shards)
-    buffers += constants.group_bytes * communicators(setup)
 
 
 def stage_activations(setup: Setup, stage: int, layers: int, layer: LayerMemory, logits: float) -> float:
