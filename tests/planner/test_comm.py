@@ -10,7 +10,7 @@ import pytest
 from trainspec_cli.planner.hardware.cluster import efficiency_of
 from trainspec_cli.planner.hardware.rates import matmul_flops_per_s, memory_bytes_per_s
 from trainspec_cli.planner.hardware.topology import axis_groups
-from trainspec_cli.planner.memory.feedback import feedback_bytes
+from trainspec_cli.planner.memory.frameworks import feedback_bytes
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.this_machine import predict_device, setup_of
 from trainspec_cli.planner.time.step import estimate_step
@@ -126,8 +126,9 @@ def test_low_rank_is_its_factors_and_what_makes_them() -> None:
     chip = setup.fabric.chip
     made_s = 64 * blocks / memory_bytes_per_s(chip, eff) + 64 * blocks / matmul_flops_per_s(chip, "fp32", eff)
     assert sum_s(across, 4.0 * found.params, setup, eff) == pytest.approx(moved_s + made_s, rel=1e-9)
-    assert feedback_bytes(found) == 8 * (blocks + columns)
-    assert not feedback_bytes(planned(H100S, 2, 10.0, LARGE, gradients="full"))
+    assert feedback_bytes(found.spec.model, found.layout, found.comm) == 8 * (blocks + columns)
+    full_comm = planned(H100S, 2, 10.0, LARGE, gradients="full").comm
+    assert not feedback_bytes(found.spec.model, found.layout, full_comm)
 
 
 def test_the_plan_says_whether_low_rank_pays() -> None:
@@ -148,9 +149,10 @@ def test_on_this_machine_low_rank_is_cheaper_over_slow_links() -> None:
 
 def test_feedback_takes_memory() -> None:
     shards = planned(H100S, 1, 0.0, LARGE, LayoutSpec(dp_shard=8), gradients="int8")
-    assert feedback_bytes(shards) == 4 * shards.params
+    assert feedback_bytes(shards.spec.model, shards.layout, shards.comm) == 4 * shards.params
     assert predict_device(shards, H100S).memory["error feedback"] == 4 * shards.params
     both = planned(H100S, 1, 0.0, LARGE, LayoutSpec(dp_shard=4, dp_replicate=2), gradients="int4")
-    assert feedback_bytes(both) == 4 * both.params * (1 + 1 / 4)
+    assert feedback_bytes(both.spec.model, both.layout, both.comm) == 4 * both.params * (1 + 1 / 4)
     for plain in ("bf16", "full"):
-        assert not feedback_bytes(planned(H100S, 1, 0.0, LARGE, LayoutSpec(dp_shard=8), gradients=plain))
+        whole = planned(H100S, 1, 0.0, LARGE, LayoutSpec(dp_shard=8), gradients=plain)
+        assert not feedback_bytes(whole.spec.model, whole.layout, whole.comm)

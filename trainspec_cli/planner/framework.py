@@ -29,6 +29,7 @@ def describe_software(
         overlap_tp=facts.overlap_tp,
         split_sends=facts.split_sends,
         grouped_experts=facts.grouped_experts,
+        expandable_segments=facts.expandable_segments,
         graphs=facts.graphs,
         unshards_pipelines=facts.unshards_pipelines,
         shards_states=sharding != "replicated",

@@ -65,6 +65,8 @@ class Software:
     """Pipeline stages send each tensor-parallel rank's part alone and gather it at the other end (arXiv:2104.04473)."""
     grouped_experts: bool = True
     """Experts run as one grouped kernel, and their tokens cross the network once a node."""
+    expandable_segments: bool = False
+    """The framework's launcher makes PyTorch's allocator grow its segments, where the devices allow it."""
     graphs: bool = False
     """Launches are replayed (CUDA graphs) or few (compiled programs)."""
     grad_bytes: float = 4.0

@@ -11,7 +11,6 @@ from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.hardware.cluster import describe_fabric, efficiency_of
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
-from trainspec_cli.planner.memory.feedback import feedback_bytes
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
 from trainspec_cli.planner.memory.local import peak_memory
 from trainspec_cli.planner.memory.predict import predict_memory
@@ -100,7 +99,7 @@ def predict_device(plan: Plan, machine: Machine) -> LocalPrediction:
             "activations": memory.activations_bytes,
             "logits": memory.logits_bytes,
             "collectives": memory.comm_buffers_bytes,
-            **({"error feedback": kept} if (kept := feedback_bytes(plan)) else {}),
+            **({"error feedback": memory.feedback_bytes} if memory.feedback_bytes else {}),
         },
         beside={"fragmentation": memory.fragmentation_bytes, "context": memory.context_bytes},
     )

@@ -1,19 +1,27 @@
 """PyTorch's caching allocator for CUDA devices, simulated: bytes that it reserves for a sequence of allocations.
 
-Its rules, as c10/cuda/CUDACachingAllocator.cpp has them by default (no expandable segments, no largest size to split):
+Its rules, as c10/cuda/CUDACachingAllocator.cpp has them. In both settings:
 
-- a request is rounded up to 512 bytes;
-- up to 1 MiB it comes out of segments of 2 MiB, up to 10 MiB out of segments of 20 MiB, and else out of a segment of
-  its own size, rounded up to 2 MiB;
-- the smallest free block that is large enough is taken; what is left of it stays free as a block of its own, if that
-  is 512 bytes in a small segment and more than 1 MiB in a large one;
-- a freed block joins its free neighbours in the segment; segments are kept.
+- a request is rounded up to 512 bytes; up to 1 MiB it is served by the small pool, else by the large one;
+- the smallest free block that is large enough is taken, and what is left of it stays free as a block of its own;
+- a freed block joins its free neighbours.
 
-What a full device makes it do besides (hand unused segments back and try again) is not simulated.
+By default a pool is made of segments, one cudaMalloc each: of 2 MiB in the small pool, of 20 MiB for requests of less
+than 10 MiB, and else of the request rounded up to 2 MiB. Blocks of two segments never join, and a large block is only
+split where more than 1 MiB is left. Segments are kept until the device is full; those without any live block are then
+handed back.
+
+With `expandable_segments:True` a pool is one range of addresses that grows by pages of 2 MiB (small) or 20 MiB (large),
+so that every hole can join what lies next to it. Blocks are split to 512 bytes. Of free blocks the one at the end of
+the range counts as large as the range can grow, and so is taken last. On a full device the pages inside free blocks
+are unmapped; the addresses stay, and are the first to be mapped again.
+
+One stream is simulated: each further stream has pools of its own, whose free blocks do not serve this one.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 
 KIB, MIB = 2**10, 2**20
@@ -25,100 +33,202 @@ MEDIUM_SEGMENT = 20 * MIB
 LARGE_ROUNDING = 2 * MIB
 
 
+def grows_segments(vendor: str) -> bool:
+    """Return whether runs on this vendor's devices set `expandable_segments:True`, in the launcher and the planner.
+
+    Builds for ROCm before torch 2.12 ignore it with a warning, and later ones were reported to crash with it (pytorch
+    issue 187343) and to lose the contents of live blocks (ROCm issue 6603), so that it is set on NVIDIA's alone.
+    """
+    return vendor == "nvidia"
+
+
 class MemoryBlock:
     """A part of a segment. `before` and `after` are its neighbours there."""
 
-    __slots__ = ("after", "before", "is_free", "number", "pool", "size")
+    __slots__ = ("address", "after", "before", "is_free", "is_mapped", "pool", "size")
 
-    def __init__(self, size: int, pool: _Pool, number: int):
-        self.size, self.pool, self.number = size, pool, number
+    def __init__(self, address: int, size: float, pool: _Pool, *, is_mapped: bool = True):
+        self.address = address
+        self.size = size
+        """Infinite for the unmapped end of a range of addresses."""
+        self.pool = pool
         self.before: MemoryBlock | None = None
         self.after: MemoryBlock | None = None
-        self.is_free = False
+        self.is_free = not is_mapped
+        self.is_mapped = is_mapped
+
+    @property
+    def reach(self) -> float:
+        """Bytes that a free block can grow to."""
+        grows = self.after is not None and not self.after.is_mapped
+        return self.size + (self.after.size if self.after is not None and grows else 0)
 
 
 class _Pool:
-    """Free blocks of small or of large segments, the smallest first."""
+    """The small or the large blocks: those that are free, the smallest first, and unmapped ranges by address."""
 
-    def __init__(self, least_left: int):
+    def __init__(self, page: int, least_left: int, *, is_expandable: bool):
+        self.page = page
         self.least_left = least_left
         """Bytes that must be left of a block for it to be split."""
-        self._free: list[tuple[int, int]] = []
-        self._blocks: dict[int, MemoryBlock] = {}
+        self.end = 0
+        """The next address for a segment of its own."""
+        self.free: list[tuple[float, int]] = []
+        self.unmapped: list[int] = []
+        self.blocks: dict[int, MemoryBlock] = {}
+        """Free and unmapped blocks by address."""
+        if is_expandable:
+            self.add(MemoryBlock(0, math.inf, self, is_mapped=False))
 
     def add(self, block: MemoryBlock) -> None:
         block.is_free = True
-        insort(self._free, (block.size, block.number))
-        self._blocks[block.number] = block
+        if block.is_mapped:
+            insort(self.free, (block.size, block.address))
+        else:
+            insort(self.unmapped, block.address)
+        self.blocks[block.address] = block
 
     def remove(self, block: MemoryBlock) -> None:
         block.is_free = False
-        del self._free[bisect_left(self._free, (block.size, block.number))]
-        del self._blocks[block.number]
+        if block.is_mapped:
+            del self.free[bisect_left(self.free, (block.size, block.address))]
+        else:
+            del self.unmapped[bisect_left(self.unmapped, block.address)]
+        del self.blocks[block.address]
 
     def best_fit(self, size: int) -> MemoryBlock | None:
-        place = bisect_left(self._free, (size, 0))
-        return self._blocks[self._free[place][1]] if place < len(self._free) else None
+        """Return the smallest free block that is large enough, one that can grow counting as large as it can."""
+        place = bisect_left(self.free, (size, 0))
+        if place == len(self.free):
+            return None
+        found = self.blocks[self.free[place][1]]
+        for _, address in self.free[place + 1 :]:
+            larger = self.blocks[address]
+            if larger.reach >= found.reach:
+                break
+            found = larger
+        return found
+
+    def growing_block(self, size: int) -> MemoryBlock:
+        """Return the free or unmapped block of the lowest address from which `size` bytes can be mapped."""
+        for address in self.unmapped:
+            start = self.blocks[address]
+            if start.before is not None and start.before.is_free:
+                start = start.before
+            room: float = 0
+            block: MemoryBlock | None = start
+            while block is not None and block.is_free and room < size:
+                room += block.size
+                block = block.after
+            if room >= size:
+                return start
+        raise AssertionError("the end of the addresses is always unmapped")
 
 
 class CachingAllocator:
-    """Counts bytes: those of live blocks, those of segments, and the most there were of each."""
+    """Counts bytes: those of live blocks, those that are reserved, and the most there were of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, expandable: bool = False, capacity_bytes: float = math.inf) -> None:
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self.reserved_bytes = self.peak_reserved_bytes = 0
-        self._small, self._large = _Pool(ROUNDING), _Pool(SMALL_REQUEST + 1)
-        self._count = 0
+        self.expandable = expandable
+        self.capacity_bytes = capacity_bytes
+        self._small = _Pool(SMALL_SEGMENT, ROUNDING, is_expandable=expandable)
+        self._large = _Pool(MEDIUM_SEGMENT, ROUNDING if expandable else SMALL_REQUEST + 1, is_expandable=expandable)
 
     def allocate(self, size: int) -> MemoryBlock:
-        """`size` is more than 0."""
-        size = rounded(size)
+        """`size` is more than 0. Raises MemoryError where it does not fit even when all that is unused is given
+        back."""
+        size = -(-size // ROUNDING) * ROUNDING
         pool = self._small if size <= SMALL_REQUEST else self._large
-        block = pool.best_fit(size)
+        block = pool.best_fit(size) or self._reserve(pool, size)
         if block is None:
-            block = self._new(segment_size(size), pool)
-            self.reserved_bytes += block.size
-            self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        else:
-            pool.remove(block)
-        self._split(block, size)
-        self.allocated_bytes += block.size
+            self.release_unused()
+            block = pool.best_fit(size) or self._reserve(pool, size)
+        if block is None:
+            raise MemoryError(f"{size} bytes do not fit: {self.reserved_bytes} of {self.capacity_bytes} are reserved")
+        pool.remove(block)
+        if block.size - size >= pool.least_left:
+            pool.add(_cut(block, size))
+        self.allocated_bytes += int(block.size)
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
     def free(self, block: MemoryBlock) -> None:
-        self.allocated_bytes -= block.size
-        for other in (block.before, block.after):
-            if other is not None and other.is_free:
-                other.pool.remove(other)
-                _join(block, other)
-        block.pool.add(block)
+        self.allocated_bytes -= int(block.size)
+        block.pool.add(_joined(block))
 
     def begin(self) -> None:
         """Count peaks anew from here; what is reserved stays so."""
         self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
 
-    def _new(self, size: int, pool: _Pool) -> MemoryBlock:
-        self._count += 1
-        return MemoryBlock(size, pool, self._count)
+    def release_unused(self) -> None:
+        """Hand back the segments without a live block, or the pages inside free blocks."""
+        for pool in (self._small, self._large):
+            for block in [pool.blocks[address] for _, address in pool.free]:
+                if self.expandable:
+                    self._unmap(block)
+                elif block.before is None and block.after is None:
+                    pool.remove(block)
+                    self.reserved_bytes -= int(block.size)
 
-    def _split(self, block: MemoryBlock, size: int) -> None:
-        if block.size - size < block.pool.least_left:
+    def _reserve(self, pool: _Pool, size: int) -> MemoryBlock | None:
+        """Return a free block of at least `size` bytes of newly reserved memory; None where the device has too
+        little."""
+        if self.expandable:
+            return self._expand(pool, size)
+        segment = segment_size(size)
+        if self.reserved_bytes + segment > self.capacity_bytes:
+            return None
+        block = MemoryBlock(pool.end, segment, pool)
+        pool.end += segment
+        self._add_reserved(segment)
+        pool.add(block)
+        return block
+
+    def _expand(self, pool: _Pool, size: int) -> MemoryBlock | None:
+        block = pool.growing_block(size)
+        while not block.is_mapped or block.size < size:
+            unmapped = block.after if block.is_mapped else block
+            assert unmapped is not None, "what follows a free block that can grow is unmapped"
+            missing = size - (int(block.size) if block.is_mapped else 0)
+            mapped = int(min(unmapped.size, -(-missing // pool.page) * pool.page))
+            if self.reserved_bytes + mapped > self.capacity_bytes:
+                return None
+            self._add_reserved(mapped)
+            pool.remove(unmapped)
+            if unmapped.size > mapped:
+                pool.add(_cut(unmapped, mapped))
+            unmapped.is_mapped = True
+            block = _joined(unmapped)
+            pool.add(block)
+        return block
+
+    def _add_reserved(self, size: int) -> None:
+        self.reserved_bytes += size
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+
+    def _unmap(self, block: MemoryBlock) -> None:
+        """Unmap the pages that lie in a free block as a whole; what is left at its ends stays free."""
+        pool = block.pool
+        first = -(-block.address // pool.page) * pool.page
+        last = (block.address + int(block.size)) // pool.page * pool.page
+        if last <= first:
             return
-        rest = self._new(block.size - size, block.pool)
-        rest.before, rest.after = block, block.after
-        if rest.after is not None:
-            rest.after.before = rest
-        block.size, block.after = size, rest
-        block.pool.add(rest)
-
-
-def rounded(size: int) -> int:
-    return -(-size // ROUNDING) * ROUNDING
+        pool.remove(block)
+        unmapped = block
+        if first > block.address:
+            unmapped = _cut(block, first - block.address)
+            pool.add(block)
+        if unmapped.size > last - first:
+            pool.add(_cut(unmapped, last - first))
+        unmapped.is_mapped = False
+        self.reserved_bytes -= last - first
+        pool.add(_joined(unmapped))
 
 
 def segment_size(size: int) -> int:
-    """Return the bytes that are asked of the device for a block of `size` bytes."""
+    """Return the bytes that are asked of the device for a block of `size` bytes, without expandable segments."""
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     if size < MEDIUM_REQUEST:
@@ -126,14 +236,31 @@ def segment_size(size: int) -> int:
     return -(-size // LARGE_ROUNDING) * LARGE_ROUNDING
 
 
-def _join(block: MemoryBlock, other: MemoryBlock) -> None:
-    """Make a neighbour part of the block."""
-    if other is block.before:
-        block.before = other.before
-        if block.before is not None:
-            block.before.after = block
-    else:
-        block.after = other.after
+def _cut(block: MemoryBlock, size: int) -> MemoryBlock:
+    """Cut a block that is in no list down to `size` bytes. Return the rest, a neighbour of it."""
+    rest = MemoryBlock(block.address + size, block.size - size, block.pool, is_mapped=block.is_mapped)
+    rest.before, rest.after = block, block.after
+    if rest.after is not None:
+        rest.after.before = rest
+    block.size, block.after = size, rest
+    return rest
+
+
+def _joined(block: MemoryBlock) -> MemoryBlock:
+    """Return a block that is in no list, joined with the free neighbours that are mapped as it is."""
+    before = block.before
+    if before is not None and before.is_free and before.is_mapped == block.is_mapped:
+        before.pool.remove(before)
+        before.size += block.size
+        before.after = block.after
+        if before.after is not None:
+            before.after.before = before
+        block = before
+    after = block.after
+    if after is not None and after.is_free and after.is_mapped == block.is_mapped:
+        after.pool.remove(after)
+        block.size += after.size
+        block.after = after.after
         if block.after is not None:
             block.after.before = block
-    block.size += other.size
+    return block

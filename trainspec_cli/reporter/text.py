@@ -174,11 +174,13 @@ def describe_batch(plan: Plan) -> str:
 
 
 def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> str:
-    """`predicted: 240 ms a step, 8,533 tokens/s · 700 MiB a process`."""
-    seconds = prediction.step_time_s
+    """`predicted: 240 ms a step, 8,533 tokens/s · 65.50 GiB a process, 56.75 GiB of them tensors`."""
+    seconds, tensors = prediction.step_time_s, ""
+    if prediction.beside:  # a run measures its tensors alone
+        tensors = f", {format_bytes(prediction.peak_memory_bytes)} of them tensors"
     return (
         f"predicted: {format_duration(seconds)} a step, {tokens_per_step / seconds:,.0f} tokens/s · "
-        f"{format_bytes(prediction.peak_memory_bytes)} a process"
+        f"{format_bytes(prediction.needed_bytes)} a process{tensors}"
     )
 
 

@@ -15,7 +15,7 @@ from trainspec_cli.planner.memory.frameworks import (
     estimate_memory,
     in_flight,
     kept_activation_bytes,
-    logit_bytes,
+    logits_bytes,
     mean_layer_memory,
     peak_bytes,
     state_bytes,
@@ -192,10 +192,10 @@ def test_states_of_a_hundred_parameters(
 def test_logits_by_who_computes_them() -> None:
     """8192 tokens of 128,256 logits."""
     logits = 8192 * 128_256
-    assert logit_bytes(setup_of(), DEFAULT_MEMORY) == 10 * logits
-    assert logit_bytes(setup_of(software=EAGER, layout=Layout(tp=4)), DEFAULT_MEMORY) == 12 * logits / 4
-    assert logit_bytes(setup_of(software=Software(shifted_logits=True)), DEFAULT_MEMORY) == 12 * logits
-    assert logit_bytes(setup_of("resnet50"), DEFAULT_MEMORY) == 0
+    assert logits_bytes(setup_of(), DEFAULT_MEMORY) == 10 * logits
+    assert logits_bytes(setup_of(software=EAGER, layout=Layout(tp=4)), DEFAULT_MEMORY) == 12 * logits / 4
+    assert logits_bytes(setup_of(software=Software(shifted_logits=True)), DEFAULT_MEMORY) == 12 * logits
+    assert logits_bytes(setup_of("resnet50"), DEFAULT_MEMORY) == 0
 
 
 def test_what_the_optimizer_takes_for_a_step() -> None:
@@ -214,16 +214,30 @@ def test_an_eager_run_of_the_engine_is_counted_tensor_by_tensor(layout: Layout, 
     wanted = replace(wanted, layout=replace(layout, sequence_parallel=False))
     assert len(found) == layout.pp and len(set(found[:-1])) <= 1
     for stage, rank in ((found[0], 0), (found[-1], layout.pp - 1)):
-        peak = engine_peak(wanted, rank).by_cause
+        peak = engine_peak(wanted, rank)
         assert stage.parameters_bytes == peak["parameters"] + peak["gathered"]
         assert (stage.gradients_bytes, stage.optimizer_bytes) == (peak["gradients"], peak["optimizer"])
         assert stage.activations_bytes == peak["activations"] + peak["temporaries"]
-        assert stage.comm_buffers_bytes == 0.3 * 2**30 * communicators(setup)
+        assert stage.logits_bytes == peak["logits"]
+        assert stage.comm_buffers_bytes == peak["collectives"] + 0.3 * 2**30 * communicators(setup)
         assert stage.context_bytes == 1.2 * 2**30
-        states = stage.parameters_bytes + stage.gradients_bytes + stage.optimizer_bytes
-        holes = 0.08 * stage.activations_bytes + 0.04 * states
-        whole = sum(peak.values()) + stage.comm_buffers_bytes + stage.context_bytes + holes
+        states = stage.parameters_bytes + stage.optimizer_bytes
+        holes = 0.08 * (sum(peak.values()) - states) + 0.04 * states
+        whole = sum(peak.values()) + 0.3 * 2**30 * communicators(setup) + stage.context_bytes + holes
         assert stage.fragmentation_bytes == pytest.approx(holes + 0.06 * whole)
+
+
+def test_segments_that_grow_lose_less_where_the_framework_sets_it_and_the_device_allows_it() -> None:
+    setup = setup_of(layout=Layout(dp_shard=8), software=replace(EAGER, expandable_segments=True))
+    amd = replace(setup, fabric=replace(setup.fabric, chip=replace(setup.fabric.chip, vendor="amd")))
+    plain = replace(setup, software=EAGER)
+    for recompute, part in (("none", 0.02), ("full", 0.02 + 0.05)):
+        recomputed = [replace(one, recompute=RECOMPUTE[recompute]) for one in (setup, amd, plain)]
+        grown, refused, unset = (predict_memory(one, recompute)[0] for one in recomputed)
+        tensors = grown.total_bytes - grown.fragmentation_bytes - grown.context_bytes - 0.3 * 2**30
+        lost = grown.fragmentation_bytes - 0.06 * (grown.total_bytes - grown.fragmentation_bytes)
+        assert lost == pytest.approx(1.06 * part * tensors, rel=1e-6)
+        assert refused == unset and grown.total_bytes < unset.total_bytes
 
 
 @pytest.mark.parametrize(
@@ -241,7 +255,7 @@ def test_a_setup_is_counted_with_its_formats_and_sizes(changes: dict[str, object
     setup = setup_of(**{"layout": Layout(dp_shard=8), "software": EAGER} | changes)
     layout = replace(setup.layout, sequence_parallel=False)
     run = EngineRun(setup.model, layout, 8192, 1, 8, "bf16", "fp32", "none", 8.0, "bf16")
-    peak = engine_peak(replace(run, **counts), 0).by_cause  # type: ignore[arg-type]
+    peak = engine_peak(replace(run, **counts), 0)  # type: ignore[arg-type]
     (found,) = predict_memory(setup, "none")
     assert found.activations_bytes == peak["activations"] + peak["temporaries"]
     assert (found.gradients_bytes, found.optimizer_bytes) == (peak["gradients"], peak["optimizer"])

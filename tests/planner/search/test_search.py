@@ -143,11 +143,15 @@ def test_the_best_alone_is_the_best_of_the_plan() -> None:
 
 def test_the_first_choice_is_not_one_that_barely_fits() -> None:
     """A layout that is a percent faster, and fits at nine in ten, comes after one that surely fits."""
-    plan = plan_capacity(run_of("llama3_70b", nodes=32, batch=1024, train=TrainSection(max_steps=100_000)))
+    cluster = run_of("llama3_70b", nodes=32).cluster
+    assert cluster.accelerator is not None
+    cluster = replace(cluster, accelerator=replace(cluster.accelerator, memory_gb=77.0))
+    steps = TrainSection(max_steps=100_000)
+    plan = plan_capacity(run_of("llama3_70b", nodes=32, batch=1024, train=steps, cluster=cluster))
     assert plan.best is not None and plan.best.fit_probability > 0.999
     assert plan.safest == plan.best
     pinned = {"layout": LayoutSpec(1, 16, 1, 4, 4, zero_stage=1, pipeline_schedule="1f1b"), "recompute": "selective"}
-    alone = plan_capacity(run_of("llama3_70b", nodes=32, **pinned, batching=BatchingSpec(1024, 1)))
+    alone = plan_capacity(run_of("llama3_70b", nodes=32, **pinned, batching=BatchingSpec(1024, 1), cluster=cluster))
     tight = alone.candidates[0]
     assert tight.fits and tight.fit_probability < 0.97 and tight.step_time_s < plan.best.step_time_s
     assert tight.expected_step_s > tight.step_time_s

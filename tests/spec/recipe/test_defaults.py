@@ -233,6 +233,7 @@ DEFAULTS: dict[str, Any] = {
         "steps_from_sums": True,
         "model_groups": False,
         "shifted_logits": False,
+        "expandable_segments": True,
         "unshards_pipelines": False,
         "gb_bytes": 1073741824,
         "states": {

@@ -30,15 +30,20 @@ COLLECTIVES = {
 }
 
 
+EXCHANGING_STATE = ("dp_shard", "dp_replicate", "expert_shard", "pp")
+"""Axes whose exchanges have buffers of their own; those of other axes are activations."""
+
+
 class Ledger(TorchDispatchMode):
     """While it is entered, everything that is allocated, computed and exchanged is written down.
 
     A storage counts from the operation that made it until it dies, with the size that it has: FSDP2 frees parameters by
     resizing their storages to nothing. What autograd saves counts as activations, what FSDP2 gathers as gathered, what
-    is named as it is named (`name`), the rest as temporaries.
+    data parallelism and pipelines exchange as collectives, what is named as it is named (`name`), the rest as
+    temporaries.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, expandable_segments: bool = False) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
         self.flops = 0.0
@@ -47,27 +52,38 @@ class Ledger(TorchDispatchMode):
         """Names of process groups -> the mesh axes that they lie along."""
         self.by_cause: Counter[str] = Counter()
         self.peak_by_cause: Counter[str] = Counter()
-        self.allocator = CachingAllocator()
+        self.vocabulary: int | None = None
+        """Size of a rank's part of the vocabulary: rows of this length are logits, and matrices with this many rows
+        that an operation returns are gradients of the embedding or the head."""
+        self.allocator = CachingAllocator(expandable=expandable_segments)
         """What PyTorch's allocator for CUDA devices would reserve for the same storages."""
         self._blocks: dict[int, MemoryBlock] = {}
         self._sizes: dict[int, int] = {}
         self._causes: dict[int, str] = {}
+        self._births: dict[int, int] = {}
+        self._time = self._peak_time = 0
+        """The number of storages made so far, and until the peak."""
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
 
     def begin(self) -> None:
         """Count anew from here; what lives stays counted."""
         self.peak_bytes, self.flops, self.comm_bytes = self.live_bytes, 0.0, Counter()
-        self.peak_by_cause = Counter(self.by_cause)
+        self.peak_by_cause, self._peak_time = Counter(self.by_cause), self._time
 
     def name(self, tensors: Iterable[Tensor], cause: str) -> None:
-        """Count what `tensors` hold as `cause` from now on."""
+        """Count what `tensors` hold as `cause` from now on, and in the peak, if they lived then: a buffer is made
+        before the operation that shows what it is for."""
         for tensor in _tensors(list(tensors)):
             self._rename(tensor.untyped_storage()._cdata, cause)
 
     def _rename(self, key: int, cause: str) -> None:
         if key in self._sizes:
-            self.by_cause[self._causes[key]] -= self._sizes[key]
-            self.by_cause[cause] += self._sizes[key]
+            counters = [self.by_cause]
+            if self._births[key] <= self._peak_time:
+                counters.append(self.peak_by_cause)
+            for counter in counters:
+                counter[self._causes[key]] -= self._sizes[key]
+                counter[cause] += self._sizes[key]
             self._causes[key] = cause
 
     def __enter__(self) -> Ledger:
@@ -90,7 +106,8 @@ class Ledger(TorchDispatchMode):
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     def _save(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor) and self._causes.get(tensor.untyped_storage()._cdata) == "temporaries":
+        cause = self._causes.get(tensor.untyped_storage()._cdata)
+        if not isinstance(tensor, DTensor) and cause in ("temporaries", "collectives"):
             owner = tensor if tensor._base is None else tensor._base
             self.name([tensor], "gathered" if isinstance(owner, nn.Parameter) else "activations")
         return tensor
@@ -102,15 +119,27 @@ class Ledger(TorchDispatchMode):
         else:
             self._computed(func, args, kwargs or {}, result)
             for tensor in _tensors(result):
-                self._hold(tensor.untyped_storage())
+                self._hold(tensor.untyped_storage(), self._cause_of(tensor, func, args))
         return result
 
-    def _hold(self, storage: torch.UntypedStorage) -> None:
+    def _cause_of(self, tensor: Tensor, func: Any, args: Any) -> str:
+        """Return the cause of a tensor that `func` has made."""
+        if func is _aten._to_copy.default and self._causes.get(args[0].untyped_storage()._cdata) == "gradients":
+            return "gradients"  # whole gradients in the format of their exchange
+        if self.vocabulary is None or tensor.dim() != 2:
+            return "temporaries"
+        if tensor.shape[1] == self.vocabulary:
+            return "logits"
+        return "gradients" if tensor.shape[0] == self.vocabulary else "temporaries"
+
+    def _hold(self, storage: torch.UntypedStorage, cause: str = "temporaries") -> None:
         """Its size now; new ones are watched until they die."""
         key, size = storage._cdata, storage.nbytes()
         if key not in self._sizes:
             weakref.finalize(storage, self._drop, key)
-            self._causes[key] = "temporaries"
+            self._causes[key] = cause
+            self._time += 1
+            self._births[key] = self._time
         grown = size - self._sizes.get(key, 0)
         if grown:
             self._reserve(key, size)
@@ -119,6 +148,7 @@ class Ledger(TorchDispatchMode):
         self.by_cause[self._causes[key]] += grown
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_by_cause = self.live_bytes, Counter(self.by_cause)
+            self._peak_time = self._time
 
     def _reserve(self, key: int, size: int) -> None:
         """Give the storage a block of its size in the place of the one that it has."""
@@ -148,6 +178,10 @@ class Ledger(TorchDispatchMode):
             group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
             axis = self.axes.get(dist.ProcessGroup.unbox(group).group_name, "all")
             self.comm_bytes[f"{axis} {kind}"] += max(sides, default=0)
+            if axis in EXCHANGING_STATE:
+                for tensor in _tensors(args):
+                    if self._causes.get(tensor.untyped_storage()._cdata) == "temporaries":
+                        self.name([tensor], "collectives")
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

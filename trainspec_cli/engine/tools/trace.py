@@ -7,7 +7,7 @@ holds and computes can be counted on a laptop.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,8 +29,10 @@ from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.shares import local_part
 from trainspec_cli.engine.tools.ledger import Ledger
+from trainspec_cli.policy.caching_allocator import grows_segments
 from trainspec_cli.spec.recipe.kernels import KernelSpec
 from trainspec_cli.spec.recipe.layout import MESH_AXES
+from trainspec_cli.spec.recipe.model import TextModel
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.tools import TraceRequest, TraceResult
 
@@ -51,7 +53,8 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
     plan = replace(plan, spec=replace(plan.spec, compile=False), kernels=KernelSpec())
     with fake_world(rank, plan.world_size):
         mesh = build_mesh(plan.layout, "cpu")
-        ledger = Ledger()
+        chip = plan.spec.cluster.accelerator
+        ledger = Ledger(expandable_segments=chip is None or grows_segments(chip.vendor))
         with FakeTensorMode(allow_non_fake_inputs=True), ledger, kernels_of(plan.device):
             state = build_train_state(plan, CPU, mesh)
             for part in state.parts:
@@ -59,6 +62,8 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
             state.clock.on_gpu = False
             ledger.axes = axes_of_groups(state)
             name_state(ledger, state)
+            if isinstance(plan.spec.model, TextModel):
+                ledger.vocabulary = plan.spec.model.vocab_size // plan.layout.tp
             state_bytes = float(ledger.live_bytes)
             counted = {count: count_step(plan, state, ledger, count) for count in traced_micro_batches(plan)}
             reserved = float(ledger.allocator.peak_reserved_bytes)
@@ -77,7 +82,7 @@ def axes_of_groups(state: TrainState) -> dict[str, str]:
 
 
 def name_state(ledger: Ledger, state: TrainState) -> None:
-    """Name what lasts from step to step; a gradient as soon as it stands at its parameter."""
+    """Name what lasts from step to step; a gradient as soon as it stands at its parameter, a shard of it or whole."""
     ledger.name((share.local for share in state.shares), "parameters")
     ledger.name((buffer for part in state.parts for buffer in part.buffers()), "parameters")
     moments = (value for moments in state.optimizer.state.values() for value in moments.values())
@@ -86,8 +91,22 @@ def name_state(ledger: Ledger, state: TrainState) -> None:
     def name_gradient(parameter: Any) -> None:
         ledger.name([local_part(parameter.grad)], "gradients")
 
-    for share in (share for share in state.shares if share.is_trained):
-        share.parameter.register_post_accumulate_grad_hook(name_gradient)
+    watched: set[int] = set()
+
+    def watch(parameters: Iterable[Any]) -> None:
+        for parameter in (parameter for parameter in parameters if id(parameter) not in watched):
+            watched.add(id(parameter))
+            if id(parameter) not in lasting:
+                ledger.name([local_part(parameter)], "gathered")
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(name_gradient)
+
+    lasting = {id(share.parameter) for share in state.shares}
+    watch(share.parameter for share in state.shares)
+    for part in state.parts:  # within a forward, modules hold the gathered parameters
+        part.register_forward_pre_hook(lambda part, _: watch(part.parameters()))
+        for module in part.modules():
+            module.register_forward_pre_hook(lambda module, _: watch(module.parameters(recurse=False)))
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import trainspec_cli
 from trainspec_cli.environment_names import GENERATION, LAUNCH_ID
 from trainspec_cli.launcher.job.communication import communication_environment
 from trainspec_cli.launcher.job.place import NodePlace, interface_of, own_address
+from trainspec_cli.policy.caching_allocator import grows_segments
 from trainspec_cli.policy.recovery.recovery import FAILURE_GRACE_S
 from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
@@ -210,7 +211,7 @@ def job_environment(plan: Plan, machine: Machine, launch_id: str) -> dict[str, s
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(FAILURE_GRACE_S),
         # One node talks to itself: no hostname to resolve, and gloo's data sockets listen on the loopback alone.
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-        **(keep_freed_memory() if plan.device == "cpu" else growing_segments()),
+        **(keep_freed_memory() if plan.device == "cpu" else growing_segments(machine)),
         **own_modules(),
     }
 
@@ -239,10 +240,14 @@ def _compile_cache() -> Path:
     return folder
 
 
-def growing_segments() -> dict[str, str]:
-    """Let a GPU's segments grow, so that tensors of changing sizes leave no holes; the user's own setting stays."""
+def growing_segments(machine: Machine) -> dict[str, str]:
+    """Let a GPU's segments grow where its vendor's builds of torch allow it, so that tensors of changing sizes leave no
+    holes; the user's own setting stays."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    return {} if any(name in os.environ for name in names) else {names[0]: "expandable_segments:True"}
+    is_amd = any(word in name.lower() for name in machine.gpu_names for word in ("amd", "instinct", "radeon"))
+    if any(name in os.environ for name in names) or not grows_segments("amd" if is_amd else "nvidia"):
+        return {}
+    return {names[0]: "expandable_segments:True"}
 
 
 def own_modules() -> dict[str, str]:

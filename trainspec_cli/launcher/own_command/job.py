@@ -199,7 +199,7 @@ def _environment(command: Sequence[str], machine: Machine, grace_s: float, proce
         environment["OMP_NUM_THREADS"] = str(max(1, machine.cpu_cores // processes))
     if not machine.gpu_names:
         environment |= keep_freed_memory()
-    grown = growing_segments() if machine.gpu_names else {}
+    grown = growing_segments(machine) if machine.gpu_names else {}
     return {**grown, **_unless_set(environment)}
 
 

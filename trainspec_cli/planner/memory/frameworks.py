@@ -12,11 +12,16 @@ from dataclasses import dataclass
 
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.compute import EIGHT_BIT
-from trainspec_cli.planner.workload import embedding_work, head_work, layer_kinds
+from trainspec_cli.planner.workload import count_params, embedding_work, head_work, layer_kinds
+from trainspec_cli.planner.workload.factors import block_factors
 from trainspec_cli.planner.workload.work import Work
+from trainspec_cli.policy.caching_allocator import grows_segments
 from trainspec_cli.policy.pipeline import layers_per_rank
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
+from trainspec_cli.spec.recipe.comm import WireFormats
+from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import NF4_BLOCK, NF4_SCALE_BLOCK
+from trainspec_cli.spec.recipe.model import ModelSpec
 from trainspec_cli.spec.results.prediction import MemoryBreakdown
 from trainspec_cli.units import GIB
 
@@ -38,6 +43,11 @@ class MemoryModel:
     forwards badly: 22% of all in such traces, and 25% of activations in the tables of runs with full recomputation."""
     states_fragmentation: float = 0.04
     """The same of parameters, gradients and optimizer states: allocated once, rounded up to whole blocks."""
+    grown_fragmentation: float = 0.02
+    """With expandable segments, where holes join what lies next to them and no segment is rounded up, the fraction of
+    all tensors that is lost: the mean over traces of the engine's steps of more than 1 GiB, by the same rules."""
+    grown_recompute_fragmentation: float = 0.05
+    """The same that comes to it under full recomputation: 7% of all in such traces."""
     logit_bytes: float = 10.0
     """A logit: 2 in the compute format, 4 in the loss, 4 its gradient before it is cast back."""
     logit_bytes_eager: float = 12.0
@@ -74,6 +84,8 @@ class LayerMemory:
     """Live while the layer itself runs."""
     output_bytes: float
     """Bytes of its output, which it hands to the next."""
+    logits_bytes: float
+    """Of the last stage: logits and what the loss makes of them, for as many tokens as it takes at a time."""
 
 
 def saved_of(work: Work, setup: Setup) -> float:
@@ -118,7 +130,8 @@ def mean_layer_memory(setup: Setup) -> LayerMemory:
         kept += number * kept_of(works, setup)
         working = max(working, sum(saved_of(work, setup) for work in works))
         output = max(output, works[0].input_bytes)
-    return LayerMemory(params / count, experts / count, kept / count, working, output)
+    logits = logits_bytes(setup, DEFAULT_MEMORY)
+    return LayerMemory(params / count, experts / count, kept / count, working, output, logits)
 
 
 def in_flight(setup: Setup, stage: int) -> float:
@@ -203,7 +216,7 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
     outside = sum(work.params for work in ends if work)
     dense = add(state_bytes(layers * layer.params, shards, setup), state_bytes(outside, shards, setup, True))
     experts = state_bytes(layers * layer.expert_params, layout.expert_shards, setup)
-    logits = logit_bytes(setup, constants) if last else 0.0
+    logits = layer.logits_bytes if last else 0.0
     activations = stage_activations(setup, stage, layers, layer, logits)
     buffers = setup.software.bucket_bytes if layout.data_parallel_size * layout.cp > 1 else 0.0
     gathered = gathered_bytes(layer, layers, outside, setup)
@@ -211,14 +224,50 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
     stepped = step_bytes(stepping * setup.trainable, constants.reuse * (activations + logits + gathered), setup)
     parameters = dense[0] + experts[0] + gathered
     gradients, optimizer = dense[1] + experts[1], dense[2] + experts[2] + stepped
+    held = in_flight(setup, stage)
+    if setup.software.counted and setup.grad_accum <= held:
+        # The engine has no buffers for gradients: the first ones are made as a micro-batch's activations are freed.
+        gradients = max(0.0, gradients - activations / held)
+    return with_overhead(setup, constants, parameters, gradients, optimizer, activations, logits, buffers)
+
+
+def with_overhead(
+    setup: Setup,
+    constants: MemoryModel,
+    parameters: float,
+    gradients: float,
+    optimizer: float,
+    activations: float,
+    logits: float,
+    buffers: float,
+    *,
+    counted: bool = False,
+) -> MemoryBreakdown:
+    """Return the memory of a stage whose tensors take these bytes: with the error feedback of compressed gradients, the
+    communicators, the allocator's holes, the device's context, and the reserve. `counted`: gradients and buffers come
+    and go within a step, as in the engine, instead of lasting."""
+    feedback = feedback_bytes(setup.model, setup.layout, setup.software.wire)
+    grows = setup.software.expandable_segments and grows_segments(setup.fabric.chip.vendor)
+    again = setup.recompute.matmul * setup.recompute.layers
+    states, work = parameters + optimizer, activations + logits
+    if counted:
+        work += gradients + buffers
+    else:
+        states += gradients
+    if grows:
+        unused = constants.grown_fragmentation + constants.grown_recompute_fragmentation * again
+        unused *= states + work
+    else:
+        unused = (constants.fragmentation + constants.recompute_fragmentation * again) * work
+        unused += constants.states_fragmentation * states
     buffers += constants.group_bytes * communicators(setup)
-    unused = fragmentation_of(setup, constants) * (activations + logits)
-    unused += constants.states_fragmentation * (parameters + gradients + optimizer)
-    whole = parameters + gradients + optimizer + activations + logits + buffers + unused + constants.context_bytes
+    whole = parameters + gradients + optimizer + activations + logits + buffers
+    whole += feedback + unused + constants.context_bytes
     return MemoryBreakdown(
         parameters_bytes=parameters,
         gradients_bytes=gradients,
         optimizer_bytes=optimizer,
+        feedback_bytes=feedback,
         activations_bytes=activations,
         logits_bytes=logits,
         comm_buffers_bytes=buffers,
@@ -227,10 +276,23 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
     )
 
 
-def fragmentation_of(setup: Setup, constants: MemoryModel) -> float:
-    """Return the fraction of activations that is lost, by the part of the products that are computed again."""
-    again = setup.recompute.matmul * setup.recompute.layers
-    return constants.fragmentation + constants.recompute_fragmentation * again
+FEEDBACK_BYTES = 2 * 2
+"""Bytes of a value: in bf16, as of the last update and as of the step that is being made."""
+LOW_RANK_BYTES = 2 * 4
+"""The same in fp32, of a value of the matrices in low rank and of their Q; vectors are few."""
+
+
+def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float:
+    """Return the bytes of one rank's error feedback, what compressed gradients have lost so far: of whole gradients
+    where shards are summed, of its own shard where replicas are."""
+    if wire.uses_low_rank:
+        factors = block_factors(model, wire.rank, layout.tp)
+        values = model.num_layers / layout.pp * (factors.values + factors.right)
+        return LOW_RANK_BYTES * values if layout.dp_replicate > 1 else 0.0
+    if not {wire.gradients, wire.across_nodes} & {"int8", "int4"}:
+        return 0.0
+    whole = count_params(model) / (layout.tp * layout.pp)
+    return FEEDBACK_BYTES * whole * ((layout.shards > 1) + (layout.dp_replicate > 1) / layout.shards)
 
 
 def stage_activations(setup: Setup, stage: int, layers: int, layer: LayerMemory, logits: float) -> float:
@@ -242,7 +304,7 @@ def stage_activations(setup: Setup, stage: int, layers: int, layer: LayerMemory,
     return kept + max(0.0, layer.working_bytes - layer.kept_bytes - logits)
 
 
-def logit_bytes(setup: Setup, constants: MemoryModel) -> float:
+def logits_bytes(setup: Setup, constants: MemoryModel) -> float:
     if setup.model.unit == "samples":
         return 0.0
     software = setup.software

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainspec_cli.planner.memory.engine.run import outer_bytes_of
-from trainspec_cli.planner.memory.feedback import feedback_bytes
+from trainspec_cli.planner.memory.frameworks import feedback_bytes
 from trainspec_cli.planner.optimizer import moment_bytes
 from trainspec_cli.planner.time.local import COMPUTE_BYTES, micro_tokens, unit_params
 from trainspec_cli.spec.recipe.model import DecoderModel
@@ -23,7 +23,7 @@ def peak_memory(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[st
         "parameters": parameter_bytes(plan, model),
         **step,
         "checkpoint copy": copy_bytes(plan),
-        **({"error feedback": kept} if (kept := feedback_bytes(plan)) else {}),
+        **({"error feedback": kept} if (kept := feedback_bytes(model, plan.as_one_group.layout, plan.comm)) else {}),
         **({"outer optimizer": outer} if (outer := outer_bytes(plan)) else {}),
         "fragmentation": fragmentation(probe) * sum(step.values()),
     }

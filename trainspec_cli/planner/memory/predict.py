@@ -1,4 +1,8 @@
-"""The engine's count in the planner's terms: a breakdown for each pipeline stage."""
+"""The memory of a run on devices: `predict_memory` is the one answer that plans, launches and refusals give.
+
+`layer_memory` is for searches alone, which look at thousands of layouts: with it `frameworks.peak_of` gives a rough
+estimate, at most `SLACK` times the answer, so that a search drops nothing that fits. People never see that estimate.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,13 @@ from typing import cast
 
 from trainspec_cli.planner.memory.engine.blocks import profile_block
 from trainspec_cli.planner.memory.engine.run import WIDTHS, EngineRun, fuses_countably, is_counted, rank_peaks
-from trainspec_cli.planner.memory.engine.step import shape_of
+from trainspec_cli.planner.memory.engine.step import loss_bytes, shape_of
 from trainspec_cli.planner.memory.frameworks import (
     DEFAULT_MEMORY,
     LayerMemory,
-    MemoryModel,
-    communicators,
     estimate_memory,
-    fragmentation_of,
     mean_layer_memory,
+    with_overhead,
 )
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.spec.recipe.layout import MESH_AXES
@@ -26,22 +28,32 @@ from trainspec_cli.spec.results.prediction import MemoryBreakdown
 
 
 def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
-    """Count a run of trainspec's own engine, eager or with compiled blocks that are counted; estimate any other as
-    frameworks in general."""
-    if not _is_counted(setup, recompute):
+    """Return the memory of each pipeline stage: counted for a run of trainspec's own engine, eager or with compiled
+    blocks that are counted, and estimated as of frameworks in general for any other."""
+    run = _run_of(setup, recompute)
+    if run is None:
         return estimate_memory(setup)
-    run = _run_of(setup, cast("Recompute", recompute))
-    outside_bytes = DEFAULT_MEMORY.group_bytes * communicators(setup)
-    lost = fragmentation_of(setup, DEFAULT_MEMORY)
-    return tuple(_breakdown(peak.by_cause, outside_bytes, lost, DEFAULT_MEMORY) for peak in rank_peaks(run))
+    return tuple(
+        with_overhead(
+            setup,
+            DEFAULT_MEMORY,
+            parameters=peak["parameters"] + peak["gathered"],
+            gradients=peak["gradients"],
+            optimizer=peak["optimizer"],
+            activations=peak["activations"] + peak["temporaries"],
+            logits=peak["logits"],
+            buffers=peak["collectives"],
+            counted=True,
+        )
+        for peak in rank_peaks(run)
+    )
 
 
 def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
-    """The mean layer's activations as the engine has them, for a search that looks at many layouts."""
-    general = mean_layer_memory(setup)
-    if setup.model.unit == "samples" or not _is_counted(setup, recompute):
+    """Return the mean layer's activations and the logits as the engine has them, for a search over many layouts."""
+    general, run = mean_layer_memory(setup), _run_of(setup, recompute)
+    if setup.model.unit == "samples" or run is None:
         return general
-    run = _run_of(setup, cast("Recompute", recompute))
     model = cast("TextModel", setup.model)
     number = Counter(model.layer_list)
     profiles = {layer: profile_block(shape_of(run, model, layer), run.recompute, False) for layer in number}
@@ -50,68 +62,41 @@ def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
         general,
         kept_bytes=sum(number[layer] * profiles[layer].kept for layer in number) / number.total(),
         working_bytes=max(profile.backward[-1].peak for profile in profiles.values()) - gradient,
+        logits_bytes=loss_bytes(run, model),
     )
 
 
-def _is_counted(setup: Setup, recompute: str) -> bool:
+def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
+    """Return the run that the engine's count is of; None where the engine does not build it, or it is not counted."""
+    software, layout = setup.software, setup.layout
     offload = "optimizer" if setup.offload_optimizer else "none"
-    if not setup.software.counted or setup.matmul not in (setup.compute, "fp8"):
-        return False
-    if setup.software.fused_kernels and not fuses_countably(setup.model, setup.lora, setup.matmul, setup.compute):
-        return False
-    return recompute in ("none", "selective", "full") and is_counted(setup.model, offload) and _is_built(setup)
-
-
-def _is_built(setup: Setup) -> bool:
-    """The engine spreads this model so: along no axis that its family refuses, experts within a replica."""
-    layout = setup.layout
+    if not software.counted or setup.matmul not in (setup.compute, "fp8"):
+        return None
+    if software.fused_kernels and not fuses_countably(setup.model, setup.lora, setup.matmul, setup.compute):
+        return None
+    if recompute not in ("none", "selective", "full") or not is_counted(setup.model, offload):
+        return None
+    # The engine spreads experts within a replica, and no model along an axis that its family refuses.
     if any(getattr(layout, axis) > 1 for axis in MESH_AXES if axis in setup.model.record.refuses):
-        return False
-    return layout.etp == 1 and layout.expert_ranks % layout.ep == 0
-
-
-def _run_of(setup: Setup, recompute: Recompute) -> EngineRun:
-    sequence_parallel = setup.layout.sequence_parallel and setup.layout.tp > 1
+        return None
+    if layout.etp > 1 or layout.expert_ranks % layout.ep:
+        return None
+    micro_batches = setup.grad_accum
+    if layout.pp > 1 and layout.pipeline_schedule != "gpipe":
+        # A full pipeline repeats itself: twice as many micro-batches as stages hold as much as more, within 0.03%.
+        micro_batches = min(micro_batches, 2 * layout.num_stages)
     return EngineRun(
         model=setup.model,
-        layout=replace(setup.layout, sequence_parallel=sequence_parallel),
+        layout=replace(layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1),
         seq_len=setup.seq_len,
         samples=int(setup.micro_batch_size),
-        micro_batches=_telling(setup),
+        micro_batches=micro_batches,
         compute=setup.compute,
-        reduce="bf16" if setup.software.reduce_bytes == 2.0 else "fp32",
-        recompute=recompute,
+        reduce="bf16" if software.reduce_bytes == 2.0 else "fp32",
+        recompute=cast("Recompute", recompute),
         matmul=setup.matmul,
-        optimizer=setup.software.optimizer,
+        optimizer=software.optimizer,
         lora=setup.lora,
-        compiled=setup.software.fused_kernels,
+        compiled=software.fused_kernels,
         outer_bytes=setup.outer_bytes,
-    )
-
-
-def _telling(setup: Setup) -> int:
-    """Return how many micro-batches show the peak: a pipeline that is full repeats itself, but for gpipe, which holds
-    all. A step of twice as many micro-batches as stages holds as much as one of more, within 0.03%."""
-    layout = setup.layout
-    if layout.pipeline_schedule == "gpipe" or layout.pp == 1:
-        return setup.grad_accum
-    return min(setup.grad_accum, 2 * layout.num_stages)
-
-
-def _breakdown(
-    peak: dict[str, float], groups_bytes: float, fragmentation: float, constants: MemoryModel
-) -> MemoryBreakdown:
-    """Add what no tensor takes: communicators, the allocator's holes, the device's context, and the reserve."""
-    parameters, work = peak["parameters"] + peak["gathered"], peak["activations"] + peak["temporaries"]
-    unused = fragmentation * work
-    unused += constants.states_fragmentation * (parameters + peak["gradients"] + peak["optimizer"])
-    whole = sum(peak.values()) + groups_bytes + unused + constants.context_bytes
-    return MemoryBreakdown(
-        parameters_bytes=parameters,
-        gradients_bytes=peak["gradients"],
-        optimizer_bytes=peak["optimizer"],
-        activations_bytes=work,
-        comm_buffers_bytes=groups_bytes,
-        fragmentation_bytes=unused + constants.reserve * whole,
-        context_bytes=constants.context_bytes,
     )

@@ -17,7 +17,7 @@ from trainspec_cli.spec.results.prediction import Candidate
 from trainspec_cli.spec.rules.check import check
 from trainspec_cli.units import format_bytes, format_duration
 
-TRIED = 4
+TRIED = 16
 """Layouts that are counted tensor by tensor, for one that is to fit."""
 MORE_NODES = (2, 4, 8, 16, 32, 64)
 RANK = 16

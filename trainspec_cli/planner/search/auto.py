@@ -53,6 +53,7 @@ def as_plan(spec: RunSpec, candidate: Candidate, capacity: CapacityPlan, compute
         grad_accum_steps=_first_micro_batches(spec, candidate),
         recompute=candidate.recompute,  # type: ignore[arg-type]
         offload=candidate.offload,
+        comm=spec.comm.fixed,
         params=capacity.params,
         flops_per_token=capacity.flops_per_token,
     )

@@ -229,7 +229,11 @@ class Search:
             batching = self.space.spec.batching
             size = 1 if batching.micro_batch_size == AUTO else int(batching.micro_batch_size)
             number = micro_batches_of(option.layout, size, self.samples or batching.global_batch_size)
-            self._least_bytes[key] = self.peak(option._replace(micro_batch_size=size, grad_accum=number))[1]
+            shapes = [(size, number)]
+            if batching.micro_batch_size == AUTO:  # gradients are not summed beside a single micro-batch's activations
+                shapes += [(number, 1), (1, 1)] if number < 2 * option.layout.pp else [(number, 1)]
+            tried = (option._replace(micro_batch_size=micro, grad_accum=accum) for micro, accum in shapes)
+            self._least_bytes[key] = min(self.peak(each)[1] for each in tried)
         return self._least_bytes[key]
 
     def peak(self, option: Option) -> tuple[Setup, float]:

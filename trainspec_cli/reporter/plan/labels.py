@@ -19,6 +19,7 @@ MEMORY_PARTS = {
     "parameters_bytes": "parameters",
     "gradients_bytes": "gradients",
     "optimizer_bytes": "optimizer",
+    "feedback_bytes": "error feedback",
     "activations_bytes": "activations",
     "logits_bytes": "logits",
     "comm_buffers_bytes": "communication buffers",

@@ -51,7 +51,9 @@ def compare_trace(
         "parameters": memory.parameters_bytes,
         "gradients": memory.gradients_bytes,
         "optimizer": memory.optimizer_bytes,
-        "activations": memory.activations_bytes + memory.logits_bytes,
+        "activations": memory.activations_bytes,
+        "logits": memory.logits_bytes,
+        "collectives": 0.0,
     }
     if counted is not None:
         by_cause = {cause: sum(counted.get(part, 0.0) for part in parts) for cause, parts in GROUPS.items()}
@@ -67,6 +69,8 @@ GROUPS = {
     "gradients": ("gradients",),
     "optimizer": ("optimizer",),
     "activations": ("activations", "temporaries"),
+    "logits": ("logits",),
+    "collectives": ("collectives",),
 }
 """The planner's causes -> the trace's."""
 

@@ -99,6 +99,9 @@ class FrameworkSpec:
     """Pipeline stages send each tensor-parallel rank's part alone and gather it at the other end (arXiv:2104.04473)."""
     grouped_experts: bool = True
     """Experts run as one grouped kernel, and a token crosses the network once a node, whatever its experts there."""
+    expandable_segments: bool = False
+    """Its launcher sets `expandable_segments:True` for PyTorch's allocator, which then loses less memory to holes; only
+    NVIDIA's devices are taken to allow it."""
     graphs: bool = False
     """Launches are replayed (CUDA graphs) or few (compiled programs)."""
     accumulate: SumFormat = "fp32"

@@ -235,7 +235,9 @@ class RunSpec:
     """Low-rank adapters in place of training all weights."""
     cluster: ClusterSpec = field(default_factory=ClusterSpec)
     """The hardware: this machine, or a described cluster."""
-    framework: FrameworkSpec = field(default_factory=lambda: FrameworkSpec(name="trainspec", counted=True))
+    framework: FrameworkSpec = field(
+        default_factory=lambda: FrameworkSpec(name="trainspec", counted=True, expandable_segments=True)
+    )
     """The training framework that `trainspec plan` plans for; only trainspec's own engine can be launched."""
     layout: LayoutSpec = field(default_factory=LayoutSpec)
     """How the work is distributed over ranks: data, tensor, pipeline, context and expert parallelism."""

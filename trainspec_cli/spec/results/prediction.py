@@ -17,8 +17,11 @@ class MemoryBreakdown:
     gradients_bytes: float = 0.0
     optimizer_bytes: float = 0.0
     """Master weights and moments."""
+    feedback_bytes: float = 0.0
+    """What compressed gradients have lost so far, which the next step adds."""
     activations_bytes: float = 0.0
     logits_bytes: float = 0.0
+    """Logits, and what the loss makes of them."""
     comm_buffers_bytes: float = 0.0
     """Collectives' staging, of NCCL and of the framework."""
     fragmentation_bytes: float = 0.0
@@ -104,6 +107,7 @@ class Candidate:
     grad_accum_steps: int
     recompute: str
     offload: Literal["none", "optimizer"]
+    """What waits in host memory."""
     step_time_s: float
     tokens_per_s: float
     """Over all devices; samples a second for a model of images."""

@@ -6,7 +6,6 @@ FSDP2 and the pipeline do around them. Known error against traces: at most 2.5% 
 """
 
 from trainspec_cli.planner.memory.engine.run import (
-    EnginePeak,
     EngineRun,
     engine_peak,
     is_counted,
@@ -14,4 +13,4 @@ from trainspec_cli.planner.memory.engine.run import (
     tensors_by_cause,
 )
 
-__all__ = ["EnginePeak", "EngineRun", "engine_peak", "is_counted", "run_of", "tensors_by_cause"]
+__all__ = ["EngineRun", "engine_peak", "is_counted", "run_of", "tensors_by_cause"]

@@ -22,17 +22,6 @@ WIDTHS = {"bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
 
 
 @dataclass(frozen=True)
-class EnginePeak:
-    """Bytes of tensors at the fullest moment of a step."""
-
-    by_cause: dict[str, float]
-
-    @property
-    def total_bytes(self) -> float:
-        return sum(self.by_cause.values())
-
-
-@dataclass(frozen=True)
 class EngineRun:
     model: ModelSpec
     layout: Layout
@@ -91,10 +80,10 @@ def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str)
     return plain and all(layer.window is None for layer in layers) and not model.as_decoder.attention_sinks
 
 
-def engine_peak(run: EngineRun, pipeline_rank: int) -> EnginePeak:
-    """Return the peak of one pipeline rank, where `is_counted`."""
+def engine_peak(run: EngineRun, pipeline_rank: int) -> dict[str, float]:
+    """Return the bytes by cause (`CAUSES`) at the fullest moment of one pipeline rank, where `is_counted`."""
     family = cast("FamilyMemory", import_module(run.model.record.memory))
-    return EnginePeak(family.replay(run, pipeline_rank))
+    return family.replay(run, pipeline_rank)
 
 
 class FamilyMemory(Protocol):
@@ -104,14 +93,14 @@ class FamilyMemory(Protocol):
         """Bytes by cause (`CAUSES`) at the fullest moment of a step on one rank of the pipeline."""
 
 
-def rank_peaks(run: EngineRun) -> list[EnginePeak]:
+def rank_peaks(run: EngineRun) -> list[dict[str, float]]:
     """Return the peaks of all pipeline ranks.
 
     A rank that has no more layers of any kind than one before it holds no more than that one, which keeps them for more
     micro-batches, and is not counted by itself, unless it has the head.
     """
-    peaks: list[EnginePeak] = []
-    counted: list[tuple[Counter[Layer], EnginePeak]] = []
+    peaks: list[dict[str, float]] = []
+    counted: list[tuple[Counter[Layer], dict[str, float]]] = []
     for rank, layers in enumerate(_layers_of_ranks(run)):
         fuller = [peak for others, peak in counted if layers <= others]
         if fuller and rank < run.layout.pp - 1:
@@ -138,11 +127,13 @@ def tensors_by_cause(plan: Plan) -> dict[str, float] | None:
     """Bytes of the fullest stage's tensors, blocks eager; None where the engine's memory is not counted."""
     if not is_counted(plan.spec.model, plan.offload):
         return None
-    return max(rank_peaks(run_of(plan)), key=lambda peak: peak.total_bytes).by_cause
+    return max(rank_peaks(run_of(plan)), key=lambda peak: sum(peak.values()))
 
 
-CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "temporaries")
-"""Gradients: the sharded ones, that the optimizer sees. Unsharded ones and collectives' buffers are temporaries."""
+CAUSES = ("parameters", "optimizer", "gradients", "gathered", "activations", "logits", "collectives", "temporaries")
+"""Gradients: sharded ones, which the optimizer reads, and whole ones until they are exchanged. Collectives: the buffers
+of data parallelism's exchanges, and pipelines' messages. Within a block's backward its own gradients count as
+activations until it ends."""
 
 
 class Account:
@@ -157,8 +148,8 @@ class Account:
         if self._total > self._peak:
             self.touch(0.0)
 
-    def touch(self, temporaries: float) -> None:
-        """`temporaries` more are live for a moment."""
-        if self._total + temporaries > self._peak:
-            self._peak = self._total + temporaries
-            self.at_peak = {**self.live, "temporaries": self.live["temporaries"] + temporaries}
+    def touch(self, size: float, cause: str = "temporaries") -> None:
+        """`size` more bytes are live for a moment."""
+        if self._total + size > self._peak:
+            self._peak = self._total + size
+            self.at_peak = {**self.live, cause: self.live[cause] + size}

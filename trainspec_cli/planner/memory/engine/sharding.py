@@ -48,7 +48,7 @@ class Sharding:
         size, account = part.unit.gathered * self.width, self.account
         if part.unit.shards > 1:
             self.prefetch(part)
-            account.add("temporaries", -self.buffer_bytes)
+            account.add("collectives", -self.buffer_bytes)
             self.buffer_bytes, part.prefetched = size, False
         self._copy_out(part, size)
 
@@ -58,7 +58,7 @@ class Sharding:
         part.is_gathered = True
 
     def end_forward(self) -> None:
-        self.account.add("temporaries", -self.buffer_bytes)
+        self.account.add("collectives", -self.buffer_bytes)
         self.buffer_bytes = 0.0
 
     def free_after_forward(self, part: Sharded) -> None:
@@ -73,8 +73,8 @@ class Sharding:
     def prefetch(self, part: Sharded | None) -> None:
         if part is None or part.is_gathered or part.prefetched or part.unit.shards == 1:
             return
-        self.account.touch((part.unit.gathered + part.unit.own) * self.width)
-        self.account.add("temporaries", part.unit.gathered * self.width)
+        self.account.touch((part.unit.gathered + part.unit.own) * self.width, "collectives")
+        self.account.add("collectives", part.unit.gathered * self.width)
         part.prefetched = True
 
     def gather_again(self, part: Sharded) -> None:
@@ -84,20 +84,20 @@ class Sharding:
         size = part.unit.gathered * self.width
         self._copy_out(part, size)
         if part.prefetched:
-            self.account.add("temporaries", -size)
+            self.account.add("collectives", -size)
         part.prefetched = False
 
     def make_early_gradient(self, part: Sharded) -> None:
         size = part.unit.early * self.width
-        self.account.add("temporaries", size)
+        self.account.add("gradients", size)
         part.gradient_bytes += size
 
     def make_gradient(self, part: Sharded, *, put_off: bool = False) -> None:
         """Or what was put off of it. A second one is added to the first, into new memory."""
         size = (part.unit.trained.full - (part.unit.early if put_off else 0.0)) * self.width
         if part.gradient_bytes:
-            self.account.touch(part.unit.trained.largest * self.width)
-        self.account.add("temporaries", size - part.gradient_bytes)
+            self.account.touch(part.unit.trained.largest * self.width, "gradients")
+        self.account.add("gradients", size - part.gradient_bytes)
         part.gradient_bytes = size
 
     def after_backward(self, part: Sharded, *, exchanges: bool, last: bool) -> None:
@@ -107,9 +107,9 @@ class Sharding:
             self.free(part)
         if not exchanges and part.gradient_bytes and self.reduce_width != self.width and not part.accumulated_bytes:
             part.accumulated_bytes = part.unit.trained.full * self.reduce_width
-            self.account.add("temporaries", part.accumulated_bytes)
+            self.account.add("gradients", part.accumulated_bytes)
         if part.accumulated_bytes:
-            self.account.add("temporaries", -part.gradient_bytes)
+            self.account.add("gradients", -part.gradient_bytes)
             part.gradient_bytes = 0.0
         if exchanges:
             self._reduce(part)
@@ -121,22 +121,29 @@ class Sharding:
             return
         account, size = self.account, part.unit.trained.gathered * self.reduce_width
         if part.unit.shards == 1 and self.reduce_width == MASTER_WIDTH and not part.has_gradient:
-            account.add("temporaries", -self.reduced_bytes)
+            account.add("collectives", -self.reduced_bytes)
             account.add("gradients", size)
-            account.add("temporaries", -waiting)
+            account.add("gradients", -waiting)
             part.gradient_bytes = part.accumulated_bytes = self.reduced_bytes = 0.0
             part.has_gradient = True
             return
-        account.touch(part.unit.trained.largest * self.width if part.unit.reorders else 0.0)
-        account.add("temporaries", -self.reduced_bytes)
-        account.add("temporaries", size)
-        account.add("temporaries", -waiting)
+        account.touch(part.unit.trained.largest * self.width if part.unit.reorders else 0.0, "collectives")
+        account.add("collectives", -self.reduced_bytes)
+        account.add("collectives", size)
+        # foreach_reduce frees its list of whole gradients after the copy, but a loop's variable keeps the last one
+        # until the function returns: of a first stage that is the whole embedding's.
+        last_rows, row = part.unit.trained.matrices[-1]
+        last = last_rows * row * (self.reduce_width if part.accumulated_bytes else self.width)
+        lingering = last if part.unit.shards > 1 else 0.0
+        account.add("gradients", lingering - waiting)
         own = part.unit.trained.own * MASTER_WIDTH
-        account.touch(part.unit.trained.own * (self.reduce_width if self.reduce_width < MASTER_WIDTH else 0.0) + own)
+        narrow = part.unit.trained.own * (self.reduce_width if self.reduce_width < MASTER_WIDTH else 0.0)
+        account.touch(narrow + own, "collectives" if part.has_gradient else "gradients")
         account.add("gradients", 0.0 if part.has_gradient else own)
+        account.add("gradients", -lingering)
         part.gradient_bytes = part.accumulated_bytes = 0.0
         self.reduced_bytes, part.has_gradient = size, True
 
     def end_backward(self) -> None:
-        self.account.add("temporaries", -self.reduced_bytes)
+        self.account.add("collectives", -self.reduced_bytes)
         self.reduced_bytes = 0.0

@@ -133,7 +133,7 @@ class _Replay:
         self.account.add("optimizer", self._optimizer_bytes())
         self.account.add("temporaries", 16.0 * self.shape.tokens * self.given.micro_batches)
         if self.layout.pp > 1:  # one that came early, and one that was sent
-            self.account.add("temporaries", 2 * self.message_bytes)
+            self.account.add("collectives", 2 * self.message_bytes)
 
     def _optimizer_bytes(self) -> float:
         blocks, outside = self._trained()
@@ -155,7 +155,7 @@ class _Replay:
         """Sum the gradients of experts that all ranks of tp hold: all are copied, and then into one piece."""
         if self.layout.tp > 1 and self.layout.ep == 1:
             shares = sum(block.whole_experts.trained.own for stage in self.stages.values() for block in stage.blocks)
-            self.account.touch(2 * shares * MASTER_WIDTH)
+            self.account.touch(2 * shares * MASTER_WIDTH, "gradients")
 
     # Actions
 
@@ -205,17 +205,15 @@ class _Replay:
         return not self.given.lora.rank
 
     def _loss(self, stage: _Stage) -> None:
-        """Kept: the gradients of the hidden states, and in fp32 of the head. A chunk's gradient lives into the next."""
+        """Kept: the gradients of the hidden states, and in fp32 of the head."""
         account, hidden, width = self.account, self.model.hidden_size, self.width
         rows, tokens, trained = self.model.vocab_size // self.layout.tp, self.shape.tokens, self._trains_head
-        chunk = min(tokens, loss_chunk_tokens(rows))
         entered = (tokens + (self.shape.outside_tokens if self.layout.tp > 1 else 0.0)) * hidden * width
-        account.add("activations", tokens * hidden * width + trained * rows * hidden * 4.0)
-        logits = chunk * rows
-        narrow = width < 4.0
-        product = logits * (width if narrow else 4.0) + trained * rows * hidden * width
-        before = logits * width if tokens > chunk else 0.0
-        account.touch(entered + max(before + logits * (17.0 + (width if narrow else 0.0)), product))
+        account.add("activations", tokens * hidden * width)
+        account.add("gradients", trained * rows * hidden * 4.0)
+        account.add("activations", entered)
+        account.touch(loss_bytes(self.given, self.model), "logits")
+        account.add("activations", -entered)
 
     def _backpropagate(self, stage: _Stage, exchanges: bool) -> None:
         account, sharding = self.account, stage.sharding
@@ -223,7 +221,7 @@ class _Replay:
         if stage.last:
             self._loss_backward(stage)
         else:
-            account.add("temporaries", self.message_bytes)
+            account.add("collectives", self.message_bytes)
         for block in reversed(stage.blocks):
             sharding.gather_again(block.own)
             sharding.prefetch(stage.before[id(block.own)])
@@ -238,7 +236,7 @@ class _Replay:
         sharding.make_gradient(stage.outside)
         account.add("activations", -self.message_bytes - self._angles_bytes())
         if not stage.last:
-            account.add("temporaries", -self.message_bytes)
+            account.add("collectives", -self.message_bytes)
         sharding.after_backward(stage.outside, exchanges=exchanges, last=stage.left == 0)
         if exchanges:
             sharding.end_backward()
@@ -276,13 +274,26 @@ class _Replay:
         table = self._trains_head * (self.model.vocab_size // self.layout.tp) * hidden
         states = self.shape.tokens * hidden * width
         scaled = table * (4.0 + (width if width < 4.0 else 0.0))
-        account.touch(states + scaled)
-        account.add("activations", -table * 4.0)
+        account.touch(states + scaled, "gradients")
+        account.add("gradients", -table * 4.0)
         account.touch(states)
         account.add("activations", -states)
         if not stage.outside.gradient_bytes:
-            account.add("temporaries", table * width)
+            account.add("gradients", table * width)
             stage.outside.gradient_bytes = table * width
+
+
+def loss_bytes(run: EngineRun, model: TextModel) -> float:
+    """Return the bytes of a chunk of logits and of what the loss makes of them, or of its product with the hidden
+    states. A chunk's gradient lives into the next chunk."""
+    width, rows = WIDTHS[run.compute], model.vocab_size // run.layout.tp
+    tokens = run.samples * (run.seq_len // run.layout.cp)
+    chunk = min(tokens, loss_chunk_tokens(rows))
+    logits = chunk * rows
+    narrow = width < 4.0
+    product = logits * (width if narrow else 4.0) + (not run.lora.rank) * rows * model.hidden_size * width
+    before = logits * width if tokens > chunk else 0.0
+    return max(before + logits * (17.0 + (width if narrow else 0.0)), product)
 
 
 def _without_data(layout: Layout) -> Layout:
