@@ -76,7 +76,7 @@ def test_plan_launch_and_a_described_cluster_give_one_figure(recipe: tuple[str, 
 
 
 def test_a_launch_takes_the_offload_that_the_search_has_chosen() -> None:
-    spec = spec_of("recipe=qwen3_8b", "offload=auto")
+    spec = spec_of("recipe=qwen3_14b", "offload=auto")
     planned = plan(spec, SMALL_A100S)
     assert planned.offload == "optimizer"
     assert predict_device(planned, SMALL_A100S).needed_bytes <= device_limit_bytes(planned, SMALL_A100S)
