@@ -58,10 +58,15 @@ def step(net: nn.Module, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return out.detach(), x.grad
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_weights_gradients_come_when_their_micro_batch_is_worked_off(bias: bool) -> None:
+@pytest.mark.parametrize(("bias", "compiled"), [(False, False), (True, False), (True, True)])
+def test_weights_gradients_come_when_their_micro_batch_is_worked_off(bias: bool, compiled: bool) -> None:
+    """Compiled, too: the queue still has what it multiplies when the compiled backward has let go of its buffers."""
     plain, split, queue = model(bias), model(bias), WeightQueue()
     queue.apply(split)
+    if compiled:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        split.compile()
     wanted = []
     for seed in (1, 2):
         plain.zero_grad()
@@ -71,6 +76,7 @@ def test_weights_gradients_come_when_their_micro_batch_is_worked_off(bias: bool)
         found_out, found_dx = step(split, seed)
         queue.stop_holding()
         torch.testing.assert_close((found_out, found_dx), (out, dx))
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) is compiled
     weights = [parameter for parameter in split.parameters() if parameter.dim() > 1]
     assert all(parameter.grad is None for parameter in weights)
     queue.work_off(0, 2)

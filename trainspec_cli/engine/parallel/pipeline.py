@@ -150,6 +150,9 @@ class WeightQueue:
                 module.forward = self._linear(module)  # type: ignore[arg-type, assignment, method-assign]
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+        # A compiled backward frees or reuses its buffers when it returns, and the queue still needs `x` and `dout`
+        # then. So a compiler takes what lies between the products, which it would hand to a library anyway.
+        @torch.compiler.disable
         def forward(x: Tensor) -> Tensor:
             product = _SplitLinear.apply(x, module.weight, self)
             return product if module.bias is None else product + module.bias
