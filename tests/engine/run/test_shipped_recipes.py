@@ -47,7 +47,7 @@ def test_a_recipe_that_is_compiled_trains_compiled(name: str, compile_anew: None
 
 
 def train_reduced(name: str, *changes: str) -> None:
-    """Train two steps of random samples; the loss begins where chance has it, and every parameter has a gradient."""
+    """Train two steps of random samples; the loss begins where chance has it, and falls."""
     given = (f"recipe={name}", *VALUES.get(name, ()))
     spec = load_for_planning(given).spec
     loaded = load([*given, *reduced(spec), *changes])
@@ -59,15 +59,15 @@ def train_reduced(name: str, *changes: str) -> None:
     assert len(losses) == 2 and losses[1] < losses[0]
     if spec.model.unit == "tokens":
         assert losses[0] == pytest.approx(math.log(plan.spec.model.vocab_size), rel=0.1)
-    assert all(share.gradient is not None for share in state.shares)
 
 
 def reduced(spec: RunSpec) -> Iterator[str]:
     """Yield what makes a run small enough for a test and leaves every part of it in place."""
     yield from ("cluster=cpu", "cluster.num_nodes=1", "cluster.devices_per_node=1", "layout.dp_replicate=auto")
-    yield from ("resilience=restart", "fault=''", "optim.schedule.warmup_steps=1")
+    yield from ("resilience=restart", "resilience.replica_groups=auto", "fault=''", "optim.schedule.warmup_steps=1")
     yield from (f"batching.global_batch_size={SAMPLES}", "train.max_steps=2")
-    yield "data=phantom" if spec.model.unit == "samples" else "data=python_stdlib"
+    if spec.data.source in ("tokens", "images", "volumes"):
+        yield from ("data=phantom" if spec.model.unit == "samples" else "data=python_stdlib", "data.path=null")
     yield from reduced_model(spec.model)
 
 

@@ -150,8 +150,8 @@ class WeightQueue:
                 module.forward = self._linear(module)  # type: ignore[arg-type, assignment, method-assign]
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
-        # A compiled backward frees or reuses its buffers when it returns, and the queue still needs `x` and `dout`
-        # then. So a compiler takes what lies between the products, which it would hand to a library anyway.
+        # A compiler traces the backward together with the forward, when nothing is held back yet, and would put the
+        # weight's product into it for good. It would also reuse the memory of `x` and `dout`, which the queue keeps.
         @torch.compiler.disable
         def forward(x: Tensor) -> Tensor:
             product = _SplitLinear.apply(x, module.weight, self)
