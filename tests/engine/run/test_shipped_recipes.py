@@ -18,12 +18,11 @@ from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.engine import check_engine, close_axes
 
-SHIPPED = sorted(path.stem for path in Path(__file__).parents[3].joinpath("recipes").glob("*.yaml"))
-VALUES = {"finetune_chat": ("model=llama_tiny", "data.path=recipes/tiny_chat.jsonl", "init.from=null")}
+RECIPES = Path(__file__).parents[3] / "recipes"
+SHIPPED = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+VALUES = {"finetune_chat": ("model=llama_tiny", f"data.path={RECIPES}/tiny_chat.jsonl", "init.from=null")}
 """The values that a recipe asks for."""
 SAMPLES = 2
-COMPILED = {"qwen3_0_6b"}
-"""Compiled in the usual run; the compiler takes seconds for each model."""
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -39,7 +38,8 @@ def test_a_shipped_recipe_trains_at_a_reduced_size(name: str) -> None:
     train_reduced(name, "compile=false")
 
 
-@pytest.mark.parametrize("name", [n if n in COMPILED else pytest.param(n, marks=pytest.mark.slow) for n in SHIPPED])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
 def test_a_recipe_that_is_compiled_trains_compiled(name: str, compile_anew: None) -> None:
     if load_for_planning([f"recipe={name}", *VALUES.get(name, ())]).spec.compile:
         train_reduced(name)
