@@ -205,8 +205,7 @@ def cases(max_processes: int, *, with_fp8: bool = True) -> dict[str, list[Case]]
             by_clause["NUM-3"].append(Case(family, spread, compute="fp8"))
         by_clause["NUM-4"] += [Case(family, spread, recompute=again) for again in ("selective", "full")]
         by_clause["NUM-4"].append(Case(family, spread, offload="optimizer"))
-        if spread.pp == 1 or spread.pipeline_schedule == "1f1b":
-            by_clause["NUM-5"].append(Case(family, spread, compile=True))
+        by_clause["NUM-5"].append(Case(family, spread, compile=True))
     for family, model in FAMILIES.items():
         is_legal = partial(_runs_in, family, max_processes)
         for clause, layout, live in live_runs(

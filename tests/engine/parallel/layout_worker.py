@@ -59,6 +59,10 @@ CASES = {
     "zero bubble": Case("windowed", Layout(pp=2, pipeline_schedule="zero_bubble"), micro_batch_size=2),
     "tied pipeline": Case("tied", Layout(pp=2), micro_batch_size=2),
     "tied split": Case("tied", Layout(pp=2, pipeline_schedule="zbv"), micro_batch_size=4),
+    "compiled zbv": Case("dense", Layout(pp=2, pipeline_schedule="zbv"), micro_batch_size=2, compile=True),
+    "compiled zero bubble": Case(
+        "latent", Layout(pp=2, pipeline_schedule="zero_bubble"), micro_batch_size=2, compile=True, recompute="full"
+    ),
     "experts": Case("latent", Layout(dp_shard=2, ep=2), micro_batch_size=2),
 }
 ADAPTED = {"zero 2", "interleaved", "plain tensor"}

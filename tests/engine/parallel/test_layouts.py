@@ -21,7 +21,7 @@ All parameters together keep within it in every family."""
 NAMES = (
     *("ring", "ulysses", "zero 2", "zero 1", "plain tensor", "tensor of a hybrid"),
     *("tensor of latent attention", "tensor of sinks and biases", "interleaved", "gpipe", "zero bubble", "experts"),
-    *("tied pipeline", "tied split", "own split"),
+    *("tied pipeline", "tied split", "own split", "compiled zbv", "compiled zero bubble"),
     *("adapters, zero 2", "adapters, interleaved", "adapters, plain tensor"),
 )
 UNEVEN = (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,37 +42,53 @@ def test_hidden_states_are_the_sequences_parts_in_the_format_of_the_computation(
     assert (tuple(like.shape), like.dtype, like.device.type) == ((3, 8, 24), torch.bfloat16, "meta")
 
 
+class Net(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5, bias=bias)
+        self.second = nn.Linear(5, 4, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh() * 2).sin() * 3
+
+
 def model(bias: bool) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5, bias=bias), nn.Tanh(), nn.Linear(5, 4, bias=bias)).double()
+    return Net(bias).double()
 
 
 def gradients(net: nn.Module) -> list[Any]:
     return [None if parameter.grad is None else parameter.grad.clone() for parameter in net.parameters()]
 
 
-def step(net: nn.Module, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Forward and backward; return the output and the input's gradient."""
+def step(net: nn.Module, seed: int, between: Callable[[], None] = lambda: None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward, `between`, and backward; return the output and the input's gradient."""
     x = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
     out = net(x)
+    between()
     out.square().sum().backward()
     assert x.grad is not None
     return out.detach(), x.grad
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_weights_gradients_come_when_their_micro_batch_is_worked_off(bias: bool) -> None:
+@pytest.mark.parametrize(("bias", "compiled"), [(False, False), (True, False), (True, True)])
+def test_weights_gradients_come_when_their_micro_batch_is_worked_off(bias: bool, compiled: bool) -> None:
+    """As a schedule asks for it: after the forward, when a compiler has already traced the backward."""
     plain, split, queue = model(bias), model(bias), WeightQueue()
     queue.apply(split)
+    if compiled:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        split.compile(backend="aot_eager")
     wanted = []
     for seed in (1, 2):
         plain.zero_grad()
         wanted.append((step(plain, seed), gradients(plain)))
     for seed, ((out, dx), _) in zip((1, 2), wanted, strict=True):
-        queue.hold(0, seed)
-        found_out, found_dx = step(split, seed)
+        found_out, found_dx = step(split, seed, partial(queue.hold, 0, seed))
         queue.stop_holding()
         torch.testing.assert_close((found_out, found_dx), (out, dx))
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) is compiled
     weights = [parameter for parameter in split.parameters() if parameter.dim() > 1]
     assert all(parameter.grad is None for parameter in weights)
     queue.work_off(0, 2)

@@ -69,3 +69,22 @@ def test_what_is_kept_are_products_convolutions_and_attention() -> None:
         "_scaled_dot_product_efficient_attention",
         "_scaled_dot_product_cudnn_attention",
     }
+
+
+@pytest.mark.slow
+def test_a_block_that_no_compiler_takes_whole_is_compiled_in_parts() -> None:
+    """An exchange of tp, or a product whose weight's gradient comes later, cuts a block's graph; without recomputation
+    the parts are compiled, and so they are with it."""
+
+    class Cut(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.compiler.disable(torch.sin)(x.exp() * 2).exp() * 3
+
+    x, block = torch.randn(8, requires_grad=True), Cut()
+    (wanted,) = torch.autograd.grad(block(x).sum(), x)
+    apply_recompute([block], "full", compiled=True)
+    block.compile()
+    torch._dynamo.utils.counters.clear()
+    (found,) = torch.autograd.grad(block(x).sum(), x)
+    torch.testing.assert_close(found, wanted)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

@@ -34,12 +34,6 @@ NF4 = {"lora.rank": 4, "lora.base": "nf4"}
             "type layout.virtual_stages=2",
         ),
         ({"layout.pp": 2, "layout.virtual_stages": 2}, "layout.virtual_stages", "one chunk", "interleaved"),
-        (
-            {"layout.pp": 2, "layout.pipeline_schedule": "zero_bubble", "compile": True},
-            "compile",
-            "splits each backward in two",
-            "type compile=false",
-        ),
     ],
 )
 def test_an_illegal_layout_is_refused_with_its_reason(make_spec, changes, path, words, hint):
@@ -47,6 +41,12 @@ def test_an_illegal_layout_is_refused_with_its_reason(make_spec, changes, path, 
     assert problems, check_engine(make_spec(changes))
     assert words in problems[0].message
     assert hint in problems[0].hint
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv"])
+def test_a_compiled_model_takes_every_schedule(make_spec, schedule):
+    changes = {"layout.pp": 2, "layout.pipeline_schedule": schedule, "model.num_layers": 4, "compile": True}
+    assert check_engine(make_spec(changes)) == []
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,9 @@ class WeightQueue:
                 module.forward = self._linear(module)  # type: ignore[arg-type, assignment, method-assign]
 
     def _linear(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+        # A compiler traces the backward together with the forward, when nothing is held back yet, and would put the
+        # weight's product into it for good. It would also reuse the memory of `x` and `dout`, which the queue keeps.
+        @torch.compiler.disable
         def forward(x: Tensor) -> Tensor:
             product = _SplitLinear.apply(x, module.weight, self)
             return product if module.bias is None else product + module.bias

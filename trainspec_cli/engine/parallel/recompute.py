@@ -45,7 +45,12 @@ def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute, *, compil
     if recompute == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy) if compiled else _keep_and_recall
     for block in blocks:
-        block.forward = _recomputed(block.forward, options)  # type: ignore[method-assign]
+        forward = block.forward
+        if compiled and recompute == "full":
+            # A compiler leaves the whole of a checkpoint alone whose inside it cannot take in one graph: with tp, ep
+            # or a split backward. Then it compiles the parts inside; else it takes both at once, as without this.
+            forward = torch.compile(forward)
+        block.forward = _recomputed(forward, options)  # type: ignore[method-assign]
 
 
 def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:

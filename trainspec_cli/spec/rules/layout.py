@@ -145,17 +145,13 @@ def _sequence(spec: RunSpec, parts: int, what: str) -> Iterator[Problem]:
 
 
 def pipeline(spec: RunSpec) -> Iterator[Problem]:
-    layout, pp = spec.layout, size_of(spec.layout, "pp")
-    if pp == 1:
+    if size_of(spec.layout, "pp") == 1:
         return
     if reason := spec.model.record.refuses.get("pp"):
         yield _spread_alone("pp", reason)
         return
     yield from _virtual_stages(spec)
     yield from _stage_layers(spec)
-    if pipeline_of(layout).splits_backward and spec.compile:
-        message = f"{layout.pipeline_schedule} splits each backward in two, which a compiled block does in one"
-        yield Problem("illegal_layout", message, "compile", "type compile=false, or layout.pipeline_schedule=1f1b")
 
 
 def _virtual_stages(spec: RunSpec) -> Iterator[Problem]:
