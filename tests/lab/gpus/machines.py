@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.lab.gpus.nvidia import pynvml as stub
-from tests.lab.sysfs import write
+from lab.gpus.amd import amdsmi
+from lab.gpus.nvidia import pynvml as stub
+from lab.sysfs import write
 
 FOLDER = Path(__file__).parent
 CARDS = json.loads((FOLDER / "cards.json").read_text())
@@ -37,10 +38,9 @@ def play(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(key, raising=False)
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
-    for module in ("pynvml", "amdsmi"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    for folder in reversed(environment["PYTHONPATH"].split(os.pathsep)):
-        monkeypatch.syspath_prepend(folder)
+    vendor = MACHINES.get(name, {}).get("vendor", "nvidia")
+    monkeypatch.setitem(sys.modules, "pynvml", stub)
+    monkeypatch.setitem(sys.modules, "amdsmi", amdsmi if vendor == "amd" else None)
 
 
 def write_kfd(root: Path, name: str) -> Path:

@@ -127,10 +127,10 @@ def read_machine(name: str) -> dict:
 def nvmlInit() -> None:
     global _machine
     machine = read_machine(os.environ["LAB_GPUS"])
-    if "init_error" in machine:
-        raise NVMLError(machine["init_error"])
     if machine.get("vendor", "nvidia") != "nvidia":
         raise NVMLError(NVML_ERROR_LIBRARY_NOT_FOUND)
+    if "init_error" in machine:
+        raise NVMLError(machine["init_error"])
     _machine = machine
     _devices[:] = [_Device(number, facts) for number, facts in enumerate(machine["gpus"])]
     for device in _devices:
