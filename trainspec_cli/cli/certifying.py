@@ -25,7 +25,8 @@ from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusa
 from trainspec_cli.certify.performance import LEVELS, RECIPE, Bench, measure_performance
 from trainspec_cli.certify.runs import measure
 from trainspec_cli.certify.security import SECURITY, measure_security
-from trainspec_cli.errors import Interrupted, Problem, RecipeError, closest
+from trainspec_cli.errors import Interrupted, MachineError, Problem, RecipeError, closest
+from trainspec_cli.launcher.job.gpus import CPU_HINT
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load_for_planning
@@ -111,7 +112,12 @@ def _measure_recipe(arguments: list[str]) -> None:
 
 
 def machine_here() -> Machine:
-    return detect(look_for_gpus=True)
+    """Raises MachineError where this node's GPUs cannot be used: the CPU is certified only where that is wanted."""
+    machine = detect(look_for_gpus=True)
+    if problem := machine.gpu_problem:
+        hint = problem.hint.partition(f"; {CPU_HINT}")[0]
+        raise MachineError(replace(problem, path="", hint=f"{hint}; CUDA_VISIBLE_DEVICES= certifies the CPU"))
+    return machine
 
 
 def _checks(only: list[str], processes: int, *, on_gpu: bool) -> list[ClauseCheck]:

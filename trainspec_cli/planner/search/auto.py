@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Literal
 
 from trainspec_cli.planner.capacity import plan_capacity
-from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.detected import chip_of
 from trainspec_cli.policy.batch.division import micro_batches_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -22,11 +22,10 @@ TRIED = 64
 
 
 def is_searched(spec: RunSpec, machine: Machine, device: str) -> bool:
-    """An axis is open, and the catalogue knows the GPUs that were found."""
+    """An axis is open, and the chip of the GPUs that were found is known."""
     layout = spec.layout
     axes = (layout.cp, layout.tp, layout.pp, layout.ep, layout.dp_shard, layout.dp_replicate)
-    known = bool(machine.gpu_names) and find_accelerator(machine.gpu_names[0]) is not None
-    return device == "cuda" and AUTO in axes and known
+    return device == "cuda" and AUTO in axes and chip_of(machine)[0] is not None
 
 
 def best_candidate(spec: RunSpec, machine: Machine, num_devices: int) -> Candidate | None:
