@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 from lab import own_model
+from lab.gpus.machines import play
 
 from trainspec_cli.__main__ import main
 from trainspec_cli.certify import families
 from trainspec_cli.certify.cases import Case, build_spec
 from trainspec_cli.certify.certificate import digest
+from trainspec_cli.cli.certifying import machine_here
+from trainspec_cli.errors import MachineError
 from trainspec_cli.spec.recipe.cluster import Machine
 
 
@@ -206,3 +209,12 @@ def test_a_plain_loop_is_certified(run, families_restored, tmp_path):
     assert {(one["clause"], one["passed"]) for one in body["findings"]} == {("NUM-1", True), ("NUM-2", True)}
     assert [one["clause"] for one in body["not_offered"]] == ["NUM-4"]
     assert not body["whole"] and "not offered" in out
+
+
+def test_a_cpu_is_not_certified_in_the_place_of_gpus_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    play("mismatched_driver", monkeypatch)
+    with pytest.raises(MachineError, match="NVML error 18") as raised:
+        machine_here()
+    assert raised.value.problems[0].hint.endswith("CUDA_VISIBLE_DEVICES= certifies the CPU")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine_here().gpu_names == ()

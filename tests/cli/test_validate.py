@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from lab.gpus.machines import play
 
 from trainspec_cli.__main__ import run
 
@@ -112,7 +113,7 @@ def test_a_broken_file_does_not_hide_the_command_lines_faults(capsys, write) -> 
 
 
 def test_a_gpu_that_lacks_is_the_machines_fault(capsys, monkeypatch) -> None:
-    monkeypatch.setattr("trainspec_cli.launcher.job.machine.visible_gpus", lambda: ())
+    play("no_library", monkeypatch)
     code, (error,) = errors(capsys, "recipe=tiny", "cluster.device=cuda")
     assert (code, error["code"], error["path"], error["line"]) == (4, "no_gpu", "cluster.device", 2)
     code, found = errors(capsys, "recipe=tiny", "cluster.device=cuda", "optim.lr=x")

@@ -4,10 +4,12 @@ import os
 import platform
 import resource
 from collections import namedtuple
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from lab.gpus.machines import play
 
 from trainspec_cli.doctor import checks
 
@@ -22,7 +24,7 @@ def test_this_host_is_looked_at_from_all_sides(tmp_path: Path) -> None:
 
 
 def test_a_host_without_the_gpu_it_should_have_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    play("no_gpus", monkeypatch)
     (chips,) = checks.check_chips("cuda")
     assert (chips.status, chips.found) == ("fail", "no GPU is visible")
 
@@ -113,39 +115,51 @@ def test_memory(monkeypatch: pytest.MonkeyPatch, available: int, needed: int, st
     assert bool(found.advice) == (status != "ok")
 
 
-def test_gpus_that_differ_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = SimpleNamespace(gpu_names=("H100", "A100"), gpu_memory_bytes=80 * 2**30)
-    monkeypatch.setattr(checks, "detect", lambda look_for_gpus: machine)
-    monkeypatch.setattr(checks, "driver", lambda: "550.1")
-    assert told(checks.check_chips("cuda")) == [
-        ("chips", "ok", "2 x H100, 80.00 GiB; driver 550.1"),
-        ("chips", "warn", "they differ: A100, H100"),
-    ]
-    machine.gpu_names = ("H100", "H100")
-    assert len(list(checks.check_chips("cuda"))) == 1
+BUILDS = {"cpu": ("2.13.0+cpu", "", ""), "cuda": ("2.13.0+cu128", "12.8", ""), "rocm": ("2.13.0+rocm7", "", "7.0.1")}
+
+
+@pytest.mark.parametrize(
+    ("machine", "build", "expected"),
+    [
+        ("2xh100_sxm", "cuda", [("chips", "ok", "2 x NVIDIA H100 80GB HBM3, 79.65 GiB; driver 570.133.20")]),
+        ("mixed", "cuda", [("chips", "ok"), ("chips", "warn")]),
+        ("amd_visible", "rocm", [("chips", "warn"), ("chips", "ok")]),
+        ("amd_visible", "cuda", [("chips", "warn"), ("chips", "ok"), ("torch", "fail")]),
+        ("2xh100_sxm", "cpu", [("chips", "ok"), ("torch", "fail")]),
+        ("old_driver", "cuda", [("chips", "ok"), ("torch", "fail")]),
+        ("lost", "cuda", [("chips", "fail")]),
+        ("no_gpus", "cuda", [("chips", "fail")]),
+        ("visible_none", "cuda", [("chips", "warn"), ("chips", "fail")]),
+    ],
+)
+def test_gpus_and_the_torch_that_would_use_them(
+    monkeypatch: pytest.MonkeyPatch, machine: str, build: str, expected: list[tuple[str, ...]]
+) -> None:
+    play(machine, monkeypatch)
+    monkeypatch.setattr(checks, "torch_build", lambda: BUILDS[build])
+    found = told(checks.check_chips("cuda"))
+    assert [one[: len(wanted)] for one, wanted in zip(found, expected, strict=True)] == expected
+
+
+def test_the_build_of_torch_is_read_without_loading_it() -> None:
+    version, cuda, hip = checks.torch_build()
+    assert version == metadata.version("torch") or version.startswith(metadata.version("torch"))
+    assert bool(cuda or hip) == ("+cpu" not in version)
 
 
 def test_gpus_are_not_looked_for_on_a_cpu_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def detect(look_for_gpus: bool) -> SimpleNamespace:
-        asked.append(look_for_gpus)
-        return SimpleNamespace(gpu_names=(), cpu_cores=7, memory_bytes=2**30)
-
-    monkeypatch.setattr(checks, "detect", detect)
+    play("lost", monkeypatch)
     monkeypatch.setattr(checks, "cpu_name", lambda: "a chip")
-    assert told(checks.check_chips("cpu")) == [("chips", "ok", "7 cores of a chip, 1.00 GiB")]
-    assert told(checks.check_chips("cuda"))[0][:2] == ("chips", "fail")
-    assert asked == [False, True]
+    (found,) = told(checks.check_chips("cpu"))
+    assert found[:2] == ("chips", "ok")
+    assert "cores of a chip" in found[2]
 
 
 def test_each_gpu_is_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = [SimpleNamespace(name="H100", memory_bytes=100, free_bytes=free) for free in (100, 79, 80)]
-    monkeypatch.setattr(checks, "visible_gpus", lambda: gpus)
-    assert told(checks.check_gpus()) == [("chips", "warn", "GPU 1 (H100): 21 B of 100 B are taken")]
-    assert told(checks.check_gpus(80.0)) == [
-        ("chips", "fail", "GPU 1 (H100): 21 B of 100 B are taken, and the run takes 80 B")
-    ]
+    play("busy", monkeypatch)
+    taken = "GPU 3 (NVIDIA H100 80GB HBM3): 58.59 GiB of 79.65 GiB are taken"
+    assert told(checks.check_gpus()) == [("chips", "warn", taken)]
+    assert told(checks.check_gpus(40.0 * 2**30)) == [("chips", "fail", f"{taken}, and the run takes 40.00 GiB")]
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import json
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab.gpus.machines import play
 
 from trainspec_cli.doctor import checks
 from trainspec_cli.doctor.preflight import Needs, check_room, preflight
 from trainspec_cli.errors import MachineError
-from trainspec_cli.launcher.job.machine import Gpu
 
 Usage = namedtuple("Usage", "total used free")
 NEEDS = Needs(processes=1, memory_bytes=0, gpu_memory_bytes=0, uses_gpus=False, checkpoint_bytes=2**20, checkpoints=3)
@@ -53,12 +54,21 @@ def test_memory_that_other_programs_hold_is_not_there(tmp_path: Path) -> None:
         preflight(tmp_path, replace(NEEDS, memory_bytes=2.0**50))
 
 
-@pytest.mark.parametrize(("free", "status"), [(75, "ok"), (55, "warn"), (35, "fail")])
-def test_a_gpu_that_somebody_uses_is_told_of(monkeypatch: pytest.MonkeyPatch, free: int, status: str) -> None:
-    monkeypatch.setattr(checks, "visible_gpus", lambda: (Gpu("H100", 80 * 2**30, (9, 0), free * 2**30),))
+@pytest.mark.parametrize(("used_gib", "status"), [(5, "ok"), (25, "warn"), (45, "fail")])
+def test_a_gpu_that_somebody_uses_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, used_gib: int, status: str
+) -> None:
+    play(write_machine(tmp_path, used_gib), monkeypatch)
     found = list(checks.check_gpus(needed_bytes=40 * 2**30))
     assert [check.status for check in found] == ([] if status == "ok" else [status])
     assert all("nvidia-smi" in check.advice for check in found)
+
+
+def write_machine(folder: Path, used_gib: int) -> str:
+    """Describe a node with one H100, of which another program holds some memory."""
+    machine = folder / "machine.json"
+    machine.write_text(json.dumps({"gpus": [{"card": "h100_sxm", "used_mib": used_gib * 1024}]}))
+    return str(machine)
 
 
 def test_shared_memory_matters_where_several_processes_share_it(tmp_path: Path, monkeypatch) -> None:
@@ -70,7 +80,8 @@ def test_shared_memory_matters_where_several_processes_share_it(tmp_path: Path, 
 @pytest.mark.parametrize(("uses_gpus", "found"), [(True, ["chips"]), (False, [])])
 def test_gpus_are_looked_at_where_the_run_uses_them(tmp_path: Path, monkeypatch, uses_gpus: bool, found: list) -> None:
     give_room(monkeypatch, 2**34)
-    monkeypatch.setattr(checks, "visible_gpus", lambda: (Gpu("H100", 80 * 2**30, (9, 0), 55 * 2**30),))
+    play(write_machine(tmp_path, 25), monkeypatch)
+    monkeypatch.setattr(checks, "torch_build", lambda: ("2.13.0+cu128", "12.8", ""))
     warned = preflight(tmp_path, replace(NEEDS, uses_gpus=uses_gpus, gpu_memory_bytes=2.0**30))
     assert [check.name for check in warned] == found
     if uses_gpus:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.planner.plan import choose_micro_batch, plan, resolve_layout
+from trainspec_cli.planner.plan import choose_micro_batch, in_engine_format, plan, resolve_layout
 from trainspec_cli.policy.batch.batch_schedule import count_steps, schedule_batches
 from trainspec_cli.policy.batch.division import even_division, take_portion
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec
@@ -244,6 +244,15 @@ def test_a_laptop_runs_two_processes_or_one_a_group(cores: int, groups: int, pro
 def test_formats(wanted: Any, bf16: bool, compute: str):
     spec = replace(SPEC, precision=PrecisionSpec(compute=wanted))
     assert plan(spec, replace(LAPTOP, bf16=bf16)).compute == compute
+
+
+@pytest.mark.parametrize(
+    ("wanted", "bf16", "compute"), [("auto", False, "fp32"), ("auto", True, "bf16"), ("fp16", False, "fp16")]
+)
+def test_the_search_takes_the_format_that_the_engine_runs(wanted: Any, bf16: bool, compute: str) -> None:
+    """On a GPU without bf16 the capacity planner would take fp16 of its own accord."""
+    spec = replace(SPEC, precision=PrecisionSpec(compute=wanted))
+    assert in_engine_format(spec, replace(H200S, bf16=bf16)).precision.compute == compute
 
 
 @pytest.mark.parametrize("wanted", ["fp16", "tf32"])

@@ -28,7 +28,8 @@ from trainspec_cli.certify.runs import measure
 from trainspec_cli.certify.security import measure_security
 from trainspec_cli.certify.standing import LEVELS, SECURITY
 from trainspec_cli.certify.verify import is_whole
-from trainspec_cli.errors import Interrupted, Problem, RecipeError, closest
+from trainspec_cli.errors import Interrupted, MachineError, Problem, RecipeError, closest
+from trainspec_cli.launcher.job.gpus import CPU_HINT
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load_for_planning
@@ -116,7 +117,12 @@ def _measure_recipe(arguments: list[str]) -> None:
 
 
 def machine_here() -> Machine:
-    return detect(look_for_gpus=True)
+    """Raises MachineError where this node's GPUs cannot be used: the CPU is certified only where that is wanted."""
+    machine = detect(look_for_gpus=True)
+    if problem := machine.gpu_problem:
+        hint = problem.hint.partition(f"; {CPU_HINT}")[0]
+        raise MachineError(replace(problem, path="", hint=f"{hint}; CUDA_VISIBLE_DEVICES= certifies the CPU"))
+    return machine
 
 
 def _checks(only: list[str], processes: int, features: Sequence[str]) -> list[ClauseCheck]:

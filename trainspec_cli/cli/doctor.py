@@ -28,6 +28,7 @@ from trainspec_cli.session.slurm.container import folders_read
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.doctor import Check
+from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.tools import LinksResult
 from trainspec_cli.trust import private_files
 
@@ -82,12 +83,21 @@ def _examine(loaded: Loaded) -> Examined:
     if _nodes() > 1:
         return _examine_job(loaded, machine)
     with tempfile.TemporaryDirectory(prefix="trainspec-doctor-") as folder:
-        return examine_here(plan_for(loaded, machine).as_one_group, machine, Path(folder))
+        return examine_here(_plan(loaded, machine), machine, Path(folder))
+
+
+def _plan(loaded: Loaded, machine: Machine) -> Plan:
+    """Plan a run of all devices. GPUs that cannot be used are examined all the same: the examination says why."""
+    cluster = loaded.spec.cluster
+    if cluster.device == "cpu" or machine.gpu_names or not (machine.gpu_problem or cluster.device == "cuda"):
+        return plan_for(loaded, machine).as_one_group
+    on_cpu = replace(loaded, spec=replace(loaded.spec, cluster=replace(cluster, device="cpu")))
+    return replace(plan_for(on_cpu, machine).as_one_group, device="cuda")
 
 
 def _examine_job(loaded: Loaded, machine: Machine) -> Examined:
     """Examine from the job's first node, by srun; below ./runs, which the nodes share."""
-    plan = plan_for(loaded, machine).as_one_group
+    plan = _plan(loaded, machine)
     start = start_command(plan, Path.cwd(), [Path.cwd(), *folders_read(plan, None)])
     reach = Reach(slurm.own_address(), tuple(start))
     with private_files():

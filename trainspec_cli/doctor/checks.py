@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import re
@@ -11,14 +12,18 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from trainspec_cli.doctor.network import check_nics
-from trainspec_cli.launcher.job.machine import detect, visible_gpus
+from trainspec_cli.errors import MachineError
+from trainspec_cli.launcher.job.gpus import find_gpus, opened_nvml
+from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.launcher.job.provenance import versions
 from trainspec_cli.node import cpu_name
+from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.doctor import Check
 from trainspec_cli.units import format_bytes
 
@@ -45,13 +50,19 @@ def check_node(folder: Path, device: str, devices: int = 1) -> list[Check]:
 
 
 def check_chips(device: str) -> Iterator[Check]:
+    """Check that the chips which the run would take can be used, by their driver and by torch."""
     machine = detect(look_for_gpus=device != "cpu")
-    if machine.gpu_names:
+    for note in machine.gpu_notes:
+        yield Check("chips", "warn", note, "nvidia-smi -L, or rocm-smi, lists this node's GPUs")
+    if problem := machine.gpu_problem:
+        yield Check("chips", "fail", problem.message, problem.hint)
+    elif machine.gpu_names:
         memory = format_bytes(machine.gpu_memory_bytes)
         yield Check("chips", "ok", f"{len(machine.gpu_names)} x {machine.gpu_names[0]}, {memory}; driver {driver()}")
         if len(set(machine.gpu_names)) > 1:
             names = ", ".join(sorted(set(machine.gpu_names)))
             yield Check("chips", "warn", f"they differ: {names}", "choose alike ones with CUDA_VISIBLE_DEVICES")
+        yield from check_torch(machine)
     elif device == "cuda":
         yield Check("chips", "fail", "no GPU is visible", "look at nvidia-smi, and at what the job was given")
     else:
@@ -61,7 +72,7 @@ def check_chips(device: str) -> Iterator[Check]:
 
 def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
     """Check whether somebody else uses them; `needed_bytes` as in `check_memory`, of each."""
-    for number, gpu in enumerate(visible_gpus()):
+    for number, gpu in enumerate(find_gpus().gpus):
         taken = gpu.memory_bytes - gpu.free_bytes
         found = f"GPU {number} ({gpu.name}): {format_bytes(taken)} of {format_bytes(gpu.memory_bytes)} are taken"
         advice = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES leaves a GPU out"
@@ -71,7 +82,46 @@ def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
             yield Check("chips", "warn", found, advice)
 
 
+def check_torch(machine: Machine) -> Iterator[Check]:
+    """Check that the installed torch was built for these GPUs and for their driver, without loading it."""
+    version, cuda, hip = torch_build()
+    amd = any(gpu.vendor == "amd" for gpu in machine.gpus)
+    if version and not (hip if amd else cuda):
+        wanted = "ROCm" if amd else "CUDA"
+        advice = f"install torch for {wanted} (pytorch.org/get-started/locally), or type cluster.device=cpu"
+        yield Check("torch", "fail", f"torch {version} was built without {wanted}, so it sees no GPU", advice)
+    elif cuda and not amd and 0 < (newest := newest_cuda()) < int(cuda.partition(".")[0]):
+        found = f"torch {version} needs a driver of CUDA {cuda.partition('.')[0]}, and this driver ends at {newest}"
+        yield Check("torch", "fail", found, "update NVIDIA's driver, or install a torch of an older CUDA")
+
+
+def torch_build() -> tuple[str, str, str]:
+    """Return the version of the installed torch and those of CUDA and ROCm (HIP) that it was built with; "" each where
+    it is unknown, or torch has none."""
+    spec = importlib.util.find_spec("torch")
+    try:
+        text = (Path(spec.origin or "").parent / "version.py").read_text() if spec else ""
+    except OSError:
+        text = ""
+    found = {
+        key: re.search(rf"^{key}\b[^=\n]*= '([^']+)'", text, re.MULTILINE) for key in ("__version__", "cuda", "hip")
+    }
+    version, cuda, hip = (match[1] if match else "" for match in found.values())
+    return version, cuda, hip
+
+
+def newest_cuda() -> int:
+    """Return the newest major version of CUDA that NVIDIA's driver runs; 0 where that is unknown."""
+    with suppress(MachineError), opened_nvml() as nvml:
+        return int(nvml.nvmlSystemGetCudaDriverVersion()) // 1000 if nvml else 0
+    return 0
+
+
 def driver() -> str:
+    """Return the version of NVIDIA's driver."""
+    with suppress(MachineError), opened_nvml() as nvml:
+        if nvml:
+            return str(nvml.nvmlSystemGetDriverVersion())
     try:
         version = Path("/proc/driver/nvidia/version").read_text()
         return str(re.findall(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", version)[0])

@@ -30,7 +30,8 @@ Examined = tuple[Sequence[NodeReport], LinksResult | None]
 def examine_here(plan: Plan, machine: Machine, folder: Path) -> Examined:
     """`folder` is on the disk that is measured."""
     report = examine_node(folder, plan.device, plan.compute, plan.devices_per_node)
-    links = run_tool(LINKS, LinksRequest(plan.device), torchrun(plan, machine)) if plan.world_size > 1 else None
+    measured = plan.world_size > 1 and not _are_unusable(report.checks)
+    links = run_tool(LINKS, LinksRequest(plan.device), torchrun(plan, machine)) if measured else None
     return [report], links
 
 
@@ -54,6 +55,8 @@ def node_command(plan: Plan, folder: Path) -> tuple[str, ...]:
 def examine_node(folder: Path, device: Device, compute: Compute, devices: int) -> NodeReport:
     checks = check_node(folder, device, devices)
     speed: SpeedResult | None = None
+    if _are_unusable(checks):
+        return NodeReport(node_name(), time.time(), tuple(checks))
     try:
         speed = run_tool(SPEED, SpeedRequest(device, compute))
     except MachineError as error:
@@ -61,6 +64,11 @@ def examine_node(folder: Path, device: Device, compute: Compute, devices: int) -
         advice = "run python -c 'import torch' on that node"
         checks.append(Check("speed", "fail", ": ".join(dict.fromkeys((found[0], found[-1]))), advice))
     return NodeReport(node_name(), time.time(), tuple(checks), speed)
+
+
+def _are_unusable(checks: Sequence[Check]) -> bool:
+    """Return whether no process could compute on the chips, so that measuring them would only fail."""
+    return any(check.status == "fail" and check.name in ("chips", "torch") for check in checks)
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.doctor.checks import check_gpus, check_limits, check_memory, check_shm
+from trainspec_cli.doctor.checks import check_gpus, check_limits, check_memory, check_shm, check_torch
 from trainspec_cli.doctor.diagnosis import refuse_unfit
+from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.node import node_name
 from trainspec_cli.spec.results.doctor import Check, NodeReport
 from trainspec_cli.units import format_bytes
@@ -34,7 +35,7 @@ def preflight(folder: Path, needs: Needs) -> list[Check]:
     """Return what to look at. Raises MachineError where the run could not end well; `folder` need not be there yet."""
     checks = [*check_room(folder, needs), *check_memory(needs.memory_bytes)]
     if needs.uses_gpus:
-        checks.extend(check_gpus(needs.gpu_memory_bytes))
+        checks.extend((*check_torch(detect()), *check_gpus(needs.gpu_memory_bytes)))
     if needs.processes > 1:
         checks.extend((*check_shm(), *check_limits()))
     refuse_unfit([NodeReport(node_name(), time.time(), tuple(checks))])

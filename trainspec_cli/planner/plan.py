@@ -12,8 +12,8 @@ from trainspec_cli.planner import workload
 from trainspec_cli.planner.blueprint.blueprint import draw_blueprint
 from trainspec_cli.planner.comm import choose_formats
 from trainspec_cli.planner.cut import cut, cut_on_chip, is_open, relative_times
-from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.hardware.cluster import efficiency_of
+from trainspec_cli.planner.hardware.detected import chip_of, is_derived
 from trainspec_cli.planner.search.auto import best_candidate, is_searched
 from trainspec_cli.planner.search.space import asked_groups, one_group
 from trainspec_cli.planner.this_machine import is_known, setup_of
@@ -117,7 +117,9 @@ def _choose(
 ) -> tuple[Layout, int, int, int, tuple[Recompute, Offload]]:
     """-> (layout of a group, groups, micro-batch, gradient accumulation, (recompute, offload)): searched on known GPUs,
     where something fits."""
-    best = best_candidate(spec, machine, devices_per_node) if is_searched(spec, machine, device) else None
+    best = None
+    if is_searched(spec, machine, device):
+        best = best_candidate(in_engine_format(spec, machine), machine, devices_per_node)
     if best is not None:
         layout, groups = one_group(spec, best.layout)
         memory = cast("Recompute", best.recompute), best.offload
@@ -135,10 +137,13 @@ def _choose(
 
 
 def known_peak(cluster: ClusterSpec, machine: Machine, device: str, compute: str) -> tuple[float | None, str]:
-    """The data sheet's dense bf16 rate of the GPU at hand (or of the one the recipe names) and its source."""
-    if device != "cuda" or compute != "bf16":
+    """Return the data sheet's dense bf16 rate of the GPU at hand (or of the one that the recipe names) and its source.
+
+    A derived chip has none: its rate is a lower bound, by which every run would look efficient.
+    """
+    if device != "cuda" or compute != "bf16" or is_derived(machine):
         return None, ""
-    chip = find_accelerator(machine.gpu_names[0]) if machine.gpu_names else cluster.accelerator
+    chip = chip_of(machine)[0] if machine.gpu_names else cluster.accelerator
     if chip is None or not chip.bf16_tflops:
         return None, ""
     return chip.bf16_tflops * 1e12, f"dense bf16 peak of {chip.name} by its data sheet"
@@ -164,6 +169,14 @@ def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:
         message = f"the engine computes in bf16 or fp32, not in {wanted}"
         raise RecipeError(Problem("unsupported", message, "precision.compute", "precision.compute=auto"))
     return "bf16" if wanted == "bf16" else "fp32"
+
+
+def in_engine_format(spec: RunSpec, machine: Machine) -> RunSpec:
+    """Return the spec with the format that the engine would compute in where it leaves that open: on a GPU without bf16
+    that is fp32, where the capacity planner would take fp16."""
+    if spec.precision.compute != AUTO:
+        return spec
+    return replace(spec, precision=replace(spec.precision, compute=resolve_compute(spec, machine)))
 
 
 def resolve_layout(wanted: LayoutSpec, world_size: int, name: str = "the layout") -> Layout:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from trainspec_cli.planner.capacity import software_of, template_of
-from trainspec_cli.planner.hardware.catalogue import find_accelerator
 from trainspec_cli.planner.hardware.cluster import describe_fabric, efficiency_of
+from trainspec_cli.planner.hardware.detected import chip_of
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
@@ -82,8 +82,8 @@ def moving_bytes(before: LocalPrediction, after: LocalPrediction) -> float:
 
 
 def is_known(plan: Plan, machine: Machine) -> bool:
-    """The plan runs on GPUs of this machine that the catalogue describes."""
-    return plan.device == "cuda" and bool(machine.gpu_names) and find_accelerator(machine.gpu_names[0]) is not None
+    """The plan runs on GPUs of this machine whose chip is known (`chip_of`)."""
+    return plan.device == "cuda" and chip_of(machine)[0] is not None
 
 
 def predict_device(plan: Plan, machine: Machine) -> LocalPrediction:

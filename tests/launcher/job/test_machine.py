@@ -1,66 +1,38 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from lab.gpus.machines import play
 
 from trainspec_cli.launcher.job import machine
-from trainspec_cli.launcher.job.machine import Gpu, cpu_has_bf16, detect, usable_cores, usable_memory_bytes
-
-
-class NvmlError(Exception):
-    pass
-
-
-class FourGpus:
-    """The part of NVML that is used, for a host with four GPUs."""
-
-    NVMLError = NvmlError
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802 - NVML's own name
-        return 4
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> str:  # noqa: N802
-        if index not in range(4):
-            raise NvmlError(index)
-        return f"GPU-{index}abc"
-
-    def nvmlDeviceGetUUID(self, handle: str) -> str:  # noqa: N802
-        return handle
-
-
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [
-        (None, ["GPU-0abc", "GPU-1abc", "GPU-2abc", "GPU-3abc"]),
-        ("", []),
-        ("-1", []),
-        ("2,0", ["GPU-2abc", "GPU-0abc"]),
-        ("1,9,2", ["GPU-1abc"]),
-        ("GPU-3a", ["GPU-3abc"]),
-        ("GPU-7", []),
-    ],
-)
-def test_the_gpus_that_cuda_would_show(visible: str | None, expected: list[str]) -> None:
-    nvml: Any = FourGpus()
-    assert machine._visible_handles(nvml, visible) == expected
+from trainspec_cli.launcher.job.machine import cpu_has_bf16, detect, usable_cores, usable_memory_bytes
 
 
 def test_the_smallest_and_oldest_gpu_speaks_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = (Gpu("H100", 80, (9, 0), 80), Gpu("V100", 32, (7, 0), 32))
-    monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
+    play("mixed", monkeypatch)
     found = detect()
-    assert (found.gpu_names, found.gpu_memory_bytes, found.bf16) == (("H100", "V100"), 32, False)
+    assert found.gpu_names == ("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090")
+    assert found.gpu_memory_bytes == 24564 * 2**20
+    assert (found.bf16, found.fp8) == (True, False), "a format has to be known to every GPU"
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "fp8"),
+    [("2xh100_sxm", True, True), ("2xa100_80gb", True, False), ("2xt4", False, False), ("amd_mi300x", True, True)],
+)
+def test_formats_of_gpus(monkeypatch: pytest.MonkeyPatch, name: str, bf16: bool, fp8: bool) -> None:
+    play(name, monkeypatch)
+    found = detect()
+    assert (found.bf16, found.fp8) == (bf16, fp8)
 
 
 def test_a_run_on_the_cpu_asks_the_cpu_for_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "visible_gpus", lambda: (Gpu("H100", 80, (9, 0), 80),))
+    play("lost", monkeypatch)
     found = detect(look_for_gpus=False)
-    assert (found.gpu_names, found.bf16) == ((), cpu_has_bf16())
+    assert (found.gpu_names, found.bf16, found.gpu_problem) == ((), cpu_has_bf16(), None)
 
 
 @pytest.mark.parametrize(("flags", "native"), [("fpu avx512_bf16 sse", True), ("amx_bf16", True), ("fpu avx2", False)])
@@ -137,58 +109,3 @@ def test_without_a_container_all_memory_is_ours(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(machine, "_cgroup_setting", lambda name: "")
     monkeypatch.setattr(machine.psutil, "virtual_memory", lambda: SimpleNamespace(total=7 * 2**30))
     assert usable_memory_bytes() == 7 * 2**30
-
-
-class DescribedGpus(FourGpus):
-    """Two GPUs of which the second is in use."""
-
-    def __init__(self) -> None:
-        self.is_open = False
-
-    def nvmlInit(self) -> None:  # noqa: N802
-        self.is_open = True
-
-    def nvmlShutdown(self) -> None:  # noqa: N802
-        self.is_open = False
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 2
-
-    def nvmlDeviceGetName(self, handle: str) -> str:  # noqa: N802
-        assert self.is_open
-        return f"chip {handle}"
-
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(total=80, free=80 if "0" in handle else 30)
-
-    def nvmlDeviceGetCudaComputeCapability(self, handle: str) -> tuple[int, int]:  # noqa: N802
-        return 9, 0
-
-
-def test_gpus_are_described_and_the_driver_is_left_in_peace(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = DescribedGpus()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
-    assert machine.visible_gpus() == (Gpu("chip GPU-1abc", 80, (9, 0), 30), Gpu("chip GPU-0abc", 80, (9, 0), 80))
-    assert not nvml.is_open
-    nvml.nvmlInit = lambda: (_ for _ in ()).throw(NvmlError())  # type: ignore[method-assign]
-    assert machine.visible_gpus() == (), "there is no driver"
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert machine.visible_gpus() == ()
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "bf16", "fp8"),
-    [([(9, 0), (9, 0)], True, True), ([(9, 0), (8, 0)], True, False), ([(8, 0), (7, 5)], False, False)],
-)
-def test_a_format_has_to_be_known_to_every_gpu(
-    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], bf16: bool, fp8: bool
-) -> None:
-    gpus = tuple(Gpu("chip", 80 - number, capability, 80) for number, capability in enumerate(capabilities))
-    monkeypatch.setattr(machine, "visible_gpus", lambda: gpus)
-    found = detect(look_for_gpus=True)
-    assert (found.bf16, found.fp8, found.gpu_names) == (bf16, fp8, ("chip", "chip"))
-    assert found.gpu_memory_bytes == 79, "each can hold as much as the smallest"
-    monkeypatch.setattr(machine, "visible_gpus", tuple)
-    bare = detect(look_for_gpus=True)
-    assert (bare.fp8, bare.gpu_names, bare.gpu_memory_bytes) == (False, (), 0)

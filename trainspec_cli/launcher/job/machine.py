@@ -6,46 +6,35 @@ import math
 import os
 import re
 import socket
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import psutil
 
+from trainspec_cli.launcher.job.gpus import FoundGpus, find_gpus
 from trainspec_cli.node import CPUINFO, cpu_flags
 from trainspec_cli.spec.recipe.cluster import Machine
 
 BF16_CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
-BF16_COMPUTE_CAPABILITY = (8, 0)
-"""Ampere, the first NVIDIA generation whose tensor cores multiply bf16."""
 
 _OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
-
-FP8_COMPUTE_CAPABILITY = (8, 9)
-"""Ada, the first whose tensor cores multiply fp8."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    name: str
-    memory_bytes: int
-    compute_capability: tuple[int, int]
-    free_bytes: int
-    """Memory of the GPU that no other program holds."""
 
 
 def detect(*, look_for_gpus: bool = True) -> Machine:
     """Describe this node. `bf16` speaks of the GPUs where there are any, else of the CPU; a run that is to
     stay on the CPU passes `look_for_gpus=False`."""
-    gpus = visible_gpus() if look_for_gpus else ()
+    found = find_gpus() if look_for_gpus else FoundGpus()
+    gpus = found.gpus
     return Machine(
         hostname=socket.gethostname(),
         cpu_cores=usable_cores(),
         memory_bytes=usable_memory_bytes(),
         gpu_names=tuple(gpu.name for gpu in gpus),
         gpu_memory_bytes=min((gpu.memory_bytes for gpu in gpus), default=0),
-        bf16=all(gpu.compute_capability >= BF16_COMPUTE_CAPABILITY for gpu in gpus) if gpus else cpu_has_bf16(),
-        fp8=bool(gpus) and all(gpu.compute_capability >= FP8_COMPUTE_CAPABILITY for gpu in gpus),
+        bf16=all(gpu.bf16 for gpu in gpus) if gpus else cpu_has_bf16(),
+        fp8=bool(gpus) and all(gpu.fp8 for gpu in gpus),
+        gpus=gpus,
+        gpu_problem=found.problem,
+        gpu_notes=found.notes,
     )
 
 
@@ -132,58 +121,3 @@ def _cgroup_setting(
 def cpu_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
     """Return whether the CPU multiplies bf16 natively; False where the system does not say (macOS)."""
     return not BF16_CPU_FLAGS.isdisjoint(cpu_flags(cpuinfo))
-
-
-def visible_gpus() -> tuple[Gpu, ...]:
-    """NVIDIA GPUs that CUDA would show this process; none without a driver."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except (ImportError, OSError):
-        return ()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        handles = _visible_handles(pynvml, os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return tuple(_describe_gpu(pynvml, handle) for handle in handles)
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _visible_handles(nvml: Any, visible: str | None) -> list[Any]:
-    """CUDA's rule: numbers or UUIDs in order, ending before the first that names no device."""
-    count = nvml.nvmlDeviceGetCount()
-    if visible is None:
-        return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-    handles: list[Any] = []
-    for entry in filter(None, (part.strip() for part in visible.split(","))):
-        try:
-            if entry.lstrip("-").isdigit():
-                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(entry)))
-            else:
-                handles.append(_handle_by_uuid(nvml, entry, count))
-        except (nvml.NVMLError, ValueError):
-            break
-    return handles
-
-
-def _handle_by_uuid(nvml: Any, start: str, count: int) -> Any:
-    """A GPU may be named by the start of its UUID, a MIG slice by the whole of it."""
-    if start.startswith("MIG-"):
-        return nvml.nvmlDeviceGetHandleByUUID(start)
-    for index in range(count):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        if nvml.nvmlDeviceGetUUID(handle).startswith(start):
-            return handle
-    raise ValueError(f"no GPU has a UUID that starts with {start}")
-
-
-def _describe_gpu(nvml: Any, handle: Any) -> Gpu:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return Gpu(
-        name=nvml.nvmlDeviceGetName(handle),
-        memory_bytes=int(memory.total),
-        compute_capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
-        free_bytes=int(memory.free),
-    )

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 
 import psutil
 
+from trainspec_cli.errors import MachineError
+from trainspec_cli.launcher.job.gpus import opened_nvml
 from trainspec_cli.launcher.own_command.journal import CountedRank
 from trainspec_cli.rundir.event_types.observed import UsageEvent
 from trainspec_cli.spec.canonical import ABSENT
@@ -114,28 +115,14 @@ def gpu_uses() -> dict[int, GpuUse]:
     """Return what processes hold of this node's NVIDIA GPUs, by process id; empty without a driver."""
     if not os.path.exists("/dev/nvidiactl"):  # noqa: PTH110 - asked often, and `Path` is slow to make
         return {}
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except (ImportError, OSError):
-        return {}
-    except pynvml.NVMLError:
-        return {}
-    try:
-        return _uses(pynvml)
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _uses(nvml: ModuleType) -> dict[int, GpuUse]:
     uses: dict[int, GpuUse] = {}
-    for index in range(nvml.nvmlDeviceGetCount()):
-        with suppress(nvml.NVMLError):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
-            for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-                before = uses.get(process.pid, GpuUse(0.0, 0))
-                held = before.bytes + int(process.usedGpuMemory or 0)
-                uses[process.pid] = GpuUse(max(before.busy, busy), held)
+    with suppress(MachineError), opened_nvml() as nvml:
+        for index in range(nvml.nvmlDeviceGetCount() if nvml else 0):
+            with suppress(nvml.NVMLError):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
+                busy = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+                for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+                    before = uses.get(process.pid, GpuUse(0.0, 0))
+                    held = before.bytes + int(process.usedGpuMemory or 0)
+                    uses[process.pid] = GpuUse(max(before.busy, busy), held)
     return uses

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.planner.hardware.detected import chip_of
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Fabric, NetworkTier
 from trainspec_cli.spec.field_types import AUTO
@@ -89,19 +90,19 @@ def with_tiers(fabric: Fabric, tiers: Sequence[TierSpec]) -> Fabric:
 
 
 def accelerator_of(machine: Machine | None) -> AcceleratorSpec:
-    """The catalogue's entry for this machine's GPU, or a rough description of its CPU."""
-    from trainspec_cli.planner.hardware.catalogue import find_accelerator
-
+    """Return the chip of this machine's GPUs, or a rough description of its CPU."""
     hint = "choose one: cluster=h100, or describe your own in conf/accelerator and conf/cluster"
     if machine is None:
         raise RecipeError(Problem("no_accelerator", "the cluster names no accelerator", "cluster.accelerator", hint))
+    if machine.gpu_problem:
+        raise MachineError(machine.gpu_problem)
     if not machine.gpu_names:
         return cpu_of(machine)
-    chip = find_accelerator(machine.gpu_names[0])
+    chip, _ = chip_of(machine)
     if chip is None:
         message = f"the catalogue has no accelerator like {machine.gpu_names[0]}"
         raise RecipeError(Problem("unknown_accelerator", message, "cluster.accelerator", hint))
-    return chip if not machine.gpu_memory_bytes else replace(chip, memory_gb=machine.gpu_memory_bytes / GIB)
+    return chip
 
 
 def cpu_of(machine: Machine) -> AcceleratorSpec:

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from typing import Literal
 
 from trainspec_cli.planner.capacity import plan_best
-from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.detected import chip_of
 from trainspec_cli.planner.search.space import one_group
 from trainspec_cli.policy.batch.division import micro_batches_of
 from trainspec_cli.spec.field_types import AUTO
@@ -18,10 +18,9 @@ from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 
 
 def is_searched(spec: RunSpec, machine: Machine, device: str) -> bool:
-    """Something that the planner chooses is open, and the catalogue knows the GPUs that were found."""
+    """Something that the planner chooses is open, and the chip of the GPUs that were found is known."""
     choices = (*vars(spec.layout).values(), spec.batching.micro_batch_size, spec.recompute, spec.offload)
-    known = bool(machine.gpu_names) and find_accelerator(machine.gpu_names[0]) is not None
-    return device == "cuda" and AUTO in choices and known
+    return device == "cuda" and AUTO in choices and chip_of(machine)[0] is not None
 
 
 def best_candidate(spec: RunSpec, machine: Machine, num_devices: int) -> Candidate | None:

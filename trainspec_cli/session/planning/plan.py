@@ -10,7 +10,9 @@ from trainspec_cli.composer.folders import DISTURB
 from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
 from trainspec_cli.planner.capacity import blueprint_of
 from trainspec_cli.planner.hardware.cluster import accelerator_of
+from trainspec_cli.planner.hardware.detected import chip_of
 from trainspec_cli.planner.memory.engine import tensors_by_cause
+from trainspec_cli.planner.plan import in_engine_format
 from trainspec_cli.planner.planes.plan import plan_planes
 from trainspec_cli.planner.pools.describe import on_pools
 from trainspec_cli.planner.run.forecast import forecast_run
@@ -25,6 +27,7 @@ from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.results.sites import SitesOutlook
+from trainspec_cli.spec.rules.check import matrix_units
 from trainspec_cli.spec.rules.engine import check_built
 
 if TYPE_CHECKING:
@@ -56,6 +59,9 @@ def plan_loaded(
         spec, capacity = plan_on_what_divides(spec, machine)
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
+    if machine is not None:
+        lacking = (f"{problem.message}: {problem.hint}" for problem in matrix_units(spec, machine))
+        capacity = replace(capacity, assumptions=(*lacking, *chip_of(machine)[1], *capacity.assumptions))
     best = capacity.best
     if best is None:
         capacity = replace(capacity, advice=tuple(advise(spec, machine)))
@@ -150,4 +156,5 @@ def _on_machine(spec: RunSpec) -> tuple[RunSpec, Machine | None]:
     if spec.cluster.accelerator is not None:
         return spec, None
     machine = this_machine(spec)
-    return replace(spec, cluster=replace(spec.cluster, accelerator=accelerator_of(machine))), machine
+    spec = replace(spec, cluster=replace(spec.cluster, accelerator=accelerator_of(machine)))
+    return in_engine_format(spec, machine) if machine.gpu_names else spec, machine

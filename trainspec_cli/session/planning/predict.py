@@ -9,6 +9,7 @@ from trainspec_cli.errors import MachineError, PlanError, Problem
 from trainspec_cli.launcher.measuring import DISTURBED_HOLDS_S, known_probe, probe_machine
 from trainspec_cli.launcher.memory_limits import read_limits
 from trainspec_cli.planner.calibration.observe import calibrated
+from trainspec_cli.planner.hardware.detected import chip_of
 from trainspec_cli.planner.this_machine import (
     Predict,
     device_limit_bytes,
@@ -55,6 +56,8 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
 
     Without `may_probe` nothing is started: a machine that was never probed gives no prediction, and this says so.
     """
+    for note in chip_of(machine)[1] if plan.spec.cluster.device != "cpu" else ():
+        console.report(note)
     if plan.comm.reason:
         console.report(f"gradients travel in {plan.comm.describe()}: {plan.comm.reason}")
     if plan.device == "cpu" and plan.compute == "bf16" and not machine.bf16:
@@ -213,6 +216,10 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_p
     if not is_predictable(plan):
         if plan.device == "cuda" and machine.gpu_names:
             console.report(f"no prediction: the catalogue has no accelerator like {machine.gpu_names[0]}")
+        elif plan.device == "cpu":
+            console.report(
+                "no prediction: on a CPU it takes an eager llama, trained whole under data parallelism alone"
+            )
         return None
     probe = _probe(plan, machine, console) if may_probe else _known_probe(plan, machine, console)
     if probe is None:

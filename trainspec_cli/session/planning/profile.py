@@ -14,7 +14,7 @@ from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.node import cpu_name
 from trainspec_cli.planner.calibration.observe import efficiency_with
 from trainspec_cli.planner.calibration.posterior import PACE
-from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.hardware.detected import chip_of
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.reading.spec_version import VERSION_LINE
 from trainspec_cli.reading.yaml_file import read_versioned_yaml
@@ -55,7 +55,7 @@ def write_profile(path: Path, profile: ClusterProfile) -> None:
 def device_of(spec: RunSpec, machine: Machine | None) -> str:
     """Return the accelerator's name by the catalogue, or the processor's."""
     if machine is not None and machine.gpu_names and spec.cluster.device != "cpu":
-        chip = find_accelerator(machine.gpu_names[0])
+        chip, _ = chip_of(machine)
         return chip.name if chip else machine.gpu_names[0]
     return spec.cluster.accelerator.name if spec.cluster.accelerator else cpu_name()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from trainspec_cli.errors import Problem
 from trainspec_cli.spec.field_types import (
     AUTO,
     Auto,
@@ -330,6 +331,43 @@ class ClusterSpec:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """A GPU as its driver reports it. A number of 0 is one that the driver does not report."""
+
+    name: str
+    memory_bytes: int
+    """Its own memory, or the system's where it computes in that."""
+    compute_capability: tuple[int, int]
+    """NVIDIA's; of an AMD GPU its gfx target, such as (9, 0x42) for gfx942."""
+    free_bytes: int
+    """Memory of the GPU that no other program holds."""
+    vendor: Literal["nvidia", "amd"] = "nvidia"
+    processors: int = 0
+    """Multiprocessors, or compute units."""
+    clock_mhz: float = 0.0
+    """The highest clock of the multiprocessors."""
+    memory_gb_per_s: float = 0.0
+    power_w: float = 0.0
+    nvlink_gb_per_s: float | None = None
+    """All links that are up, one direction; 0: the GPU has links, and all are down. None: it reports no links."""
+    pcie_gb_per_s: float = 0.0
+
+    @property
+    def bf16(self) -> bool:
+        """Whether its matrix units multiply bf16: NVIDIA since Ampere, AMD since MI100 (gfx908) and RDNA 3."""
+        if self.vendor == "amd":
+            return self.compute_capability >= (9, 0x08) and self.compute_capability[0] != 10
+        return self.compute_capability >= (8, 0)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether its matrix units multiply fp8: NVIDIA since Ada, AMD on MI300 (gfx942), MI350 and RDNA 4."""
+        if self.vendor == "amd":
+            return self.compute_capability >= (12, 0) or (9, 0x42) <= self.compute_capability < (10, 0)
+        return self.compute_capability >= (8, 9)
+
+
+@dataclass(frozen=True)
 class Machine:
     """The hardware found on this node, without torch (see `launcher/job/machine.py`)."""
 
@@ -344,3 +382,9 @@ class Machine:
     """The device multiplies bf16 natively (amx_bf16 or avx512_bf16 on a CPU, compute capability 8.0 on a GPU)."""
     fp8: bool = False
     """The GPUs multiply fp8 (compute capability 8.9)."""
+    gpus: tuple[Gpu, ...] = ()
+    """What the driver reports of each GPU; empty for a machine that is only described."""
+    gpu_problem: Problem | None = None
+    """Why GPUs or other accelerators of this node cannot be used; then no GPU is listed."""
+    gpu_notes: tuple[str, ...] = ()
+    """Facts about this node's GPUs that stop nothing, such as that all are hidden."""

@@ -67,7 +67,7 @@ def check(spec: RunSpec) -> list[Problem]:
 
 def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
     """Return what this machine lacks for a recipe that is right in itself."""
-    here: list[Rule] = [lambda spec: gpus(spec, machine), lambda spec: fp8_units(spec, machine)]
+    here: list[Rule] = [lambda spec: gpus(spec, machine), lambda spec: matrix_units(spec, machine)]
     here.append(lambda spec: check_kernels(spec, machine))
     return apply([*here, packages, compiler, shared_memory], spec)
 
@@ -253,22 +253,30 @@ def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
 
 
 def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
+    """GPUs that cannot be used, or are too few, are a lack wherever the recipe leaves the device to the machine too."""
     found, wanted = len(machine.gpu_names), spec.cluster.devices_per_node
-    if spec.cluster.device != "cuda":
+    if spec.cluster.device == "cpu":
         return
-    if not found:
+    if machine.gpu_problem:
+        yield machine.gpu_problem
+    elif not found and spec.cluster.device == "cuda":
         message = f"`cluster.device` is cuda, and {machine.hostname} shows no GPU"
         hint = "type cluster.device=cpu, or run where there is one (nvidia-smi lists them)"
         yield _lacking("no_gpu", "cluster.device", message, hint)
-    elif wanted != AUTO and wanted > found:
+    elif found and wanted != AUTO and wanted > found:
         message = f"`cluster.devices_per_node` is {wanted}, and {machine.hostname} has {found} GPUs"
         hint = f"type cluster.devices_per_node={found}, or auto"
         yield _lacking("too_few_gpus", "cluster.devices_per_node", message, hint)
 
 
-def fp8_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """A GPU has them or not; a CPU emulates them."""
-    if spec.precision.matmul == "fp8" and spec.cluster.device != "cpu" and machine.gpu_names and not machine.fp8:
+def matrix_units(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
+    """A GPU multiplies a format or not; a CPU emulates it."""
+    if spec.cluster.device == "cpu" or not machine.gpu_names:
+        return
+    if spec.precision.compute == "bf16" and not machine.bf16:
+        got = f"`precision.compute` is bf16, which {machine.gpu_names[-1]} does not multiply (Ampere and later do)"
+        yield _lacking("no_bf16", "precision.compute", got, "type precision=fp32, or precision.compute=auto")
+    if spec.precision.matmul == "fp8" and not machine.fp8:
         got = f"`precision.matmul` is fp8, which {machine.gpu_names[0]} does not multiply (Ada, Hopper and later do)"
         yield _lacking("no_fp8", "precision.matmul", got, "type precision.matmul=compute")
 
