@@ -253,17 +253,17 @@ def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
 
 
 def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """GPUs that cannot be used are a lack wherever the recipe leaves the choice of the device to the machine."""
+    """GPUs that cannot be used, or are too few, are a lack wherever the recipe leaves the device to the machine too."""
     found, wanted = len(machine.gpu_names), spec.cluster.devices_per_node
-    if spec.cluster.device != "cpu" and machine.gpu_problem:
-        yield machine.gpu_problem
-    elif spec.cluster.device != "cuda":
+    if spec.cluster.device == "cpu":
         return
-    elif not found:
+    if machine.gpu_problem:
+        yield machine.gpu_problem
+    elif not found and spec.cluster.device == "cuda":
         message = f"`cluster.device` is cuda, and {machine.hostname} shows no GPU"
         hint = "type cluster.device=cpu, or run where there is one (nvidia-smi lists them)"
         yield _lacking("no_gpu", "cluster.device", message, hint)
-    elif wanted != AUTO and wanted > found:
+    elif found and wanted != AUTO and wanted > found:
         message = f"`cluster.devices_per_node` is {wanted}, and {machine.hostname} has {found} GPUs"
         hint = f"type cluster.devices_per_node={found}, or auto"
         yield _lacking("too_few_gpus", "cluster.devices_per_node", message, hint)
