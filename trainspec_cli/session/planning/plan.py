@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from trainspec_cli.composer.folders import DISTURB
-from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
+from trainspec_cli.errors import MachineError, PlanError, Problem, RecipeError, TrainspecError
 from trainspec_cli.planner.capacity import blueprint_of
 from trainspec_cli.planner.hardware.cluster import accelerator_of
 from trainspec_cli.planner.hardware.detected import chip_of
@@ -54,14 +54,15 @@ def plan_loaded(
             raise RecipeError(_of_alike_nodes("disturb=" if disturbed else "--trace"))
         return _plan_on_pools(loaded, defaults)
     spec, machine = _on_machine(on_pools(loaded.spec, loaded.spec.cluster.pools))
+    if machine and spec.framework.counted and (problems := list(matrix_units(spec, machine))):
+        raise MachineError(loaded.composed.locate(problems))
     spec, profile = with_profile(spec, machine)
     try:
         spec, capacity = plan_on_what_divides(spec, machine)
     except TrainspecError as error:
         raise type(error)(loaded.composed.locate(error.problems)) from error
     if machine is not None:
-        lacking = (f"{problem.message}: {problem.hint}" for problem in matrix_units(spec, machine))
-        capacity = replace(capacity, assumptions=(*lacking, *chip_of(machine)[1], *capacity.assumptions))
+        capacity = replace(capacity, assumptions=(*chip_of(machine)[1], *capacity.assumptions))
     best = capacity.best
     if best is None:
         capacity = replace(capacity, advice=tuple(advise(spec, machine)))
