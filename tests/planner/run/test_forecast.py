@@ -397,8 +397,8 @@ def test_a_forecast_lists_what_it_rests_on(changes: dict[str, object], groups: i
     assert by_key["cluster.storage_gb_per_s"].value == 1.2
     sheet = {key: each.known_within for key, each in by_key.items() if key.endswith(("tdp_w", "price_usd_per_hour"))}
     assert sheet.items() <= {"cluster.accelerator.tdp_w": 1.0, PRICE[0]: 1.3}.items()
-    assert "6% added" in memory.source and "8% of the activations" in memory.source
-    assert "25% where all are recomputed" in memory.source
+    assert "6% added" in memory.source and "2% of all tensors" in memory.source
+    assert "7% where all are recomputed" in memory.source
     assert "1.2 GiB" in memory.source and "0.30 GiB" in memory.source
 
 
