@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from lab.made_up import CHIP, CLUSTER
 
+from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.capacity import assumptions, plan_capacity, software_of, template_of
 from trainspec_cli.planner.hardware.catalogue import models
 from trainspec_cli.planner.hardware.cluster import describe_fabric
@@ -160,8 +161,9 @@ def test_nodes_over_which_the_batch_divides_all_work() -> None:
     spec, plan = plan_on_what_divides(SPEC)
     assert spec is SPEC and plan == plan_capacity(SPEC)
     odd = replace(SPEC, layout=LayoutSpec(tp=3))
-    spec, plan = plan_on_what_divides(odd)
-    assert spec is odd and plan.best is None
+    with pytest.raises(RecipeError) as raised:
+        plan_on_what_divides(odd)
+    assert "layout.tp" in {problem.path for problem in raised.value.problems}
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["every tensor counted", "estimated"])

@@ -76,9 +76,9 @@ def test_weights_gradients_come_when_their_micro_batch_is_worked_off(bias: bool,
     """As a schedule asks for it: after the forward, when a compiler has already traced the backward."""
     plain, split, queue = model(bias), model(bias), WeightQueue()
     queue.apply(split)
+    torch._dynamo.utils.counters.clear()
     if compiled:
         torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
         split.compile(backend="aot_eager")
     wanted = []
     for seed in (1, 2):

@@ -9,14 +9,16 @@ import pytest
 
 from trainspec_cli.planner.capacity import SLACK, plan_capacity, search_of, setup_of
 from trainspec_cli.planner.hardware.cluster import accelerator_of, describe_fabric, efficiency_of
-from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
-from trainspec_cli.planner.memory.predict import predict_memory
+from trainspec_cli.planner.memory.frameworks import memory_limit_bytes, peak_of
+from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.planner.search.auto import as_plan
 from trainspec_cli.planner.this_machine import device_limit_bytes, predict_device
+from trainspec_cli.planner.workload import count_params
 from trainspec_cli.reporter.text import describe_prediction
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.resilience import ResilienceSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.units import GIB, format_bytes
 
@@ -111,3 +113,20 @@ def test_the_searchs_estimate_refuses_nothing_that_fits(recipe: str, compiled: s
             else:
                 fitting += 1
     assert fitting > 5
+
+
+def test_the_searchs_estimate_counts_gradients_that_replicas_exchange_once_a_step() -> None:
+    """Two replicas of eight shards, 32 micro-batches: whole sums of gradients, without which a layout that takes 99 GiB
+    would surely fit, and its recomputation would not be tried. Groups that exchange between themselves keep shards."""
+    layout = ("layout=fsdp", "layout.dp_shard=8", "layout.dp_replicate=2", "batching.micro_batch_size=1")
+    arguments = ("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=2", *layout, "compile=false")
+    spec = load_for_planning(arguments).spec
+    best = plan_capacity(spec).best
+    assert best is not None and best.recompute == "full"
+    setup = setup_of(best, spec, None)
+    assert peak_of(setup, layer_memory(setup, "full")) == pytest.approx(best.peak_memory_bytes, rel=0.1)
+    whole_bytes = 4 * count_params(spec.model)
+    assert best.fullest_memory.gradients_bytes > whole_bytes
+    inside = replace(spec.layout, dp_replicate=1)
+    grouped = plan_capacity(replace(spec, layout=inside, resilience=ResilienceSpec(mode="elastic", replica_groups=2)))
+    assert grouped.best is not None and grouped.best.fullest_memory.gradients_bytes < whole_bytes

@@ -180,7 +180,9 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
     gradients = software.grad_bytes * trained / (shards if stage >= 2 else 1)
     if stage == 3 and software.weight_bytes == 4.0:
         gradients = 4.0 * trained / shards
-    if stage >= 2 and keeps_unsharded(setup):
+    replicated = software.counted and setup.group_layout.dp_replicate > 1 and setup.grad_accum > 1
+    if stage >= 2 and (keeps_unsharded(setup) or replicated):
+        # With replicas the engine exchanges once a step (`Layout.exchanges_every_backward`): sums stay whole till then.
         gradients += software.reduce_bytes * trained
     moments = trained * software.moment_bytes / (shards if stage else 1)
     master = trained * software.master_bytes / (shards if stage else 1)

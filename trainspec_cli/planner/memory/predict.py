@@ -87,7 +87,7 @@ def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
         micro_batches = min(micro_batches, 2 * layout.num_stages)
     return EngineRun(
         model=setup.model,
-        layout=replace(layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1),
+        layout=replace(setup.group_layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1),
         seq_len=setup.seq_len,
         samples=int(setup.micro_batch_size),
         micro_batches=micro_batches,
