@@ -34,7 +34,9 @@ def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
     if data.source != "mixture" and not data.validation:
         return parts[""]
     tokenizer = TokenFolder.open(next(iter(parts.values()))).path / TOKENIZER_FILE
-    same = replace(data, tokenizer=replace(data.tokenizer, path=str(tokenizer))) if tokenizer.is_file() else data
+    # A tokenizer file that the recipe names stays: conversations need the chat template that stands next to it.
+    is_named = data.tokenizer.path is not None or not tokenizer.is_file()
+    same = data if is_named else replace(data, tokenizer=replace(data.tokenizer, path=str(tokenizer)))
     validation = {name: _prepare_part(same, "validation", name, on_progress) for name in data.validation}
     return write_collection({name: (parts[name], part.weight) for name, part in data.parts.items()}, validation)
 

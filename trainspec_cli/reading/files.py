@@ -50,7 +50,7 @@ _KINDS = {
 MAX_DEPTH = 64
 """The deepest nesting of lists and objects."""
 MAX_DIGITS = 30
-"""The most digits of a whole number."""
+"""The most digits of a number that is read as a whole number; a longer one is read as a float."""
 
 T = TypeVar("T")
 Kind = type | types.UnionType
@@ -243,11 +243,14 @@ def show_kind(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def parse_whole(digits: str) -> int:
-    """Return a whole number of JSON. Raises ValueError for one that has too many digits."""
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"it holds a whole number of {len(digits):,} digits; at most {MAX_DIGITS} are read")
-    return int(digits)
+def parse_whole(digits: str) -> int | float:
+    """Return a whole number of JSON; as the nearest float if it has more than `MAX_DIGITS` digits.
+
+    Transformers writes int(1e30), which has 31 digits, as `model_max_length` of a tokenizer without a limit, so a long
+    number is no reason to refuse a file. As a float it never overflows in arithmetic, and no field that needs a whole
+    number takes it.
+    """
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def check_depth(content: JsonValue) -> None:

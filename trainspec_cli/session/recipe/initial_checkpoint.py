@@ -143,9 +143,14 @@ def _build(section: JsonObject) -> ModelSpec | None:
 
 
 def _tokenizer(data: JsonObject, found: Path | None) -> JsonObject:
-    """The checkpoint's, where the recipe names none: its ids are what the weights know."""
+    """The checkpoint's, where the recipe names none: its ids are what the weights know. Token folders have one already,
+    but without the chat template, which conversations to validate with need."""
     reads = section_of(data, "data")
     named = section_of(reads, "tokenizer").get("path")
-    if found is None or named or reads.get("source") in (*SAMPLE_SOURCES, "tokens"):
+    validation = section_of(reads, "validation")
+    is_ready = reads.get("source") == "tokens" and not any(
+        section_of(validation, name).get("source") == "chat" for name in validation
+    )
+    if found is None or named or is_ready or reads.get("source") in SAMPLE_SOURCES:
         return {}
     return {"data": {"tokenizer": {"path": str(found)}}}
