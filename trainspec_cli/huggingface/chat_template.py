@@ -19,7 +19,7 @@ from pathlib import Path
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from trainspec_cli.json_value import JsonObject, JsonValue
-from trainspec_cli.reading.files import UnreadableFileError, exists, expand, read_object, read_text
+from trainspec_cli.reading.files import UnreadableFileError, exists, expand, how_to_copy, read_object, read_text
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -116,7 +116,8 @@ def _read_wanted(wanted: str) -> str:
         return CHATML
     file = expand(wanted)
     if not exists(file):
-        raise RecipeError(Problem("missing_file", f"there is no file {file.absolute()}", "data.chat_template", _HINT))
+        hint = how_to_copy(wanted) or _HINT
+        raise RecipeError(Problem("missing_file", f"there is no file {file.absolute()}", "data.chat_template", hint))
     return _read_template(file)
 
 

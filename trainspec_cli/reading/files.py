@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import stat
 import struct
 import types
@@ -51,6 +53,8 @@ MAX_DEPTH = 64
 """The deepest nesting of lists and objects."""
 MAX_DIGITS = 30
 """The most digits of a number that is read as a whole number; a longer one is read as a float."""
+
+_REMOTE = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.+)")
 
 T = TypeVar("T")
 Kind = type | types.UnionType
@@ -100,6 +104,34 @@ def expand(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def how_to_copy(path: str) -> str:
+    """Return what to type to have a remote path (`s3://...`) on this machine; "" for a local path."""
+    found = _REMOTE.fullmatch(path)
+    if found is None:
+        return ""
+    scheme = found[1].lower()
+    place = found[2]
+    recursive = "" if Path(place).suffix else "--recursive "
+    if scheme in ("http", "https") and place.startswith("huggingface.co/"):
+        scheme = "hf"
+        place = place.removeprefix("huggingface.co/")
+    if scheme == "file":
+        return f"leave out file://: {place}"
+    if scheme == "hf":
+        repository = shlex.quote("/".join(place.removeprefix("datasets/").split("/")[:2]))
+        of_data = " --repo-type dataset" if place.startswith("datasets/") else ""
+        command = f"hf download {repository}{of_data} --local-dir FOLDER"
+    elif scheme == "s3":
+        command = f"aws s3 cp {recursive}{shlex.quote(path)} FOLDER"
+    elif scheme in ("gs", "gcs"):
+        command = f"gcloud storage cp {recursive}{shlex.quote(path)} FOLDER"
+    elif scheme in ("http", "https"):
+        command = f"curl -LO {shlex.quote(path)}"
+    else:
+        command = f"with the program for {scheme}://"
+    return f"copy it to this machine first ({command}), and name the copy; remote paths are not read"
 
 
 def exists(path: Path) -> bool:
