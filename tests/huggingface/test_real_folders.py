@@ -26,7 +26,9 @@ NO_LIMIT = int(1e30)
 """`model_max_length` of a tokenizer without a limit, as transformers writes it: 31 digits."""
 
 
-def facts(layers: int, hidden: int, heads: int, kv_heads: int | None, ffn: int, vocab: int, **more: Any) -> dict:
+def facts(
+    layers: int, hidden: int, heads: int, kv_heads: int | None, ffn: int, vocab: int, **more: Any
+) -> dict[str, Any]:
     sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
     return {**sizes, "num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": vocab, **more}
 
@@ -152,13 +154,13 @@ TEMPLATES = {
 }  # fmt: skip
 
 
-def token(content: str, **more: Any) -> dict:
+def token(content: str, **more: Any) -> dict[str, Any]:
     plain = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
     return {"content": content, **plain, **more}
 
 
 DECODER = {str(number): token(f"[control_{number}]", special=True) for number in range(770)}
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "Llama-2": {
         "bos_token": token("<s>", __type="AddedToken"), "eos_token": token("</s>", __type="AddedToken"),
         "pad_token": None, "sp_model_kwargs": {}, "legacy": False, "model_max_length": NO_LIMIT,
@@ -200,9 +202,9 @@ def test_chat_templates_render_as_in_transformers(tmp_path: Path, name: str, pla
     template = find_template(tmp_path / "tokenizer.json", None)
     assert template.source == source
     if place == "list":
-        tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-        (theirs,), _ = render_jinja_template([TALK], chat_template=source, **tokens)
-        assert template.render(TALK) == theirs
+        tokens: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
+        rendered, _ = render_jinja_template([TALK], chat_template=source, **tokens)
+        assert [template.render(TALK)] == rendered
 
 
 def test_special_tokens_of_older_folders_stand_in_a_file_of_their_own(tmp_path: Path) -> None:
@@ -224,7 +226,7 @@ def test_tokenizers_as_transformers_saves_them(tmp_path: Path, model: str) -> No
     tokenizer = Tokenizer(made[model]())
     tokenizer.enable_truncation(512)
     tokenizer.enable_padding(length=512)
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast: Any = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     fast.chat_template = LLAMA2
     fast.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == NO_LIMIT
