@@ -28,7 +28,7 @@ data:
 
 
 def errors(capsys, *arguments: str) -> tuple[int, list[dict]]:
-    code = run(["validate", "--json", *arguments])
+    code = run(["validate", "--here", "--json", *arguments])
     return code, json.loads(capsys.readouterr().out)["errors"]
 
 
@@ -169,3 +169,41 @@ def test_the_format_of_conversations_is_told(capsys, write, tmp_path, monkeypatc
     (tmp_path / "more.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     assert run(["validate", "recipe=tiny", "data=chat", "data.path='*.jsonl'", "data.chat_template=chatml"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("; format of conversations: completions and Alpaca")
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        ("data.path", ["data=jsonl"]),
+        ("data.tokenizer.path", []),
+        ("init.from", ["model=auto"]),
+        ("run.dir", []),
+    ],
+)
+def test_remote_paths_are_named_as_remote(capsys, key: str, more: list[str]) -> None:
+    code, found = errors(capsys, "recipe=tiny", *more, f"{key}=s3://bucket/x.jsonl")
+    (error,) = [one for one in found if one["path"] == key]
+    assert code == 2
+    assert "copy it" in error["hint"] and "type data.path=<" not in error["hint"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "says"),
+    [
+        (["cluster=h100"], "8 x cuda in bf16"),
+        (["cluster=h100", "precision=fp8", "compile=true"], "8 x cuda in bf16"),
+        (["cluster.device=cuda", "cluster.devices_per_node=4"], "4 x cuda in bf16"),
+        (["cluster=auto", "cluster.device=cuda"], "its layout is checked on a node with its GPUs"),
+    ],
+)
+def test_a_recipe_for_another_machine_is_checked_without_this_one(capsys, monkeypatch, cluster, says) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("PATH", "")  # no compiler
+    recipe = ["recipe=tiny", "batching.global_batch_size=16", *cluster]
+    assert run(["validate", *recipe]) == 0
+    assert says in capsys.readouterr().out
+    assert run(["validate", "--json", *recipe]) == 0 and json.loads(capsys.readouterr().out) == {"errors": []}
+    assert run(["validate", *recipe, "layout.dp_shard=3"]) == (0 if "layout" in says else 2)
+    capsys.readouterr()
+    code, found = errors(capsys, *recipe)
+    assert code == 4 and found[0]["code"] == "no_gpu"

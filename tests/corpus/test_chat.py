@@ -9,7 +9,7 @@ import pytest
 from trainspec_cli.corpus import bpe
 from trainspec_cli.corpus.chat import describe, parse_record, question
 from trainspec_cli.corpus.collection import Collection
-from trainspec_cli.corpus.prepare import prepare
+from trainspec_cli.corpus.prepare import check_text, prepare
 from trainspec_cli.corpus.rows import IGNORED, PADDING_DOCUMENT, Packed
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.errors import RecipeError
@@ -95,6 +95,51 @@ def test_what_is_too_long_loses_its_end(prepared):
     (note,) = Collection.open(folder.path).check(data, 400)
     assert note == "1 conversations are longer than data.seq_len=64, and lose their ends"
     assert max(short.counted(index) for index in range(len(short))) <= 64
+
+
+LONG_PROMPT = {"role": "system", "content": "obey " * 100}
+
+
+def test_replies_that_all_begin_behind_a_row_are_refused_by_file_and_line(prepared, tmp_path):
+    talks = [{"messages": [LONG_PROMPT, *talk["messages"]]} for talk in lines(20)[::2]]
+    with pytest.raises(RecipeError) as error:
+        prepared([{"prompt": "", "completion": ""}, *talks])
+    (problem,) = error.value.problems
+    assert (problem.code, problem.path) == ("too_little_data", "data.seq_len")
+    assert (problem.file, problem.line) == (str(tmp_path / "talks.jsonl"), 2)
+    assert "each of 19 conversations" in problem.message or "each of 20 conversations" in problem.message
+    folder = prepared([*talks, *lines(4)])
+    rows = Packed(folder, "train", 64)
+    assert rows.silenced > 10 and not rows.is_empty and len(learnt_texts(folder, rows)) > 0
+    (note,) = Collection.open(folder.path).check(DataSpec(64, "chat"), 400)
+    assert f"{rows.silenced} of them lose every reply" in note
+
+
+def test_validate_finds_replies_behind_a_row_without_preparing(tmp_path, cache):
+    file, tokenizer = tmp_path / "talks.jsonl", tmp_path / "tokenizer.json"
+    bpe.train(["question reply obey " * 50], 300, ("<|im_start|>", "<|im_end|>")).save(str(tokenizer))
+    talks = [{"messages": [LONG_PROMPT, *talk["messages"]]} for talk in lines(5)[::2]]
+    file.write_text("\n".join(map(json.dumps, talks)))
+    data = DataSpec(64, "chat", str(file), chat_template="chatml", tokenizer=TokenizerSpec(path=str(tokenizer)))
+    for check in (lambda: check_text(data, 2**20), lambda: prepare(data)):
+        with pytest.raises(RecipeError) as error:
+            check()
+        assert [(one.code, one.file, one.line) for one in error.value.problems] == [("too_little_data", str(file), 1)]
+    assert check_text(replace(data, seq_len=512), 2**20) == {"messages"}
+
+
+def test_prepared_conversations_without_a_reply_in_a_row_are_refused_too(prepared):
+    talks = [{"messages": [LONG_PROMPT, *talk["messages"]]} for talk in [*lines(9)[::2], TALK]]
+    folder = prepared([*talks], loss_on="all")
+    assert not Packed(folder, "train", 64).is_empty
+    with pytest.raises(RecipeError):
+        prepared(talks)
+    kept = next(one for one in folder.path.parent.iterdir() if one != folder.path and (one / "tokenizer.json").exists())
+    with pytest.raises(RecipeError) as error:
+        prepare(DataSpec(64, "tokens", str(kept)))
+    assert [(one.code, one.path) for one in error.value.problems] == [("too_little_data", "data.seq_len")]
+    with pytest.raises(RecipeError, match="no training sample"):
+        Collection.open(kept).order(DataSpec(64, "tokens"), seed=1)
 
 
 def test_a_line_that_is_no_conversation_is_named(prepared):

@@ -208,8 +208,27 @@ def test_all_wrong_records_of_an_array_are_named_with_their_place(read: Read) ->
     ]
     with pytest.raises(RecipeError) as error:
         check_text(read("a.json", json.dumps([7] * 100)), 2**20)
-    assert len(error.value.problems) == 20
-    assert error.value.problems[-1].hint.endswith("reading stopped at the 20th mistake")
+    (problem,) = error.value.problems
+    assert problem.message.startswith("record 1: not a JSON object: 7; ") and " 99 other lines" in problem.message
+
+
+@pytest.mark.parametrize("turns", [str, lambda text: [{"role": "assistant", "content": text}]])
+@pytest.mark.parametrize("table", [False, True])
+def test_preference_pairs_are_refused_once(tmp_path: Path, read: Read, turns: Callable, table: bool) -> None:
+    pairs = [{"prompt": f"{n}?", "chosen": turns(f"{n}"), "rejected": turns("no")} for n in range(100)]
+    if table:
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.Table.from_pylist(pairs), tmp_path / "a.parquet")
+        data = replace(read("a.jsonl", ""), path=str(tmp_path / "a.parquet"))
+    else:
+        data = read("a.jsonl", "\n".join(map(json.dumps, pairs)))
+    with pytest.raises(RecipeError) as error:
+        check_text(data, 2**20)
+    (problem,) = error.value.problems
+    assert (problem.code, problem.line) == ("bad_document", 1)
+    assert "preference training (DPO and the like) is not supported" in problem.message
+    assert " 99 other lines" in problem.message and '{"prompt": ..., "completion": ...}' in problem.hint
 
 
 def test_half_a_surrogate_pair_is_refused(read: Read) -> None:

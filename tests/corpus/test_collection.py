@@ -1,6 +1,7 @@
 """Tables, mixtures and validation sets, as the trainer sees them."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -102,6 +103,22 @@ def test_a_mixture_with_validation_sets(files, tokenizer):
     order = collection.order(data, seed=1)
     rows = order.rows(np.arange(12))
     assert all(np.array_equal(a.tokens, b.tokens) for a, b in zip(rows[8:], order.rows(np.arange(8, 12)), strict=True))
+
+
+@pytest.mark.parametrize("main", ["jsonl", "tokens"])
+def test_validation_by_conversations_takes_the_template_next_to_the_tokenizer(files, tokenizer, main):
+    (files / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}={{ m.content }};{% endfor %}")
+    talk = {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "one"}]}
+    (files / "chat.jsonl").write_text("\n".join([json.dumps(talk)] * 3))
+    data = DataSpec(32, "jsonl", str(files / "text.jsonl"), tokenizer=tokenizer)
+    if main == "tokens":
+        data = replace(data, source="tokens", path=str(prepare(data)))
+    data = replace(data, validation={"talks": PartSpec("chat", str(files / "chat.jsonl"))})
+    collection = Collection.open(prepare(data))
+    folder = collection.validation["talks"]
+    text = bpe.decode(folder.path, folder.tokens("train", 0, folder.num_tokens("train")).tolist())
+    assert "user=1;assistant=one;" in text
+    assert list(collection.evaluation_texts(data)) == ["", "talks"]
 
 
 def test_parts_of_different_tokenizers_are_refused(files, tokenizer):

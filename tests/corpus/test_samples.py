@@ -28,6 +28,11 @@ def test_the_order_never_changes_between_versions():
     assert permute(np.arange(3), 10**12, seed=1, epoch=2).tolist() == [620704024177, 26328099246, 835359234804]
 
 
+def test_no_samples_have_no_order():
+    with pytest.raises(ValueError, match="no order of 0 samples"):
+        locate(np.arange(2), 0, seed=1)
+
+
 def test_seed_and_epoch_choose_the_order():
     orders = {tuple(permute(np.arange(50), 50, seed, epoch)) for seed in range(10) for epoch in range(10)}
     assert len(orders) == 100

@@ -196,12 +196,36 @@ def test_every_line_that_is_wrong_is_reported_with_the_format_of_its_source(tmp_
     assert all('{"prompt": ..., "completion": ...}' in one.hint for one in error.value.problems)
 
 
-def test_reading_stops_at_the_twentieth_mistake_and_says_so(tmp_path):
-    (tmp_path / "x.jsonl").write_text("no\n" * 1000)
+def test_a_mistake_of_many_lines_is_reported_once_with_their_number(tmp_path):
+    (tmp_path / "x.jsonl").write_text("no\n" * 50 + '{"text": 7}\n' + "no\n{\n")
     with pytest.raises(RecipeError) as error:
         read(source="jsonl", path=str(tmp_path))
-    assert [problem.line for problem in error.value.problems] == list(range(1, 21))
-    assert error.value.problems[-1].hint.endswith("reading stopped at the 20th mistake")
+    assert [problem.line for problem in error.value.problems] == [1, 51, 53]
+    assert error.value.problems[0].message.endswith("in 50 other lines: 2, 3, 4, 5, 6 and 45 more")
+    assert not any("reading stopped" in problem.hint for problem in error.value.problems)
+
+
+def test_reading_stops_at_many_mistakes_and_at_many_kinds_of_them(tmp_path):
+    (tmp_path / "x.jsonl").write_text("no\n" * 5000)
+    with pytest.raises(RecipeError) as error:
+        read(source="jsonl", path=str(tmp_path))
+    assert problem_of(error).line == 1 and problem_of(error).hint.endswith("reading stopped after 1,000 mistakes")
+    (tmp_path / "x.jsonl").unlink()
+    for number in range(30):  # of each file the first line has another mistake
+        (tmp_path / f"{number:02}.jsonl").write_text('{"text": "a"}\nno\nno\n')
+    with pytest.raises(RecipeError) as error:
+        read(source="jsonl", path=str(tmp_path))
+    assert len(error.value.problems) == 20
+    assert error.value.problems[-1].hint.endswith("reading stopped after 39 mistakes")
+
+
+def test_files_with_the_same_mistake_are_reported_once(tmp_path):
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_bytes(b"\xff" * (number + 1))
+    with pytest.raises(RecipeError) as error:
+        read(source="text", path=str(tmp_path))
+    assert problem_of(error).file == str(tmp_path / "0.txt")
+    assert f"in 7 other files: {tmp_path / '1.txt'}, " in problem_of(error).message
 
 
 def test_mistakes_before_the_cut_are_reported_and_those_behind_it_are_not_read(tmp_path):

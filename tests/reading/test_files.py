@@ -12,6 +12,7 @@ from trainspec_cli.reading.files import (
     UnreadableFileError,
     exists,
     expand,
+    how_to_copy,
     open_regular,
     read_bytes,
     read_text,
@@ -94,3 +95,25 @@ def test_home_is_expanded_where_there_is_such_a_user(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("HOME", "/home/me")
     assert expand("~/a") == Path("/home/me/a")
     assert expand("~nobody-of-that-name/a") == Path("~nobody-of-that-name/a")
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("data/x.jsonl", ""),
+        ("C:/x", ""),
+        ("a b://c", ""),
+        ("s3://bucket/x.jsonl", "aws s3 cp s3://bucket/x.jsonl FOLDER"),
+        ("s3://bucket/my folder", "aws s3 cp --recursive 's3://bucket/my folder' FOLDER"),
+        ("gs://bucket/x", "gcloud storage cp --recursive gs://bucket/x FOLDER"),
+        ("hf://datasets/org/name/a/x.parquet", "hf download org/name --repo-type dataset --local-dir FOLDER"),
+        ("hf://org/name", "hf download org/name --local-dir FOLDER"),
+        ("https://huggingface.co/datasets/org/name", "hf download org/name --repo-type dataset --local-dir FOLDER"),
+        ("HTTPS://example.org/x.txt", "curl -LO HTTPS://example.org/x.txt"),
+        ("abfs://box/x", "with the program for abfs://"),
+        ("file:///data/x", "leave out file://: /data/x"),
+    ],
+)
+def test_remote_paths_have_a_command_that_copies_them(path: str, command: str) -> None:
+    hint = how_to_copy(path)
+    assert (f"({command})" in hint or hint == command) if command else hint == ""

@@ -1,31 +1,51 @@
-"""`trainspec validate`: find every problem of a recipe, here and now."""
+"""`trainspec validate`: find every problem of a recipe, and with --here what this machine lacks for it."""
 
 from __future__ import annotations
+
+from typing import Annotated
+
+import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.reporter.problems import render_json
 from trainspec_cli.session.recipe.data import check_data
-from trainspec_cli.session.recipe.load import Loaded, examine, machine_of_draft, plan_on, require
+from trainspec_cli.session.recipe.load import (
+    Loaded,
+    examine,
+    machine_of_cluster,
+    machine_of_draft,
+    plan_for,
+    require,
+    this_machine,
+)
 from trainspec_cli.spec.own_code import describe_code
 from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.rules.check import check_machine
+from trainspec_cli.spec.rules.check import check_machine, check_packages_of_data
 from trainspec_cli.units import format_count
 
+Here = Annotated[
+    bool,
+    typer.Option("--here", help="Check this machine too: its GPUs, packages and compiler, as a launch does."),
+]
 
-def validate(arguments: RecipeArguments, as_json: AsJson = False) -> None:
-    """Find every problem of a recipe at once: keys, types, sizes that do not divide, files and GPUs that lack.
 
-    Of the data the first 16 MiB are read.
+def validate(arguments: RecipeArguments, here: Here = False, as_json: AsJson = False) -> None:
+    """Find every problem of a recipe at once: keys, types, sizes that do not divide, files that are missing.
+
+    Of the data the first 16 MiB are read. With --here, what this machine lacks for the recipe is a problem too.
     """
     examined = examine(arguments)
-    machine = machine_of_draft(examined.draft)
-    lacking = check_machine(examined.draft, machine) if machine else []
+    spec = examined.draft
+    found = machine_of_draft(spec) if here else None
+    lacking = check_machine(spec, found) if found else check_packages_of_data(spec)
     require([*examined.problems, *examined.composed.locate(lacking)])
-    assert machine is not None, "a recipe without problems says what device it wants"
-    loaded = Loaded(examined.draft, examined.composed)
-    plan = plan_on(loaded, machine)
+    loaded = Loaded(spec, examined.composed)
+    machine = found or machine_of_cluster(spec.cluster) or this_machine(spec)
+    is_open = spec.cluster.device == "cuda" and not machine.gpu_names
+    plan = None if is_open else plan_for(loaded, machine)
     about_data = check_data(loaded)
-    summary = _summary(examined.composed.recipe, plan)
+    recipe = examined.composed.recipe
+    summary = _summary(recipe, plan) if plan else f"{recipe} is valid; its layout is checked on a node with its GPUs"
     code = [f"\n{line}" for line in describe_code(examined.draft)]
     print(render_json([]) if as_json else "; ".join(filter(None, (summary, about_data))) + "".join(code))
 

@@ -20,6 +20,9 @@ END_OF_DOCUMENT = "<|endoftext|>"
 KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<｜end▁of▁sentence｜>")
 """Names of the end-of-document token in published tokenizers."""
 
+MAX_FILE_BYTES = 256 * 2**20
+"""The largest tokenizer.json that is read. A vocabulary of 900,000 entries (XLM-V) takes about 60 MiB."""
+
 MAX_WORD_CHARS = 256
 _LONG_WORD = re.compile(rf"\S{{{MAX_WORD_CHARS}}}|\s{{{MAX_WORD_CHARS}}}")
 
@@ -87,7 +90,7 @@ def load(file: Path) -> Tokenizer:
 def _read_tokenizer(file: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    text = read_text(file)
+    text = read_text(file, MAX_FILE_BYTES)
     try:
         return Tokenizer.from_str(text)
     except BaseException as error:

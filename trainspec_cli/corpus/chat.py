@@ -11,7 +11,7 @@ from pathlib import Path
 from trainspec_cli.corpus.chat_formats import FIELDS_OF_TEMPLATES, SHAPES, ChatFormat, FormatError, Record, to_messages
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.huggingface.chat_template import ChatTemplate, Span, find_template
-from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
+from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import exists, expand, read_text, show_kind
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -91,6 +91,6 @@ def describe(data: DataSpec) -> JsonObject:
     if data.source != "chat":
         return {}
     beside = expand(data.tokenizer.path).parent if data.tokenizer.path else None
-    files = [beside / name for name in (TOKENIZER_CONFIG, CHAT_TEMPLATE)] if beside else []
+    files = [beside / name for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE)] if beside else []
     contents = [read_text(file) for file in files if exists(file)]
     return {"loss_on": data.loss_on, "template": [data.chat_template, *contents]}

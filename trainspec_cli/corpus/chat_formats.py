@@ -25,8 +25,10 @@ _SIGNS: Mapping[ChatFormat, tuple[str, ...]] = {
 }
 """A record that has all of these fields is of the format; the first that fits counts."""
 ANY_SHAPE = f"each line must be {', '.join(list(SHAPES.values())[:-1])} or {SHAPES['Alpaca']}"
+PREFERENCE_FIELDS = ("chosen", "rejected")
+"""A record with both is a pair of preference, for training that is not supported."""
 FIELDS = ("messages", "prompt", "completion", "conversations", "instruction", "input", "output", "system")
-REFUSED_FIELDS = ("history",)
+REFUSED_FIELDS = ("history", *PREFERENCE_FIELDS)
 FIELDS_OF_TEMPLATES = ("tools", "documents")
 """Values that a template gets beside the messages."""
 COLUMNS = (*FIELDS, *REFUSED_FIELDS, *FIELDS_OF_TEMPLATES)
@@ -58,6 +60,10 @@ def find_format(record: Record) -> ChatFormat:
     for name, signs in _SIGNS.items():
         if all(record.get(sign) is not None for sign in signs):
             return name
+    if all(record.get(name) is not None for name in PREFERENCE_FIELDS):
+        got = "preference pairs (`chosen`, `rejected`), and preference training (DPO and the like) is not supported"
+        wanted = f"{SHAPES['completions']} or {SHAPES['messages']}"
+        raise FormatError(got, f"supervised fine-tuning is supported: write the chosen replies alone as {wanted}")
     raise FormatError(f"no format of conversations has the fields {excerpt(', '.join(record)) or '(none)'}", ANY_SHAPE)
 
 

@@ -88,13 +88,19 @@ class Collection:
             raise RecipeError(Problem("out_of_range", message, path, f"type model.vocab_size={ids}"))
         packed = [open_rows(part.folder, "train", data) for part in self.parts.values()]
         cut = sum(rows.cut for rows in packed if isinstance(rows, Packed))
+        silenced = sum(rows.silenced for rows in packed if isinstance(rows, Packed))
         if not cut:
             return []
-        return [f"{cut:,} conversations are longer than data.seq_len={data.seq_len:,}, and lose their ends"]
+        note = f"{cut:,} conversations are longer than data.seq_len={data.seq_len:,}, and lose their ends"
+        return [f"{note}; {silenced:,} of them lose every reply, and are left out" if silenced else note]
 
     def order(self, data: DataSpec, seed: int) -> SampleOrder:
-        """Return the stream of training samples."""
+        """Return the stream of training samples. Raises RecipeError for a part that has none."""
         streams = [Shuffled(open_rows(part.folder, "train", data), seed) for part in self.parts.values()]
+        for part, stream in zip(self.parts.values(), streams, strict=True):
+            if not len(stream.source):  # a position has no sample to be mapped to
+                message = f"{part.folder.path} has no training sample of data.seq_len={data.seq_len:,}"
+                raise RecipeError(Problem("too_little_data", message, "data.seq_len", "raise data.seq_len"))
         return streams[0] if len(streams) == 1 else Mixed(streams, [part.weight for part in self.parts.values()], seed)
 
     def evaluation_texts(self, data: DataSpec) -> dict[str, EvaluationText]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.corpus.mistakes import Mistakes, bad_document, decode, excerpt
+from trainspec_cli.corpus.mistakes import Mistakes, bad_document, decode
 from trainspec_cli.corpus.source_files import cannot_read
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.reading.files import open_regular, parse_json
@@ -66,9 +66,9 @@ def _parse(line: str, file: Path, number: int, shape: str) -> JsonObject:
         record = parse_json(line)
     except ValueError as error:
         why = error.msg if isinstance(error, json.JSONDecodeError) else error
-        raise bad_document(file, number, f"not JSON ({why}): {excerpt(line)}", shape) from error
+        raise bad_document(file, number, f"not JSON ({why})", shape, sample=line) from error
     if not isinstance(record, dict):
-        raise bad_document(file, number, f"not a JSON object: {excerpt(line)}", shape)
+        raise bad_document(file, number, "not a JSON object", shape, sample=line)
     return record
 
 
@@ -78,9 +78,8 @@ def _json_items(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonReco
             name = f"record {number}"
             with mistakes.passing_over():
                 if not isinstance(item, dict):
-                    raise bad_document(
-                        file, line, f"{name} is no JSON object: {excerpt(json_text(item, indent=None))}", shape
-                    )
+                    sample = json_text(item, indent=None)
+                    raise bad_document(file, line, "not a JSON object", shape, sample=sample, record=name)
                 yield JsonRecord(item, line, name)
     except JsonArrayError as error:
         with mistakes.passing_over():

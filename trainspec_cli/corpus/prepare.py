@@ -8,18 +8,19 @@ from pathlib import Path
 
 from trainspec_cli.cache import make_cache
 from trainspec_cli.corpus import token_files
-from trainspec_cli.corpus.bpe import MIN_VOCAB_SIZE
+from trainspec_cli.corpus.bpe import MIN_VOCAB_SIZE, load
 from trainspec_cli.corpus.cache import cached_folder
 from trainspec_cli.corpus.chat_formats import ChatFormat
 from trainspec_cli.corpus.collection import write_collection
 from trainspec_cli.corpus.manifest import TOKENIZER_FILE
 from trainspec_cli.corpus.own_source import source_files, write_own
 from trainspec_cli.corpus.publish import publishing
+from trainspec_cli.corpus.rows import Packed
 from trainspec_cli.corpus.samples import num_samples
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.corpus.source_files import find_files
 from trainspec_cli.corpus.sources import READERS, documents
-from trainspec_cli.corpus.tokenise import OnProgress, write_tokens
+from trainspec_cli.corpus.tokenise import OnProgress, tokens_before_reply, write_tokens
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -34,7 +35,9 @@ def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
     if data.source != "mixture" and not data.validation:
         return parts[""]
     tokenizer = TokenFolder.open(next(iter(parts.values()))).path / TOKENIZER_FILE
-    same = replace(data, tokenizer=replace(data.tokenizer, path=str(tokenizer))) if tokenizer.is_file() else data
+    # A tokenizer file that the recipe names stays: conversations need the chat template that stands next to it.
+    is_named = data.tokenizer.path is not None or not tokenizer.is_file()
+    same = data if is_named else replace(data, tokenizer=replace(data.tokenizer, path=str(tokenizer)))
     validation = {name: _prepare_part(same, "validation", name, on_progress) for name in data.validation}
     return write_collection({name: (parts[name], part.weight) for name, part in data.parts.items()}, validation)
 
@@ -66,7 +69,7 @@ def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
     full, damaged folder). Several processes may ask for the same data at once.
     """
     folder = _token_folder(data) if data.source == "tokens" else _prepare_cached(data, on_progress)
-    _check_length(TokenFolder.open(folder), data.seq_len)
+    _check_length(TokenFolder.open(folder), data)
     return folder
 
 
@@ -100,16 +103,36 @@ def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
         one = data.with_part(part)
         try:
             if one.source == "tokens":
-                _check_length(TokenFolder.open(_token_folder(one)), one.seq_len)
+                _check_length(TokenFolder.open(_token_folder(one)), one)
             elif one.source in READERS and one.source != "python_stdlib":
                 check_options(one)
                 limited = replace(one, max_bytes=min(max_bytes, one.max_bytes or max_bytes))
-                read = documents(limited, find_files(one))
-                formats |= {document.conversation.format for document in read if document.conversation}
+                formats |= _check_conversations(limited)
         except RecipeError as error:
             problems += error.problems
     if problems:
         raise RecipeError(problems)
+    return formats
+
+
+def _check_conversations(data: DataSpec) -> set[ChatFormat]:
+    """Read the documents of a source and return the formats of its conversations. Raises RecipeError if every reply
+    begins behind `data.seq_len`, as far as the tokenizer is known."""
+    formats: set[ChatFormat] = set()
+    has_file = data.source == "chat" and data.tokenizer.path is not None
+    tokenizer = load(expand(data.tokenizer.path or "")) if has_file else None
+    silenced: list[tuple[str, int]] = []
+    for document in documents(data, find_files(data)):
+        if document.conversation:
+            formats.add(document.conversation.format)
+        if document.conversation and tokenizer is not None:
+            before = tokens_before_reply(document.conversation, tokenizer)
+            if before is not None and before <= data.seq_len:
+                tokenizer = None  # one reply is enough, and tells nothing of the others
+            elif before is not None:
+                silenced.append((document.name, before))
+    if silenced and tokenizer is not None:
+        raise _all_silenced(data, len(silenced), silenced)
     return formats
 
 
@@ -150,11 +173,43 @@ def _prepare_cached(data: DataSpec, on_progress: OnProgress | None) -> Path:
     return folder
 
 
-def _check_length(folder: TokenFolder, seq_len: int) -> None:
+def _check_length(folder: TokenFolder, data: DataSpec) -> None:
     """Check that there is a sample to train on. Held-out text may be shorter: it is evaluated in padded windows."""
-    if folder.manifest.learns_parts:
-        return  # documents are packed, whole, into as many rows as they need
+    seq_len = data.seq_len
+    if folder.manifest.learns_parts:  # documents are packed into as many rows as they need
+        rows = Packed(folder, "train", seq_len)
+        if rows.is_empty:
+            raise _all_silenced(data, rows.silenced, _silenced_of(folder, data))
+        return
     tokens = folder.num_tokens("train")
     if num_samples(tokens, seq_len) == 0:
         got = f"{tokens:,} training tokens are too few for one sample of {seq_len:,} and its last target"
         raise RecipeError(Problem("too_little_data", got, "data.seq_len", "lower data.seq_len, or give more text"))
+
+
+def _silenced_of(folder: TokenFolder, data: DataSpec) -> list[tuple[str, int]]:
+    """Return the conversations whose replies begin behind `data.seq_len`, each with the tokens in front of its first
+    reply; none for a token folder, which does not keep where its text came from."""
+    if data.source != "chat":
+        return []
+    tokenizer = load(folder.path / TOKENIZER_FILE)
+    read = (one for one in documents(data, find_files(data)) if one.conversation)
+    found = [(one.name, tokens_before_reply(one.conversation, tokenizer)) for one in read if one.conversation]
+    return [(name, before) for name, before in found if before is not None and before > data.seq_len]
+
+
+def _all_silenced(data: DataSpec, count: int, silenced: list[tuple[str, int]]) -> RecipeError:
+    """Return the error for a source of which nothing can be learnt within `data.seq_len`."""
+    got = f"each of {count:,} conversations has its first reply behind data.seq_len={data.seq_len:,}: no row has a "
+    got += "token to learn"
+    if not silenced:
+        hint = "raise data.seq_len, or prepare the folder again from shorter conversations"
+        return RecipeError(Problem("too_little_data", got, "data.seq_len", hint))
+    name, before = silenced[0]
+    file, _, line = name.rpartition(":")
+    least = min(before for _, before in silenced)
+    most = max(before for _, before in silenced)
+    got += f"; the reply of the first begins after {before:,} tokens"
+    hint = f"replies begin after {least:,} to {most:,} tokens: raise data.seq_len well above that, or shorten what "
+    hint += "precedes them (a long system prompt?)"
+    return RecipeError(Problem("too_little_data", got, "data.seq_len", hint, file=file, line=int(line)))

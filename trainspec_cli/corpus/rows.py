@@ -92,13 +92,22 @@ class Packed:
         self.folder, self.split, self.seq_len = folder, split, seq_len
         index = folder.documents(split)
         self._starts = index.starts
-        self._lengths = np.minimum(np.diff(index.starts) - 1, seq_len)
+        whole = np.diff(index.starts) - 1
+        self._lengths = np.minimum(whole, seq_len)
         """Targets per document: all its tokens but the first."""
         first_targets = index.starts[:-1] + 1
-        self._counts = index.learnt_before(first_targets + self._lengths) - index.learnt_before(first_targets)
+        before = index.learnt_before(first_targets)
+        self._counts = index.learnt_before(first_targets + self._lengths) - before
         self._learnt = index
-        self.cut = int((np.diff(index.starts) - 1 > seq_len).sum())
+        self.cut = int((whole > seq_len).sum())
         """The number of documents that lost their end."""
+        self.silenced = int(((self._counts == 0) & (index.learnt_before(first_targets + whole) > before)).sum())
+        """The number of those that lost all that is to be learnt, and are left out."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return True if no document has anything to learn within `seq_len`."""
+        return not self._counts.any()
 
     @cached_property
     def _rows(self) -> list[list[int]]:

@@ -28,7 +28,12 @@ def num_samples(num_tokens: int, seq_len: int) -> int:
 
 
 def locate(positions: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the epoch, and the index of the sample within the split, at each position (all int64)."""
+    """Return the epoch, and the index of the sample within the split, at each position (all int64).
+
+    Raises ValueError if there are no samples.
+    """
+    if samples <= 0:  # no index would ever land inside, and `permute` would not end
+        raise ValueError(f"there is no order of {samples} samples")
     epochs, within = np.divmod(np.asarray(positions, dtype=np.int64), samples)
     indices = np.empty_like(within)
     for epoch in np.unique(epochs):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.reading.files import UnreadableFileError, exists, expand
+from trainspec_cli.reading.files import UnreadableFileError, exists, expand, how_to_copy
 from trainspec_cli.spec.recipe.data import DataSpec
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
@@ -73,7 +73,9 @@ def _files_at(path: str, suffix: str | tuple[str, ...]) -> list[Path]:
         matches = sorted(glob.glob(str(place), recursive=True))  # noqa: PTH207 - pathlib's takes no absolute pattern
         files = [file for file in map(Path, matches) if not file.is_dir()]
     else:
-        raise _path_error(f"{place.absolute()} does not exist", "data.path takes a file, a folder or a glob")
+        remote = how_to_copy(path)
+        got = f"{path} is not on this machine" if remote else f"{place.absolute()} does not exist"
+        raise _path_error(got, remote or "data.path takes a file, a folder or a glob")
     if not files:
         kind = suffix if isinstance(suffix, str) else " or ".join(suffix)
         got = f"{place.absolute()} holds no {kind or 'visible'} file"

@@ -46,7 +46,7 @@ class Document:
 def documents(data: DataSpec, files: list[Path]) -> Iterator[Document]:
     """Yield every document of `files` that is not empty; the one that crosses `max_bytes` is cut there.
 
-    Raises RecipeError at the end with all lines that are wrong, or once there are `MAX_MISTAKES`; MachineError for a
+    Raises RecipeError at the end with each kind of mistake, or once there are `MAX_MISTAKES`; MachineError for a
     file that cannot be read.
     """
     mistakes = Mistakes()
@@ -123,18 +123,19 @@ def _read_chat(file: Path, data: DataSpec, mistakes: Mistakes) -> Iterator[Docum
                 check_encodable(found.text, "it")
             except ValueError as error:
                 allowed = error.allowed if isinstance(error, FormatError) else ""
-                raise bad_document(file, number, f"{name}{error}: {excerpt(repr(record))}", allowed) from error
+                sample = repr(record)
+                raise bad_document(file, number, str(error), allowed, sample=sample, record=name) from error
             yield Document(f"{file}:{number}", found.text, found)
 
 
 def _chat_records(file: Path, mistakes: Mistakes) -> Iterator[tuple[int, str, Record]]:
-    """Yield (line or row, the record's name in front of what is wrong with it, record)."""
+    """Yield (line or row, the record's name or "", record)."""
     if file.suffix in TABLE_SUFFIXES:
         for number, row in enumerate(table_rows(file, COLUMNS, ANY_SHAPE), 1):
             yield number, "", row
     else:
         for record in json_records(file, ANY_SHAPE, mistakes):
-            yield record.line, f"{record.name}: " if record.name else "", record.fields
+            yield record.line, record.name, record.fields
 
 
 def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSpec) -> str:
@@ -143,7 +144,7 @@ def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSp
         raise _no_field(record, file, number, data.text_field)
     text = record[data.text_field]
     if not isinstance(text, str):
-        raise bad_document(file, number, f"field `{data.text_field}` is not a string: {excerpt(repr(text))}", "")
+        raise bad_document(file, number, f"field `{data.text_field}` is not a string", "", sample=repr(text))
     try:
         check_encodable(text, f"field `{data.text_field}`")
     except ValueError as error:

@@ -282,6 +282,14 @@ def write_conversations(
         return {split: written[split].writer.finish() for split in SPLITS}
 
 
+def tokens_before_reply(conversation: Conversation, tokenizer: Tokenizer) -> int | None:
+    """Return the number of tokens in front of the first one that is learnt; None if none is."""
+    tokenizer.encode_special_tokens = False
+    (encoding,) = _encode_conversations([conversation], tokenizer)
+    learnt = _learnt(conversation.spans, encoding)
+    return int(learnt.argmax()) if learnt.any() else None
+
+
 def _encode_conversations(batch: Sequence[Conversation], tokenizer: Tokenizer) -> list[Encoding]:
     """Encode a batch with offsets. Templates already contain special tokens; completions get the tokenizer's own."""
     encodings = {}

@@ -17,9 +17,9 @@ from functools import cached_property
 from pathlib import Path
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, TOKENIZER_CONFIG
+from trainspec_cli.huggingface.folder import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG
 from trainspec_cli.json_value import JsonObject, JsonValue
-from trainspec_cli.reading.files import UnreadableFileError, exists, expand, read_object, read_text
+from trainspec_cli.reading.files import UnreadableFileError, exists, expand, how_to_copy, read_object, read_text
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -28,7 +28,8 @@ CHATML = (
 """The template of `data.chat_template=chatml`."""
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 MAX_TEMPLATE_BYTES = 2**20
-SPECIAL_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
+SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that transformers gives to a template by name."""
 
 Message = Mapping[str, object]
 Span = tuple[int, int]
@@ -91,7 +92,9 @@ def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
     """
     folder = tokenizer.parent if tokenizer else None
     config = _read_config(folder / TOKENIZER_CONFIG) if folder else {}
-    special = {key: config[key] for key in SPECIAL_KEYS if config.get(key)}
+    # Folders that transformers wrote before 2024 may name their special tokens in this file alone.
+    older = _read_config(folder / SPECIAL_TOKENS) if folder else {}
+    special = {key: value for key in SPECIAL_KEYS if (value := config.get(key) or older.get(key))}
     tokens = {key: str(t.get("content", "") if isinstance(t, Mapping) else t) for key, t in special.items()}
     if wanted is not None:
         return ChatTemplate(_read_wanted(wanted), tokens)
@@ -113,7 +116,8 @@ def _read_wanted(wanted: str) -> str:
         return CHATML
     file = expand(wanted)
     if not exists(file):
-        raise RecipeError(Problem("missing_file", f"there is no file {file.absolute()}", "data.chat_template", _HINT))
+        hint = how_to_copy(wanted) or _HINT
+        raise RecipeError(Problem("missing_file", f"there is no file {file.absolute()}", "data.chat_template", hint))
     return _read_template(file)
 
 

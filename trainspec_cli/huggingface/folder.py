@@ -18,7 +18,8 @@ from trainspec_cli.spec.recipe.model import DecoderModel
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-SMALL_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, "special_tokens_map.json")
+SPECIAL_TOKENS = "special_tokens_map.json"
+SMALL_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS)
 """Files that an export copies from the folder that the run began with."""
 MAX_TENSORS = 200_000
 SHOWN = 8

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import stat
 import struct
 import types
@@ -50,7 +52,9 @@ _KINDS = {
 MAX_DEPTH = 64
 """The deepest nesting of lists and objects."""
 MAX_DIGITS = 30
-"""The most digits of a whole number."""
+"""The most digits of a number that is read as a whole number; a longer one is read as a float."""
+
+_REMOTE = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.+)")
 
 T = TypeVar("T")
 Kind = type | types.UnionType
@@ -100,6 +104,34 @@ def expand(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         return Path(path)
+
+
+def how_to_copy(path: str) -> str:
+    """Return what to type to have a remote path (`s3://...`) on this machine; "" for a local path."""
+    found = _REMOTE.fullmatch(path)
+    if found is None:
+        return ""
+    scheme = found[1].lower()
+    place = found[2]
+    recursive = "" if Path(place).suffix else "--recursive "
+    if scheme in ("http", "https") and place.startswith("huggingface.co/"):
+        scheme = "hf"
+        place = place.removeprefix("huggingface.co/")
+    if scheme == "file":
+        return f"leave out file://: {place}"
+    if scheme == "hf":
+        repository = shlex.quote("/".join(place.removeprefix("datasets/").split("/")[:2]))
+        of_data = " --repo-type dataset" if place.startswith("datasets/") else ""
+        command = f"hf download {repository}{of_data} --local-dir FOLDER"
+    elif scheme == "s3":
+        command = f"aws s3 cp {recursive}{shlex.quote(path)} FOLDER"
+    elif scheme in ("gs", "gcs"):
+        command = f"gcloud storage cp {recursive}{shlex.quote(path)} FOLDER"
+    elif scheme in ("http", "https"):
+        command = f"curl -LO {shlex.quote(path)}"
+    else:
+        command = f"with the program for {scheme}://"
+    return f"copy it to this machine first ({command}), and name the copy; remote paths are not read"
 
 
 def exists(path: Path) -> bool:
@@ -243,11 +275,14 @@ def show_kind(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def parse_whole(digits: str) -> int:
-    """Return a whole number of JSON. Raises ValueError for one that has too many digits."""
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"it holds a whole number of {len(digits):,} digits; at most {MAX_DIGITS} are read")
-    return int(digits)
+def parse_whole(digits: str) -> int | float:
+    """Return a whole number of JSON; as the nearest float if it has more than `MAX_DIGITS` digits.
+
+    Transformers writes int(1e30), which has 31 digits, as `model_max_length` of a tokenizer without a limit, so a long
+    number is no reason to refuse a file. As a float it never overflows in arithmetic, and no field that needs a whole
+    number takes it.
+    """
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def check_depth(content: JsonValue) -> None:

@@ -23,7 +23,7 @@ def main() -> None:
     faulthandler.enable()
     dist.init_process_group("gloo", init_method=f"file://{FOLDER}/rendezvous", rank=RANK, world_size=2)
     run_dir = RunDir(FOLDER)
-    watch = StepWatch(run_dir, Journal(run_dir, RANK, None), floor_s=2.0)
+    watch = StepWatch(run_dir, Journal(run_dir, RANK, None), floor_s=2.0, first_s=1800.0)
     watch.start()
     for step in range(1, 100):
         if step == 8 and RANK == 1:

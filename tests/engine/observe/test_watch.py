@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 from lab.waiting import PATIENCE_S
 
 from trainspec_cli.engine.comm.background import Background
+from trainspec_cli.engine.data import loader
 from trainspec_cli.engine.observe import watch
 from trainspec_cli.engine.observe.watch import StepWatch, describe, last_collectives
 from trainspec_cli.errors import WorkerError
@@ -68,7 +70,7 @@ class Listening:
 @pytest.mark.usefixtures("one_process")
 def test_steps_in_time_and_what_lies_between_them_are_no_hang(tmp_path):
     journal = Listening()
-    watching = StepWatch(RunDir(tmp_path), journal, floor_s=3.0)
+    watching = StepWatch(RunDir(tmp_path), journal, floor_s=3.0, first_s=1800.0)
     watching.start()
     for step in range(1, 8):
         time.sleep(0.02)
@@ -133,11 +135,11 @@ def make_watch(clock, tmp_path, monkeypatch):
     """make_watch(floor_s=2.0): -> a watch of two ranks with the test's clock, its journal and the exit codes of it."""
     monkeypatch.setattr(watch, "faulthandler", Dumps())
 
-    def make(floor_s, rank=0, world_size=1):
+    def make(floor_s, rank=0, world_size=1, first_s=1800.0):
         ranks = SimpleNamespace(get_rank=lambda: rank, get_world_size=lambda: world_size)
         monkeypatch.setattr(watch, "dist", ranks)
         journal, exits = Listening(RunDir(tmp_path)), []
-        made = StepWatch(RunDir(tmp_path), journal, floor_s, end=exits.append)
+        made = StepWatch(RunDir(tmp_path), journal, floor_s, first_s, end=exits.append)
         made._closed = clock
         return made, journal, exits
 
@@ -390,3 +392,74 @@ def test_a_rank_waits_where_its_sums_go_on_in_another_thread():
         gate.set()
         waiting.join()
     assert (found.waiting, found.waits_in) == (True, "sums of gradients")
+
+
+# Before the first step
+
+
+@pytest.mark.parametrize(("floor_s", "key"), [(2.0, "first_step_s"), (60.0, "first_step_s"), (4000.0, "first_step_s")])
+def test_the_first_step_has_a_limit_of_its_own(clock, make_watch, tmp_path, floor_s, key):
+    watching, journal, exits = make_watch(floor_s, first_s=30.0)
+    clock.ticks = [1.0] * 60
+    watching.run()
+    assert ([event.deadline_s for event in journal.hangs], exits) == ([30.0], [5])
+    told = read_error(RunDir(tmp_path).error(0), WorkerErrorRecord)
+    assert (told.step, told.exit_code, told.hint.split()[1]) == (1, 5, f"resilience.{key}")
+
+
+def test_without_a_limit_the_first_step_may_take_forever(clock, make_watch):
+    watching, journal, exits = make_watch(2.0, first_s=None)
+    clock.ticks = [1.0] * 9000
+    watching.run()
+    assert (journal.hangs, exits) == ([], [])
+
+
+@pytest.mark.parametrize(("rank", "waiting", "notes"), [(0, False, 1), (0, True, 1), (3, False, 1), (3, True, 0)])
+def test_a_slow_first_step_is_noted_once_with_what_it_waits_for(clock, make_watch, monkeypatch, rank, waiting, notes):
+    place = watch.StackPosition(waiting, "gloo:all_reduce" if waiting else None, {}, "")
+    monkeypatch.setattr(watch, "whereabouts", lambda thread: place)
+    watching, journal, _ = make_watch(2.0, rank=rank, world_size=4)
+    clock.ticks = [1.0] * 500
+    watching.run()
+    found = [event.message for event in journal.events if isinstance(event, WarningEvent)]
+    assert len(found) == notes
+    waits = "waits in gloo:all_reduce" if waiting else "is at no line of Python"
+    assert all(f"step 1 has taken 121 s so far: rank {rank} {waits}; the run ends after 1800 s" in one for one in found)
+
+
+def test_a_quick_first_step_is_not_noted(clock, make_watch):
+    watching, journal, _ = make_watch(500.0)
+    clock.ticks = [1.0] * 100
+    watching.run()
+    beat_every(clock, watching, 30.0)
+    clock.ticks = [1.0] * 300
+    watching.run()
+    assert journal.events == []
+
+
+def stand_still(released, own):
+    assert released.wait(PATIENCE_S)
+    return []
+
+
+def test_a_rank_whose_batch_is_not_read_waits_for_its_data():
+    released = threading.Event()
+    staging = SimpleNamespace(stage=lambda parts: parts, take=lambda slot: slot, give_back=lambda slot: None)
+    reader = loader.BatchReader(partial(stand_still, released), staging)
+    taking = threading.Thread(target=lambda: reader.take("own", []))
+    taking.start()
+    try:
+        end = time.monotonic() + PATIENCE_S
+        while (found := watch.whereabouts(taking.ident)).waits_in is None and time.monotonic() < end:
+            time.sleep(0.01)
+    finally:
+        released.set()
+        taking.join()
+        reader.close()
+    assert (found.waiting, found.waits_in) == (False, watch.DATA)
+    assert "in stand_still" in found.stack
+    at_data = replace(report(False, {}), waits_in=watch.DATA, stack=found.stack)
+    message, _ = describe({0: at_data}, 1, step=1, waited_s=31.0, deadline_s=30.0)
+    assert "rank 0 waits for its data, and the thread that reads it is at " in message
+    message, _ = describe({0: at_data, 1: report(True, {"world": 1})}, 2, step=1, waited_s=31.0, deadline_s=30.0)
+    assert "rank 0 is late: " in message and message.endswith("; the others wait in gloo:x")

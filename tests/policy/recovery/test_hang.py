@@ -1,20 +1,20 @@
 import pytest
 
-from trainspec_cli.policy.recovery.hang import FIRST_S, Whereabouts, find_late, step_deadline_s
+from trainspec_cli.policy.recovery.hang import Whereabouts, find_late, step_deadline_s
 
 
 @pytest.mark.parametrize(
     ("recent_s", "floor_s", "deadline_s"),
     [
-        ([], 60, FIRST_S),
-        ([1.0, 1.0], 60, FIRST_S),
+        ([], 60, 1800),
+        ([1.0, 1.0], 60, 1800),
         ([1.0, 1.0, 1.0], 60, 60),
         ([1.0, 30.0, 1.0], 60, 150),
     ],
     ids=["nothing known", "too little known", "quick steps", "slow steps"],
 )
 def test_the_deadline_is_learned_and_has_a_floor(recent_s, floor_s, deadline_s):
-    assert step_deadline_s(recent_s, floor_s) == deadline_s
+    assert step_deadline_s(recent_s, floor_s, first_s=1800) == deadline_s
 
 
 WAITS, WORKS = Whereabouts(True, {"world": 5}), Whereabouts(False, {"world": 4})

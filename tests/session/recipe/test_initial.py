@@ -147,6 +147,14 @@ def test_a_model_of_another_family_contradicts_the_checkpoint(folder: Path) -> N
     assert ("model.family", f"`model.family` is conv, and {folder}/config.json says decoder") in found
 
 
+def test_token_folders_take_the_tokenizer_of_the_checkpoint_for_conversations_to_validate_with(folder: Path) -> None:
+    asked = ["recipe=tiny", "model=auto", f"init.from=hf:{folder}", "data=tokens", f"data.path={folder}"]
+    assert examine(asked).draft.data.tokenizer.path is None
+    for source, path in (("jsonl", None), ("chat", str(folder / "tokenizer.json"))):
+        more = [f"+data.validation.talks.source={source}", "+data.validation.talks.path=x"]
+        assert examine([*asked, *more]).draft.data.tokenizer.path == path
+
+
 def test_the_recipes_own_tokenizer_stays(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("{}")
     asked = ["recipe=tiny", "model=auto", f"init.from=hf:{folder}"]

@@ -304,6 +304,7 @@ DEFAULTS: dict[str, Any] = {
         "min_groups": 1,
         "max_restarts_per_hour": 6,
         "hang_floor_s": 120.0,
+        "first_step_s": 1800.0,
         "heartbeat_timeout_s": 3.0,
         "exchange_timeout_s": 60.0,
         "sdc_check": None,

@@ -15,6 +15,7 @@ from trainspec_cli.corpus.samples import SampleOrder
 from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.data.staging import Slot, Staging
 from trainspec_cli.policy.batch.division import OwnSamples
+from trainspec_cli.policy.recovery.hang import READING_THREAD
 
 
 def positions_of(own: OwnSamples) -> np.ndarray:
@@ -49,7 +50,7 @@ class BatchReader:
 
     def __init__(self, read: Callable[[OwnSamples], list[MicroBatch]], staging: Staging):
         self._read, self._staging = read, staging
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=READING_THREAD)
         self._ahead: deque[tuple[OwnSamples, Future[Slot]]] = deque()
 
     def take(self, wanted: OwnSamples, following: Iterable[OwnSamples]) -> list[MicroBatch]:

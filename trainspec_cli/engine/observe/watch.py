@@ -11,6 +11,7 @@ import faulthandler
 import json
 import math
 import os
+import re
 import socket
 import sys
 import threading
@@ -20,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -29,8 +31,16 @@ from trainspec_cli.engine.comm import background
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.observe.stack_samples import is_in_exchange
 from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.recovery.hang import FIRST_S, Whereabouts, find_late, stall_after_s, step_deadline_s
+from trainspec_cli.policy.recovery.hang import (
+    NOTE_S,
+    READING_THREAD,
+    Whereabouts,
+    find_late,
+    stall_after_s,
+    step_deadline_s,
+)
 from trainspec_cli.rundir.event_types.observed import HangEvent, LateStepEvent, StallEvent
+from trainspec_cli.rundir.event_types.training import WarningEvent
 from trainspec_cli.rundir.events import tail_events
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import WorkerErrorRecord, write_error
@@ -57,17 +67,21 @@ class StepWatch(threading.Thread):
         run_dir: RunDir,
         journal: Journal | GroupJournal,
         floor_s: float | None,
+        first_s: float | None,
         end: Callable[[int], Any] = os._exit,
     ):
-        """Make a watch; with `floor_s` None a step may take forever."""
+        """Make a watch; with `floor_s` None a step may take forever, and with `first_s` None the first ones may."""
         super().__init__(name="watch", daemon=True)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._run_dir, self._journal, self._end = run_dir, journal, end
         self._floor_s = math.inf if floor_s is None else floor_s
+        self._first_s = math.inf if first_s is None else first_s
         self._main = threading.main_thread().ident or 0
         self._recent_s: deque[float] = deque(maxlen=REMEMBERED_STEPS)
         self._step, self._last_beat, self._fresh = 0, time.monotonic(), True
-        self._deadline_s, self._stall_s = FIRST_S, math.inf
+        self._deadline_s = self._first_s
+        self._stall_s = math.inf
+        self._note_s = NOTE_S
         self._closed = threading.Event()
 
     def beat(self, step: int) -> None:
@@ -75,7 +89,8 @@ class StepWatch(threading.Thread):
         if not self._fresh:
             self._recent_s.append(now - self._last_beat)
         self._step, self._last_beat, self._fresh = step, now, False
-        self._deadline_s = step_deadline_s(self._recent_s, self._floor_s)
+        self._deadline_s = step_deadline_s(self._recent_s, self._floor_s, self._first_s)
+        self._note_s = math.inf
         self._stall_s = stall_after_s(self._recent_s, self._deadline_s)
         if math.isfinite(self._deadline_s):
             faulthandler.dump_traceback_later(self._deadline_s + TICK_S)
@@ -90,7 +105,8 @@ class StepWatch(threading.Thread):
 
     def _allow(self, *, for_ever: bool = False) -> None:
         self._fresh, self._last_beat = True, time.monotonic()
-        self._deadline_s = math.inf if for_ever else max(FIRST_S, self._floor_s)
+        self._deadline_s = math.inf if for_ever else max(self._first_s, self._floor_s)
+        self._note_s = math.inf
         self._stall_s = math.inf
         faulthandler.cancel_dump_traceback_later()
 
@@ -107,6 +123,8 @@ class StepWatch(threading.Thread):
             last_tick = now
             if now - self._last_beat > self._stall_s:
                 self._tell(now - self._last_beat)
+            if now - self._last_beat > self._note_s:
+                self._note(now - self._last_beat)
             if now - self._last_beat > self._deadline_s:
                 self._report(now - self._last_beat)
                 return
@@ -118,6 +136,20 @@ class StepWatch(threading.Thread):
         event = self._late_step(StallEvent, waited_s, usual_s=max(self._recent_s, default=0.0))
         with suppress(OSError, WorkerError):
             self._journal.write(event)
+
+    def _note(self, waited_s: float) -> None:
+        """Write down what the first step waits for: on rank 0, whose events are shown, and on each rank that waits for
+        no other."""
+        self._note_s = math.inf
+        place = whereabouts(self._main)
+        if place.waiting and self._rank:
+            return
+        limit = "never" if math.isinf(self._deadline_s) else f"after {self._deadline_s:.0f} s (resilience.first_step_s)"
+        waits = f"waits in {place.waits_in}" if place.waiting else f"is at {innermost_line(place.stack)}"
+        message = f"step {self._step + 1} has taken {waited_s:.0f} s so far: rank {self._rank} "
+        message += f"{'waits for its data' if place.waits_in == DATA else waits}; the run ends {limit}"
+        with suppress(OSError, WorkerError):
+            self._journal.write(WarningEvent(step=self._step, message=message))
 
     def _report(self, waited_s: float) -> None:
         """Report the hang; the first rank that did so ends the run, and so does one that cannot write its report."""
@@ -152,6 +184,7 @@ class StepWatch(threading.Thread):
     def _write_error(self, reports: dict[int, HangEvent], waited_s: float) -> None:
         """Write the hang as this worker's error, for the supervisor to show and act on."""
         message, detail = describe(reports, self._world_size, self._step + 1, waited_s, self._deadline_s)
+        key = "first_step_s" if self._deadline_s == self._first_s else "hang_floor_s"
         record = WorkerErrorRecord(
             rank=self._rank,
             host=socket.gethostname(),
@@ -160,7 +193,7 @@ class StepWatch(threading.Thread):
             message=message,
             code="hang",
             exit_code=WorkerError.exit_code,
-            hint="raise resilience.hang_floor_s if a step may take longer than that",
+            hint=f"raise resilience.{key} if a step may take longer than that",
             step=self._step + 1,
             traceback=detail,
         )
@@ -196,14 +229,46 @@ def whereabouts(thread: int) -> StackPosition:
     entered = last_collectives()
     unfinished = [entry for entry in entered if entry.unfinished_on_device]
     for_sums = any(frame.filename == background.__file__ for frame in frames)
+    reading = _reading_frames() if any(_is_data_wait(frame) for frame in frames) else []
     waiting = bool(unfinished) or for_sums or is_in_exchange([frame.filename for frame in frames])
     newest = max(unfinished or entered, key=lambda entry: entry.created_ns, default=None)
+    waits_in = newest.name if newest and waiting else DATA if reading and not waiting else None
+    stack = "".join(traceback.format_list(frames[-STACK_FRAMES:]))
+    if reading:
+        stack += "the thread that reads its data was at\n" + "".join(traceback.format_list(reading[-STACK_FRAMES:]))
     return StackPosition(
         waiting,
-        "sums of gradients" if for_sums else newest.name if newest and waiting else None,
+        "sums of gradients" if for_sums else waits_in,
         {entry.group: entry.number for entry in entered},
-        "".join(traceback.format_list(frames[-STACK_FRAMES:])),
+        stack,
     )
+
+
+DATA = "its data"
+"""What a rank waits for whose batch has not been read."""
+_LOADER = str(Path(background.__file__).parents[1] / "data" / "loader.py")
+"""The file whose `take` waits for the thread that reads batches."""
+
+
+def _is_data_wait(frame: traceback.FrameSummary) -> bool:
+    return frame.filename == _LOADER and frame.name == "take"
+
+
+def _reading_frames() -> list[traceback.FrameSummary]:
+    """Return the stack of the thread that reads batches; empty if it has ended."""
+    stacks = sys._current_frames()
+    threads = [one for one in threading.enumerate() if one.name.startswith(READING_THREAD) and one.ident in stacks]
+    return list(traceback.extract_stack(stacks[threads[0].ident or 0])) if threads else []
+
+
+def innermost_line(stack: str) -> str:
+    """Return `FILE:LINE in FUNCTION` of a stack as it is printed."""
+    lines = [line for line in stack.splitlines() if line.startswith("  File ")]
+    found = _FRAME.match(lines[-1]) if lines else None
+    return f"{found[1]}:{found[2]} in {found[3]}" if found else "no line of Python"
+
+
+_FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 
 
 def last_collectives() -> list[EnteredCollective]:
@@ -247,6 +312,10 @@ def describe(
     late, why = find_late(places, world_size)
     waits_in = next((event.waits_in for rank, event in reports.items() if rank not in late and event.waits_in), None)
     who = f"rank {', '.join(map(str, late))} is late: {why}" if late else why
+    at_data = [rank for rank, event in reports.items() if event.waits_in == DATA and not event.waiting]
+    if at_data:
+        line = innermost_line(reports[at_data[0]].stack)
+        who += f"; rank {', '.join(map(str, at_data))} waits for its data, and the thread that reads it is at {line}"
     others = f"; the others wait in {waits_in}" if late and waits_in else ""
     message = f"step {step} hung: {waited_s:.1f} s, and {deadline_s:.1f} s are allowed; {who}{others}"
     stacks = [f"rank {rank} ({event.host}) was at\n{event.stack}" for rank, event in sorted(reports.items())]

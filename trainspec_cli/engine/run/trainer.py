@@ -55,7 +55,8 @@ class Trainer:
         self.clock, self.run_dir = run.state.clock, run.run_dir
         self.coordinator, self.journal = coordinator, coordinator.journal
         self.faults = Faults(run.plan, run.run_dir)
-        self.watch = StepWatch(run.run_dir, self.journal, self.spec.resilience.hang_floor_s)
+        limits = self.spec.resilience
+        self.watch = StepWatch(run.run_dir, self.journal, limits.hang_floor_s, limits.first_step_s)
         self.pace = StepPace(run.plan)
         self.checkpoints = Checkpoints(
             run.plan, run.run_dir, run.state, run.recipe_digest, self.journal, lambda: self.pace.kept

@@ -12,13 +12,18 @@ STALL_SLOWER, STALL_FLOOR_S = 2.5, 2.0
 """A step is reported as stalled when it takes so many times as long, and so long at least."""
 LEARNING_STEPS = 3
 FIRST_S = 1800.0
-"""The limit until the run's own steps are known (the first ones compile), and between steps."""
+"""The usual limit until a program's own steps are known (the first ones compile), and between steps."""
+READING_THREAD = "loader"
+"""The prefix of the names of threads that read batches, by which a hang is traced to them."""
+NOTE_S = 120.0
+"""A first step that takes this long is reported with what it waits for, long before its limit."""
 
 
-def step_deadline_s(recent_s: Sequence[float], floor_s: float) -> float:
-    """Return the time limit of a step, learned from those before it; never below `floor_s`."""
+def step_deadline_s(recent_s: Sequence[float], floor_s: float, first_s: float = FIRST_S) -> float:
+    """Return the time limit of a step, learned from those before it; never below `floor_s`. Until there are steps to
+    learn from (the first ones compile) it is `first_s`."""
     if len(recent_s) < LEARNING_STEPS:
-        return max(FIRST_S, floor_s)
+        return max(first_s, floor_s)
     return max(floor_s, SLOWER * max(recent_s))
 
 

@@ -12,7 +12,7 @@ from trainspec_cli.huggingface.config import differences
 from trainspec_cli.huggingface.config_reading import read_model
 from trainspec_cli.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
 from trainspec_cli.json_value import JsonObject
-from trainspec_cli.reading.files import exists
+from trainspec_cli.reading.files import exists, how_to_copy
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir, read_section
 from trainspec_cli.session.recipe.initial import failed, section_of
@@ -20,7 +20,7 @@ from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES
 from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.model import AUTO_FAMILY, DecoderModel, ModelSpec
-from trainspec_cli.spec.recipe.run import InitSpec, RunSpec
+from trainspec_cli.spec.recipe.run import HUGGING_FACE, InitSpec, RunSpec
 from trainspec_cli.spec.structure import build, choose_section
 from trainspec_cli.trust import check_tree
 from trainspec_cli.weights.folder import config_file, open_other, read_other_model
@@ -50,6 +50,10 @@ def complete_from(begins_with: str, data: JsonObject, model: JsonObject, *, unch
 
 def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
     """-> (the checkpoint's model, the file that says so, its tokenizer). Raises TrainspecError."""
+    asked = init.from_ or ""
+    if remote := how_to_copy(asked) or how_to_copy(asked.removeprefix(HUGGING_FACE)):
+        message = f"`init.from` is {asked}, which is not on this machine"
+        raise RecipeError(Problem("missing_file", message, "init.from", remote))
     if (folder := init.hugging_face) is not None:
         model = read_model(read_config(folder), str(folder / CONFIG))
         return model, str(folder / CONFIG), _if_there(folder / TOKENIZER)
@@ -143,9 +147,14 @@ def _build(section: JsonObject) -> ModelSpec | None:
 
 
 def _tokenizer(data: JsonObject, found: Path | None) -> JsonObject:
-    """The checkpoint's, where the recipe names none: its ids are what the weights know."""
+    """The checkpoint's, where the recipe names none: its ids are what the weights know. Token folders have one already,
+    but without the chat template, which conversations to validate with need."""
     reads = section_of(data, "data")
     named = section_of(reads, "tokenizer").get("path")
-    if found is None or named or reads.get("source") in (*SAMPLE_SOURCES, "tokens"):
+    validation = section_of(reads, "validation")
+    is_ready = reads.get("source") == "tokens" and not any(
+        section_of(validation, name).get("source") == "chat" for name in validation
+    )
+    if found is None or named or is_ready or reads.get("source") in SAMPLE_SOURCES:
         return {}
     return {"data": {"tokenizer": {"path": str(found)}}}

@@ -12,7 +12,8 @@ from trainspec_cli.composer.folders import DISTURB
 from trainspec_cli.composer.origins import COMMAND_LINE, RECIPE
 from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.check import apply, check, check_machine
@@ -107,6 +108,24 @@ def this_machine(spec: RunSpec) -> Machine:
     from trainspec_cli.launcher.job.machine import detect  # loads psutil, which plans for another cluster do without
 
     return detect(look_for_gpus=spec.cluster.device != "cpu")
+
+
+def machine_of_cluster(cluster: ClusterSpec) -> Machine | None:
+    """Return a node as the recipe's cluster describes it, which need not be like this one; None if it leaves open how
+    many GPUs a node has, or whether it has any."""
+    chip = cluster.accelerator
+    has_gpus = cluster.device == "cuda" or (cluster.device == AUTO and chip is not None and chip.vendor != "cpu")
+    if not has_gpus or cluster.devices_per_node == AUTO:
+        return None
+    return Machine(
+        hostname="the cluster's nodes",
+        cpu_cores=1,
+        memory_bytes=int(cluster.host_memory_gb * 1e9),
+        gpu_names=(chip.name if chip else "GPU",) * int(cluster.devices_per_node),
+        gpu_memory_bytes=int(chip.memory_gb * 1e9) if chip else 0,
+        bf16=chip is None or chip.bf16_tflops > 0,
+        fp8=chip is not None and chip.fp8_tflops > 0,
+    )
 
 
 def machine_of_draft(spec: RunSpec) -> Machine | None:

@@ -26,7 +26,7 @@ from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.sites import SiteOptions, check_site, load_site
 from trainspec_cli.session.launching.sweep import Sweep, sweep_arguments
 from trainspec_cli.session.recipe.data import prepare_data
-from trainspec_cli.session.recipe.load import Loaded, plan_for
+from trainspec_cli.session.recipe.load import Loaded, machine_of_cluster, plan_for
 from trainspec_cli.session.slurm.container import check_container, folders_read, unseen_image
 from trainspec_cli.session.slurm.time_limit import short_limit
 from trainspec_cli.spec.field_types import AUTO
@@ -70,16 +70,9 @@ def _machine_of_job(loaded: Loaded) -> Machine:
         raise RecipeError(loaded.composed.locate([_left_open(key) for key in open_keys]))
     if cluster.device == "cpu":
         return detect(look_for_gpus=False)
-    chip, devices = cluster.accelerator, int(cluster.devices_per_node)
-    return Machine(
-        hostname="the job's nodes",
-        cpu_cores=1,
-        memory_bytes=int(cluster.host_memory_gb * 1e9),
-        gpu_names=(chip.name if chip else "GPU",) * devices,
-        gpu_memory_bytes=int(chip.memory_gb * 1e9) if chip else 0,
-        bf16=chip is None or chip.bf16_tflops > 0,
-        fp8=chip is not None and chip.fp8_tflops > 0,
-    )
+    machine = machine_of_cluster(cluster)
+    assert machine is not None, "its device is cuda, and the devices of a node are counted"
+    return machine
 
 
 def _left_open(key: str) -> Problem:

@@ -98,6 +98,10 @@ class ResilienceSpec:
     hang_floor_s: PositiveFloat | None = 120.0
     """A step that takes this long, and five times as long as the slowest before it, has hung; it ends the run with the
     ranks' stacks. null waits forever."""
+    first_step_s: PositiveFloat | None = 1800.0
+    """The first steps, which compile and connect, may take this long each: before there are three to learn from, and
+    after an evaluation. After that the run ends with exit code 5, and says which rank waits for what. null waits
+    forever."""
     heartbeat_timeout_s: PositiveFloat = 3.0
     """elastic, sites: a replica group, or a site, silent for this long counts as dead (its node is off, cut off, or its
     process stopped).

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.reading.files import expand
+from trainspec_cli.reading.files import expand, how_to_copy
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.layout import MESH_AXES
@@ -70,6 +70,11 @@ def check_machine(spec: RunSpec, machine: Machine) -> list[Problem]:
     here: list[Rule] = [lambda spec: gpus(spec, machine), lambda spec: matrix_units(spec, machine)]
     here.append(lambda spec: check_kernels(spec, machine))
     return apply([*here, packages, compiler, shared_memory], spec)
+
+
+def check_packages_of_data(spec: RunSpec) -> list[Problem]:
+    """Return the packages that this machine lacks to read the data, whatever machine the recipe is for."""
+    return [problem for problem in apply([packages], spec) if problem.path.startswith("data.")]
 
 
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
@@ -210,6 +215,8 @@ def _exists(path: str, *, folder_only: bool) -> bool:
 def _missing_file(path: str, value: str, kind: str) -> Problem:
     place = "" if expand(value).is_absolute() else f" in {Path.cwd()}"
     message = f"`{path}` is {value}; there is no such {kind}{place}"
+    if remote := how_to_copy(value):
+        return Problem("missing_file", f"`{path}` is {value}, which is not on this machine", path, remote)
     return Problem(code="missing_file", path=path, message=message, hint=f"type {path}=<the {kind}'s path>")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem
+from trainspec_cli.reading.files import how_to_copy
 from trainspec_cli.spec.field_types import AUTO
 
 if TYPE_CHECKING:
@@ -28,6 +29,13 @@ def run_name(spec: RunSpec) -> Iterator[Problem]:
     if name and (not RUN_NAME.fullmatch(name) or name == "last"):
         message = f"`run.name` is {name!r}; letters, digits, `_`, `-` and `.` make a name, and `last` is the newest run"
         yield Problem("bad_name", message, "run.name", "such as run.name=baseline-2")
+
+
+def local_folder(spec: RunSpec) -> Iterator[Problem]:
+    """A run's files are on this machine or on a file system that it mounts."""
+    if spec.run.dir and how_to_copy(spec.run.dir):
+        message = f"`run.dir` is {spec.run.dir}; a run writes to a local or mounted folder, and to no remote path"
+        yield Problem("unsupported", message, "run.dir", "type run.dir=FOLDER, and copy it when the run is over")
 
 
 def heldout(spec: RunSpec) -> Iterator[Problem]:
@@ -60,4 +68,4 @@ def framework_has(spec: RunSpec) -> Iterator[Problem]:
             yield Problem("unsupported", message, path, hint)
 
 
-RUN_RULES = (memory_copies, heldout, run_name, framework_has)
+RUN_RULES = (memory_copies, heldout, run_name, local_folder, framework_has)
