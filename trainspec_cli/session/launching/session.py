@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from trainspec_cli.errors import TrainspecError
 from trainspec_cli.launcher.backend import OpenBackend
 from trainspec_cli.launcher.backend.local import LocalBackend
 from trainspec_cli.launcher.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
@@ -22,7 +23,11 @@ from trainspec_cli.launcher.job.job import Job, build_job
 from trainspec_cli.launcher.memory_limits import LimitsWatch
 from trainspec_cli.launcher.notify import NOBODY, Notify
 from trainspec_cli.launcher.signals import StopRequests
+from trainspec_cli.reading.files import read_text
 from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.event_types.training import StartEvent
+from trainspec_cli.rundir.events import EventTail
+from trainspec_cli.rundir.files import write_text
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.own_code import describe_changed_code
 from trainspec_cli.rundir.paths import RunDir
@@ -112,9 +117,31 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
     data_folder = prepare_data(session.begins, console) if isinstance(session.begins, Loaded) else None
     with storage(plan.spec.run.dir if isinstance(session.begins, Loaded) else str(session.folder)):
         job = _build(session, plan, _root(session))
-        with claim(job.run, job.launch_id):
+        resumed = not isinstance(session.begins, Loaded)
+        with claim(job.run, job.launch_id), _restoring(job.run) if resumed else nullcontext():
             _write(session, job, plan, data_folder, kernels)
             yield job, plan, examination
+
+
+@contextmanager
+def _restoring(run: RunDir) -> Iterator[None]:
+    """Put back the files that a resume replaces, unless its workers have loaded the checkpoint and begun: a value that
+    they refuse would else stay, and the next resume would be refused too."""
+    files = (run.plan_json, run.plan_of_all_nodes, run.run_json, run.kernels_json, run.code_json, run.command_txt)
+    before = {path: read_text(path) if path.is_file() else None for path in (*files, run.nccl_env, run.nccl_tuner_csv)}
+    new_events = EventTail(run.events(0))
+    try:
+        yield
+    except BaseException as error:
+        is_fenced = isinstance(error, TrainspecError) and error.problems[0].code == generations.FENCED
+        has_begun = any(isinstance(event, StartEvent) for event in new_events.new_events())
+        if not has_begun and not is_fenced:
+            for path, text in before.items():
+                if text is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    write_text(path, text)
+        raise
 
 
 def _advisor(run: RunDir, plan: Plan, machine: Machine) -> LayoutAdvisor | None:
