@@ -50,7 +50,7 @@ def launch(*arguments: str, force: bool = False) -> Report:
 
 
 def runs() -> list[RunLine]:
-    """Return the runs below ./runs, the newest first."""
+    """Return the runs below this folder or launched from it, the newest first."""
     from trainspec_cli.session.runs.find import runs_here
 
     return runs_here()

@@ -117,7 +117,7 @@ WorkFor = Annotated[
     ),
 ]
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run's folder, or `last` for the newest below ./runs.")
+    str, typer.Argument(metavar="RUN", help="A run's folder, its name, or `last` for the newest here.")
 ]
 
 

@@ -19,6 +19,7 @@ from trainspec_cli.session.launching.session import Session, rehearse, start, wr
 from trainspec_cli.session.launching.sites import SiteOptions, load_site
 from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.load import Loaded, load, plan_on, this_machine
+from trainspec_cli.session.runs.find import check_name_free
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 
@@ -41,6 +42,7 @@ def launch(
         return join(wanted, nodes.node_rank, make_console(as_json=False))
     session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
     check_free(wanted)
+    check_name_free(loaded.spec.run.name)
     if not detach:
         return start(session)
     check_detachable(session)
@@ -57,6 +59,7 @@ def launch_apart(arguments: Sequence[str], *, force: bool) -> RunDir:
     loaded = load(arguments)
     session = _prepare(loaded, NodeOptions(), force=force, as_json=False)
     check_free(loaded.spec.run.dir)
+    check_name_free(loaded.spec.run.name)
     check_detachable(session)
     run = write_down(session)
     process = spawn_resume(run, [], force=force)
