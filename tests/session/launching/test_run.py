@@ -28,6 +28,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import RunResult, read_plan, write_result
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import run as run_module
+from trainspec_cli.session.recipe.load import load
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 
@@ -291,3 +292,15 @@ def test_whoever_is_to_be_told_hears_of_the_end_and_may_fail(
     assert ended == code
     assert (tmp_path / "told").read_text() == ("done" if result else "failed")
     assert f"warning: --notify {wanted.command}: exit code 9\n" in shown.getvalue()
+
+
+def test_trackers_say_where_they_record_and_how_that_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load(["recipe=tiny", "tracking.wandb=true", "tracking.tensorboard=true"]).spec
+    for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    tensorboard, wandb = run_module.describe_tracking(spec, Path.cwd() / "my runs" / "a")
+    assert "tensorboard --logdir 'my runs/a'/tensorboard" in tensorboard
+    assert wandb.endswith("wandb sync 'my runs/a'/wandb/offline-run-*")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert "wandb sync" not in list(run_module.describe_tracking(spec, Path.cwd()))[1]
+    assert list(run_module.describe_tracking(load(["recipe=tiny"]).spec, Path.cwd())) == []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +31,7 @@ from trainspec_cli.session.console import RunConsole, open_run_log
 from trainspec_cli.session.runs.diagnose import VerdictLines
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -84,6 +86,8 @@ def run(
             print(json_text({"run": str(job.root), **to_plain(outcome.result)}))
         else:
             _report_end(job, outcome, console)
+            if plan is not None and (tracking := list(describe_tracking(plan.spec, job.root))):
+                console.report(*tracking)
     return outcome.exit_code
 
 
@@ -141,6 +145,22 @@ def _last_lines(run: RunDir, outcome: RunOutcome) -> str:
         stopped = f"stopped with a checkpoint at step {run.newest_step}"
         return f"{stopped}\n{folder}\n{report}\nresume      {_resume_command(run)}"
     return f"interrupted before there was a checkpoint\n{folder}"
+
+
+def describe_tracking(spec: RunSpec, root: Path) -> Iterator[str]:
+    """Yield a line for each tracker that is on: where it records, and how that is shown or uploaded."""
+    shown = shlex.quote(_shown(root))
+    tracking = spec.tracking
+    if tracking.tensorboard:
+        yield f"tensorboard {shown}/tensorboard; to look at it: tensorboard --logdir {shown}/tensorboard"
+    if tracking.wandb:
+        mode = os.environ.get("WANDB_MODE", "offline")
+        upload = f"; to upload it: wandb sync {shown}/wandb/offline-run-*" if mode == "offline" else ""
+        yield f"wandb       project {tracking.project}, {mode}, in {shown}/wandb{upload}"
+    if tracking.mlflow:
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        store = server or f"sqlite:///{shown}/mlflow.db"
+        yield f"mlflow      project {tracking.project}, in {store}; to look at it: mlflow ui --backend-store-uri {store}"
 
 
 def _last_own_lines(job: Job, outcome: RunOutcome) -> str:

@@ -37,7 +37,7 @@ from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.changes import describe_changes, trained_samples
 from trainspec_cli.session.launching.check_nodes import check_nodes
 from trainspec_cli.session.launching.fewer_nodes import plan_on_fewer
-from trainspec_cli.session.launching.run import run
+from trainspec_cli.session.launching.run import describe_tracking, run
 from trainspec_cli.session.launching.select_kernels import select_kernels
 from trainspec_cli.session.launching.sites import check_site, site_server
 from trainspec_cli.session.planning.predict import predict, with_known_limits
@@ -188,9 +188,10 @@ def _root(session: Session) -> Path:
 
 def _write(session: Session, job: Job, plan: Plan, data_folder: Path | None, kernels: KernelTable | None) -> None:
     """Write down what is started, while the run is claimed; say from where a run goes on."""
+    tracking = list(describe_tracking(plan.spec, job.root))
     if isinstance(session.begins, Loaded):
         write_launch(job, plan, session.begins.origin, data_folder, kernels)
-        session.console.report(*describe_code(plan.spec))
+        session.console.report(*describe_code(plan.spec), *tracking)
         return
     changed_code = list(describe_changed_code(job.run))
     before = read_plan_of_all_nodes(job.run)
@@ -199,6 +200,8 @@ def _write(session: Session, job: Job, plan: Plan, data_folder: Path | None, ker
     write_resume(job, plan, sys.argv[1:], from_step, kernels, session.data_folder)
     if goes_on:
         session.console.report(*_describe_start(job.run, before, plan), *changed_code)
+    if tracking:
+        session.console.report(*tracking)
 
 
 def _describe_start(run: RunDir, before: Plan, plan: Plan) -> Iterator[str]:
