@@ -158,9 +158,9 @@ def describe_tracking(spec: RunSpec, root: Path) -> Iterator[str]:
         upload = f"; to upload it: wandb sync {shown}/wandb/offline-run-*" if mode == "offline" else ""
         yield f"wandb       project {tracking.project}, {mode}, in {shown}/wandb{upload}"
     if tracking.mlflow:
-        server = os.environ.get("MLFLOW_TRACKING_URI")
-        store = server or f"sqlite:///{shown}/mlflow.db"
-        yield f"mlflow      project {tracking.project}, in {store}; to look at it: mlflow ui --backend-store-uri {store}"
+        store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{shown}/mlflow.db"
+        command = f"mlflow ui --backend-store-uri {store}"
+        yield f"mlflow      project {tracking.project}, in {store}; to look at it: {command}"
 
 
 def _last_own_lines(job: Job, outcome: RunOutcome) -> str:
