@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainspec_cli.errors import ERRORS_OF_RUNS, Interrupted, Problem, Stopped, TrainspecError, WorkerError
 from trainspec_cli.reporter.history import History, read_history
 from trainspec_cli.reporter.run_speed import RunSpeed, SpeedMeter
 from trainspec_cli.reporter.runs import name_of, status_of
@@ -33,7 +35,7 @@ from trainspec_cli.rundir.events import read_log, read_sound
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan_outline, read_result, read_run_record
 from trainspec_cli.rundir.versioned import read_versioned
-from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.canonical import Absent, from_plain
 from trainspec_cli.spec.recipe.kernels import KernelSpec, KernelTable
 from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.spec.results.verdict import RunVerdict
@@ -106,6 +108,25 @@ class Report:
     """As `run.name` says."""
     recoveries: tuple[Recovery, ...] = ()
     """What each failure has cost."""
+    reason: str = ""
+    """Why the run failed; empty where it did not."""
+    hint: str = ""
+    """What to do about that, where it is known."""
+
+    def raise_for_status(self) -> None:
+        """Raise the error that the command line ends with for a run that failed, was stopped or was killed; nothing
+        for one that is done or still to end."""
+        if self.status not in ("failed", "stopped", "killed"):
+            return
+        kinds: dict[int, type[TrainspecError]] = {
+            **ERRORS_OF_RUNS,
+            Stopped.exit_code: Stopped,
+            Interrupted.exit_code: Interrupted,
+        }
+        kind = kinds.get(WorkerError.exit_code if self.exit_code is None else self.exit_code, WorkerError)
+        message = self.reason or f"the run in {self.path} was {self.status} at step {self.steps}"
+        code = "worker_failed" if self.status == "failed" else self.status
+        raise kind(Problem(code, message, hint=self.hint or f"trainspec report {shlex.quote(self.path)}"))
 
 
 def collect(root: Path | str, *, running: bool = False, queued: bool = False) -> Report:
@@ -166,8 +187,14 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         kernels=from_plain(KernelSpec, plan.kernels),
         kernel_table=from_plain(KernelTable, read_versioned(run.kernels_json)) if run.kernels_json.is_file() else None,
         name=name_of(plan.spec),
+        reason=_text(result.reason) if result else "",
+        hint=_text(result.hint) if result else "",
         recoveries=tuple(log.recoveries.recoveries),
     )
+
+
+def _text(value: str | Absent) -> str:
+    return "" if isinstance(value, Absent) else value
 
 
 class RunLog:

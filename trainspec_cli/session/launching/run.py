@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trainspec_cli.composer.origins import show_path
-from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
+from trainspec_cli.errors import ERRORS_OF_RUNS, EXIT_DONE, Problem, Stopped
 from trainspec_cli.launcher.backend import OpenBackend
 from trainspec_cli.launcher.failure import Explanation
 from trainspec_cli.launcher.job.job import Job
@@ -60,8 +60,9 @@ def run(
     `notifies` says who else is notified of the end. Without a plan it is a command of the user's own, whose `output` is
     shown.
 
-    Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
-    well and nobody reads that.
+    Raises the error whose exit code the result states where it failed (of a command of the user's own WorkerError),
+    WorkerError where it was begun anew by another start while it ran, BrokenPipeError where it ended well and nobody
+    reads that.
     """
     verdicts = VerdictLines(job.run, looks_deeper=plan is not None and plan.spec.observe.deeper_look)
     watches = [verdicts, *(watch for watch in (limits, advisor, output) if watch is not None)]
@@ -78,7 +79,7 @@ def run(
         if failed := list(notify(notifies, job.run, read_run_record(job.run).recipe, outcome.result, reason)):
             console.report(*failed)
         if outcome.result.status == "failed":
-            kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
+            kind = ERRORS_OF_RUNS[outcome.exit_code]
             raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
         if console.reader_left:
             raise BrokenPipeError
