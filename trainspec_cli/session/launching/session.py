@@ -6,6 +6,7 @@ in this one order. The other nodes of a run join what the first has started (`no
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,17 +18,19 @@ from trainspec_cli.errors import TrainspecError
 from trainspec_cli.launcher.backend import OpenBackend
 from trainspec_cli.launcher.backend.local import LocalBackend
 from trainspec_cli.launcher.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
-from trainspec_cli.launcher.job.claim import claim
+from trainspec_cli.launcher.job.claim import claim, find_owner
 from trainspec_cli.launcher.job.folder import RUNS, make_folder, storage, write_launch, write_resume
 from trainspec_cli.launcher.job.job import Job, build_job
 from trainspec_cli.launcher.memory_limits import LimitsWatch
 from trainspec_cli.launcher.notify import NOBODY, Notify
 from trainspec_cli.launcher.signals import StopRequests
+from trainspec_cli.planner.workload import adapter_params
 from trainspec_cli.reading.files import read_text
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.event_types.training import StartEvent
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.files import write_text
+from trainspec_cli.rundir.known_runs import known_runs
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.own_code import describe_changed_code
 from trainspec_cli.rundir.paths import RunDir
@@ -48,7 +51,10 @@ from trainspec_cli.spec.own_code import describe_code
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.kernels import KernelTable
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.units import format_count
 
+MOST_KNOWN = 50
+"""The newest runs, among which those that still train are looked for."""
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
 """Keys that a plan resolves from the machine, which may be another one now."""
 
@@ -189,6 +195,8 @@ def _root(session: Session) -> Path:
 def _write(session: Session, job: Job, plan: Plan, data_folder: Path | None, kernels: KernelTable | None) -> None:
     """Write down what is started, while the run is claimed; say from where a run goes on."""
     tracking = list(describe_tracking(plan.spec, job.root))
+    if facts := [*_describe_adapters(plan), *_describe_other_runs(job.run)]:
+        session.console.report(*facts)
     if isinstance(session.begins, Loaded):
         write_launch(job, plan, session.begins.origin, data_folder, kernels)
         session.console.report(*describe_code(plan.spec), *tracking)
@@ -202,6 +210,21 @@ def _write(session: Session, job: Job, plan: Plan, data_folder: Path | None, ker
         session.console.report(*_describe_start(job.run, before, plan), *changed_code)
     if tracking:
         session.console.report(*tracking)
+
+
+def _describe_adapters(plan: Plan) -> Iterator[str]:
+    if trained := adapter_params(plan.spec.model, plan.spec.lora):
+        of = f"{format_count(trained)} of {format_count(plan.params + trained)} parameters are trained"
+        yield f"{of} ({trained / (plan.params + trained):.2%}): adapters of rank {plan.spec.lora.rank}"
+
+
+def _describe_other_runs(run: RunDir) -> Iterator[str]:
+    """Yield a line for each other run of this user that trains on this machine now, as far as runs are known."""
+    for known in known_runs()[:MOST_KNOWN]:
+        other = RunDir(known.path)
+        owner = None if other.root == run.root.resolve() else find_owner(other)
+        if owner and owner.host == socket.gethostname():
+            yield f"the run in {other.root} trains on this machine too: on the same devices both are slower"
 
 
 def _describe_start(run: RunDir, before: Plan, plan: Plan) -> Iterator[str]:
