@@ -24,7 +24,7 @@ from trainspec_cli.launcher.job.job import Job, build_job
 from trainspec_cli.launcher.memory_limits import LimitsWatch
 from trainspec_cli.launcher.notify import NOBODY, Notify
 from trainspec_cli.launcher.signals import StopRequests
-from trainspec_cli.planner.workload import adapter_params
+from trainspec_cli.planner.workload.adapters import adapter_params
 from trainspec_cli.reading.files import read_text
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.event_types.training import StartEvent
