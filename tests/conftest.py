@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -33,6 +34,8 @@ from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, 
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
+STATE = tempfile.TemporaryDirectory(prefix="trainspec-state-")
+os.environ["XDG_STATE_HOME"] = STATE.name  # runs that tests make are not listed among the user's
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch's threads would spin while those of other processes compute
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of hundreds of processes compiles the package for itself
 sys.dont_write_bytecode = False

@@ -11,7 +11,7 @@ import pytest
 
 import trainspec_cli as trainspec
 from trainspec_cli.__main__ import run
-from trainspec_cli.errors import RecipeError
+from trainspec_cli.errors import RecipeError, WorkerError
 from trainspec_cli.reporter.plan.json import plan_as_json
 from trainspec_cli.spec.canonical import to_plain
 
@@ -49,7 +49,9 @@ def test_a_run_is_trained_listed_and_reported(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRAINSPEC_CACHE", str(measured_cache))
     trained = trainspec.launch("recipe=tiny", "train.max_steps=4", "run.name=mine")
-    assert (trained.status, trained.steps) == ("done", 4)
+    assert (trained.status, trained.steps, trained.reason) == ("done", 4, "")
+    trained.raise_for_status()
+    assert "step 4" not in capsys.readouterr().out, "no terminal, no progress"
     (line,) = trainspec.runs()
     assert (line.name, line.step) == ("mine", 4)
     capsys.readouterr()
@@ -57,3 +59,12 @@ def test_a_run_is_trained_listed_and_reported(
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(to_plain(trainspec.report("mine"))))
     with pytest.raises(RecipeError, match="lrr"):
         trainspec.launch("recipe=tiny", "optim.lrr=1")
+    failed = trainspec.launch(
+        "recipe=tiny", "train.max_steps=4", "resilience.mode=none", "fault=exception(step=2)", progress=True
+    )
+    assert (failed.status, failed.exit_code) == ("failed", 5)
+    assert "InjectedFault" in failed.reason
+    assert "first step" in capsys.readouterr().out.splitlines()
+    with pytest.raises(WorkerError) as raised:
+        failed.raise_for_status()
+    assert raised.value.problems[0].message == failed.reason

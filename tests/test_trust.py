@@ -82,6 +82,28 @@ def test_a_link_out_of_the_run_is_refused(run: Path, tmp_path: Path, target: str
     assert f"rm {run / place}" in caught.value.problems[0].hint
 
 
+def test_what_wandb_writes_into_its_own_folder_is_left_to_it(run: Path, tmp_path: Path) -> None:
+    """As wandb 0.31 lays it out: the log of its core process is a link into its cache."""
+    core_log = tmp_path / "cache" / "core-debug.log"
+    core_log.parent.mkdir()
+    core_log.touch()
+    logs = run / "wandb" / "offline-run-20261126_190000-first" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to(core_log)
+    (run / "wandb" / "latest-run").symlink_to("offline-run-20261126_190000-first")
+    check_tree(run)
+    (run / "checkpoints" / "wandb").mkdir()
+    (run / "checkpoints" / "wandb" / "log").symlink_to(core_log)
+    with pytest.raises(MachineError, match="checkpoints/wandb/log is a link that leads out of"):
+        check_tree(run)
+
+
+def test_wandbs_folder_itself_is_checked(run: Path, tmp_path: Path) -> None:
+    (run / "wandb").symlink_to(tmp_path)
+    with pytest.raises(MachineError, match="wandb is a link that leads out of"):
+        check_tree(run)
+
+
 def test_a_link_by_way_of_another_is_refused(run: Path) -> None:
     (run / "a").symlink_to("b")
     (run / "b").symlink_to("/etc")

@@ -41,16 +41,20 @@ def plan(*arguments: str) -> PlanReport:
     return plan_recipe(arguments)
 
 
-def launch(*arguments: str, force: bool = False) -> Report:
+def launch(*arguments: str, force: bool = False, progress: bool | None = None) -> Report:
     """Train a recipe on this node, as `trainspec launch` does, in processes of their own; return its report when it has
-    ended, whose `status` says how. An interrupt (Ctrl-C) lets the run write a checkpoint and stop."""
+    ended, whose `status` and `reason` say how; `raise_for_status()` raises where it has failed. `progress` shows what
+    the command shows while it trains, by default on a terminal and in a notebook. An interrupt (Ctrl-C) lets the run
+    write a checkpoint and stop."""
+    from trainspec_cli.session.console import make_progress_console
     from trainspec_cli.session.launching.launch import launch_apart
 
-    return report(str(launch_apart(arguments, force=force).root))
+    run = launch_apart(arguments, force=force, console=make_progress_console(progress))
+    return report(str(run.root))
 
 
 def runs() -> list[RunLine]:
-    """Return the runs below ./runs, the newest first."""
+    """Return the runs below this folder or launched from it, the newest first."""
     from trainspec_cli.session.runs.find import runs_here
 
     return runs_here()

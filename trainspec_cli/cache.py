@@ -1,4 +1,5 @@
-"""The user's cache: prepared data, what was measured of machines, profiles of clusters, limits of memory."""
+"""The user's cache: prepared data, what was measured of machines, profiles of clusters, limits of memory; and the
+folder of the list of runs."""
 
 from __future__ import annotations
 
@@ -21,6 +22,18 @@ def cache_dir() -> Path:
     put there.
     """
     folder = _location()
+    if folder.exists():
+        check_folder(folder, CHOOSE_ANOTHER)
+    return folder
+
+
+def state_dir() -> Path:
+    """`$TRAINSPEC_CACHE`, else `$XDG_STATE_HOME/trainspec`, else `~/.local/state/trainspec`, for what cannot be made
+    again from elsewhere; it may not exist yet. Raises MachineError as `cache_dir` does."""
+    if os.environ.get(CACHE):
+        return cache_dir()
+    base = os.environ.get("XDG_STATE_HOME")
+    folder = (Path(base) if base else Path.home() / ".local" / "state") / "trainspec"
     if folder.exists():
         check_folder(folder, CHOOSE_ANOTHER)
     return folder

@@ -19,6 +19,9 @@ from trainspec_cli.errors import MachineError, Problem
 
 PRIVATE_UMASK = 0o077
 PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+NEVER_READ = ("wandb",)
+"""Folders at the top of a run that another program writes and trainspec never reads. Weights & Biases puts links into
+its own: `latest-run`, and `debug-core.log`, which leads to its cache in the user's home."""
 
 
 @contextmanager
@@ -68,12 +71,12 @@ def check_private(folder: Path, hint: str) -> None:
 def check_tree(root: Path) -> None:
     """Raise MachineError if anything below `root` cannot be trusted, or is a link that leads out of it.
 
-    `root` itself may be a link of this user's own.
+    `root` itself may be a link of this user's own. The folders in `NEVER_READ` are checked and their content is not.
     """
     real = root.resolve()
     copy = f"use a copy of your own: cp -rP {shlex.quote(str(root))} {shlex.quote(f'./{real.name}-copy')}"
     check_folder(root, f"if you trust everyone who can write it, {copy}")
-    for name, found in _walk(real):
+    for name, found in _walk(real, tuple(real / folder for folder in NEVER_READ)):
         path = root / name.relative_to(real)
         if reason := why_not_trusted(found):
             raise _refuse(f"{path} {reason}", f"if you trust its content, {copy}")
@@ -109,8 +112,8 @@ def is_plain_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not {"/", "\\", "\0"} & set(name)
 
 
-def _walk(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield everything below `root`; a folder comes before its content."""
+def _walk(root: Path, closed: tuple[Path, ...]) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield everything below `root`; a folder comes before its content, which is left out of those in `closed`."""
     folders = [str(root)]
     while folders:
         try:
@@ -119,7 +122,7 @@ def _walk(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
             hint = f"list what cannot be read: find {shlex.quote(str(root))} > /dev/null"
             raise _refuse(f"not all of {root} can be read: {error.strerror}", hint) from error
         yield from ((Path(path), facts) for path, facts in found)
-        folders += [path for path, facts in found if stat.S_ISDIR(facts.st_mode)]
+        folders += [path for path, facts in found if stat.S_ISDIR(facts.st_mode) and Path(path) not in closed]
 
 
 def _scan(folder: str) -> Iterator[tuple[str, os.stat_result]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from lab.events import started, stepped, write_event
 from lab.pages import assert_alone
 
 from trainspec_cli.__main__ import run as trainspec
+from trainspec_cli.rundir.event_types.training import EvalEvent
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.runs import diagnose
@@ -37,6 +40,21 @@ def test_a_report_writes_a_page_beside_what_it_prints(run: RunDir, capsys: pytes
     assert "<title>first: done</title>" in page and "model: tiny  # &lt;here&gt;" in page
     assert report["name"] == "first" and f"<b>{report['final_loss']:.4f}</b>" in page
     assert re.search(r"\d{4}-\d\d-\d\d, trainspec [\d.]+: <code>", page)
+
+
+def test_all_curves_are_one_table(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    write_event(run.events(0), EvalEvent(step=2, heldout_loss=1.5, heldout_accuracy=0.25))
+    write_event(run.events(0), replace(stepped(3), lr=2e-4))
+    assert trainspec(["report", "first", "--csv", "curves.csv", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    with Path("curves.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(int(row["step"]), float(row["loss"])) for row in rows] == [tuple(point) for point in report["loss"]]
+    assert [row["lr"] for row in rows] == ["", "", "0.0002"]
+    assert [(row["heldout_loss"], row["heldout_accuracy"]) for row in rows] == [("", ""), ("1.5", "0.25"), ("", "")]
+    assert "heldout_dice" not in rows[0]
+    assert trainspec(["report", "first", "--csv", "no/curves.csv"]) == 2
+    assert "--csv no/curves.csv cannot be written" in capsys.readouterr().err
 
 
 def test_a_diagnosis_writes_a_page_of_the_verdicts(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

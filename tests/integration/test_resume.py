@@ -11,6 +11,7 @@ from integration.conftest import STEPS, WHOLE, slow_from
 
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
 
 RECIPE = (*WHOLE, "checkpoint.interval_steps=10")
 
@@ -90,6 +91,7 @@ def test_an_altered_checkpoint_is_refused_by_name(trainspec, tmp_path, whole):
     assert re.search(rf"step_000000{STEPS}/\s*rank00001.safetensors", said), said
     assert "altered" in said
     assert "Traceback" not in said
+    assert read_plan(altered).spec.train.max_steps == STEPS, "a resume that failed has changed nothing"
 
 
 @pytest.mark.clause("RUN-9")

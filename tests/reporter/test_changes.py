@@ -52,6 +52,11 @@ def test_of_advice_on_shares_the_newest_counts():
     shares = [replace(DIRECTIVE, applied=False, step=step, group=group) for step, group in ((1, 0), (2, 1), (3, 0))]
     listed = [shares[0], DIRECTIVE, *shares[1:], replace(shares[0], kind="layout")]
     assert without_old_advice(listed) == listed[1:]
+    even = replace(shares[2], counts=(8, 8, 8, 8))
+    assert without_old_advice([*listed[:-2], even]) == [DIRECTIVE, shares[1]]
+    assert "would make" not in describe_directive(even).line
+    assert "would make" not in describe_directive(replace(even, counts=(4, 3, 3))).line
+    assert describe_directive(replace(even, applied=True)).line.startswith("step 3: group 0: shares are now 8 each")
 
 
 def test_the_size_of_buckets_with_what_the_others_would_cost() -> None:

@@ -255,5 +255,5 @@ def test_a_run_without_evaluations_has_a_page(fake_run: Any) -> None:
     fake_run.step(1, loss=2.0)
     page = render_run_page(collect(fake_run.dir.root))
     assert_alone(page)
-    assert page.count("<polyline") == 1 and "held-out" not in page.lower()
+    assert page.count("<polyline") == 3 and "held-out" not in page.lower()
     assert '<circle class="dot c-measure" cx="400.0" cy="155.0"' in page, "one step alone shows"

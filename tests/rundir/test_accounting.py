@@ -1,5 +1,6 @@
 import json
 import math
+import random
 
 import pytest
 
@@ -98,6 +99,49 @@ def test_a_failed_run_that_a_person_resumes():
     events = [start(2), *steps(1, 4, begin=2), start(102, step=4), *steps(5, 9, begin=102)]
     marks = [mark("launch", 0), mark("failure", 7), mark("ended", 9), mark("launch", 100)]
     check(events, marks, wall_s=107, start_up=2, productive=9, detection=1, recovery=2 + 2, idle=91)
+
+
+def test_a_resume_that_never_began_is_start_up_and_not_a_failure_noticed_late():
+    """Two pauses, and a launch between them that its workers refused: each second counts once."""
+    events = [start(2), *steps(1, 4, begin=2), end(6), start(202, step=4), *steps(5, 9, begin=202)]
+    marks = [mark("launch", 0), mark("ended", 7), mark("launch", 100), mark("failure", 105), mark("ended", 106)]
+    marks.append(mark("launch", 200))
+    expected = {"start_up": 2 + 5 + 2, "productive": 9, "recovery": 1, "other": 1, "idle": 93 + 94}
+    check(events, marks, wall_s=207, **expected)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_parts_are_a_partition_of_the_time(seed):
+    """Whatever follows upon what: no part is negative, and the parts sum to the time from the first launch on."""
+    draw = random.Random(seed)
+    events, marks, now, step = [], [mark("launch", 0.0)], 0.0, 0
+    for _ in range(draw.randrange(1, 6)):
+        if draw.random() < 0.8:  # its workers begin
+            now += draw.random() * 9
+            step = draw.randrange(step + 1)
+            events.append(start(now, step=step))
+            for _ in range(draw.randrange(4)):
+                now, step = now + 1.0, step + 1
+                seconds = draw.choice([0.3, 1.0, 1.4])
+                events.append(one_step(step, now, seconds, data_wait=0.1, checkpoint=0.1))
+            if draw.random() < 0.3:
+                events.append(EvalEvent(time=now, step=step, heldout_loss=1.0, seconds=draw.choice([0.5, 30.0])))
+            if draw.random() < 0.5:
+                events.append(end(now))
+        for kind in ("failure", "ended"):
+            if draw.random() < 0.6:
+                now += draw.random() * 9
+                marks.append(mark(kind, now))
+        if draw.random() < 0.4 and events:
+            events.append(restart(now, step=step))
+        now += draw.random() * 100
+        marks.append(mark("launch", now))
+    events.append(start(now + 1, step=step))
+    events.append(one_step(step + 1, now + 2))
+    found = to_plain(account(events, marks))
+    assert min(found.values()) >= -1e-9
+    first_launch = max(one.time for one in marks if one.type == "launch" and one.time <= events[0].time)
+    assert sum(found.values()) == pytest.approx(now + 2 - first_launch)
 
 
 def test_a_supervisor_that_was_killed_too_leaves_no_marks():

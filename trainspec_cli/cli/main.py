@@ -19,7 +19,7 @@ COMMANDS = {
     "run": "run a training command of your own, as it is, with all that a recipe gets",
     "sbatch": "train a recipe, or run a training command of your own, as a Slurm job",
     "resume": "continue a run from its newest checkpoint",
-    "runs": "list the runs below ./runs",
+    "runs": "list the runs of this folder",
     "watch": "show a run that goes on, from another terminal",
     "logs": "print what a run has shown, and what comes (-f)",
     "stop": "let a run write a checkpoint and end, from another terminal",

@@ -117,7 +117,7 @@ WorkFor = Annotated[
     ),
 ]
 RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="A run's folder, or `last` for the newest below ./runs.")
+    str, typer.Argument(metavar="RUN", help="A run's folder, its name, or `last` for the newest here.")
 ]
 
 
@@ -138,12 +138,12 @@ def page_origin() -> PageOrigin:
     return PageOrigin(datetime.now(UTC).date().isoformat(), __version__, command)
 
 
-def write_page(file: Path, page: str) -> None:
+def write_page(file: Path, page: str, option: str = "--html") -> None:
     """Write a page, in the place of what the file held. Raises RecipeError where it cannot be written."""
     try:
         file.write_text(page, encoding="utf-8")
     except OSError as error:
-        message = f"--html {file} cannot be written: {error.strerror}"
+        message = f"{option} {file} cannot be written: {error.strerror}"
         hint = "choose a file in a folder that is there"
         raise RecipeError(Problem(code="output_exists", message=message, hint=hint)) from error
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import io
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from trainspec_cli.cli.options import AsJson, Html, RunArgument, page_origin, write_page
 from trainspec_cli.reporter.render import render_report
 from trainspec_cli.reporter.run_page import render_run_page
@@ -10,12 +17,22 @@ from trainspec_cli.session.runs.diagnose import composed_of, report_of
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 
+Csv = Annotated[
+    Path | None, typer.Option("--csv", metavar="FILE", help="Also write all curves as one table, a row for each step.")
+]
 
-def report(run: RunArgument, as_json: AsJson = False, html: Html = None) -> None:
+
+def report(run: RunArgument, as_json: AsJson = False, html: Html = None, csv_file: Csv = None) -> None:
     """Show how a run ended (or stands), its curves, its speed and where the time went."""
     collected = report_of(run)
     if html:
         write_page(html, render_run_page(collected, composed_of(collected), page_origin()))
+    if csv_file:
+        columns = collected.curves()
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerows([list(columns), *zip(*columns.values(), strict=True)])
+        write_page(csv_file, text.getvalue(), "--csv")
     if as_json:
         print(json_text(to_plain(collected)))
     else:

@@ -1,4 +1,4 @@
-"""`trainspec runs`: the runs below ./runs, newest first, compared or removed; or what runs have left in this node's
+"""`trainspec runs`: the runs of this folder, newest first, compared or removed; or what runs have left in this node's
 memory, and learned of it."""
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def runs(
     clear_limits: ClearLimits = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs below ./runs, newest first, with the values that differ between those of a recipe."""
+    """List the runs below this folder or launched from it, newest first, with the values that differ between those of a
+    recipe."""
     if context.invoked_subcommand:
         return
     if limits or clear_limits:
@@ -83,7 +84,8 @@ def runs(
         for line in filter(lambda line: line.damage, lines):
             print(f"damaged: {line.damage}", file=sys.stderr)
     else:
-        print("there are no runs below ./runs; `trainspec launch recipe=quickstart` makes one")
+        print("there are no runs below ./runs, and none was launched from here")
+        print("`trainspec launch recipe=quickstart` makes one")
 
 
 def _show_limits(*, clear: bool, as_json: bool) -> None:

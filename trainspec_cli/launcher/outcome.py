@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trainspec_cli.errors import EXIT_DONE, Interrupted, Stopped, WorkerError
+from trainspec_cli.errors import ERRORS_OF_RUNS, EXIT_DONE, Interrupted, Stopped, WorkerError
 from trainspec_cli.launcher.failure import Explanation, explain_end, find_failures
 from trainspec_cli.launcher.job.job import Job
 from trainspec_cli.launcher.supervise import Ending
@@ -14,7 +14,7 @@ from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.memory import newest_copy, remove_copies
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import RunResult, read_result, write_result
-from trainspec_cli.spec.canonical import Absent
+from trainspec_cli.spec.canonical import ABSENT, Absent
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,11 @@ def conclude(job: Job, ending: Ending) -> RunOutcome:
     if outcome.result.status != "failed" and job.run.newest_step >= newest_copy(job.run):
         remove_copies(job.run)
     recoveries = tuple(read_recoveries(read_sound(job.run.events(0))))
-    outcome = replace(outcome, result=replace(outcome.result, recoveries=recoveries))
-    write_result(job.run, outcome.result)
-    return outcome
+    result = replace(outcome.result, recoveries=recoveries)
+    if result.status == "failed" and outcome.explanation:
+        result = replace(result, reason=outcome.explanation.headline, hint=outcome.explanation.hint or ABSENT)
+    write_result(job.run, result)
+    return replace(outcome, result=result)
 
 
 def _conclude(job: Job, ending: Ending) -> RunOutcome:
@@ -68,7 +70,8 @@ def _conclude(job: Job, ending: Ending) -> RunOutcome:
     elif ending.stop_requested and not causes:
         exit_code = Stopped.exit_code if job.run.newest_step else Interrupted.exit_code
         return RunOutcome(_result_from_events(job.run, "stopped", exit_code))
-    result = _result_from_events(job.run, "failed", causes[0].exit_code if causes else WorkerError.exit_code)
+    code = causes[0].exit_code if causes else WorkerError.exit_code
+    result = _result_from_events(job.run, "failed", code if code in ERRORS_OF_RUNS else WorkerError.exit_code)
     return RunOutcome(result, explanation or explain_end(job, ending.exit_code, failures))
 
 

@@ -62,11 +62,17 @@ def advises_shares(event: DirectiveEvent) -> bool:
     return not event.applied and event.kind in ("shares", "group_shares")
 
 
+def keeps_shares(event: DirectiveEvent) -> bool:
+    """Return whether advice on shares takes back the one before it: a run that is only advised has even shares."""
+    return advises_shares(event) and max(event.counts) - min(event.counts) <= 1
+
+
 def without_old_advice(directives: Iterable[DirectiveEvent]) -> list[DirectiveEvent]:
-    """Return the directives with the newest advice alone on the shares of each group."""
+    """Return the directives with the newest advice alone on the shares of each group, unless it is to keep them."""
     listed = list(directives)
     newest = {event.group: place for place, event in enumerate(listed) if advises_shares(event)}
-    return [event for place, event in enumerate(listed) if not advises_shares(event) or newest[event.group] == place]
+    current = [event for at, event in enumerate(listed) if not advises_shares(event) or newest[event.group] == at]
+    return [event for event in current if not keeps_shares(event)]
 
 
 def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = None) -> RunChange:
@@ -74,6 +80,9 @@ def describe_directive(event: DirectiveEvent, achieved: AchievedEvent | None = N
     38% less computing is expected`."""
     if event.kind in ("layers", "layout"):
         return _describe_relayout(event, achieved)
+    if keeps_shares(event):
+        advice = f"{_group(event.group)}the advice is withdrawn: shares stay {summarise_counts(event.counts)}"
+        return RunChange(event.step, advice, event.reason)
     verb = "shares are now" if event.applied else "advice: scheduler=auto would make shares"
     what = f"{_group(event.group)}{verb} {summarise_counts(event.counts)}"
     return RunChange(event.step, what, f"{event.reason}; {_describe_gain(event, achieved)}")

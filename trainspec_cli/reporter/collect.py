@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainspec_cli.errors import ERRORS_OF_RUNS, Interrupted, Problem, Stopped, TrainspecError, WorkerError
 from trainspec_cli.reporter.history import History, read_history
 from trainspec_cli.reporter.run_speed import RunSpeed, SpeedMeter
 from trainspec_cli.reporter.runs import name_of, status_of
@@ -33,11 +35,13 @@ from trainspec_cli.rundir.events import read_log, read_sound
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan_outline, read_result, read_run_record
 from trainspec_cli.rundir.versioned import read_versioned
-from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.spec.canonical import Absent, from_plain, to_plain
 from trainspec_cli.spec.recipe.kernels import KernelSpec, KernelTable
 from trainspec_cli.spec.results.prediction import LocalPrediction
 from trainspec_cli.spec.results.verdict import RunVerdict
 
+HELDOUT = ("heldout_loss", "heldout_bits_per_byte", "heldout_accuracy", "heldout_dice")
+"""Figures of an evaluation; which of them it has depends on the data."""
 Curve = Sequence[tuple[int, float | None]]
 """(step, value); None where the value was not finite."""
 
@@ -106,6 +110,45 @@ class Report:
     """As `run.name` says."""
     recoveries: tuple[Recovery, ...] = ()
     """What each failure has cost."""
+    reason: str = ""
+    """Why the run failed; empty where it did not."""
+    hint: str = ""
+    """What to do about that, where it is known."""
+    lr: Curve = ()
+    """The learning rate of each step; empty where no step states one."""
+
+    def curves(self) -> dict[str, list[float | None]]:
+        """Return all curves as columns of one table with a row for each step: `pandas.DataFrame(report.curves())`."""
+        columns: dict[str, dict[int, float | None]] = {
+            "loss": dict(self.loss),
+            "grad_norm": dict(self.grad_norm),
+            "lr": dict(self.lr),
+        }
+        for event in self.evaluations:
+            figures = {name: getattr(event, name) for name in HELDOUT}
+            for set_name, of_set in ({} if isinstance(event.sets, Absent) else event.sets).items():
+                figures |= {f"{set_name}/{name}": value for name, value in to_plain(of_set).items()}
+            for name, value in figures.items():
+                if not isinstance(value, Absent):
+                    columns.setdefault(name, {})[event.step] = value
+        steps = sorted({step for column in columns.values() for step in column})
+        table = {name: [column.get(step) for step in steps] for name, column in columns.items()}
+        return {"step": list(steps), **table}
+
+    def raise_for_status(self) -> None:
+        """Raise the error that the command line ends with for a run that failed, was stopped or was killed; nothing
+        for one that is done or still to end."""
+        if self.status not in ("failed", "stopped", "killed"):
+            return
+        kinds: dict[int, type[TrainspecError]] = {
+            **ERRORS_OF_RUNS,
+            Stopped.exit_code: Stopped,
+            Interrupted.exit_code: Interrupted,
+        }
+        kind = kinds.get(WorkerError.exit_code if self.exit_code is None else self.exit_code, WorkerError)
+        message = self.reason or f"the run in {self.path} was {self.status} at step {self.steps}"
+        code = "worker_failed" if self.status == "failed" else self.status
+        raise kind(Problem(code, message, hint=self.hint or f"trainspec report {shlex.quote(self.path)}"))
 
 
 def collect(root: Path | str, *, running: bool = False, queued: bool = False) -> Report:
@@ -127,6 +170,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     scheduled = list(read_log(run.directives))
     result = read_result(run)
     loss, grad_norm = StepCurve(*first.column("loss")), StepCurve(*first.column("grad_norm"))
+    lr = StepCurve(*first.column("lr"))
     time_s = log.time.spent(time.time() if running else None)
     return Report(
         path=str(run.root),
@@ -166,8 +210,15 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         kernels=from_plain(KernelSpec, plan.kernels),
         kernel_table=from_plain(KernelTable, read_versioned(run.kernels_json)) if run.kernels_json.is_file() else None,
         name=name_of(plan.spec),
+        lr=lr if any(value is not None for _, value in lr) else (),
+        reason=_text(result.reason) if result else "",
+        hint=_text(result.hint) if result else "",
         recoveries=tuple(log.recoveries.recoveries),
     )
+
+
+def _text(value: str | Absent) -> str:
+    return "" if isinstance(value, Absent) else value
 
 
 class RunLog:

@@ -26,7 +26,7 @@ from trainspec_cli.spec.canonical import Absent
 
 BesideSteps = EvalEvent | CheckpointEvent | SampleEvent
 Kind = TypeVar("Kind", EvalEvent, CheckpointEvent, SampleEvent)
-FIGURES = ("loss", "grad_norm", "skipped", "step_time_s", "units", "exchange_s", "exposed_s", *PARTS)
+FIGURES = ("loss", "grad_norm", "lr", "skipped", "step_time_s", "units", "exchange_s", "exposed_s", *PARTS)
 """The columns of a step. A loss that is not known, and an exchange that there was none of, are NaN."""
 
 
@@ -34,6 +34,7 @@ def _row(event: StepEvent) -> tuple[float, ...]:
     parts_s = event.time_s
     return (
         *(math.nan if one is None else one for one in (event.loss, event.grad_norm)),
+        math.nan if event.lr is None or isinstance(event.lr, Absent) else event.lr,
         *(event.skipped, event.step_time_s, event.units),
         *(math.nan if isinstance(one, Absent) else one for one in (event.exchange_s, event.exposed_s)),
         *(parts_s.get(name, 0.0) for name in PARTS),

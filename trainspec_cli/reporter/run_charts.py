@@ -36,6 +36,15 @@ def curves_section(report: Report) -> str:
     return section("Loss", _beside(report), render_curves(lines, "step", "loss") + legend)
 
 
+def other_curves_section(report: Report) -> str:
+    """Draw the gradient norm and the learning rate, each on axes of its own; nothing where a run has neither."""
+    drawn = ""
+    for name, curve in (("gradient norm", report.grad_norm), ("learning rate", report.lr)):
+        if points := thin(_points(curve), LOSS_STRETCHES):
+            drawn += render_curves([LineSeries("c-measure", name, points, len(points) <= MARKED_POINTS)], "step", name)
+    return section("Gradient norm and learning rate", "", drawn) if drawn else ""
+
+
 def _points(curve: Sequence[tuple[int, float | None]]) -> list[Point]:
     return sorted((float(step), value) for step, value in curve if value is not None)
 

@@ -46,6 +46,10 @@ def facts_of(report: Report) -> Iterator[tuple[str, str]]:
     yield "run", report.path
     yield "recipe", report.recipe
     yield "status", standing_of(report)
+    if report.reason:
+        yield "reason", report.reason
+    if report.hint:
+        yield "hint", report.hint
     if len(report.start_steps) > 1:
         yield "resumed", f"from step {', '.join(map(str, report.start_steps[1:]))}"
     if report.params:

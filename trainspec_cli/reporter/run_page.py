@@ -21,7 +21,13 @@ from trainspec_cli.reporter.page.parts import (
     text_row,
     tiles,
 )
-from trainspec_cli.reporter.run_charts import curves_section, prediction_section, step_time_section, wall_time_section
+from trainspec_cli.reporter.run_charts import (
+    curves_section,
+    other_curves_section,
+    prediction_section,
+    step_time_section,
+    wall_time_section,
+)
 from trainspec_cli.reporter.run_lines import (
     facts_of,
     heldout_title,
@@ -56,6 +62,7 @@ def render_run_page(report: Report, composed: str = "", origin: PageOrigin | Non
 
 def _sections(report: Report, composed: str) -> Iterator[str]:
     yield curves_section(report)
+    yield other_curves_section(report)
     if report.speed:
         yield step_time_section(report.speed, report.world_size or 1, report.predicted)
     if report.predicted:

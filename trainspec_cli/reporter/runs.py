@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -60,11 +60,11 @@ class RunLine:
     """The values that differ between the runs of this recipe that are listed, by key."""
 
 
-def list_runs(folder: Path, is_running: Ask, is_queued: Ask) -> list[RunLine]:
-    """Newest first. A run that cannot be read is listed as damaged, and hides no other; runs of others that are closed
-    to this user are left out."""
+def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[RunDir] = ()) -> list[RunLine]:
+    """Return the runs below a folder, and others, newest first. A run that cannot be read is listed as damaged, and
+    hides no other; runs of others that are closed to this user are left out."""
     lines = []
-    for run in find_runs(folder):
+    for run in (*find_runs(folder), *others):
         with suppress(PermissionError):
             lines.append(_describe_any(run, is_running, is_queued))
     recipes = {line.recipe: [one for one in lines if one.recipe == line.recipe and not one.damage] for line in lines}

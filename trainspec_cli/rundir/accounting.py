@@ -139,9 +139,12 @@ class WallTime:
         """The productive part; None where no time has passed."""
         return self.productive / self.total_s if self.total_s else None
 
+    def put(self, bucket: str, seconds: float) -> None:
+        setattr(self, bucket, getattr(self, bucket) + seconds)
+
     def add(self, spent: WallTime) -> None:
         for bucket in BUCKETS:
-            setattr(self, bucket, getattr(self, bucket) + getattr(spent, bucket))
+            self.put(bucket, getattr(spent, bucket))
 
 
 BUCKETS = tuple(bucket.name for bucket in fields(WallTime))
@@ -188,10 +191,15 @@ class Attempt:
             spent.data_wait += data_wait_s
             spent.checkpoint += checkpoint_s
             spent.productive += step_time_s - data_wait_s - checkpoint_s
-        spent.other = self.last_time - self.begin.time - spent.total_s
+        whole_s = max(0.0, self.last_time - self.begin.time)
+        spent.other = whole_s - spent.total_s
         if spent.other < 0:  # two clocks differ by their jitter
             spent.productive += spent.other
             spent.other = 0.0
+        if spent.productive < 0:  # a clock was set back: the parts keep their proportions
+            spent.productive = 0.0
+            scale = whole_s / spent.total_s if spent.total_s else 0.0
+            spent = WallTime(*(getattr(spent, bucket) * scale for bucket in BUCKETS))
         return spent
 
 
@@ -251,26 +259,40 @@ class RunAccount:
 
 
 def _spent_after(attempt: Attempt, following: Attempt | None, marks: Sequence[Event], now: float | None) -> WallTime:
-    """Account from an attempt's last event to the next launch, or to the last sign of life."""
+    """Account from an attempt's last event to the next launch that began, or to the last sign of life.
+
+    The marks between cut this time into intervals, each of which counts once. Launches that ended before their workers
+    began are among them: a failure of theirs was not noticed late by the attempt before.
+    """
     spent = WallTime()
     until = following.launched if following else math.inf
-    between = [mark for mark in marks if attempt.last_time < mark.time < until]
-    failed = next((mark.time for mark in between if isinstance(mark, FailureMark)), None)
-    ended = next((mark.time for mark in between if isinstance(mark, EndedMark)), None)
-    place = attempt.last_time
-    if failed is not None:
-        spent.detection += failed - place
-        place = failed
-    if ended is not None:
-        if failed is not None:
-            spent.recovery += ended - place
+    is_restarted = following is not None and following.restarted
+    place, came_from = attempt.last_time, "work"
+    for mark in marks:
+        if not attempt.last_time < mark.time < until:
+            continue
+        seconds = mark.time - place
+        if isinstance(mark, LaunchMark):
+            spent.put(_before_launch(came_from, is_restarted=is_restarted), seconds)
+            came_from = "launch"
+        elif isinstance(mark, FailureMark):
+            spent.put({"work": "detection", "launch": "start_up"}.get(came_from, "other"), seconds)
+            came_from = "failure"
+        elif isinstance(mark, EndedMark):
+            spent.put({"failure": "recovery", "launch": "start_up"}.get(came_from, "other"), seconds)
+            came_from = "end"
         else:
-            spent.other += ended - place
-        place = ended
-    if following is None:
-        spent.other += max(0.0, now - place) if now is not None and ended is None else 0.0
-    elif following.restarted:
-        spent.recovery += following.launched - place
-    else:
-        spent.idle += following.launched - place
+            continue
+        place = mark.time
+    if following is not None:
+        spent.put(_before_launch(came_from, is_restarted=is_restarted), following.launched - place)
+    elif now is not None and came_from != "end":
+        spent.put("start_up" if came_from == "launch" else "other", max(0.0, now - place))
     return spent
+
+
+def _before_launch(came_from: str, *, is_restarted: bool) -> str:
+    """Return what the time before a launch was spent on: a launch that never began was starting up until the next."""
+    if came_from == "launch":
+        return "start_up"
+    return "recovery" if is_restarted else "idle"

@@ -187,6 +187,11 @@ class RunResult:
     status: str
     """done, stopped or failed."""
     exit_code: int | None = None
+    """That of the supervisor's process; of a command of the user's own, the command's."""
+    reason: str | Absent = ABSENT
+    """Why it failed; absent where it did not."""
+    hint: str | Absent = ABSENT
+    """What to do about that, where it is known."""
     steps: Count = 0
     final_loss: float | None = None
     heldout_loss: float | Absent | None = ABSENT

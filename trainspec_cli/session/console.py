@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO, Any, cast
@@ -82,6 +83,15 @@ class RunConsole(PrintableConsole):
 def make_console(*, as_json: bool) -> RunConsole:
     """Make the console; with `--json` it writes to stderr, and stdout is left to the program that reads it."""
     return RunConsole(stderr=as_json)
+
+
+def make_progress_console(progress: bool | None) -> RunConsole:
+    """Make the console of a launch from Python. `progress`: None shows it on a terminal and in a notebook alone."""
+    # A notebook's kernel takes what is written to stdout; rich's own output for notebooks is one widget a line.
+    console = RunConsole(force_jupyter=False)
+    in_notebook = "ipykernel" in sys.modules
+    console.quiet = not (console.is_terminal or in_notebook) if progress is None else not progress
+    return console
 
 
 @contextmanager

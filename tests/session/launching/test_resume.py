@@ -50,16 +50,21 @@ def prepare(console: RunConsole) -> Prepare:
         "train.seed=1",
         "run.dir=elsewhere",
         "~model.rope_theta",
+        "lora.rank=16",
+        "lora.alpha=8",
+        "lora.targets=[q]",
+        "lora.base=nf4",
+        "init.from=elsewhere",
     ],
 )
 def test_what_the_checkpoint_depends_on_is_fixed(make_run: MakeRun, prepare: Prepare, change: str) -> None:
-    run = make_run("model.rope_theta=5e5")
+    run = make_run("model.rope_theta=5e5", "lora.rank=8")
     with pytest.raises(RecipeError) as refused:
         prepare(run, change)
     path = change.lstrip("~").partition("=")[0]
     problems = {problem.path: problem for problem in refused.value.problems}
     assert problems[path].code == "fixed_value"
-    assert "start a new run: trainspec launch" in problems[path].hint
+    assert ("trainspec launch recipe=tiny" in problems[path].hint) is (path != "run.dir")
 
 
 def test_more_steps_are_counted_from_those_of_the_run(make_run: MakeRun, prepare: Prepare) -> None:

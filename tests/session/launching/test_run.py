@@ -13,21 +13,23 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.errors import MachineError, TrainspecError, WorkerError
+from trainspec_cli.errors import MachineError, RecipeError, TrainspecError, WorkerError
 from trainspec_cli.launcher.backend.local import LocalBackend
 from trainspec_cli.launcher.job.job import Job, build_job
 from trainspec_cli.launcher.notify import Notify
 from trainspec_cli.launcher.outcome import conclude
 from trainspec_cli.launcher.signals import StopRequests, interrupt, on_stop_signal
 from trainspec_cli.launcher.supervise import Ending
+from trainspec_cli.reporter.collect import collect
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.accounting import Recovery, WallTime
 from trainspec_cli.rundir.event_types.failures import RecoveryEvent
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import RunResult, read_plan, write_result
+from trainspec_cli.rundir.record import RunResult, read_plan, read_result, write_result
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import run as run_module
+from trainspec_cli.session.recipe.load import load
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 
@@ -192,12 +194,25 @@ def test_a_failed_run_prints_its_traceback_and_raises_with_how_to_go_on(run: Run
 
 
 @pytest.mark.clause("LAUNCH-2")
-@pytest.mark.parametrize(("exit_code", "kind"), [(4, MachineError), (5, WorkerError), (2, WorkerError)])
-def test_a_failed_run_ends_with_the_exit_code_of_its_cause(run: Run, exit_code: int, kind: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("exit_code", "kind"), [(4, MachineError), (5, WorkerError), (2, RecipeError), (1, WorkerError)]
+)
+def test_a_failed_run_ends_with_the_exit_code_of_its_cause(
+    run: Run, exit_code: int, kind: type[TrainspecError]
+) -> None:
     report_error(run, code="x", hint="do this", exit_code=exit_code)
     found = fail(run)
     assert type(found) is kind
     assert found.problems[0].hint == "do this"
+    result = read_result(run.dir)
+    assert result is not None
+    assert (result.exit_code, result.reason, result.hint) == (kind.exit_code, "rank 0 (h): boo", "do this")
+    report = collect(run.dir.root)
+    assert (report.reason, report.hint) == (result.reason, result.hint)
+    with pytest.raises(TrainspecError) as raised:
+        report.raise_for_status()
+    assert type(raised.value) is kind
+    assert raised.value.problems == found.problems
 
 
 def test_in_json_the_traceback_belongs_to_the_error(run: Run, shown: StringIO) -> None:
@@ -291,3 +306,15 @@ def test_whoever_is_to_be_told_hears_of_the_end_and_may_fail(
     assert ended == code
     assert (tmp_path / "told").read_text() == ("done" if result else "failed")
     assert f"warning: --notify {wanted.command}: exit code 9\n" in shown.getvalue()
+
+
+def test_trackers_say_where_they_record_and_how_that_is_uploaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = load(["recipe=tiny", "tracking.wandb=true", "tracking.tensorboard=true"]).spec
+    for name in ("WANDB_MODE", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    tensorboard, wandb = run_module.describe_tracking(spec, Path.cwd() / "my runs" / "a")
+    assert "tensorboard --logdir 'my runs/a'/tensorboard" in tensorboard
+    assert wandb.endswith("wandb sync 'my runs/a'/wandb/offline-run-*")
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert "wandb sync" not in list(run_module.describe_tracking(spec, Path.cwd()))[1]
+    assert list(run_module.describe_tracking(load(["recipe=tiny"]).spec, Path.cwd())) == []

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.errors import MachineError, PlanError, Problem
+from trainspec_cli.errors import MachineError, PlanError, Problem, WorkerError
 from trainspec_cli.launcher.backend.local import LocalBackend
 from trainspec_cli.launcher.backend.nodes.backend import NodesBackend, Reach
-from trainspec_cli.launcher.job.claim import is_running
+from trainspec_cli.launcher.job.claim import claim, is_running
 from trainspec_cli.launcher.memory_limits import Learned, LimitsWatch, MemoryLimits
 from trainspec_cli.launcher.notify import NOBODY
+from trainspec_cli.rundir.event_types.training import StartEvent
+from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import read_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_plan
@@ -29,6 +31,7 @@ from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.memory import Relief
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.prediction import LocalPrediction
+from trainspec_cli.units import format_count
 
 MakeRun = Callable[..., RunDir]
 PREDICTION = LocalPrediction(time_s={"forward": 1.0}, memory={"parameters": 1.0})
@@ -175,6 +178,49 @@ def test_a_run_without_a_checkpoint_starts_again(
     start(own(run, here, console))
     assert shown.getvalue() == "there is no checkpoint: it starts from the first step again\n"
     assert read_json(run.run_json)["resumes"][0]["from_step"] == 0
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["refused by the workers", "failed later"])
+def test_a_resume_that_fails_before_its_workers_begin_leaves_the_run_as_it_was(
+    make_run: MakeRun, here: Machine, console: RunConsole, steps: Steps, monkeypatch: pytest.MonkeyPatch, begins: bool
+) -> None:
+    run = make_run()
+    before = {path: path.read_bytes() for path in run.root.iterdir() if path.is_file()}
+    old = read_plan(run)
+
+    def fail(job: Any, plan: Plan, *_: Any, **__: Any) -> int:
+        assert read_plan(run).spec.optim.lr == 0.5, "the workers read it"
+        if begins:
+            writer = EventWriter(run.events(0), 0)
+            chip = {"device_name": "cpu", "peak_flops": 1.0, "peak_source": "measured"}
+            writer.write(StartEvent(step=10, world_size=1, params=1, flops_per_token=1.0, **chip))
+            writer.close()
+        raise WorkerError("checkpoint refused")
+
+    monkeypatch.setattr(session_module, "run", fail)
+    changed = replace(old, spec=replace(old.spec, optim=replace(old.spec.optim, lr=0.5)))
+    with pytest.raises(WorkerError):
+        start(replace(own(run, here, console), plan=changed))
+    after = {path: path.read_bytes() for path in run.root.iterdir() if path.is_file()}
+    assert (after == before) is not begins
+    assert read_plan(run).spec.optim.lr == (0.5 if begins else old.spec.optim.lr)
+    assert len(read_json(run.run_json)["resumes"]) == begins
+
+
+def test_a_launch_says_what_adapters_train_and_which_other_runs_train_here(
+    new: Callable[..., Session], steps: Steps, make_run: MakeRun, shown: StringIO
+) -> None:
+    other = make_run()
+    start(new("run.dir=alone"))
+    assert "parameters are trained" not in shown.getvalue() and str(other.root) not in shown.getvalue()
+    with claim(other, "launch"):
+        start(new("run.dir=mine", "lora.rank=8"))
+    assert f"the run in {other.root} trains on this machine too" in shown.getvalue()
+    # Seven matrices of each of two layers: rank 8 times their rows and columns.
+    model = steps.plan.spec.model
+    hidden, inner, keys = model.hidden_size, model.ffn_size, model.num_kv_heads * model.head_dim
+    trained = 8 * model.num_layers * (2 * 2 * hidden + 2 * (hidden + keys) + 3 * (hidden + inner))
+    assert f"{format_count(trained)} of {format_count(steps.plan.params + trained)} parameters" in shown.getvalue()
 
 
 def test_a_run_that_was_only_written_down_begins(

@@ -8,7 +8,10 @@ import pytest
 from diagnosis.conftest import Folder
 
 from trainspec_cli.diagnosis import gather
-from trainspec_cli.session.runs.diagnose import verdicts_of
+from trainspec_cli.rundir.event_types.observed import VerdictEvent
+from trainspec_cli.rundir.event_types.training import EvalEvent
+from trainspec_cli.session.runs.diagnose import VerdictLines, verdicts_of
+from trainspec_cli.spec.results.verdict import RunVerdict
 
 
 def test_a_long_run_is_judged_by_its_newest_steps_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,3 +26,34 @@ def test_a_long_run_is_judged_by_its_newest_steps_and_says_so(tmp_path: Path, mo
     (verdict,) = verdicts_of(folder.run)
     assert (verdict.cause, verdict.rank) == ("slow_device", 3)
     assert verdict.evidence[-1] == "it is known from the steps after 60: those before are more than are looked at"
+
+
+@pytest.mark.parametrize(("seconds", "count", "is_named"), [(8.0, 2, True), (8.0, 1, False), (1.0, 2, False)])
+def test_evaluations_that_take_much_of_the_time_are_named(
+    tmp_path: Path, seconds: float, count: int, is_named: bool
+) -> None:
+    """40 steps take 14 s; no part of a step shows what lies between them."""
+    folder = Folder(tmp_path / "run")
+    folder.start()
+    folder.steps(1, 40)
+    folder.write(
+        0,
+        *(EvalEvent(step=20 * n, heldout_loss=1.0, heldout_accuracy=0.5, seconds=seconds) for n in range(1, count + 1)),
+    )
+    verdicts = verdicts_of(folder.run)
+    found = [verdict for verdict in verdicts if verdict.cause == "evaluation"]
+    assert bool(found) is is_named
+    if found:
+        assert verdicts[0] == found[0], "it costs most"
+        assert found[0].cost_s == pytest.approx(count * seconds / 40)
+
+
+def test_noise_is_not_said_while_a_run_goes_on(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "run")
+    folder.start()
+    found = [VerdictEvent(step=9, is_over=False, verdict=RunVerdict(cause=cause)) for cause in ("noise", "slow_loader")]
+    said: list[str] = []
+    lines = VerdictLines(folder.run, looks_deeper=False)
+    for event in found:
+        lines._say(event, said.append)
+    assert len(said) == 1 and "slow loader" in said[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,9 +12,10 @@ import pytest
 from trainspec_cli.errors import MachineError, RecipeError
 from trainspec_cli.reporter.runs import RunLine
 from trainspec_cli.rundir.files import write_json
+from trainspec_cli.rundir.known_runs import remember_run
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.runs import find
-from trainspec_cli.session.runs.find import LAST, find_own_run, find_run
+from trainspec_cli.session.runs.find import LAST, check_name_free, find_own_run, find_run, runs_here
 
 
 @pytest.fixture
@@ -52,6 +55,42 @@ def test_last_is_the_newest_run(make: Callable[..., RunDir]) -> None:
     assert find_run(LAST).root.resolve() == newest.root
 
 
+def test_runs_in_other_folders_are_known(make: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below this folder or launched from it they are `last`; launched elsewhere they are found by their name."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(Path.cwd() / "state"))
+    project, scratch = Path.cwd(), Path.cwd().with_name(f"{Path.cwd().name}-scratch")
+    make("old")
+    first, far = RunDir(project / "first"), RunDir(scratch / "far")
+    for created_at, run in ((2.0, first), (3.0, far)):
+        write_json(run.run_json, {"recipe": "tiny", "created_at": created_at})
+        remember_run(RunDir(os.path.relpath(run.root)), run.root.name + "-name")
+    assert find_run(LAST).root == far.root
+    assert [line.path for line in runs_here()] == [str(far.root), "first", "runs/tiny/old"]
+    shutil.rmtree(far.root)
+    assert find_run(LAST).root == Path("first")
+
+    elsewhere = scratch / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert runs_here() == []
+    assert find_run("first-name").root == first.root
+    with pytest.raises(RecipeError) as refused:
+        find_run(LAST)
+    assert str(first.root) in refused.value.problems[0].hint
+
+
+def test_a_name_is_taken_once(make: Callable[..., RunDir]) -> None:
+    for name, run in (("mine", make("a")), ("mine-2", make("b"))):
+        write_json(run.plan_json, {"spec": {"train": {"max_steps": 20}, "run": {"name": name}}})
+    check_name_free("")
+    check_name_free("other")
+    with pytest.raises(RecipeError) as refused:
+        check_name_free("mine")
+    (problem,) = refused.value.problems
+    assert (problem.code, problem.path) == ("name_taken", "run.name")
+    assert "run.name=mine-3" in problem.hint
+
+
 def test_last_passes_over_damaged_runs_and_says_so(
     make: Callable[..., RunDir], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,7 +99,7 @@ def test_last_passes_over_damaged_runs_and_says_so(
     assert find_run(LAST).root.resolve() == whole.root
     assert "last passes over runs/tiny/b, which is damaged: " in capsys.readouterr().err
     whole.run_json.write_text("{")
-    with pytest.raises(RecipeError, match=r"every run below \./runs is damaged"):
+    with pytest.raises(RecipeError, match=r"every run of this folder is damaged"):
         find_run(LAST)
 
 

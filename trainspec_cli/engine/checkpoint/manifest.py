@@ -179,9 +179,7 @@ def verify_files(folder: Path, files: Sequence[FileDigest]) -> None:
             raise refused(folder, f"{path} was altered: its sha256 is not the manifest's")
 
 
-def refused(folder: Path, what: str) -> MachineError:
-    return MachineError(
-        f"checkpoint refused: {what}",
-        code="bad_checkpoint",
-        hint=f"remove the folder {folder} to resume from the checkpoint before it",
-    )
+def refused(folder: Path, what: str, hint: str = "") -> MachineError:
+    """`hint`: for a checkpoint that is whole; one that is damaged is to be removed."""
+    damaged = f"remove the folder {folder} to resume from the checkpoint before it"
+    return MachineError(f"checkpoint refused: {what}", code="bad_checkpoint", hint=hint or damaged)

@@ -32,6 +32,9 @@ from trainspec_cli.rundir.paths import RunDir
 PREFIX = "model."
 ADAPTERS = ("lora_a", "lora_b")
 """Parameters that a run may add to a checkpoint without adapters."""
+OTHER_STATE = (
+    "the checkpoint is whole, so keep it: give the model, the adapters and the optimizer that it was written with"
+)
 
 
 @dataclass(frozen=True)
@@ -164,10 +167,12 @@ def fill_parts(folder: Path, manifest: CheckpointManifest, parts: Sequence[Tenso
 def _entry_of(folder: Path, manifest: CheckpointManifest, part: TensorPart) -> TensorEntry:
     entry = manifest.tensors.get(part.name)
     if entry is None:
-        raise refused(folder, f"it holds no {part.name}: it is of another model or optimizer")
+        raise refused(folder, f"it holds no {part.name}: it is of another model or optimizer", OTHER_STATE)
     found, wanted = (entry.dtype, entry.shape), (CODES[part.tensor.dtype], part.full_shape)
     if found != wanted:
-        raise refused(folder, f"{part.name} is {_describe(*found)} there, and {_describe(*wanted)} in this run")
+        raise refused(
+            folder, f"{part.name} is {_describe(*found)} there, and {_describe(*wanted)} in this run", OTHER_STATE
+        )
     return entry
 
 

@@ -22,6 +22,7 @@ from trainspec_cli.reading.files import UnreadableFileError, read_text
 from trainspec_cli.reading.spec_version import VERSION_LINE
 from trainspec_cli.rundir import memory
 from trainspec_cli.rundir.files import write_json, write_text
+from trainspec_cli.rundir.known_runs import remember_run
 from trainspec_cli.rundir.own_code import keep_code
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import (
@@ -137,6 +138,7 @@ def write_launch(
         memory_secret=memory.new_secret(),
     )
     write_run_record(run, record)
+    remember_run(run, plan.spec.run.name)
 
 
 def write_own_launch(job: Job, name: str, argv: Sequence[str]) -> None:
@@ -156,6 +158,7 @@ def write_own_launch(job: Job, name: str, argv: Sequence[str]) -> None:
         command=job.own.command,
     )
     write_run_record(run, record)
+    remember_run(run)
 
 
 def write_own_resume(job: Job, argv: Sequence[str], from_step: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from trainspec_cli.policy.diagnosis.all_ranks import find_common_slowness
@@ -16,11 +16,15 @@ from trainspec_cli.policy.diagnosis.ranks import OwnTimes, find_slow_ranks
 from trainspec_cli.policy.diagnosis.waste import find_waste
 from trainspec_cli.policy.recovery.hang import Whereabouts, find_late
 from trainspec_cli.spec.results.verdict import Cause, RunVerdict, heaviest_first
+from trainspec_cli.units import format_duration
 
 LEAST_STEPS = 8
 """Fewer steps than this say nothing, but for a hang."""
 WARM_STEPS = 2
 """The first steps compile, connect and allocate."""
+
+EVALUATION_SHARE = 0.2
+"""Evaluations that take less than this part of the time of steps and evaluations are not reported."""
 
 ADVICE: dict[Cause, str] = {
     "slow_device": "trainspec doctor; scheduler=auto gives the rank fewer samples",
@@ -36,6 +40,7 @@ ADVICE: dict[Cause, str] = {
     "host_bound": "compile=true; larger micro-batches",
     "recompilation": "keep shapes the same: TORCH_LOGS=recompiles names what differs",
     "checkpoint_writing": "checkpoint.mode=async, or a larger checkpoint.interval_steps",
+    "evaluation": "a larger train.eval_interval_steps, or a smaller data.heldout_fraction",
     "memory_leak": "trainspec resume from a checkpoint before that step",
     "memory_pressure": "recompute=selective, or smaller micro-batches",
     "hang": "the stack shows where it stands; resilience.hang_floor_s ends the run sooner",
@@ -73,6 +78,27 @@ def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: 
             verdicts += as_planned(warm, look_ahead())
     advised = [replace(one, advice=one.advice or ADVICE.get(one.cause, "")) for one in verdicts]
     return heaviest_first([with_look(one, evidence.looks) for one in _joined(advised)])
+
+
+def with_evaluations(
+    verdicts: Sequence[RunVerdict], evaluations: Sequence[tuple[int, float]], steps: int, steps_s: float
+) -> tuple[RunVerdict, ...]:
+    """Return the verdicts with one on evaluations between the steps, where they take much of the time; they are in no
+    part of a step. `evaluations`: their (step, seconds); the one at a run's end is needed, and is not judged alone.
+    `steps` took `steps_s` together."""
+    seconds = sum(each_s for _, each_s in evaluations)
+    if len(evaluations) < 2 or not steps or seconds < EVALUATION_SHARE * (seconds + steps_s):
+        return tuple(verdicts)
+    took = f"{len(evaluations)} evaluations took {format_duration(seconds)}, {steps} steps {format_duration(steps_s)}"
+    found = RunVerdict(
+        cause="evaluation",
+        since_step=evaluations[0][0],
+        cost_s=seconds / steps,
+        confidence=0.95,
+        evidence=(f"{took}: {seconds / (seconds + steps_s):.0%} of both went into evaluation",),
+        advice=ADVICE["evaluation"],
+    )
+    return heaviest_first([*verdicts, found])
 
 
 def _conclude_own(evidence: RunEvidence) -> tuple[RunVerdict, ...]:

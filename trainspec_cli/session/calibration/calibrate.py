@@ -158,7 +158,7 @@ def measure_runs(folders: Sequence[Path]) -> ClusterSteps:
 def _measure_run(folder: Path) -> ClusterSteps:
     run = RunDir(folder)
     if not run.plan_json.is_file():
-        hint = "trainspec runs lists those below ./runs"
+        hint = "trainspec runs lists those of this folder"
         raise RecipeError(Problem("missing_file", f"{folder} is no folder of a run with a plan", hint=hint))
     report, planned = collect(folder), read_plan(run).as_one_group
     speed = report.speed

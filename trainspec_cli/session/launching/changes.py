@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +22,24 @@ from trainspec_cli.session.recipe.load import Loaded
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.run import RunSpec
 
-FIXED = (
-    *("model", "data.seq_len", "data.tokenizer", "optim.name"),
-    *("batching.global_batch_size", "train.seed", "run.dir"),
+OTHER_MODEL = "start a new run: trainspec launch recipe={recipe} {change}"
+SAME_WEIGHTS = "start a new run from this one's weights: trainspec launch recipe={recipe} init.from={run} {change}"
+MERGED = (
+    "merge its adapters, and start a new run from the result: trainspec export {run} MERGED, and then "
+    "trainspec launch recipe={recipe} init.from=hf:MERGED {change}"
 )
-"""Keys that the checkpoint, and the position in the data, depend on."""
+FIXED = {
+    "model": ("the checkpoint holds the weights of this model", OTHER_MODEL),
+    "data.tokenizer": ("the model has learned the tokens of this tokenizer", OTHER_MODEL),
+    "lora": ("the checkpoint holds adapters of this shape and scale", MERGED),
+    "optim.name": ("the checkpoint holds the state of this optimizer", SAME_WEIGHTS),
+    "init": ("the run has begun, and its weights come from its checkpoint", OTHER_MODEL),
+    "data.seq_len": ("the position in the data is counted in samples of this length", SAME_WEIGHTS),
+    "batching.global_batch_size": ("the position in the data is counted in steps of this size", SAME_WEIGHTS),
+    "train.seed": ("it decides the order of the samples, of which some are trained", SAME_WEIGHTS),
+    "run.dir": ("the run continues in its own folder", "move the folder and resume it there"),
+}
+"""Keys that a resume cannot change, the reason, and what to do instead."""
 MORE_STEPS = re.compile(r"train\.max_steps=\+(\d[\d_]*)")
 
 
@@ -37,13 +51,18 @@ def count_more_steps(old: RunSpec, changes: Sequence[str]) -> list[str]:
     ]
 
 
-def find_fixed(old: JsonObject, new: JsonObject) -> Iterator[Problem]:
-    """Yield a problem for every changed value that the checkpoint depends on."""
-    for path, (_, after) in _differences(old, new).items():
-        if any(path == key or path.startswith(f"{key}.") for key in FIXED):
-            message = f"`{path}` cannot change in a run that goes on: its checkpoint depends on it"
-            hint = f"leave it out, or start a new run: trainspec launch recipe=NAME {path}={after}"
-            yield Problem("fixed_value", message, path, hint)
+def find_fixed(run: RunDir, recipe: str, old: JsonObject, new: JsonObject) -> Iterator[Problem]:
+    """Yield a problem for every changed value of `FIXED`."""
+    from trainspec_cli.composer.render import render_value  # loads hydra, which the help of a command does without
+
+    for path, (before, after) in _differences(old, new).items():
+        for key, (reason, instead) in FIXED.items():
+            if path != key and not path.startswith(f"{key}."):
+                continue
+            message = f"`{path}` is fixed when a run is resumed (it is {render_value(before)}): {reason}"
+            change = shlex.quote(f"{path}={render_value(after)}")
+            hint = instead.format(recipe=shlex.quote(recipe), run=shlex.quote(str(run.root)), change=change)
+            yield Problem("fixed_value", message, path, f"leave it out, or {hint}")
 
 
 def _differences(old: JsonObject, new: JsonObject) -> dict[str, tuple[JsonValue, JsonValue]]:

@@ -37,7 +37,7 @@ def resume_detached(run: RunDir, arguments: Sequence[str], *, force: bool) -> in
     try:
         while generations.newest(run) == before:
             if code := process.poll():
-                raise _refusal(code, run.run_log, length_bytes)
+                raise refusal(code, run.run_log, length_bytes)
             time.sleep(POLL_S)
     except KeyboardInterrupt:
         process.terminate()
@@ -78,7 +78,7 @@ def describe_detached(run: RunDir, pid: int, *, as_json: bool) -> str:
     ])  # fmt: skip
 
 
-def _refusal(code: int, log: Path, start_bytes: int) -> TrainspecError:
+def refusal(code: int, log: Path, start_bytes: int) -> TrainspecError:
     """Return the error of a start that ended before the run began, with what it said."""
     said = log.read_bytes()[start_bytes:].decode(errors="replace").strip()
     return ERRORS_OF_RUNS.get(code, WorkerError)(Problem("not_started", f"the detached run did not begin:\n{said}"))

@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 from trainspec_cli.errors import EXIT_DONE
+from trainspec_cli.launcher.backend.processes import POLL_S
 from trainspec_cli.launcher.job.folder import check_free
 from trainspec_cli.launcher.job.job import render_command
 from trainspec_cli.launcher.notify import NOBODY, Notify
+from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.text import describe_plan
+from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session.console import make_console
-from trainspec_cli.session.launching.detach import check_detachable, describe_detached, resume_detached, spawn_resume
+from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.session.console import RunConsole, make_console
+from trainspec_cli.session.launching.detach import (
+    check_detachable,
+    describe_detached,
+    refusal,
+    resume_detached,
+    spawn_resume,
+)
 from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.session import Session, rehearse, start, write_down
 from trainspec_cli.session.launching.sites import SiteOptions, load_site
 from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.load import Loaded, load, plan_on, this_machine
+from trainspec_cli.session.runs.find import check_name_free
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
 
@@ -41,6 +54,7 @@ def launch(
         return join(wanted, nodes.node_rank, make_console(as_json=False))
     session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
     check_free(wanted)
+    check_name_free(loaded.spec.run.name)
     if not detach:
         return start(session)
     check_detachable(session)
@@ -50,21 +64,38 @@ def launch(
     return EXIT_DONE
 
 
-def launch_apart(arguments: Sequence[str], *, force: bool) -> RunDir:
+def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole | None = None) -> RunDir:
     """Train a recipe on this node in a process of its own, and wait for its end; return the run, whose result says how
-    it ended. An interrupt is passed on, and the run's checkpoint waited for. Raises TrainspecError where it is refused
-    before."""
+    it ended. With a `console`, progress is shown on it. An interrupt is passed on, and the run's checkpoint waited for.
+    Raises TrainspecError where it is refused before."""
     loaded = load(arguments)
     session = _prepare(loaded, NodeOptions(), force=force, as_json=False)
+    if console:
+        session = replace(session, console=console)
     check_free(loaded.spec.run.dir)
+    check_name_free(loaded.spec.run.name)
     check_detachable(session)
     run = write_down(session)
+    log_bytes = run.run_log.stat().st_size if run.run_log.exists() else 0
     process = spawn_resume(run, [], force=force)
-    while process.poll() is None:
-        try:
-            process.wait()
-        except KeyboardInterrupt:
-            process.terminate()
+    stop_requested = False
+    # A bar takes over sys.stdout, so a console that shows nothing must not have one.
+    shows = console is not None and not console.quiet
+    with LiveView(run, read_plan(run), console) if console and shows else nullcontext() as view:
+        while process.poll() is None:
+            try:
+                if view:
+                    view.watch(stop_requested)
+                process.wait(timeout=POLL_S)
+            except subprocess.TimeoutExpired:
+                continue
+            except KeyboardInterrupt:
+                stop_requested = True
+                process.terminate()
+        if view:
+            view.watch(stop_requested)
+    if process.returncode and not generations.newest(run):
+        raise refusal(process.returncode, run.run_log, log_bytes)
     return run
 
 

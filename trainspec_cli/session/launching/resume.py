@@ -123,14 +123,15 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
 
     values = to_plain(old.spec)
     complete = partial(complete_changed_steps, own=values, folder=read_data_dir(run))
-    composed = amend(read_run_record(run).recipe, values, changes, (*absolute_code(), complete))
+    recipe = read_run_record(run).recipe
+    composed = amend(recipe, values, changes, (*absolute_code(), complete))
     draft, mistyped = build(RunSpec, composed.data)
     mistyped = [problem for problem in mistyped if not follows(problem, composed)]
     broken = [*check(close_axes(draft)), *check_engine(draft)]
     if values["data"] == composed.data.get("data"):
         # It was read when the run began; where it came from need not be there any more.
         broken = [problem for problem in broken if not problem.path.startswith("data.")]
-    problems = [*mistyped, *broken, *find_fixed(values, composed.data)]
+    problems = [*mistyped, *broken, *find_fixed(run, recipe, values, composed.data)]
     require([*composed.problems, *composed.locate(problems)])
     return Loaded(draft, composed)
 

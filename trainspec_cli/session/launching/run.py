@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from trainspec_cli.composer.origins import show_path
-from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
+from trainspec_cli.errors import ERRORS_OF_RUNS, EXIT_DONE, Problem, Stopped
 from trainspec_cli.launcher.backend import OpenBackend
 from trainspec_cli.launcher.failure import Explanation
 from trainspec_cli.launcher.job.job import Job
@@ -30,6 +31,7 @@ from trainspec_cli.session.console import RunConsole, open_run_log
 from trainspec_cli.session.runs.diagnose import VerdictLines
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 
 
@@ -58,8 +60,9 @@ def run(
     `notifies` says who else is notified of the end. Without a plan it is a command of the user's own, whose `output` is
     shown.
 
-    Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
-    well and nobody reads that.
+    Raises the error whose exit code the result states where it failed (of a command of the user's own WorkerError),
+    WorkerError where it was begun anew by another start while it ran, BrokenPipeError where it ended well and nobody
+    reads that.
     """
     verdicts = VerdictLines(job.run, looks_deeper=plan is not None and plan.spec.observe.deeper_look)
     watches = [verdicts, *(watch for watch in (limits, advisor, output) if watch is not None)]
@@ -76,7 +79,7 @@ def run(
         if failed := list(notify(notifies, job.run, read_run_record(job.run).recipe, outcome.result, reason)):
             console.report(*failed)
         if outcome.result.status == "failed":
-            kind = MachineError if outcome.exit_code == MachineError.exit_code else WorkerError
+            kind = ERRORS_OF_RUNS[outcome.exit_code]
             raise kind(_failure(job, outcome.explanation, console, as_json=as_json))
         if console.reader_left:
             raise BrokenPipeError
@@ -84,6 +87,8 @@ def run(
             print(json_text({"run": str(job.root), **to_plain(outcome.result)}))
         else:
             _report_end(job, outcome, console)
+            if plan is not None and (tracking := list(describe_tracking(plan.spec, job.root))):
+                console.report(*tracking)
     return outcome.exit_code
 
 
@@ -141,6 +146,22 @@ def _last_lines(run: RunDir, outcome: RunOutcome) -> str:
         stopped = f"stopped with a checkpoint at step {run.newest_step}"
         return f"{stopped}\n{folder}\n{report}\nresume      {_resume_command(run)}"
     return f"interrupted before there was a checkpoint\n{folder}"
+
+
+def describe_tracking(spec: RunSpec, root: Path) -> Iterator[str]:
+    """Yield a line for each tracker that is on: where it records, and how that is shown or uploaded."""
+    shown = shlex.quote(_shown(root))
+    tracking = spec.tracking
+    if tracking.tensorboard:
+        yield f"tensorboard {shown}/tensorboard; to look at it: tensorboard --logdir {shown}/tensorboard"
+    if tracking.wandb:
+        mode = os.environ.get("WANDB_MODE", "offline")
+        upload = f"; to upload it: wandb sync {shown}/wandb/offline-run-*" if mode == "offline" else ""
+        yield f"wandb       project {tracking.project}, {mode}, in {shown}/wandb{upload}"
+    if tracking.mlflow:
+        store = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{shown}/mlflow.db"
+        command = f"mlflow ui --backend-store-uri {store}"
+        yield f"mlflow      project {tracking.project}, in {store}; to look at it: {command}"
 
 
 def _last_own_lines(job: Job, outcome: RunOutcome) -> str:

@@ -6,23 +6,31 @@ in this one order. The other nodes of a run join what the first has started (`no
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from trainspec_cli.errors import TrainspecError
 from trainspec_cli.launcher.backend import OpenBackend
 from trainspec_cli.launcher.backend.local import LocalBackend
 from trainspec_cli.launcher.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
-from trainspec_cli.launcher.job.claim import claim
+from trainspec_cli.launcher.job.claim import claim, find_owner
 from trainspec_cli.launcher.job.folder import RUNS, make_folder, storage, write_launch, write_resume
 from trainspec_cli.launcher.job.job import Job, build_job
 from trainspec_cli.launcher.memory_limits import LimitsWatch
 from trainspec_cli.launcher.notify import NOBODY, Notify
 from trainspec_cli.launcher.signals import StopRequests
+from trainspec_cli.planner.workload.adapters import adapter_params
+from trainspec_cli.reading.files import read_text
 from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.event_types.training import StartEvent
+from trainspec_cli.rundir.events import EventTail
+from trainspec_cli.rundir.files import write_text
+from trainspec_cli.rundir.known_runs import known_runs
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.own_code import describe_changed_code
 from trainspec_cli.rundir.paths import RunDir
@@ -32,7 +40,7 @@ from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.changes import describe_changes, trained_samples
 from trainspec_cli.session.launching.check_nodes import check_nodes
 from trainspec_cli.session.launching.fewer_nodes import plan_on_fewer
-from trainspec_cli.session.launching.run import run
+from trainspec_cli.session.launching.run import describe_tracking, run
 from trainspec_cli.session.launching.select_kernels import select_kernels
 from trainspec_cli.session.launching.sites import check_site, site_server
 from trainspec_cli.session.planning.predict import predict, with_known_limits
@@ -43,7 +51,10 @@ from trainspec_cli.spec.own_code import describe_code
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.kernels import KernelTable
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.units import format_count
 
+MOST_KNOWN = 50
+"""The newest runs, among which those that still train are looked for."""
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
 """Keys that a plan resolves from the machine, which may be another one now."""
 
@@ -112,9 +123,31 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
     data_folder = prepare_data(session.begins, console) if isinstance(session.begins, Loaded) else None
     with storage(plan.spec.run.dir if isinstance(session.begins, Loaded) else str(session.folder)):
         job = _build(session, plan, _root(session))
-        with claim(job.run, job.launch_id):
+        resumed = not isinstance(session.begins, Loaded)
+        with claim(job.run, job.launch_id), _restoring(job.run) if resumed else nullcontext():
             _write(session, job, plan, data_folder, kernels)
             yield job, plan, examination
+
+
+@contextmanager
+def _restoring(run: RunDir) -> Iterator[None]:
+    """Put back the files that a resume replaces, unless its workers have loaded the checkpoint and begun: a value that
+    they refuse would else stay, and the next resume would be refused too."""
+    files = (run.plan_json, run.plan_of_all_nodes, run.run_json, run.kernels_json, run.code_json, run.command_txt)
+    before = {path: read_text(path) if path.is_file() else None for path in (*files, run.nccl_env, run.nccl_tuner_csv)}
+    new_events = EventTail(run.events(0))
+    try:
+        yield
+    except BaseException as error:
+        is_fenced = isinstance(error, TrainspecError) and error.problems[0].code == generations.FENCED
+        has_begun = any(isinstance(event, StartEvent) for event in new_events.new_events())
+        if not has_begun and not is_fenced:
+            for path, text in before.items():
+                if text is None:
+                    path.unlink(missing_ok=True)
+                else:
+                    write_text(path, text)
+        raise
 
 
 def _advisor(run: RunDir, plan: Plan, machine: Machine) -> LayoutAdvisor | None:
@@ -161,9 +194,12 @@ def _root(session: Session) -> Path:
 
 def _write(session: Session, job: Job, plan: Plan, data_folder: Path | None, kernels: KernelTable | None) -> None:
     """Write down what is started, while the run is claimed; say from where a run goes on."""
+    tracking = list(describe_tracking(plan.spec, job.root))
+    if facts := [*_describe_adapters(plan), *_describe_other_runs(job.run)]:
+        session.console.report(*facts)
     if isinstance(session.begins, Loaded):
         write_launch(job, plan, session.begins.origin, data_folder, kernels)
-        session.console.report(*describe_code(plan.spec))
+        session.console.report(*describe_code(plan.spec), *tracking)
         return
     changed_code = list(describe_changed_code(job.run))
     before = read_plan_of_all_nodes(job.run)
@@ -172,6 +208,23 @@ def _write(session: Session, job: Job, plan: Plan, data_folder: Path | None, ker
     write_resume(job, plan, sys.argv[1:], from_step, kernels, session.data_folder)
     if goes_on:
         session.console.report(*_describe_start(job.run, before, plan), *changed_code)
+    if tracking:
+        session.console.report(*tracking)
+
+
+def _describe_adapters(plan: Plan) -> Iterator[str]:
+    if trained := adapter_params(plan.spec.model, plan.spec.lora):
+        of = f"{format_count(trained)} of {format_count(plan.params + trained)} parameters are trained"
+        yield f"{of} ({trained / (plan.params + trained):.2%}): adapters of rank {plan.spec.lora.rank}"
+
+
+def _describe_other_runs(run: RunDir) -> Iterator[str]:
+    """Yield a line for each other run of this user that trains on this machine now, as far as runs are known."""
+    for known in known_runs()[:MOST_KNOWN]:
+        other = RunDir(known.path)
+        owner = None if other.root == run.root.resolve() else find_owner(other)
+        if owner and owner.host == socket.gethostname():
+            yield f"the run in {other.root} trains on this machine too: on the same devices both are slower"
 
 
 def _describe_start(run: RunDir, before: Plan, plan: Plan) -> Iterator[str]:

@@ -13,7 +13,8 @@ from trainspec_cli.launcher.job.claim import is_running
 from trainspec_cli.reporter.collect import Report
 from trainspec_cli.reporter.verdicts import describe_event
 from trainspec_cli.rundir.event_types.observed import VerdictEvent
-from trainspec_cli.rundir.events import EventTail
+from trainspec_cli.rundir.event_types.training import EvalEvent, StepEvent
+from trainspec_cli.rundir.events import EventTail, read_sound
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import has_own_command, read_composed
@@ -64,13 +65,22 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
     if not (is_own or run.plan_json.is_file()):
         return ()
     from trainspec_cli.diagnosis.gather import read_run  # loads numpy, as the watch does
-    from trainspec_cli.policy.diagnosis.conclude import conclude
+    from trainspec_cli.policy.diagnosis.conclude import conclude, with_evaluations
     from trainspec_cli.session.planning.outlook import outlook_of
 
     reader = read_run(run)
     evidence = reader.evidence(time.time() if is_running(run) else None)
     asks_planner = asks_planner and not is_own
     verdicts = conclude(evidence, partial(outlook_of, run, reader)) if asks_planner else conclude(evidence)
+    if not is_own:
+        steps, steps_s, evaluations = 0, 0.0, []
+        for event in read_sound(run.events(0)):
+            if isinstance(event, StepEvent):
+                steps += 1
+                steps_s += event.step_time_s
+            elif isinstance(event, EvalEvent):
+                evaluations.append((event.step, event.seconds))
+        verdicts = with_evaluations(verdicts, evaluations, steps, steps_s)
     if not (last := reader.forgotten_until):
         return verdicts
     note = f"it is known from the steps after {last:,}: those before are more than are looked at"
@@ -102,4 +112,10 @@ class VerdictLines:
 
             self._watch = DiagnosisWatch(self._run, looks_deeper=self._looks_deeper)
 
-        self._watch.look(lambda event: say(f"diagnosis: {describe_event(event)}"))
+        self._watch.look(lambda event: self._say(event, say))
+
+    @staticmethod
+    def _say(event: VerdictEvent, say: Callable[[str], None]) -> None:
+        """Leave `noise` to `diagnose` and `report`: it passes by itself, and there is nothing to do about it."""
+        if event.verdict.cause != "noise":
+            say(f"diagnosis: {describe_event(event)}")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
+from trainspec_cli.composer.origins import show_path
 from trainspec_cli.errors import MachineError, Problem, RecipeError, did_you_mean
 from trainspec_cli.launcher.job.claim import is_running
 from trainspec_cli.launcher.job.folder import RUNS
 from trainspec_cli.launcher.slurm.queue import Queue
 from trainspec_cli.reporter.collect import Report, collect
 from trainspec_cli.reporter.runs import RunLine, list_runs, status_of
+from trainspec_cli.rundir.known_runs import known_runs
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_run_record
 from trainspec_cli.spec.canonical import Absent
@@ -51,7 +55,7 @@ def find_run(name: str) -> RunDir:
     if not holds_run:
         if name and (named := _named(name)):
             return named
-        hint = "`trainspec runs` lists those below ./runs, with their names; `last` is the newest of them"
+        hint = "`trainspec runs` lists those of this folder, with their names; `last` is the newest of them"
         near = did_you_mean(name, _names_of_runs())
         raise RecipeError(Problem("no_run", f"{name} holds no run", hint=f"{near} {hint}" if near else hint))
     return run
@@ -63,9 +67,21 @@ def _names_of_runs() -> set[str]:
     return {LAST, *(line.path for line in lines), *(line.name for line in lines if line.name)}
 
 
+def check_name_free(name: str) -> None:
+    """Raise RecipeError where a run of this folder has this `run.name`, by which commands could find neither then."""
+    lines = runs_here() if name else []
+    if paths := [line.path for line in lines if line.name == name]:
+        taken = {line.name for line in lines}
+        free = next(other for number in itertools.count(2) if (other := f"{name}-{number}") not in taken)
+        message = f"the run in {paths[0]} has the name {name}"
+        hint = f"choose another, such as run.name={free}; or go on with that run: trainspec resume {name}"
+        raise RecipeError(Problem("name_taken", message, "run.name", hint))
+
+
 def _named(name: str) -> RunDir | None:
-    """Return the run below ./runs whose `run.name` this is. Raises RecipeError where several have it."""
+    """Return the run whose `run.name` this is: here, else anywhere. Raises RecipeError where several have it."""
     paths = [line.path for line in runs_here() if line.name == name]
+    paths = paths or [known.path for known in known_runs() if known.name == name]
     if len(paths) > 1:
         raise RecipeError(
             Problem("ambiguous", f"{len(paths)} runs are named {name}", hint=f"type {' or '.join(paths)}")
@@ -74,7 +90,17 @@ def _named(name: str) -> RunDir | None:
 
 
 def runs_here() -> list[RunLine]:
-    """Return the runs below ./runs, newest first."""
+    """Return the runs of this folder, newest first: those below ./runs, and those known elsewhere below it or launched
+    from it."""
+    here = Path.cwd()
+    inside = (here / RUNS).resolve()
+    known = (Path(run.path) for run in known_runs() if run.is_of(here))
+    others = [RunDir(show_path(path, here)) for path in known if not path.is_relative_to(inside)]
+    return list_runs(RUNS, is_running, Queue().holds, others)
+
+
+def runs_below() -> list[RunLine]:
+    """Return the runs below ./runs alone, newest first."""
     return list_runs(RUNS, is_running, Queue().holds)
 
 
@@ -107,8 +133,11 @@ def _newest(lines: Sequence[RunLine]) -> str:
             return line.path
         print(f"{LAST} passes over {line.path}, which is damaged: {line.damage}", file=sys.stderr)
     if lines:
-        raise RecipeError(Problem("no_run", "every run below ./runs is damaged", hint="`trainspec runs` says why"))
-    raise RecipeError(Problem("no_run", "there are no runs below ./runs", hint="name a run's folder"))
+        raise RecipeError(Problem("no_run", "every run of this folder is damaged", hint="`trainspec runs` says why"))
+    hint = "name a run's folder"
+    if known := known_runs():
+        hint = f"{hint}; the newest elsewhere is {shlex.quote(known[0].path)}"
+    raise RecipeError(Problem("no_run", "there are no runs below ./runs, and none was launched from here", hint=hint))
 
 
 def _is_there(run: RunDir) -> bool:

@@ -16,7 +16,7 @@ from trainspec_cli.rundir.heldout import best_checkpoint
 from trainspec_cli.rundir.memory import find_copies, remove_folder
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_section
-from trainspec_cli.session.runs.find import find_own_run, runs_here, status_of_run
+from trainspec_cli.session.runs.find import find_own_run, runs_below, runs_here, status_of_run
 
 BLOCK_BYTES = 512
 """The unit of `st_blocks`."""
@@ -34,7 +34,7 @@ class Removal:
     generation: int = 0
     """The run's newest start when this was decided; one that has begun another since is not removed."""
     begun_with_it: tuple[str, ...] = ()
-    """Runs below ./runs that began with the weights of this one."""
+    """Listed runs that began with the weights of this one."""
 
     @property
     def is_whole(self) -> bool:
@@ -52,7 +52,7 @@ def plan_removal(names: Sequence[str]) -> list[Removal]:
 def plan_pruning(statuses: Sequence[str], older_than_s: float, *, checkpoints: bool) -> Iterator[Removal]:
     """Yield what pruning the runs below ./runs takes: those of `statuses` that were made longer ago than this, or
     (`checkpoints`) all checkpoints of theirs but the newest and the best."""
-    lines = runs_here()
+    lines = runs_below()
     for line in lines:
         if (
             line.status not in statuses

@@ -174,7 +174,7 @@ class RunSection:
     dir: str | Auto = AUTO
     """The run folder; auto is runs/<recipe>/<time>."""
     name: str = ""
-    """A name by which commands find the run below ./runs, such as `trainspec report NAME`."""
+    """A name by which commands find the run, such as `trainspec report NAME`."""
     tags: tuple[str, ...] = ()
     """Words by which `trainspec runs --tag WORD` chooses runs."""
     stop_grace_s: PositiveFloat = 60.0

@@ -23,6 +23,7 @@ Cause = Literal[
     "host_bound",
     "recompilation",
     "checkpoint_writing",
+    "evaluation",
     "memory_leak",
     "memory_pressure",
     "hang",
