@@ -253,13 +253,22 @@ def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
 
 
 def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    found, wanted = len(machine.gpu_names), spec.cluster.devices_per_node
-    if spec.cluster.device != "cuda":
+    """GPUs that a recipe asks for are there: by `cluster.device`, or by naming the accelerator.
+
+    Without this rule, a run on a node whose driver is broken would train on its CPUs for days unnoticed.
+    """
+    cluster, found, wanted = spec.cluster, len(machine.gpu_names), spec.cluster.devices_per_node
+    chip = cluster.accelerator
+    asked_by, value = "cluster.device", str(cluster.device)
+    if cluster.device == AUTO and chip is not None and chip.vendor != "cpu":
+        asked_by = "cluster.accelerator"
+        value = chip.name
+    if cluster.device == "cpu" or (asked_by == "cluster.device" and cluster.device == AUTO and not found):
         return
     if not found:
-        message = f"`cluster.device` is cuda, and {machine.hostname} shows no GPU"
-        hint = "type cluster.device=cpu, or run where there is one (nvidia-smi lists them)"
-        yield _lacking("no_gpu", "cluster.device", message, hint)
+        message = f"`{asked_by}` is {value}, and {machine.hostname} shows no GPU"
+        hint = "type cluster.device=cpu to train on its CPUs, or run where there is one (nvidia-smi lists them)"
+        yield _lacking("no_gpu", asked_by, message, hint)
     elif wanted != AUTO and wanted > found:
         message = f"`cluster.devices_per_node` is {wanted}, and {machine.hostname} has {found} GPUs"
         hint = f"type cluster.devices_per_node={found}, or auto"
