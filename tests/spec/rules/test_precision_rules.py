@@ -33,10 +33,10 @@ def test_what_is_not(make_spec, changes, path, message):
 def test_a_gpu_without_fp8_is_told_and_a_cpu_emulates(make_spec):
     machine = Machine("node", cpu_cores=2, memory_bytes=2**34)
     assert check_machine(make_spec(FP8), machine) == []
-    old = Machine("node", 2, 2**34, gpu_names=("NVIDIA A100-SXM4-80GB",), bf16=True)
+    old = Machine("node", 2, 2**34, gpu_names=("NVIDIA A100-SXM4-80GB",) * 2, bf16=True)
     (problem,) = check_machine(make_spec(FP8), old)
     assert (problem.code, problem.environment) == ("no_fp8", True)
-    assert check_machine(make_spec(FP8), Machine("node", 2, 2**34, gpu_names=("NVIDIA H100",), fp8=True)) == []
+    assert check_machine(make_spec(FP8), Machine("node", 2, 2**34, gpu_names=("NVIDIA H100",) * 2, fp8=True)) == []
 
 
 def test_torchao_may_lack(make_spec, monkeypatch):
