@@ -73,8 +73,8 @@ DOORS = {
 """Room -> the rooms it may import. `FREE` modules are free to all."""
 
 FREE = {
-    *("cache", "environment_names", "errors", "extensions", "json_value", "node", "printable", "reading", "trust"),
-    *("units", "__version__"),
+    *("cache", "environment_names", "errors", "extensions", "intentions", "json_value", "node", "printable", "reading"),
+    *("trust", "units", "__version__"),
 }
 TORCH = {"torch", "torchao", "triton", "liger_kernel", "fla"}
 ASSEMBLERS = {"build", "run", "tools", "__main__"}
@@ -136,6 +136,7 @@ def test_what_is_free_to_all_imports_no_room() -> None:
         "cache.py",
         "environment_names.py",
         "errors.py",
+        "intentions.py",
         "json_value.py",
         "node.py",
         "printable.py",

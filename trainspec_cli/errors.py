@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
+from trainspec_cli.intentions import closest as closest
 from trainspec_cli.json_value import JsonObject
 
 EXIT_DONE = 0
@@ -106,20 +107,7 @@ EXIT_CODES = {
 }
 
 
-def closest(got: str, allowed: Iterable[str]) -> str | None:
-    """Return the nearest of `allowed` to a misspelt word, or None if none is near."""
-    from difflib import get_close_matches
-
-    by_shape = {_shape(word): word for word in allowed}
-    matches = get_close_matches(_shape(got), by_shape, n=1, cutoff=0.7)
-    return by_shape[matches[0]] if matches else None
-
-
 def did_you_mean(got: str, allowed: Iterable[str]) -> str:
     """Return a hint, or "" if nothing is near."""
     word = closest(got, allowed)
     return f"did you mean `{word}`?" if word else ""
-
-
-def _shape(word: str) -> str:
-    return word.lower().replace("-", "_")

@@ -46,7 +46,7 @@ def test_every_command_explains_itself(capsys, name: str) -> None:
         (["lanch"], "there is no command `lanch`", "did you mean trainspec launch?"),
         (["--verbose"], "there is no option `--verbose`", "commands: plan"),
         (["recipe=tiny", "a=1"], "a command comes first", "such as trainspec launch recipe=tiny a=1"),
-        (["validate", "--jsn", "recipe=tiny"], "No such option: --jsn", "see trainspec validate --help"),
+        (["validate", "--jsn", "recipe=tiny"], "No such option: --jsn", "did you mean --json?"),
         (["validate", "--recipe", "tiny"], "No such option: --recipe", "values are given without dashes: recipe="),
         (["show", "--optim.lr=3"], "No such option: --optim.lr", "values are given without dashes: optim.lr="),
         (["validate"], "Missing argument 'recipe=NAME|key=value'.", "such as trainspec validate recipe=quickstart"),

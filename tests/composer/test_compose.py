@@ -356,6 +356,40 @@ def test_an_accelerator_is_chosen_by_its_name_whole(tmp_path: Path, write) -> No
     assert compose("llama3_8b", ["cluster.accelerator=null"], tmp_path).data["cluster"]["accelerator"] is None
 
 
+@pytest.mark.parametrize("argument", ["accelerator=rtx_4090", "+accelerator=rtx_4090"])
+def test_a_group_that_no_recipe_chooses_from_leads_to_its_section(argument: str, tmp_path: Path) -> None:
+    (problem,) = compose("llama3_8b", [argument], tmp_path).problems
+    assert (problem.code, problem.where(), problem.hint) == (
+        "unknown_group", "command line:2", "type cluster.accelerator=rtx_4090"
+    )  # fmt: skip
+
+
+def test_a_recipe_cannot_override_an_accelerator_by_its_defaults(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", "defaults:\n  - tiny\n  - override /accelerator: rtx_4090\n")
+    (problem,) = compose("mine", [], tmp_path).problems
+    assert (problem.code, problem.where()) == ("unknown_group", "recipes/mine.yaml:3:5")
+    assert "cluster.accelerator=rtx_4090" in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("cluster", "meant"),
+    [
+        ("16xl4", "cluster.accelerator=l4 cluster.devices_per_node=16"),
+        ("h100x8", "cluster=h100 cluster.devices_per_node=8"),
+        ("8xh100", "cluster=h100 cluster.devices_per_node=8"),
+        ("a5000", "cluster.accelerator=rtx_a5000"),
+    ],
+)
+def test_a_number_of_chips_is_no_cluster_by_name(cluster: str, meant: str, tmp_path: Path) -> None:
+    (problem,) = compose("llama3_8b", [f"cluster={cluster}"], tmp_path).problems
+    assert problem.hint.startswith(f"did you mean {meant}? Options: ")
+
+
+def test_an_accelerator_may_be_named_by_its_number(tmp_path: Path) -> None:
+    (problem,) = compose("llama3_8b", ["cluster.accelerator=4090"], tmp_path).problems
+    assert problem.hint.startswith("did you mean cluster.accelerator=rtx_4090? Options: ")
+
+
 def test_a_broken_file_of_a_named_section_is_told(tmp_path: Path, write) -> None:
     write("conf/accelerator/mine.yaml", "name: [1\n")
     (problem,) = compose("llama3_8b", ["cluster.accelerator=mine"], tmp_path).problems

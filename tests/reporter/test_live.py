@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trainspec_cli.reporter.live import LiveView, PlainScreen, showing_progress
+from trainspec_cli.reporter.live import XZ, LiveView, PlainScreen, showing_progress
 
 MakeView = Callable[..., tuple[LiveView, io.StringIO]]
 
@@ -35,6 +35,7 @@ def test_plain_lines_say_what_goes_on_and_come_at_the_interval(fake_run: Any, ma
     for step in range(1, 21):
         fake_run.step(step, loss=1.5)
     fake_run.write("eval", step=20, heldout_loss=1.0, heldout_bits_per_byte=2.0, xz_bits_per_byte=2.5, seconds=1.0)
+    fake_run.write("eval", step=20, heldout_loss=1.0, heldout_bits_per_byte=1.0, xz_bits_per_byte=2.5, seconds=1.0)
     fake_run.write("checkpoint", step=20, path="p", bytes=2**20, seconds=0.5)
     fake_run.write("warning", step=20, message="[odd] thing")
     view.watch(False)
@@ -48,6 +49,8 @@ def test_plain_lines_say_what_goes_on_and_come_at_the_interval(fake_run: Any, ma
         "step 15/20: loss 1.5000 · 100 tokens/s · 5.0% MFU · 5.0 s left",
         "step 20/20: loss 1.5000 · 100 tokens/s · 5.0% MFU",
         "step 20: held out 2.000 bits per byte (xz 2.500), loss 1.0000",
+        XZ,
+        "step 20: held out 1.000 bits per byte (xz 2.500), loss 1.0000",
         "step 20: checkpoint, 1.00 MiB in 500 ms",
         "step 20: warning: [odd] thing",
     ]

@@ -1,13 +1,24 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from trainspec_cli.composer.folders import find_folders
+from trainspec_cli.spec.json_schema import path_of_group
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.structure import WrongValueError, build, convert, describe, known_paths, structure
+from trainspec_cli.spec.structure import (
+    OPTION_SECTIONS,
+    WrongValueError,
+    build,
+    convert,
+    describe,
+    known_paths,
+    structure,
+)
 from trainspec_cli.spec.unknown import UNKNOWN
 
 
@@ -81,7 +92,7 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
          "`optim.schedule.kind` is 'cosin'; constant, cosine or wsd is needed",
          "did you mean optim.schedule.kind=cosine?"),
         ("cluster.device", "gpu", "wrong_choice", "`cluster.device` is 'gpu'; cpu, cuda or auto is needed",
-         "type cluster.device=<cpu, cuda or auto>"),
+         "did you mean cluster.device=cuda?"),
         ("layout.zero_stage", 4, "wrong_choice", "`layout.zero_stage` is 4; 1, 2, 3 or auto is needed",
          "type layout.zero_stage=<1, 2, 3 or auto>"),
         ("layout.tp", "aut", "wrong_type", "`layout.tp` is 'aut'; a whole number or auto is needed",
@@ -93,6 +104,8 @@ def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
         ("sample", None, "wrong_type",
          "`sample` is null; a section with the keys prompt, max_new_tokens, temperature is needed",
          "its keys are set one by one, such as sample.prompt"),
+        ("model", "llama_tiny", "wrong_type", "`model` is 'llama_tiny'; a section of keys is needed",
+         "to take an option of that name, write `- override /model: llama_tiny` in the recipe's defaults"),
     ],
 )  # fmt: skip
 def test_what_is_refused(data, path: str, value: Any, code: str, message: str, hint: str) -> None:
@@ -251,3 +264,23 @@ def test_a_section_of_values_by_name_in_words() -> None:
 def test_a_number_that_no_format_holds_is_too_large_and_breaks_nothing(data, value: float) -> None:
     (problem,) = told(with_value(data, "optim.lr", value))
     assert (problem[0], problem[3]) == ("out_of_range", "type optim.lr=1e+30 or less")
+
+
+def test_the_sections_that_options_fill_are_the_groups() -> None:
+    sections = {path_of_group(group) for group in find_folders(Path.cwd()).groups} - {"cluster.accelerator"}
+    assert sections == OPTION_SECTIONS
+
+
+@pytest.mark.parametrize(
+    ("section", "below", "meant"),
+    [
+        ("optm", {"lr": 1}, "optim.lr"),
+        ("optm", {"schedul": {"kind": "cosine"}}, "optim.schedule.kind"),
+        ("training", {"learning_rate": 1}, "optim.lr"),
+        ("parallel", {"tp": 2}, "layout.tp"),
+        ("optm", {"lr": 1, "name": "sgd"}, "optim"),
+    ],
+)
+def test_a_hint_names_the_whole_key_below_a_wrong_section(data, section: str, below: dict, meant: str) -> None:
+    (problem,) = structure(data | {section: below})[1]
+    assert problem.hint == f"did you mean `{meant}`?"

@@ -11,14 +11,14 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.composer.folders import NAMED_SECTIONS, Folders, find_folders
-from trainspec_cli.errors import Problem, RecipeError, closest
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.intentions import closest, closest_path, hint_for
 from trainspec_cli.spec.explain import KeyMeaning
 from trainspec_cli.spec.explain import explain as explain_key
-from trainspec_cli.spec.foreign_names import hint_for
 from trainspec_cli.spec.json_schema import path_of_group
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.structure import known_paths
+from trainspec_cli.spec.structure import known_paths, only_key_named
 
 WIDTH = 100
 
@@ -47,16 +47,23 @@ def explain(
 def _hint(path: str) -> str:
     if foreign := hint_for(path.rpartition(".")[2]):
         return foreign
-    near = closest(path, known_paths(RunSpec))
+    known = list(dict.fromkeys(known_paths(RunSpec)))
+    same = [other for other in known if other.rpartition(".")[2] == path]
+    if len(same) > 1:
+        return f"several sections have it; type trainspec explain {', or '.join(same)}"
+    near = closest_path(path, known) or closest(path, known)
     return f"type trainspec explain {near}" if near else "trainspec show recipe=NAME lists the keys of a recipe"
 
 
 def _path(key: str, folders: Folders) -> str:
-    """Return the key in a recipe of one that begins with a group's own name: `slurm.time` is `cluster.slurm.time`."""
+    """Return the key in a recipe of one that begins with a group's own name, as `slurm.time` is
+    `cluster.slurm.time`, or that is the last word of one key alone, as `lr` is of `optim.lr`."""
     first, dot, rest = key.partition(".")
     is_group = first in folders.groups and not any(explain_key(RunSpec, first))
     section = path_of_group(first) if is_group else ""
-    return f"{section}{dot}{rest}" if section else key
+    if section:
+        return f"{section}{dot}{rest}"
+    return key if any(explain_key(RunSpec, key)) else only_key_named(key) or key
 
 
 def _text(found: KeyMeaning, *, several: bool) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from trainspec_cli import __version__
 from trainspec_cli.cli import MODULES
-from trainspec_cli.errors import EXIT_CODES, Problem, RecipeError, closest
+from trainspec_cli.errors import EXIT_CODES, Problem, RecipeError
+from trainspec_cli.intentions import closest, key_of
 from trainspec_cli.reporter.style import Style
 
 COMMANDS = {
@@ -119,11 +121,32 @@ def _usage_problem(name: str, error: Any) -> Problem:
     option = getattr(error, "option_name", "").lstrip("-")
     if option == "recipe" or "." in option:
         hint = f"values are given without dashes: {option}=<value>"
-    elif type(error).__name__ == "NoSuchOption" and name in WITH_COMMAND:
-        hint = _hint_of_option(name, option) or f"{hint}; a command of your own, with its options, stands after --"
+    elif type(error).__name__ == "NoSuchOption":
+        meant = _meant_option(error.ctx, option)
+        if name in WITH_COMMAND:
+            own = f"{meant or hint}; a command of your own, with its options, stands after --"
+            hint = _hint_of_option(name, option) or own
+        else:
+            hint = meant or hint
     elif type(error).__name__ == "MissingParameter" and error.param.name == "arguments":
         hint = f"such as trainspec {name} recipe=quickstart; trainspec recipes lists what there is"
     return Problem(code="usage", message=error.format_message(), hint=hint)
+
+
+def _meant_option(context: Any, option: str) -> str:
+    """Return what to type for an option that a command does not have: another option, or a value of the recipe; empty
+    where nothing is near."""
+    from trainspec_cli.spec.structure import only_key_named  # the help does without
+
+    parameters = context.command.params
+    near = closest(f"--{option}", [opt for parameter in parameters for opt in parameter.opts if opt.startswith("--")])
+    meant = f"did you mean {near}?" if near else ""
+    if any(parameter.name == "arguments" for parameter in parameters):
+        if key := key_of(option) or only_key_named(option.replace("-", "_")):
+            meant += f"{' V' if meant else 'v'}alues of a recipe are given without dashes: {key}=<value>"
+        elif option in ("config", "config-file", "config-name", "yaml"):
+            meant += f"{' A' if meant else 'a'} recipe is given without dashes: recipe=NAME, or recipe=FILE.yaml"
+    return meant
 
 
 def _hint_of_option(name: str, option: str) -> str:
@@ -144,8 +167,17 @@ def _unknown_command(name: str, rest: Sequence[str]) -> Problem:
     if name.startswith("recipe="):
         hint = f"such as trainspec launch {' '.join((name, *rest))}"
         return Problem(code="usage", message="a command comes first", hint=hint)
-    near = closest(name, COMMANDS)
-    hint = f"did you mean trainspec {near}?" if near else f"commands: {', '.join(COMMANDS)}"
+    from trainspec_cli.composer.folders import find_folders  # the help does without
+
+    folders = find_folders(Path.cwd())
+    group = next((group for group in folders.groups if name in (group, f"{group}s")), None)
+    if name in folders.recipe_names():
+        hint = f"did you mean trainspec launch recipe={name}?"
+    elif group:
+        hint = f"did you mean trainspec list {group}?"
+    else:
+        near = closest(name, COMMANDS)
+        hint = f"did you mean trainspec {near}?" if near else f"commands: {', '.join(COMMANDS)}"
     kind = "option" if name.startswith("-") else "command"
     return Problem(code="usage", message=f"there is no {kind} `{name}`", hint=hint)
 

@@ -91,9 +91,8 @@ def _from_override(number: int, text: str, override: Override) -> Argument | Pro
     if override.is_sweep_override():
         message = f"`{key}` is given several values; a run takes one"
         one = shlex.quote(assign(key, text.partition("=")[2]))
-        return problem_at(
-            number, "bad_override", message, f"start one run per value; if it is one text, type {one}", key
-        )
+        hint = f"for a run of each, type --sweep {shlex.quote(text)}; if it is one text, type {one}"
+        return problem_at(number, "bad_override", message, hint, key)
     value = cast("JsonValue", override.value())
     if override.is_delete() and value is not None:
         return problem_at(number, "bad_override", f"`~{key}` takes no value", f"type ~{key}, or {key}=...", key)

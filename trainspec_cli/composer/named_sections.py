@@ -28,7 +28,10 @@ def choose_sections(
     problems: list[Problem] = []
     for argument in arguments:
         own = is_own_file(argument)
-        if not own and (argument.key not in NAMED_SECTIONS or argument.deletes or not isinstance(argument.value, str)):
+        is_name = (
+            isinstance(argument.value, (str, int)) and not argument.deletes
+        )  # 4090 is a number, and meant as a name
+        if not own and (argument.key not in NAMED_SECTIONS or not is_name):
             others.append(argument)
             continue
         group = NAMED_SECTIONS.get(argument.key, argument.key)

@@ -6,12 +6,13 @@ the previous one, a wrong line of a defaults list is skipped, and composition go
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainspec_cli.composer.arguments import Argument, assign, problem_at
-from trainspec_cli.composer.folders import OWN_FILES, ROOT, SUFFIX, Folders
+from trainspec_cli.composer.folders import NAMED_SECTIONS, OWN_FILES, ROOT, SUFFIX, Folders
 from trainspec_cli.composer.origins import COMMAND_LINE, RECIPE, Origin
 from trainspec_cli.composer.yaml_file import YamlEntry, YamlFile, read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
@@ -19,6 +20,8 @@ from trainspec_cli.reading.files import exists, expand
 from trainspec_cli.reading.spec_version import KEY, find_fault
 
 SELF = "_self_"
+COUNTED = re.compile(r"(?:(\d+)[x*_]+)?(.+?)(?:[x*_]+(\d+))?", re.IGNORECASE)
+"""A number of chips before or behind the name of one."""
 
 
 @dataclass
@@ -51,6 +54,10 @@ def select(arguments: Sequence[Argument], folders: Folders, cwd: Path) -> Select
     groups = folders.groups
     for argument in arguments:
         if is_choice(argument, groups):
+            if argument.key not in selection.options:
+                selection.failed.add(argument.key)
+                selection.problems.append(_no_default(argument))
+                continue
             origin = Origin(COMMAND_LINE, argument.number)
             selection.options.setdefault(argument.key, []).append((_option_text(argument), origin))
             selection.forced[argument.key] = _option_text(argument)
@@ -63,6 +70,16 @@ def is_choice(argument: Argument, groups: Sequence[str]) -> bool:
     """Return True for `model=llama_6m`, which chooses a file; `model={num_layers: 2}` and `~model` change values."""
     is_value = argument.deletes or isinstance(argument.value, dict) or is_own_file(argument)
     return argument.key in groups and not is_value
+
+
+def _no_default(argument: Argument) -> Problem:
+    """Return a problem for a group that no recipe takes an option of: `accelerator=rtx_4090`."""
+    section = next((path for path, group in NAMED_SECTIONS.items() if group == argument.key), "")
+    message = f"`{argument.key}` is no key of a recipe; it is a group of options"
+    hint = f"type {section}={_option_text(argument)}" if section else "name it in the recipe's defaults"
+    if section:
+        message += f", and one of them stands for `{section}`"
+    return problem_at(argument.number, "unknown_group", message, hint, argument.key)
 
 
 def is_own_file(argument: Argument) -> bool:
@@ -196,6 +213,11 @@ def _check_entry(selection: Selection, entry: YamlEntry) -> Problem | None:
     *keywords, group = entry.key.split()
     groups = selection.folders.groups
     name = group.removeprefix("/")
+    section = next((path for path, other in NAMED_SECTIONS.items() if other == name), "")
+    if section:
+        message = f"`{name}` is a group whose options stand for `{section}`; a recipe's defaults take none of it"
+        hint = f"leave the line out, and type {section}={entry.value} on the command line"
+        return _entry_problem(entry, "unknown_group", message, hint)
     if name not in groups:
         near = closest(name, groups)
         hint = f"did you mean `override /{near}`? " if near else ""
@@ -255,6 +277,16 @@ def _unknown_option(folders: Folders, group: str, option: str, origin: Origin) -
     near = closest(option, options)
     write = f"{group}={near}" if origin.file == COMMAND_LINE else f"`{near}`"
     hint = f"did you mean {write}? " if near else ""
+    section = next((path for path in NAMED_SECTIONS if path.startswith(f"{group}.")), "")
+    if section and origin.file == COMMAND_LINE and (counted := COUNTED.fullmatch(option)):
+        # 4x4090, h100x8: so many of a chip
+        count = counted[1] or counted[3]
+        name = counted[2]
+        chip = closest(name, folders.options(NAMED_SECTIONS[section]))
+        near = name if name in options else closest(name, options)
+        if near or chip:
+            number = f" cluster.devices_per_node={count}" if count else ""
+            hint = f"did you mean {f'{group}={near}' if near else f'{section}={chip}'}{number}? "
     if _has_yml([conf / group for conf in folders.conf], option):
         hint = f"its file must end in {SUFFIX}, not .yml: rename it. "
     message = f"`{group}` has no option `{option}`" if option else f"`{group}` is given no option"

@@ -27,8 +27,9 @@ from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import MachineProbe
 from trainspec_cli.spec.results.tools import KernelRequest, ProbeRequest, TraceRequest, TraceResult
 
-DISTURBED_HOLDS_S = 900.0
-"""A probe that other programs disturbed shows what a run gets beside them; they may be gone later."""
+DISTURBED_HOLDS_S = 86_400.0
+"""A probe that other programs disturbed shows what a run gets while they run; they may be gone a day later. With 15
+minutes, a machine that is always in use was probed before most of its launches."""
 LIBRARIES = ("triton", "liger-kernel", "fla-core", "torchao")
 Figures = TypeVar("Figures")
 

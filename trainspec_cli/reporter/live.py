@@ -17,6 +17,7 @@ from trainspec_cli.reporter.progress import Progress
 from trainspec_cli.reporter.text import describe_event, describe_progress
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.training import EvalEvent
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.results.plan import Plan
@@ -24,6 +25,8 @@ from trainspec_cli.spec.results.plan import Plan
 REFRESH_PER_S = 4
 """Drawing takes time from the workers on a small machine."""
 LINE_S = 10.0
+XZ = "xz: what `xz -9e` compresses the same held-out text to; a model that has learned its language needs fewer bits"
+"""Explains the figure beside the first evaluation of a text."""
 
 
 @contextmanager
@@ -86,6 +89,7 @@ class LiveView:
         self._tail = EventTail(run.events(0), last_bytes)
         self._progress = Progress(expected.max_steps)
         self._next_advice_step = 0
+        self._explains_xz = True
         self._has_plan = plan is not None
         self._before_first_step = "compiling" if expected.compiles else "first step"
         self._screens: list[Screen] = [
@@ -106,6 +110,9 @@ class LiveView:
             self._progress.take(event)
             if self._is_due(event) and (text := describe_event(event)):
                 self.say(text)
+            if self._explains_xz and isinstance(event, EvalEvent) and isinstance(event.xz_bits_per_byte, float):
+                self.say(XZ)
+                self._explains_xz = False
             self._show(stop_requested)
         self._show(stop_requested)
 

@@ -19,6 +19,7 @@ from trainspec_cli.spec.field_types import AUTO, Range, largest_of, ranges_of
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, PoolSpec
 from trainspec_cli.spec.recipe.kernels import KERNELS, KernelSpec
 from trainspec_cli.spec.recipe.model import AUTO_FAMILY
+from trainspec_cli.spec.recipe.optim import ScheduleSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.structure import MAX_ITEMS, hints_of, is_required, key_of, known_paths, members_of, sections_of
 
@@ -42,8 +43,12 @@ SHORT_POOL: JsonObject = {"type": "string", "pattern": r"^[^*\s]+\s*\*\s*\d+(\s*
 SHORT_FORMS: dict[tuple[type, str], tuple[JsonObject, ...]] = {
     (PoolSpec, "accelerator"): (NAME,),
     (ClusterSpec, "pools"): ({"type": "array", "items": SHORT_POOL},),
+    (ScheduleSpec, "warmup_steps"): (
+        {"type": "string", "pattern": r"^\s*\d+(\.\d*)?\s*%\s*$"},
+        {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+    ),
 }
-"""What may stand in the place of a section: `write_out_pools` puts the section there."""
+"""What may stand in the place of a value: `write_out_pools` and `complete_warmup` put the value there."""
 TYPE_NAMES = {str: "string", bool: "boolean", type(None): "null"}
 
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
-from trainspec_cli.errors import Problem, closest
+from trainspec_cli.errors import Problem
+from trainspec_cli.intentions import closest, closest_path, hint_for
 from trainspec_cli.spec.field_types import LARGEST, largest_of
-from trainspec_cli.spec.foreign_names import hint_for
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.unknown import UNKNOWN
 
@@ -27,7 +27,16 @@ MAX_GUESSES = 3
 MAX_ITEMS = 1_000
 """The most items in a list."""
 MAX_TEXT_CHARS = 100_000
+LISTED_CHARS = 250
+"""The longest list of a section's keys in a message; longer ones are in `trainspec explain`."""
 SHOWN_CHARS = 80
+
+OPTION_SECTIONS = frozenset({
+    *("model", "data", "optim", "batching", "cluster", "framework", "layout", "precision", "comm", "kernels"),
+    *("checkpoint", "resilience", "scheduler"),
+    *("cluster.fabric", "cluster.reliability", "cluster.site", "cluster.power", "cluster.cost", "cluster.slurm"),
+})  # fmt: skip
+"""Sections of a recipe that an option of a folder of conf/ fills."""
 
 T = TypeVar("T")
 
@@ -46,7 +55,7 @@ def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, 
     """Return a draft of dataclass `cls`, with `UNKNOWN` in place of wrong values, and the problems."""
     hints = hints_of(cls)  # type: ignore[arg-type]
     fields = {key_of(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    problems = [_unknown_key(cls, str(key), path) for key in data if key not in fields]
+    problems = [_unknown_key(cls, str(key), path, data[key]) for key in data if key not in fields]
     values: dict[str, object] = {}
     for key, field in fields.items():
         name = field.name
@@ -199,28 +208,46 @@ def _missing(wanted: Any, path: str) -> list[Problem]:
     return [Problem(code="missing_value", path=path, message=message, hint=f"type {path}=<{allowed}>")]
 
 
-def _unknown_key(cls: type, key: str, path: str) -> Problem:
-    name = f"{path}{key}"
-    hint = hint_for(key) or _did_you_mean(key, path, [key_of(field) for field in dataclasses.fields(cls)])
-    return Problem(code="unknown_key", path=name, message=f"unknown key `{name}`", hint=hint)
+def _unknown_key(cls: type, key: str, path: str, value: object) -> Problem:
+    """Return a problem for a key that its section does not have. Of a section with one key in it, as `optm.lr=1` on the
+    command line gives, the hint names the whole key."""
+    tail = _only_path(value)
+    siblings = [key_of(field) for field in dataclasses.fields(cls)]
+    near = closest(key, siblings)
+    paths = list(dict.fromkeys(known_paths(RunSpec))) if tail or not near else []
+    if tail and f"{path}{near}.{tail}" in paths:
+        meant = [f"{path}{near}.{tail}"]
+    elif tail and (hint := hint_for(tail.rpartition(".")[2]) or hint_for(key)):
+        meant = []
+    elif tail and (corrected := closest_path(f"{path}{key}.{tail}", paths)):
+        meant = [corrected]
+    elif hint := hint_for(key):
+        meant = []
+    else:
+        meant = [f"{path}{near}"] if near else _guess(tail.rpartition(".")[2] or key, paths)
+        place = f"`{path[:-1]}`" if path else "a recipe"
+        hint = f"{place} has: {', '.join(siblings)}"
+    if meant:
+        hint = f"did you mean {_join_or([f'`{guess}`' for guess in meant])}?"
+    return Problem(code="unknown_key", path=f"{path}{key}", message=f"unknown key `{path}{key}`", hint=hint)
 
 
-def _did_you_mean(key: str, path: str, siblings: list[str]) -> str:
-    meant = [f"`{guess}`" for guess in _guess(key, path, siblings)]
-    place = f"`{path[:-1]}`" if path else "a recipe"
-    return f"did you mean {_join_or(meant)}?" if meant else f"{place} has: {', '.join(siblings)}"
+def _only_path(value: object) -> str:
+    """Return the dotted path of the one value in nested sections; "" for a plain value, and where there are several."""
+    names: list[str] = []
+    while isinstance(value, Mapping) and len(value) == 1:
+        ((name, value),) = value.items()
+        names.append(str(name))
+    return "" if isinstance(value, Mapping) else ".".join(names)
 
 
-def _guess(key: str, path: str, siblings: list[str]) -> list[str]:
-    """Guess the intended key: a similar sibling, else keys elsewhere that equal, contain or resemble it.
+def _guess(key: str, paths: list[str]) -> list[str]:
+    """Guess the intended key of a wrong section: keys that equal, contain or resemble it.
 
     Of names that contain it, one that contains another such name is left out.
     """
-    near = closest(key, siblings)
-    if near:
-        return [f"{path}{near}"]
     names: dict[str, list[str]] = {}
-    for known in dict.fromkeys(known_paths(RunSpec)):
+    for known in paths:
         names.setdefault(known.rpartition(".")[2], []).append(known)
     within = [name for name in names if len(key) > 3 and key in name]
     holding = [
@@ -237,6 +264,12 @@ def known_paths(cls: type, prefix: str = "") -> Iterator[str]:
         yield f"{prefix}{key_of(field)}"
         for section in sections_of(hints[field.name]):
             yield from known_paths(section, f"{prefix}{key_of(field)}.")
+
+
+def only_key_named(name: str) -> str:
+    """Return the one dotted path whose last word is `name`; "" where none is, or several are."""
+    found = {path for path in known_paths(RunSpec) if path.rpartition(".")[2] == name}
+    return found.pop() if len(found) == 1 else ""
 
 
 def known_choices(cls: type, path: str) -> list[str]:
@@ -256,16 +289,24 @@ def known_choices(cls: type, path: str) -> list[str]:
 
 
 def _wrong_value(wanted: Any, value: Any, path: str) -> Problem:
-    message = f"`{path}` is {show_value(value)}; {describe(wanted)} is needed"
+    allowed = describe(wanted)
+    if sections_of(wanted) and len(allowed) > LISTED_CHARS:
+        allowed = f"a section of keys{' or null' * (type(None) in members_of(wanted))}"
+    message = f"`{path}` is {show_value(value)}; {allowed} is needed"
     code = "wrong_choice" if _only_choices(wanted) else "wrong_type"
     return Problem(code=code, path=path, message=message, hint=_hint(wanted, value, path))
 
 
 def _hint(wanted: Any, value: Any, path: str) -> str:
-    if dataclasses.is_dataclass(wanted):
-        colon = isinstance(value, str) and ":" in value
-        example = f"{path}.{key_of(dataclasses.fields(wanted)[0])}"
-        return "put a space after the colon" if colon else f"its keys are set one by one, such as {example}"
+    if sections := sections_of(wanted):
+        if isinstance(value, str) and ":" in value:
+            return "put a space after the colon"
+        if isinstance(value, str) and path in OPTION_SECTIONS:  # `model: llama_tiny` in a recipe
+            option = f"- override /{path.rpartition('.')[2]}: {value}"
+            return f"to take an option of that name, write `{option}` in the recipe's defaults"
+        if isinstance(value, str) and path == "cluster.accelerator":
+            return f"type cluster.accelerator={value} on the command line, or write a file in conf/cluster"
+        return f"its keys are set one by one, such as {path}.{key_of(dataclasses.fields(sections[0])[0])}"
     if typing.get_origin(wanted) is tuple and choices_of(wanted):
         return f"type {path}=[{', '.join(map(str, choices_of(wanted)))}], or some of them"
     if isinstance(value, str) and choices_of(wanted):

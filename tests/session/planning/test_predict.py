@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +24,9 @@ from trainspec_cli.rundir.event_types.decisions import MemoryEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.planning.predict import (
+    PROBING,
     Predictor,
     _check_changes,
     _largest_micro_batch,
@@ -106,7 +109,7 @@ def test_a_launch_probes_this_machine_and_refuses_what_does_not_fit(
     monkeypatch.setattr("trainspec_cli.session.planning.predict.probe_machine", probe)
     assert run(["launch", "recipe=tiny", "data.max_bytes=200000", f"run.dir={tmp_path / 'run'}"]) == 3
     out, err = capsys.readouterr()
-    assert "probing this machine, once\n" in out
+    assert PROBING in out
     assert "the plan does not fit: 2 x 909.49 TiB are needed" in err
     assert not (tmp_path / "run").exists()
 
@@ -294,6 +297,8 @@ def test_what_was_learned_holds_whatever_is_predicted(monkeypatch: pytest.Monkey
 
 
 class Shown:
+    is_terminal = False
+
     def __init__(self) -> None:
         self.notes: list[str] = []
 
@@ -312,7 +317,7 @@ def test_a_probe_that_fails_leaves_the_launch_without_a_prediction(
     monkeypatch.setattr("trainspec_cli.session.planning.predict.probe_machine", fail)
     assert _probe(plan(SPEC, MACHINE), MACHINE, shown) is None
     assert shown.notes == [
-        "probing this machine, once", "the probe ended with 1\n\nso this run starts without a prediction",
+        PROBING, "the probe ended with 1\n\nso this run starts without a prediction",
     ]  # fmt: skip
     monkeypatch.setattr("trainspec_cli.session.planning.predict.probe_machine", lambda *_: made_up_probe)
     assert _probe(plan(SPEC, MACHINE), MACHINE, shown) is made_up_probe
@@ -329,3 +334,20 @@ def test_each_process_may_take_its_part_of_this_machines_memory(
     assert found is not None and found.limit_bytes == MACHINE.memory_bytes / 2
     assert found.limit_text == "this machine has 16.00 GiB"
     assert _predictor(plan(SPEC, MACHINE), MACHINE, shown, may_probe=False) is None
+
+
+def test_a_terminal_shows_the_time_while_the_machine_is_probed(
+    monkeypatch: pytest.MonkeyPatch, made_up_probe: MachineProbe
+) -> None:
+    def probe(plan: Plan, machine: Machine, on_start: Callable[[], None]) -> MachineProbe:
+        on_start()
+        return made_up_probe
+
+    monkeypatch.setattr("trainspec_cli.session.planning.predict.probe_machine", probe)
+    drawn = {}
+    for is_terminal in (False, True):
+        console = PrintableConsole(file=io.StringIO(), force_terminal=is_terminal, width=200)
+        _probe(plan(SPEC, MACHINE), MACHINE, console)
+        drawn[is_terminal] = console.file.getvalue()  # type: ignore[attr-defined]
+    assert PROBING in drawn[True] and "0:00:00" in drawn[True]
+    assert PROBING in drawn[False] and "0:00:00" not in drawn[False]

@@ -44,6 +44,39 @@ def test_tokens_are_rounded_up_to_whole_steps() -> None:
     assert steps_of(load_for_planning(["recipe=llama3_70b", "train.tokens=1e12"]).spec) == 119_210
 
 
+@pytest.mark.parametrize(
+    ("length", "share", "steps"),
+    [
+        ("train.max_steps=1000", "3%", 30),
+        ("train.max_steps=1000", "0.03", 30),
+        ("train.max_steps=1001", "2.5 %", 26),
+        ("train.tokens=51200", "10%", 10),
+        ("train.max_steps=1000", "30", 30),
+        ("train.max_steps=1000", "0%", 0),
+    ],
+)
+def test_a_warm_up_may_be_a_share_of_the_run(length: str, share: str, steps: int) -> None:
+    spec = load(["recipe=tiny", length, f"optim.schedule.warmup_steps={share}"]).spec
+    assert spec.optim.schedule.warmup_steps == steps
+
+
+def test_a_share_of_a_run_of_no_length_is_not_reported_besides() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(["recipe=tiny", "train.max_steps=many", "optim.schedule.warmup_steps=3%"])
+    assert [problem.path for problem in caught.value.problems] == ["train.max_steps"]
+    with pytest.raises(RecipeError) as caught:
+        load(["recipe=tiny", "optim.schedule.warmup_steps=1.5"])
+    assert [(problem.code, problem.path) for problem in caught.value.problems] == [
+        ("wrong_type", "optim.schedule.warmup_steps")
+    ]
+
+
+def test_a_warm_up_may_be_a_share_of_epochs(text: str) -> None:
+    spec = load(["recipe=tiny", "data=jsonl", f"data.path={text}", "train.epochs=20", "data.seq_len=16",
+                 "data.tokenizer.vocab_size=300", "optim.schedule.warmup_steps=50%"]).spec  # fmt: skip
+    assert spec.optim.schedule.warmup_steps == -(-spec.train.max_steps // 2) > 0
+
+
 def test_samples_of_images_are_counted_as_tokens_are() -> None:
     assert steps_of(load(["recipe=tiny_resnet", "train.tokens=1000", "batching.global_batch_size=100"]).spec) == 10
 

@@ -215,6 +215,31 @@ def test_gpus_that_lack_are_the_machines_fault(make_spec) -> None:
     assert check_machine(make_spec({"cluster.device": "cpu"}), host()) == []
 
 
+@pytest.mark.parametrize(
+    ("device", "vendor", "gpus", "lacking"),
+    [
+        ("auto", "nvidia", (), ["no_gpu"]),
+        ("auto", "nvidia", ("RTX 4090",), ["too_few_gpus"]),
+        ("auto", "nvidia", ("RTX 4090",) * 2, []),
+        ("auto", "cpu", (), []),
+        ("auto", None, (), []),
+        ("auto", None, ("RTX 4090",), ["too_few_gpus"]),
+        ("cpu", "nvidia", (), []),
+    ],
+)
+def test_an_accelerator_that_is_named_is_asked_for(make_spec, device, vendor, gpus, lacking) -> None:
+    chip = (
+        {"name": "RTX 4090", "vendor": vendor, "bf16_tflops": 165.0, "memory_gb": 24.0, "memory_tb_per_s": 1.0}
+        if vendor
+        else None
+    )
+    problems = check_machine(make_spec({"cluster.device": device, "cluster.accelerator": chip}), host(*gpus))
+    assert [problem.code for problem in problems] == lacking
+    assert all(problem.environment for problem in problems)
+    if lacking == ["no_gpu"]:
+        assert problems[0].path == "cluster.accelerator" and "cluster.device=cpu" in problems[0].hint
+
+
 def test_a_package_that_lacks(make_spec, monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (problem,) = check_machine(make_spec({"tracking.tensorboard": True}), host())

@@ -119,12 +119,12 @@ def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     """Return the run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
     from trainspec_cli.composer.compose import amend  # loads hydra, which the help of a command does without
     from trainspec_cli.session.recipe.own_code import absolute_code  # as above
-    from trainspec_cli.session.recipe.run_length import complete_changed_steps  # as above
+    from trainspec_cli.session.recipe.run_length import complete_changed_steps, complete_warmup  # as above
 
     values = to_plain(old.spec)
     complete = partial(complete_changed_steps, own=values, folder=read_data_dir(run))
     recipe = read_run_record(run).recipe
-    composed = amend(recipe, values, changes, (*absolute_code(), complete))
+    composed = amend(recipe, values, changes, (*absolute_code(), complete, complete_warmup))
     draft, mistyped = build(RunSpec, composed.data)
     mistyped = [problem for problem in mistyped if not follows(problem, composed)]
     broken = [*check(close_axes(draft)), *check_engine(draft)]

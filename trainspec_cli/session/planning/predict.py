@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from trainspec_cli.errors import MachineError, PlanError, Problem
 from trainspec_cli.launcher.measuring import DISTURBED_HOLDS_S, known_probe, probe_machine
@@ -36,6 +39,11 @@ from trainspec_cli.spec.results.probe import MachineProbe
 from trainspec_cli.spec.rules.check import check
 from trainspec_cli.spec.rules.engine import check_engine
 from trainspec_cli.units import format_bytes
+
+PROBING = (
+    "probing this machine, once for this version: short measurements of its matrix products, memory and exchanges, "
+    "from which the run's time and memory are predicted"
+)
 
 
 @dataclass(frozen=True)
@@ -238,15 +246,25 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_p
 
 
 def _probe(plan: Plan, machine: Machine, console: PrintableConsole) -> MachineProbe | None:
-    """Probe the machine; None where that failed: the launch goes on without a prediction, and reports it."""
+    """Probe the machine; None where that failed: the launch goes on without a prediction, and reports it. A terminal
+    shows the elapsed time meanwhile, since nothing else moves on it."""
     try:
-        probe = probe_machine(plan, machine, lambda: console.report("probing this machine, once"))
+        with ExitStack() as shown:
+
+            def begin() -> None:
+                console.report(PROBING)
+                if console.is_terminal:
+                    columns = (TextColumn("probing", markup=False), BarColumn(), TimeElapsedColumn())
+                    bar = shown.enter_context(Progress(*columns, console=console, transient=True))
+                    bar.add_task("", total=None)
+
+            probe = probe_machine(plan, machine, begin)
     except MachineError as error:
         console.report(f"{error}\n\nso this run starts without a prediction")
         return None
     if probe.is_disturbed:
         taken = f"other programs kept the probe from running for {probe.displaced:.0%} of its time"
-        later = f"a launch {DISTURBED_HOLDS_S / 60:.0f} minutes after it probes again"
+        later = f"a launch {DISTURBED_HOLDS_S / 3600:.0f} hours after it probes again"
         console.report(f"{taken}: the prediction is for such a load, and {later}")
     return probe
 

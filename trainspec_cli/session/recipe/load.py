@@ -75,10 +75,12 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
     )
     from trainspec_cli.session.recipe.initial import check_weights, complete  # as above
     from trainspec_cli.session.recipe.own_code import absolute_code  # as above
-    from trainspec_cli.session.recipe.run_length import complete_steps  # as above
+    from trainspec_cli.session.recipe.run_length import complete_steps, complete_warmup  # as above
 
     aside = () if to_run else OF_PLANNING
-    composed = compose_arguments(arguments, cwd, (*absolute_code(cwd), complete, complete_steps), aside)
+    composed = compose_arguments(
+        arguments, cwd, (*absolute_code(cwd), complete, complete_steps, complete_warmup), aside
+    )
     draft, mistyped = build(RunSpec, composed.data)
     draft = _without_failed(draft, composed)
     checked = [*check(close_axes(draft)), *check_engine(draft)] if to_run else check(draft)

@@ -1,8 +1,9 @@
-"""The steps of a run that is asked for by tokens or by epochs."""
+"""The steps of a run that is asked for by tokens or by epochs, and of a warm-up that is a share of the run."""
 
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 
 from trainspec_cli.composer.alternatives import NAMES, SECTION, given, section_of
@@ -14,6 +15,8 @@ from trainspec_cli.spec.rules.values import forget_out_of_range
 from trainspec_cli.spec.structure import build
 from trainspec_cli.spec.unknown import UnknownTouched
 
+WARMUP = "optim.schedule.warmup_steps"
+_PERCENT = re.compile(r"(\d+(?:\.\d*)?)\s*%")
 STEPS, TOKENS, EPOCHS = (f"{SECTION}.{name}" for name in NAMES)
 
 
@@ -47,6 +50,25 @@ def complete_changed_steps(
     """As `complete_steps`, for a run that goes on: its own steps stay where its length is not changed."""
     changed, before = ({name: section_of(values).get(name) for name in NAMES} for values in (data, own))
     return Completion({}, "") if changed == before else complete_steps(data, unchosen, folder)
+
+
+def complete_warmup(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
+    """`optim.schedule.warmup_steps` where it is a share of the run, `3%` or `0.03`: that many steps, rounded up."""
+    optim = data.get("optim")
+    schedule = optim.get("schedule") if isinstance(optim, dict) else None
+    asked = schedule.get("warmup_steps") if isinstance(schedule, dict) else None
+    percent = _PERCENT.fullmatch(asked.strip()) if isinstance(asked, str) else None
+    if percent is not None:
+        share = Fraction(percent[1]) / 100
+    elif isinstance(asked, float) and 0 < asked < 1:
+        share = Fraction(str(asked))
+    else:
+        return Completion({}, "")
+    total = section_of(data).get("max_steps")
+    is_known = isinstance(total, (int, float)) and not isinstance(total, bool) and math.isfinite(total)
+    # Where the length is wrong, which is reported by itself, nothing is reported of the warm-up.
+    steps = math.ceil(share * int(total)) if is_known else 0  # type: ignore[arg-type]
+    return Completion({"optim": {"schedule": {"warmup_steps": steps}}}, WARMUP)
 
 
 def count_steps(spec: RunSpec, folder: str | None) -> int:

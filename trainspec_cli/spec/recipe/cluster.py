@@ -282,7 +282,8 @@ class ClusterSpec:
     devices_per_node: AutoInt = AUTO
     """Processes per node, one per device; auto: every GPU, or two processes on a machine without GPUs."""
     device: Literal["cpu", "cuda"] | Auto = AUTO
-    """auto: cuda if there is a GPU, else cpu."""
+    """auto: cuda if there is a GPU, else cpu; a machine without GPUs is refused if `accelerator` names one, and cpu
+    trains on its CPUs."""
     name: str = ""
     """The cluster's name, as plans and reports show it."""
     accelerator: AcceleratorSpec | None = None

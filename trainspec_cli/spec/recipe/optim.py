@@ -27,7 +27,7 @@ class ScheduleSpec:
     """constant; cosine: down to `final_lr_ratio` by a half cosine; wsd: constant, then falling over the last
     `decay_fraction`."""
     warmup_steps: NonNegativeInt = 0
-    """Steps over which the rate rises from 0 to its peak."""
+    """Steps over which the rate rises from 0 to its peak; a share of the run, `3%` or 0.03, is turned into steps."""
     decay_fraction: Fraction = 0.2
     """wsd: the last fraction of the run, over which the rate falls."""
     final_lr_ratio: Fraction = 0.1

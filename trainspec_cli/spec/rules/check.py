@@ -260,16 +260,23 @@ def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
 
 
 def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
-    """GPUs that cannot be used, or are too few, are a lack wherever the recipe leaves the device to the machine too."""
-    found, wanted = len(machine.gpu_names), spec.cluster.devices_per_node
-    if spec.cluster.device == "cpu":
+    """GPUs that a recipe asks for, by `cluster.device` or by naming the accelerator, are there and can be used.
+
+    Without this rule, a run on a node whose driver is broken would train on its CPUs for days unnoticed.
+    """
+    cluster, found, wanted = spec.cluster, len(machine.gpu_names), spec.cluster.devices_per_node
+    if cluster.device == "cpu":
         return
+    named = cluster.accelerator is not None and cluster.accelerator.vendor != "cpu"
     if machine.gpu_problem:
         yield machine.gpu_problem
-    elif not found and spec.cluster.device == "cuda":
-        message = f"`cluster.device` is cuda, and {machine.hostname} shows no GPU"
-        hint = "type cluster.device=cpu, or run where there is one (nvidia-smi lists them)"
-        yield _lacking("no_gpu", "cluster.device", message, hint)
+    elif not found and (cluster.device == "cuda" or named):
+        asked_by, value = "cluster.device", "cuda"
+        if cluster.device != "cuda" and cluster.accelerator is not None:
+            asked_by, value = "cluster.accelerator", cluster.accelerator.name
+        message = f"`{asked_by}` is {value}, and {machine.hostname} shows no GPU"
+        hint = "type cluster.device=cpu to train on its CPUs, or run where there is one (nvidia-smi lists them)"
+        yield _lacking("no_gpu", asked_by, message, hint)
     elif found and wanted != AUTO and wanted > found:
         message = f"`cluster.devices_per_node` is {wanted}, and {machine.hostname} has {found} GPUs"
         hint = f"type cluster.devices_per_node={found}, or auto"
