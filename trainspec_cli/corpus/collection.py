@@ -100,7 +100,7 @@ class Collection:
         for part, stream in zip(self.parts.values(), streams, strict=True):
             if not len(stream.source):  # a position has no sample to be mapped to
                 message = f"{part.folder.path} has no training sample of data.seq_len={data.seq_len:,}"
-                raise RecipeError(Problem("too_little_data", message, "data.seq_len", "raise data.seq_len"))
+                raise RecipeError(Problem("too_little_data", message, "data.seq_len", "choose another data.seq_len"))
         return streams[0] if len(streams) == 1 else Mixed(streams, [part.weight for part in self.parts.values()], seed)
 
     def evaluation_texts(self, data: DataSpec) -> dict[str, EvaluationText]:
