@@ -29,7 +29,7 @@ SAMPLES = {"mri_unet3d": [], "resnet50": ["model.num_classes=8"]}
 """Recipes of images that nobody has here, and what phantoms need to stand in."""
 NEEDS_MORE = ("finetune_chat", "plan_defaults")
 """Recipes that are not whole without a model or data of the user's."""
-COMMANDS = (("plan", "--json"), ("validate", "--json"), ("launch", "--dry-run", "--json"))
+COMMANDS = (("plan", "--json"), ("validate", "--here", "--json"), ("launch", "--dry-run", "--json"))
 
 ALIKE = (
     *("1xh100_sxm", "2xh100_sxm", "4xh100_sxm", "6xh100_sxm", "8xh100_sxm", "8xh100_pcie", "8xh200", "8xb200"),
