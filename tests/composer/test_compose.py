@@ -377,7 +377,7 @@ def test_a_recipe_cannot_override_an_accelerator_by_its_defaults(tmp_path: Path,
         ("16xl4", "cluster.accelerator=l4 cluster.devices_per_node=16"),
         ("h100x8", "cluster=h100 cluster.devices_per_node=8"),
         ("8xh100", "cluster=h100 cluster.devices_per_node=8"),
-        ("a5000", "cluster.accelerator=rtx_a5000"),
+        ("l4", "cluster.accelerator=l4"),
     ],
 )
 def test_a_number_of_chips_is_no_cluster_by_name(cluster: str, meant: str, tmp_path: Path) -> None:
