@@ -93,7 +93,21 @@ def test_one_budget_of_restarts_ends_what_fails_again_and_again(trainspec, tmp_p
     assert ran.returncode == 5
     assert len(list((tmp_path / "run" / "generations").iterdir())) == 3
     result = read_result("run")
-    assert (result["steps"], len(result["recoveries"])) == (30, 2)
+    assert (result["steps"], len(result["recoveries"])) == (10, 2)
+    assert [recovery["lost_steps"] for recovery in result["recoveries"]] == [10, 10]
+
+
+@pytest.mark.slow
+def test_a_bug_of_the_script_is_started_twice_at_most_and_its_steps_count_once(trainspec, tmp_path, read_result):
+    (tmp_path / "train.py").write_text(STAND_IN_LOOP + "raise ValueError(f'no such key at {time.time()}')\n")
+    ran = trainspec("run", "--dir", "run", "--", sys.executable, "train.py", "31")
+    said = " ".join((ran.stdout + ran.stderr).split())
+    assert ran.returncode == 5, said
+    assert len(list((tmp_path / "run" / "generations").iterdir())) == 2
+    result = read_result("run")
+    assert (result["steps"], result["exit_code"]) == (31, 1)
+    assert "train.py ended with exit code 1: ValueError: no such key" in said and "(train.py:10)" in said
+    assert ran.stdout.count("Traceback (most recent call last)") == 2, "each start's own, as it printed it"
 
 
 @pytest.mark.slow

@@ -256,10 +256,16 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
 
 
 def _run_own_again(state: RunState, event: GroupEnded) -> Decision:
-    """Start a command of the user's own again, where its budget has a start left."""
+    """Start a command of the user's own again, where its budget has a start left. The same exception at the same place,
+    twice without a further step in between, is a bug of the program: it would come again."""
     left = state.own_restarts or 0
+    group = state.groups[0]
+    if event.cause == group.cause != "" and event.reached_step <= group.reached_step and not event.has_worked:
+        why = "the start before failed at the same place, and no step further, so that it is not started again"
+        return state, (Inform(f"{event.headline}; {why}"),)
     if not left:
         return state, ()
+    state = _change(state, 0, cause=event.cause, reached_step=event.reached_step)
     state, _ = _wait(state._replace(own_restarts=left - 1), 0)
     state = _change(state, 0, needs_generation=True)
     after = "no other start is left to it" if left == 1 else f"{left - 1} more are left to it"
