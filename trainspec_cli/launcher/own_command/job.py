@@ -175,13 +175,13 @@ def progress_folder(job: Job) -> Path:
     return Path(job.environment[PROGRESS].partition(":")[2])
 
 
-def start_environment(job: Job, generation: int, node: str = "") -> dict[str, str]:
+def start_environment(job: Job, generation: int, node: str = "", *, on_terminal: bool = False) -> dict[str, str]:
     """Return what one start adds: where its processes count their steps, and where torchrun logs them. `node`: the name
-    of its folders, where the job has several."""
-    return {
-        PROGRESS: f"{job.launch_id}:{job.run.progress(generation) / node}",
-        **_unless_set({"PET_LOG_DIR": str(job.logs / "ranks"), "PET_TEE": "3"}),
-    }
+    of its folders, where the job has several. `on_terminal`: its processes print to the terminal themselves, since
+    torchrun would make lines of what a progress bar writes over."""
+    progress = {PROGRESS: f"{job.launch_id}:{job.run.progress(generation) / node}"}
+    logged = {"PET_LOG_DIR": str(job.logs / "ranks"), "PET_TEE": "3"}
+    return progress if on_terminal else progress | _unless_set(logged)
 
 
 def _environment(command: Sequence[str], machine: Machine, grace_s: float, processes: int | None) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -41,8 +42,10 @@ from trainspec_cli.launcher.own_command.job import (
     why_uncounted,
 )
 from trainspec_cli.launcher.own_command.journal import newest_step, restarts_left
+from trainspec_cli.launcher.own_command.terminal import PassedOutput
 from trainspec_cli.launcher.signals import StopRequests
 from trainspec_cli.launcher.slurm.own_job import read_own_job
+from trainspec_cli.printable import without_colours
 from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_result, read_run_record
@@ -64,6 +67,7 @@ from trainspec_cli.spec.recipe.cluster import Machine
 THIS_NODE = NodeOptions()
 FOLDER = "--dir"
 """What names the run's folder."""
+_EMPTY_OF_RANK = re.compile(r"\[[a-z]+\d+\]:\s*")
 SHOWN_BYTES = 2**16
 """Of what a command prints at once, no more is shown here; its log holds all of it."""
 
@@ -136,7 +140,8 @@ def _run(started: Started, console: RunConsole, requests: StopRequests) -> int:
             write_own_launch(job, job.own.name, sys.argv[1:])
         if notes := _notes(job.own.command):
             console.report(*notes)
-        alone = partial(OwnCommandBackend, device_name=device_name(detect()))
+        passed = PassedOutput(console.file.fileno()) if console.is_terminal and not reach else None
+        alone = partial(OwnCommandBackend, device_name=device_name(detect()), passed=passed)
         backend: OpenBackend = partial(NodesBackend, reach=reach, worker=()) if reach else alone
         return run(
             *(job, None, backend, console),
@@ -144,6 +149,7 @@ def _run(started: Started, console: RunConsole, requests: StopRequests) -> int:
             requests=requests,
             notifies=started.notify,
             output=Output(job),
+            passed=passed,
         )
 
 
@@ -213,7 +219,8 @@ def _notes(command: Sequence[str]) -> list[str]:
 
 class Output:
     """Shows what the command prints as it comes, of several nodes on the first; lines that a progress bar writes over
-    are left out. `job`: of this launch, whose later starts have logs of their own."""
+    are left out, and so are colours, and the empty lines that torchrun makes of a bar's refreshes. `job`: of this
+    launch, whose later starts have logs of their own."""
 
     def __init__(self, job: Job):
         self._logs = job.logs
@@ -231,8 +238,12 @@ class Output:
             file.seek(self._offset)
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
+        if not whole:
+            return
         self._offset += len(whole)
         if len(whole) > SHOWN_BYTES:
             report(f"... ({len(whole) - SHOWN_BYTES:,} bytes more in {self._log})")
-        for line in whole[-SHOWN_BYTES:].decode(errors="replace").splitlines():
-            report(line)
+        for line in without_colours(whole[-SHOWN_BYTES:].decode(errors="replace")).removesuffix("\n").split("\n"):
+            shown = next((part for part in reversed(line.split("\r")) if part.strip()), "")
+            if not _EMPTY_OF_RANK.fullmatch(line):
+                report(shown)

@@ -15,6 +15,7 @@ from trainspec_cli.launcher.job.job import Job
 from trainspec_cli.launcher.memory_limits import LimitsWatch
 from trainspec_cli.launcher.notify import NOBODY, Notify, notify
 from trainspec_cli.launcher.outcome import RunOutcome, conclude
+from trainspec_cli.launcher.own_command.terminal import PassedOutput
 from trainspec_cli.launcher.signals import StopRequests, on_stop_signal
 from trainspec_cli.launcher.slow_nodes import Replan
 from trainspec_cli.launcher.supervise import Ending, supervise
@@ -52,20 +53,21 @@ def run(
     replan: Replan | None = None,
     notifies: Notify = NOBODY,
     output: Watch | None = None,
+    passed: PassedOutput | None = None,
 ) -> int:
     """Supervise the job until its run has ended, and report how it ended; return the exit code. `limits` remembers
     what it learns of the machine's memory, and `advisor` proposes other layouts; `replan` is as of `supervise`;
     `notifies` says who else is notified of the end. Without a plan it is a command of the user's own, whose `output` is
-    shown.
+    shown; where it is `passed` through to a terminal, its lines go to the run's log alone.
 
     Raises WorkerError where it failed, or was begun anew by another start while it ran; BrokenPipeError where it ended
     well and nobody reads that.
     """
     verdicts = VerdictLines(job.run, looks_deeper=plan is not None and plan.spec.observe.deeper_look)
-    watches = [verdicts, *(watch for watch in (limits, advisor, output) if watch is not None)]
+    watches = [verdicts, *(watch for watch in (limits, advisor) if watch is not None)]
     requests = requests or StopRequests()
     with on_stop_signal(requests.add):  # until the result is written and reported
-        ending = _supervise(job, plan, backend, console, watches, requests, replan)
+        ending = _supervise(job, plan, backend, console, watches, requests, replan, output, passed)
         job = ending.job
         if ending.left_behind:
             hanging = ", ".join(map(str, ending.left_behind))
@@ -95,17 +97,36 @@ def _supervise(
     watches: Sequence[Watch],
     requests: StopRequests,
     replan: Replan | None,
+    output: Watch | None,
+    passed: PassedOutput | None,
 ) -> Ending:
     """Show what the job does until it ends; return how its last start ended."""
+
+    def say(text: str) -> None:
+        if passed:
+            passed.look()
+            passed.begin_line()
+        view.say(text)
 
     def watch(stop_requested: bool) -> None:
         view.watch(stop_requested)
         for one in watches:
-            one.look(view.say)
+            one.look(say)
+        if passed:
+            passed.look()
+        if output:
+            output.look(view.note if passed else view.say)
 
     stopping = console.stopping_run_without_reader(requests.add)
     with stopping, open_run_log(job.run, console) as log, LiveView(job.run, plan, console, log) as view:
-        return supervise(job, plan, backend, watch, view.say, requests, replan)
+        if passed:
+            passed.on_first = view.yield_terminal
+        try:
+            return supervise(job, plan, backend, watch, say, requests, replan)
+        finally:
+            if passed:
+                passed.begin_line()
+                passed.close()
 
 
 def _failure(job: Job, explanation: Explanation | None, console: RunConsole, *, as_json: bool) -> Problem:
