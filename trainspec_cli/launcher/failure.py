@@ -305,9 +305,9 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
             headline, tail(job.torchrun_log), "--rdzv-endpoint is the first node's own address, and a port"
         )
     if job.own and code:
-        logs = torchrun_logs(job)
-        end = "\n\n".join(map(tail, logs))
-        raised = next((found for log in logs if (found := find_exception(without_colours(_end_of(log))))), None)
+        printed = torchrun_logs(job)
+        end = "\n\n".join(map(tail, printed))
+        raised = next((found for log in printed if (found := find_exception(without_colours(_end_of(log))))), None)
         headline = f"{job.program} {_describe_own_exit(code, raised)}"
         return Explanation(headline, raised.excerpt if raised else end, _hint_of(end), _cause_of(code, raised))
     if code < 0:

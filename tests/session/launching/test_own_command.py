@@ -34,6 +34,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
     monkeypatch.setattr(own_command, "run", run)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     return jobs
