@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -44,7 +45,7 @@ from trainspec_cli.launcher.own_command.job import (
 from trainspec_cli.launcher.own_command.journal import newest_step, restarts_left
 from trainspec_cli.launcher.own_command.terminal import PassedOutput
 from trainspec_cli.launcher.signals import StopRequests
-from trainspec_cli.launcher.slurm.own_job import read_own_job
+from trainspec_cli.launcher.slurm.own_job import OwnJob, read_own_job, write_own_job
 from trainspec_cli.printable import without_colours
 from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
@@ -62,7 +63,7 @@ from trainspec_cli.session.launching.run import run
 from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.cluster import Machine, SlurmSpec
 
 THIS_NODE = NodeOptions()
 FOLDER = "--dir"
@@ -99,8 +100,53 @@ def run_command(
         check_free(run_dir, FOLDER)
     with storage(run_dir, FOLDER):
         root = Path(run_dir) if again else make_folder(run_dir, script_name(command), FOLDER)
+        # `resume` takes the same options.
+        write_own_job(RunDir(root), OwnJob(nodes.nnodes or 1, wanted, SlurmSpec.max_requeues, None))
         started = Started(_build(command, root, detect(), _left(root, wanted), reach, nodes), reach, notify, as_json)
         return requeueing(RunDir(root), nodes, console, lambda requests: _run(started, console, requests))
+
+
+def resume_command(
+    run_dir: RunDir,
+    changes: Sequence[str],
+    nodes: NodeOptions,
+    notify: Notify = NOBODY,
+    *,
+    as_json: bool,
+    detach: bool = False,
+) -> int:
+    """Start the command of a run again in its folder, with the options that it had; return this command's exit code.
+    It continues from its own checkpoint, which for a script that has attached itself lies in the folder. Raises
+    RecipeError where nothing is left to do."""
+    record = read_run_record(run_dir)
+    assert not isinstance(record.command, Absent), "it is a command of the user's own"
+    name = shlex.quote(str(run_dir.root))
+    anew = f"to start it anew: trainspec run -- {shlex.join(record.command)}"
+    if run_dir.job_sbatch.is_file():
+        message, hint = (
+            "was made for Slurm",
+            f"give its job to Slurm again: sbatch {shlex.quote(str(run_dir.job_sbatch))}",
+        )
+        raise RecipeError(Problem("own_command", f"the run in {run_dir.root} {message}", hint=hint))
+    if not run_dir.own_job_json.is_file():
+        raise RecipeError(Problem("own_command", f"an earlier version made the run in {run_dir.root}", hint=anew))
+    asked = read_own_job(run_dir)
+    if asked.num_nodes > 1 or nodes != THIS_NODE:
+        message = f"the run in {run_dir.root} is a command on several nodes, which is not resumed"
+        raise RecipeError(Problem("own_command", message, hint=anew))
+    if changes or detach:
+        what = f"`{changes[0]}` is of a recipe" if changes else "--detach is of a recipe"
+        message = f"{what}, and the run in {run_dir.root} is a command of your own"
+        raise RecipeError(Problem("own_command", message, hint=f"type trainspec resume {name}"))
+    result = read_result(run_dir)
+    if result and result.status == "done":
+        raise RecipeError(Problem("nothing_left", f"the run in {run_dir.root} is done", hint=anew))
+    check_command(record.command)
+    console = make_console(as_json=as_json)
+    with storage(str(run_dir.root), FOLDER):
+        job = build_own_job(record.command, run_dir.root, detect(), _left(run_dir.root, asked.wanted))
+        started = Started(job, None, notify, as_json)
+        return requeueing(run_dir, THIS_NODE, console, lambda requests: _run(started, console, requests))
 
 
 def run_in_job(run_dir: RunDir, reach: Reach, console: RunConsole, requests: StopRequests) -> int:

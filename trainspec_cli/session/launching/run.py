@@ -10,6 +10,7 @@ from typing import Protocol
 from trainspec_cli.composer.origins import show_path
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, Stopped, WorkerError
 from trainspec_cli.launcher.backend import OpenBackend
+from trainspec_cli.launcher.backend.observe import newest_step
 from trainspec_cli.launcher.failure import Explanation
 from trainspec_cli.launcher.job.job import Job
 from trainspec_cli.launcher.memory_limits import LimitsWatch
@@ -23,6 +24,7 @@ from trainspec_cli.reporter.changes import describe_recovery
 from trainspec_cli.reporter.collect import collect
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.render import render_summary
+from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_run_record
@@ -140,6 +142,8 @@ def _failure(job: Job, explanation: Explanation | None, console: RunConsole, *, 
         console.report(f"\n{detail}\n")
     step = 0 if job.own else job.run.newest_step
     hint = f"go on from step {step}: {_resume_command(job.run)}" if step else ""
+    if job.own and not job.nodes and newest_step(read_sound(job.run.events(0))):
+        hint = f"start it again from its own checkpoint: {_resume_command(job.run)}"
     return Problem("worker_failed", message, hint=explanation.hint or hint)
 
 
@@ -170,7 +174,10 @@ def _last_own_lines(job: Job, outcome: RunOutcome) -> str:
     if not steps:
         made = f"{outcome.result.status}; no optimizer step of torch was seen, and none could be counted"
     folder, logs = f"run folder  {_shown(job.root)}", f"output      {_shown(job.logs)}"
-    return f"{made}\n{folder}\n{logs}\nreport      trainspec report {_quoted(job.run)}"
+    lines = [made, folder, logs, f"report      trainspec report {_quoted(job.run)}"]
+    if outcome.exit_code == Stopped.exit_code and not job.nodes:
+        lines.append(f"resume      {_resume_command(job.run)}")
+    return "\n".join(lines)
 
 
 def _resume_command(run: RunDir) -> str:

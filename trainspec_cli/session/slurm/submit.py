@@ -206,7 +206,8 @@ def _find_preview(run: PlannedRun, *, force: bool) -> Submission | None:
     if plan.spec.run.dir == AUTO or not RunDir(Path(plan.spec.run.dir)).run_json.is_file():
         return None
     made = RunDir(Path(plan.spec.run.dir).absolute())
-    needed = folders_read(plan, read_data_dir(made)) if plan.spec.cluster.slurm.container_image else []
+    data_dir = read_data_dir(made)
+    needed = folders_read(plan, Path(data_dir) if data_dir else None)
     text = render_script(plan, [made.root], run.loaded.composed.recipe, [], Path.cwd(), needed, force=force)
     is_same = is_previewed(made, text) and read_run_record(made).digest == digest(plan.spec)
     return Submission([made.root], made.job_sbatch, read_text(made.job_sbatch)) if is_same else None
