@@ -179,6 +179,8 @@ class GroupEnded:
     or where it came from outside."""
     reached_step: int = 0
     """Of a command of the user's own: the furthest step of any of its starts."""
+    was_killed: bool = False
+    """Workers or torchrun were ended by SIGKILL."""
 
 
 @dataclass(frozen=True)
