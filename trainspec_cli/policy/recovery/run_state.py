@@ -221,6 +221,8 @@ class NodesSeen:
 
     hostnames: tuple[str, ...]
     """The nodes' names by place, the run's own first; empty for a node that is not there."""
+    waiting: str = ""
+    """For people: which of the run's own nodes are missing, where some are there."""
 
 
 @dataclass(frozen=True)
