@@ -41,6 +41,7 @@ def test_what_cannot_be_run_is_refused_before_a_folder_is_made(
 def test_a_dry_run_shows_command_and_environment_and_starts_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "train.py").touch()
     assert run(["run", "--dry-run", "--json", "--dir", "new", "--", sys.executable, "train.py", "--lr", "1"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["command"] == [sys.executable, "train.py", "--lr", "1"]
@@ -48,13 +49,14 @@ def test_a_dry_run_shows_command_and_environment_and_starts_nothing(
     assert run(["run", "--dry-run", "--", sys.executable, "-I", "train.py"]) == 0
     text = capsys.readouterr().out
     assert "steps cannot be counted" in text and "train.py" in text
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
         (["--", "pyton", "train.py"], "did you mean python?"),
+        (["--", sys.executable, "absent.py"], "relative paths are those of the folder"),
         (["--", "LR=1", "python", "train.py"], "variables stand before trainspec (LR=1 trainspec run ...)"),
         (["--dir", "full", "--", sys.executable], "choose another --dir"),
         (["torchrun", "--nproc-per-node", "8", "train.py"], "with its options, stands after --"),

@@ -102,6 +102,34 @@ def test_a_stopped_script_saves_and_a_later_run_goes_on(
 
 
 @pytest.mark.slow
+def test_a_stopped_run_is_resumed_from_the_checkpoints_in_its_folder(
+    trainspec, start_trainspec, tmp_path, read_result, wait_for_step
+):
+    script = (
+        "import time, torch\nfrom trainspec_cli import attach\nmodel = torch.nn.Linear(8, 8)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\njob = attach()\n"
+        "for batch in job.steps(torch.ones(40, 2, 8), model=model, optimizer=optimizer, every=10):\n"
+        "    model(batch).square().mean().backward()\n    optimizer.step()\n    time.sleep(0.05)\n"
+    )
+    (tmp_path / "mine.py").write_text(script)
+    process = start_trainspec("run", "--dir", "run", "--max-restarts", "1", "--", sys.executable, "mine.py")
+    run = RunDir(tmp_path / "run")
+    wait_for_step(run, 5, process)
+    process.send_signal(signal.SIGINT)
+    said = process.communicate()[0]
+    assert process.returncode == 6 and "trainspec resume run" in said, said
+    saved = of_kind(run, CheckpointEvent)[-1].step
+    assert 5 <= saved < 40
+    assert trainspec("resume", "run", "optim.lr=1").returncode == 2, "a command has no keys"
+    resumed = trainspec("resume", "run")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert of_kind(run, StartEvent)[-1].step == saved
+    assert (read_result("run")["status"], read_result("run")["steps"]) == ("done", 40)
+    done = trainspec("resume", "run")
+    assert done.returncode == 2 and "is done" in done.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["transformers", "lightning"])
 def test_a_trainer_is_counted_and_stops(start_trainspec, tmp_path, read_result, wait_for_step, framework):
     pytest.importorskip(framework, reason=f"{framework} {NOT_IN_CI}")

@@ -42,6 +42,24 @@ def test_kill_9_of_torchrun_starts_the_run_again(wait_for_step, workers_of, star
 
 
 @pytest.mark.slow
+def test_kill_9_of_a_worker_before_the_first_checkpoint_starts_the_run_from_the_beginning(
+    wait_for_step, workers_of, start_trainspec, tmp_path, read_result
+):
+    process = start_trainspec("launch", *RECIPE, "run.dir=run")
+    run = RunDir(tmp_path / "run")
+    wait_for_step(run, 5, process)
+    workers_of(process)[0].kill()
+    said = process.communicate()[0]
+    assert process.returncode == 0, said
+    assert "the run starts again from the beginning" in said
+    result = read_result("run")
+    assert (result["status"], result["steps"], len(result["recoveries"])) == ("done", STEPS, 1)
+    assert result["recoveries"][0]["lost_steps"] == result["recoveries"][0]["step"] >= 5
+    steps = [event["step"] for event in read_events(run.events(0)) if event["type"] == "step"]
+    assert steps[-STEPS:] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
 def test_kill_9_of_the_supervisor_while_workers_start_leaves_nobody(start_trainspec, workers_of, tmp_path):
     """They could stop no sooner than after their first step, and have nothing to save before it."""
     process = start_trainspec("launch", *RECIPE, "run.dir=run", "run.stop_grace_s=600")

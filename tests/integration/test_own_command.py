@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -93,7 +95,46 @@ def test_one_budget_of_restarts_ends_what_fails_again_and_again(trainspec, tmp_p
     assert ran.returncode == 5
     assert len(list((tmp_path / "run" / "generations").iterdir())) == 3
     result = read_result("run")
-    assert (result["steps"], len(result["recoveries"])) == (30, 2)
+    assert (result["steps"], len(result["recoveries"])) == (10, 2)
+    assert [recovery["lost_steps"] for recovery in result["recoveries"]] == [10, 10]
+
+
+@pytest.mark.slow
+def test_a_bug_of_the_script_is_started_twice_at_most_and_its_steps_count_once(trainspec, tmp_path, read_result):
+    (tmp_path / "train.py").write_text(STAND_IN_LOOP + "raise ValueError(f'no such key at {time.time()}')\n")
+    ran = trainspec("run", "--dir", "run", "--", sys.executable, "train.py", "31")
+    said = " ".join((ran.stdout + ran.stderr).split())
+    assert ran.returncode == 5, said
+    assert len(list((tmp_path / "run" / "generations").iterdir())) == 2
+    result = read_result("run")
+    assert (result["steps"], result["exit_code"]) == (31, 1)
+    assert "train.py ended with exit code 1: ValueError: no such key" in said and "(train.py:10)" in said
+    assert ran.stdout.count("Traceback (most recent call last)") == 2, "each start's own, as it printed it"
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_the_scripts_own_output(tmp_path, environment, read_result):
+    (tmp_path / "train.py").write_text(
+        STAND_IN_LOOP
+        + "print('\\r\\x1b[32mbar\\x1b[0m', sys.stdout.isatty(), end='', flush=True)\nraise ValueError('boo')\n"
+    )
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "trainspec_cli", "run", "--dir", "run", "--max-restarts", "0", "--"]
+    process = subprocess.Popen(
+        [*command, sys.executable, "train.py", "30"], cwd=tmp_path, env=environment, stdout=slave, stderr=slave
+    )
+    os.close(slave)
+    said = b""
+    with suppress(OSError):
+        while data := os.read(master, 2**16):
+            said += data
+    os.close(master)
+    assert process.wait() == 5
+    assert b"\r\x1b[32mbar\x1b[0m True" in said
+    assert said.count(b"ValueError: boo") == 3, "the script's own traceback, its end, and the line that names it"
+    log = (tmp_path / "run" / "logs" / "launch_01" / "output.log").read_bytes()
+    assert b"\rbar True" in log and b"\x1b" not in log
+    assert read_result("run")["steps"] == 30
 
 
 @pytest.mark.slow

@@ -48,6 +48,7 @@ Arguments = Annotated[
     ),
 ]
 Submit = Annotated[bool, typer.Option("--submit", help="Give it to sbatch, and print the job's number.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show the script; make nothing and submit nothing.")]
 AllowSetup = Annotated[
     bool,
     typer.Option(
@@ -78,6 +79,7 @@ def sbatch(
     context: typer.Context,
     arguments: Arguments = None,
     submit: Submit = False,
+    dry_run: DryRun = False,
     allow_setup: AllowSetup = False,
     sweep: Sweeps = None,
     force: Force = False,
@@ -98,12 +100,15 @@ def sbatch(
     cluster.slurm.
     With --sweep, its runs are the tasks of one array.
     Lines of shell that a recipe brings (cluster.slurm.setup) are shown on the error output.
-    The script may be submitted again: the run goes on.
+    The script may be submitted again: the run goes on. --dry-run shows it and makes nothing.
+    What was made and not submitted, the same command submits with --submit.
     """
     from trainspec_cli.session.launching.sites import SiteOptions
     from trainspec_cli.session.slurm import submit as session  # half a second, which the help does without
 
     command = context.obj
+    if dry_run and submit:
+        raise RecipeError(Problem("usage", "--dry-run submits nothing", "--submit", "leave one of them out"))
     _check_options(context, OF_COMMAND if command is None else OF_RECIPE, of_recipe=command is None)
     if command is None:
         options = SiteOptions(site, sites_endpoint, sites_secret, site_listen)
@@ -115,7 +120,7 @@ def sbatch(
     print(session.render_shell_lines(first), end="", file=sys.stderr)
     if submit and not allow_setup:
         session.check_own_lines(made.loaded)
-    submission = made.write()
+    submission = made.write(dry_run=dry_run)
     job_id = session.submit(submission) if submit else None
     folders = [str(root) for root in submission.roots]
     if as_json:
@@ -126,6 +131,8 @@ def sbatch(
     else:
         print(submission.text, end="")
     lines = [*(f"run folder  {folder}" for folder in folders), f"script      {submission.script}"]
+    if dry_run:
+        lines = ["nothing was made; with --submit in place of --dry-run it is submitted"]
     lines += [f"warning     {warning}" for warning in made.warnings]
     print("\n".join(lines), file=sys.stderr)
 
@@ -137,7 +144,8 @@ class Prepared:
     loaded: Sequence[Loaded]
     """Of each run of an array."""
     warnings: Sequence[str]
-    write: Callable[[], Submission]
+    write: Callable[..., Submission]
+    """Takes `dry_run`."""
 
 
 def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], site: SiteOptions, *, force: bool) -> Prepared:
@@ -159,7 +167,7 @@ def _prepare_command(command: Sequence[str], arguments: Sequence[str], folder: s
     loaded = session.load_cluster(arguments)
     session.check_own_command(command, loaded, wanted)
     write = partial(session.write_own_submission, command, folder, wanted, loaded)
-    return Prepared([loaded], session.warnings(loaded), write)
+    return Prepared([loaded], session.warnings(command, loaded), write)
 
 
 def _check_options(context: typer.Context, others: Sequence[str], *, of_recipe: bool) -> None:

@@ -19,6 +19,9 @@ from trainspec_cli.json_value import JsonValue
 
 TEXTS = (RECIPE, DISTURB, "fault")
 """Keys whose value is taken as plain text, without Hydra's grammar for brackets."""
+TEXTS_OF_DIGITS = ("cluster.slurm.time", "cluster.slurm.mem", "cluster.slurm.gpus_per_node")
+"""Keys of text that sbatch takes as a bare number too: `time=90` are minutes. In a file they are quoted, because YAML
+reads 2:00:00 as the number 7200."""
 MAX_CHARS = 16_384
 """The longest argument: Hydra's grammar reads some thousand characters per second."""
 SHOWN_CHARS = 60
@@ -94,6 +97,8 @@ def _from_override(number: int, text: str, override: Override) -> Argument | Pro
         hint = f"for a run of each, type --sweep {shlex.quote(text)}; if it is one text, type {one}"
         return problem_at(number, "bad_override", message, hint, key)
     value = cast("JsonValue", override.value())
+    if key in TEXTS_OF_DIGITS and type(value) is int:
+        value = text.partition("=")[2].strip()
     if override.is_delete() and value is not None:
         return problem_at(number, "bad_override", f"`~{key}` takes no value", f"type ~{key}, or {key}=...", key)
     return Argument(number, text, key, value, deletes=override.is_delete())

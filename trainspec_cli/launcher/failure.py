@@ -31,7 +31,15 @@ _PEER_LOST = re.compile(
     r"|ncclremoteerror|communicator was aborted|connectionreseterror",
     re.IGNORECASE,
 )
-_NO_MEMORY_LEFT = re.compile(r"OutOfMemoryError|CUDA out of memory|DefaultCPUAllocator: can't allocate")
+_NO_DEVICE_MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory")
+_NO_HOST_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate|\w*MemoryError\b|Cannot allocate memory|bad_alloc")
+_PREFIX = re.compile(r"^(?:\[(?:rank|default)?\d+\]:\s?)+")
+"""What torchrun and torch put before the lines of a rank."""
+_TRACEBACK = "Traceback (most recent call last):"
+_FRAME = re.compile(r'^  File "(.*)", line (\d+), in ')
+_RAISED = re.compile(r"^[A-Za-z_][\w.]*(?=:|$)")
+_OF_LAUNCHERS = ("CalledProcessError", "ChildFailedError")
+"""Exceptions by which accelerate, torchrun and others report that a process which they had started has failed."""
 _ENDED_BY_OTHERS = (signal.SIGTERM, signal.SIGABRT)
 """torchrun ends the peers of a failed worker by SIGTERM; NCCL's watchdog ends a worker that waits for a lost peer
 by SIGABRT."""
@@ -64,6 +72,8 @@ class WorkerFailure:
     """Its memory ran out."""
     whole_node: bool = False
     """Not one worker, but one node of several: it was lost, or lacks something."""
+    cause: str = ""
+    """The exception and the place where it was raised, of a user's own command; empty where its log shows none."""
 
     @property
     def who(self) -> str:
@@ -140,16 +150,18 @@ def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
     forced = set(_FORCED.findall(text))
     for host, rank, local_rank, code, pid in _EXIT.findall(text):
         log = worker_log(torchrun_log.parent, int(local_rank)) or (torchrun_log if job.own else None)
+        raised = find_exception(without_colours(_end_of(log))) if log and job.own else None
         yield WorkerFailure(
             rank=_rank_in_run(job, int(rank), int(local_rank)),
             host=socket.gethostname() if host == LOOPBACK else host,
-            summary=_describe_own_exit(int(code)) if job.own else describe_exit(int(code)),
-            detail=tail(log) if log else "",
+            summary=_describe_own_exit(int(code), raised) if job.own else describe_exit(int(code)),
+            detail=raised.excerpt if raised else tail(log) if log else "",
             hint=_hint_of(tail(log)) if log and job.own else "",
             # SIGKILL comes from outside, so it is where a failure begins.
             time=0.0 if int(code) == -signal.SIGKILL else math.inf,
             was_killed=int(code) == -signal.SIGKILL,
             consequence=pid in forced or -int(code) in _ENDED_BY_OTHERS,
+            cause=_cause_of(int(code), raised),
         )
 
 
@@ -172,19 +184,73 @@ def describe_exit(code: int) -> str:
     return f"was ended by {name}"
 
 
-def _describe_own_exit(code: int) -> str:
+def _cause_of(code: int, raised: RaisedException | None) -> str:
+    """Return the cause of an exit that would most likely come again. A lost connection need not, nor a signal."""
+    return raised.cause if raised and code > 0 and not _PEER_LOST.search(raised.message) else ""
+
+
+def _describe_own_exit(code: int, raised: RaisedException | None = None) -> str:
     """Describe how a process of the user's own command has ended: it is not asked to say why."""
     if code >= 0:
-        return f"ended with exit code {code}"
+        return f"ended with exit code {code}" + (f": {raised.summary}" if raised and code else "")
     name = signal.Signals(-code).name
     return f"was killed by {name}" if -code == signal.SIGKILL else f"was ended by {name}"
 
 
 def _hint_of(log_end: str) -> str:
     """Return what to do about a failure that a log names."""
-    if _NO_MEMORY_LEFT.search(log_end):
+    if _NO_DEVICE_MEMORY.search(log_end):
         return "the device's memory ran out: smaller batches, or activation checkpointing, take less"
+    if _NO_HOST_MEMORY.search(log_end):
+        return "the host's memory ran out: fewer workers of the data loader, and data read in parts, take less"
     return ""
+
+
+@dataclass(frozen=True)
+class RaisedException:
+    """The exception that ended a program, as its traceback in a log shows it."""
+
+    type: str
+    message: str
+    """Its first line: `ValueError: boo`."""
+    file: str
+    line: int
+    """Innermost frame outside installed packages."""
+    excerpt: str
+    """The lines from that frame to the exception."""
+
+    @property
+    def cause(self) -> str:
+        """Equal for the same error at the same place. Messages differ: many hold numbers, such as the step."""
+        return f"{self.type} at {self.file}:{self.line}"
+
+    @property
+    def summary(self) -> str:
+        return f"{self.message} ({Path(self.file).name}:{self.line})"
+
+
+def find_exception(log_end: str) -> RaisedException | None:
+    """Return the last exception of a log whose traceback is whole; None where it has none. Of several ranks that
+    write to one log, the lines of one are read."""
+    prefixed = [(match[0] if (match := _PREFIX.match(line)) else "", line) for line in log_end.splitlines()]
+    begins = [
+        place
+        for place, (_, line) in enumerate(prefixed)  # a progress bar may stand before it on its line
+        if line.endswith(_TRACEBACK) and not line.endswith(f"Original {_TRACEBACK}")
+    ]
+    for begin in reversed(begins):
+        prefix = prefixed[begin][0]
+        lines = [line[len(prefix) :] for other, line in prefixed[begin + 1 :] if other == prefix]
+        end = next((place for place, line in enumerate(lines) if line and not line.startswith(" ")), None)
+        raised = _RAISED.match(lines[end]) if end is not None else None
+        frames = [(place, found) for place, line in enumerate(lines[:end]) if (found := _FRAME.match(line))]
+        if end is None or raised is None or not frames or raised[0].rpartition(".")[2] in _OF_LAUNCHERS:
+            continue
+        own = [frame for frame in frames if not re.search(r"/(site|dist)-packages/|^<|/lib/python3", frame[1][1])]
+        place, frame = (own or frames)[-1]
+        excerpt = "\n".join(lines[place : end + 1][-LOG_TAIL_LINES:])
+        return RaisedException(raised[0], lines[end], frame[1], int(frame[2]), excerpt)
+    return None
 
 
 def worker_log(logs_of_host: Path, local_rank: int) -> Path | None:
@@ -215,6 +281,8 @@ class Explanation:
     headline: str
     detail: str = ""
     hint: str = ""
+    cause: str = ""
+    """As of a WorkerFailure."""
 
 
 def explain(failures: list[WorkerFailure]) -> Explanation:
@@ -223,7 +291,7 @@ def explain(failures: list[WorkerFailure]) -> Explanation:
     at = f", step {first.step}" if first.step is not None else ""
     who = f"{first.who} ({first.host or 'hostname unknown'}{at})"
     detail = [first.detail, *_explain_others(first, others)]
-    return Explanation(_sentence(who, first), "\n\n".join(filter(None, detail)), first.hint)
+    return Explanation(_sentence(who, first), "\n\n".join(filter(None, detail)), first.hint, first.cause)
 
 
 def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) -> Explanation:
@@ -237,8 +305,11 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
             headline, tail(job.torchrun_log), "--rdzv-endpoint is the first node's own address, and a port"
         )
     if job.own and code:
-        end = "\n\n".join(tail(log) for log in torchrun_logs(job))
-        return Explanation(f"{job.program} {_describe_own_exit(code)}", end, _hint_of(end))
+        printed = torchrun_logs(job)
+        end = "\n\n".join(map(tail, printed))
+        raised = next((found for log in printed if (found := find_exception(without_colours(_end_of(log))))), None)
+        headline = f"{job.program} {_describe_own_exit(code, raised)}"
+        return Explanation(headline, raised.excerpt if raised else end, _hint_of(end), _cause_of(code, raised))
     if code < 0:
         return Explanation(f"torchrun was ended by {signal.Signals(-code).name}, and its workers with it")
     if code:

@@ -110,6 +110,7 @@ class Supervisor:
         self._marks: EventWriter | None = None
         self._generation: int | None = None
         self._left_behind: tuple[int, ...] = ()
+        self._has_named_missing = False
         self._losses: dict[int, run_state.NodeLost | run_state.NodeUnfit] = {}
         self._slow_nodes = SlowNodes(job, plan, replan, report) if plan else None
 
@@ -166,8 +167,12 @@ class Supervisor:
             self._losses[event.node] = event
         elif isinstance(event, run_state.NodeBack):
             self._losses.pop(event.node, None)
-        elif isinstance(event, run_state.NodesSeen) and self._slow_nodes:
-            self._slow_nodes.see(event.hostnames)
+        elif isinstance(event, run_state.NodesSeen):
+            if self._slow_nodes:
+                self._slow_nodes.see(event.hostnames)
+            if event.waiting and not self._has_named_missing and not any(group.starts for group in self.state.groups):
+                self._has_named_missing = True
+                self._report(event.waiting)
         self.state, actions = recovery.next_action(self.state, event)
         for action in actions:
             self._apply(action)

@@ -130,6 +130,15 @@ class LiveView:
         for screen in self._screens:
             screen.say(text)
 
+    def note(self, text: str) -> None:
+        """Add a line to the log alone."""
+        for screen in self._screens[1:]:
+            screen.say(text)
+
+    def yield_terminal(self) -> None:
+        """Draw no more: another program prints to the terminal."""
+        self._screens[0].close()
+
     def _show(self, stop_requested: bool) -> None:
         for screen in self._screens:
             screen.show(self._phase(stop_requested), self._progress)

@@ -88,7 +88,14 @@ def test_optimizers_that_step_in_turn_make_one_step_together(program, tmp_path) 
     program("every = [Optimizer() for _ in range(4)]\nfor _ in range(7):\n  for one in every: one.step()").wait()
     process, steps = counted(tmp_path)
     assert len(steps) == 7
-    assert process.updates_before is None and process.rank is None
+    assert process.updates_before == 0 and process.rank is None
+
+
+@pytest.mark.parametrize(("state", "before"), [("", 0), ("o.load_state_dict({})\n", None), ("{'step': 41}", 40)])
+def test_an_optimizer_without_a_count_begins_anew_unless_a_state_was_loaded(program, tmp_path, state, before) -> None:
+    counts = state.startswith("{")
+    program(f"o = Optimizer({state if counts else ''})\n{'' if counts else state}o.step()").wait()
+    assert counted(tmp_path)[0].updates_before == before
 
 
 def test_an_optimizer_that_steps_for_each_of_its_groups_makes_one_step(program, tmp_path) -> None:

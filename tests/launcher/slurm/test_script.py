@@ -83,7 +83,7 @@ def render(make_plan, tmp_path: Path):
 
 def test_what_is_not_asked_for_is_left_to_the_site(render, tmp_path: Path) -> None:
     assert options(render()) == [
-        "--job-name=trainspec-tiny",
+        "--job-name=run 0",
         "--nodes=4",
         "--ntasks-per-node=1",
         f"--output={tmp_path}/run 0/logs/slurm-%j.log",
@@ -350,7 +350,7 @@ def test_the_command_line_stays_one_comment(render: Callable[..., str]) -> None:
     )
     assert text.split("\n")[1].startswith("# trainspec sbatch 'run.dir=a\\n#SBATCH")
     assert not [option for option in options(text) if "comment" in option]
-    assert "--job-name=trainspec-x\\n#SBATCH --exclusive" in options(text)
+    assert [option for option in options(text) if option.startswith("--job-name")] == ["--job-name=run 0"]
 
 
 @pytest.mark.parametrize("sorts_nodes", [True, False])

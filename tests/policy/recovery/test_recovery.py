@@ -125,7 +125,14 @@ TABLE: list[tuple[str, RunState, Event, list[str], tuple[Action, ...]]] = [
     ("killed, with a newer checkpoint", ALONE, ended(), ["waiting"], (BACK_FROM_20,)),
     ("killed, with an older checkpoint", ALONE, ended(checkpoint_step=10), ["waiting"],
      (Inform("it broke; the run starts again from step 10"),)),
-    ("killed, without a checkpoint", ALONE, ended(checkpoint_step=0), ["gone"], ()),
+    ("it crashed, without a checkpoint", ALONE, ended(checkpoint_step=0), ["gone"], ()),
+    ("killed, without a checkpoint", ALONE, ended(checkpoint_step=0, was_killed=True), ["waiting"],
+     (Inform("it broke; the run starts again from the beginning"),)),
+    ("killed, without a checkpoint, and twice without a step", a_run(RUNNING._replace(failures_in_a_row=1)),
+     ended(checkpoint_step=0, was_killed=True), ["gone"], ()),
+    ("killed by the kernel for want of memory, without a checkpoint", ALONE,
+     ended(checkpoint_step=0, shortage=SHORT, was_killed=True),
+     ["gone"], ()),
     ("an error of its own, with progress", ALONE, ended(from_outside=False, own_error=True), ["waiting"],
      (BACK_FROM_20,)),
     ("an error of its own, without progress", ALONE,
@@ -447,7 +454,7 @@ def test_times_of_a_start_are_forgotten_at_the_next() -> None:
     assert (group.kill_at_s, group.stepped_s, group.retried_s) == (math.inf, 0.0, 0.0)
 
 
-def own_failure(steps: int, **more: bool) -> GroupEnded:
+def own_failure(steps: int, **more: Any) -> GroupEnded:
     return GroupEnded(0, done=False, headline="it failed", exit_code=1, checkpoint_step=steps, **more)
 
 
@@ -487,3 +494,20 @@ def test_a_command_of_ones_own_that_makes_no_step_is_not_started_again() -> None
     assert fail_own(begun, own_failure(0, from_outside=True))[0].is_over
     assert fail_own(begun, own_failure(5), own_failure(5))[0].is_over
     assert not fail_own(begun, own_failure(5), own_failure(5, from_outside=True))[0].is_over
+
+
+@pytest.mark.parametrize(
+    ("second", "is_over"),
+    [
+        ({"cause": "ValueError at a.py:3", "reached_step": 31}, True),
+        ({"cause": "ValueError at a.py:3", "reached_step": 32}, False),
+        ({"cause": "ValueError at a.py:4", "reached_step": 31}, False),
+        ({"cause": "", "reached_step": 31}, False),
+        ({"cause": "ValueError at a.py:3", "reached_step": 31, "has_worked": True}, False),
+    ],
+    ids=["same", "further", "elsewhere", "unknown", "uncounted"],
+)
+def test_the_same_exception_without_progress_ends_a_command(second: dict[str, Any], is_over: bool) -> None:
+    begun = begin(ResilienceSpec(mode="none"), own_restarts=9)
+    first = own_failure(31, cause="ValueError at a.py:3", reached_step=31)
+    assert fail_own(begun, first, own_failure(62, **second))[0].is_over is is_over

@@ -34,6 +34,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 
     monkeypatch.setattr(own_command, "run", run)
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     for name in [name for name in os.environ if name.startswith("SLURM_")]:
         monkeypatch.delenv(name)
     return jobs
@@ -84,3 +85,17 @@ def test_only_the_output_of_this_launch_is_shown(started: list[Job], tmp_path: P
         (logs / name / "output.log").write_text(f"{name}\n")
         output.look(shown.append)
     assert shown == ["launch_02", "launch_02_start002"]
+
+
+def test_a_bar_is_one_line_and_colours_and_empty_lines_of_ranks_are_left_out(
+    started: list[Job], tmp_path: Path
+) -> None:
+    run_command(COMMAND, "mine", WANTED, as_json=False)
+    started[0].logs.mkdir(parents=True)
+    text = "\r 10%|#  |\r100%|###|\n\x1b[32mgreen\x1b[0m\n[default0]:\n[default0]:step 3\n\nlast\n half"
+    (started[0].logs / "output.log").write_text(text, newline="")
+    shown: list[str] = []
+    output = Output(started[0])
+    output.look(shown.append)
+    output.look(shown.append)
+    assert shown == ["100%|###|", "green", "[default0]:step 3", "", "last"]

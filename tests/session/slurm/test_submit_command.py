@@ -22,6 +22,7 @@ CPU = "cluster.device=cpu"
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     monkeypatch.delenv("PYTHONPATH", raising=False)
 
 
@@ -33,7 +34,7 @@ def test_the_run_and_its_script_are_written(tmp_path: Path, capsys: pytest.Captu
     assert text == made.job_sbatch.read_text()
     lines = text.splitlines()
     assert {f"#SBATCH --{option}" for option in ("nodes=2", "gres=gpu:h100:8", "time=4:00:00", "requeue")} <= set(lines)
-    assert f"#SBATCH --job-name=trainspec-{Path(COMMAND[1]).name}" in lines
+    assert "#SBATCH --job-name=mine" in lines
     assert read_run_record(made).command == COMMAND
     own = read_own_job(made)
     assert (own.num_nodes, own.exclude, own.max_requeues) == (2, "node7", 10)
@@ -70,6 +71,15 @@ def test_the_commands_own_modules_are_those_of_the_jobs_shell(tmp_path: Path, ca
         ([CPU, "--grace-s", "300", "--", *COMMAND], "out_of_range", "cluster.slurm.warn_s=300"),
         ([CPU, "--"], "usage", "trainspec sbatch -- python train.py"),
         ([CPU, "--", "no_such_program"], "no_command", "activate the environment"),
+        ([CPU, "--", "deepspeed", "train.py"], "no_command", "deepspeed is not installed in this environment"),
+        ([CPU, "--", "torchrun", "--nproc-per-node", "8", "trian.py"], "no_script", "did you mean train.py?"),
+        (
+            [CPU, "cluster.slurm.setup=[module load x]", "--", "python", "trian.py"],
+            "no_script",
+            "did you mean train.py",
+        ),
+        ([CPU, "cluster.slurm.time=2", "--", *COMMAND], "out_of_range", "cluster.slurm.warn_s below 120"),
+        ([CPU, "--dry-run", "--submit", "--", *COMMAND], "usage", "leave one of them out"),
         ([CPU, "--", "srun", *COMMAND], "usage", "leave srun out"),
         ([CPU, "--", "trainspec", "run", *COMMAND], "usage", "leave `trainspec run` out"),
         ([CPU, "cluster.num_nodes=2", "--", *COMMAND, "--node-rank", "0"], "usage", "leave it out"),
@@ -90,7 +100,7 @@ def test_what_is_wrong_is_answered_with_what_to_type(
     problems = json.loads(capsys.readouterr().out)["errors"]
     assert [problem["code"] for problem in problems] == [code]
     assert hint in problems[0]["hint"]
-    assert list(tmp_path.iterdir()) == [], "nothing is made"
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "nothing is made"
 
 
 def test_wrong_keys_are_told_at_once_with_their_place(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +120,7 @@ def test_a_command_of_a_container_or_of_modules_need_not_be_here(tmp_path: Path,
 def test_a_run_that_is_there_is_not_written_over(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["sbatch", CPU, "--dir", "mine", "--", *COMMAND]) == 0
     capsys.readouterr()
-    for again in (["sbatch", CPU, "--dir", "mine", "--", *COMMAND], ["run", "--dir", "mine", "--", *COMMAND]):
+    for again in (["sbatch", CPU, "--dir", "mine", "--", *COMMAND, "x"], ["run", "--dir", "mine", "--", *COMMAND]):
         assert run(again) == 2
         assert "go on with it: sbatch mine/job.sbatch" in capsys.readouterr().err
     assert run(["resume", "mine"]) == 2
@@ -121,3 +131,94 @@ def test_a_damaged_job_is_named(tmp_path: Path) -> None:
     (tmp_path / "own_job.json").write_text('{"num_nodes": 2}')
     with pytest.raises(UnreadableFileError, match="is no job of this version"):
         read_own_job(RunDir(tmp_path))
+
+
+@pytest.mark.parametrize("given", ["cluster.slurm.time=90", "cluster.slurm.mem=512", "cluster.slurm.gpus_per_node=2"])
+def test_what_sbatch_takes_as_a_number_is_taken_so(given: str, capsys) -> None:
+    assert run(["sbatch", CPU, given, "--dry-run", "--", *COMMAND]) == 0
+    name, _, value = given.rpartition(".")[2].partition("=")
+    assert f"#SBATCH --{name.replace('_', '-')}={value}" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("more", "command", "warns"),
+    [
+        ((), ("python", "train.py", "--lr", "1"), True),
+        ((), ("env", "A=b", sys.executable, "-u", "train.py"), True),
+        (("cluster.slurm.gpus_per_node=h100:8",), ("python", "train.py"), False),
+        (("cluster.devices_per_node=1",), ("python", "train.py"), False),
+        ((), ("python", "-m", "torch.distributed.run", "train.py"), False),
+        ((), ("bash", "job.sh"), False),
+    ],
+)
+def test_one_process_for_the_gpus_of_a_node_is_warned_of(more, command, warns: bool, tmp_path: Path, capsys) -> None:
+    (tmp_path / "job.sh").touch()
+    assert run(["sbatch", "cluster=h100", *more, "--dry-run", "--json", "--", *command]) == 0
+    warned = json.loads(capsys.readouterr().out)["warnings"]
+    assert bool(warned) is warns
+    if warns:
+        assert "-- torchrun --nproc-per-node 8 train.py" in warned[0]
+
+
+def test_a_preview_makes_nothing_and_what_was_made_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho >> {tmp_path}/submitted\necho 12\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    asked = ["sbatch", CPU, "--dir", "mine"]
+    assert run([*asked, "--dry-run", "--", *COMMAND]) == 0
+    shown = capsys.readouterr().out
+    assert not (tmp_path / "mine").exists()
+    assert run([*asked, "--", *COMMAND]) == 0
+    assert capsys.readouterr().out == shown
+    assert run([*asked, "--submit", "--max-restarts", "7", "--", *COMMAND]) == 2, "another job than was previewed"
+    assert not (tmp_path / "submitted").exists()
+    capsys.readouterr()
+    assert run([*asked, "--submit", "--", *COMMAND]) == 0
+    assert capsys.readouterr().out == "12\n"
+    assert run([*asked, "--submit", "--", *COMMAND]) == 2, "it was submitted already"
+    assert (tmp_path / "submitted").read_text().count("\n") == 1
+
+
+def test_a_setup_line_that_fails_ends_the_job(tmp_path: Path, capsys) -> None:
+    (tmp_path / "module.sh").write_text("false\nquiet() { false; true; }\n")
+    for last, reached in (("true", True), ("module load nothing", False), ("false || true", True)):
+        setup = f'cluster.slurm.setup=["[ -f absent ] && true", "source ./module.sh", quiet, "{last}"]'
+        assert run(["sbatch", CPU, setup, "--dry-run", "--dir", "mine", "--", *COMMAND]) == 0
+        script = capsys.readouterr().out.partition("exec ")[0] + "echo reached\n"
+        done = subprocess.run(["bash"], input=script, capture_output=True, text=True, env={"PATH": "/usr/bin:/bin"})
+        assert (done.stdout == "reached\n") is reached, done.stderr
+        assert (done.returncode == 0) is reached and ("module load nothing" in done.stderr) is not reached
+
+
+def test_a_sweep_has_its_runs_below_the_folder_that_is_given(tmp_path: Path, capsys) -> None:
+    asked = [
+        "sbatch",
+        "recipe=tiny",
+        CPU,
+        "cluster.devices_per_node=1",
+        "run.dir=mine",
+        "--sweep",
+        "optim.lr=1e-3,3e-4",
+    ]
+    assert run([*asked, "--dry-run", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)["runs"]
+    assert made == [str(tmp_path / "mine" / f"lr={rate}") for rate in ("1e-3", "3e-4")]
+
+
+def test_a_recipe_is_shown_then_made_then_submitted_as_it_was_made(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 12\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    asked = ["sbatch", "recipe=tiny", CPU, "cluster.devices_per_node=1", "run.dir=mine"]
+    assert run([*asked, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert not (tmp_path / "mine").exists()
+    assert run(asked) == 0
+    assert capsys.readouterr().out == shown
+    assert run([*asked, "optim.lr=0.5", "--submit"]) == 2
+    assert "sbatch mine/job.sbatch" in capsys.readouterr().err, "resume would train on this machine"
+    assert run([*asked, "--submit"]) == 0
+    assert capsys.readouterr().out == "12\n"
+    assert run([*asked, "--submit"]) == 2

@@ -25,14 +25,15 @@ from trainspec_cli.launcher.failure import describe_exit, find_listed
 from trainspec_cli.launcher.job.job import Job, node_command, torchrun_command
 from trainspec_cli.launcher.job.machine import count_oom_kills, usable_memory_bytes
 from trainspec_cli.launcher.job.place import NodePlace
+from trainspec_cli.launcher.own_command.terminal import PassedOutput
 from trainspec_cli.rundir.generations import note_stop
 from trainspec_cli.spec.results.plan import Plan
 
 
 class NodeProcesses:
-    def __init__(self, job: Job, plan: Plan | None, place: NodePlace | None = None):
-        """`job` belongs to a generation; of several nodes it is this one's, at `place`."""
-        self._job, self._plan, self._place = job, plan, place
+    def __init__(self, job: Job, plan: Plan | None, place: NodePlace | None = None, passed: PassedOutput | None = None):
+        """`job` belongs to a generation; of several nodes it is this one's, at `place`. `passed`: shows the output."""
+        self._job, self._plan, self._place, self._passed = job, plan, place, passed
         self._guard, self._family = start_guard(job), Family(job)
         self._starts: dict[int, _GroupProcesses] = {}
 
@@ -40,7 +41,7 @@ class NodeProcesses:
         """Start torchrun in a session of its own, so that Ctrl-C reaches the supervisor alone."""
         job = group_job(self._job, self._plan, group, number, self._place)
         family = self._family if job.ranks is None else Family(job, group)
-        self._starts[group] = _GroupProcesses(job, family, group, number)
+        self._starts[group] = _GroupProcesses(job, family, group, number, self._passed)
 
     def poll(self) -> list[ProcessMessage]:
         return [message for processes_of in self._starts.values() for message in processes_of.poll()]
@@ -73,10 +74,11 @@ class NodeProcesses:
 class _GroupProcesses:
     """One start of a group."""
 
-    def __init__(self, job: Job, family: Family, group: int, number: int):
+    def __init__(self, job: Job, family: Family, group: int, number: int, passed: PassedOutput | None):
         self._job, self.family, self._group, self._number = job, family, group, number
+        self._passed = passed
         self._oom_kills = count_oom_kills()
-        self._torchrun = start(job.command, job)
+        self._torchrun = start(job.command, job, open_output=passed.open if passed else None)
         self._workers: list[psutil.Process] = []
         self._failed = self._orphaned = self._killed = self._exited = False
         self._exit_code: int | None = None
@@ -103,6 +105,8 @@ class _GroupProcesses:
             yield WorkersOrphaned(self._group, self._number)
 
     def _describe_exit(self, left: list[psutil.Process]) -> GroupExited:
+        if self._passed:
+            self._passed.finish()  # its log says why it has ended
         ended = GroupExited(self._group, self._number, self._exit_code, tuple(process.pid for process in left))
         kills = count_oom_kills() - self._oom_kills
         return replace(ended, oom_kills=kills, memory_bytes=usable_memory_bytes()) if kills > 0 else ended

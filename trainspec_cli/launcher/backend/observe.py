@@ -105,7 +105,8 @@ class GroupStart:
         shortage = next((failure.shortage for failure in causes if failure.shortage), None)
         headline = self._explain(failures, exit_code)
         killed = [failure for failure in causes if failure.was_killed]
-        if self._oom_kills and from_outside and (killed or -signal.SIGKILL in codes):
+        was_killed = from_outside and (bool(killed) or -signal.SIGKILL in codes)
+        if self._oom_kills and was_killed:
             shortage = self._find_shortage()
             headline = _killed_by_kernel(killed)
         return run_state.GroupEnded(
@@ -116,6 +117,7 @@ class GroupStart:
             own_error=own_error,
             foreseen=any(failure.foreseen for failure in causes),
             from_outside=from_outside,
+            was_killed=was_killed,
             checkpoint_step=newest_checkpoint(self.job.run),
             left_behind=tuple(self._left_behind),
             shortage=shortage,

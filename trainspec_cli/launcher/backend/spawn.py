@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from trainspec_cli.environment_names import GENERATION, LAUNCH_ID
 from trainspec_cli.launcher.backend import guard
@@ -16,11 +17,17 @@ _started: list[subprocess.Popen[bytes]] = []
 """Processes whose end has not been read yet."""
 
 
-def start(command: Sequence[str], job: Job, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str],
+    job: Job,
+    pass_fds: tuple[int, ...] = (),
+    open_output: Callable[[Path], int] | None = None,
+) -> subprocess.Popen[bytes]:
     """Start a process in a session of its own, with the job's environment; its output goes to the job's torchrun
-    log. `pass_fds`: descriptors that it inherits."""
+    log. `pass_fds`: descriptors that it inherits. `open_output` returns where its output goes instead, and sees to it
+    that the log has it too."""
     job.logs.mkdir(parents=True, exist_ok=True)
-    with job.torchrun_log.open("ab") as log:
+    with os.fdopen(open_output(job.torchrun_log), "wb") if open_output else job.torchrun_log.open("ab") as log:
         process = subprocess.Popen(
             command,
             env={**os.environ, **job.environment},

@@ -78,15 +78,12 @@ def _is_own_run(run: RunDir) -> bool:
 
 def _check_no_run(root: Path, named_by: str = "run.dir") -> None:
     if RunDir(root).run_json.exists():
+        run = RunDir(root)
         hint = f"go on with it: trainspec resume {shlex.quote(str(root))}; or choose another {named_by}"
-        if _is_own_run(RunDir(root)):
-            hint = (
-                f"choose another folder with {named_by}; the command goes on from its own checkpoint, wherever that is"
-            )
-            if RunDir(root).job_sbatch.is_file():
-                hint = (
-                    f"go on with it: sbatch {shlex.quote(str(RunDir(root).job_sbatch))}; or choose another {named_by}"
-                )
+        if run.job_sbatch.is_file():
+            hint = f"go on with it: sbatch {shlex.quote(str(run.job_sbatch))}; or choose another {named_by}"
+        elif _is_own_run(run):
+            hint = f"choose another folder with {named_by}; the command continues from its own checkpoint"
         raise RecipeError(Problem("run_exists", f"{root} holds a run already", named_by, hint))
 
 

@@ -10,6 +10,7 @@ from trainspec_cli.launcher.job.job import Job
 from trainspec_cli.launcher.own_command.job import start_environment
 from trainspec_cli.launcher.own_command.node import OwnNode
 from trainspec_cli.launcher.own_command.start import GROUP, OwnStart
+from trainspec_cli.launcher.own_command.terminal import PassedOutput
 from trainspec_cli.policy.recovery.run_state import Event, PresenceChanged
 from trainspec_cli.rundir import generations
 from trainspec_cli.spec.results.plan import Plan
@@ -19,14 +20,16 @@ HERE = 0
 
 
 class OwnCommandBackend:
-    """One start of the command. `device_name`: what its ranks run on, for people."""
+    """One start of the command. `device_name`: what its ranks run on, for people. `passed`: shows its output on a
+    terminal."""
 
-    def __init__(self, job: Job, plan: Plan | None, *, device_name: str):
+    def __init__(self, job: Job, plan: Plan | None, *, device_name: str, passed: PassedOutput | None = None):
         assert plan is None and job.own is not None, "it has no plan"
         self.generation = generations.begin(job.run)
-        added = {GENERATION: str(self.generation), **start_environment(job, self.generation)}
+        started = start_environment(job, self.generation, on_terminal=passed is not None)
+        added = {GENERATION: str(self.generation), **started}
         self._job = replace(job, environment={**job.environment, **added})
-        self._node = OwnNode(self._job, self.generation, device_name)
+        self._node = OwnNode(self._job, self.generation, device_name, passed)
         self._start: OwnStart | None = None
         self._unreported: list[Event] = [PresenceChanged(GROUP, "there")]
 

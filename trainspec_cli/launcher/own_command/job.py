@@ -7,6 +7,7 @@ import math
 import os
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import sys
@@ -57,11 +58,13 @@ class Wanted:
 
 
 def check_command(command: Sequence[str], before: str = "trainspec run") -> None:
-    """Raise RecipeError where there is no command, or none that can be started. `before`: what is typed before it."""
+    """Raise RecipeError where there is no command, or none that can be started, or its script is missing. `before`:
+    what is typed before it."""
     if not command:
         hint = f"such as {before} -- python train.py"
         raise RecipeError(Problem("usage", "there is no command to run; it stands after --", hint=hint))
     if shutil.which(command[0]):
+        check_script(command)
         return
     program = Path(command[0])
     if program.is_file():
@@ -72,9 +75,55 @@ def check_command(command: Sequence[str], before: str = "trainspec run") -> None
         message, hint = "is no program here", "give its whole path, or activate the environment that holds it"
         if "=" in command[0]:
             hint = f"variables stand before trainspec ({command[0]} {before} ...), and options before --"
+        elif command[0] in USUAL_PROGRAMS:
+            hint = f"{command[0]} is not installed in this environment: install it, or activate the one that holds it"
         elif near := closest(command[0], USUAL_PROGRAMS):
             hint = f"did you mean {near}? Else {hint}"
     raise RecipeError(Problem("no_command", f"{command[0]} {message}", "COMMAND", hint))
+
+
+def check_script(command: Sequence[str]) -> None:
+    """Raise RecipeError where the script that Python, a shell or a launcher is to run is no file: torchrun and a Slurm
+    job would report that late."""
+    script = _script_of(command)
+    if script is None or Path(script).is_file():
+        return
+    folder = Path(script).parent
+    here = [path.name for path in folder.glob(f"*{Path(script).suffix}")] if folder.is_dir() else []
+    near = closest(Path(script).name, here)
+    hint = f"did you mean {folder / near}?" if near else "relative paths are those of the folder that you type this in"
+    raise RecipeError(Problem("no_script", f"{script} is no file", "COMMAND", hint))
+
+
+def _script_of(command: Sequence[str]) -> str | None:
+    """Return the script of a command, None where none can be read off it. What Python or a launcher takes ends with the
+    first word that is a script, and a module (-m) or a line of code (-c) has none."""
+    programs = (*USUAL_PROGRAMS, "sh")
+    at = next(
+        (place for place, word in enumerate(command) if Path(word).name in programs or _PYTHON.fullmatch(word)), None
+    )
+    for place in range(at + 1 if at is not None else len(command), len(command)):
+        word = command[place]
+        if word == "-c" or (word == "-m" and command[place + 1 : place + 2] != ["torch.distributed.run"]):
+            return None
+        if word.endswith((".py", ".sh")) and not word.startswith("-"):
+            return word
+    return None
+
+
+def wasted_gpus(command: Sequence[str], devices: int) -> str:
+    """Return a warning where a job of several GPUs a node starts one process; empty where a launcher, or a program that
+    may be one, starts them."""
+    python = next((place for place, word in enumerate(command) if _PYTHON.fullmatch(Path(word).name)), None)
+    script = _script_of(command)
+    if devices < 2 or has_launcher(command) or python is None or script is None:
+        return ""
+    rest = shlex.join(command[list(command).index(script) :])
+    return (
+        f"the command is one process, and the job reserves {devices} GPUs on its node; for a process on each GPU type "
+        f"-- torchrun --nproc-per-node {devices} {rest}; for one GPU alone "
+        "cluster.devices_per_node=1 cluster.slurm.exclusive=false"
+    )
 
 
 def build_own_job(command: Sequence[str], root: Path, machine: Machine, wanted: Wanted) -> Job:
@@ -175,13 +224,13 @@ def progress_folder(job: Job) -> Path:
     return Path(job.environment[PROGRESS].partition(":")[2])
 
 
-def start_environment(job: Job, generation: int, node: str = "") -> dict[str, str]:
+def start_environment(job: Job, generation: int, node: str = "", *, on_terminal: bool = False) -> dict[str, str]:
     """Return what one start adds: where its processes count their steps, and where torchrun logs them. `node`: the name
-    of its folders, where the job has several."""
-    return {
-        PROGRESS: f"{job.launch_id}:{job.run.progress(generation) / node}",
-        **_unless_set({"PET_LOG_DIR": str(job.logs / "ranks"), "PET_TEE": "3"}),
-    }
+    of its folders, where the job has several. `on_terminal`: its processes print to the terminal themselves, since
+    torchrun would make lines of what a progress bar writes over."""
+    progress = {PROGRESS: f"{job.launch_id}:{job.run.progress(generation) / node}"}
+    logged = {"PET_LOG_DIR": str(job.logs / "ranks"), "PET_TEE": "3"}
+    return progress if on_terminal else progress | _unless_set(logged)
 
 
 def _environment(command: Sequence[str], machine: Machine, grace_s: float, processes: int | None) -> dict[str, str]:

@@ -23,13 +23,15 @@ from trainspec_cli.launcher.own_command.hang import HangWatch, hang_event
 from trainspec_cli.launcher.own_command.job import progress_folder
 from trainspec_cli.launcher.own_command.journal import StepJournal
 from trainspec_cli.launcher.own_command.silence import SilenceWatch
+from trainspec_cli.launcher.own_command.terminal import PassedOutput
 from trainspec_cli.launcher.own_command.usage import UsageLog
 from trainspec_cli.rundir.generations import note_stop
 
 
 class OwnNode:
-    def __init__(self, job: Job, generation: int, device_name: str):
-        """`job`: this node's, of this generation. `device_name`: what its ranks run on, for people."""
+    def __init__(self, job: Job, generation: int, device_name: str, passed: PassedOutput | None = None):
+        """`job`: this node's, of this generation. `device_name`: what its ranks run on, for people. `passed`: shows
+        its output on a terminal."""
         assert job.own is not None, "it is a command of the user's own"
         self._job, self._generation = job, generation
         progress = progress_folder(job)
@@ -37,7 +39,7 @@ class OwnNode:
         self._journal = StepJournal(job.run, progress, device_name)
         self._usage, self._hang_watch = UsageLog(), HangWatch(job.own.hang_s, job.torchrun_log)
         self._silence_watch, self._work_s = SilenceWatch(job.own.silent_s, job.torchrun_log), job.own.work_s
-        self._processes = NodeProcesses(job, None)
+        self._processes = NodeProcesses(job, None, passed=passed)
         self._group = self._number = self._made = 0
         self._stands: NodeStands | None = None
         self._silent: NodeSilent | None = None

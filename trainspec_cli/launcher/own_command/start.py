@@ -17,10 +17,10 @@ from trainspec_cli.launcher.backend.nodes.messages import (
     WorkedLong,
     WorkersOrphaned,
 )
-from trainspec_cli.launcher.failure import WorkerFailure, explain, explain_end, find_failures
+from trainspec_cli.launcher.failure import Explanation, WorkerFailure, explain, explain_end, find_failures
 from trainspec_cli.launcher.job.job import Job
 from trainspec_cli.launcher.own_command.hang import name_late
-from trainspec_cli.launcher.own_command.journal import count_steps
+from trainspec_cli.launcher.own_command.journal import count_steps, newest_step
 from trainspec_cli.launcher.own_command.silence import name_silent
 from trainspec_cli.policy.recovery import run_state
 from trainspec_cli.rundir.record import WorkerErrorRecord, write_error
@@ -154,7 +154,8 @@ class OwnStart:
             failures = [self._lost, *(failure for failure in failures if not failure.whole_node)]
         killed = exit_code is None or exit_code in _KILLED or any(failure.was_killed for failure in failures)
         done = exit_code == 0 and not self._hung
-        headline = "" if done else self._explain(exit_code, failures)
+        explanation = None if done else self._explain(exit_code, failures)
+        headline = explanation.headline if explanation else ""
         if killed and any(exited.oom_kills for exited in self._exits):
             headline = f"{headline}: the kernel did, because the host's memory had run out"
         return run_state.GroupEnded(
@@ -168,9 +169,11 @@ class OwnStart:
             checkpoint_step=self._made_before + self._made,
             has_worked=self._worked_long and not self._made,
             left_behind=tuple(pid for exited in self._exits for pid in exited.left_behind),
+            cause=explanation.cause if explanation else "",
+            reached_step=newest_step(self._job.run),
         )
 
-    def _explain(self, exit_code: int | None, failures: list[WorkerFailure]) -> str:
+    def _explain(self, exit_code: int | None, failures: list[WorkerFailure]) -> Explanation:
         if self._lost is not None:
-            return explain(failures).headline
-        return explain_end(self._job, exit_code, failures).headline
+            return explain(failures)
+        return explain_end(self._job, exit_code, failures)

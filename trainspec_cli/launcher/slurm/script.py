@@ -32,6 +32,11 @@ ASKED = ("partition", "account", "qos", "time", "cpus_per_task", "mem", "constra
 """Fields of `cluster.slurm` that are options of sbatch by the same names."""
 _PLAIN_WORD = re.compile(r"[\w.,:;/@%+=*&|()\[\]{}^~!?<>$-]+", re.ASCII)
 
+TRAP = (
+    """trap 'code=$?; if [ "${BASH_SOURCE[0]-}" = "$script" ]; then """
+    """echo "cluster.slurm.setup failed with exit code $code: $BASH_COMMAND" >&2; exit $code; fi' ERR"""
+)
+"""As `set -e`, but not within functions and sourced files: those of modules and conda hold commands that may fail."""
 KEPT = (CACHE, HUB_MIRROR)
 """Variables of the submitting shell that the script sets; the rest comes from the site."""
 
@@ -138,7 +143,12 @@ def _exports(variables: Mapping[str, str]) -> Iterator[str]:
 
 
 def _environment(asked: Asked, activation: Iterator[str]) -> Iterator[str]:
-    yield from asked.slurm.setup
+    if asked.slurm.setup:
+        yield "# A line of cluster.slurm.setup that fails ends the job; || true behind it prevents that."
+        yield "script=${BASH_SOURCE[0]-}"
+        yield TRAP
+        yield from asked.slurm.setup
+        yield "trap - ERR"
     yield from activation
     yield from container.exports(asked.slurm)
     yield ""
@@ -181,7 +191,7 @@ def array_log(roots: Sequence[Path]) -> Path:
 def _options(asked: Asked, roots: Sequence[Path], name: str) -> Iterator[str]:
     slurm = asked.slurm
     is_array = len(roots) > 1
-    yield _option("job-name", slurm.job_name or f"trainspec-{on_one_line(name)}")
+    yield _option("job-name", slurm.job_name or on_one_line(_name_of_job(roots, name)))
     yield f"--nodes={asked.num_nodes}"
     yield "--ntasks-per-node=1"
     yield _option("output", _pattern(array_log(roots) if is_array else log_of(roots[0])))
@@ -196,6 +206,13 @@ def _options(asked: Asked, roots: Sequence[Path], name: str) -> Iterator[str]:
     yield f"--signal=B:USR2@{slurm.warn_s}"
     yield "--requeue" if slurm.max_requeues else "--no-requeue"
     yield from slurm.sbatch_lines
+
+
+def _name_of_job(roots: Sequence[Path], name: str) -> str:
+    """Return the run's folder, where the user has named it, else the recipe or the script: squeue shows eight
+    characters."""
+    is_named = len(roots) == 1 and not re.fullmatch(r"\d{8}-\d{6}(-\d+)?|TIME", roots[0].name)
+    return roots[0].name if is_named else name
 
 
 def _asked(asked: Asked) -> Iterator[str]:

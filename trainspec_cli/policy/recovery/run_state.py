@@ -38,6 +38,9 @@ class GroupState(NamedTuple):
     """When it was last seen to begin a step again, because an exchange had failed."""
     taken: MemorySetting | None = None
     """The setting that it was last started with because its memory had run out."""
+    cause: str = ""
+    reached_step: int = 0
+    """How far it had come when it last failed, and why (`GroupEnded.cause`)."""
     is_planned: bool = False
     """waiting: it ended for want of memory, or to leave a node out, so that its next start is no restart after a
     failure."""
@@ -171,6 +174,13 @@ class GroupEnded:
     has_worked: bool = False
     """A command of the user's own, none of whose steps is counted, has worked for long: its state has most likely come
     further."""
+    cause: str = ""
+    """Of a command of the user's own: the exception that ended it, and where it was raised; empty where none is known,
+    or where it came from outside."""
+    reached_step: int = 0
+    """Of a command of the user's own: the furthest step of any of its starts."""
+    was_killed: bool = False
+    """Workers or torchrun were ended by SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -211,6 +221,8 @@ class NodesSeen:
 
     hostnames: tuple[str, ...]
     """The nodes' names by place, the run's own first; empty for a node that is not there."""
+    waiting: str = ""
+    """For people: which of the run's own nodes are missing, where some are there."""
 
 
 @dataclass(frozen=True)

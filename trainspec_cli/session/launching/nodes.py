@@ -105,13 +105,17 @@ def join(run_dir: str, node: int, console: PrintableConsole, command: Sequence[s
     """
     run, served = RunDir(Path(run_dir).absolute()), 0
     deadline, refusal = time.monotonic() + JOIN_TIMEOUT_S, _no_first_node(run)
-    console.print(f"node {node}: waiting for the first node in {run.root}")
+    where = f"in {run.root}" if run.root.is_dir() else f"to make {run.root}, which is not seen here yet"
+    console.report(f"node {node}: waiting for the first node {where} (up to {JOIN_TIMEOUT_S / 60:g} min)")
     while time.monotonic() < deadline and not (served and run.result_json.is_file()):
         generation = generations.newest(run)
         if generation > served:
             check_tree(run.root)
             _check_command(run, generation, command)
             try:
+                if record := generations.read(run, generation):
+                    logs = Path(record.logs) / f"node{record.place_of(node):05d}"
+                    console.report(f"node {node}: takes part in start {generation}; its output goes to {logs}")
                 run_agent(run, generation, node)
                 served, deadline = generation, time.monotonic() + RESULT_TIMEOUT_S
             except MachineError as error:  # it may be an earlier start's, for which nobody answers any more
@@ -120,6 +124,7 @@ def join(run_dir: str, node: int, console: PrintableConsole, command: Sequence[s
     if not served:
         raise refusal
     result = read_result(run)
+    console.report(f"node {node}: {f'the run is {result.status}' if result else 'the first node has left no result'}")
     if command:
         codes = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
         return codes.get(result.status, WorkerError.exit_code) if result else WorkerError.exit_code

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -41,8 +43,10 @@ from trainspec_cli.launcher.own_command.job import (
     why_uncounted,
 )
 from trainspec_cli.launcher.own_command.journal import newest_step, restarts_left
+from trainspec_cli.launcher.own_command.terminal import PassedOutput
 from trainspec_cli.launcher.signals import StopRequests
-from trainspec_cli.launcher.slurm.own_job import read_own_job
+from trainspec_cli.launcher.slurm.own_job import OwnJob, read_own_job, write_own_job
+from trainspec_cli.printable import without_colours
 from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_result, read_run_record
@@ -59,11 +63,12 @@ from trainspec_cli.session.launching.run import run
 from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.cluster import Machine, SlurmSpec
 
 THIS_NODE = NodeOptions()
 FOLDER = "--dir"
 """What names the run's folder."""
+_EMPTY_OF_RANK = re.compile(r"\[[a-z]+\d+\]:\s*")
 SHOWN_BYTES = 2**16
 """Of what a command prints at once, no more is shown here; its log holds all of it."""
 
@@ -95,8 +100,53 @@ def run_command(
         check_free(run_dir, FOLDER)
     with storage(run_dir, FOLDER):
         root = Path(run_dir) if again else make_folder(run_dir, script_name(command), FOLDER)
+        # `resume` takes the same options.
+        write_own_job(RunDir(root), OwnJob(nodes.nnodes or 1, wanted, SlurmSpec.max_requeues, None))
         started = Started(_build(command, root, detect(), _left(root, wanted), reach, nodes), reach, notify, as_json)
         return requeueing(RunDir(root), nodes, console, lambda requests: _run(started, console, requests))
+
+
+def resume_command(
+    run_dir: RunDir,
+    changes: Sequence[str],
+    nodes: NodeOptions,
+    notify: Notify = NOBODY,
+    *,
+    as_json: bool,
+    detach: bool = False,
+) -> int:
+    """Start the command of a run again in its folder, with the options that it had; return this command's exit code.
+    It continues from its own checkpoint, which for a script that has attached itself lies in the folder. Raises
+    RecipeError where nothing is left to do."""
+    record = read_run_record(run_dir)
+    assert not isinstance(record.command, Absent), "it is a command of the user's own"
+    name = shlex.quote(str(run_dir.root))
+    anew = f"to start it anew: trainspec run -- {shlex.join(record.command)}"
+    if run_dir.job_sbatch.is_file():
+        message, hint = (
+            "was made for Slurm",
+            f"give its job to Slurm again: sbatch {shlex.quote(str(run_dir.job_sbatch))}",
+        )
+        raise RecipeError(Problem("own_command", f"the run in {run_dir.root} {message}", hint=hint))
+    if not run_dir.own_job_json.is_file():
+        raise RecipeError(Problem("own_command", f"an earlier version made the run in {run_dir.root}", hint=anew))
+    asked = read_own_job(run_dir)
+    if asked.num_nodes > 1 or nodes != THIS_NODE:
+        message = f"the run in {run_dir.root} is a command on several nodes, which is not resumed"
+        raise RecipeError(Problem("own_command", message, hint=anew))
+    if changes or detach:
+        what = f"`{changes[0]}` is of a recipe" if changes else "--detach is of a recipe"
+        message = f"{what}, and the run in {run_dir.root} is a command of your own"
+        raise RecipeError(Problem("own_command", message, hint=f"type trainspec resume {name}"))
+    result = read_result(run_dir)
+    if result and result.status == "done":
+        raise RecipeError(Problem("nothing_left", f"the run in {run_dir.root} is done", hint=anew))
+    check_command(record.command)
+    console = make_console(as_json=as_json)
+    with storage(str(run_dir.root), FOLDER):
+        job = build_own_job(record.command, run_dir.root, detect(), _left(run_dir.root, asked.wanted))
+        started = Started(job, None, notify, as_json)
+        return requeueing(run_dir, THIS_NODE, console, lambda requests: _run(started, console, requests))
 
 
 def run_in_job(run_dir: RunDir, reach: Reach, console: RunConsole, requests: StopRequests) -> int:
@@ -136,7 +186,8 @@ def _run(started: Started, console: RunConsole, requests: StopRequests) -> int:
             write_own_launch(job, job.own.name, sys.argv[1:])
         if notes := _notes(job.own.command):
             console.report(*notes)
-        alone = partial(OwnCommandBackend, device_name=device_name(detect()))
+        passed = PassedOutput(console.file.fileno()) if console.is_terminal and not reach else None
+        alone = partial(OwnCommandBackend, device_name=device_name(detect()), passed=passed)
         backend: OpenBackend = partial(NodesBackend, reach=reach, worker=()) if reach else alone
         return run(
             *(job, None, backend, console),
@@ -144,6 +195,7 @@ def _run(started: Started, console: RunConsole, requests: StopRequests) -> int:
             requests=requests,
             notifies=started.notify,
             output=Output(job),
+            passed=passed,
         )
 
 
@@ -213,7 +265,8 @@ def _notes(command: Sequence[str]) -> list[str]:
 
 class Output:
     """Shows what the command prints as it comes, of several nodes on the first; lines that a progress bar writes over
-    are left out. `job`: of this launch, whose later starts have logs of their own."""
+    are left out, and so are colours, and the empty lines that torchrun makes of a bar's refreshes. `job`: of this
+    launch, whose later starts have logs of their own."""
 
     def __init__(self, job: Job):
         self._logs = job.logs
@@ -231,8 +284,12 @@ class Output:
             file.seek(self._offset)
             text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
+        if not whole:
+            return
         self._offset += len(whole)
         if len(whole) > SHOWN_BYTES:
             report(f"... ({len(whole) - SHOWN_BYTES:,} bytes more in {self._log})")
-        for line in whole[-SHOWN_BYTES:].decode(errors="replace").splitlines():
-            report(line)
+        for line in without_colours(whole[-SHOWN_BYTES:].decode(errors="replace")).removesuffix("\n").split("\n"):
+            shown = next((part for part in reversed(line.split("\r")) if part.strip()), "")
+            if not _EMPTY_OF_RANK.fullmatch(line):
+                report(shown)

@@ -13,15 +13,16 @@ from trainspec_cli.launcher.notify import NOBODY, Notify
 from trainspec_cli.policy.recovery.memory import rank_setting, with_reliefs
 from trainspec_cli.rundir.memory import newest_copy
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_data_dir, read_plan_of_all_nodes, read_run_record
+from trainspec_cli.rundir.record import has_own_command, read_data_dir, read_plan_of_all_nodes, read_run_record
 from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.launching.changes import count_more_steps, find_fixed, prepare_changed_data, trained_samples
 from trainspec_cli.session.launching.detach import check_detachable, describe_detached, resume_detached
 from trainspec_cli.session.launching.nodes import NodeOptions, join
+from trainspec_cli.session.launching.own_command import resume_command
 from trainspec_cli.session.launching.session import Session, start
 from trainspec_cli.session.recipe.data import check_data_of
 from trainspec_cli.session.recipe.load import Loaded, follows, plan_on, require, this_machine
-from trainspec_cli.session.runs.find import check_has_recipe, find_own_run
+from trainspec_cli.session.runs.find import find_own_run
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -53,7 +54,8 @@ def resume(
     """Continue a run, as its first node or as another that joins it; return the run's exit code. With `detach`, 0 as
     soon as the run goes on in a process of its own."""
     run, console = find_own_run(name), make_console(as_json=as_json)
-    check_has_recipe(run)
+    if has_own_command(run):
+        return resume_command(run, changes, nodes, notify, as_json=as_json, detach=detach)
     session = replace(prepare_resume(run, changes, nodes, console, force=force, as_json=as_json), notify=notify)
     if not nodes.is_first and session.reach:
         return join(str(run.root), nodes.node_rank, console)

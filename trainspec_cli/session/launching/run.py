@@ -11,11 +11,13 @@ from typing import Protocol
 from trainspec_cli.composer.origins import show_path
 from trainspec_cli.errors import ERRORS_OF_RUNS, EXIT_DONE, Problem, Stopped
 from trainspec_cli.launcher.backend import OpenBackend
+from trainspec_cli.launcher.backend.observe import newest_step
 from trainspec_cli.launcher.failure import Explanation
 from trainspec_cli.launcher.job.job import Job
 from trainspec_cli.launcher.memory_limits import LimitsWatch
 from trainspec_cli.launcher.notify import NOBODY, Notify, notify
 from trainspec_cli.launcher.outcome import RunOutcome, conclude
+from trainspec_cli.launcher.own_command.terminal import PassedOutput
 from trainspec_cli.launcher.signals import StopRequests, on_stop_signal
 from trainspec_cli.launcher.slow_nodes import Replan
 from trainspec_cli.launcher.supervise import Ending, supervise
@@ -23,6 +25,7 @@ from trainspec_cli.reporter.changes import describe_recovery
 from trainspec_cli.reporter.collect import collect
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.render import render_summary
+from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_run_record
@@ -54,21 +57,22 @@ def run(
     replan: Replan | None = None,
     notifies: Notify = NOBODY,
     output: Watch | None = None,
+    passed: PassedOutput | None = None,
 ) -> int:
     """Supervise the job until its run has ended, and report how it ended; return the exit code. `limits` remembers
     what it learns of the machine's memory, and `advisor` proposes other layouts; `replan` is as of `supervise`;
     `notifies` says who else is notified of the end. Without a plan it is a command of the user's own, whose `output` is
-    shown.
+    shown; where it is `passed` through to a terminal, its lines go to the run's log alone.
 
     Raises the error whose exit code the result states where it failed (of a command of the user's own WorkerError),
     WorkerError where it was begun anew by another start while it ran, BrokenPipeError where it ended well and nobody
     reads that.
     """
     verdicts = VerdictLines(job.run, looks_deeper=plan is not None and plan.spec.observe.deeper_look)
-    watches = [verdicts, *(watch for watch in (limits, advisor, output) if watch is not None)]
+    watches = [verdicts, *(watch for watch in (limits, advisor) if watch is not None)]
     requests = requests or StopRequests()
     with on_stop_signal(requests.add):  # until the result is written and reported
-        ending = _supervise(job, plan, backend, console, watches, requests, replan)
+        ending = _supervise(job, plan, backend, console, watches, requests, replan, output, passed)
         job = ending.job
         if ending.left_behind:
             hanging = ", ".join(map(str, ending.left_behind))
@@ -100,17 +104,36 @@ def _supervise(
     watches: Sequence[Watch],
     requests: StopRequests,
     replan: Replan | None,
+    output: Watch | None,
+    passed: PassedOutput | None,
 ) -> Ending:
     """Show what the job does until it ends; return how its last start ended."""
+
+    def say(text: str) -> None:
+        if passed:
+            passed.look()
+            passed.begin_line()
+        view.say(text)
 
     def watch(stop_requested: bool) -> None:
         view.watch(stop_requested)
         for one in watches:
-            one.look(view.say)
+            one.look(say)
+        if passed:
+            passed.look()
+        if output:
+            output.look(view.note if passed else view.say)
 
     stopping = console.stopping_run_without_reader(requests.add)
     with stopping, open_run_log(job.run, console) as log, LiveView(job.run, plan, console, log) as view:
-        return supervise(job, plan, backend, watch, view.say, requests, replan)
+        if passed:
+            passed.on_first = view.yield_terminal
+        try:
+            return supervise(job, plan, backend, watch, say, requests, replan)
+        finally:
+            if passed:
+                passed.begin_line()
+                passed.close()
 
 
 def _failure(job: Job, explanation: Explanation | None, console: RunConsole, *, as_json: bool) -> Problem:
@@ -124,6 +147,8 @@ def _failure(job: Job, explanation: Explanation | None, console: RunConsole, *, 
         console.report(f"\n{detail}\n")
     step = 0 if job.own else job.run.newest_step
     hint = f"go on from step {step}: {_resume_command(job.run)}" if step else ""
+    if job.own and not job.nodes and newest_step(read_sound(job.run.events(0))):
+        hint = f"start it again from its own checkpoint: {_resume_command(job.run)}"
     return Problem("worker_failed", message, hint=explanation.hint or hint)
 
 
@@ -170,7 +195,10 @@ def _last_own_lines(job: Job, outcome: RunOutcome) -> str:
     if not steps:
         made = f"{outcome.result.status}; no optimizer step of torch was seen, and none could be counted"
     folder, logs = f"run folder  {_shown(job.root)}", f"output      {_shown(job.logs)}"
-    return f"{made}\n{folder}\n{logs}\nreport      trainspec report {_quoted(job.run)}"
+    lines = [made, folder, logs, f"report      trainspec report {_quoted(job.run)}"]
+    if outcome.exit_code == Stopped.exit_code and not job.nodes:
+        lines.append(f"resume      {_resume_command(job.run)}")
+    return "\n".join(lines)
 
 
 def _resume_command(run: RunDir) -> str:

@@ -18,8 +18,6 @@ from trainspec_cli.reporter.collect import Report, collect
 from trainspec_cli.reporter.runs import RunLine, list_runs, status_of
 from trainspec_cli.rundir.known_runs import known_runs
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_run_record
-from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.trust import check_tree
 
 LAST = "last"
@@ -31,17 +29,6 @@ def find_own_run(name: str) -> RunDir:
     run = find_run(name)
     check_tree(run.root)
     return run
-
-
-def check_has_recipe(run: RunDir) -> None:
-    """Raise RecipeError for a run of a command of the user's own, which only that command can go on with."""
-    command = read_run_record(run).command
-    if not isinstance(command, Absent):
-        message = f"the run in {run.root} is a command of your own, and knows its checkpoints itself"
-        hint = f"start it again, in a new run: trainspec run -- {shlex.join(command)}"
-        if run.job_sbatch.is_file():
-            hint = f"give its job to Slurm again: sbatch {shlex.quote(str(run.job_sbatch))}"
-        raise RecipeError(Problem("own_command", message, hint=hint))
 
 
 def find_run(name: str) -> RunDir:

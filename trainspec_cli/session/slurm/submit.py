@@ -6,22 +6,27 @@ everyone may write, are submitted only with --allow-setup. root's files are trus
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
+from trainspec_cli.composer.arguments import assign, find_argument
 from trainspec_cli.composer.origins import COMMAND_LINE, Origin, find_origin
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.launcher.backend.nodes.backend import Reach, build_nodes_job
-from trainspec_cli.launcher.job.folder import make_folder, storage, write_launch
+from trainspec_cli.launcher.job.folder import RUNS, check_free, make_folder, storage, write_launch
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.launcher.slurm.commands import submit as submit_to_slurm
-from trainspec_cli.launcher.slurm.queue import note_job
+from trainspec_cli.launcher.slurm.queue import job_of, note_job
 from trainspec_cli.launcher.slurm.script import array_log, check_folder, log_of, render_script
+from trainspec_cli.reading.files import read_text
 from trainspec_cli.rundir.files import write_text
+from trainspec_cli.rundir.generations import newest as newest_generation
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_data_dir, read_run_record
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.sites import SiteOptions, check_site, load_site
 from trainspec_cli.session.launching.sweep import Sweep, sweep_arguments
@@ -29,12 +34,14 @@ from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded, machine_of_cluster, plan_for
 from trainspec_cli.session.slurm.container import check_container, folders_read, unseen_image
 from trainspec_cli.session.slurm.time_limit import short_limit
+from trainspec_cli.spec.canonical import digest
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine, SlurmSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.trust import private_files, why_not_trusted
 
+RUN_DIR = "run.dir"
 DEFAULT_PYTHON = SlurmSpec.container_python
 """The image's own, which is shown with it."""
 
@@ -53,9 +60,24 @@ def plan_runs(
     site: SiteOptions = SiteOptions(),  # noqa: B008
 ) -> list[PlannedRun]:
     """Plan a run for each combination of the swept values. Raises RecipeError."""
-    loaded = [load_site(point, site) for _, point in sweep_arguments(arguments, sweeps)]
+    given = find_argument(arguments, RUN_DIR)
+    loaded = []
+    for values, point in sweep_arguments(arguments, sweeps):
+        if sweeps and given and not any(key == RUN_DIR for key, _ in sweeps):  # its runs lie in it, by their values
+            label = ",".join(
+                f"{key.rpartition('.')[2]}={value}" for (key, _), value in zip(sweeps, values, strict=True)
+            )
+            folder = Path(str(given.value)) / re.sub(r"[^\w.=,+-]+", "_", label)
+            point = [*(one for one in point if one != given.text), assign(RUN_DIR, str(folder))]
+        loaded.append(load_site(point, site))
     for one in loaded:
         check_site(one.spec)
+    named = [one.spec.run.dir for one in loaded if one.spec.run.dir != AUTO]
+    if len(set(named)) < len(named):
+        message = f"`run.dir` is {named[0]}, and each run of a sweep needs a folder of its own"
+        raise RecipeError(
+            Problem("usage", message, RUN_DIR, "give run.dir on the command line: the runs lie in it then")
+        )
     runs = [PlannedRun(one, plan_for(one, _machine_of_job(one))) for one in loaded]
     _check_alike([run.plan for run in runs])
     return runs
@@ -160,14 +182,45 @@ class Submission:
     text: str
 
 
-def write_submission(runs: Sequence[PlannedRun], *, force: bool = False) -> Submission:
+def is_previewed(run: RunDir, text: str) -> bool:
+    """Return whether the same script, but for its comment with the command line, was written down before, and the run
+    was neither submitted nor started."""
+    if not run.job_sbatch.is_file() or job_of(run) is not None or newest_generation(run):
+        return False
+    without_comment = [
+        [*lines[:1], *lines[2:]] for lines in (text.splitlines(), read_text(run.job_sbatch).splitlines())
+    ]
+    return without_comment[0] == without_comment[1]
+
+
+def _find_preview(run: PlannedRun, *, force: bool) -> Submission | None:
+    """Return what `write_submission` has made of the same recipe before, where that was not submitted."""
+    plan = run.plan
+    if plan.spec.run.dir == AUTO or not RunDir(Path(plan.spec.run.dir)).run_json.is_file():
+        return None
+    made = RunDir(Path(plan.spec.run.dir).absolute())
+    data_dir = read_data_dir(made)
+    needed = folders_read(plan, Path(data_dir) if data_dir else None)
+    text = render_script(plan, [made.root], run.loaded.composed.recipe, [], Path.cwd(), needed, force=force)
+    is_same = is_previewed(made, text) and read_run_record(made).digest == digest(plan.spec)
+    return Submission([made.root], made.job_sbatch, read_text(made.job_sbatch)) if is_same else None
+
+
+def write_submission(runs: Sequence[PlannedRun], *, force: bool = False, dry_run: bool = False) -> Submission:
     """Make each run's folder and its script, where submitting it again goes on with the run; the script of an array
-    lies beside its runs."""
+    lies beside its runs. A run that was written down before, and not submitted, is taken as it is. `dry_run`: make
+    nothing, and prepare no data."""
     first = runs[0]
     check_container(first.plan)
-    made = [_make_run(run) for run in runs]
+    if len(runs) == 1 and (preview := _find_preview(first, force=force)):
+        return preview
+    made = [_show_run(run) if dry_run else _make_run(run) for run in runs]
     roots = [root for root, _ in made]
     recipe, argv, cwd = first.loaded.composed.recipe, sys.argv[1:], Path.cwd()
+    if dry_run:
+        needed = [folder for _, folders in made for folder in folders]
+        script = RunDir(roots[0]).job_sbatch if len(roots) == 1 else array_log(roots).parent / f"{roots[0].name}.sbatch"
+        return Submission(roots, script, render_script(first.plan, roots, recipe, argv, cwd, needed, force=force))
     with private_files():
         for root, needed in made:
             text = render_script(first.plan, [root], recipe, argv, cwd, needed, force=force)
@@ -189,6 +242,15 @@ def submit(submission: Submission) -> str:
         for task, root in enumerate(roots):
             note_job(RunDir(root), f"{job_id}_{task}" if len(roots) > 1 else job_id)
     return job_id
+
+
+def _show_run(run: PlannedRun) -> tuple[Path, list[Path]]:
+    """Return the folder that `_make_run` would make, and what a container must see of those that are known by now."""
+    wanted = run.plan.spec.run.dir
+    check_folder(Path.cwd() if wanted == AUTO else Path(wanted).absolute())
+    check_free(wanted)
+    root = RUNS / run.loaded.composed.recipe / "TIME" if wanted == AUTO else Path(wanted)
+    return root.absolute(), folders_read(run.plan, None)
 
 
 def _make_run(run: PlannedRun) -> tuple[Path, list[Path]]:

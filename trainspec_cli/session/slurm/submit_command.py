@@ -12,24 +12,27 @@ from pathlib import Path
 from trainspec_cli.composer.arguments import Argument, parse_arguments, problem_at
 from trainspec_cli.composer.origins import RECIPE, locate
 from trainspec_cli.errors import Problem, RecipeError, closest
-from trainspec_cli.launcher.job.folder import make_folder, storage, write_own_launch
+from trainspec_cli.launcher.job.folder import RUNS, check_free, make_folder, storage, write_own_launch
 from trainspec_cli.launcher.own_command.job import (
     Wanted,
     build_own_nodes_job,
     check_command,
     check_for_nodes,
+    check_script,
     script_name,
+    wasted_gpus,
 )
 from trainspec_cli.launcher.slurm.container import mounts
-from trainspec_cli.launcher.slurm.own_job import OwnJob, write_own_job
+from trainspec_cli.launcher.slurm.own_job import OwnJob, read_own_job, write_own_job
 from trainspec_cli.launcher.slurm.script import asked_by_cluster, check_folder, log_of, render_own_script
 from trainspec_cli.rundir.files import write_text
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_run_record
 from trainspec_cli.session.launching.own_command import FOLDER
 from trainspec_cli.session.recipe.load import Loaded, require
 from trainspec_cli.session.recipe.no_recipe import DEFAULTS
 from trainspec_cli.session.slurm.container import unseen_image
-from trainspec_cli.session.slurm.submit import Submission
+from trainspec_cli.session.slurm.submit import Submission, is_previewed
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, SlurmSpec
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -101,9 +104,13 @@ def _gpus_are_known(cluster: ClusterSpec) -> Iterator[Problem]:
         yield Problem("left_open", message, "cluster.devices_per_node", "type cluster.devices_per_node=8")
 
 
-def warnings(loaded: Loaded) -> list[str]:
+def warnings(command: Sequence[str], loaded: Loaded) -> list[str]:
     """Return what may go wrong with the job."""
-    return list(unseen_image(loaded.spec.cluster.slurm))
+    cluster = loaded.spec.cluster
+    devices = cluster.devices_per_node
+    takes_all = cluster.device == "cuda" and cluster.slurm.gpus_per_node is None and isinstance(devices, int)
+    wasted = wasted_gpus(command, int(devices)) if takes_all else ""
+    return [*unseen_image(cluster.slurm), *([wasted] if wasted else [])]
 
 
 def check_own_command(command: Sequence[str], loaded: Loaded, wanted: Wanted) -> None:
@@ -114,6 +121,8 @@ def check_own_command(command: Sequence[str], loaded: Loaded, wanted: Wanted) ->
         raise RecipeError(Problem("usage", f"the command begins with {command[0]}", "COMMAND", hint))
     if not command or (slurm.container_image is None and not slurm.setup):  # else it need not be here
         check_command(command, f"trainspec {SBATCH}")
+    elif slurm.container_image is None and not any("cd " in line for line in slurm.setup):
+        check_script(command)
     if cluster.num_nodes > 1:
         check_for_nodes(command, cluster.num_nodes, "cluster.num_nodes")
     if wanted.grace_s > slurm.warn_s:
@@ -122,22 +131,37 @@ def check_own_command(command: Sequence[str], loaded: Loaded, wanted: Wanted) ->
         raise RecipeError(Problem("out_of_range", message, "cluster.slurm.warn_s", hint))
 
 
-def write_own_submission(command: Sequence[str], folder: str | None, wanted: Wanted, loaded: Loaded) -> Submission:
-    """Make the run's folder and its script, where submitting it again goes on with the run. Raises RecipeError where
+def write_own_submission(
+    command: Sequence[str], folder: str | None, wanted: Wanted, loaded: Loaded, *, dry_run: bool = False
+) -> Submission:
+    """Make the run's folder and its script, where submitting it again goes on with the run; or take those that are
+    there, where the same was written down before and not submitted. `dry_run`: make nothing. Raises RecipeError where
     the folder is in use, or a container cannot see it."""
     name, cluster, here = script_name(command), loaded.spec.cluster, Path.cwd()
     check_folder(Path(folder).absolute() if folder else here, FOLDER)
     if cluster.slurm.container_image is not None:
         mounts(cluster.slurm, [here, *([Path(folder).absolute()] if folder else [])])
+    asked = OwnJob(cluster.num_nodes, wanted, cluster.slurm.max_requeues, cluster.slurm.exclude)
+    root = Path(folder).absolute() if folder else (RUNS / name / "TIME").absolute()
+    text = render_own_script(asked_by_cluster(cluster), root, name, sys.argv[1:], here)
+    if is_previewed(RunDir(root), text) and _is_same(RunDir(root), command, asked):
+        return Submission([root], RunDir(root).job_sbatch, text)
+    if dry_run:
+        check_free(folder or AUTO, FOLDER)
+        return Submission([root], RunDir(root).job_sbatch, text)
     with storage(folder or AUTO, FOLDER):
         run = RunDir(make_folder(folder or AUTO, name, FOLDER).absolute())
         log_of(run.root).parent.mkdir(parents=True, exist_ok=True)
-        write_own_job(run, OwnJob(cluster.num_nodes, wanted, cluster.slurm.max_requeues, cluster.slurm.exclude))
+        write_own_job(run, asked)
         text = render_own_script(asked_by_cluster(cluster), run.root, name, sys.argv[1:], here)
         write_text(run.job_sbatch, text)
         job = build_own_nodes_job(command, run.root, (SBATCH, str(run.job_sbatch)), cluster.num_nodes, wanted)
         write_own_launch(job, name, sys.argv[1:])
     return Submission([run.root], run.job_sbatch, text)
+
+
+def _is_same(run: RunDir, command: Sequence[str], asked: OwnJob) -> bool:
+    return read_run_record(run).command == tuple(command) and read_own_job(run) == asked
 
 
 def refuse_bare_command(arguments: Sequence[str]) -> None:

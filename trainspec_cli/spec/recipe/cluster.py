@@ -186,7 +186,7 @@ class SlurmSpec:
     """The Slurm options of a job; null leaves an option to the site's default."""
 
     job_name: str | None = None
-    """null: trainspec-<recipe>."""
+    """null: the last name of `run.dir` (of a command: `--dir`), else the recipe's or the script's name."""
     partition: str | None = None
     """The partition that the job is submitted to (`--partition`)."""
     account: str | None = None
@@ -241,7 +241,8 @@ class SlurmSpec:
     contradicts what the script asks for is refused."""
     setup: tuple[str, ...] = ()
     """Shell commands before the job begins, such as `module load cuda` or `export NCCL_IB_HCA=mlx5`; the environment
-    that was active at submission is activated after them. They run as you: `trainspec sbatch` shows them, and submits
+    that was active at submission is activated after them. One that fails ends the job (`|| true` behind it prevents
+    that). They run as you: `trainspec sbatch` shows them, and submits
     those of a file that another user owns, or that everyone may write, only with --allow-setup. The same goes for
     `sbatch_lines` and `container_image`."""
     warn_s: NonNegativeInt = 120

@@ -173,6 +173,19 @@ def test_nodes_that_stand_by_are_seen_and_nothing_else(open_lab: Callable[..., L
     assert (lost.node, lost.hostname) == (0, "host1"), "by its number"
 
 
+def test_a_missing_node_is_named_once_another_is_there(open_lab: Callable[..., Lab], plan: Plan) -> None:
+    lab = open_lab(replace(plan, num_nodes=2, replica_groups=1), nodes=(0, 1))
+    lab.call(0)
+    lab.wait_until(lambda: any(isinstance(event, NodesSeen) and event.waiting for event in lab.events))
+    (seen,) = (event for event in lab.events if isinstance(event, NodesSeen) and event.waiting)
+    assert seen.hostnames == ("host0", "")
+    assert seen.waiting.startswith("1 of 2 nodes are here; waiting for node 1 at ")
+    lab.events.clear()
+    lab.call(1)
+    lab.wait_until(lambda: any(isinstance(event, NodesSeen) for event in lab.events))
+    assert [event.waiting for event in lab.events if isinstance(event, NodesSeen)] == [""]
+
+
 def test_a_spare_node_that_never_came_is_not_waited_for_in_the_end(
     open_lab: Callable[..., Lab], plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

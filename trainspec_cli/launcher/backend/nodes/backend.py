@@ -258,7 +258,15 @@ class NodesBackend:
         if hostnames == self._hostnames or not self._places:
             return []
         self._hostnames = hostnames
-        return [run_state.NodesSeen(hostnames)]
+        missing = [str(self._number(node)) for node in self._hub.nodes[: self._num_nodes] if not node.is_connected]
+        waiting = ""
+        if 0 < len(missing) < self._num_nodes:
+            waiting = (
+                f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes are here; waiting for node "
+                f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} at {self._reach.head} "
+                f"(up to {JOIN_TIMEOUT_S / 60:g} min after the start)"
+            )
+        return [run_state.NodesSeen(hostnames, waiting)]
 
     def _presence_of(self, group: int) -> run_state.Presence:
         nodes = [self._hub.nodes[node] for node in self._nodes_of(group)]

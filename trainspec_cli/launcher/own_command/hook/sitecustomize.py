@@ -29,6 +29,7 @@ SLOT = "<Qd"
 SLOT_BYTES = 16
 SLOTS = 252
 OPTIMIZERS = "torch.optim.optimizer"
+MODULES = "torch.nn.modules.module"
 STATE_MAKER = "_init_optim_state"
 """The function of torch.distributed.checkpoint that makes a step for the optimizer's state alone."""
 
@@ -47,10 +48,10 @@ class StepCount(types.ModuleType):
             _state.update(pid=os.getpid(), file=None)
 
 
-_state = {"pid": 0, "file": None, "magic": MAGIC, "ranks": None, "known": set(), "registered": False}
+_state = {"pid": 0, "file": None, "magic": MAGIC, "ranks": None, "known": set(), "registered": False, "restored": False}
 """The process that counts (a forked one counts anew), and its file: None where there is none, or writing has failed.
 ranks: its rank and the world size, where the program has said them. known: the optimizers that have made a step.
-registered: SIGUSR2 is this module's."""
+registered: SIGUSR2 is this module's. restored: a model or an optimizer has loaded a state."""
 _count = StepCount("trainspec_steps")
 
 
@@ -67,7 +68,9 @@ def _heard(optimizer):
         return
     _state["known"].add(id(optimizer))
     if _state["pid"] != os.getpid():
-        _open(_updates(optimizer) - 1)
+        # An optimizer that counts nothing (SGD) begins anew, unless something was loaded: how far that had come is
+        # not known then.
+        _open(max(_updates(optimizer) - 1, -1 if _state["restored"] else 0))
     if _state["file"] is None or _state["magic"] == MAGIC_ATTACHED:
         return
     round_of = _state["round"]
@@ -207,6 +210,22 @@ def _is_caught(number):
         return False
 
 
+def _note_loads(owner):
+    """Note when a state is loaded into an object of the class."""
+    import functools
+
+    load = getattr(owner, "load_state_dict", None)
+    if load is None:
+        return
+
+    @functools.wraps(load)
+    def load_state_dict(*arguments, **keywords):
+        _state["restored"] = True
+        return load(*arguments, **keywords)
+
+    owner.load_state_dict = load_state_dict
+
+
 class OptimizerImport:
     """A finder of modules that waits for torch's optimizers, and is gone when they are there."""
 
@@ -224,6 +243,8 @@ class OptimizerImport:
                 load(module)
                 try:
                     module.register_optimizer_step_post_hook(_stepped)
+                    _note_loads(getattr(module, "Optimizer", None))
+                    _note_loads(getattr(sys.modules.get(MODULES), "Module", None))
                 except Exception:
                     pass
 

@@ -12,6 +12,9 @@ class Optimizer:
         self.state = dict(enumerate(state))
         self.param_groups = [{} for _ in state] or [{}]
 
+    def load_state_dict(self, state):
+        self.state.update(state)
+
     def step(self):
         for hook in _hooks:
             hook(self, (), {})
