@@ -55,6 +55,7 @@ PARTS: dict[str, str] = {
     f"{FSDP_STATE}._state_ctx": "engine/parallel/data_parallel.py",
     "torch.nn.Module._parameters": "engine/parallel/pipeline.py",
     f"{ATEN}._grouped_mm": "engine/parallel/recompute.py",
+    f"{ATEN}._to_copy": "engine/tools/ledger.py",
     f"{ATEN}._scaled_mm": "engine/parallel/recompute.py",
     f"{ATEN}._scaled_dot_product_cudnn_attention": "engine/parallel/recompute.py",
     f"{ATEN}._scaled_dot_product_efficient_attention": "engine/parallel/context.py engine/parallel/recompute.py",

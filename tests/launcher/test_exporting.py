@@ -192,14 +192,15 @@ def test_adapters_beside_four_bits_have_a_card_that_says_so(
     assert str(tmp_path / "beside" / "base") in card and "dequantised" in card
 
 
-CHAT = DataSpec(8, "chat", "chat.jsonl", chat_template="chatml", tokenizer=TokenizerSpec(vocab_size=300))
+ROLES = ("user", "assistant")
+CHAT = DataSpec(64, "chat", "chat.jsonl", chat_template="chatml", tokenizer=TokenizerSpec(vocab_size=300))
 
 
 def test_a_chat_model_has_its_template_and_ends_with_a_message(
     make: Make, requests: list[ExportRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
-    said = {"messages": [{"role": role, "content": "some words " * 9} for role in ("user", "assistant")]}
+    said = {"messages": [{"role": role, "content": "some words " * 9} for role in ROLES]}
     (tmp_path / "chat.jsonl").write_text(f"{json.dumps(said)}\n" * 10)
     spec = replace(CHAT, path=str(tmp_path / "chat.jsonl"))
     data = prepare(spec)
