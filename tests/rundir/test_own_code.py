@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.corpus.own_tokenizer import tokenizer_sha256
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir.own_code import check_code, describe_changed_code, keep_code, read_code
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.run import RunSpec
 
 
-def test_a_changed_neighbour_is_a_change_of_the_code(tmp_path: Path, make_spec: Callable[..., RunSpec]) -> None:
+def test_a_changed_neighbour_is_a_change_of_the_code(tmp_path: Path) -> None:
     named = tmp_path / "tokens.py"
     neighbour = tmp_path / "pieces.py"
     named.write_text("import pieces\nclass Tokens: ...\n")
     neighbour.write_text("size = 1\n")
-    spec = make_spec({"data.tokenizer.code": f"{named}:Tokens"})
+    plain = build_plan(Case("dense"), "cpu").spec
+    tokenizer = replace(plain.data.tokenizer, code=f"{named}:Tokens")
+    spec = replace(plain, data=replace(plain.data, tokenizer=tokenizer))
     run = RunDir(tmp_path / "run")
     run.root.mkdir()
     keep_code(spec, run)
@@ -40,5 +41,4 @@ def test_a_changed_neighbour_is_a_change_of_the_code(tmp_path: Path, make_spec: 
         check_code(spec, run)
     assert refused.value.problems[0].code == "changed_code"
     assert str(neighbour) in refused.value.problems[0].message
-    tokenizer = replace(spec.data.tokenizer, code="")
-    check_code(replace(spec, data=replace(spec.data, tokenizer=tokenizer)), run)
+    check_code(plain, run)
