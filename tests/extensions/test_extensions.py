@@ -189,6 +189,16 @@ def test_a_file_imports_its_neighbours_and_no_more_of_its_folder(project: Path) 
     assert importlib.util.find_spec("unused") is None, "what it does not import is not on offer to libraries"
 
 
+def test_a_neighbour_comes_before_a_module_of_the_current_folder(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers have that folder on their path, and the command that starts them does not."""
+    (tmp_path / "near_part.py").write_text("raise SystemExit\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load(named(f"{project}/first.py:make"))([], lr=1) == "far away"
+
+
 def test_a_neighbour_that_others_may_write_is_not_run(project: Path) -> None:
     (project / "deep_part" / "last.py").chmod(0o666)
     (problem,) = problems_of(named(f"{project}/first.py:make"))

@@ -62,8 +62,8 @@ def _check_signature(extension: Extension, source: Source, found: Callable[..., 
 class Neighbours:
     """A finder of the modules that lie next to a file which a recipe names, and that this file imports.
 
-    It serves those names alone, and after everything else that finds modules. The folder on `sys.path` would also serve
-    what libraries try to import and do without, from files that nobody has checked.
+    It serves those names alone, of which no library has one. The folder on `sys.path` would also serve what libraries
+    try to import and do without, from files that nobody has checked.
     """
 
     def __init__(self) -> None:
@@ -76,14 +76,17 @@ class Neighbours:
         return PathFinder.find_spec(fullname, [str(folder)]) if folder else None
 
     def add(self, extension: Extension, file: Path) -> None:
-        """Serve the neighbours of `file`. Raises RecipeError where another folder has given a module of that name."""
-        for name in neighbours(file):
+        """Serve the neighbours of `file`. Raises RecipeError where a module of another folder has the name."""
+        for name, files in neighbours(file).items():
             first = self.folders.setdefault(name, file.parent)
+            loaded = getattr(sys.modules.get(name), "__file__", None)
+            if loaded and Path(loaded).resolve() not in {each.resolve() for each in files}:
+                first = Path(loaded).parent
             if first != file.parent:
-                message = f"`{extension.path}`: {file} imports {name}, which {first} has too, for another key"
+                message = f"`{extension.path}`: {file} imports {name}, and the {name} of {first} is in use already"
                 raise RecipeError(Problem("name_taken", message, extension.path, f"rename one {name}"))
         if self not in sys.meta_path:
-            sys.meta_path.append(self)
+            sys.meta_path.insert(0, self)  # the current folder may have such a name too
 
 
 NEIGHBOURS = Neighbours()

@@ -15,6 +15,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -119,42 +120,47 @@ def neighbours(file: Path) -> dict[str, tuple[Path, ...]]:
     name, with their source files: of a package all of them.
 
     Found by reading. What Python has itself and what is installed comes first, so that a file `json.py` in the folder
-    takes the place of no library.
+    takes the place of no library. The current folder, which is on the path of some processes alone, does not.
     """
+    path = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
     found: dict[str, tuple[Path, ...]] = {}
     unread = [file]
     while unread:
-        for name in _imported_names(unread.pop()):
+        file_read = unread.pop()
+        about = file_read.stat()
+        for name in _imported_names(file_read, about.st_mtime_ns, about.st_size):
             if name in found or name in sys.stdlib_module_names:
                 continue
             package = file.parent / name
             if exists(package / "__init__.py"):
-                files = tuple(sorted(package.rglob(f"*{SUFFIX}")))
+                files = tuple(sorted(each for each in package.rglob(f"*{SUFFIX}") if each.is_file()))
             elif exists(package.with_suffix(SUFFIX)):
                 files = (package.with_suffix(SUFFIX),)
             else:
                 continue
-            installed = PathFinder.find_spec(name)
-            if installed is None or installed.origin is None or Path(installed.origin).absolute() in files:
+            installed = PathFinder.find_spec(name, path)
+            origin = installed.origin if installed else None
+            if origin is None or Path(origin).resolve() in {each.resolve() for each in files}:
                 found[name] = files
                 unread += [each for each in files if each != file]
     return found
 
 
-def _imported_names(file: Path) -> set[str]:
+@lru_cache(maxsize=4096)
+def _imported_names(file: Path, _mtime_ns: int, _size: int) -> frozenset[str]:
     """Return the top-level names of the modules that a file imports anywhere in it; none where it is not Python, which
-    its import reports."""
+    its import reports. Kept while the file's time and size stay, since packages can have many files."""
     try:
         tree = ast.parse(read_bytes(file, MAX_SOURCE_BYTES), str(file))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
+        return frozenset()
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module.partition(".")[0])
-    return names
+    return frozenset(names)
 
 
 def source_files(source: Source) -> list[Path]:
