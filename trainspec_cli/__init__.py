@@ -19,6 +19,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import Tensor, nn
+
     from trainspec_cli.attachment.run import AttachedRun
     from trainspec_cli.reporter.collect import Report
     from trainspec_cli.reporter.plan.report import PlanReport
@@ -65,6 +67,30 @@ def report(run: str = "last") -> Report:
     from trainspec_cli.session.runs.diagnose import report_of
 
     return report_of(run)
+
+
+def read_weights(run: str = "last", *, step: int | None = None, best: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of a run's model by name, on the CPU, as its newest checkpoint holds them, or that of `step`,
+    or the one with the lowest held-out loss (`best`). It reads every family of models, and runs no code of the recipe.
+    Raises TrainspecError where the checkpoint is damaged, or holds matrices in 4 bits."""
+    from trainspec_cli.engine.build.from_run import read_run_weights
+    from trainspec_cli.launcher.exporting import find_checkpoint
+    from trainspec_cli.session.runs.find import find_own_run
+
+    found = find_own_run(run)
+    return read_run_weights(found, find_checkpoint(found, step, best=best))
+
+
+def load_model(run: str = "last", *, step: int | None = None, best: bool = False) -> nn.Module:
+    """Return a run's model on the CPU in fp32, with the weights of the checkpoint that `read_weights` reads. A model of
+    text maps token ids (samples, tokens) to logits (samples, tokens, vocabulary). User-defined blocks are imported."""
+    from trainspec_cli.engine.build.from_run import read_run_model
+    from trainspec_cli.launcher.exporting import find_checkpoint
+    from trainspec_cli.session.runs.find import find_own_run
+
+    found = find_own_run(run)
+    model: nn.Module = read_run_model(found, find_checkpoint(found, step, best=best))
+    return model
 
 
 def attach(checkpoints: str | Path | None = None) -> AttachedRun:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from trainspec_cli.errors import RecipeError, WorkerError
 from trainspec_cli.extensions.kinds import OPTIMIZER
-from trainspec_cli.extensions.load import load, own_errors
-from trainspec_cli.extensions.source import Extension, absolute_reference, find, problems_of
+from trainspec_cli.extensions.load import NEIGHBOURS, load, own_errors
+from trainspec_cli.extensions.source import Extension, absolute_reference, find, problems_of, source_files
 
 GOOD = """
 import os
@@ -143,7 +145,7 @@ def test_a_file_is_imported_once_for_all_keys_that_name_it(folder: Path) -> None
             "ModuleNotFoundError: No module named 'nopackage'",
             "type pip install nopackage",
         ),
-        ("import mine\nmake = 1\n", "No module named 'mine'", "a file that is named stands alone"),
+        ("__import__('mine')\nmake = 1\n", "No module named 'mine'", "write `import mine` in own.py"),
         ("import json\njson.loads('{{')\nmake = 1\n", "({file}:2: json.loads", ""),
         ("make = 3\n", "make of {file}, a int; a function or class is needed", ""),
         ("from os import *\n", "names make, which {file} does not define", ""),
@@ -157,6 +159,61 @@ def test_what_goes_wrong_in_an_import_is_said(folder: Path, source: str, words: 
         load(named(f"{file}:make"))
     (problem,) = caught.value.problems
     assert words.format(file=file) in problem.message and hint in problem.hint
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Path]:
+    """A folder of code in several files, of which `first.py` is named."""
+    folder = tmp_path / "project"
+    (folder / "deep_part").mkdir(parents=True)
+    (folder / "first.py").write_text("def make(groups, lr):\n    from near_part import far\n    return far()\n")
+    (folder / "near_part.py").write_text("import json\nfrom deep_part.inner import far\n")
+    (folder / "deep_part" / "__init__.py").write_text("")
+    (folder / "deep_part" / "inner.py").write_text("from . import last\nfar = last.far\n")
+    (folder / "deep_part" / "last.py").write_text("def far(): return 'far away'\n")
+    (folder / "unused.py").write_text("raise SystemExit\n")
+    (folder / "json.py").write_text("raise SystemExit('a library comes first')\n")
+    yield folder
+    NEIGHBOURS.folders.clear()
+    for name in [name for name in sys.modules if name.split(".")[0] in ("near_part", "deep_part")]:
+        del sys.modules[name]
+
+
+def test_a_file_imports_its_neighbours_and_no_more_of_its_folder(project: Path) -> None:
+    extension = named(f"{project}/first.py:make")
+    names = {file.relative_to(project).as_posix() for file in source_files(find(extension))}
+    assert names == {"first.py", "near_part.py", *(f"deep_part/{name}.py" for name in ("__init__", "inner", "last"))}
+    before = list(sys.path)
+    assert load(extension)([], lr=1) == "far away"
+    assert sys.path == before
+    assert importlib.util.find_spec("unused") is None, "what it does not import is not on offer to libraries"
+
+
+def test_a_neighbour_comes_before_a_module_of_the_current_folder(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers have that folder on their path, and the command that starts them does not."""
+    (tmp_path / "near_part.py").write_text("raise SystemExit\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load(named(f"{project}/first.py:make"))([], lr=1) == "far away"
+
+
+def test_a_neighbour_that_others_may_write_is_not_run(project: Path) -> None:
+    (project / "deep_part" / "last.py").chmod(0o666)
+    (problem,) = problems_of(named(f"{project}/first.py:make"))
+    assert problem.code == "not_trusted" and "last.py" in problem.message
+
+
+def test_two_folders_with_neighbours_of_one_name_are_refused(project: Path, tmp_path: Path) -> None:
+    load(named(f"{project}/first.py:make"))
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "near_part.py").write_text("far = 1\n")
+    (other / "second.py").write_text("import near_part\ndef make(groups, lr): ...\n")
+    with pytest.raises(RecipeError) as refused:
+        load(named(f"{other}/second.py:make"))
+    assert [problem.code for problem in refused.value.problems] == ["name_taken"]
 
 
 def test_an_error_of_a_library_is_said_at_the_line_that_called_it(folder: Path) -> None:

@@ -17,7 +17,7 @@ from trainspec_cli.corpus.source_files import find_files
 from trainspec_cli.corpus.token_files import SOURCES as TOKEN_FILES
 from trainspec_cli.corpus.tokenise import OnProgress
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.extensions.source import find
+from trainspec_cli.extensions.source import find, source_files
 from trainspec_cli.reading.files import expand
 from trainspec_cli.spec.own_code import worker_code_of
 from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES, DataSpec, PartSpec
@@ -130,7 +130,8 @@ def _carry_code(spec: RunSpec, bundle: Path) -> Iterator[str]:
         elif not source.file.resolve().is_relative_to(here):
             yield f"{extension.path} runs {source.describe()}: copy that file, and name its new place"
         else:
-            _copy(source.file, bundle / source.file.resolve().relative_to(here))
+            for file in source_files(source):
+                _copy(file, bundle / file.resolve().relative_to(here))
 
 
 def _copy_folder(source: Path, target: Path) -> None:

@@ -9,7 +9,7 @@ from trainspec_cli.certify.cases import COMBINED, Case, refusals
 from trainspec_cli.certify.families import FAMILIES
 from trainspec_cli.spec.recipe.kernels import KERNELS, TORCH
 from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel, ModelSpec
+from trainspec_cli.spec.recipe.model import ModelSpec, has_layer_list
 from trainspec_cli.spec.rules.kernels import lacking
 
 UPDATE = "adamw"
@@ -71,7 +71,7 @@ def _has(model: ModelSpec, operation: str) -> bool:
     """Return whether a model's layers have attention or SwiGLU; the rules of a recipe tell of other operations."""
     if operation not in ("attention", "swiglu"):
         return True
-    if not isinstance(model, (DecoderModel, HybridModel)):
+    if not has_layer_list(model):
         return False
     mixers = {mixer for layer in model.layer_list for mixer in layer.mixers}
     if operation == "attention":

@@ -17,8 +17,10 @@ from trainspec_cli.session.recipe.load import (
     plan_for,
     require,
     this_machine,
+    without_uncounted,
 )
 from trainspec_cli.spec.own_code import describe_code
+from trainspec_cli.spec.recipe.model import OwnModel
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.check import check_machine, check_packages_of_data
 from trainspec_cli.units import format_count
@@ -38,7 +40,7 @@ def validate(arguments: RecipeArguments, here: Here = False, as_json: AsJson = F
     spec = examined.draft
     found = machine_of_draft(spec) if here else None
     lacking = check_machine(spec, found) if found else check_packages_of_data(spec)
-    require([*examined.problems, *examined.composed.locate(lacking)])
+    require([*without_uncounted(examined.problems), *examined.composed.locate(lacking)])
     loaded = Loaded(spec, examined.composed)
     machine = found or machine_of_cluster(spec.cluster) or this_machine(spec)
     is_open = spec.cluster.device == "cuda" and not machine.gpu_names
@@ -54,9 +56,11 @@ def _summary(recipe: str, plan: Plan) -> str:
     spec = plan.spec
     units = format_count(spec.train.max_steps * plan.tokens_per_step)
     length = f" x {spec.data.seq_len} tokens" if spec.data.unit == "tokens" else " samples"
+    is_counted = not isinstance(spec.model, OwnModel) or spec.model.block_params
+    counted = "" if is_counted else " and those of its blocks, which a launch counts"
     first = "" if spec.batching.schedule.kind == "constant" else " at first"
     return (
-        f"{recipe} is valid: {spec.model.name or spec.model.family}, {format_count(plan.params)} parameters, "
+        f"{recipe} is valid: {spec.model.name or spec.model.family}, {format_count(plan.params)} parameters{counted}, "
         f"{plan.total_steps} steps of {spec.batching.global_batch_size}{length}{first} "
         f"({units} in all), {plan.world_size} x {plan.device} in {plan.compute}"
     )

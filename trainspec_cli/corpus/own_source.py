@@ -24,6 +24,7 @@ from trainspec_cli.corpus.split import hold_out
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.extensions.load import load, own_errors
 from trainspec_cli.extensions.source import Extension, find, source_sha256
+from trainspec_cli.extensions.source import source_files as files_of
 from trainspec_cli.spec.own_code import own_source
 from trainspec_cli.spec.recipe.data import DataSpec
 
@@ -45,9 +46,8 @@ class OwnDocument:
 
 
 def source_files(data: DataSpec) -> list[Path]:
-    """Return the file of the code, where it has one that can be read."""
-    file = find(own_source(data)).file
-    return [] if file is None else [file]
+    """Return the files of the code, where it has some that can be read."""
+    return files_of(find(own_source(data)))
 
 
 def source_facts(data: DataSpec) -> dict[str, object]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError, WorkerError
 from trainspec_cli.extensions.load import arguments, load, own_errors
-from trainspec_cli.extensions.source import find, source_sha256
+from trainspec_cli.extensions.source import find, source_files, source_sha256
 from trainspec_cli.spec.canonical import canonical_json
 from trainspec_cli.spec.own_code import own_tokenizers
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -65,10 +65,10 @@ class OwnTokenizer:
 def tokenizer_sha256(data: DataSpec) -> str:
     """Return what identifies a tokenizer of one's own: the digest of its name, code and options."""
     (extension,) = own_tokenizers(data)
-    file = find(extension).file
+    digests = [source_sha256(file) for file in source_files(find(extension))]
     facts: dict[str, object] = {
         "name": extension.text.rpartition(":")[2],
-        "code": extension.text if file is None else source_sha256(file),  # compiled code cannot be read
+        "code": " ".join(digests) or extension.text,  # compiled code cannot be read
         "options": data.tokenizer.options,
     }
     return hashlib.sha256(canonical_json(facts).encode()).hexdigest()

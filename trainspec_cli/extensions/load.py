@@ -9,14 +9,15 @@ import inspect
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError, WorkerError, did_you_mean
-from trainspec_cli.extensions.source import Extension, Source, describe_mismatch, find
+from trainspec_cli.extensions.source import Extension, Source, describe_mismatch, find, neighbours
 
 PACKAGE = Path(__file__).parent.parent
 SHOWN_CHARS = 160
@@ -27,7 +28,7 @@ def load(extension: Extension) -> Callable[..., Any]:
     for all that is wrong with it: also what it raises while it is imported."""
     source = find(extension)
     with own_errors(extension, "while it was imported", RecipeError):
-        module = _import(source)
+        module = _import(extension, source)
     try:
         found = getattr(module, source.name)
     except AttributeError as error:
@@ -58,7 +59,40 @@ def _check_signature(extension: Extension, source: Source, found: Callable[..., 
         raise RecipeError(Problem("wrong_signature", message, extension.path, hint))
 
 
-def _import(source: Source) -> ModuleType:
+class Neighbours:
+    """A finder of the modules that lie next to a file which a recipe names, and that this file imports.
+
+    It serves those names alone, of which no library has one. The folder on `sys.path` would also serve what libraries
+    try to import and do without, from files that nobody has checked.
+    """
+
+    def __init__(self) -> None:
+        self.folders: dict[str, Path] = {}
+
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None = None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        folder = self.folders.get(fullname)
+        return PathFinder.find_spec(fullname, [str(folder)]) if folder else None
+
+    def add(self, extension: Extension, file: Path) -> None:
+        """Serve the neighbours of `file`. Raises RecipeError where a module of another folder has the name."""
+        for name, files in neighbours(file).items():
+            first = self.folders.setdefault(name, file.parent)
+            loaded = getattr(sys.modules.get(name), "__file__", None)
+            if loaded and Path(loaded).resolve() not in {each.resolve() for each in files}:
+                first = Path(loaded).parent
+            if first != file.parent:
+                message = f"`{extension.path}`: {file} imports {name}, and the {name} of {first} is in use already"
+                raise RecipeError(Problem("name_taken", message, extension.path, f"rename one {name}"))
+        if self not in sys.meta_path:
+            sys.meta_path.insert(0, self)  # the current folder may have such a name too
+
+
+NEIGHBOURS = Neighbours()
+
+
+def _import(extension: Extension, source: Source) -> ModuleType:
     """Import a module, or a file as a module of its own: once, for all keys that name it."""
     if source.module:
         return importlib.import_module(source.module)
@@ -69,6 +103,7 @@ def _import(source: Source) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, source.file)
     assert spec is not None and spec.loader is not None, "a file of Python has a loader"
+    NEIGHBOURS.add(extension, source.file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -120,7 +155,7 @@ def describe_error(error: Exception) -> str:
 def _missing_module_hint(extension: Extension, module: str) -> str:
     file = Path(extension.text.rpartition(":")[0])
     if (file.parent / f"{module}.py").is_file() or (file.parent / module).is_dir():
-        return f"a file that is named stands alone: make a package of it and {module}, install it, and name the package"
+        return f"write `import {module}` in {file.name}: modules beside it are found where it imports them by name"
     return f"type pip install {module}"
 
 

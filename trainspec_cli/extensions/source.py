@@ -12,8 +12,10 @@ import inspect
 import os
 import pkgutil
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
@@ -113,6 +115,63 @@ def problems_of(extension: Extension, built_in: Iterable[str] = ()) -> Iterator[
         yield from error.problems
 
 
+def neighbours(file: Path) -> dict[str, tuple[Path, ...]]:
+    """Return the modules in the folder of `file` that it imports, itself or through one of them, by their top-level
+    name, with their source files: of a package all of them.
+
+    Found by reading. What Python has itself and what is installed comes first, so that a file `json.py` in the folder
+    takes the place of no library. The current folder, which is on the path of some processes alone, does not.
+    """
+    path = [entry for entry in sys.path if entry and Path(entry).resolve() != Path.cwd()]
+    found: dict[str, tuple[Path, ...]] = {}
+    unread = [file]
+    while unread:
+        file_read = unread.pop()
+        about = file_read.stat()
+        for name in _imported_names(file_read, about.st_mtime_ns, about.st_size):
+            if name in found or name in sys.stdlib_module_names:
+                continue
+            package = file.parent / name
+            if exists(package / "__init__.py"):
+                files = tuple(sorted(each for each in package.rglob(f"*{SUFFIX}") if each.is_file()))
+            elif exists(package.with_suffix(SUFFIX)):
+                files = (package.with_suffix(SUFFIX),)
+            else:
+                continue
+            installed = PathFinder.find_spec(name, path)
+            origin = installed.origin if installed else None
+            if origin is None or Path(origin).resolve() in {each.resolve() for each in files}:
+                found[name] = files
+                unread += [each for each in files if each != file]
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _imported_names(file: Path, _mtime_ns: int, _size: int) -> frozenset[str]:
+    """Return the top-level names of the modules that a file imports anywhere in it; none where it is not Python, which
+    its import reports. Kept while the file's time and size stay, since packages can have many files."""
+    try:
+        tree = ast.parse(read_bytes(file, MAX_SOURCE_BYTES), str(file))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return frozenset()
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return frozenset(names)
+
+
+def source_files(source: Source) -> list[Path]:
+    """Return the files that make up the code: its own, first, and of a file the neighbours that it imports. Empty for a
+    module that is compiled."""
+    if source.file is None:
+        return []
+    beside = () if source.module else neighbours(source.file).values()
+    return [source.file, *sorted({file for files in beside for file in files} - {source.file})]
+
+
 def source_sha256(file: Path) -> str:
     """Return the digest of a source file. Raises UnreadableFileError."""
     return hashlib.sha256(read_bytes(file, MAX_SOURCE_BYTES)).hexdigest()
@@ -144,9 +203,10 @@ def _find_file(extension: Extension, place: str) -> Path:
         beside = [found.name for found in file.parent.glob(f"*{SUFFIX}")] if file.parent.is_dir() else []
         hint = did_you_mean(file.name, beside) or f"type {extension.path}=<file>{SUFFIX}:NAME"
         raise _refuse(extension, "missing_file", f"`{extension.path}` names {file}, which does not exist", hint)
-    if reason := why_not_trusted(file.stat()):
-        message = f"`{extension.path}` would run {file}, which {reason}"
-        raise _refuse(extension, "not_trusted", message, "read it, and use a copy of your own")
+    for each in source_files(Source("", file, "")):
+        if reason := why_not_trusted(each.stat()):
+            message = f"`{extension.path}` would run {each}, which {reason}"
+            raise _refuse(extension, "not_trusted", message, "read it, and use a copy of your own")
     return file
 
 

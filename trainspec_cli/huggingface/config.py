@@ -73,7 +73,8 @@ def _misfit_experts(model: DecoderModel) -> list[Problem]:
 
 def _misfit(key: str, value: object) -> Problem:
     message = f"`model.{key}` is {value}, which none of the types {', '.join(MODEL_TYPES)} supports"
-    return Problem("unsupported", message, f"model.{key}", "such a model cannot be exported to Hugging Face's format")
+    hint = "it cannot be exported; from Python, trainspec_cli.read_weights(RUN) and load_model(RUN) read every model"
+    return Problem("unsupported", message, f"model.{key}", hint)
 
 
 def write_config(model: DecoderModel, seq_len: int, dtype: str) -> JsonObject:

@@ -83,6 +83,15 @@ KERNELS = Tool(
     "probe_failed",
     hint="launch with kernels=default",
 )
+COUNT_BLOCK = Tool(
+    "count_block",
+    messages.BlockRequest,
+    messages.BlockCount,
+    "the count of a block's parameters",
+    "block_failed",
+    hint="type model.block_params=NUMBER to launch without it",
+    timeout_s=600.0,
+)
 TRACE = Tool("trace", messages.TraceRequest, messages.TraceResult, "the trace", "trace_failed")
 EXPORT = Tool("export", messages.ExportRequest, messages.ExportResult, "the export of the weights", "export_failed")
 SPEED = Tool(
@@ -111,7 +120,17 @@ CHECKPOINT_RATES = Tool(
     "run_failed",
     timeout_s=600.0,
 )
-TOOLS: tuple[Tool[Any, Any], ...] = (PROBE, KERNELS, TRACE, EXPORT, SPEED, LINKS, CERTIFY, CHECKPOINT_RATES)
+TOOLS: tuple[Tool[Any, Any], ...] = (
+    PROBE,
+    KERNELS,
+    COUNT_BLOCK,
+    TRACE,
+    EXPORT,
+    SPEED,
+    LINKS,
+    CERTIFY,
+    CHECKPOINT_RATES,
+)
 
 
 Prepare = Callable[[Path, tuple[str, ...]], tuple[Job, OpenBackend]]

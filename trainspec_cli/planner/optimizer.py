@@ -8,7 +8,7 @@ from trainspec_cli.planner.memory.engine.optimizer import is_hidden, state_bytes
 from trainspec_cli.planner.memory.engine.units import block_unit, expert_matrices, outside_unit
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import ModelSpec, OwnModel, TextModel
+from trainspec_cli.spec.recipe.model import ModelSpec, TextModel, has_layer_list
 from trainspec_cli.spec.recipe.optim import BLOCK, KeptState, OptimizerName
 
 ALONE = Layout()
@@ -31,7 +31,7 @@ def moment_bytes(model: ModelSpec, optimizer: KeptState, lora: LoraSpec) -> floa
         return optimizer
     if optimizer in ("adamw", "sgd"):
         return ADAMW_BYTES if optimizer == "adamw" else 0.0
-    if model.unit == "samples" or isinstance(model, OwnModel):
+    if not has_layer_list(model):
         return QUANTISED_BYTES if optimizer == "adamw8bit" else ADAMW_BYTES
     blocks = [block_unit(model, layer, ALONE, lora) for layer in model.layer_list]
     outside = [] if lora.rank else [outside_unit(model, ALONE, first=True, last=True)]

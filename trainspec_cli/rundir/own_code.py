@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.extensions.kinds import SOURCE
-from trainspec_cli.extensions.source import MAX_SOURCE_BYTES, find, source_sha256
+from trainspec_cli.extensions.source import MAX_SOURCE_BYTES, find, source_files, source_sha256
 from trainspec_cli.reading.files import exists, read_bytes
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.versioned import read_versioned, write_versioned
@@ -27,7 +27,7 @@ class KeptFile:
     copy: str
     """The copy's name in the run's folder `code`."""
     keys: dict[str, str] = field(default_factory=dict)
-    """Keys of the recipe that name it, with the name in it."""
+    """Keys of the recipe that name it, with the name in it; empty where the file that is named imports this one."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ def keep_code(spec: RunSpec, run: RunDir) -> None:
             files |= {path: file for path, file in before.items() if extension.path in file.keys}
             continue
         source = find(extension)
-        if source.file is None:
-            continue
-        sha256, path = source_sha256(source.file), str(source.file)
-        copy = f"{source.file.stem}-{sha256[:DIGEST_CHARS]}{source.file.suffix}"
-        run.code.mkdir(exist_ok=True)
-        (run.code / copy).write_bytes(read_bytes(source.file, MAX_SOURCE_BYTES))
-        known = files[path].keys if path in files else {}
-        files[path] = KeptFile(sha256, copy, {**known, extension.path: source.name})
+        for file in source_files(source):
+            sha256 = source_sha256(file)
+            copy = f"{file.stem}-{sha256[:DIGEST_CHARS]}{file.suffix}"
+            run.code.mkdir(exist_ok=True)
+            (run.code / copy).write_bytes(read_bytes(file, MAX_SOURCE_BYTES))
+            known = files[str(file)].keys if str(file) in files else {}
+            name = source.name if file == source.file else known.get(extension.path, "")
+            files[str(file)] = KeptFile(sha256, copy, {**known, extension.path: name})
     if files or run.code_json.exists():
         write_versioned(run.code_json, to_plain(KeptCode(files)))
 
@@ -76,14 +76,10 @@ def check_code(spec: RunSpec, run: RunDir) -> None:
     changed meanwhile, or another node has another file there."""
     noted = read_code(run).files
     for extension in worker_code_of(spec):
-        source = find(extension)
-        if source.file is None:
-            continue
-        kept = noted.get(str(source.file))
-        if kept is None or source_sha256(source.file) != kept.sha256:
-            before = f" {run.code / kept.copy}" if kept else ""
-            message = (
-                f"{source.file}, which `{extension.path}` names, is not what this start of the run has noted{before}"
-            )
-            hint = f"to go on with what it is now: trainspec resume {run.root}"
-            raise MachineError(Problem("changed_code", message, extension.path, hint, environment=True))
+        for file in source_files(find(extension)):
+            kept = noted.get(str(file))
+            if kept is None or source_sha256(file) != kept.sha256:
+                before = f" {run.code / kept.copy}" if kept else ""
+                message = f"{file}, which `{extension.path}` runs, is not what this start of the run has noted{before}"
+                hint = f"to go on with what it is now: trainspec resume {run.root}"
+                raise MachineError(Problem("changed_code", message, extension.path, hint, environment=True))

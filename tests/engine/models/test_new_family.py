@@ -20,6 +20,7 @@ from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.planner import workload
 from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.planner.hardware.catalogue import find_accelerator
+from trainspec_cli.planner.memory.engine import run as run_memory
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.spec import structure
 from trainspec_cli.spec.canonical import from_plain, to_plain
@@ -85,6 +86,51 @@ def test_a_new_family_is_planned_on_a_cluster(new_family: RunSpec) -> None:
     assert best.layout.tp == 1
     assert best.time.matmul_s > 0
     assert best.peak_memory_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compile": True},
+        {"compile": True, "pp": 2},
+        {"optim": "adamw8bit"},
+        {"offload": "optimizer", "compile": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_text", [True, False])
+def test_a_new_family_is_planned_however_it_is_trained(
+    new_family: RunSpec, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_text: bool
+) -> None:
+    """Also where the family stands in `TextModel`: it need not have the `layer_list` of the families there."""
+    if is_text:
+        for place in (run_memory, models):
+            added = models.TextModel | type(new_family.model)
+            monkeypatch.setattr(place, "TextModel", added, raising=False)
+    cluster = replace(new_family.cluster, accelerator=find_accelerator("H100"), devices_per_node=4, device="cuda")
+    spec = replace(
+        new_family,
+        cluster=cluster,
+        compile=changes.get("compile", False),
+        offload=changes.get("offload", "none"),
+        layout=replace(new_family.layout, tp="auto", pp=changes.get("pp", "auto")),
+        optim=replace(new_family.optim, name=changes.get("optim", "adamw")),
+    )
+    assert check(spec) == []
+    best = plan_capacity(spec).best
+    assert best is not None and best.fits
+    assert best.peak_memory_bytes > 0
+
+
+def test_a_new_family_without_known_matrices_is_not_trained_by_muon(new_family: RunSpec) -> None:
+    spec = replace(new_family, optim=replace(new_family.optim, name="muon"))
+    assert [(problem.code, problem.path) for problem in check(spec)] == [("unsupported", "optim.name")]
+
+
+def test_the_recipes_that_the_page_names_exist() -> None:
+    named = re.findall(r"\brecipe=(\w+)", PAGE.read_text(encoding="utf-8"))
+    assert named
+    assert [name for name in named if not (PAGE.parents[1] / "recipes" / f"{name}.yaml").is_file()] == []
 
 
 def test_a_new_family_is_trained(new_family: RunSpec, one_process: None) -> None:

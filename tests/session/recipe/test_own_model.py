@@ -6,9 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from lab import own_model
 
+from trainspec_cli.__main__ import run
+from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.capacity import plan_capacity
-from trainspec_cli.session.recipe.load import load_for_planning
+from trainspec_cli.session.recipe.load import load_for_planning, load_to_run
 from trainspec_cli.spec.own_code import describe_code
 from trainspec_cli.spec.recipe.model import OwnModel
 
@@ -50,3 +53,23 @@ def test_a_model_and_a_loss_of_ones_own_are_planned_as_the_recipe_says_and_not_r
     assert more.best.peak_memory_bytes > usual.best.peak_memory_bytes
     assert more.best.step_time_s > usual.best.step_time_s
     assert not (tmp_path / "ran").exists()
+
+
+def test_the_parameters_of_a_block_are_counted_where_the_recipe_leaves_them_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = tmp_path / "mine.py"
+    code.write_text(Path(own_model.__file__).read_text(encoding="utf-8") + 'print("imported")\n')
+    recipe = ("recipe=tiny", "model=own", "model.block=mine.py:Averager", "model.hidden_size=64", "precision=fp32")
+    assert run(["validate", *recipe]) == 0
+    assert "imported" not in capsys.readouterr().out, "it runs nothing"
+    with pytest.raises(RecipeError) as refused:
+        load_for_planning(recipe)
+    assert [problem.path for problem in refused.value.problems] == ["model.block_params"]
+    model = load_to_run(recipe).spec.model
+    assert isinstance(model, OwnModel)
+    assert model.block_params == own_model.BLOCK_PARAMS
+    with pytest.raises(RecipeError) as refused:
+        load_to_run((*recipe, "optim.lrr=1"))
+    assert [problem.path for problem in refused.value.problems] == ["optim.lrr"], "a launch counts the rest"

@@ -94,7 +94,7 @@ class BlockMaker:
             return self.make(layer)
 
     def _check_count(self, layer: int, found: int) -> None:
-        if found != self.model.block_params:
+        if self.model.block_params not in (None, found):  # None: it is made to be counted
             path = "model.block_params"
             message = f"`{path}` is {self.model.block_params}, and {self.extension.text} makes layer {layer} with"
             message += f" {found} parameters"

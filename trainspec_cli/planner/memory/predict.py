@@ -22,7 +22,7 @@ from trainspec_cli.planner.memory.frameworks import (
 )
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.spec.recipe.layout import MESH_AXES
-from trainspec_cli.spec.recipe.model import TextModel
+from trainspec_cli.spec.recipe.model import has_layer_list
 from trainspec_cli.spec.recipe.run import Recompute
 from trainspec_cli.spec.results.prediction import MemoryBreakdown
 
@@ -52,9 +52,9 @@ def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
 def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
     """Return the mean layer's activations and the logits as the engine has them, for a search over many layouts."""
     general, run = mean_layer_memory(setup), _run_of(setup, recompute)
-    if setup.model.unit == "samples" or run is None:
+    model = setup.model
+    if run is None or not has_layer_list(model):
         return general
-    model = cast("TextModel", setup.model)
     number = Counter(model.layer_list)
     profiles = {layer: profile_block(shape_of(run, model, layer), run.recompute, False) for layer in number}
     gradient = WIDTHS[run.compute] * (general.params + general.expert_params) * min(1.0, setup.trainable)

@@ -14,10 +14,12 @@ from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecEr
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
+from trainspec_cli.spec.recipe.model import OwnModel
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.rules.check import apply, check, check_machine
 from trainspec_cli.spec.rules.engine import check_engine, close_axes
+from trainspec_cli.spec.rules.own_code import BLOCK_PARAMS
 from trainspec_cli.spec.structure import build
 from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
 
@@ -58,6 +60,30 @@ def load(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
     examined = examine(arguments, cwd)
     require(examined.problems)
     return Loaded(examined.draft, examined.composed)
+
+
+def load_to_run(arguments: Sequence[str]) -> Loaded:
+    """Load a recipe whose code is going to run here. Where the number of its blocks' parameters is missing, they
+    are counted by a process that makes a block. Raises as `load`, and MachineError where nothing can be counted."""
+    examined = examine(arguments)
+    others = without_uncounted(examined.problems)
+    require(others)
+    if len(others) == len(examined.problems):
+        return Loaded(examined.draft, examined.composed)
+    from trainspec_cli.launcher.tools import COUNT_BLOCK, run_tool  # loads the launcher, which plans do without
+    from trainspec_cli.spec.results.tools import BlockRequest  # as above
+
+    model = examined.draft.model
+    assert isinstance(model, OwnModel), "the rule of no other family asks for it"
+    counted = run_tool(COUNT_BLOCK, BlockRequest(model))
+    if counted.problem:
+        raise RecipeError(examined.composed.locate([counted.problem]))
+    return load([*arguments, f"{BLOCK_PARAMS}={counted.params}"])
+
+
+def without_uncounted(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the problems but for the missing number of a block's parameters, which a launch counts."""
+    return [problem for problem in problems if (problem.code, problem.path) != ("missing_value", BLOCK_PARAMS)]
 
 
 def load_for_planning(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeGuard
 
 from trainspec_cli.spec.field_types import NonNegativeFloat, NonNegativeInt, Option, PositiveFloat, PositiveInt
 from trainspec_cli.spec.recipe.model_parts import Activation, ExpertSpec, LatentAttentionSpec, Layer, Mixer, RopeScaling
@@ -390,5 +390,15 @@ class ConvModel:
 
 TextModel = DecoderModel | HybridModel
 ModelSpec = TextModel | OwnModel | ConvModel
+
+
+def has_layer_list(model: ModelSpec) -> TypeGuard[DecoderModel | HybridModel]:
+    """Return whether the model's layers are made of the mixers that the planner knows tensor by tensor.
+
+    Membership in `TextModel` does not say so: blocks of a user and of added families have no `layer_list`.
+    """
+    return hasattr(model, "layer_list")
+
+
 AUTO_FAMILY = "auto"
 """The `family` of a model that the checkpoint of `init.from` describes."""

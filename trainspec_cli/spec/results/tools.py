@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trainspec_cli.errors import Problem
 from trainspec_cli.spec.recipe.kernels import KernelTrials
 from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.model import OwnModel
 from trainspec_cli.spec.results.plan import Plan
 
 Device = Literal["cpu", "cuda"]
@@ -33,6 +35,20 @@ class KernelRequest:
 @dataclass(frozen=True)
 class KernelResult:
     ranks: tuple[KernelTrials, ...]
+
+
+@dataclass(frozen=True)
+class BlockRequest:
+    """Count the parameters of a user-defined block."""
+
+    model: OwnModel
+
+
+@dataclass(frozen=True)
+class BlockCount:
+    params: int = 0
+    problem: Problem | None = None
+    """What is wrong with the block; None where it was counted."""
 
 
 @dataclass(frozen=True)

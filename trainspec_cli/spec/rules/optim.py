@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.model import HybridModel, TextModel
+from trainspec_cli.spec.recipe.model import HybridModel, TextModel, has_layer_list
 from trainspec_cli.spec.recipe.optim import BLOCK, ON_DEVICE, QUANTISED_ROW, QUANTISED_SIZE
 from trainspec_cli.spec.rules.layout import size_of
 
@@ -26,6 +26,9 @@ def muon_models(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("unsupported", message, NAME, f"type {NAME}=adamw or {NAME}=sgd")
     elif reason := spec.model.record.refuses.get("muon"):
         yield Problem("unsupported", f"`{NAME}` is muon, and {reason}", NAME, f"type {NAME}=adamw or {NAME}=sgd")
+    elif not has_layer_list(spec.model):
+        message = f"`{NAME}` is muon, and the planner does not know the matrices of `model.family` {spec.model.family}"
+        yield Problem("unsupported", message, NAME, f"type {NAME}=adamw or {NAME}=sgd")
     elif spec.lora.rank:
         message = f"`{NAME}` is muon, which trains whole matrices, and `lora.rank` is {spec.lora.rank}"
         yield Problem("unsupported", message, NAME, f"type {NAME}=adamw, or lora.rank=0")
@@ -39,7 +42,7 @@ def offloaded_state(spec: RunSpec) -> Iterator[Problem]:
 
 def blocks_of_changed_layouts(spec: RunSpec) -> Iterator[Problem]:
     """A layout that the recipe changes to has to have the same blocks, in which the state is moved."""
-    if spec.optim.name != "adamw8bit" or not isinstance(spec.model, TextModel):
+    if spec.optim.name != "adamw8bit" or not has_layer_list(spec.model):
         return
     tp = size_of(spec.layout, "tp")
     for place, change in enumerate(spec.scheduler.changes):
@@ -54,7 +57,7 @@ def describe_other_blocks(spec: RunSpec, tp: int, other_tp: int) -> str:
     tp cuts rows of some matrices, and each rank quantises its part in blocks of its own: those of another tp are the
     same only where every part of either is some whole blocks.
     """
-    if spec.optim.name != "adamw8bit" or not isinstance(spec.model, TextModel) or tp == other_tp:
+    if spec.optim.name != "adamw8bit" or not has_layer_list(spec.model) or tp == other_tp:
         return ""
     for key, row in _rows_cut_by_tp(spec.model, spec.lora.rank).items():
         if any(size > 1 and row % (size * BLOCK) for size in (tp, other_tp)):

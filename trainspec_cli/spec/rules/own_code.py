@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from trainspec_cli.spec.recipe.run import RunSpec
 
 
+BLOCK_PARAMS = "model.block_params"
+
+
 def optimizer(spec: RunSpec) -> Iterator[Problem]:
     if not spec.optim.is_own:
         yield from _unused_by_built_in(spec)
@@ -67,9 +70,9 @@ def block(spec: RunSpec) -> Iterator[Problem]:
     problems = [problem for extension in own_blocks(model) for problem in problems_of(extension)]
     yield from problems
     if model.block_params is None and not problems:
-        path = "model.block_params"
+        path = BLOCK_PARAMS
         message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} makes"
-        yield Problem("missing_value", message, path, f"type {path}=1: a run counts them, and names the right number")
+        yield Problem("missing_value", message, path, f"`trainspec launch` counts them; else type {path}=NUMBER")
 
 
 def loss(spec: RunSpec) -> Iterator[Problem]:

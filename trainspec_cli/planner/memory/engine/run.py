@@ -11,7 +11,7 @@ from trainspec_cli.policy.pipeline import cut_layers
 from trainspec_cli.policy.sites.outer import KEPT_BYTES
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import ModelSpec, TextModel
+from trainspec_cli.spec.recipe.model import ModelSpec, has_layer_list
 from trainspec_cli.spec.recipe.model_parts import Layer
 from trainspec_cli.spec.recipe.optim import KeptState
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
@@ -73,7 +73,7 @@ def is_counted(model: ModelSpec, offload: str) -> bool:
 def fuses_countably(model: ModelSpec, lora: LoraSpec, matmul: str, compute: str) -> bool:
     """Return whether what a compiler fuses in the model's blocks is counted: those of whole attention and feed-forwards
     in one format, all trained. Other blocks' compiled graphs were not held against the count."""
-    if not isinstance(model, TextModel) or lora.rank or matmul not in ("compute", compute):
+    if not has_layer_list(model) or lora.rank or matmul not in ("compute", compute):
         return False
     layers = set(model.layer_list)
     plain = all(set(layer.mixers) <= {"attention", "feed_forward"} for layer in layers)
@@ -115,7 +115,9 @@ def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:
     """Layers of each kind on each rank of the pipeline."""
     if run.layout.pp == 1:
         return [Counter()]
-    layers = cast("TextModel", run.model).layer_list
+    if not has_layer_list(run.model):  # no rank is known to hold as much as another one
+        return [Counter({Layer((), rank): 1}) for rank in range(run.layout.pp)]
+    layers = run.model.layer_list
     stages = cut_layers(len(layers), run.layout)
     return [
         Counter(layers[layer] for stage in run.layout.stages_of_rank(rank) for layer in stages[stage])

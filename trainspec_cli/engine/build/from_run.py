@@ -1,0 +1,57 @@
+"""The weights of a run, and its model with them, for Python: on the CPU, in one process, in any layout's checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainspec_cli.engine.build.materialise import allocate, build_model, start_buffers
+from trainspec_cli.engine.checkpoint.image import DTYPES
+from trainspec_cli.engine.checkpoint.manifest import read_manifest, verify_files
+from trainspec_cli.engine.checkpoint.parts import TensorPart
+from trainspec_cli.engine.checkpoint.store import PREFIX, fill_parts
+from trainspec_cli.engine.quantised_shares import TENSORS
+from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.rundir.own_code import describe_changed_code
+from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.rundir.record import read_plan
+
+
+def read_run_weights(run: RunDir, step: int) -> dict[str, Tensor]:
+    """Return the model's tensors by name as the checkpoint holds them. Raises MachineError where it is damaged, and
+    RecipeError where its matrices are in 4 bits."""
+    folder = run.checkpoint(step)
+    manifest = read_manifest(folder)
+    entries = {name: entry for name, entry in manifest.tensors.items() if name.startswith(PREFIX)}
+    if any(name.endswith(TENSORS) for name in entries):
+        message = f"{folder} holds matrices in 4 bits (lora.base=nf4)"
+        hint = "trainspec export RUN --output FOLDER writes them in full"
+        raise RecipeError(Problem("unsupported", message, "lora.base", hint))
+    verify_files(folder, manifest.files)
+    tensors = {name: torch.empty(entry.shape, dtype=DTYPES[entry.dtype]) for name, entry in entries.items()}
+    fill_parts(folder, manifest, [TensorPart.whole(name, tensor) for name, tensor in tensors.items()])
+    return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def read_run_model(run: RunDir, step: int) -> Any:
+    """Return the model as the engine builds it, in fp32, with the weights of a checkpoint. Raises as
+    `read_run_weights`, and RecipeError for adapters and for user-defined blocks whose file has changed."""
+    spec = read_plan(run).spec
+    if spec.lora.rank:
+        message = f"{run.root} trained adapters, which are not merged here"
+        hint = "trainspec export RUN --output FOLDER merges them; read_weights reads them as they are"
+        raise RecipeError(Problem("unsupported", message, "lora.rank", hint))
+    # Other code with the same shapes would load without an error and compute something else.
+    if changed := list(describe_changed_code(run)):
+        hint = "put the run's copy back; read_weights runs no code"
+        raise RecipeError([Problem("changed_code", line, hint=hint) for line in changed])
+    weights = read_run_weights(run, step)
+    cpu = torch.device("cpu")
+    with torch.device("meta"):
+        model = build_model(spec.model, spec.data.seq_len)
+    allocate(model, cpu, offload=False)
+    start_buffers(model, cpu, spec.train.seed, None)
+    model.load_state_dict(weights)
+    return model.eval()

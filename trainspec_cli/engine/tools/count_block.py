@@ -1,0 +1,19 @@
+"""Count the parameters of a user-defined block, which a plan has to know and its code alone says."""
+
+from __future__ import annotations
+
+import torch
+
+from trainspec_cli.engine.models.own import BlockMaker
+from trainspec_cli.errors import RecipeError
+from trainspec_cli.spec.results.tools import BlockCount, BlockRequest
+
+
+def run(request: BlockRequest) -> BlockCount:
+    """Make the first block, without memory for its values, and count. What is wrong with it is the result's problem."""
+    try:
+        with torch.device("meta"):
+            block = BlockMaker(request.model).make(0)
+    except RecipeError as error:
+        return BlockCount(problem=error.problems[0])
+    return BlockCount(sum(parameter.numel() for parameter in block.parameters()))
