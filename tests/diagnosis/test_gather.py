@@ -10,7 +10,7 @@ from diagnosis.conftest import connection
 
 from trainspec_cli.diagnosis.gather import RunReader, read_run, shape_of
 from trainspec_cli.policy.diagnosis.conclude import conclude
-from trainspec_cli.rundir.event_types.failures import RetryEvent
+from trainspec_cli.rundir.event_types.failures import RecoveryEvent, RetryEvent
 from trainspec_cli.rundir.event_types.observed import HangEvent, LookEvent, UsageEvent
 from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
 from trainspec_cli.rundir.events import EventWriter
@@ -155,13 +155,30 @@ def test_a_hang_that_ended_a_start_is_told_of_afterwards(folder):
     assert verdict.evidence[0] == "step 6 has taken 9 s, and 1 s are the most it took"
 
 
+def recovery(step: int, change: str, group: int | None) -> RecoveryEvent:
+    return RecoveryEvent(step=step, change=change, group=group, stall_s=1.0, lost_steps=1)
+
+
 def test_steps_that_were_made_again_are_time_outs_that_came_back(folder):
     run = folder()
     run.start()
     run.steps(1, 40)
-    run.write(0, RetryEvent(step=20), RetryEvent(step=24))
+    for step in (20, 24):
+        run.write(0, RetryEvent(step=step), recovery(step, "retried", None))
     verdict = conclude(read_run(run.run).evidence())[0]
     assert (verdict.cause, verdict.since_step, verdict.until_step) == ("network_timeouts", 20, 24)
+
+
+def test_steps_that_were_made_again_without_a_lost_node_are_no_time_outs(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 40)
+    run.write(0, RetryEvent(step=20), recovery(20, "left", 1))
+    run.write(0, RetryEvent(step=30), recovery(30, "joined", 1))
+    run.write(0, RetryEvent(step=41))  # whether a group has left shows when the step is made
+    evidence = read_run(run.run).evidence()
+    assert evidence.retried_steps == ()
+    assert "network_timeouts" not in [verdict.cause for verdict in conclude(evidence)]
 
 
 def test_steps_that_a_rank_has_looked_at_are_left_out(folder):

@@ -24,7 +24,7 @@ from trainspec_cli.reading.files import unreadable
 from trainspec_cli.rundir.columns import StepColumns
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent, MemoryEvent
 from trainspec_cli.rundir.event_types.event import PARTS, Event
-from trainspec_cli.rundir.event_types.failures import RetryEvent
+from trainspec_cli.rundir.event_types.failures import RecoveryEvent
 from trainspec_cli.rundir.event_types.observed import (
     CountersEvent,
     HangEvent,
@@ -242,7 +242,8 @@ class RunReader:
                 )
             elif isinstance(event, LookEvent):
                 self.looks.append(event.look)
-            elif isinstance(event, RetryEvent):
+            elif isinstance(event, RecoveryEvent) and event.change == "retried":
+                # A step is made again too when a group has left or joined: its node is gone or back, and no link failed.
                 self._retried.add(event.step)
             elif isinstance(event, DirectiveEvent) and event.applied and event.kind in ("layers", "layout"):
                 if self.changed is None or event.step >= self.changed.step:
