@@ -243,7 +243,7 @@ class RunReader:
             elif isinstance(event, LookEvent):
                 self.looks.append(event.look)
             elif isinstance(event, RecoveryEvent) and event.change == "retried":
-                # A step is made again too when a group has left or joined: its node is gone or back, and no link failed.
+                # A step is made again too when a group has left or joined: its node is gone or back, no link failed.
                 self._retried.add(event.step)
             elif isinstance(event, DirectiveEvent) and event.applied and event.kind in ("layers", "layout"):
                 if self.changed is None or event.step >= self.changed.step:
