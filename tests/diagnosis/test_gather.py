@@ -192,7 +192,7 @@ def test_steps_that_a_rank_has_looked_at_are_left_out(folder):
     assert evidence.looks[0].order == order
 
 
-def own_run(tmp_path, steps: int, grown_bytes: int) -> RunDir:
+def own_run(tmp_path, steps: int, grown_bytes: int, world_size: int = 2) -> RunDir:
     """A run of a command of the user's own, of which the last step hangs: each step takes so many more bytes."""
     run = RunDir(tmp_path / "own")
     run.root.mkdir()
@@ -200,7 +200,7 @@ def own_run(tmp_path, steps: int, grown_bytes: int) -> RunDir:
     about = {"device_name": "", "params": 0, "peak_flops": 0.0, "peak_source": "", "flops_per_token": 0.0}
     for rank in (0, 1):
         writer = EventWriter(run.events(rank), rank)
-        writer.write(StartEvent(step=0, world_size=2, unit="steps", **about))
+        writer.write(StartEvent(step=0, world_size=world_size, unit="steps", **about))
         for step in range(1, steps + 1):
             parts = {"other": 0.5 + rank * 0.4}
             writer.write(
@@ -229,3 +229,26 @@ def test_a_hang_of_a_command_of_ones_own_is_told(tmp_path):
     (verdict,) = conclude(read_run(run).evidence())
     assert (verdict.cause, verdict.rank) == ("hang", 1)
     assert "stack of 1" in verdict.evidence[-1] and "--hang-s" in verdict.advice
+
+
+@pytest.mark.parametrize(
+    ("named", "late", "place"),
+    [
+        ((1,), 1, "broadcast, called at train.py:9"),
+        ((0, 1), None, "all_reduce, called at train.py:9 and in broadcast, called at train.py:9"),
+        ((2,), 2, "it has ended"),
+    ],
+)
+def test_the_ranks_that_were_named_when_a_command_hung_are_named_afterwards(tmp_path, named, late, place):
+    """Both wait in a library, in other exchanges; the second node numbers the step by its own ranks. A third rank has
+    ended, where that is what was found."""
+    run = own_run(tmp_path, 20, 0, world_size=3 if named == (2,) else 2)
+    hang = {"waited_s": 9.0, "host": "h", "collectives": {}, "deadline_s": 5.0, "stack": "in wait"}
+    for rank, step, called in ((0, 21, "all_reduce"), (1, 20, "broadcast")):
+        writer = EventWriter(run.events(rank), rank)
+        waits_in = f"{called}, called at train.py:9"
+        writer.write(HangEvent(step=step, waiting=rank not in named, waits_in=waits_in, **hang))
+        writer.close()
+    (verdict,) = conclude(read_run(run).evidence())
+    assert (verdict.cause, verdict.rank) == ("hang", late)
+    assert any(place in sentence for sentence in verdict.evidence)

@@ -329,7 +329,9 @@ class RunReader:
         found = {
             rank: history.stall
             for rank, history in enumerate(self.histories)
-            if history.stall is not None and history.stall.step > last
+            if history.stall is not None
+            # The nodes of a command of the user's own number the step that hangs each by its own ranks.
+            and (history.stall.step > last or (history.is_hung and self.shape.is_own_command))
         }
         if now is not None and any(now - self.histories[rank].stalled_at < SILENT_S for rank in found):
             return {}

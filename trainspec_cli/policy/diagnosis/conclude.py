@@ -126,8 +126,7 @@ def _hang(evidence: RunEvidence) -> list[RunVerdict]:
     """Return the ranks that the others wait for, in a step that takes far longer than usual."""
     if not evidence.stalls:
         return []
-    places = {rank: Whereabouts(stall.waiting, stall.collectives) for rank, stall in evidence.stalls.items()}
-    late, why = find_late(places, evidence.ranks)
+    late, why = _late_of(evidence)
     longest = max(evidence.stalls.values(), key=lambda stall: stall.waited_s)
     waits_in = next((one.waits_in for rank, one in evidence.stalls.items() if rank not in late and one.waits_in), None)
     text = f"step {longest.step} has taken {longest.waited_s:.3g} s, and {longest.usual_s:.3g} s are the most it took"
@@ -138,6 +137,25 @@ def _hang(evidence: RunEvidence) -> list[RunVerdict]:
     return [
         replace(found, rank=rank, confidence=0.95, evidence=(*found.evidence, *_stack(evidence, rank))) for rank in late
     ] or [found]
+
+
+def _late_of(evidence: RunEvidence) -> tuple[list[int], str]:
+    """Return the ranks that the others wait for, and why.
+
+    Of a command of the user's own the ranks were judged when the hang was found, with more than the events hold: a rank
+    that was named is not `waiting`, though it may stand in a collective too.
+    """
+    if evidence.parts_are_known:
+        places = {rank: Whereabouts(stall.waiting, stall.collectives) for rank, stall in evidence.stalls.items()}
+        return find_late(places, evidence.ranks)
+    late = sorted(rank for rank, stall in evidence.stalls.items() if not stall.waiting)
+    if not late:  # only a rank that has ended writes no event
+        return [rank for rank in range(evidence.ranks) if rank not in evidence.stalls], "it has ended"
+    where = sorted({evidence.stalls[rank].waits_in or "" for rank in late})
+    stands = " and in ".join(place for place in where if place)
+    if len(late) < len(evidence.stalls) or len(late) == 1:
+        return late, f"it stands in {stands}" if stands else "it shows no Python stack"
+    return [], f"all ranks stand in {stands}" if stands else "no rank stands out"
 
 
 def _stack(evidence: RunEvidence, rank: int) -> tuple[str, ...]:
