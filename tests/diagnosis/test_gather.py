@@ -252,3 +252,33 @@ def test_the_ranks_that_were_named_when_a_command_hung_are_named_afterwards(tmp_
     (verdict,) = conclude(read_run(run).evidence())
     assert (verdict.cause, verdict.rank) == ("hang", late)
     assert any(place in sentence for sentence in verdict.evidence)
+
+
+@pytest.mark.parametrize(
+    ("slow", "after", "found"),
+    [
+        ((1,), 0.55, [("slow_steps", 1)]),
+        ((0, 1), 0.55, [("slow_steps", None)]),
+        ((0, 1), 0.08, []),
+    ],
+)
+def test_steps_of_a_command_that_became_far_slower_are_found(tmp_path, slow, after, found):
+    """From 20 to 1.8 steps a second since step 101; a change by 60% may be by design."""
+    run = RunDir(tmp_path / "own")
+    run.root.mkdir()
+    write_run_record(run, RunRecord(recipe="train.py", created_at=1.0, command=("python", "train.py")))
+    about = {"device_name": "", "params": 0, "peak_flops": 0.0, "peak_source": "", "flops_per_token": 0.0}
+    for rank in (0, 1):
+        writer = EventWriter(run.events(rank), rank)
+        writer.write(StartEvent(step=0, world_size=2, unit="steps", **about))
+        for step in range(1, 161):
+            step_s = (after if step > 100 and rank in slow else 0.05) * (1 + 0.05 * (step % 3))
+            made = {"loss": None, "grad_norm": None, "steps": 1, "skipped": False}
+            writer.write(StepEvent(step=step, step_time_s=step_s, time_s={"other": step_s}, **made))
+        writer.close()
+    verdicts = conclude(read_run(run).evidence())
+    assert [(one.cause, one.rank) for one in verdicts] == found
+    for one in verdicts:
+        assert (one.until_step, one.advice != "") == (None, True)
+        assert abs(one.since_step - 101) <= 2
+        assert one.cost_s == pytest.approx(after - 0.05, rel=0.15)

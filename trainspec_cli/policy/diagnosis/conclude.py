@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from trainspec_cli.policy.diagnosis.all_ranks import find_common_slowness
+from trainspec_cli.policy.diagnosis.all_ranks import find_common_slowness, find_slow_steps
 from trainspec_cli.policy.diagnosis.evidence import RunEvidence
 from trainspec_cli.policy.diagnosis.links import find_retries, find_slow_links
 from trainspec_cli.policy.diagnosis.looks import with_look
@@ -41,6 +41,7 @@ ADVICE: dict[Cause, str] = {
     "recompilation": "keep shapes the same: TORCH_LOGS=recompiles names what differs",
     "checkpoint_writing": "checkpoint.mode=async, or a larger checkpoint.interval_steps",
     "evaluation": "a larger train.eval_interval_steps, or a smaller data.heldout_fraction",
+    "slow_steps": "trainspec doctor; top and nvidia-smi show what else runs there, and how hot the GPUs are",
     "memory_leak": "trainspec resume from a checkpoint before that step",
     "memory_pressure": "recompute=selective, or smaller micro-batches",
     "hang": "the stack shows where it stands; resilience.hang_floor_s ends the run sooner",
@@ -54,7 +55,7 @@ OWN_ADVICE: dict[Cause, str] = {
     "memory_pressure": "smaller batches, or activation checkpointing",
     "hang": "the stack shows where it stands; --hang-s ends the run sooner, or later",
 }
-"""Advice for a command of the user's own, which follows no recipe."""
+"""Advice for a command of the user's own, where it differs: such a command follows no recipe."""
 
 NO_OUTLOOK = Outlook("the planner was not asked: this rests on the measured parts alone")
 
@@ -104,8 +105,10 @@ def with_evaluations(
 def _conclude_own(evidence: RunEvidence) -> tuple[RunVerdict, ...]:
     """Return the verdicts on a command of the user's own, whose steps nobody has divided into parts."""
     warm = without_first(evidence, WARM_STEPS)
-    verdicts = [*_hang(evidence), *(find_memory(warm) if len(warm.steps) >= LEAST_STEPS else ())]
-    return heaviest_first([replace(one, advice=OWN_ADVICE.get(one.cause, "")) for one in verdicts])
+    verdicts = _hang(evidence)
+    if len(warm.steps) >= LEAST_STEPS:
+        verdicts += [*find_memory(warm), *find_slow_steps(warm)]
+    return heaviest_first([replace(one, advice=OWN_ADVICE.get(one.cause, ADVICE[one.cause])) for one in verdicts])
 
 
 def without_first(evidence: RunEvidence, steps: int) -> RunEvidence:
