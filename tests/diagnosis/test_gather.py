@@ -10,7 +10,7 @@ from diagnosis.conftest import connection
 
 from trainspec_cli.diagnosis.gather import RunReader, read_run, shape_of
 from trainspec_cli.policy.diagnosis.conclude import conclude
-from trainspec_cli.rundir.event_types.failures import RetryEvent
+from trainspec_cli.rundir.event_types.failures import RecoveryEvent, RetryEvent
 from trainspec_cli.rundir.event_types.observed import HangEvent, LookEvent, UsageEvent
 from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
 from trainspec_cli.rundir.events import EventWriter
@@ -155,13 +155,30 @@ def test_a_hang_that_ended_a_start_is_told_of_afterwards(folder):
     assert verdict.evidence[0] == "step 6 has taken 9 s, and 1 s are the most it took"
 
 
+def recovery(step: int, change: str, group: int | None) -> RecoveryEvent:
+    return RecoveryEvent(step=step, change=change, group=group, stall_s=1.0, lost_steps=1)
+
+
 def test_steps_that_were_made_again_are_time_outs_that_came_back(folder):
     run = folder()
     run.start()
     run.steps(1, 40)
-    run.write(0, RetryEvent(step=20), RetryEvent(step=24))
+    for step in (20, 24):
+        run.write(0, RetryEvent(step=step), recovery(step, "retried", None))
     verdict = conclude(read_run(run.run).evidence())[0]
     assert (verdict.cause, verdict.since_step, verdict.until_step) == ("network_timeouts", 20, 24)
+
+
+def test_steps_that_were_made_again_without_a_lost_node_are_no_time_outs(folder):
+    run = folder()
+    run.start()
+    run.steps(1, 40)
+    run.write(0, RetryEvent(step=20), recovery(20, "left", 1))
+    run.write(0, RetryEvent(step=30), recovery(30, "joined", 1))
+    run.write(0, RetryEvent(step=41))  # whether a group has left shows when the step is made
+    evidence = read_run(run.run).evidence()
+    assert evidence.retried_steps == ()
+    assert "network_timeouts" not in [verdict.cause for verdict in conclude(evidence)]
 
 
 def test_steps_that_a_rank_has_looked_at_are_left_out(folder):
@@ -175,7 +192,7 @@ def test_steps_that_a_rank_has_looked_at_are_left_out(folder):
     assert evidence.looks[0].order == order
 
 
-def own_run(tmp_path, steps: int, grown_bytes: int) -> RunDir:
+def own_run(tmp_path, steps: int, grown_bytes: int, world_size: int = 2) -> RunDir:
     """A run of a command of the user's own, of which the last step hangs: each step takes so many more bytes."""
     run = RunDir(tmp_path / "own")
     run.root.mkdir()
@@ -183,7 +200,7 @@ def own_run(tmp_path, steps: int, grown_bytes: int) -> RunDir:
     about = {"device_name": "", "params": 0, "peak_flops": 0.0, "peak_source": "", "flops_per_token": 0.0}
     for rank in (0, 1):
         writer = EventWriter(run.events(rank), rank)
-        writer.write(StartEvent(step=0, world_size=2, unit="steps", **about))
+        writer.write(StartEvent(step=0, world_size=world_size, unit="steps", **about))
         for step in range(1, steps + 1):
             parts = {"other": 0.5 + rank * 0.4}
             writer.write(
@@ -212,3 +229,56 @@ def test_a_hang_of_a_command_of_ones_own_is_told(tmp_path):
     (verdict,) = conclude(read_run(run).evidence())
     assert (verdict.cause, verdict.rank) == ("hang", 1)
     assert "stack of 1" in verdict.evidence[-1] and "--hang-s" in verdict.advice
+
+
+@pytest.mark.parametrize(
+    ("named", "late", "place"),
+    [
+        ((1,), 1, "broadcast, called at train.py:9"),
+        ((0, 1), None, "all_reduce, called at train.py:9 and in broadcast, called at train.py:9"),
+        ((2,), 2, "it has ended"),
+    ],
+)
+def test_the_ranks_that_were_named_when_a_command_hung_are_named_afterwards(tmp_path, named, late, place):
+    """Both wait in a library, in other exchanges; the second node numbers the step by its own ranks. A third rank has
+    ended, where that is what was found."""
+    run = own_run(tmp_path, 20, 0, world_size=3 if named == (2,) else 2)
+    hang = {"waited_s": 9.0, "host": "h", "collectives": {}, "deadline_s": 5.0, "stack": "in wait"}
+    for rank, step, called in ((0, 21, "all_reduce"), (1, 20, "broadcast")):
+        writer = EventWriter(run.events(rank), rank)
+        waits_in = f"{called}, called at train.py:9"
+        writer.write(HangEvent(step=step, waiting=rank not in named, waits_in=waits_in, **hang))
+        writer.close()
+    (verdict,) = conclude(read_run(run).evidence())
+    assert (verdict.cause, verdict.rank) == ("hang", late)
+    assert any(place in sentence for sentence in verdict.evidence)
+
+
+@pytest.mark.parametrize(
+    ("slow", "after", "found"),
+    [
+        ((1,), 0.55, [("slow_steps", 1)]),
+        ((0, 1), 0.55, [("slow_steps", None)]),
+        ((0, 1), 0.08, []),
+    ],
+)
+def test_steps_of_a_command_that_became_far_slower_are_found(tmp_path, slow, after, found):
+    """From 20 to 1.8 steps a second since step 101; a change by 60% may be by design."""
+    run = RunDir(tmp_path / "own")
+    run.root.mkdir()
+    write_run_record(run, RunRecord(recipe="train.py", created_at=1.0, command=("python", "train.py")))
+    about = {"device_name": "", "params": 0, "peak_flops": 0.0, "peak_source": "", "flops_per_token": 0.0}
+    for rank in (0, 1):
+        writer = EventWriter(run.events(rank), rank)
+        writer.write(StartEvent(step=0, world_size=2, unit="steps", **about))
+        for step in range(1, 161):
+            step_s = (after if step > 100 and rank in slow else 0.05) * (1 + 0.05 * (step % 3))
+            made = {"loss": None, "grad_norm": None, "steps": 1, "skipped": False}
+            writer.write(StepEvent(step=step, step_time_s=step_s, time_s={"other": step_s}, **made))
+        writer.close()
+    verdicts = conclude(read_run(run).evidence())
+    assert [(one.cause, one.rank) for one in verdicts] == found
+    for one in verdicts:
+        assert (one.until_step, one.advice != "") == (None, True)
+        assert abs(one.since_step - 101) <= 2
+        assert one.cost_s == pytest.approx(after - 0.05, rel=0.15)

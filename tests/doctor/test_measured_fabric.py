@@ -54,11 +54,13 @@ def test_the_keys_that_are_named_are_those_of_a_plan(nics: int, gbit: tuple[floa
     described = [(tier.devices, tier.gbit_per_s, tier.latency_us) for tier in spec.cluster.fabric.tiers]
     assert described == [(None, None, None), (4, gbit[0], 20.0), (None, gbit[1], 30.0)]
     assert spec.cluster.efficiency == {"nic": 1.0}
+    assert {tier.kind for tier in spec.cluster.fabric.tiers[1:]} == {"measured"}
 
 
 def test_links_that_are_alike_are_one_network() -> None:
     [check] = check_fabric(pairs_of("abc", {}, FAR), 1, 0)
     assert (
-        "cluster.fabric.tiers=[{name: domain},{name: network,gbit_per_s: 1.6,latency_us: 30,kind: infini" in check.found
+        "cluster.fabric.tiers=[{name: domain},{name: network,gbit_per_s: 1.6,latency_us: 30,kind: measured}"
+        in check.found
     )
     assert list(check_fabric([], 1, 0)) == []

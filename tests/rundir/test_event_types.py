@@ -89,7 +89,15 @@ TEXT = EvalEvent(
 IMAGES = EvalEvent(step=4, heldout_loss=2.0, heldout_accuracy=0.5, seconds=0.5)
 CHECKPOINT = CheckpointEvent(step=4, path="p", bytes=9, seconds=0.1, written_s=0.2, waited_s=0.3)
 CADENCE = CadenceEvent(
-    step=4, interval_steps=10, blocked_s=0.1, drag_s=0.2, written_s=0.3, step_time_s=0.4, mtbf_s=5000.0
+    step=4,
+    interval_steps=10,
+    blocked_s=0.1,
+    drag_s=0.2,
+    written_s=0.3,
+    step_time_s=0.4,
+    mtbf_s=5000.0,
+    failures=1,
+    observed_s=60.0,
 )
 HANG = HangEvent(
     step=4,

@@ -24,7 +24,7 @@ from trainspec_cli.reading.files import unreadable
 from trainspec_cli.rundir.columns import StepColumns
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent, MemoryEvent
 from trainspec_cli.rundir.event_types.event import PARTS, Event
-from trainspec_cli.rundir.event_types.failures import RetryEvent
+from trainspec_cli.rundir.event_types.failures import RecoveryEvent
 from trainspec_cli.rundir.event_types.observed import (
     CountersEvent,
     HangEvent,
@@ -242,7 +242,8 @@ class RunReader:
                 )
             elif isinstance(event, LookEvent):
                 self.looks.append(event.look)
-            elif isinstance(event, RetryEvent):
+            elif isinstance(event, RecoveryEvent) and event.change == "retried":
+                # A step is made again too when a group has left or joined: its node is gone or back, no link failed.
                 self._retried.add(event.step)
             elif isinstance(event, DirectiveEvent) and event.applied and event.kind in ("layers", "layout"):
                 if self.changed is None or event.step >= self.changed.step:
@@ -328,7 +329,9 @@ class RunReader:
         found = {
             rank: history.stall
             for rank, history in enumerate(self.histories)
-            if history.stall is not None and history.stall.step > last
+            if history.stall is not None
+            # The nodes of a command of the user's own number the step that hangs each by its own ranks.
+            and (history.stall.step > last or (history.is_hung and self.shape.is_own_command))
         }
         if now is not None and any(now - self.histories[rank].stalled_at < SILENT_S for rank in found):
             return {}

@@ -49,12 +49,12 @@ def measured_tier(tier: TierSpec, pairs: Sequence[PairRate], devices_per_node: i
 
     Two processes had their nodes' NICs for themselves in each measurement, and share them in a run: a device's share is
     that of its NIC where it has one (`nics_per_node`; 0: TCP over one interface). Measured rates are what collectives
-    reach, which the planner takes of the fastest kind of network (`EFFICIENCY`).
+    reach, whatever the kind of network, so that the planner takes them whole (`EFFICIENCY`).
     """
     share = min(1.0, max(1, nics_per_node) / devices_per_node)
     gbit_per_s = median(pair.bytes_per_s for pair in pairs) * 8 / 1e9 * share
     latency_us = median(_latency_s(pair) for pair in pairs) * 1e6
-    return replace(tier, gbit_per_s=_short(gbit_per_s), latency_us=_short(latency_us), kind="infiniband")
+    return replace(tier, gbit_per_s=_short(gbit_per_s), latency_us=_short(latency_us), kind="measured")
 
 
 def _short(figure: float) -> float:

@@ -130,7 +130,11 @@ def describe_saving(event: CheckpointEvent) -> str:
 def describe_cadence(event: CadenceEvent) -> str:
     """Describe what `checkpoint.interval_steps: auto` has chosen, and why."""
     cost_s, mtbf_s = event.blocked_s + event.drag_s, event.mtbf_s
-    failures = "no failures are expected" if mtbf_s is None else f"failures come every {format_duration(mtbf_s)}"
+    failures = (
+        "no failures are expected" if mtbf_s is None else f"a failure is expected every {format_duration(mtbf_s)}"
+    )
+    if not isinstance(event.failures, Absent) and not isinstance(event.observed_s, Absent):
+        failures += f", by {event.failures:,} in {format_duration(event.observed_s)} and the cluster's figure"
     return (
         f"from here a checkpoint every {event.interval_steps:,} steps: one costs {format_duration(cost_s)} and is "
         f"whole in {format_duration(event.written_s)}; {failures}"

@@ -10,7 +10,9 @@ from trainspec_cli.spec.results.verdict import RunVerdict
 from trainspec_cli.units import format_duration, format_seconds
 
 NO_VERDICTS = "too few steps were made to say anything"
-NO_OWN_VERDICTS = "no hang and no leak of memory was seen; the steps of a command of your own tell no more"
+NO_OWN_VERDICTS = (
+    "no hang and no leak of memory was seen, and no steps that became twice as slow; a command's steps show no more"
+)
 
 
 def describe_verdict(verdict: RunVerdict) -> str:

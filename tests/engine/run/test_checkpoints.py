@@ -17,6 +17,7 @@ from trainspec_cli.engine.run import checkpoints as module
 from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Checkpoints
 from trainspec_cli.errors import MachineError
 from trainspec_cli.rundir import memory
+from trainspec_cli.rundir.event_types.failures import EndedMark, FailureMark, LaunchMark
 from trainspec_cli.rundir.event_types.training import CadenceEvent, CheckpointEvent, WarningEvent
 from trainspec_cli.rundir.files import read_json, write_json
 from trainspec_cli.rundir.paths import RunDir
@@ -310,6 +311,23 @@ def test_failures_that_throw_a_run_back_are_those_of_all_devices_or_of_all_group
     cadence = Cadence(plan)
     cadence.note_step(0.5, writing=False)
     assert cadence.learn(saved(1.0, 2.0)).mtbf_s == pytest.approx(mtbf_s)
+
+
+def test_a_failure_that_was_just_seen_counts_for_more_than_the_clusters_figure(monkeypatch):
+    """One device that fails every 8,184 days, by the cluster's figure; the run failed 2 minutes after its launch."""
+    days = 8184
+    monkeypatch.setattr(module.time, "time", lambda: 1060.0)
+    marks = [LaunchMark(time=100.0), FailureMark(time=220.0), EndedMark(time=230.0), LaunchMark(time=1000.0)]
+    cadence = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=days * 24.0), marks)
+    cadence.note_step(0.5, writing=False)
+    chosen = cadence.learn(saved(1.0, 2.0))
+    assert (chosen.failures, chosen.observed_s) == (1, 180.0)
+    assert 180.0 < chosen.mtbf_s < 3600.0
+    assert chosen.interval_steps < 300
+    unharmed = Cadence(plan_of(CheckpointSpec(interval_steps="auto"), mtbf_device_hours=days * 24.0), marks[3:])
+    unharmed.note_step(0.5, writing=False)
+    chosen = unharmed.learn(saved(1.0, 2.0))
+    assert (chosen.failures, chosen.mtbf_s) == (ABSENT, days * 86400.0)
 
 
 def test_only_rank_0s_figures_count(monkeypatch):

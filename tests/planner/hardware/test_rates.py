@@ -106,7 +106,15 @@ FABRIC = Fabric(CHIP, 96, 8, 8, 100.0, 400.0)
 
 @pytest.mark.parametrize(
     ("kind", "ratio"),
-    [("infiniband", 1), ("roce", 0.92), ("efa", 0.8), ("omnipath", 0.8), ("ethernet", 0.6), ("smoke", 0.8)],
+    [
+        ("infiniband", 1),
+        ("roce", 0.92),
+        ("efa", 0.8),
+        ("omnipath", 0.8),
+        ("ethernet", 0.6),
+        ("measured", 1),
+        ("smoke", 0.8),
+    ],
 )
 def test_networks_by_their_kind(kind: str, ratio: float) -> None:
     found = group_of(replace(FABRIC, nic_kind=kind), 16, 1, EFF)

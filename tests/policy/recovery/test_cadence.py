@@ -11,6 +11,7 @@ from trainspec_cli.policy.recovery.cadence import (
     daly_interval_s,
     young_interval_s,
 )
+from trainspec_cli.policy.recovery.reliability import PRIOR_WEIGHT, updated_mtbf_s
 
 
 def expected_efficiency(interval_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:
@@ -80,3 +81,12 @@ def test_the_interval_is_whole_steps_and_at_least_one(interval_s: float, steps: 
 
 def test_where_nothing_fails_none_is_due_after_the_first():
     assert checkpoint_interval_steps(checkpoint_interval_s(1.0, 2.0, math.inf), 0.5) > 10**9
+
+
+def test_failures_that_were_seen_outweigh_the_expected_rate_the_more_of_them_there_are() -> None:
+    assert updated_mtbf_s(3600.0, 0, 1e9) == 3600.0
+    assert updated_mtbf_s(1e9, 1, 120.0) == pytest.approx(1e9 * (120 / 1e9) ** (1 / (1 + PRIOR_WEIGHT)))
+    by_count = [updated_mtbf_s(1e9, count, 120.0 * count) for count in (1, 2, 10, 100)]
+    assert by_count == sorted(by_count, reverse=True)
+    assert by_count[-1] == pytest.approx(120.0, rel=0.05)
+    assert updated_mtbf_s(math.inf, 2, 240.0) == 120.0

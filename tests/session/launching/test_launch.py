@@ -28,8 +28,8 @@ def started(here: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> l
         started.append(session)
         return 6
 
-    def join(run_dir: str, node: int, console: Any) -> int:
-        started.append((run_dir, node))
+    def join(run_dir: str, node: int, console: Any, *, wait_s: float) -> int:
+        started.append((run_dir, node, wait_s))
         return 5
 
     monkeypatch.setattr(module, "start", start)
@@ -48,14 +48,14 @@ def test_a_run_on_this_node_alone(started: list[Session], here: Machine) -> None
 @pytest.mark.parametrize("node", [0, 1])
 def test_the_first_node_starts_the_run_that_the_others_join(started: list[Any], node: int) -> None:
     nodes = NodeOptions(2, node, "head:29500")
-    code = launch(["recipe=tiny", "run.dir=shared"], nodes, force=False, as_json=False)
+    code = launch(["recipe=tiny", "run.dir=shared", "run.join_timeout_s=1800"], nodes, force=False, as_json=False)
     (what,) = started
     if node:
-        assert (code, what) == (5, ("shared", 1))
+        assert (code, what) == (5, ("shared", 1, 1800.0))
         return
     assert code == 6
     assert what.plan.num_nodes == 2
-    assert (what.reach.head, what.reach.rendezvous_port) == ("head", 29500)
+    assert (what.reach.head, what.reach.rendezvous_port, what.reach.return_timeout_s) == ("head", 29500, 1800.0)
     assert (what.force, what.as_json) == (False, False)
 
 

@@ -17,7 +17,6 @@ from trainspec_cli.session.launching import nodes
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     monkeypatch.setattr(nodes, "RETRY_S", 0.001)
-    monkeypatch.setattr(nodes, "JOIN_TIMEOUT_S", 0.2)
     monkeypatch.setattr(nodes, "RESULT_TIMEOUT_S", 0.2)
     return RunDir(tmp_path)
 
@@ -36,7 +35,7 @@ def test_a_node_serves_every_start_until_there_is_a_result(
 
     monkeypatch.setattr(nodes, "run_agent", serve)
     generations.begin(run)
-    assert nodes.join(str(run.root), 3, console) == 6
+    assert nodes.join(str(run.root), 3, console, wait_s=0.2) == 6
     assert served == [(1, 3), (2, 3)]
 
 
@@ -45,12 +44,12 @@ def test_the_result_of_an_earlier_start_is_not_taken_for_this_ones(
 ) -> None:
     write_json(run.result_json, {"status": "done", "exit_code": 0})
     with pytest.raises(MachineError, match="no first node was found"):
-        nodes.join(str(run.root), 1, console)
+        nodes.join(str(run.root), 1, console, wait_s=0.2)
     monkeypatch.setattr(
         nodes, "run_agent", lambda run, *_: write_json(run.result_json, {"status": "stopped", "exit_code": 6})
     )
     generations.begin(run)
-    assert nodes.join(str(run.root), 1, console) == 6
+    assert nodes.join(str(run.root), 1, console, wait_s=0.2) == 6
 
 
 def test_an_earlier_start_that_nobody_answers_for_is_passed_over(
@@ -67,7 +66,7 @@ def test_an_earlier_start_that_nobody_answers_for_is_passed_over(
 
     monkeypatch.setattr(nodes, "run_agent", serve)
     generations.begin(run)
-    assert nodes.join(str(run.root), 1, console) == 0
+    assert nodes.join(str(run.root), 1, console, wait_s=0.2) == 0
     assert asked == [1, 2]
 
 
@@ -76,7 +75,7 @@ def test_a_first_node_that_leaves_no_result_has_failed(
 ) -> None:
     monkeypatch.setattr(nodes, "run_agent", lambda *_: None)
     generations.begin(run)
-    assert nodes.join(str(run.root), 1, console) == WorkerError.exit_code
+    assert nodes.join(str(run.root), 1, console, wait_s=0.2) == WorkerError.exit_code
 
 
 def test_no_run_in_which_others_can_write_is_taken_part_in(
@@ -86,7 +85,7 @@ def test_no_run_in_which_others_can_write_is_taken_part_in(
     generations.begin(run)
     run.root.chmod(0o777)
     with pytest.raises(MachineError, match="may be written by every user"):
-        nodes.join(str(run.root), 1, console)
+        nodes.join(str(run.root), 1, console, wait_s=0.2)
 
 
 def test_a_refusal_of_this_node_is_what_is_told(
@@ -98,4 +97,4 @@ def test_a_refusal_of_this_node_is_what_is_told(
     monkeypatch.setattr(nodes, "run_agent", serve)
     generations.begin(run)
     with pytest.raises(MachineError, match="nobody listens"):
-        nodes.join(str(run.root), 1, console)
+        nodes.join(str(run.root), 1, console, wait_s=0.2)

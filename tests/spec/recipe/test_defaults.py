@@ -340,7 +340,15 @@ DEFAULTS: dict[str, Any] = {
     "sample": {"prompt": "", "max_new_tokens": 0, "temperature": 0.8},
     "tracking": {"tensorboard": False, "wandb": False, "mlflow": False, "project": "trainspec", "trackers": []},
     "observe": {"deeper_look": True},
-    "run": {"dir": "auto", "name": "", "tags": [], "stop_grace_s": 60.0, "node_timeout_s": 30.0, "preflight": True},
+    "run": {
+        "dir": "auto",
+        "name": "",
+        "tags": [],
+        "stop_grace_s": 60.0,
+        "node_timeout_s": 30.0,
+        "join_timeout_s": 300.0,
+        "preflight": True,
+    },
 }
 
 

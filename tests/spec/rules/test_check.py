@@ -372,6 +372,7 @@ def test_what_divides_may_not_be_0_and_what_may_be_left_out_may() -> None:
         layout.tp layout.pp layout.cp layout.ep layout.dp_shard layout.dp_replicate model.experts.num_experts
         model.experts.top_k model.mamba_groups model.mamba_head_dim resilience.replica_groups lora.alpha
         cluster.storage_gb_per_s cluster.reliability.mtbf_device_hours run.node_timeout_s optim.grad_clip_norm
+        run.join_timeout_s
     """
     optional = """
         lora.rank optim.weight_decay optim.schedule.warmup_steps sample.temperature cluster.reliability.spare_nodes

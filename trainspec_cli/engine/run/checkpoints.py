@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 
 import torch.distributed as dist
@@ -21,8 +21,11 @@ from trainspec_cli.engine.comm.json_collectives import broadcast_json, raise_tog
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.policy.batch.noise import BatchPace
 from trainspec_cli.policy.recovery.cadence import AUTO_SHORTEST_S, auto_interval_s, checkpoint_interval_steps
-from trainspec_cli.policy.recovery.reliability import job_mtbf_s, rollback_mtbf_s
+from trainspec_cli.policy.recovery.reliability import job_mtbf_s, rollback_mtbf_s, updated_mtbf_s
+from trainspec_cli.rundir.event_types.event import Event
+from trainspec_cli.rundir.event_types.failures import EndedMark, FailureMark, LaunchMark
 from trainspec_cli.rundir.event_types.training import CadenceEvent, CheckpointEvent, WarningEvent
+from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.memory import make_memory_folder
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.canonical import ABSENT, to_plain
@@ -53,7 +56,7 @@ class Checkpoints:
         self._recipe_digest, self._journal, self._pace = recipe_digest, journal, pace
         self._memory = find_place(run_dir) if plan.spec.checkpoint.memory_interval_steps else None
         self._saver = self._make_saver()
-        self._cadence = Cadence(plan)
+        self._cadence = Cadence(plan, read_sound(run_dir.supervisor_events))
         self._saved_step = -1
         self._kept_before: int | None = None
         """The step that was kept before the one that is now: it is again if that cannot be written."""
@@ -249,8 +252,20 @@ class Cadence:
     The same on every rank: it goes by steps and by what rank 0 has measured.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: Plan, marks: Iterable[Event] = ()):
+        """`marks`: the supervisor's, by which the failures of earlier starts are counted."""
         self._plan = plan
+        self._failures = 0
+        self._earlier_s = 0.0
+        """The time that earlier starts ran."""
+        self._launched_at: float | None = None
+        for mark in marks:
+            if isinstance(mark, LaunchMark):
+                self._launched_at = mark.time
+            elif isinstance(mark, FailureMark | EndedMark) and self._launched_at is not None:
+                self._failures += isinstance(mark, FailureMark)
+                self._earlier_s += max(0.0, mark.time - self._launched_at)
+                self._launched_at = None
         self._is_auto = plan.spec.checkpoint.interval_steps == AUTO
         wanted = plan.spec.checkpoint.interval_steps
         self._interval_steps = None if wanted == AUTO else wanted
@@ -304,7 +319,15 @@ class Cadence:
         """Return Daly's interval for the time that training waited and that steps beside the writing took longer."""
         usual_s = median(self._usual_s or self._beside_s)
         drag_s = max(0.0, sum(self._beside_s) - usual_s * len(self._beside_s))
-        mtbf_s = self._rollback_mtbf_s()
+        plan, reliability = self._plan, self._plan.spec.cluster.reliability
+        any_s = job_mtbf_s(reliability, plan.world_size)
+        mtbf_s = rollback_mtbf_s(plan.spec.resilience, reliability, any_s, plan.replica_groups)
+        running_s = 0.0 if self._launched_at is None else max(0.0, time.time() - self._launched_at)
+        observed_s = self._earlier_s + running_s
+        # The marks do not say whether a failure of replica groups was one of all groups, which alone costs a rollback.
+        counts = bool(self._failures) and mtbf_s == any_s
+        if counts:
+            mtbf_s = updated_mtbf_s(mtbf_s, self._failures, observed_s)
         interval_s = auto_interval_s(saved.blocked_s + drag_s, saved.written_s, mtbf_s)
         return CadenceEvent(
             step=saved.about.step,
@@ -314,12 +337,9 @@ class Cadence:
             written_s=saved.written_s,
             step_time_s=usual_s,
             mtbf_s=mtbf_s if math.isfinite(mtbf_s) else None,
+            failures=self._failures if counts else ABSENT,
+            observed_s=observed_s if counts else ABSENT,
         )
-
-    def _rollback_mtbf_s(self) -> float:
-        reliability, plan = self._plan.spec.cluster.reliability, self._plan
-        mtbf_s = job_mtbf_s(reliability, plan.world_size)
-        return rollback_mtbf_s(plan.spec.resilience, reliability, mtbf_s, plan.replica_groups)
 
 
 def find_place(run_dir: RunDir) -> CopyLocation:

@@ -11,8 +11,9 @@ from trainspec_cli.planner.hardware.rates import Efficiency, link_bytes_per_s
 from trainspec_cli.spec.recipe.cluster import AcceleratorSpec
 from trainspec_cli.spec.recipe.layout import Layout
 
-NIC_KIND_RATIO = {"infiniband": 1.0, "roce": 0.92, "efa": 0.8, "omnipath": 0.8, "ethernet": 0.6}
-"""Bandwidth that a collective reaches over each kind of network, relative to InfiniBand."""
+NIC_KIND_RATIO = {"infiniband": 1.0, "roce": 0.92, "efa": 0.8, "omnipath": 0.8, "ethernet": 0.6, "measured": 1.0}
+"""Bandwidth that a collective reaches over each kind of network, relative to InfiniBand; a rate that was measured is
+taken whole."""
 
 
 def network_bytes_per_s(gbit_per_s: float, kind: str, eff: Efficiency) -> float:

@@ -24,6 +24,11 @@ from trainspec_cli.spec.results.verdict import RunVerdict
 
 COMMON_S = 8.0
 """All ranks are slow for so long at least: other work of the machine comes and goes."""
+SLOWER = 2.0
+"""Steps of a command of the user's own take this many times as long as usual before they are reported: what a script
+does in a step is not known, and may change a little by design."""
+STEPS_BEFORE = 8
+"""A command makes this many steps before those that are slow; the first ones compile and fill caches."""
 
 
 def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
@@ -69,6 +74,36 @@ def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | Non
         )
         return replace(found, evidence=(*found.evidence, why))
     return replace(found, confidence=round(found.confidence / 2, 2))
+
+
+def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
+    """Return where the steps of a command of the user's own have become far slower: of each rank, or of the run where
+    all ranks have. Why is not known: nobody has divided these steps into parts."""
+    of_rank: list[RunVerdict] = []
+    for rank, step_s in enumerate(evidence.part(*evidence.parts_s).T):
+        usual_s = float(usual(step_s))
+        limit = np.full(len(step_s), (SLOWER - 1) * usual_s)
+        found = find_episodes(step_s - usual_s, limit, step_s, COMMON_S)
+        lasting = [one for one in found if one.first >= STEPS_BEFORE and one.steadiness >= STEADY]
+        if not lasting:
+            continue
+        episode = max(lasting, key=lambda one: one.excess * one.steps)
+        text = f"{1 / (usual_s + episode.excess):.3g} steps a second, {1 / usual_s:.3g} usually"
+        of_rank.append(
+            RunVerdict(
+                cause="slow_steps",
+                rank=rank,
+                since_step=int(evidence.steps[episode.first]),
+                until_step=until(evidence, episode),
+                cost_s=episode.excess,
+                confidence=confidence(episode),
+                evidence=(text,),
+            )
+        )
+    if len(of_rank) < evidence.ranks or evidence.ranks == 1:
+        return of_rank
+    # Ranks that exchange gradients wait for one another: which of them is slow does not show.
+    return [replace(max(of_rank, key=lambda one: one.cost_s), rank=None)]
 
 
 def _as_one(verdicts: Sequence[RunVerdict]) -> list[RunVerdict]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from trainspec_cli.policy.diagnosis.all_ranks import find_common_slowness
+from trainspec_cli.policy.diagnosis.all_ranks import find_common_slowness, find_slow_steps
 from trainspec_cli.policy.diagnosis.evidence import RunEvidence
 from trainspec_cli.policy.diagnosis.links import find_retries, find_slow_links
 from trainspec_cli.policy.diagnosis.looks import with_look
@@ -41,6 +41,7 @@ ADVICE: dict[Cause, str] = {
     "recompilation": "keep shapes the same: TORCH_LOGS=recompiles names what differs",
     "checkpoint_writing": "checkpoint.mode=async, or a larger checkpoint.interval_steps",
     "evaluation": "a larger train.eval_interval_steps, or a smaller data.heldout_fraction",
+    "slow_steps": "trainspec doctor; top and nvidia-smi show what else runs there, and how hot the GPUs are",
     "memory_leak": "trainspec resume from a checkpoint before that step",
     "memory_pressure": "recompute=selective, or smaller micro-batches",
     "hang": "the stack shows where it stands; resilience.hang_floor_s ends the run sooner",
@@ -54,7 +55,7 @@ OWN_ADVICE: dict[Cause, str] = {
     "memory_pressure": "smaller batches, or activation checkpointing",
     "hang": "the stack shows where it stands; --hang-s ends the run sooner, or later",
 }
-"""Advice for a command of the user's own, which follows no recipe."""
+"""Advice for a command of the user's own, where it differs: such a command follows no recipe."""
 
 NO_OUTLOOK = Outlook("the planner was not asked: this rests on the measured parts alone")
 
@@ -104,8 +105,10 @@ def with_evaluations(
 def _conclude_own(evidence: RunEvidence) -> tuple[RunVerdict, ...]:
     """Return the verdicts on a command of the user's own, whose steps nobody has divided into parts."""
     warm = without_first(evidence, WARM_STEPS)
-    verdicts = [*_hang(evidence), *(find_memory(warm) if len(warm.steps) >= LEAST_STEPS else ())]
-    return heaviest_first([replace(one, advice=OWN_ADVICE.get(one.cause, "")) for one in verdicts])
+    verdicts = _hang(evidence)
+    if len(warm.steps) >= LEAST_STEPS:
+        verdicts += [*find_memory(warm), *find_slow_steps(warm)]
+    return heaviest_first([replace(one, advice=OWN_ADVICE.get(one.cause, ADVICE[one.cause])) for one in verdicts])
 
 
 def without_first(evidence: RunEvidence, steps: int) -> RunEvidence:
@@ -126,8 +129,7 @@ def _hang(evidence: RunEvidence) -> list[RunVerdict]:
     """Return the ranks that the others wait for, in a step that takes far longer than usual."""
     if not evidence.stalls:
         return []
-    places = {rank: Whereabouts(stall.waiting, stall.collectives) for rank, stall in evidence.stalls.items()}
-    late, why = find_late(places, evidence.ranks)
+    late, why = _late_of(evidence)
     longest = max(evidence.stalls.values(), key=lambda stall: stall.waited_s)
     waits_in = next((one.waits_in for rank, one in evidence.stalls.items() if rank not in late and one.waits_in), None)
     text = f"step {longest.step} has taken {longest.waited_s:.3g} s, and {longest.usual_s:.3g} s are the most it took"
@@ -138,6 +140,25 @@ def _hang(evidence: RunEvidence) -> list[RunVerdict]:
     return [
         replace(found, rank=rank, confidence=0.95, evidence=(*found.evidence, *_stack(evidence, rank))) for rank in late
     ] or [found]
+
+
+def _late_of(evidence: RunEvidence) -> tuple[list[int], str]:
+    """Return the ranks that the others wait for, and why.
+
+    Of a command of the user's own the ranks were judged when the hang was found, with more than the events hold: a rank
+    that was named is not `waiting`, though it may stand in a collective too.
+    """
+    if evidence.parts_are_known:
+        places = {rank: Whereabouts(stall.waiting, stall.collectives) for rank, stall in evidence.stalls.items()}
+        return find_late(places, evidence.ranks)
+    late = sorted(rank for rank, stall in evidence.stalls.items() if not stall.waiting)
+    if not late:  # only a rank that has ended writes no event
+        return [rank for rank in range(evidence.ranks) if rank not in evidence.stalls], "it has ended"
+    where = sorted({evidence.stalls[rank].waits_in or "" for rank in late})
+    stands = " and in ".join(place for place in where if place)
+    if len(late) < len(evidence.stalls) or len(late) == 1:
+        return late, f"it stands in {stands}" if stands else "it shows no Python stack"
+    return [], f"all ranks stand in {stands}" if stands else "no rank stands out"
 
 
 def _stack(evidence: RunEvidence, rank: int) -> tuple[str, ...]:

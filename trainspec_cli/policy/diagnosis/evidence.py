@@ -101,7 +101,8 @@ class RunEvidence:
     """The newest report of each rank from the step after the last one."""
     link_slowdowns: tuple[LinkSlowdown, ...] = ()
     retried_steps: tuple[int, ...] = ()
-    """Steps that were made again because an exchange between replica groups had failed."""
+    """Steps that were made again because an exchange between replica groups had failed, though none of them left or
+    joined."""
     looks: tuple[Look, ...] = ()
     """What ranks that looked at themselves have found; the steps that they did so in are left out."""
     total_steps: int | None = None

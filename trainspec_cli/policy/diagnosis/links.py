@@ -332,6 +332,9 @@ def find_retries(evidence: RunEvidence, steps_s: Mapping[int, float]) -> list[Ru
             until_step=last,
             cost_s=lost_s / (last - first + 1),
             confidence=0.9,
-            evidence=(f"{len(evidence.retried_steps)} steps were made again because an exchange had failed",),
+            evidence=(
+                f"{len(evidence.retried_steps)} steps were made again because an exchange had failed, with all replica "
+                "groups still there",
+            ),
         )
     ]

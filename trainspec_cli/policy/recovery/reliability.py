@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
 from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+
+PRIOR_WEIGHT = 1 / math.log(10) ** 2
+"""Failures that the cluster's own figure counts as: it is taken to be right within a factor of 10, one standard
+deviation of its logarithm. N failures that were seen give the logarithm of the rate with a variance of about 1/N."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,17 @@ def durations(cluster: ReliabilitySpec, state_bytes_per_device: float, load_s: f
 def job_mtbf_s(cluster: ReliabilitySpec, devices: int) -> float:
     """Return the mean time between failures of a job on `devices` devices."""
     return cluster.mtbf_device_hours * 3600 / devices
+
+
+def updated_mtbf_s(mtbf_s: float, failures: int, observed_s: float) -> float:
+    """Return the mean time between failures after `failures` were seen in `observed_s` of running, where `mtbf_s` was
+    expected: the logarithms of both, weighted by what each says of the rate. Without a failure it stays as it was."""
+    if not failures:
+        return mtbf_s
+    seen_s = max(observed_s, 1.0) / failures
+    if math.isinf(mtbf_s):
+        return seen_s
+    return math.exp((PRIOR_WEIGHT * math.log(mtbf_s) + failures * math.log(seen_s)) / (PRIOR_WEIGHT + failures))
 
 
 def rollback_mtbf_s(resilience: ResilienceSpec, cluster: ReliabilitySpec, mtbf_s: float, replica_groups: int) -> float:

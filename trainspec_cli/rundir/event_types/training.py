@@ -135,6 +135,10 @@ class CadenceEvent(Event):
     written_s: Seconds
     step_time_s: Seconds
     mtbf_s: float | None = None
+    failures: Count | Absent = ABSENT
+    """Failures of this run that `mtbf_s` takes into account; absent: none were seen."""
+    observed_s: Seconds | Absent = ABSENT
+    """The time that the run had been running when they had been counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

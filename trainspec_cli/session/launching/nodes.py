@@ -10,15 +10,16 @@ from pathlib import Path
 
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
 from trainspec_cli.launcher.backend.nodes.agent import run_agent
-from trainspec_cli.launcher.backend.nodes.backend import JOIN_TIMEOUT_S, Reach, agent_command, reach_from_here
+from trainspec_cli.launcher.backend.nodes.backend import Reach, agent_command, reach_from_here
 from trainspec_cli.launcher.slurm import commands as slurm
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_result
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.recipe.run import RunSection, RunSpec
 from trainspec_cli.trust import check_tree
+from trainspec_cli.units import format_duration
 
 RETRY_S = 0.5
 RESULT_TIMEOUT_S = 30.0
@@ -55,7 +56,8 @@ class NodeOptions:
         if self.nnodes is None or self.endpoint is None:
             message = f"`cluster.num_nodes` is {nodes}, and this command starts one node"
             raise RecipeError(Problem("several_hosts", message, "cluster.num_nodes", hint))
-        reach = self._reach(self.endpoint, nodes, spec.cluster.reliability.spare_nodes or 0, hint)
+        spares = spec.cluster.reliability.spare_nodes or 0
+        reach = self._reach(self.endpoint, nodes, spares, hint, spec.run)
         if run_dir == AUTO:
             message = "`run.dir` is auto, and the nodes would each make a folder of their own"
             hint = "type run.dir=<a folder that all nodes share>"
@@ -67,7 +69,9 @@ class NodeOptions:
         example = "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT --dir <a shared folder> -- COMMAND"
         hint = f"on each node: trainspec run {example}"
         if self.of_slurm:
-            return Reach(slurm.own_address() if self.is_first else "", agent_command(0), None, JOIN_TIMEOUT_S)
+            return Reach(
+                slurm.own_address() if self.is_first else "", agent_command(0), None, RunSection.join_timeout_s
+            )
         if self.nnodes is None or self.nnodes == 1:
             if self.endpoint is not None or self.node_rank:
                 option = "--node-rank" if self.node_rank else "--rdzv-endpoint"
@@ -79,13 +83,13 @@ class NodeOptions:
         if self.endpoint is None:
             message = f"--nnodes is {self.nnodes}, and --rdzv-endpoint, where the nodes meet, is not given"
             raise RecipeError(Problem("several_hosts", message, "--rdzv-endpoint", hint))
-        reach = self._reach(self.endpoint, self.nnodes, 0, hint)
+        reach = self._reach(self.endpoint, self.nnodes, 0, hint, RunSection())
         if run_dir == AUTO:
             message = "--dir is not given, and the nodes would each make a folder of their own"
             raise RecipeError(Problem("missing_value", message, "--dir", "type --dir <a folder that all nodes share>"))
         return reach
 
-    def _reach(self, endpoint: str, nodes: int, spares: int, hint: str) -> Reach:
+    def _reach(self, endpoint: str, nodes: int, spares: int, hint: str, section: RunSection) -> Reach:
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 2**16:
             raise RecipeError(Problem("usage", f"--rdzv-endpoint is `{endpoint}`; HOST:PORT is needed", hint=hint))
@@ -93,20 +97,28 @@ class NodeOptions:
             beside = f" and {spares} that stand by (cluster.reliability.spare_nodes)" if spares else ""
             message = f"--node-rank is {self.node_rank}; of {nodes} nodes{beside} it is 0 to {nodes + spares - 1}"
             raise RecipeError(Problem("usage", message, hint=hint))
-        return reach_from_here(endpoint)
+        return reach_from_here(endpoint, section.join_timeout_s)
 
 
-def join(run_dir: str, node: int, console: PrintableConsole, command: Sequence[str] = ()) -> int:
+def join(
+    run_dir: str,
+    node: int,
+    console: PrintableConsole,
+    command: Sequence[str] = (),
+    *,
+    wait_s: float = RunSection.join_timeout_s,
+) -> int:
     """Take part as node `node` (not the first) in a run that the first node starts; return the run's exit code.
 
     Takes part in every start that the first node makes, until the run has a result. Raises MachineError where the
     first node is not found, and where others can write in the run's folder. `command`: the user's own, where the run
-    is one of those; raises RecipeError where the first node runs another one.
+    is one of those; raises RecipeError where the first node runs another one. `wait_s`: the time in which
+    the first node must have started.
     """
     run, served = RunDir(Path(run_dir).absolute()), 0
-    deadline, refusal = time.monotonic() + JOIN_TIMEOUT_S, _no_first_node(run)
+    deadline, refusal = time.monotonic() + wait_s, _no_first_node(run, wait_s)
     where = f"in {run.root}" if run.root.is_dir() else f"to make {run.root}, which is not seen here yet"
-    console.report(f"node {node}: waiting for the first node {where} (up to {JOIN_TIMEOUT_S / 60:g} min)")
+    console.report(f"node {node}: waiting for the first node {where} (up to {format_duration(wait_s)})")
     while time.monotonic() < deadline and not (served and run.result_json.is_file()):
         generation = generations.newest(run)
         if generation > served:
@@ -141,7 +153,7 @@ def _check_command(run: RunDir, generation: int, command: Sequence[str]) -> None
         raise RecipeError(Problem("usage", message, "COMMAND", "give the same command on each node"))
 
 
-def _no_first_node(run: RunDir) -> MachineError:
-    message = f"no first node was found in {run.root} within {JOIN_TIMEOUT_S:g} s"
+def _no_first_node(run: RunDir, wait_s: float) -> MachineError:
+    message = f"no first node was found in {run.root} within {wait_s:g} s"
     hint = "start the first node too: --node-rank 0, with the same run.dir on a file system that all share"
     return MachineError(Problem("no_first_host", message, hint=hint, environment=True))

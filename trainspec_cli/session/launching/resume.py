@@ -58,7 +58,8 @@ def resume(
         return resume_command(run, changes, nodes, notify, as_json=as_json, detach=detach)
     session = replace(prepare_resume(run, changes, nodes, console, force=force, as_json=as_json), notify=notify)
     if not nodes.is_first and session.reach:
-        return join(str(run.root), nodes.node_rank, console)
+        wait_s = session.plan.spec.run.join_timeout_s
+        return join(str(run.root), nodes.node_rank, console, wait_s=wait_s)
     if not detach:
         return start(session)
     check_detachable(session)

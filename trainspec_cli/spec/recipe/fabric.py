@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 
 from trainspec_cli.spec.field_types import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 
-NetworkKind = Literal["infiniband", "roce", "efa", "omnipath", "ethernet"]
+NetworkKind = Literal["infiniband", "roce", "efa", "omnipath", "ethernet", "measured"]
+"""measured: of any kind; its rate is what collectives reach, by measurement."""
 NicWiring = Literal["rails", "one_switch"]
 
 

@@ -181,6 +181,9 @@ class RunSection:
     """A worker that has not ended this long after a stop request is killed."""
     node_timeout_s: PositiveFloat = 30.0
     """On several nodes: a node that is silent for this long (off, hung, cut off) is lost, and the job ends."""
+    join_timeout_s: PositiveFloat = 300.0
+    """On several nodes: the time in which nodes must have started after the first (a slow prologue, an image to fetch),
+    in which a lost node may come back, and for which the others wait for the first."""
     preflight: bool = True
     """Before the workers start, refuse a node without enough memory or disk. Several nodes are each measured for some
     seconds, and one far slower than the others is refused."""

@@ -24,6 +24,7 @@ Cause = Literal[
     "recompilation",
     "checkpoint_writing",
     "evaluation",
+    "slow_steps",
     "memory_leak",
     "memory_pressure",
     "hang",

@@ -217,11 +217,11 @@ def serving(*ends: int | MachineError) -> Callable[[], int]:
     ],
 )
 def test_who_was_cut_off_comes_back_while_there_is_a_hub(ends: tuple[int | MachineError, ...], code: int) -> None:
-    assert agent._keep_serving(serving(*ends), lambda: True) == code
+    assert agent._keep_serving(serving(*ends), lambda: True, 60.0) == code
 
 
 def test_nobody_comes_back_to_a_run_that_is_over() -> None:
-    assert agent._keep_serving(serving(CUT_OFF), lambda: False) == CUT_OFF
+    assert agent._keep_serving(serving(CUT_OFF), lambda: False, 60.0) == CUT_OFF
 
 
 def test_the_first_nodes_word_is_waited_for_and_a_folder_that_is_not_shared_is_told(
@@ -285,7 +285,8 @@ def test_an_agent_comes_back_until_its_start_is_over(
     generations.describe(run, replace(record, generation=generations.begin(run)))
     went_on: list[bool] = []
 
-    def keep_serving(serve: object, goes_on: Callable[[], bool]) -> int:
+    def keep_serving(serve: object, goes_on: Callable[[], bool], return_timeout_s: float) -> int:
+        assert return_timeout_s == 300.0
         went_on.append(goes_on())
         if ending == "another start":
             generations.begin(run)

@@ -173,13 +173,25 @@ def test_nodes_that_stand_by_are_seen_and_nothing_else(open_lab: Callable[..., L
     assert (lost.node, lost.hostname) == (0, "host1"), "by its number"
 
 
+def waits_for(join_timeout_s: float, plan: Plan) -> Plan:
+    spec = replace(plan.spec, run=replace(plan.spec.run, join_timeout_s=join_timeout_s))
+    return replace(plan, spec=spec, num_nodes=2, replica_groups=1)
+
+
+def test_nodes_that_do_not_come_are_lost_after_the_recipes_limit(open_lab: Callable[..., Lab], plan: Plan) -> None:
+    lab = open_lab(waits_for(0.05, plan), nodes=(0, 1))
+    lab.wait_until(lambda: sum(isinstance(event, NodeLost) for event in lab.events) == 2)
+    assert {event.why for event in lab.events if isinstance(event, NodeLost)} == {"did not come within 0.05 s"}
+
+
 def test_a_missing_node_is_named_once_another_is_there(open_lab: Callable[..., Lab], plan: Plan) -> None:
-    lab = open_lab(replace(plan, num_nodes=2, replica_groups=1), nodes=(0, 1))
+    lab = open_lab(waits_for(1800.0, plan), nodes=(0, 1))
     lab.call(0)
     lab.wait_until(lambda: any(isinstance(event, NodesSeen) and event.waiting for event in lab.events))
     (seen,) = (event for event in lab.events if isinstance(event, NodesSeen) and event.waiting)
     assert seen.hostnames == ("host0", "")
     assert seen.waiting.startswith("1 of 2 nodes are here; waiting for node 1 at ")
+    assert "30 min" in seen.waiting
     lab.events.clear()
     lab.call(1)
     lab.wait_until(lambda: any(isinstance(event, NodesSeen) for event in lab.events))

@@ -25,7 +25,7 @@ from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecEr
 from trainspec_cli.launcher.backend import processes
 from trainspec_cli.launcher.backend.node_processes import NodeProcesses
 from trainspec_cli.launcher.backend.nodes import messages
-from trainspec_cli.launcher.backend.nodes.backend import node_timeout_s
+from trainspec_cli.launcher.backend.nodes.backend import run_section
 from trainspec_cli.launcher.backend.nodes.wire import Wire, call_hub
 from trainspec_cli.launcher.backend.processes import POLL_S
 from trainspec_cli.launcher.job.job import Job, build_node_job
@@ -49,8 +49,8 @@ from trainspec_cli.trust import private_files
 APPEAR_TIMEOUT_S = 60.0
 """A network file system may show a new file this late on another node."""
 EXAMINE_TIMEOUT_S = 180.0
-RETURN_INTERVAL_S, RETURN_TIMEOUT_S = 1.0, 300.0
-"""How often, and for how long, an agent that was cut off tries to come back."""
+RETURN_INTERVAL_S = 1.0
+"""How often an agent that was cut off tries to come back."""
 CUT_OFF, UNFIT = 3, 4
 """Exit codes of an agent: it no longer heard the hub, or the node lacks something."""
 
@@ -79,16 +79,18 @@ def run_agent(run: RunDir, generation: int, node: int) -> int:
         return not requests.count and not run.result_json.is_file() and generations.newest(run) == generation
 
     with on_stop_signal(requests.add), private_files():
-        return _keep_serving(serve, goes_on) if plan and plan.replica_groups > 1 else serve()
+        if plan and plan.replica_groups > 1:
+            return _keep_serving(serve, goes_on, plan.spec.run.join_timeout_s)
+        return serve()
 
 
-def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool]) -> int:
-    """An agent of replica groups that was cut off comes back when there is a way again."""
-    code, deadline = serve(), time.monotonic() + RETURN_TIMEOUT_S
+def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_timeout_s: float) -> int:
+    """An agent of replica groups that was cut off comes back when there is a way again, and tries for that long."""
+    code, deadline = serve(), time.monotonic() + return_timeout_s
     while code == CUT_OFF and goes_on() and time.monotonic() < deadline:
         time.sleep(RETURN_INTERVAL_S)
         try:
-            code, deadline = serve(), time.monotonic() + RETURN_TIMEOUT_S
+            code, deadline = serve(), time.monotonic() + return_timeout_s
         except MachineError as error:
             if isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError)):
                 break  # the first node is there, and its hub, or this start's secret, is not
@@ -266,7 +268,8 @@ class Agent:
 
     @property
     def _is_cut_off(self) -> bool:
-        return not self._is_ended and (self._wire.closed or self._wire.silent_s > node_timeout_s(self._plan))
+        timeout_s = run_section(self._plan).node_timeout_s
+        return not self._is_ended and (self._wire.closed or self._wire.silent_s > timeout_s)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,8 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.run import RunSection
 from trainspec_cli.spec.results.doctor import NodeReport
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.units import format_duration
 
-JOIN_TIMEOUT_S = 300.0
-"""Nodes may start this much later than the first (a slow prologue, an image to fetch)."""
 AGENT = ("-m", "trainspec_cli.launcher.backend.nodes.agent")
 """Arguments of Python; the run's folder and the generation follow them."""
 END_TIMEOUT_S = 12.0
@@ -61,11 +60,11 @@ class Reach:
     """A lost node's agent may be started again: where the others are too few without it, they wait this long."""
 
 
-def reach_from_here(endpoint: str) -> Reach:
+def reach_from_here(endpoint: str, return_timeout_s: float) -> Reach:
     """Return how nodes are reached without Slurm: this one is the first, and every other starts its own agent.
     `endpoint`: HOST:PORT."""
     host, _, port = endpoint.rpartition(":")
-    return Reach(host, agent_command(node=0), int(port), return_timeout_s=JOIN_TIMEOUT_S)
+    return Reach(host, agent_command(node=0), int(port), return_timeout_s=return_timeout_s)
 
 
 def agent_command(node: int | None = None) -> tuple[str, ...]:
@@ -260,11 +259,12 @@ class NodesBackend:
         self._hostnames = hostnames
         missing = [str(self._number(node)) for node in self._hub.nodes[: self._num_nodes] if not node.is_connected]
         waiting = ""
+        wait_s = run_section(self._plan).join_timeout_s
         if 0 < len(missing) < self._num_nodes:
             waiting = (
                 f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes are here; waiting for node "
                 f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} at {self._reach.head} "
-                f"(up to {JOIN_TIMEOUT_S / 60:g} min after the start)"
+                f"(up to {format_duration(wait_s)} after the start{'; run.join_timeout_s' if self._plan else ''})"
             )
         return [run_state.NodesSeen(hostnames, waiting)]
 
@@ -283,8 +283,9 @@ class NodesBackend:
         nodes = max(self._num_nodes, len(self._places))
         allow_connections(max_knocks(nodes) + nodes)
         welcomes_back = self._num_groups > 1
-        timeout_s = node_timeout_s(self._plan)
-        return Hub(nodes, secret, listen(address), timeout_s, JOIN_TIMEOUT_S, welcomes_back=welcomes_back)
+        section = run_section(self._plan)
+        timeouts_s = section.node_timeout_s, section.join_timeout_s
+        return Hub(nodes, secret, listen(address), *timeouts_s, welcomes_back=welcomes_back)
 
     def _record(self, worker: Sequence[str]) -> GenerationRecord:
         return GenerationRecord(
@@ -337,9 +338,9 @@ class NodesBackend:
                 continue
 
 
-def node_timeout_s(plan: Plan | None) -> float:
-    """Return the silence after which a node counts as lost."""
-    return plan.spec.run.node_timeout_s if plan else RunSection.node_timeout_s
+def run_section(plan: Plan | None) -> RunSection:
+    """Return the section that has the time limits of nodes; a command of the user's own has the defaults."""
+    return plan.spec.run if plan else RunSection()
 
 
 def _start_agents(job: Job, generation: int) -> subprocess.Popen[bytes]:
