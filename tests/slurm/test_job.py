@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -87,12 +88,12 @@ def test_a_failing_worker_ends_the_job_with_the_runs_code(
     run = tmp_path / "runs/failing"
     job = sbatch("run.dir=runs/failing", "train.max_steps=100000")
     watch.wait_for_step(run, 3)
-    slurm.worker_on(2).kill()
+    slurm.worker_on(2).send_signal(signal.SIGSEGV)  # a kill before the first checkpoint would be started again
     ended = slurm.wait(job)
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "5:0", "0"), watch.log(run)
     assert read_result("runs/failing")["exit_code"] == 5
     assert "rank 1 (" in watch.log(run)
-    assert "SIGKILL" in watch.log(run)
+    assert "SIGSEGV" in watch.log(run)
 
 
 @pytest.mark.slow
