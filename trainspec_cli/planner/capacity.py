@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -70,7 +70,7 @@ def plan_capacity(spec: RunSpec, machine: Machine | None = None, shown: int = SH
     candidates = choose_candidates(search, spec, eff, shown)
     if not candidates and search.smallest is not None:
         candidates = [candidate_of(search.smallest, spec, eff)]
-    safest = choose_safest(candidates, search.safest(), spec, eff)
+    safest = choose_safest(candidates, (counted(search, found, spec, eff) for found in search.safest()))
     refused = search.refused + Counter({SLOWER: search.considered - search.refused[TOO_LARGE] - len(candidates)})
     return CapacityPlan(
         params=workload.count_params(spec.model),
@@ -93,46 +93,50 @@ def plan_best(spec: RunSpec, machine: Machine | None = None) -> Candidate | None
     return find_best(search_of(spec, describe_fabric(spec.cluster, machine), eff), spec, eff)
 
 
-def find_best(search: Search, spec: RunSpec, eff: Efficiency, counted: int = COUNTED) -> Candidate | None:
-    """Return the best layout that fits, of the first that are `counted` tensor by tensor; None where none does."""
-    found = choose_candidates(search, spec, eff, 1, counted)
+def find_best(search: Search, spec: RunSpec, eff: Efficiency, most: int = COUNTED) -> Candidate | None:
+    """Return the best layout that fits, of the first `most` counted tensor by tensor; None where none does."""
+    found = choose_candidates(search, spec, eff, 1, most)
     return found[0] if found and found[0].fits else None
 
 
 def choose_candidates(
-    search: Search, spec: RunSpec, eff: Efficiency, shown: int, counted: int = COUNTED
+    search: Search, spec: RunSpec, eff: Efficiency, shown: int, most: int = COUNTED
 ) -> list[Candidate]:
     """Return the best that fit when every tensor is counted: the search's own estimate is a rough one. Where none does,
     the best of those that do not.
 
     Layouts are counted until the next one is worse by its estimate, and by more than estimates err.
     """
-    counted_as: dict[Setup, Candidate] = {}
     candidates: list[Candidate] = []
-    for item in islice(search.best(), counted):
+    for item in islice(search.best(), most):
         if item.expected_s > ERR * _expected_of(candidates, shown):
             break
-        counted_as[item.setup] = candidate_of(item, spec, eff)
-        candidates.append(counted_as[item.setup])
+        candidates.append(counted(search, item, spec, eff))
     fitting = _fitting(candidates)
     search.refused[TOO_LARGE] += len(candidates) - len(fitting)
     if not fitting:
         return candidates[:shown]
-    chosen = choose_simplest(search, fitting[0], counted_as, spec, eff)
+    chosen = choose_simplest(search, fitting[0], spec, eff)
     return [chosen, *(candidate for candidate in fitting if candidate is not chosen)][:shown]
 
 
-def choose_simplest(
-    search: Search, fastest: Candidate, counted_as: Mapping[Setup, Candidate], spec: RunSpec, eff: Efficiency
-) -> Candidate:
+def counted(search: Search, found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
+    """Return a layout counted tensor by tensor, once for each search: the fastest, the simplest, the usual and the
+    safest may be the same one."""
+    if found.setup not in search.counted:
+        search.counted[found.setup] = candidate_of(found, spec, eff)
+    return search.counted[found.setup]
+
+
+def choose_simplest(search: Search, fastest: Candidate, spec: RunSpec, eff: Efficiency) -> Candidate:
     """Return the simplest layout of those about as fast as the fastest, which predictions do not tell apart from it,
-    and no less sure to fit; of those as simple, one with few pipeline stages. `counted_as`: what was counted before."""
+    and no less sure to fit; of those as simple, one with few pipeline stages."""
     limit_s = ABOUT * fastest.expected_step_s
     sure = min(fastest.fit_probability, SURELY)
 
     def count(found: Estimated) -> Candidate | None:
         """Return the layout counted tensor by tensor, if it may stand for the fastest."""
-        candidate = counted_as.get(found.setup) or candidate_of(found, spec, eff)
+        candidate = counted(search, found, spec, eff)
         is_good = candidate.fits and candidate.expected_step_s <= limit_s and candidate.fit_probability >= sure
         return candidate if is_good else None
 
@@ -153,7 +157,7 @@ def find_usual(search: Search, candidates: Sequence[Candidate], spec: RunSpec, e
     for sharded in (True, False):
         found = search.fastest(partial(is_usual, scaleup_devices=node, sharded=sharded))
         if found and (found.recompute != "full" or not sharded):
-            usual = candidate_of(found, spec, eff)
+            usual = counted(search, found, spec, eff)
             same = (one for one in candidates if one.layout == usual.layout and one.recompute == usual.recompute)
             return next(same, usual)
     return None
@@ -184,16 +188,13 @@ def _fitting(candidates: Sequence[Candidate]) -> list[Candidate]:
     return sorted((one for one in candidates if one.fits), key=lambda candidate: candidate.expected_step_s)
 
 
-def choose_safest(
-    candidates: Sequence[Candidate], safest: Sequence[Estimated], spec: RunSpec, eff: Efficiency
-) -> Candidate | None:
+def choose_safest(candidates: Sequence[Candidate], others: Iterable[Candidate]) -> Candidate | None:
     """Return the layout that fits most probably, of those whose step is a tenth longer than the best one's at most: the
     best one where it surely fits, else the fastest of those that do. None where nothing fits."""
     if not candidates or not candidates[0].fits:
         return None
     if candidates[0].fit_probability >= SURELY:
         return candidates[0]
-    others = (candidate_of(found, spec, eff) for found in safest)
     slowest_s = ABOUT * candidates[0].step_time_s
     about = [candidate for candidate in (*candidates, *others) if candidate.step_time_s <= slowest_s]
     return max(about, key=lambda candidate: (min(candidate.fit_probability, SURELY), -candidate.step_time_s))

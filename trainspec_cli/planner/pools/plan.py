@@ -41,7 +41,7 @@ def plan_pools(spec: RunSpec, shown: int = SHOWN) -> CapacityPlan:
         tokens_per_step=spec.batching.global_batch_size * length,
         candidates=tuple(candidates),
         rejected=dict(+search.refused),
-        safest=choose_safest(candidates, (), spec, eff),
+        safest=choose_safest(candidates, ()),
         assumptions=tuple(_assumptions(spec, pools)),
         considered=search.considered,
     )

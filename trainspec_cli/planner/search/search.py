@@ -28,6 +28,7 @@ from trainspec_cli.policy.batch.division import micro_batches_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout, Sharding
 from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.prediction import Candidate
 
 ABOUT = 1.1
 """A layout is about as fast as another whose step is this much shorter at most.
@@ -102,6 +103,8 @@ class Search:
     start_s: float = 0.0
     """Seconds of a start in vain over the steps of the run."""
     refused: Counter[str] = field(default_factory=Counter)
+    counted: dict[Setup, Candidate] = field(default_factory=dict)
+    """Layouts that were counted tensor by tensor."""
     smallest: Estimated | None = None
     """The layout that takes the least memory, fitting or not, to be named when none fits."""
 
