@@ -192,15 +192,22 @@ def test_steps_that_a_rank_has_looked_at_are_left_out(folder):
     assert evidence.looks[0].order == order
 
 
-def own_run(tmp_path, steps: int, grown_bytes: int, world_size: int = 2) -> RunDir:
-    """A run of a command of the user's own, of which the last step hangs: each step takes so many more bytes."""
+def started_command(tmp_path, world_size: int = 2) -> tuple[RunDir, list[EventWriter]]:
+    """A run of a command of the user's own whose ranks 0 and 1 have started, and the writers of their events."""
     run = RunDir(tmp_path / "own")
     run.root.mkdir()
     write_run_record(run, RunRecord(recipe="train.py", created_at=1.0, command=("python", "train.py")))
     about = {"device_name": "", "params": 0, "peak_flops": 0.0, "peak_source": "", "flops_per_token": 0.0}
-    for rank in (0, 1):
-        writer = EventWriter(run.events(rank), rank)
+    writers = [EventWriter(run.events(rank), rank) for rank in (0, 1)]
+    for writer in writers:
         writer.write(StartEvent(step=0, world_size=world_size, unit="steps", **about))
+    return run, writers
+
+
+def own_run(tmp_path, steps: int, grown_bytes: int, world_size: int = 2) -> RunDir:
+    """A run of a command of the user's own, of which the last step hangs: each step takes so many more bytes."""
+    run, writers = started_command(tmp_path, world_size)
+    for rank, writer in enumerate(writers):
         for step in range(1, steps + 1):
             parts = {"other": 0.5 + rank * 0.4}
             writer.write(
@@ -264,13 +271,8 @@ def test_the_ranks_that_were_named_when_a_command_hung_are_named_afterwards(tmp_
 )
 def test_steps_of_a_command_that_became_far_slower_are_found(tmp_path, slow, after, found):
     """From 20 to 1.8 steps a second since step 101; a change by 60% may be by design."""
-    run = RunDir(tmp_path / "own")
-    run.root.mkdir()
-    write_run_record(run, RunRecord(recipe="train.py", created_at=1.0, command=("python", "train.py")))
-    about = {"device_name": "", "params": 0, "peak_flops": 0.0, "peak_source": "", "flops_per_token": 0.0}
-    for rank in (0, 1):
-        writer = EventWriter(run.events(rank), rank)
-        writer.write(StartEvent(step=0, world_size=2, unit="steps", **about))
+    run, writers = started_command(tmp_path)
+    for rank, writer in enumerate(writers):
         for step in range(1, 161):
             step_s = (after if step > 100 and rank in slow else 0.05) * (1 + 0.05 * (step % 3))
             made = {"loss": None, "grad_norm": None, "steps": 1, "skipped": False}

@@ -248,19 +248,20 @@ def _cut(block: MemoryBlock, size: int) -> MemoryBlock:
 
 def _joined(block: MemoryBlock) -> MemoryBlock:
     """Return a block that is in no list, joined with the free neighbours that are mapped as it is."""
-    before = block.before
+    before, after = block.before, block.after
     if before is not None and before.is_free and before.is_mapped == block.is_mapped:
         before.pool.remove(before)
-        before.size += block.size
-        before.after = block.after
-        if before.after is not None:
-            before.after.before = before
+        _absorb(before, block)
         block = before
-    after = block.after
     if after is not None and after.is_free and after.is_mapped == block.is_mapped:
         after.pool.remove(after)
-        block.size += after.size
-        block.after = after.after
-        if block.after is not None:
-            block.after.before = block
+        _absorb(block, after)
     return block
+
+
+def _absorb(block: MemoryBlock, after: MemoryBlock) -> None:
+    """Extend a block by the one after it."""
+    block.size += after.size
+    block.after = after.after
+    if block.after is not None:
+        block.after.before = block
