@@ -8,6 +8,7 @@ with the word that was meant.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 NAMES_BY_KEY: Mapping[str, str] = {
     "optim": "optimizer optimizer_config optimizer_cls",
@@ -155,6 +156,33 @@ OTHER_WORDS: Mapping[str, str] = {
     **dict.fromkeys(("options", "presets"), "list"),
 }
 """A word of other programs -> the words here that it may stand for; the first of them that is allowed counts."""
+
+
+@dataclass(frozen=True)
+class Former:
+    """A key, word or option that recipes could have before."""
+
+    why: str
+    """It follows "is no longer a setting: "."""
+    hint: str
+    always: object = None
+    """Of a key: the value that trainspec uses in its place. The composed recipes and plans of earlier runs state every
+    key, so a former key with this value is passed over; any other is refused."""
+
+
+_LOW_RANK = Former("it changed the loss, and `auto` never chose it", "type comm=int8, or comm=bf16 to lose less")
+_RANK = Former("gradients no longer travel in low rank", "leave it out", always=4)
+FORMER_KEYS: Mapping[tuple[str, str], Former] = {("CommSpec", "rank"): _RANK, ("WireFormats", "rank"): _RANK}
+"""By the class of the section, which may stand at several paths (pools have sections of their own), and the key."""
+FORMER_WORDS: Mapping[tuple[str, str, str], Former] = {
+    (section, key, "low_rank"): _LOW_RANK
+    for section in ("CommSpec", "WireFormats")
+    for key in ("gradients", "across_nodes")
+}
+"""By the class of the section, the key, and the value that it no longer takes."""
+FORMER_OPTIONS: Mapping[tuple[str, str], Former] = {("comm", "low_rank"): _LOW_RANK}
+"""By the group, and the option that it no longer has."""
+
 CONTAINED_CHARS = 3
 """The shortest word that is looked for inside of others: 4090 in rtx_4090."""
 

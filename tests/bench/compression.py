@@ -24,7 +24,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Barrier
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -36,9 +35,8 @@ from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
-from trainspec_cli.engine.comm.compressed import CompressedSum, Compression, Feedback
+from trainspec_cli.engine.comm.compressed import CompressedSum, Feedback
 from trainspec_cli.engine.comm.joining import leave_processes
-from trainspec_cli.engine.comm.low_rank import low_rank_sum
 from trainspec_cli.engine.optim.optimizer import clear_gradients, set_learning_rate
 from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.engine.run.step import compute_gradients, train_step
@@ -52,9 +50,8 @@ from trainspec_cli.spec.results.plan import Plan
 
 SEQ_LEN, HELD_OUT, RANKS = 64, 1024, 2
 FORMATS = tuple(WireFormats(gradients=name) for name in ("full", "bf16", "int8", "int4"))
-LOW_RANK = WireFormats("low_rank", across_nodes="low_rank")
 TIMED = {
-    "replicas": (Layout(dp_replicate=RANKS), (*FORMATS, LOW_RANK)),
+    "replicas": (Layout(dp_replicate=RANKS), FORMATS),
     "shards": (
         Layout(dp_shard=RANKS),
         (*FORMATS, WireFormats(parameters="int8"), *(WireFormats(name, "int8") for name in ("int8", "int4"))),
@@ -120,8 +117,6 @@ class TwoHalves:
         self.codec, self.pool, self.hall = GRADIENT_CODECS.get(name), pool, Hall()
         self.nudge = 1 + 1e-6 * (name == "nudged")
         self.feedbacks: list[Feedback] = []
-        self.low_rank = int(name.removeprefix("low_rank") or 4) if name.startswith("low_rank") else 0
-        self.kept = [Compression(inside="low_rank", rank=self.low_rank) for _ in range(RANKS)]
         self.other: list[MicroBatch] = []
         self.tokens = 0
 
@@ -130,7 +125,7 @@ class TwoHalves:
         clear_gradients(state.shares)
         loss += compute_gradients(state, self.other, self.tokens)
         both = [own, self._flat(state)]
-        summed = self._sum_in_low_rank(both, state) if self.low_rank else self._sum(both)
+        summed = self._sum(both)
         for share, part in zip(state.shares, summed.split([s.local.numel() for s in state.shares]), strict=True):
             assert share.gradient is not None
             share.gradient.copy_(part.view_as(share.gradient))
@@ -151,26 +146,6 @@ class TwoHalves:
         list(self.pool.map(of_rank, range(RANKS)))
         for feedback in self.feedbacks:
             feedback.settle(torch.zeros(()))
-        assert torch.equal(own[0], own[1])
-        return own[0]
-
-    def _sum_in_low_rank(self, own: list[Tensor], state: TrainState) -> Tensor:
-        """All blocks' matrices in one exchange; embedding and head travel in full as if they were vectors."""
-        in_blocks = [".layers." in f".{share.name}" or ".blocks." in f".{share.name}" for share in state.shares]
-        assert any(in_blocks)
-        shapes = [
-            tuple(share.local.shape) if inside else (share.local.numel(),)
-            for share, inside in zip(state.shares, in_blocks, strict=True)
-        ]
-
-        def of_rank(rank: int) -> None:
-            exchange = low_rank_sum(self.kept[rank], "all", shapes, SimpleNamespace(size=lambda: RANKS))  # type: ignore[arg-type]
-            assert exchange is not None
-            exchange.all_reduce_(own[rank], ThreadWire(self.hall, rank))
-
-        list(self.pool.map(of_rank, range(RANKS)))
-        for kept in self.kept:
-            kept.settle(torch.zeros(()))
         assert torch.equal(own[0], own[1])
         return own[0]
 
@@ -273,7 +248,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16, help="samples of 64 tokens")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--formats", default="full,nudged,bf16,int8,int4", help="for the loss; low_rank8: of rank 8")
+    parser.add_argument("--formats", default="full,nudged,bf16,int8,int4", help="for the loss")
     parser.add_argument("--layouts", default="replicas,shards", help="for the time")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--rank", type=int, default=0)

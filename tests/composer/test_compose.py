@@ -162,6 +162,13 @@ def test_unknown_option_on_the_command_line_and_in_a_recipe(tmp_path: Path, writ
     assert composed.data["train"]["max_steps"] == 5
 
 
+def test_an_option_that_is_gone_is_refused_with_what_takes_its_place(tmp_path: Path) -> None:
+    composed = compose("tiny", ["comm=low_rank"], tmp_path)
+    ((code, where, message, hint),) = told(composed)
+    assert (code, where, composed.failed) == ("unknown_option", "command line:2", {"comm"})
+    assert "low_rank" in message and "comm=int8" in hint
+
+
 def test_every_wrong_line_of_a_defaults_list(tmp_path: Path, write) -> None:
     write(
         "recipes/mine.yaml",

@@ -127,7 +127,6 @@ def test_a_run_goes_on_with_another_number_of_processes(trainspec, tmp_path):
     [
         ("int4", "layout.dp_shard=2", 1 / 7),
         ("int4", "layout.dp_replicate=2", 1 / 7),
-        ("low_rank", "layout.dp_replicate=2", 2 / 3),
     ],
 )
 def test_what_compressed_gradients_have_lost_is_in_the_checkpoint(trainspec, tmp_path, read_result, comm, layout, part):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from trainspec_cli.planner.hardware.cluster import efficiency_of
-from trainspec_cli.planner.hardware.rates import matmul_flops_per_s, memory_bytes_per_s
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.frameworks import feedback_bytes
 from trainspec_cli.planner.plan import plan
@@ -27,7 +26,6 @@ from trainspec_cli.spec.results.plan import Plan
 
 CPUS = Machine("node", 4, 2**35)
 H100S = Machine("node", 64, 2**40, gpu_names=("NVIDIA H100 80GB HBM3",) * 8, gpu_memory_bytes=80 * 2**30, bf16=True)
-LARGE_MATRICES = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), *[(14336, 4096)] * 2, (4096, 14336)]
 SMALL, LARGE = DecoderModel(4, 256, 8, 4, 32, 768, 4096), DecoderModel(32, 4096, 32, 8, 128, 14336, 128256)
 
 
@@ -113,38 +111,6 @@ def test_each_format_is_its_bytes_and_its_encoding() -> None:
     assert scatter_s(of_gloo, large, setup, eff) == pytest.approx(rows_s, rel=1e-3), "each rank sends its own rows"
     parameters = gather_s(across, 2e9, with_wire("full", "int8", "full"), eff)
     assert parameters == pytest.approx(full_s / 4 + 85 * 1e9 / memory, rel=2e-3)
-
-
-def test_low_rank_is_its_factors_and_what_makes_them() -> None:
-    found = planned(H100S, 2, 10.0, LARGE, gradients="low_rank", rank=8)
-    setup, eff = setup_of(found, H100S), efficiency_of(found.spec.cluster)
-    across = axis_groups(setup.layout, setup.fabric, eff)["dp_replicate"]
-    full = replace(setup, software=replace(setup.software, wire=WireFormats()))
-    blocks = 32 * sum(h * w for h, w in LARGE_MATRICES)
-    rows, columns = (32 * 8 * sum(size[side] for size in LARGE_MATRICES) for side in (0, 1))
-    moved_s = sum_s(across, 4.0 * (found.params - blocks + rows), full, eff) + sum_s(across, 4.0 * columns, full, eff)
-    chip = setup.fabric.chip
-    made_s = 64 * blocks / memory_bytes_per_s(chip, eff) + 64 * blocks / matmul_flops_per_s(chip, "fp32", eff)
-    assert sum_s(across, 4.0 * found.params, setup, eff) == pytest.approx(moved_s + made_s, rel=1e-9)
-    assert feedback_bytes(found.spec.model, found.layout, found.comm) == 8 * (blocks + columns)
-    full_comm = planned(H100S, 2, 10.0, LARGE, gradients="full").comm
-    assert not feedback_bytes(found.spec.model, found.layout, full_comm)
-
-
-def test_the_plan_says_whether_low_rank_pays() -> None:
-    slow = planned(H100S, 4, 1.0, LARGE, gradients="low_rank").comm
-    assert slow.uses_low_rank and slow.reason.endswith("in full") and "more than it saves" not in slow.reason
-    inside = planned(H100S, 1, 0.0, LARGE, gradients="low_rank")
-    fast = replace(inside.spec, cluster=replace(inside.spec.cluster, link_gb_per_s=5000.0))
-    found = plan(fast, H100S).comm
-    assert found.gradients == "low_rank" and found.reason.startswith("low_rank takes more than it saves: ")
-    assert planned(H100S, 4, 1.0, LARGE, gradients="auto").comm.across_nodes == "int8", "auto never takes it"
-
-
-def test_on_this_machine_low_rank_is_cheaper_over_slow_links() -> None:
-    both = {name: planned(CPUS, 2, 0.1, gradients=name).comm for name in ("low_rank", "full")}
-    assert both["low_rank"].reason and "more than it saves" not in both["low_rank"].reason
-    assert not both["full"].reason
 
 
 def test_feedback_takes_memory() -> None:

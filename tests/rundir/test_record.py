@@ -200,6 +200,18 @@ def test_a_plan_of_another_version_is_refused_with_what_is_wrong(run: RunDir) ->
     assert read_max_steps(run) == 9
 
 
+def test_a_plan_that_states_a_former_key_as_it_always_was_is_read_and_one_that_used_it_is_refused(run: RunDir) -> None:
+    plain = to_plain(plan(SPEC, MACHINE))
+    plain["spec"]["comm"]["rank"] = 4
+    write_json(run.plan_json, plain)
+    assert read_plan(run) == plan(SPEC, MACHINE)
+    plain["spec"]["comm"]["gradients"] = "low_rank"
+    write_json(run.plan_json, plain)
+    with pytest.raises(UnreadableFileError, match=r"`spec\.comm\.gradients` is low_rank, which is no longer a setting"):
+        read_plan(run)
+    assert read_plan_outline(run).spec["comm"]["gradients"] == "low_rank"
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

@@ -1,22 +1,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
 from trainspec_cli.composer.folders import find_folders
+from trainspec_cli.intentions import FORMER_KEYS, FORMER_WORDS
 from trainspec_cli.spec.json_schema import path_of_group
 from trainspec_cli.spec.recipe.data import DataSpec
 from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.structure import (
     OPTION_SECTIONS,
     WrongValueError,
     build,
+    choices_of,
     convert,
     describe,
+    hints_of,
+    key_of,
     known_paths,
+    sections_of,
     structure,
 )
 from trainspec_cli.spec.unknown import UNKNOWN
@@ -284,3 +291,33 @@ def test_the_sections_that_options_fill_are_the_groups() -> None:
 def test_a_hint_names_the_whole_key_below_a_wrong_section(data, section: str, below: dict, meant: str) -> None:
     (problem,) = structure(data | {section: below})[1]
     assert problem.hint == f"did you mean `{meant}`?"
+
+
+@pytest.mark.parametrize("name", ["gradients", "across_nodes"])
+def test_a_word_that_a_key_no_longer_takes_is_refused_with_what_takes_its_place(data, name):
+    path = f"comm.{name}"
+    ((code, where, message, hint),) = told(with_value(data, path, "low_rank"))
+    assert (code, where) == ("wrong_choice", path)
+    assert "is no longer a setting" in message and "comm=int8" in hint
+
+
+def test_a_former_key_is_passed_over_where_it_states_what_always_holds_and_else_refused(data):
+    assert told(with_value(data, "comm.rank", 4)) == []
+    ((code, where, message, hint),) = told(with_value(data, "comm.rank", 8))
+    assert (code, where, hint) == ("unknown_key", "comm.rank", "leave it out")
+    assert "is no longer a setting" in message
+
+
+def classes_below(cls: type) -> Iterator[type]:
+    yield cls
+    for wanted in hints_of(cls).values():
+        for section in sections_of(wanted):
+            yield from classes_below(section)
+
+
+def test_every_former_key_is_of_a_section_that_has_no_such_key():
+    sections = {cls.__name__: cls for cls in (*classes_below(RunSpec), *classes_below(Plan))}
+    for section, key in FORMER_KEYS:
+        assert key not in {key_of(field) for field in dataclasses.fields(sections[section])}
+    for section, key, word in FORMER_WORDS:
+        assert word not in choices_of(hints_of(sections[section])[key])

@@ -16,6 +16,7 @@ from trainspec_cli.composer.folders import NAMED_SECTIONS, OWN_FILES, ROOT, SUFF
 from trainspec_cli.composer.origins import COMMAND_LINE, RECIPE, Origin
 from trainspec_cli.composer.yaml_file import YamlEntry, YamlFile, read_yaml
 from trainspec_cli.errors import Problem, RecipeError, closest
+from trainspec_cli.intentions import FORMER_OPTIONS
 from trainspec_cli.reading.files import exists, expand
 from trainspec_cli.reading.spec_version import KEY, find_fault
 
@@ -273,6 +274,9 @@ def _is_whole(
 
 
 def _unknown_option(folders: Folders, group: str, option: str, origin: Origin) -> Problem:
+    if former := FORMER_OPTIONS.get((group, option)):
+        message = f"`{group}` has no option `{option}` any more: {former.why}"
+        return Problem("unknown_option", message, group, former.hint, origin.file, origin.line, origin.column)
     options = folders.options(group)
     near = closest(option, options)
     write = f"{group}={near}" if origin.file == COMMAND_LINE else f"`{near}`"

@@ -108,7 +108,6 @@ MEANINGLESS: Mapping[str, OneOf] = {
     "layout.virtual_stages": given("layout.pp", 1),
     "layout.stage_layers": given("layout.pp", 1),
     "layout.context_method": given("layout.cp", 1),
-    "comm.rank": unless("comm.gradients", "low_rank"),
     "optim.momentum": unless("optim.name", "muon"),
     "optim.beta1": given("optim.name", "sgd"),
     "optim.beta2": given("optim.name", "sgd"),

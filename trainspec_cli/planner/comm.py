@@ -10,21 +10,19 @@ from trainspec_cli.planner.this_machine import is_known, setup_of
 from trainspec_cli.planner.time.step import estimate_step
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.recipe.comm import CommSpec, GradientFormat, WireFormats
+from trainspec_cli.spec.recipe.comm import CommSpec, WireFormat, WireFormats
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.units import format_duration
 
-CANDIDATES: tuple[GradientFormat, ...] = ("full", "bf16", "int8")
+CANDIDATES: tuple[WireFormat, ...] = ("full", "bf16", "int8")
 """The formats to choose from; where two take equally long, the first is chosen. int4
-has cost a tiny llama up to 0.44% of its loss (docs/benchmarks.md): it is for a recipe to ask for, and
-so is low_rank, which loses more and bounds nothing."""
+has cost a tiny llama up to 0.44% of its loss (docs/benchmarks.md): it is for a recipe to ask for."""
 
 
 def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
     """Return the formats of the plan's exchanges, with no `auto` left."""
     comm = plan.spec.comm
-    is_open = AUTO in (comm.gradients, comm.across_nodes)
-    if not is_open and not comm.fixed.uses_low_rank:
+    if AUTO not in (comm.gradients, comm.across_nodes):
         return comm.fixed
     if hindrance := _hindrance(plan, machine):
         return replace(comm.fixed, reason=hindrance)
@@ -33,8 +31,6 @@ def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
     def step_s(formats: WireFormats) -> float:
         return estimate_step(replace(setup, software=replace(setup.software, wire=formats)), eff).total_s
 
-    if not is_open:
-        return replace(comm.fixed, reason=_compared(step_s(comm.fixed), step_s(WireFormats())))
     full, *others = ((step_s(formats), formats) for formats in _candidates(comm))
     best = min([full, *others], key=lambda found: found[0])
     if best[1] == full[1]:
@@ -49,16 +45,10 @@ def _candidates(comm: CommSpec) -> Iterator[WireFormats]:
     """Yield what the recipe leaves open; in full, what can be, is the first."""
     for inside in CANDIDATES if comm.gradients == AUTO else (comm.gradients,):
         if comm.across_nodes is None:
-            yield WireFormats(inside, comm.parameters, inside, rank=comm.rank)
+            yield WireFormats(inside, comm.parameters, inside)
             continue
         for across in CANDIDATES if comm.across_nodes == AUTO else (comm.across_nodes,):
-            yield WireFormats(inside, comm.parameters, across, rank=comm.rank)
-
-
-def _compared(seconds: float, full_s: float) -> str:
-    """Say whether low rank, which a recipe has asked for, saves time."""
-    times = f"{format_duration(seconds)} a step predicted, against {format_duration(full_s)} in full"
-    return times if seconds < full_s else f"low_rank takes more than it saves: {times}"
+            yield WireFormats(inside, comm.parameters, across)
 
 
 def _hindrance(plan: Plan, machine: Machine) -> str:

@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.intentions import closest, closest_path, hint_for
+from trainspec_cli.intentions import FORMER_KEYS, FORMER_WORDS, Former, closest, closest_path, hint_for
 from trainspec_cli.spec.field_types import LARGEST, largest_of
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.unknown import UNKNOWN
@@ -55,7 +55,12 @@ def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, 
     """Return a draft of dataclass `cls`, with `UNKNOWN` in place of wrong values, and the problems."""
     hints = hints_of(cls)  # type: ignore[arg-type]
     fields = {key_of(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    problems = [_unknown_key(cls, str(key), path, data[key]) for key in data if key not in fields]
+    problems: list[Problem] = []
+    for key in data:
+        former = FORMER_KEYS.get((cls.__name__, str(key)))
+        if key in fields or (former is not None and former.always == data[key]):
+            continue
+        problems.append(_unknown_key(cls, str(key), path, data[key], former))
     values: dict[str, object] = {}
     for key, field in fields.items():
         name = field.name
@@ -63,7 +68,14 @@ def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, 
             values[name] = UNKNOWN
             problems += _missing(hints[name], f"{path}{key}")
         elif key in data:
-            values[name], wrong = _build_value(hints[name], data[key], f"{path}{key}")
+            value = data[key]
+            gone = FORMER_WORDS.get((cls.__name__, key, value)) if isinstance(value, str) else None
+            if gone is not None:
+                message = f"`{path}{key}` is {value}, which is no longer a setting: {gone.why}"
+                values[name] = UNKNOWN
+                problems.append(Problem("wrong_choice", message, f"{path}{key}", gone.hint))
+                continue
+            values[name], wrong = _build_value(hints[name], value, f"{path}{key}")
             problems += wrong
     return cls(**values), problems
 
@@ -208,9 +220,12 @@ def _missing(wanted: Any, path: str) -> list[Problem]:
     return [Problem(code="missing_value", path=path, message=message, hint=f"type {path}=<{allowed}>")]
 
 
-def _unknown_key(cls: type, key: str, path: str, value: object) -> Problem:
+def _unknown_key(cls: type, key: str, path: str, value: object, former: Former | None) -> Problem:
     """Return a problem for a key that its section does not have. Of a section with one key in it, as `optm.lr=1` on the
     command line gives, the hint names the whole key."""
+    if former is not None:
+        message = f"`{path}{key}` is no longer a setting: {former.why}"
+        return Problem("unknown_key", message, f"{path}{key}", former.hint)
     tail = _only_path(value)
     siblings = [key_of(field) for field in dataclasses.fields(cls)]
     near = closest(key, siblings)

@@ -277,7 +277,6 @@ DEFAULTS: dict[str, Any] = {
         "context_method": "ring",
     },
     "precision": {"compute": "auto", "reduce": "fp32", "matmul": "compute"},
-    "comm": {"gradients": "full", "parameters": "full", "rank": 4, "across_nodes": None, "bucket_bytes": None},
     "kernels": {
         "attention": "torch",
         "rms_norm": "torch",

@@ -10,9 +10,7 @@ import pytest
 from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.spec.recipe.comm import CommSpec
 from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.lora import LoraSpec
 from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.recipe.scheduler import LayoutChangeSpec, SchedulerSpec
 from trainspec_cli.spec.rules.check import apply
 from trainspec_cli.spec.rules.comm import COMM_RULES, exchanged, joined
 
@@ -21,9 +19,6 @@ SPEC = build_plan(Case("dense"), "cpu").spec
 
 def with_comm(**comm: Any) -> RunSpec:
     return replace(SPEC, comm=CommSpec(**comm))
-
-
-LOW_RANK = with_comm(gradients="low_rank")
 
 
 def on_nodes(spec: RunSpec, nodes: int, reduce: Any = "fp32") -> RunSpec:
@@ -38,7 +33,6 @@ def on_nodes(spec: RunSpec, nodes: int, reduce: Any = "fp32") -> RunSpec:
         *(on_nodes(with_comm(gradients=name), 1) for name in ("bf16", "int8", "int4", "auto")),
         on_nodes(with_comm(parameters="int8"), 1, "bf16"),
         on_nodes(with_comm(across_nodes="int4"), 2),
-        on_nodes(with_comm(gradients="low_rank"), 1),
     ],
 )
 def test_these_go_together(spec: RunSpec) -> None:
@@ -52,24 +46,6 @@ def test_these_go_together(spec: RunSpec) -> None:
         (on_nodes(with_comm(across_nodes="int4"), 2, "bf16"), "precision.reduce", "comm.across_nodes=full"),
         (with_comm(parameters="int4"), "comm.parameters", "type comm.parameters=int8"),
         (on_nodes(with_comm(across_nodes="int8"), 1), "comm.across_nodes", "comm.gradients=int8"),
-        (on_nodes(LOW_RANK, 1, "bf16"), "precision.reduce", "type precision.reduce=fp32"),
-        (replace(LOW_RANK, model=build_plan(Case("moe"), "cpu").spec.model), "comm.gradients", "comm.gradients=int8"),
-        (
-            replace(LOW_RANK, model=build_plan(Case("latent"), "cpu").spec.model),
-            "comm.gradients",
-            "comm.gradients=int8",
-        ),
-        (
-            replace(LOW_RANK, model=build_plan(Case("resnet"), "cpu").spec.model),
-            "comm.gradients",
-            "comm.gradients=int8",
-        ),
-        (replace(LOW_RANK, lora=LoraSpec(rank=8)), "comm.gradients", "type comm.gradients=full"),
-        (replace(LOW_RANK, scheduler=SchedulerSpec("auto")), "comm.gradients", "type scheduler.may_change=[shares]"),
-        (
-            replace(LOW_RANK, scheduler=SchedulerSpec(changes=(LayoutChangeSpec(2, pp=2),))),
-            *("comm.gradients", "type scheduler.changes=[]"),
-        ),
     ],
 )
 def test_these_are_refused(spec: RunSpec, path: str, words: str) -> None:
@@ -95,23 +71,6 @@ def test_formats_need_an_exchange_that_they_are_for(
     found = list(exchanged(with_comm(**comm), layout, groups))
     assert [problem.path for problem in found] == ([path] if path else [])
     assert all(layout.describe() in problem.message and problem.hint.startswith("type ") for problem in found)
-
-
-@pytest.mark.parametrize(
-    ("layout", "groups", "why", "words"),
-    [
-        (Layout(dp_replicate=2), 1, "", ""),
-        (Layout(dp_replicate=2, tp=2), 1, "", ""),
-        (Layout(dp_shard=2), 1, "in this layout (dp_shard=2) gradients are scattered", "type layout=ddp, or"),
-        (Layout(dp_shard=2, dp_replicate=2), 1, "gradients are scattered", "comm.gradients=int8"),
-        (Layout(dp_replicate=2), 2, "replica groups sum gradients in packets", "type comm.gradients=int8"),
-        (Layout(tp=2), 1, "no ranks sum gradients", "type comm.gradients=full"),
-    ],
-)
-def test_low_rank_is_of_whole_matrices(layout: Layout, groups: int, why: str, words: str) -> None:
-    found = list(exchanged(LOW_RANK, layout, groups))
-    assert len(found) == bool(why)
-    assert all(why in problem.message and words in problem.hint for problem in found)
 
 
 @pytest.mark.parametrize(

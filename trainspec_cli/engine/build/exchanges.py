@@ -74,7 +74,6 @@ def _build_compression(plan: Plan, device: torch.device) -> Compression:
     return Compression(
         inside=plan.comm.gradients,
         across=plan.comm.across_nodes,
-        rank=plan.comm.rank,
         is_inside=lambda group: len({rank // per_node for rank in dist.get_process_group_ranks(group)}) == 1,
         device=device,
         saved_as=f"{plan.layout.describe()}.rank{dist.get_rank()}" if plan.replica_groups == 1 else "",

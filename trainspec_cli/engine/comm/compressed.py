@@ -25,8 +25,6 @@ from torch.nn.functional import pad
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS, Codec
 from trainspec_cli.engine.comm.exchange import all_gather
 
-LOW_RANK = "low_rank"
-"""The format of sums over replicas that `comm/low_rank.py` makes; others travel in full beside it."""
 RETURNED = 1 / 8
 """The part of what was lost that an exchange sends (a)."""
 
@@ -46,17 +44,6 @@ class RowExchange(Protocol):
 
     def gather_rows(self, own_B: Tensor) -> Tensor:
         """Return the ranks' rows."""
-        ...
-
-
-class ReplicaSum(Protocol):
-    """A sum of gradients over replicas that travels in a format of its own."""
-
-    @property
-    def feedback(self) -> Feedback | None: ...
-
-    def all_reduce_(self, x: Tensor, wire: RowExchange) -> None:
-        """Sum over the ranks, in place; all get the same bits."""
         ...
 
 
@@ -92,25 +79,11 @@ class Feedback:
     lies beside it until the step is settled.
     """
 
-    def __init__(
-        self,
-        values: int,
-        device: torch.device,
-        dtype: torch.dtype = torch.bfloat16,
-        draw: Callable[[Tensor], object] | None = None,
-    ):
-        """`draw` fills what is no loss, but what each exchange leaves to the next, as it is before the first."""
-        self.settled = torch.zeros(values, dtype=dtype, device=device)
+    def __init__(self, values: int, device: torch.device):
+        self.settled = torch.zeros(values, dtype=torch.bfloat16, device=device)
         """As of the last update: what a checkpoint holds."""
-        self._draw = draw
-        if draw is not None:
-            draw(self.settled)
         self._running = torch.zeros_like(self.settled)
         self._is_running = False
-
-    @property
-    def is_loss(self) -> bool:
-        return self._draw is None
 
     @property
     def newest(self) -> Tensor:
@@ -137,7 +110,7 @@ class Feedback:
         self._is_running = False
 
     def clear(self) -> None:
-        self.settled.zero_() if self._draw is None else self._draw(self.settled)
+        self.settled.zero_()
         self._is_running = False
 
 
@@ -191,8 +164,6 @@ class Compression:
     inside: str = "full"
     """The format where all ranks are of one node."""
     across: str = "full"
-    rank: int = 4
-    """Columns of the factors of `low_rank`."""
     is_inside: Callable[[dist.ProcessGroup], bool] = lambda group: True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     feedbacks: dict[str, Feedback] = field(default_factory=dict)
@@ -207,14 +178,10 @@ class Compression:
         return self.inside == self.across == "full"
 
     @property
-    def uses_low_rank(self) -> bool:
-        return LOW_RANK in (self.inside, self.across)
-
-    @property
     def feeds_back(self) -> bool:
         """Return whether some format keeps what it loses."""
         codecs = (GRADIENT_CODECS.get(name) for name in (self.inside, self.across))
-        return self.uses_low_rank or any(codec is not None and codec.feeds_back for codec in codecs)
+        return any(codec is not None and codec.feeds_back for codec in codecs)
 
     @property
     def saved(self) -> dict[str, Tensor]:
@@ -227,25 +194,12 @@ class Compression:
         return None if group.size() == 1 else self.of(name, values, inside=self.is_inside(group))
 
     def of(self, name: str, values: int, *, inside: bool) -> CompressedSum | None:
-        codec = GRADIENT_CODECS.get(self.format_of(inside=inside))
+        codec = GRADIENT_CODECS.get(self.inside if inside else self.across)
         if codec is None or not values:
             return None
-        return CompressedSum(codec, self.keep(name, values) if codec.feeds_back else None)
-
-    def format_of(self, *, inside: bool) -> str:
-        return self.inside if inside else self.across
-
-    def keep(
-        self,
-        name: str,
-        values: int,
-        dtype: torch.dtype = torch.bfloat16,
-        draw: Callable[[Tensor], object] | None = None,
-    ) -> Feedback:
-        """Return what the exchange `name` keeps from step to step; arguments as of `Feedback`."""
-        if name not in self.feedbacks:
-            self.feedbacks[name] = Feedback(values, self.device, dtype, draw)
-        return self.feedbacks[name]
+        if codec.feeds_back and name not in self.feedbacks:
+            self.feedbacks[name] = Feedback(values, self.device)
+        return CompressedSum(codec, self.feedbacks.get(name))
 
     def settle(self, skipped: Tensor) -> None:
         for feedback in self.feedbacks.values():

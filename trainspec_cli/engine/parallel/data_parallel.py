@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard
 
 from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.comm.codec import Codec
-from trainspec_cli.engine.comm.compressed import CompressedSum, Compression, GroupWire, ReplicaSum
+from trainspec_cli.engine.comm.compressed import CompressedSum, Compression, GroupWire
 from trainspec_cli.engine.comm.exchange import (
     Peers,
     Purpose,
@@ -33,7 +33,6 @@ from trainspec_cli.engine.comm.exchange import (
     reduce_scatter,
     sent_bytes,
 )
-from trainspec_cli.engine.comm.low_rank import low_rank_sum
 from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
 from trainspec_cli.engine.parallel.lost_gradients import ModuleLosses
 from trainspec_cli.engine.parallel.noise import (
@@ -116,10 +115,9 @@ def _shard(
     assert isinstance(module, FSDPModule)
     look = _Look(module, mesh.size(), how, experts)
     row = sum(trained_columns(module, mesh.size()))
-    replicas = _sum_of_replicas(module, f"{how.name}.{name}.replicas", row, how, is_block=name.startswith("block"))
+    replicas = how.compression.of_group(f"{how.name}.{name}.replicas", row, how.replicas.group)
     shards = how.compression.of_group(f"{how.name}.{name}.shards", row * mesh.size(), mesh.get_group())
     over_shards, over_replicas = (None if one is None else one.feedback for one in (shards, replicas))
-    assert mesh.size() == 1 or not how.compression.uses_low_rank, "refused: no rank has whole gradients of matrices"
     if over_shards is not None or over_replicas is not None:
         how.losses.append(ModuleLosses(module, mesh.get_group(), how.replicas.group, over_shards, over_replicas))
     axis = "expert_shard" if experts else "dp_shard"
@@ -135,17 +133,6 @@ def _shard(
         _gather_parameters(module, mesh, how, axis)
 
 
-def _sum_of_replicas(
-    module: nn.Module, name: str, values: int, how: DataParallel, *, is_block: bool
-) -> ReplicaSum | None:
-    """Return the compressed sum over replicas; of what lies outside of blocks, nothing travels in low rank."""
-    group = how.replicas.group
-    compressed = how.compression.of_group(name, values, group)
-    if compressed is not None or not is_block:
-        return compressed
-    return low_rank_sum(how.compression, name, [tuple(one._orig_size) for one in trained(module)], group)
-
-
 def _parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter.sharded_param for parameter in trained(module)]
 
@@ -156,7 +143,7 @@ def _sum_in_hooks(
     how: DataParallel,
     look: Look,
     shards: CompressedSum | None,
-    replicas: ReplicaSum | None,
+    replicas: CompressedSum | None,
     axis: str,
 ) -> None:
     """Let FSDP2 sum over the shards, and a hook over the replicas: on a GPU beside the backward."""
@@ -233,7 +220,7 @@ def _shardable_dim(module: nn.Module, mesh: DeviceMesh) -> int:
 
 
 def _sum_gradients(
-    module: FSDPModule, mesh: DeviceMesh, how: DataParallel, look: Look, compressed: ReplicaSum | None
+    module: FSDPModule, mesh: DeviceMesh, how: DataParallel, look: Look, compressed: CompressedSum | None
 ) -> None:
     _leave_undivided(module, mesh)
     if mesh.size() == 1 or how.replicas.size > 1:
@@ -247,7 +234,7 @@ def _leave_undivided(module: FSDPModule, mesh: DeviceMesh) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _sum_over_replicas(replicas: Peers, look: Look | None, compressed: ReplicaSum | None, gradient: Tensor) -> None:
+def _sum_over_replicas(replicas: Peers, look: Look | None, compressed: CompressedSum | None, gradient: Tensor) -> None:
     """Sum `gradient` over the replicas, in place; `look` where this is the first sum that it goes into."""
     if look is not None:
         look(gradient)

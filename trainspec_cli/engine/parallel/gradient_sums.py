@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from trainspec_cli.engine.comm.background import Background
-from trainspec_cli.engine.comm.compressed import CompressedSum, GroupWire, ReplicaSum
+from trainspec_cli.engine.comm.compressed import CompressedSum, GroupWire
 from trainspec_cli.engine.comm.exchange import Peers, all_reduce_, reduce_scatter, sent_bytes
 from trainspec_cli.engine.comm.wire_bytes import end_connections
 
@@ -53,7 +53,7 @@ class Summand:
     earlier_N: Tensor | None
     """The sum of the step's backwards before, which is added to it."""
     over_shards: CompressedSum | None
-    over_replicas: ReplicaSum | None
+    over_replicas: CompressedSum | None
 
     @property
     def is_compressed(self) -> bool:
@@ -99,7 +99,7 @@ def _sum_over_shards(rows_RN: Tensor, shards: Peers, compressed: CompressedSum |
     return own_N
 
 
-def _sum_over_replicas_(x: Tensor, replicas: Peers, compressed: ReplicaSum | None, time_sum: TimeSum) -> None:
+def _sum_over_replicas_(x: Tensor, replicas: Peers, compressed: CompressedSum | None, time_sum: TimeSum) -> None:
     if compressed is not None:
         with time_sum(replicas, None):
             compressed.all_reduce_(x, GroupWire(replicas.group))
@@ -227,7 +227,7 @@ class ModuleSums:
         trained: Callable[[], Sequence[nn.Parameter]],
         look: Callable[[Tensor], None],
         over_shards: CompressedSum | None,
-        over_replicas: ReplicaSum | None,
+        over_replicas: CompressedSum | None,
     ):
         """`trained` returns the module's parameters; `look` is shown their gradients before they are summed."""
         self._sums, self._route, self._trained, self._look = sums, route, trained, look

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.compute import EIGHT_BIT
 from trainspec_cli.planner.workload import count_params, embedding_work, head_work, layer_kinds
-from trainspec_cli.planner.workload.factors import block_factors
 from trainspec_cli.planner.workload.work import Work
 from trainspec_cli.policy.caching_allocator import grows_segments
 from trainspec_cli.policy.pipeline import layers_per_rank
@@ -280,17 +279,11 @@ def with_overhead(
 
 FEEDBACK_BYTES = 2 * 2
 """Bytes of a value: in bf16, as of the last update and as of the step that is being made."""
-LOW_RANK_BYTES = 2 * 4
-"""The same in fp32, of a value of the matrices in low rank and of their Q; vectors are few."""
 
 
 def feedback_bytes(model: ModelSpec, layout: Layout, wire: WireFormats) -> float:
     """Return the bytes of one rank's error feedback, what compressed gradients have lost so far: of whole gradients
     where shards are summed, of its own shard where replicas are."""
-    if wire.uses_low_rank:
-        factors = block_factors(model, wire.rank, layout.tp)
-        values = model.num_layers / layout.pp * (factors.values + factors.right)
-        return LOW_RANK_BYTES * values if layout.dp_replicate > 1 else 0.0
     if not {wire.gradients, wire.across_nodes} & {"int8", "int4"}:
         return 0.0
     whole = count_params(model) / (layout.tp * layout.pp)

@@ -12,9 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainspec_cli.planner.optimizer import UPDATE_BYTES, matrix_share, newton_schulz_flops
-from trainspec_cli.planner.time.wire import ENCODING_BYTES, FACTOR_BYTES, FACTORING_BYTES, GRADIENT_BYTES
-from trainspec_cli.planner.workload.factors import block_factors
-from trainspec_cli.spec.recipe.comm import GradientFormat
+from trainspec_cli.planner.time.wire import ENCODING_BYTES, GRADIENT_BYTES
+from trainspec_cli.spec.recipe.comm import WireFormat
 from trainspec_cli.spec.recipe.model import DecoderModel
 from trainspec_cli.spec.recipe.model_parts import loss_chunk_tokens
 from trainspec_cli.spec.results.plan import Plan
@@ -209,25 +208,14 @@ def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_bloc
         seconds += gatherings * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
         exchanges = plan.grad_accum_steps if layout.exchanges_every_backward else 1
         seconds += exchanges * _reduce_s(plan.comm.gradients, params, reduced_bytes, probe)
-    in_full = ("full",) if is_block else ("full", "low_rank")
-    if layout.dp_replicate > 1 and plan.comm.gradients in in_full:
+    if layout.dp_replicate > 1 and plan.comm.gradients == "full":
         seconds += probe.all_reduce.beyond_call(reduced_bytes / layout.dp_shard)
-    elif layout.dp_replicate > 1 and plan.comm.gradients == "low_rank":
-        seconds += _low_rank_s(plan, params, probe)
     elif layout.dp_replicate > 1:
         seconds += 2 * _reduce_s(plan.comm.gradients, params / layout.dp_shard, 0.0, probe)
     return seconds
 
 
-def _low_rank_s(plan: Plan, params: int, probe: MachineProbe) -> float:
-    """Seconds of a block's two exchanges between replicas; its products are bound by memory, as the rest is."""
-    factors = block_factors(plan.spec.model, plan.comm.rank)
-    first_s = probe.all_reduce.beyond_call(FACTOR_BYTES * (params - factors.values + factors.left))
-    factoring_s = FACTORING_BYTES / CAST_BYTES * probe.cast.beyond_call(factors.values)
-    return first_s + probe.all_reduce.at(FACTOR_BYTES * factors.right) + factoring_s
-
-
-def _reduce_s(chosen: GradientFormat, values: float, full_bytes: float, probe: MachineProbe) -> float:
+def _reduce_s(chosen: WireFormat, values: float, full_bytes: float, probe: MachineProbe) -> float:
     """Seconds of a reduce-scatter. An all-to-all moves as much as a gathering; encoding moves memory as casts do."""
     if chosen == "full":
         return probe.reduce_scatter.at(full_bytes)

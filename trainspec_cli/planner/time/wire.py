@@ -8,23 +8,15 @@ which moves 6 GB/s, it took 21 ns a value in int8 and 25 ns in int4; counted are
 from __future__ import annotations
 
 from trainspec_cli.planner.hardware.collectives import all_gather_s, all_reduce_s, reduce_scatter_s
-from trainspec_cli.planner.hardware.rates import Efficiency, matmul_flops_per_s, memory_bytes_per_s
+from trainspec_cli.planner.hardware.rates import Efficiency, memory_bytes_per_s
 from trainspec_cli.planner.hardware.topology import Group
 from trainspec_cli.planner.setup import Setup
-from trainspec_cli.planner.workload import count_params
-from trainspec_cli.planner.workload.factors import block_factors
-from trainspec_cli.spec.recipe.comm import GradientFormat, WireFormat
+from trainspec_cli.spec.recipe.comm import WireFormat
 
-GRADIENT_BYTES: dict[GradientFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
+GRADIENT_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 128, "int4": 0.5 + 2 / 128}
 """Bytes of a value, with its share of a block's scale."""
 PARAMETER_BYTES: dict[WireFormat, float] = {"bf16": 2.0, "int8": 1 + 2 / 2048}
-ENCODING_BYTES: dict[GradientFormat, float] = {"bf16": 16.0, "int8": 85.0, "int4": 125.0}
-FACTORING_BYTES = 64.0
-"""The same of a value of a matrix that `low_rank` factors, over the whole all-reduce: what was lost is added (12), two
-products read the matrix (8), and two make a matrix each, which is subtracted, kept and copied (44)."""
-PRODUCTS = 4
-"""Products of a matrix and a factor in it: M Q, M^T P, and P Q^T of this rank's part and of the sum."""
-FACTOR_BYTES = 4
+ENCODING_BYTES: dict[WireFormat, float] = {"bf16": 16.0, "int8": 85.0, "int4": 125.0}
 SECOND_ENCODING = 0.5
 """Share of an all-reduce whose sums are encoded once more: each rank encodes its own part alone, and decodes all."""
 
@@ -53,9 +45,7 @@ def _gradients_s(
 ) -> float:
     wire = setup.software.wire
     chosen = wire.across_nodes if group.crosses else wire.gradients
-    if chosen == "low_rank" and passes == 2:
-        return _low_rank_s(group, full_bytes / setup.software.reduce_bytes, setup, eff)
-    if chosen in ("full", "low_rank"):
+    if chosen == "full":
         full_s = reduce_scatter_s if passes == 1 else all_reduce_s
         return full_s(group, full_bytes, eff)
     values = full_bytes / setup.software.reduce_bytes
@@ -63,25 +53,7 @@ def _gradients_s(
     return passes * exchange_s + encodings * _encoding_s(group, chosen, values, setup, eff)
 
 
-def _low_rank_s(group: Group, values: float, setup: Setup, eff: Efficiency) -> float:
-    """Seconds of both exchanges of an all-reduce in low rank, and of what each rank computes for it.
-
-    The factored part of `values` is that of the model's parameters. Orthogonalising is left out: it takes 2 * rank**2
-    operations of each row, as many as the products take of a row of rank / 4 columns.
-    """
-    if group.size <= 1:
-        return 0.0
-    rank, tp = setup.software.wire.rank, setup.layout.tp
-    factors = block_factors(setup.model, rank, tp)
-    each = values * tp * setup.model.num_layers / count_params(setup.model)
-    factored, left, right = (part * each for part in (factors.values, factors.left, factors.right))
-    first_s = all_reduce_s(group, FACTOR_BYTES * (values - factored + left), eff)
-    memory_s = FACTORING_BYTES * factored / memory_bytes_per_s(setup.fabric.chip, eff)
-    products_s = PRODUCTS * 2 * rank * factored / matmul_flops_per_s(setup.fabric.chip, "fp32", eff)
-    return first_s + all_reduce_s(group, FACTOR_BYTES * right, eff) + memory_s + products_s
-
-
-def _encoding_s(group: Group, chosen: GradientFormat, values: float, setup: Setup, eff: Efficiency) -> float:
+def _encoding_s(group: Group, chosen: WireFormat, values: float, setup: Setup, eff: Efficiency) -> float:
     if group.size <= 1:
         return 0.0
     return ENCODING_BYTES[chosen] * values / memory_bytes_per_s(setup.fabric.chip, eff)

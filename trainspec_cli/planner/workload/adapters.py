@@ -19,11 +19,6 @@ def adapted_matrices(
     yield from (widths[target] for target in lora.targets if target in widths)
 
 
-def block_matrices(model: DecoderModel, tp: int = 1) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of a rank's part of each matrix of a block without routed experts."""
-    return _attention(model, tp) | _feed_forward(model, False, tp)
-
-
 def _attention(model: DecoderModel, tp: int) -> dict[str, tuple[int, int]]:
     hidden, heads = model.hidden_size, model.num_heads // tp
     if model.mla:
@@ -58,7 +53,8 @@ def quantised_params(model: ModelSpec, lora: LoraSpec) -> int:
     decoder = adapted_decoder(model, lora)
     if decoder is None or not lora.is_quantised or decoder.experts is not None:
         return 0
-    return decoder.num_layers * sum(rows * columns for rows, columns in block_matrices(decoder).values())
+    matrices = _attention(decoder, tp=1) | _feed_forward(decoder, is_expert_layer=False, tp=1)
+    return decoder.num_layers * sum(rows * columns for rows, columns in matrices.values())
 
 
 def adapted_decoder(model: ModelSpec, lora: LoraSpec) -> DecoderModel | None:

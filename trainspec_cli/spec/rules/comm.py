@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from trainspec_cli.errors import Problem
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import DecoderModel
 
 if TYPE_CHECKING:
     from trainspec_cli.spec.recipe.run import RunSpec
@@ -45,7 +44,6 @@ def several_nodes(spec: RunSpec) -> Iterator[Problem]:
 
 def exchanged(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Problem]:
     """Refuse formats of exchanges that the layout does not have."""
-    yield from low_rank_layout(spec, layout, replica_groups)
     comm, described = spec.comm, layout.describe()
     fewer_bits = [
         path for path, value in ((GRADIENTS, comm.gradients), (ACROSS, comm.across_nodes)) if value not in LEFT_OPEN
@@ -58,49 +56,6 @@ def exchanged(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Pr
     if comm.parameters != "full" and layout.shards == 1:
         message = f"`{PARAMETERS}` is {comm.parameters}, and in this layout ({described}) no rank gathers parameters"
         yield Problem("unsupported", message, PARAMETERS, f"type {PARAMETERS}=full, or layout=fsdp")
-
-
-def low_rank_layout(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Problem]:
-    """Refuse low rank where a rank does not hold whole matrices of gradients."""
-    path = _low_rank_path(spec)
-    if path is None:
-        return
-    described, why, hint = layout.describe(), "", f"type {path}=int8"
-    if layout.shards > 1:
-        why = f"in this layout ({described}) gradients are scattered over ranks, none of which has a whole matrix"
-        hint = f"type layout=ddp, or {path}=int8"
-    elif replica_groups > 1:
-        why = "replica groups sum gradients in packets that do not keep to matrices"
-    elif layout.dp_replicate == 1:
-        return  # `exchanged` says so
-    if why:
-        yield Problem("unsupported", f"`{path}` is low_rank, and {why}", path, hint)
-
-
-def low_rank_model(spec: RunSpec) -> Iterator[Problem]:
-    """Low rank is of matrices of dense decoders, on devices that round alike, in a layout that stays."""
-    path = _low_rank_path(spec)
-    if path is None:
-        return
-    model, why, hint = spec.model, "", f"type {path}=int8"
-    if not isinstance(model, DecoderModel) or model.experts is not None or model.mla is not None:
-        why = "it is for dense decoders without latent attention alone"
-    elif spec.lora.rank:
-        why, hint = f"`lora.rank` is {spec.lora.rank}: adapters are of low rank already", f"type {path}=full"
-    elif spec.cluster.pools:
-        why = "devices of several kinds (`cluster.pools`) would each round the factors in their own way"
-    elif spec.scheduler.changes:
-        why, hint = "`scheduler.changes` changes the layout, to which Q cannot move", "type scheduler.changes=[]"
-    elif spec.scheduler.mode == "auto" and set(spec.scheduler.may_change) - {"shares"}:
-        why = "`scheduler.mode` is auto and may change the layout, to which Q cannot move"
-        hint = "type scheduler.may_change=[shares]"
-    if why:
-        yield Problem("unsupported", f"`{path}` is low_rank, and {why}", path, hint)
-
-
-def _low_rank_path(spec: RunSpec) -> str | None:
-    asked = ((GRADIENTS, spec.comm.gradients), (ACROSS, spec.comm.across_nodes))
-    return next((path for path, value in asked if value == "low_rank"), None)
 
 
 def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:
@@ -118,4 +73,4 @@ def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:
         yield Problem("unsupported", f"`{BUCKETS}` is {size:,}, and {why}", BUCKETS, f"type {BUCKETS}=null")
 
 
-COMM_RULES = (fp32_sums, parameter_format, several_nodes, low_rank_model)
+COMM_RULES = (fp32_sums, parameter_format, several_nodes)
