@@ -1,8 +1,8 @@
 """A synchronous job over a fabric whose queue pairs spray packets over every plane, while parts of it fail and return.
 
-No packet is simulated, and no queue: paths are counted, by the part that they go through, and speeds follow from which
-ports and links are up. Each NIC sends to one other NIC and hears from one, both beyond its own T0 switch; all of them
-wait for the slowest. An event costs as much work as parts are down, however large the job.
+No packet is simulated, no queue and no ECN mark: paths are counted, by the part that they go through, and speeds follow
+from which ports and links are up. Each NIC sends to one other NIC and hears from one, both beyond its own T0 switch; all
+of them wait for the slowest. An event costs as much work as parts are down, however large the job.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Literal
 
-from trainspec_cli.planner.planes.paths import PathCounts
 from trainspec_cli.planner.planes.sizes import radix_of, t0_switches, t1_switches
 from trainspec_cli.spec.recipe.fabric import PlanesSpec
 from trainspec_cli.spec.results.planes import Part, SprayedEvent
@@ -36,6 +36,25 @@ class Failure:
     """The NIC of a port or a transceiver; its T0 switch is the one that it hangs on."""
     t0: int = 0
     """The T0 switch, or that of a link."""
+
+
+PathState = Literal["good", "denied", "assumed_bad"]
+
+
+@dataclass
+class PathCounts:
+    """The paths of all queue pairs together, by state (arXiv:2606.18170). A path that lost a packet is assumed bad
+    until a probe is answered; one whose port the NIC knows to be down is denied until the port is up, then probed."""
+
+    good: int
+    denied: int = 0
+    assumed_bad: int = 0
+
+    def move(self, before: PathState, after: PathState, number: int) -> None:
+        """Move `number` paths from one state to another, or all that are in it."""
+        moved = min(number, getattr(self, before))
+        setattr(self, before, getattr(self, before) - moved)
+        setattr(self, after, getattr(self, after) + moved)
 
 
 class SprayedFabric:
@@ -126,7 +145,7 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
     that is back are used after the next probe.
     """
     fabric = SprayedFabric(spec, nics)
-    paths = PathCounts(round(nics * fabric.paths_per_plane * spec.planes))
+    paths = PathCounts(good=round(nics * fabric.paths_per_plane * spec.planes))
     now_s, slow_s, lost_s, lowest, most_bad, speed = 0.0, 0.0, 0.0, 1.0, 0, 1.0
     for at_s, change, failure in _timeline(spec, failures):
         lost_s += (1 - speed) * (at_s - now_s)
@@ -138,7 +157,7 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
         speed = fabric.speed * (1 - _resent(spec, failure) * (change == "fails"))
         if change != "fails":
             lowest = min(lowest, speed)
-        most_bad = max(most_bad, paths.unused)
+        most_bad = max(most_bad, paths.denied + paths.assumed_bad)
     return SprayedEvent(
         name=name,
         lowest_speed=lowest,
@@ -176,12 +195,12 @@ def _take(change: str, failure: Failure, fabric: SprayedFabric, paths: PathCount
     if change == "fails":
         fabric.change(failure, 1)
     elif change == "noticed":
-        paths.move("good", "deny", denied)
-        paths.move("good", "lost", through - denied)
+        paths.move("good", "denied", denied)
+        paths.move("good", "assumed_bad", through - denied)
     elif change == "back":
-        paths.move("denied", "allow", denied)
+        paths.move("denied", "assumed_bad", denied)
     else:
-        paths.move("assumed_bad", "probed", through)
+        paths.move("assumed_bad", "good", through)
         fabric.change(failure, -1)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-PathState = Literal["good", "skip", "denied", "assumed_bad"]
 Part = Literal["link", "port", "t1_switch", "t0_switch", "plane", "transceiver"]
 """link: between a T0 and a T1 switch; port: of a NIC, or its cable; plane: all of its switches."""
 
