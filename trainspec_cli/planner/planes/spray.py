@@ -1,8 +1,8 @@
 """A synchronous job over a fabric whose queue pairs spray packets over every plane, while parts of it fail and return.
 
-No packet is simulated, no queue and no ECN mark: paths are counted, by the part that they go through, and speeds follow
-from which ports and links are up. Each NIC sends to one other NIC and hears from one, both beyond its own T0 switch; all
-of them wait for the slowest. An event costs as much work as parts are down, however large the job.
+No packet is simulated, no queue and no ECN mark: paths are counted, by the part that they go through, and speeds
+follow from which ports and links are up. Each NIC sends to one other NIC and hears from one, both beyond its own T0
+switch; all of them wait for the slowest. An event costs as much work as parts are down, however large the job.
 """
 
 from __future__ import annotations
