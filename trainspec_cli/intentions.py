@@ -172,7 +172,13 @@ class Former:
 
 _LOW_RANK = Former("it changed the loss, and `auto` never chose it", "type comm=int8, or comm=bf16 to lose less")
 _RANK = Former("gradients no longer travel in low rank", "leave it out", always=4)
-FORMER_KEYS: Mapping[tuple[str, str], Former] = {("CommSpec", "rank"): _RANK, ("WireFormats", "rank"): _RANK}
+FORMER_KEYS: Mapping[tuple[str, str], Former] = {
+    ("CommSpec", "rank"): _RANK,
+    ("WireFormats", "rank"): _RANK,
+    ("PhantomSpec", "seed"): Former("every run has the same phantoms, in an order by `train.seed`", "leave it out", 0),
+    ("PlanesSpec", "detect_s"): Former("a lost path is always noticed after 1 ms", "leave it out", 0.001),
+    ("PlanesSpec", "probe_s"): Former("a lost path is always probed every second", "leave it out", 1.0),
+}
 """By the class of the section, which may stand at several paths (pools have sections of their own), and the key."""
 FORMER_WORDS: Mapping[tuple[str, str, str], Former] = {
     (section, key, "low_rank"): _LOW_RANK

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.planner.planes.plan import dip_share, dips_per_s, ending_failures, plan_planes
-from trainspec_cli.planner.planes.spray import Failure, SprayedFabric, flaps_by_chance, simulate
+from trainspec_cli.planner.planes.spray import DETECT_S, PROBE_S, Failure, SprayedFabric, flaps_by_chance, simulate
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, ReliabilitySpec
 from trainspec_cli.spec.recipe.fabric import FabricSpec, PlanesSpec
 
-SPEC = PlanesSpec(planes=4, nic_gbit_per_s=400, switch_tbit_per_s=1.6, detect_s=0.0, probe_s=0.0, entropy_values=64)
+SPEC = PlanesSpec(planes=4, nic_gbit_per_s=400, switch_tbit_per_s=1.6, entropy_values=64)
 """Switches of 16 ports: 8 NICs below each T0."""
 
 
@@ -81,19 +81,19 @@ def test_the_speed_is_that_of_the_slowest_of_all_nics(seed: int) -> None:
 
 def test_a_dip_lasts_until_the_part_is_back_and_probed() -> None:
     event = simulate(SPEC, 64, [port(0, 0, at_s=5.0, for_s=20.0)])
-    assert (event.lowest_speed, event.slow_s, event.lost_s) == (3 / 4, 20, 5)
-    slower = replace(SPEC, detect_s=1.0, probe_s=4.0)
-    event = simulate(slower, 64, [port(0, 0, for_s=20.0)])
-    assert event.slow_s == 24
-    resent_s = 1 - 3 / 4 * 3 / 4
-    assert event.lost_s == pytest.approx(resent_s + 23 / 4), "what was lost unnoticed is sent again"
+    assert (event.lowest_speed, event.slow_s) == (3 / 4, pytest.approx(20 + PROBE_S))
+    resent_s = (1 - 3 / 4 * 3 / 4) * DETECT_S
+    lost_s = resent_s + (20 - DETECT_S + PROBE_S) / 4
+    assert event.lost_s == pytest.approx(lost_s, rel=1e-9), "what was lost unnoticed is sent again"
 
 
 def test_dips_that_overlap_are_those_of_the_slowest_nic() -> None:
     apart = simulate(SPEC, 64, [port(0, 0), port(1, 1, at_s=5.0)])
     same = simulate(SPEC, 64, [port(0, 0), port(0, 1, at_s=5.0)])
-    assert (apart.lowest_speed, apart.slow_s, apart.lost_s) == (3 / 4, 15, 15 / 4)
-    assert (same.lowest_speed, same.slow_s, same.lost_s) == (2 / 4, 15, 5 / 4 + 5 / 2 + 5 / 4)
+    assert (apart.lowest_speed, same.lowest_speed) == (3 / 4, 2 / 4)
+    assert apart.slow_s == same.slow_s == pytest.approx(15 + PROBE_S)
+    assert apart.lost_s == pytest.approx((15 + PROBE_S) / 4, abs=DETECT_S)
+    assert same.lost_s == pytest.approx(5 / 4 + (5 + PROBE_S) / 2 + 5 / 4, abs=DETECT_S)
 
 
 def test_paths_are_given_up_and_come_back() -> None:

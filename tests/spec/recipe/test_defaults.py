@@ -55,7 +55,7 @@ DEFAULTS: dict[str, Any] = {
         "options": {},
         "heldout_fraction": 0.02,
         "max_bytes": None,
-        "phantom": {"samples": 1024, "seed": 0},
+        "phantom": {"samples": 1024},
         "document_masks": False,
         "chat_template": None,
         "loss_on": "replies",
@@ -277,6 +277,7 @@ DEFAULTS: dict[str, Any] = {
         "context_method": "ring",
     },
     "precision": {"compute": "auto", "reduce": "fp32", "matmul": "compute"},
+    "comm": {"gradients": "full", "parameters": "full", "across_nodes": None, "bucket_bytes": None},
     "kernels": {
         "attention": "torch",
         "rms_norm": "torch",

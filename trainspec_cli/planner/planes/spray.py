@@ -20,6 +20,11 @@ from trainspec_cli.planner.planes.sizes import radix_of, t0_switches, t1_switche
 from trainspec_cli.spec.recipe.fabric import PlanesSpec
 from trainspec_cli.spec.results.planes import Part, SprayedEvent
 
+DETECT_S = 0.001
+"""Time from a path's failure until its losses are taken for one, and other paths of its plane are used. An estimate,
+since the papers give none; what is lost meanwhile is 0.2 ms of the 7.6 s that a port's flap of a minute costs."""
+PROBE_S = 1.0
+"""Time between two probes of a path that is assumed bad. Also an estimate: a link that flaps is down for a minute."""
 ENDS = 2
 """A NIC is one end of two queue pairs: the one that it sends on, and its sender's."""
 
@@ -141,13 +146,13 @@ def _which(failure: Failure) -> int:
 def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str = "") -> SprayedEvent:
     """Let the failures come over a job of so many NICs; a transceiver's ends it.
 
-    A path's losses are taken for a failure after `detect_s`; what was lost meanwhile is sent again. The paths of a part
+    A path's losses are taken for a failure after `DETECT_S`; what was lost meanwhile is sent again. The paths of a part
     that is back are used after the next probe.
     """
     fabric = SprayedFabric(spec, nics)
     paths = PathCounts(good=round(nics * fabric.paths_per_plane * spec.planes))
     now_s, slow_s, lost_s, lowest, most_bad, speed = 0.0, 0.0, 0.0, 1.0, 0, 1.0
-    for at_s, change, failure in _timeline(spec, failures):
+    for at_s, change, failure in _timeline(failures):
         lost_s += (1 - speed) * (at_s - now_s)
         slow_s += (at_s - now_s) * (speed < 1)
         now_s = at_s
@@ -174,14 +179,14 @@ def _resent(spec: PlanesSpec, failure: Failure) -> float:
     return 1 / spec.planes * (1.0 if failure.part in ("port", "t0_switch", "plane") else 2 / radix_of(spec))
 
 
-def _timeline(spec: PlanesSpec, failures: Iterable[Failure]) -> Iterable[tuple[float, str, Failure]]:
+def _timeline(failures: Iterable[Failure]) -> Iterable[tuple[float, str, Failure]]:
     """Each failure's moments, in the order of time: it comes, is noticed, ends, and is probed."""
     heap: list[tuple[float, int, str, Failure]] = []
     numbers = count()
     for failure in failures:
-        back_s = failure.at_s + max(failure.for_s, spec.detect_s)
-        moments = {"fails": failure.at_s, "noticed": failure.at_s + spec.detect_s, "back": back_s}
-        for change, at_s in (moments | {"probed": back_s + spec.probe_s}).items():
+        back_s = failure.at_s + max(failure.for_s, DETECT_S)
+        moments = {"fails": failure.at_s, "noticed": failure.at_s + DETECT_S, "back": back_s}
+        for change, at_s in (moments | {"probed": back_s + PROBE_S}).items():
             heapq.heappush(heap, (at_s, next(numbers), change, failure))
     while heap:
         at_s, _, change, failure = heapq.heappop(heap)

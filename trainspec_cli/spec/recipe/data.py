@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, get_args
 
-from trainspec_cli.spec.field_types import NonNegativeInt, Option, PositiveInt, Range
+from trainspec_cli.spec.field_types import Option, PositiveInt, Range
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,10 @@ class PartSpec:
 
 @dataclass(frozen=True)
 class PhantomSpec:
-    """Synthetic MR images; the same for the same seed, whatever the run's own."""
+    """Synthetic MR images; the same in every run, whatever its seed."""
 
     samples: PositiveInt = 1024
     """Training samples per epoch; held-out samples come on top."""
-    seed: NonNegativeInt = 0
-    """The seed that volumes are drawn from."""
 
 
 SampleSource = Literal["phantom", "images", "volumes"]

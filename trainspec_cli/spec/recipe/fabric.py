@@ -50,10 +50,6 @@ class PlanesSpec:
     """Tiers of switches in each plane."""
     entropy_values: PositiveInt = 256
     """Paths that a queue pair sprays over, spread evenly over the planes."""
-    detect_s: NonNegativeFloat = 0.001
-    """Time from a path's failure until its losses are taken for one, and other paths of its plane are used."""
-    probe_s: PositiveFloat = 1.0
-    """Time between two probes of a path that is assumed bad."""
     flap_s: PositiveFloat = 60.0
     """How long a link that flaps is down."""
     network_fraction: Fraction = 0.084
