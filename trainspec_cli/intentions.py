@@ -175,6 +175,10 @@ _RANK = Former("gradients no longer travel in low rank", "leave it out", always=
 FORMER_KEYS: Mapping[tuple[str, str], Former] = {
     ("CommSpec", "rank"): _RANK,
     ("WireFormats", "rank"): _RANK,
+    ("SitesSpec", "max_interval_steps"): Former(
+        "the interval stays as the recipe has it",
+        "leave it out, and give resilience.sites.interval_steps what `trainspec plan` shows for the links",
+    ),
     ("PhantomSpec", "seed"): Former("every run has the same phantoms, in an order by `train.seed`", "leave it out", 0),
     ("PlanesSpec", "detect_s"): Former("a lost path is always noticed after 1 ms", "leave it out", 0.001),
     ("PlanesSpec", "probe_s"): Former("a lost path is always probed every second", "leave it out", 1.0),

@@ -104,21 +104,6 @@ def test_a_site_whose_rank_is_killed_comes_back_while_the_others_go_on(
 
 
 @pytest.mark.slow
-def test_sites_exchange_less_often_over_a_slow_link(tmp_path: Path, environment: dict[str, str]) -> None:
-    follows = ("scheduler=auto", "resilience.sites.max_interval_steps=40")
-    sites = Sites(tmp_path, environment, "train.max_steps=80", TWO_RANKS, *follows, delay_s=1.0)
-    sites.wait()
-    assert len(sites.digests()) == 1
-    changes = [[e for e in read_events(sites.run_dir(site).events(0)) if e["type"] == "interval"] for site in range(2)]
-    assert changes[0][0]["interval_steps"] > changes[0][0]["before_interval_steps"] == 8
-    heard = [[(e["round"], e["interval_steps"], e["delay_steps"], e["reason"]) for e in own] for own in changes]
-    assert heard[0] == heard[1], "both hear the same"
-    taken = [range(e["took"][0], sum(e["took"])) for site in range(2) for e in _steps(sites.run_dir(site))]
-    positions = sorted(position for own in taken for position in own)
-    assert positions == list(range(len(positions))), "each is taken once"
-
-
-@pytest.mark.slow
 def test_three_sites_send_directly_and_strangers_at_their_ports_change_nothing(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:

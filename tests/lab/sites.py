@@ -24,8 +24,6 @@ from lab.waiting import wait_for
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.data.staging import Staging
-from trainspec_cli.engine.elastic.site_link import SiteLink
-from trainspec_cli.engine.elastic.window_pace import Pace
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
 from trainspec_cli.engine.run.signals import StopRequest
@@ -101,8 +99,6 @@ class Site:
         self.state, self.saves, self.took, self.progress = state, {}, [], TrainProgress()
         self.run = RunContext(plan, RunDir(lab.folder / f"site{number}"), Numbered(), state, "", self.stop)  # type: ignore[arg-type]
         self.coordinator = FarSites(self.run)
-        if lab.measured:
-            self._measure(*lab.measured)
         if saved:
             self._load(*saved)
         self.thread = threading.Thread(target=self._train, name=f"site {number}", daemon=True)
@@ -111,18 +107,6 @@ class Site:
     @property
     def weights(self) -> Tensor:
         return torch.cat([share.local.detach() for share in self.shares])
-
-    def _measure(self, step_s: float, exchange_s: float) -> None:
-        """Have this site measure the same of every step and exchange, whatever time they take."""
-        self.coordinator._pace.cut = lambda: Pace(BATCH / step_s, step_s)  # type: ignore[method-assign]
-        connect = self.coordinator._voice._connect
-
-        def connect_and_measure() -> SiteLink:
-            link = connect()
-            link.cut_exchange_s = lambda: exchange_s  # type: ignore[method-assign]
-            return link
-
-        self.coordinator._voice._connect = connect_and_measure  # type: ignore[method-assign]
 
     def saved(self) -> Saved:
         weights = {share.name: share.local.detach().clone() for share in self.shares}
@@ -190,7 +174,6 @@ class SitesLab:
         self.link_delays_s: dict[int, float] = {}
         """Of sites that reach the meeting point over a thin link, one way."""
         self.links: dict[int, Link] = {}
-        self.measured: tuple[float, float] | None = None
         """Seconds of a step and of an exchange that every site measures; None: those that they take."""
         self.sections: dict[str, Any] = {}
         self.settings = replace(SITES, count=sites, **changes)

@@ -17,7 +17,6 @@ from trainspec_cli.reporter.progress import Progress
 from trainspec_cli.reporter.text import describe_event, describe_plan, describe_progress, describe_saving
 from trainspec_cli.rundir.event_types.event import Event
 from trainspec_cli.rundir.event_types.failures import RecoveryEvent
-from trainspec_cli.rundir.event_types.sites import IntervalEvent
 from trainspec_cli.rundir.event_types.training import (
     CadenceEvent,
     CheckpointEvent,
@@ -69,22 +68,6 @@ def test_a_step() -> None:
 def test_a_cadence_where_no_failure_is_expected() -> None:
     event = CadenceEvent(step=1, interval_steps=7, blocked_s=1.0, drag_s=0.0, written_s=1.0, step_time_s=1.0)
     assert describe_event(event).endswith("; no failures are expected")
-
-
-def test_an_interval_of_sites() -> None:
-    event = IntervalEvent(
-        step=18,
-        round=4,
-        interval_steps=40,
-        delay_steps=20,
-        before_interval_steps=8,
-        before_delay_steps=2,
-        reason="exchanges take 17.8 steps",
-    )
-    assert describe_event(event) == (
-        "step 18: from here sites exchange each fragment every 40 steps and apply it 20 steps late, where it was 8 and "
-        "2: exchanges take 17.8 steps"
-    )
 
 
 START = StartEvent(

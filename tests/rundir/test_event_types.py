@@ -25,7 +25,7 @@ from trainspec_cli.rundir.event_types.observed import (
     VerdictEvent,
 )
 from trainspec_cli.rundir.event_types.parse import EVENT_TYPES, parse_event
-from trainspec_cli.rundir.event_types.sites import ExchangeEvent, IntervalEvent
+from trainspec_cli.rundir.event_types.sites import ExchangeEvent
 from trainspec_cli.rundir.event_types.training import (
     CadenceEvent,
     CheckpointEvent,
@@ -186,15 +186,6 @@ VERDICT = RunVerdict(
 EXCHANGE = ExchangeEvent(
     step=8, round=2, sites=(0, 2), members=(0, 1, 2), waited_s=0.5, sent_bytes=4096, received_bytes=8192
 )
-INTERVAL = IntervalEvent(
-    step=8,
-    round=2,
-    interval_steps=80,
-    delay_steps=20,
-    before_interval_steps=40,
-    before_delay_steps=5,
-    reason="exchanges take 18.0 steps",
-)
 RECOVERY = RecoveryEvent(step=4, change="left", group=1, stall_s=1.5, lost_steps=1)
 DIRECTIVE = DirectiveEvent(
     step=4,
@@ -259,7 +250,6 @@ EVENTS: list[Event] = [
     VerdictEvent(step=9, is_over=False, verdict=VERDICT),
     RECOVERY,
     EXCHANGE,
-    INTERVAL,
     DIRECTIVE,
     RELAYOUT,
     ACHIEVED,

@@ -20,7 +20,6 @@ from trainspec_cli.rundir.event_types.decisions import BucketsEvent, DirectiveEv
 from trainspec_cli.rundir.event_types.event import Event
 from trainspec_cli.rundir.event_types.failures import RecoveryEvent
 from trainspec_cli.rundir.event_types.observed import LinkEvent, UsageEvent
-from trainspec_cli.rundir.event_types.sites import IntervalEvent
 from trainspec_cli.rundir.event_types.training import CadenceEvent, CheckpointEvent, EvalEvent, StartEvent, WarningEvent
 from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.spec.results.plan import Plan
@@ -88,8 +87,6 @@ def describe_event(event: Event) -> str:
             return describe_left_out(event).line
         case LinkEvent():
             return describe_link_change(event)
-        case IntervalEvent():
-            return f"step {event.step}: {describe_interval(event)}"
         case WarningEvent():
             return f"step {event.step}: warning: {event.message}"
     return ""
@@ -138,15 +135,6 @@ def describe_cadence(event: CadenceEvent) -> str:
     return (
         f"from here a checkpoint every {event.interval_steps:,} steps: one costs {format_duration(cost_s)} and is "
         f"whole in {format_duration(event.written_s)}; {failures}"
-    )
-
-
-def describe_interval(event: IntervalEvent) -> str:
-    """Describe how often sites exchange from then on, and why."""
-    return (
-        f"from here sites exchange each fragment every {event.interval_steps:,} steps and apply it "
-        f"{event.delay_steps:,} steps late, where it was {event.before_interval_steps:,} and "
-        f"{event.before_delay_steps:,}: {event.reason}"
     )
 
 

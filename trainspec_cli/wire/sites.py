@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from trainspec_cli.json_value import JsonObject
 
-GREETING = b"trainspec sites 2\n"
+GREETING = b"trainspec sites 3\n"
 """What a meeting point or an inbox sends first; then both ends go on in TLS."""
 MEETING_POINT = "sites"
 """The name of the meeting point in the proofs of both ends."""
@@ -53,10 +53,6 @@ class Sent:
     digest: str
     """Of the rank's part of the shared weights, after the round before."""
     saved_round: int
-    step_s: float = 0.0
-    exchange_s: float = 0.0
-    """From when the rank sent for the round before until it had that round's decision, with the others' outer
-    gradients; 0: not measured."""
     sha256: str = ""
     """Of the encoded outer gradient."""
     direct: tuple[int, ...] = ()

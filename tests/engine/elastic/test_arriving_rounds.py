@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from trainspec_cli.engine.elastic.arriving_rounds import HELD_ROUNDS, ArrivingRounds
 from trainspec_cli.policy.sites.round import RoundRecord
-from trainspec_cli.policy.sites.schedule import SiteCadence, SiteExchange
+from trainspec_cli.policy.sites.schedule import SiteExchange
 
 OWN = 0
 
 
 def decided(number: int, *sites: int) -> RoundRecord:
     exchange = SiteExchange(number, (0,), sent_at=number, applied_at=number)
-    return RoundRecord(exchange, None, SiteCadence(1, 0), included=sites, weights=(1.0,) * len(sites))
+    return RoundRecord(exchange, None, included=sites, weights=(1.0,) * len(sites))
 
 
 def digests(*contents: bytes) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,8 +18,6 @@ from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
 
 Lab = Callable[..., SitesLab]
 AUTO = {"scheduler": SchedulerSpec(mode="auto")}
-SLOW_LINK = (1000.0, 3500.0)
-"""Seconds of a step and of an exchange that are measured; beside them those that tests take are nothing."""
 
 
 def taken(*sites: Site) -> list[int]:
@@ -116,98 +113,6 @@ def stop_all_and_resume(trial: SitesLab, first_stop: int, second_stop: int) -> l
     trial.wait(*again)
     trial.close()
     return again
-
-
-def test_a_slow_link_makes_the_interval_longer_at_all_sites(lab: Lab) -> None:
-    trial = lab(interval_steps=4, max_interval_steps=12)
-    trial.sections, trial.measured = AUTO, SLOW_LINK
-    first, second = trial.run_all()
-    assert torch.equal(first.weights, second.weights)
-    assert taken(first, second) == list(range(2 * BATCH * STEPS))
-    for site in (first, second):
-        (event,) = site.events("interval")
-        assert (event["before_interval_steps"], event["interval_steps"], event["delay_steps"]) == (4, 8, 4)
-        assert "exchanges take 3." in event["reason"] and event["reason"].endswith("and 2 hid them")
-        rounds = [(e["round"], e["step"]) for e in site.events("exchange")]
-        assert rounds == [(0, 0), (1, 4), (2, 6), (3, 8), (4, 10), (5, 16), (6, 20), (7, 24), (8, 24)]
-
-
-def test_the_link_is_measured_as_it_is(lab: Lab) -> None:
-    trial = lab(interval_steps=4, max_interval_steps=24)
-    trial.sections, trial.compute_s, trial.link_delays_s = AUTO, {0: 0.05, 1: 0.05}, {1: 0.15}
-    first, second = trial.run_all()
-    assert torch.equal(first.weights, second.weights)
-    positions = taken(first, second)
-    assert positions == list(range(len(positions)))
-    event = first.events("interval")[0]
-    assert event["interval_steps"] > 4 and event["delay_steps"] > 2
-    found = re.fullmatch(r"exchanges take ([0-9.]+) steps over the slowest link, and 2 hid them", event["reason"])
-    assert found and float(found[1]) * 0.05 > 0.2, "most of what passes the link twice takes"
-
-
-def test_a_slow_site_is_no_slow_link(lab: Lab) -> None:
-    """The first one waits three steps for it in each exchange."""
-    trial = lab(max_interval_steps=24, delay_steps=1)
-    trial.sections, trial.compute_s = AUTO, {0: 0.01, 1: 0.3}
-    first, _ = trial.run_all()
-    assert sum(event["waited_s"] for event in first.events("exchange")) > 3.0
-    assert first.events("interval") == []
-
-
-def test_an_exchange_whose_connection_broke_is_not_measured(lab: Lab) -> None:
-    trial = lab()
-    found: dict[int, float] = {}
-
-    def break_connection(_site: Site) -> None:
-        trial.point._server._loop.call_soon_threadsafe(trial.point._sites[1].abort)
-
-    def note(site: Site) -> None:
-        link = site.coordinator._voice._link
-        assert link is not None
-        found[site.progress.step] = link._exchange_s
-
-    trial.compute_s = {0: 0.15, 1: 0.05}  # it has sent, and waits for site 0
-    trial.acts |= {(1, 5): break_connection, (1, 7): note, (1, 11): note}
-    first, second = trial.run_all()
-    assert torch.equal(first.weights, second.weights)
-    assert "site 1 is not connected any more" in trial.said
-    assert found[7] == 0.0 < found[11]
-
-
-@pytest.mark.parametrize(("first_stop", "second_stop"), [(9, 10), (11, 13), (18, 15)])
-def test_a_run_whose_interval_has_changed_ends_with_the_same_bits_after_a_stop(
-    lab: Lab, first_stop: int, second_stop: int
-) -> None:
-    def changing(name: str) -> SitesLab:
-        trial = lab(name, interval_steps=4, max_interval_steps=12)
-        trial.sections, trial.measured = AUTO, SLOW_LINK
-        return trial
-
-    whole, _ = changing("whole").run_all()
-    again = stop_all_and_resume(changing("stopped"), first_stop, second_stop)
-    assert all(torch.equal(site.weights, whole.weights) for site in again)
-
-
-def test_a_site_that_was_away_while_the_interval_changed_follows(lab: Lab) -> None:
-    trial = lab(sites=3, interval_steps=4, max_interval_steps=12)
-    trial.sections, trial.measured = AUTO, SLOW_LINK
-
-    def wait_for_return(_site: Site) -> None:
-        meeting = trial.point._meeting
-        wait_until(lambda: meeting.ready.get(1) == meeting.state.round)
-
-    trial.acts |= {(1, 4): kill, (0, 18): wait_for_return, (2, 18): wait_for_return}
-    trial.open()
-    first, killed, third = (trial.start(number) for number in range(3))
-    trial.wait(killed)
-    wait_until(lambda: "site 1 is lost" in trial.said)
-    wait_until(lambda: trial.point._meeting.state.records[-1].cadence.interval_steps > 4)
-    back = trial.start(1, killed.saves[2])
-    trial.wait(first, third, back)
-    trial.close()
-    assert torch.equal(first.weights, third.weights) and torch.equal(first.weights, back.weights)
-    assert [event["change"] for event in first.events("recovery")] == ["site_left", "site_joined"]
-    assert len(back.events("interval")) == 1, "it has heard of it as the others have"
 
 
 def test_a_site_that_is_half_as_fast_takes_fewer_samples(lab: Lab) -> None:

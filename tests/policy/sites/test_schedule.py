@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from trainspec_cli.policy.sites.schedule import (
     BEGINNING,
-    SiteCadence,
     SiteExchange,
     SiteSchedule,
     fragment_of,
@@ -26,28 +25,19 @@ def schedules(draw: st.DrawFn) -> SiteSchedule:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[SiteSchedule, list[SiteExchange]]:
-    """The exchanges of a run whose cadence changes in any way."""
     schedule = draw(schedules())
-
-    def cadence() -> SiteCadence:
-        between = draw(st.integers(1, 12))
-        return SiteCadence(schedule.fragments * between, draw(st.integers(0, between)))
-
-    exchanges = [BEGINNING]
-    while following := schedule.after(exchanges[-1], cadence()):
-        exchanges.append(following)
-    return schedule, exchanges
+    return schedule, [BEGINNING, *exchanges_of(schedule)]
 
 
-def unchanged(schedule: SiteSchedule) -> Iterator[SiteExchange]:
+def exchanges_of(schedule: SiteSchedule) -> Iterator[SiteExchange]:
     exchange: SiteExchange | None = BEGINNING
-    while exchange := schedule.after(exchange, schedule.cadence):
+    while exchange := schedule.after(exchange):
         yield exchange
 
 
 @given(schedules())
-def test_exchanges_lie_equally_far_apart_where_nothing_changes(schedule: SiteSchedule) -> None:
-    *usual, last = unchanged(schedule)
+def test_exchanges_lie_equally_far_apart(schedule: SiteSchedule) -> None:
+    *usual, last = exchanges_of(schedule)
     between, total = schedule.interval_steps // schedule.fragments, schedule.total_steps
     assert [one.sent_at for one in usual] == list(range(between, total, between))
     assert [one.applied_at for one in usual] == [min(one.sent_at + schedule.delay_steps, total) for one in usual]
@@ -66,7 +56,7 @@ def test_one_exchange_is_on_its_way_at_a_time(history: tuple[SiteSchedule, list[
 
 
 @given(histories())
-def test_fragments_go_in_turns_whatever_changes(history: tuple[SiteSchedule, list[SiteExchange]]) -> None:
+def test_fragments_go_in_turns(history: tuple[SiteSchedule, list[SiteExchange]]) -> None:
     schedule, (_, *exchanges, _) = history
     assert [one.fragments for one in exchanges] == [(n % schedule.fragments,) for n in range(len(exchanges))]
 
@@ -83,16 +73,10 @@ def test_a_checkpoint_has_applied_the_rounds_before_its_step(
 
 
 def test_each_fragment_is_exchanged_every_interval() -> None:
-    exchanges = list(unchanged(SiteSchedule(total_steps=100, interval_steps=30, fragments=3, delay_steps=4)))
+    exchanges = list(exchanges_of(SiteSchedule(total_steps=100, interval_steps=30, fragments=3, delay_steps=4)))
     sent = {each.sent_at: each.fragments for each in exchanges[:-1]}
     assert sent == {10: (0,), 20: (1,), 30: (2,), 40: (0,), 50: (1,), 60: (2,), 70: (0,), 80: (1,), 90: (2,)}
     assert exchanges[0].applied_at == 14
-
-
-def test_a_shorter_interval_waits_for_what_is_on_its_way() -> None:
-    schedule = SiteSchedule(total_steps=100, interval_steps=2, fragments=1, delay_steps=2)
-    exchange = schedule.after(SiteExchange(3, (0,), 30, 45), SiteCadence(interval_steps=10, delay_steps=8))
-    assert exchange == SiteExchange(4, (0,), 45, 53)
 
 
 def test_fragments_are_strided() -> None:

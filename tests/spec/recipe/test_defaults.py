@@ -315,7 +315,6 @@ DEFAULTS: dict[str, Any] = {
             "listen": None,
             "secret": None,
             "interval_steps": 100,
-            "max_interval_steps": None,
             "fragments": 4,
             "delay_steps": 5,
             "format": "int4",

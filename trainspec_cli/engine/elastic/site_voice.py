@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, gather_json
 from trainspec_cli.engine.elastic.site_link import SiteLink
-from trainspec_cli.engine.elastic.window_pace import Pace
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.sites.agreement import agreement_of
 from trainspec_cli.policy.sites.round import RoundRecord
@@ -131,12 +130,11 @@ class SiteVoice:
     # What is sent
 
     def send(
-        self, number: int, encoded: bytes, work: tuple[int, int], pace: Pace, digest: str, saved_round: int
+        self, number: int, encoded: bytes, work: tuple[int, int], rate: float, digest: str, saved_round: int
     ) -> None:
         """Send the outer gradient of a round. `work`: tokens and steps that it is made of."""
         if self._link:
-            taken_s = self._link.cut_exchange_s()
-            self._link.send(Sent(number, *work, pace.rate, digest, saved_round, pace.step_s, taken_s), encoded)
+            self._link.send(Sent(number, *work, rate, digest, saved_round), encoded)
 
     def follow(self, number: int) -> None:
         if self._link:

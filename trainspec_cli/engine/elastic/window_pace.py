@@ -3,17 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
-
-
-class Pace(NamedTuple):
-    rate: float
-    """Samples a second."""
-    step_s: float
-
-
-UNKNOWN = Pace(0.0, 0.0)
-"""Nothing is to follow from it."""
 
 
 class WindowPace:
@@ -21,7 +10,7 @@ class WindowPace:
 
     def __init__(self, *, follows: bool):
         self._follows = follows
-        self._busy_s, self._samples, self._steps = 0.0, 0, 0
+        self._busy_s, self._samples = 0.0, 0
         self._since_s: float | None = None
 
     def go_on(self) -> None:
@@ -35,10 +24,11 @@ class WindowPace:
     def note(self, samples: int) -> None:
         """Note a step that was made."""
         self._samples += samples
-        self._steps += 1
 
-    def cut(self) -> Pace:
-        """Return the pace since the last call."""
-        busy_s, samples, steps = self._busy_s, self._samples, self._steps
-        self._busy_s, self._samples, self._steps = 0.0, 0, 0
-        return Pace(samples / busy_s, busy_s / steps) if self._follows and busy_s and steps else UNKNOWN
+    def cut(self) -> float:
+        """Return the samples a second since the last call; 0 where nothing is to follow from that."""
+        busy_s = self._busy_s
+        samples = self._samples
+        self._busy_s = 0.0
+        self._samples = 0
+        return samples / busy_s if self._follows and busy_s else 0.0

@@ -30,7 +30,7 @@ from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.sites.round import RoundRecord
 from trainspec_cli.policy.sites.schedule import BEGINNING, SiteExchange, newest_applied
 from trainspec_cli.rundir.event_types.failures import RecoveryEvent
-from trainspec_cli.rundir.event_types.sites import ExchangeEvent, IntervalEvent
+from trainspec_cli.rundir.event_types.sites import ExchangeEvent
 from trainspec_cli.rundir.event_types.training import WarningEvent
 
 WAIT_S = 0.01
@@ -212,19 +212,6 @@ class FarSites:
                 received_bytes=voice.received_bytes,
             )
         )
-        if record.changed:
-            before, now = record.changed.before, record.cadence
-            self.journal.write(
-                IntervalEvent(
-                    step=step,
-                    round=record.round,
-                    interval_steps=now.interval_steps,
-                    delay_steps=now.delay_steps,
-                    before_interval_steps=before.interval_steps,
-                    before_delay_steps=before.delay_steps,
-                    reason=record.changed.reason,
-                )
-            )
         for change, sites in (("site_left", record.lost), ("site_joined", record.joined)):
             for site in sites:
                 self.journal.write(RecoveryEvent(step=step, change=change, group=site, stall_s=None, lost_steps=None))

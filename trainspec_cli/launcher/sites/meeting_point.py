@@ -204,16 +204,7 @@ class MeetingPoint:
         of_ranks = [message for _, (message, _) in sorted(site.sent.items())]
         first = of_ranks[0]
         digests = tuple(message.digest for message in of_ranks)
-        contribution = Contribution(
-            first.tokens,
-            first.steps,
-            first.rate,
-            digests,
-            first.saved_round,
-            step_s=first.step_s,
-            exchange_s=_slowest_s([message.exchange_s for message in of_ranks]),
-            came_s=time.monotonic(),
-        )
+        contribution = Contribution(first.tokens, first.steps, first.rate, digests, first.saved_round)
         if self._meeting.contribute(number, first.round, contribution):
             self._sent[number] = dict(site.sent)
             self._saved[number] = first.saved_round
@@ -257,11 +248,6 @@ def _left_for(number: int, connection: RankConnection, sent: Mapping[int, Gradie
         for one, (message, payload) in sent.items()
         if one != number and number not in message.direct and connection.passed.get(one) != message.sha256
     }
-
-
-def _slowest_s(exchanges_s: list[float]) -> float:
-    """Return how long the slowest rank's exchange took; 0 where one of them has not measured it."""
-    return max(exchanges_s) if all(exchanges_s) else 0.0
 
 
 def _decided(

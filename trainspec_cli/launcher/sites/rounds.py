@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.errors import MachineError, Problem
 from trainspec_cli.policy.sites.meeting import MeetingState
 from trainspec_cli.reading.files import UnreadableFileError
 from trainspec_cli.rundir.versioned import read_versioned, write_versioned
-from trainspec_cli.spec.canonical import from_plain, to_plain
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.records import FieldError, read_record
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,9 @@ class Rounds:
         if not path.exists():
             return MeetingState()
         try:
-            return from_plain(MeetingState, read_versioned(path))
-        except (UnreadableFileError, RecipeError) as error:
+            # leniently: records of earlier versions also have how often the sites exchange from then on
+            return read_record(MeetingState, read_versioned(path))
+        except (UnreadableFileError, FieldError) as error:
             message, hint = f"{path} cannot be read: {error}", "restore it from a backup, or begin a new run"
             raise MachineError(Problem("sites", message, hint=hint, environment=True)) from error
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainspec_cli.policy.sites.agreement import schedule_for
-from trainspec_cli.policy.sites.interval import LOOKS, WANTED, follow_links
 from trainspec_cli.policy.sites.link import VALUE_BYTES, SiteLinks, hiding_interval, utilisation
 from trainspec_cli.spec.recipe.resilience import SitesSpec
 from trainspec_cli.spec.recipe.run import RunSpec
@@ -13,6 +11,8 @@ from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.spec.results.sites import SitesFigures, SitesOutlook
 
 DAY_S = 86_400.0
+WANTED = 0.95
+"""An exchange that leaves less of the time for training is not hidden."""
 LOSS_PENALTY = (
     "Streaming DiLoCo reports the loss of data parallelism at 4 bits (arXiv:2501.18512); how a longer interval changes "
     "the loss is not predicted here, so take the shortest that hides the exchange"
@@ -45,23 +45,11 @@ def outlook(sites: SitesSpec, values: float, step_s: float) -> SitesOutlook:
         direct=sites.listen is not None,
         direct_exchange_s=direct.exchange_s(VALUE_BYTES[sites.format] * values / sites.fragments),
         wanted=wanted,
-        settled=_settled(links, sites, wanted, values, step_s),
         hidden=tuple(one for one in found if one is not None),
         data_parallel_utilisation=step_s / (step_s + summed_s),
         fewer_bytes=sent_bytes / links.carried_bytes(VALUE_BYTES[sites.format] * values),
         loss_penalty=LOSS_PENALTY,
     )
-
-
-def _settled(
-    links: SiteLinks, sites: SitesSpec, wanted: SitesFigures, values: float, step_s: float
-) -> SitesFigures | None:
-    if sites.max_interval_steps is None:
-        return None
-    schedule = schedule_for(sites, LOOKS * sites.max_interval_steps)
-    cadence, _ = follow_links(schedule, schedule.cadence, (wanted.exchange_s / step_s,) * LOOKS)
-    interval, delay = cadence.interval_steps, cadence.delay_steps
-    return _figures(links, sites.format, interval, sites.fragments, delay, values, step_s)
 
 
 def _shortest(links: SiteLinks, name: str, fragments: int, values: float, step_s: float) -> SitesFigures | None:

@@ -8,16 +8,12 @@ from dataclasses import replace
 from trainspec_cli.policy.sites.meeting import MeetingRules
 from trainspec_cli.policy.sites.schedule import SiteSchedule
 from trainspec_cli.spec.canonical import canonical_json, to_plain
-from trainspec_cli.spec.recipe.resilience import SitesSpec
 from trainspec_cli.spec.results.plan import Plan
 
 
 def schedule_of(plan: Plan) -> SiteSchedule:
-    return schedule_for(plan.spec.resilience.sites, plan.total_steps)
-
-
-def schedule_for(sites: SitesSpec, steps: int) -> SiteSchedule:
-    return SiteSchedule(steps, sites.interval_steps, sites.fragments, sites.delay_steps, sites.max_interval_steps)
+    sites = plan.spec.resilience.sites
+    return SiteSchedule(plan.total_steps, sites.interval_steps, sites.fragments, sites.delay_steps)
 
 
 def rules_of(plan: Plan) -> MeetingRules:

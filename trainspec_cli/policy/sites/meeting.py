@@ -15,11 +15,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from trainspec_cli.policy.sites.interval import LOOKS, follow_links, needed_steps
 from trainspec_cli.policy.sites.outer import site_weights
-from trainspec_cli.policy.sites.round import CadenceChange, Contribution, RoundRecord, SitePieces
+from trainspec_cli.policy.sites.round import Contribution, RoundRecord, SitePieces
 from trainspec_cli.policy.sites.samples import Piece, paced_batches, plan_pieces
-from trainspec_cli.policy.sites.schedule import BEGINNING, SiteCadence, SiteSchedule
+from trainspec_cli.policy.sites.schedule import BEGINNING, SiteSchedule
 
 LOST_AFTER = 2
 """A site that is connected and late so many rounds in a row is lost."""
@@ -40,14 +39,6 @@ class MeetingRules:
 
 
 @dataclass(frozen=True)
-class HeldContribution:
-    """A contribution that waited for those of other sites."""
-
-    site: int
-    held_s: float
-
-
-@dataclass(frozen=True)
 class MeetingState:
     """All that a meeting needs to begin again where it ended."""
 
@@ -63,10 +54,6 @@ class MeetingState:
     """(site, step up to which its samples are in work that was merged)"""
     misses: tuple[tuple[int, int], ...] = ()
     """(site, rounds in a row for which it was late)"""
-    held: tuple[HeldContribution, ...] = ()
-    """Those to the newest round."""
-    needs: tuple[float, ...] = ()
-    """Steps that would have hidden each of the newest exchanges."""
 
 
 @dataclass
@@ -130,7 +117,7 @@ class Meeting:
         if self.is_over or not self._is_time(now_s):
             return None
         number = self.state.round + 1
-        record = self._begin() if number == 0 else self._merge(now_s)
+        record = self._begin() if number == 0 else self._merge()
         self.came, self.quorum_since_s = {}, None
         return record
 
@@ -154,16 +141,12 @@ class Meeting:
         return min(self.rules.quorum, len(self.members))
 
     def _begin(self) -> RoundRecord:
-        cadence = self.schedule.cadence
-        record = RoundRecord(BEGINNING, self.schedule.after(BEGINNING, cadence), cadence)
+        record = RoundRecord(BEGINNING, self.schedule.after(BEGINNING))
         return self._record(record, dict(self.connected), {})
 
-    def _merge(self, now_s: float) -> RoundRecord:
+    def _merge(self) -> RoundRecord:
         exchange = self.state.records[-1].following
         assert exchange is not None, "the meeting is not over"
-        cadence, changed = self._follow_links()
-        held = tuple(HeldContribution(site, now_s - one.came_s) for site, one in sorted(self.came.items()))
-        self.state = replace(self.state, held=held)
         included = tuple(sorted(self.came))
         work = [self.came[site] for site in included]
         misses = {site: dict(self.state.misses).get(site, 0) + 1 for site in self.members if site not in included}
@@ -174,9 +157,7 @@ class Meeting:
         batches = {site: self._batch(site) for site in {*self.members, *joined} - lost}
         record = RoundRecord(
             exchange,
-            self.schedule.after(exchange, cadence),
-            cadence,
-            changed,
+            self.schedule.after(exchange),
             included,
             site_weights([one.tokens for one in work], [one.steps for one in work]),
             lost=tuple(sorted(lost)),
@@ -184,19 +165,6 @@ class Meeting:
             diverged=_differing({site: self.came[site].digests for site in included}),
         )
         return self._record(record, batches, misses)
-
-    def _follow_links(self) -> tuple[SiteCadence, CadenceChange | None]:
-        """Return the cadence from now on, by what the members have measured of the round before; a round that lacks one
-        of them says nothing of the links."""
-        now, held_s = self.state.records[-1].cadence, {one.site: one.held_s for one in self.state.held}
-        links_s = {site: one.exchange_s - held_s[site] for site, one in self.came.items() if site in held_s}
-        needed = needed_steps(links_s, {site: self.came[site].step_s for site in links_s})
-        if needed is None or links_s.keys() != set(self.members):
-            return now, None
-        needs = (*self.state.needs, needed)[-LOOKS:]
-        cadence, reason = follow_links(self.schedule, now, needs)
-        self.state = replace(self.state, needs=needs)
-        return cadence, CadenceChange(now, reason) if reason else None
 
     def _batch(self, site: int) -> int:
         """Return what a site takes at most; one that has left since it contributed is found lost in the next round."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainspec_cli.policy.sites.samples import Piece
-from trainspec_cli.policy.sites.schedule import SiteCadence, SiteExchange
+from trainspec_cli.policy.sites.schedule import SiteExchange
 
 
 @dataclass(frozen=True)
@@ -21,13 +21,6 @@ class Contribution:
     """Of the shared weights on each of its ranks, after the round before."""
     saved_round: int
     """The newest round that its newest checkpoint has applied: a new start asks for those after it."""
-    step_s: float = 0.0
-    """Its training takes so long for a step; 0 where nothing is to follow from that."""
-    exchange_s: float = 0.0
-    """It had the decision of the round before, and the others' outer gradients, so long after it had sent its own; 0
-    where that was not measured."""
-    came_s: float = 0.0
-    """The meeting's clock when it arrived."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +31,6 @@ class SitePieces:
 
 
 @dataclass(frozen=True)
-class CadenceChange:
-    before: SiteCadence
-    reason: str
-
-
-@dataclass(frozen=True)
 class RoundRecord:
     """The decision of a round, the same for all sites."""
 
@@ -51,10 +38,6 @@ class RoundRecord:
     """The one that it is about."""
     following: SiteExchange | None
     """The next one; None after the last."""
-    cadence: SiteCadence
-    """From which the next one follows."""
-    changed: CadenceChange | None = None
-    """Where the round before had another."""
     included: tuple[int, ...] = ()
     """The sites whose work is merged."""
     weights: tuple[float, ...] = ()

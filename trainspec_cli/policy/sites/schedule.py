@@ -1,8 +1,8 @@
 """Which fragment of the model is exchanged at which step, and when its sum is applied (arXiv:2501.18512, section 2).
 
 A fragment is a set of layers, strided so that each has early and late ones. Steps are counted in updates that are made:
-an exchange that is sent at step 50 sends the weights after update 50. Each exchange follows from the one before it and
-the cadence that the round between them has decided, so that it is the same at every site.
+an exchange that is sent at step 50 sends the weights after update 50. Each exchange follows from the one before it, so
+that it is the same at every site.
 """
 
 from __future__ import annotations
@@ -17,16 +17,6 @@ def fragment_of(layer: int | None, fragments: int, *, is_input: bool = False) ->
     if layer is None:
         return 0 if is_input else fragments - 1
     return layer % fragments
-
-
-@dataclass(frozen=True)
-class SiteCadence:
-    """How often sites exchange."""
-
-    interval_steps: int
-    """Each fragment is exchanged every so many steps (H); a multiple of the fragments."""
-    delay_steps: int
-    """A sum is applied so many steps after it was sent (tau), at most those between two exchanges."""
 
 
 @dataclass(frozen=True)
@@ -52,27 +42,20 @@ class SiteSchedule:
 
     total_steps: int
     interval_steps: int
-    """H at the beginning, and at least."""
+    """Steps between two exchanges of a fragment (H); a multiple of the fragments."""
     fragments: int
     delay_steps: int
-    """The same of tau."""
-    max_interval_steps: int | None = None
-    """H at most, where the meeting follows the sites' links; None: it stays as it is."""
+    """Steps from sending to applying a sum (tau), at most those between two exchanges."""
 
-    @property
-    def cadence(self) -> SiteCadence:
-        """Return the one that a run begins with."""
-        return SiteCadence(self.interval_steps, self.delay_steps)
-
-    def after(self, exchange: SiteExchange, cadence: SiteCadence) -> SiteExchange | None:
+    def after(self, exchange: SiteExchange) -> SiteExchange | None:
         """Return the exchange that follows another, not before that is applied; None where it was the last one."""
         if exchange.sent_at == self.total_steps:
             return None
         number = exchange.round + 1
-        sent_at = max(exchange.sent_at + cadence.interval_steps // self.fragments, exchange.applied_at)
+        sent_at = max(exchange.sent_at + self.interval_steps // self.fragments, exchange.applied_at)
         if sent_at >= self.total_steps:
             return SiteExchange(number, tuple(range(self.fragments)), self.total_steps, self.total_steps)
-        applied_at = min(sent_at + cadence.delay_steps, self.total_steps)
+        applied_at = min(sent_at + self.delay_steps, self.total_steps)
         return SiteExchange(number, (exchange.round % self.fragments,), sent_at, applied_at)
 
 

@@ -32,8 +32,6 @@ def describe_links(sites: SitesOutlook) -> str:
 
 def site_rows(sites: SitesOutlook) -> Iterator[tuple[str, ...]]:
     yield _row("the recipe", sites.wanted)
-    if sites.settled:
-        yield _row("settles at", sites.settled)
     for one in sites.hidden:
         yield _row("hidden", one)
 

@@ -24,7 +24,7 @@ from trainspec_cli.rundir.event_types.observed import (
     UsageEvent,
     VerdictEvent,
 )
-from trainspec_cli.rundir.event_types.sites import ExchangeEvent, IntervalEvent
+from trainspec_cli.rundir.event_types.sites import ExchangeEvent
 from trainspec_cli.rundir.event_types.training import (
     CadenceEvent,
     CheckpointEvent,
@@ -48,7 +48,6 @@ EVENT_TYPES: dict[str, type[Event]] = {
     "warning": WarningEvent,
     "retry": RetryEvent,
     "exchange": ExchangeEvent,
-    "interval": IntervalEvent,
     "recovery": RecoveryEvent,
     "directive": DirectiveEvent,
     "achieved": AchievedEvent,

@@ -27,21 +27,3 @@ class ExchangeEvent(Event):
     """This rank has sent so many since its start, to the meeting point and to other sites, before encryption."""
     received_bytes: Count
     """Outer gradients of other sites that it has received since its start."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IntervalEvent(Event):
-    """A round has decided how often the sites exchange from then on, by what they have measured of their links."""
-
-    type: Literal["interval"] = "interval"
-    step: Count
-    """Updates made before it."""
-    round: Count
-    """The exchange after this round is the first that is sent so."""
-    interval_steps: Count
-    """Each fragment is exchanged every so many steps (H)."""
-    delay_steps: Count
-    """A sum is applied so many steps after it was sent (tau)."""
-    before_interval_steps: Count
-    before_delay_steps: Count
-    reason: str

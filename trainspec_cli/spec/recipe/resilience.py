@@ -42,10 +42,7 @@ class SitesSpec:
     """The file of 32 random bytes that all sites share, which nobody else may read; `--sites-secret` sets it. Nodes of
     a site read it under the same path."""
     interval_steps: PositiveInt = 100
-    """Each fragment is exchanged every so many steps (H); with `max_interval_steps` at the beginning, and at least."""
-    max_interval_steps: PositiveInt | None = None
-    """With `scheduler=auto`, H and `delay_steps` follow the measured links: they grow, H to so many steps at most,
-    where exchanges are waited for, and shrink again; a multiple of `fragments`. null: both stay."""
+    """Each fragment is exchanged every so many steps (H)."""
     fragments: PositiveInt = 4
     """Parts of the model that are exchanged in turns: of 4, each has every fourth layer. `interval_steps` is a
     multiple."""

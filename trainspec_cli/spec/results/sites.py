@@ -41,5 +41,3 @@ class SitesOutlook:
     """Data parallelism sends so many times as many bytes in the same steps."""
     loss_penalty: str
     """What is known of the loss, and its source."""
-    settled: SitesFigures | None = None
-    """What `max_interval_steps` has made of it once the meeting has followed links like these."""
