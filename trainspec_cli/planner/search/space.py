@@ -50,7 +50,7 @@ class Space:
         axes = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "zero_stage"), AUTO)
         pipeline = dict.fromkeys(("pipeline_schedule", "virtual_stages"), AUTO)
         layout = replace(self.spec.layout, **axes, **pipeline)  # type: ignore[arg-type]
-        self._open = forget_out_of_range(replace(self.spec, layout=layout))[0]
+        self._open: RunSpec = forget_out_of_range(replace(self.spec, layout=layout))[0]
         self._anyhow = self._problems({})
         """What the engine refuses in any layout is the recipe's fault, and no reason to leave a layout out."""
         self._numbers: dict[tuple[int, int], tuple[list[int], int]] = {}
