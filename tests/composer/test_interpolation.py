@@ -1,9 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from omegaconf.grammar_visitor import GrammarVisitor
 
 from trainspec_cli.composer import interpolation
 from trainspec_cli.composer.interpolation import InterpolationError, Resolver
+from trainspec_cli.json_value import JsonObject
 
 
 def test_a_reference_may_start_at_the_section_above_its_own() -> None:
@@ -93,3 +99,16 @@ def test_items_of_lists_are_named_by_their_number() -> None:
     assert (resolver.value(("one",)), resolver.value(("two",))) == (5, 6)
     with pytest.raises(InterpolationError, match="not found"):
         resolver.value(("no",))
+
+
+def test_references_that_omegaconf_2_4_has_parsed_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 2.3 its visitor hands over a reference's text, from 2.4 on a NodeInterpolationKey, whose `raw` it is."""
+
+    class Visitor(GrammarVisitor):
+        def __init__(self, refer: Callable[[Any, Any], Any], call: Callable[..., Any], memo: Any):
+            super().__init__(lambda key, seen: refer(SimpleNamespace(raw=getattr(key, "raw", key)), seen), call, memo)
+
+    monkeypatch.setattr(interpolation, "GrammarVisitor", Visitor)
+    written: JsonObject = {"a": {"b": 1, "near": "${.b}"}, "far": "${a.b}"}
+    resolver = Resolver(written, {})
+    assert (resolver.value(("a", "near")), resolver.value(("far",))) == (1, 1)

@@ -15,7 +15,7 @@ from trainspec_cli.reading.files import UnreadableFileError, exists, expand
 from trainspec_cli.reading.yaml_file import read_versioned_yaml
 from trainspec_cli.reporter.style import Style
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session.recipe.load import examine, load, require
+from trainspec_cli.session.recipe.load import examine, require, without_uncounted
 from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ def show(
 ) -> None:
     """Print the composed recipe, each value with the file:line it comes from."""
     examined = examine(arguments)
-    hopeless = examined.problems and (as_json or RECIPE in examined.composed.failed)
+    hopeless = without_uncounted(examined.problems) and (as_json or RECIPE in examined.composed.failed)
     if diff is None and not hopeless:
         print(_whole(examined.composed, as_json), end="")
-    require(examined.problems)
+    require(without_uncounted(examined.problems))
     if diff is not None:
         print(_difference(examined.composed, _compose_other(diff), diff, as_json))
 
@@ -65,7 +65,9 @@ def _compose_other(other: str) -> JsonObject:
         if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
             raise RecipeError(f"{file} holds no composed recipe", code="bad_yaml")
         return values
-    return load([f"recipe={other}"]).composed.data
+    examined = examine([f"recipe={other}"])
+    require(without_uncounted(examined.problems))
+    return examined.composed.data
 
 
 def _difference(composed: Composed, other: JsonObject, other_name: str, as_json: bool) -> str:

@@ -57,7 +57,7 @@ def _summary(recipe: str, plan: Plan) -> str:
     units = format_count(spec.train.max_steps * plan.tokens_per_step)
     length = f" x {spec.data.seq_len} tokens" if spec.data.unit == "tokens" else " samples"
     is_counted = not isinstance(spec.model, OwnModel) or spec.model.block_params
-    counted = "" if is_counted else " and those of its blocks, which a launch counts"
+    counted = "" if is_counted else " and those of its blocks, which a plan counts"
     first = "" if spec.batching.schedule.kind == "constant" else " at first"
     return (
         f"{recipe} is valid: {spec.model.name or spec.model.family}, {format_count(plan.params)} parameters{counted}, "

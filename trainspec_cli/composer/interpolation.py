@@ -99,7 +99,8 @@ class Resolver:
     def _resolve_text(self, path: Path, written: str) -> _Resolved:
         counts: list[int] = []
 
-        def refer(key: str, memo: object) -> Any:
+        def refer(parsed: Any, memo: object) -> Any:
+            key: str = getattr(parsed, "raw", parsed)  # omegaconf 2.4 hands over a NodeInterpolationKey, 2.3 its text
             target = self._resolve(_target(key, path))
             if isinstance(target.value, str) and target.value == MISSING:
                 raise InterpolationError(f"`{key}` has no value")

@@ -89,7 +89,7 @@ COUNT_BLOCK = Tool(
     messages.BlockCount,
     "the count of a block's parameters",
     "block_failed",
-    hint="type model.block_params=NUMBER to launch without it",
+    hint="type model.block_params=NUMBER to go without it",
     timeout_s=600.0,
 )
 TRACE = Tool("trace", messages.TraceRequest, messages.TraceResult, "the trace", "trace_failed")

@@ -20,7 +20,7 @@ from trainspec_cli.planner.hardware.topology import Fabric
 from trainspec_cli.planner.memory.engine.run import outer_bytes_of
 from trainspec_cli.planner.memory.fit import SURELY, expected_step_s, fit_probability
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
-from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
+from trainspec_cli.planner.memory.predict import layer_memory, memory_within
 from trainspec_cli.planner.optimizer import moment_bytes
 from trainspec_cli.planner.run.batches import main_size, predict_sizes
 from trainspec_cli.planner.search.search import (
@@ -318,8 +318,8 @@ def largest_micro_batch(candidate: Candidate, setup: Setup, wanted: AutoInt) -> 
     usual = candidate.micro_batch_size
 
     def fits(size: int) -> bool:
-        stages = predict_memory(replace(setup, micro_batch_size=float(size)), candidate.recompute)
-        return max(stage.total_bytes for stage in stages) <= candidate.memory_limit_bytes
+        tried = replace(setup, micro_batch_size=float(size))
+        return memory_within(tried, candidate.recompute, candidate.memory_limit_bytes) is not None
 
     return largest_that_fits(usual, 2 * usual if wanted == AUTO else int(wanted), fits)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.frameworks import estimate_memory, memory_limit_bytes
-from trainspec_cli.planner.memory.predict import predict_memory
+from trainspec_cli.planner.memory.predict import memory_within, predict_memory
 from trainspec_cli.planner.setup import Setup
 from trainspec_cli.planner.time.step import LayersPart, MicroBatch, micro_batch, own_work_s, recompute_part_s
 from trainspec_cli.planner.workload import head_work, layer_works
@@ -67,13 +67,12 @@ def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, t
     times = planned_times(micro_batch(setup, groups, eff), setup)
     limit_bytes = memory_limit_bytes(setup.fabric.chip)
     best = replace(setup, layout=cut(times, setup.layout))
-    taken = predict_memory(best, recompute)
-    if _fullest_bytes(taken) <= limit_bytes:
+    if taken := memory_within(best, recompute, limit_bytes):
         return best, taken
-    even = taken if best == setup else predict_memory(setup, recompute)
+    even = predict_memory(setup, recompute)
     bounded = replace(setup, layout=cut(times, setup.layout, rough_room(setup, even)))
-    taken = even if bounded == setup else predict_memory(bounded, recompute)
-    return (bounded, taken) if _fullest_bytes(taken) <= limit_bytes else (setup, even)
+    taken = None if bounded == setup else memory_within(bounded, recompute, limit_bytes)
+    return (bounded, taken) if taken else (setup, even)
 
 
 def rough_room(setup: Setup, memory: Sequence[MemoryBreakdown]) -> Room:

@@ -7,10 +7,9 @@ consecutive layers, numbered along the model; a rank holds one of them, or sever
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from trainspec_cli.policy.partition.cut import cut_evenly
 from trainspec_cli.spec.recipe.layout import Layout
@@ -18,8 +17,7 @@ from trainspec_cli.spec.recipe.layout import Layout
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
 
-@dataclass(frozen=True)
-class Action:
+class Action(NamedTuple):
     kind: Kind
     stage: int
     micro_batch: int
@@ -104,44 +102,33 @@ def _fill_bubbles(stages: tuple[tuple[int, ...], ...], micro_batches: int) -> tu
     1F1B's fullest stage.
     """
     num_stages = sum(map(len, stages))
-    done: _Done = {kind: [0] * num_stages for kind in _SPLIT_KINDS}
+    forwards = [0] * num_stages  # micro-batches of each stage that have finished the pass
+    inputs = [0] * num_stages
+    weights = [0] * num_stages
+    done: dict[Kind, list[int]] = {"forward": forwards, "backward_input": inputs, "backward_weight": weights}
+
+    def choose(own: Sequence[int]) -> tuple[Kind, int] | None:
+        """Return the next possible pass of a rank, later stages first: their gradients are awaited longest."""
+        for stage in reversed(own):
+            index = inputs[stage]
+            if forwards[stage] > index and (stage == num_stages - 1 or inputs[stage + 1] > index):
+                return "backward_input", stage
+        is_full = forwards[own[0]] - weights[own[0]] >= len(stages)
+        for stage in reversed(own):
+            index = forwards[stage]
+            held_back = is_full and stage == own[0]
+            if index < micro_batches and not held_back and (stage == 0 or forwards[stage - 1] > index):
+                return "forward", stage
+        return next((("backward_weight", stage) for stage in reversed(own) if inputs[stage] > weights[stage]), None)
+
     orders: list[list[Action]] = [[] for _ in stages]
     left = 3 * num_stages * micro_batches
     while left:
-        taken = [_choose(own, len(stages), micro_batches, done) for own in stages]
-        for order, action in zip(orders, taken, strict=True):
-            if action is not None:
-                order.append(action)
-                done[action.kind][action.stage] += 1
+        taken = [choose(own) for own in stages]
+        for order, chosen in zip(orders, taken, strict=True):
+            if chosen is not None:
+                kind, stage = chosen
+                order.append(Action(kind, stage, done[kind][stage]))
+                done[kind][stage] += 1
                 left -= 1
     return tuple(map(tuple, orders))
-
-
-_Done = dict[Kind, list[int]]
-"""The number of micro-batches that have finished each kind of pass of each stage."""
-
-
-def _choose(stages: Sequence[int], most: int, micro_batches: int, done: _Done) -> Action | None:
-    """Return the next possible action of a rank of `stages`, later stages first: their gradients are awaited
-    longest."""
-    full = done["forward"][stages[0]] - done["backward_weight"][stages[0]] >= most
-    for kind in _SPLIT_KINDS:
-        for stage in reversed(stages):
-            index = done[kind][stage]
-            held_back = full and kind == "forward" and stage == stages[0]
-            if index < micro_batches and not held_back and _is_ready(kind, stage, index, done):
-                return Action(kind, stage, index)
-    return None
-
-
-def _is_ready(kind: Kind, stage: int, index: int, done: _Done) -> bool:
-    """Return True if everything that a pass needs is done."""
-    if kind == "forward":
-        return stage == 0 or done["forward"][stage - 1] > index
-    if kind == "backward_weight":
-        return done["backward_input"][stage] > index
-    last = stage == len(done["forward"]) - 1
-    return done["forward"][stage] > index and (last or done["backward_input"][stage + 1] > index)
-
-
-_SPLIT_KINDS: tuple[Kind, ...] = ("backward_input", "forward", "backward_weight")

@@ -32,7 +32,7 @@ except ImportError:  # the machine lacks it, and its pip has a copy
 from .record import last_lines, read_json
 
 WANTED = (
-    *("hydra-core>=1.3.2,<1.4", "omegaconf>=2.3,<2.4", "typer>=0.15", "rich>=13.7", "psutil>=5.9", "jinja2>=3.1"),
+    *("hydra-core>=1.3.2,<1.4", "omegaconf>=2.3,<2.4", "typer>=0.19", "rich>=13.7", "psutil>=5.9", "jinja2>=3.1"),
     *("nvidia-ml-py>=12.535", "safetensors>=0.4.3", "tokenizers>=0.20", "pytest>=8.2", "pytest-timeout>=2.3"),
     *("pytest-xdist>=3.6", "hypothesis>=6.100", "hatchling>=1.26", "packaging>=24"),
     *("torchao>=0.17", "liger-kernel>=0.8", "fla-core>=0.6", "torchtitan>=0.3"),

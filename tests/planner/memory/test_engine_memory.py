@@ -359,7 +359,7 @@ def test_what_cannot_be_counted_is_said() -> None:
 def test_a_rank_with_more_layers_than_the_first_is_counted() -> None:
     """Every rank's count is its own, or that of an earlier one that holds as much; the fullest is the run's."""
     plan = plan_of(Run("llama_6m", {"pp": 4, "stage_layers": (1, 3, 1, 1)}, micro_batches=8, seq_len=256))
-    own, found = [engine_peak(run_of(plan), rank) for rank in range(4)], rank_peaks(run_of(plan))
+    own, found = [engine_peak(run_of(plan), rank) for rank in range(4)], list(rank_peaks(run_of(plan)))
     assert found == [own[0], own[1], own[0], own[3]]
     assert sum(own[2].values()) <= sum(own[0].values()) < sum(own[1].values())
     assert tensors_by_cause(plan) == own[1]

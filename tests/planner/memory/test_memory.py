@@ -21,7 +21,7 @@ from trainspec_cli.planner.memory.frameworks import (
     state_bytes,
     step_bytes,
 )
-from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
+from trainspec_cli.planner.memory.predict import layer_memory, memory_within, predict_memory
 from trainspec_cli.planner.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.planner.workload import count_params
 from trainspec_cli.spec.recipe.layout import Layout
@@ -210,6 +210,9 @@ def test_an_eager_run_of_the_engine_is_counted_tensor_by_tensor(layout: Layout, 
     """And what no tensor takes is added: holes, communicators, the context, and the reserve over all."""
     setup = setup_of(layout=layout, software=EAGER)
     found = predict_memory(setup, recompute)
+    fullest_bytes = max(stage.total_bytes for stage in found)
+    assert memory_within(setup, recompute, fullest_bytes) == found
+    assert memory_within(setup, recompute, 0.99 * fullest_bytes) is None
     wanted = EngineRun(setup.model, layout, 8192, 1, 8, "bf16", "fp32", recompute, 8.0, "bf16")  # type: ignore[arg-type]
     wanted = replace(wanted, layout=replace(layout, sequence_parallel=False))
     assert len(found) == layout.pp and len(set(found[:-1])) <= 1

@@ -11,9 +11,12 @@ from lab import own_model
 from trainspec_cli.__main__ import run
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.planner.capacity import plan_capacity
-from trainspec_cli.session.recipe.load import load_for_planning, load_to_run
+from trainspec_cli.planner.workload import count_params
+from trainspec_cli.session.recipe.load import load, load_for_planning
+from trainspec_cli.session.recipe.no_recipe import with_defaults
 from trainspec_cli.spec.own_code import describe_code
 from trainspec_cli.spec.recipe.model import OwnModel
+from trainspec_cli.spec.recipe.run import RunSpec
 
 CODE = """
 from pathlib import Path
@@ -64,12 +67,24 @@ def test_the_parameters_of_a_block_are_counted_where_the_recipe_leaves_them_out(
     recipe = ("recipe=tiny", "model=own", "model.block=mine.py:Averager", "model.hidden_size=64", "precision=fp32")
     assert run(["validate", *recipe]) == 0
     assert "imported" not in capsys.readouterr().out, "it runs nothing"
-    with pytest.raises(RecipeError) as refused:
-        load_for_planning(recipe)
-    assert [problem.path for problem in refused.value.problems] == ["model.block_params"]
-    model = load_to_run(recipe).spec.model
-    assert isinstance(model, OwnModel)
-    assert model.block_params == own_model.BLOCK_PARAMS
-    with pytest.raises(RecipeError) as refused:
-        load_to_run((*recipe, "optim.lrr=1"))
-    assert [problem.path for problem in refused.value.problems] == ["optim.lrr"], "a launch counts the rest"
+    assert run(["show", *recipe]) == 0
+    assert "imported" not in capsys.readouterr().out, "nor does it"
+    assert block_params(load_for_planning(recipe).spec) == own_model.BLOCK_PARAMS
+    for asked in (load, load_for_planning):
+        with pytest.raises(RecipeError) as refused:
+            asked((*recipe, "optim.lrr=1"))
+        assert [problem.path for problem in refused.value.problems] == ["optim.lrr"], "the rest is counted"
+
+
+def test_the_usual_length_of_a_run_follows_from_a_count_of_its_blocks() -> None:
+    model = ("model=own", f"model.block={own_model.__file__}:Averager", "model.hidden_size=64", "cluster=h100")
+    arguments, usual = with_defaults(model)
+    spec = load_for_planning(arguments).spec
+    assert block_params(spec) == own_model.BLOCK_PARAMS
+    tokens = next(value for key, _, value in (one.partition("=") for one in usual) if key == "train.tokens")
+    assert float(tokens) == pytest.approx(20 * count_params(spec.model), rel=0.01)
+
+
+def block_params(spec: RunSpec) -> int | None:
+    assert isinstance(spec.model, OwnModel)
+    return spec.model.block_params

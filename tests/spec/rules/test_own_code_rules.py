@@ -43,7 +43,7 @@ def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("changes", "values", "path", "hint"),
     [
         ({"block": ""}, {}, "model.block", "type model.block=FILE.py:NAME"),
-        ({"block_params": None}, {}, "model.block_params", "`trainspec launch` counts them"),
+        ({"block_params": None}, {}, "model.block_params", "type model.block_params=NUMBER"),
         ({"block": "mine.py:Blok"}, {}, "model.block", "did you mean `Block`?"),
         ({"block": "none.py:Block"}, {}, "model.block", "did you mean `mine.py`?"),
         ({"block": "mine.py:narrow"}, {}, "model.block", "define it as narrow(hidden_size, layer, *, width)"),

@@ -14,14 +14,7 @@ def latency_s(group: Group, eff: Efficiency) -> float:
     """Latency of one ring or tree pass, in seconds: hops inside a domain, and a tree across each tier beyond."""
     if group.size <= 1:
         return 0.0
-    hops, described_s = 0.0, 0.0
-    inside = ((min(group.per_domain, 8) - 1, group.link_latency_s),)
-    across = ((2.0 * (joined - 1).bit_length(), latency) for joined, latency in group.spans)
-    for passes, latency in (*inside, *across):
-        if latency is None:
-            hops += passes
-        else:
-            described_s += passes * latency
+    hops, described_s = group.hops
     return eff.collective_latency_s + hops * eff.hop_latency_s + described_s
 
 

@@ -58,6 +58,11 @@ class Fabric:
     """Latency of a message inside a scale-up domain; None: the planner's own hop."""
     name: str = ""
 
+    @cached_property
+    def groups(self) -> dict[tuple[int, int], tuple[Efficiency, Group]]:
+        """Groups of ranks by their size and stride, and the efficiencies that they were described for."""
+        return {}
+
     @property
     def speaks_gloo(self) -> bool:
         """Return whether collectives are gloo's, as between CPUs."""
@@ -124,10 +129,30 @@ class Group:
         joined = (-(-outside // inside) for inside, outside in pairwise((*insides, self.size)))
         return tuple(zip(joined, latencies, strict=True))
 
+    @cached_property
+    def hops(self) -> tuple[float, float]:
+        """Return the hops of one ring or tree pass over links whose latency is the planner's own, and the seconds of
+        those over links that state theirs."""
+        hops = 0.0
+        stated_s = 0.0
+        inside = ((min(self.per_domain, 8) - 1, self.link_latency_s),)
+        across = ((2.0 * (joined - 1).bit_length(), latency) for joined, latency in self.spans)
+        for passes, latency in (*inside, *across):
+            if latency is None:
+                hops += passes
+            else:
+                stated_s += passes * latency
+        return hops, stated_s
+
 
 def group_of(fabric: Fabric, size: int, stride: int, eff: Efficiency) -> Group:
-    """`size` ranks, `stride` apart in the rank order."""
-    return group_with(fabric, size, lambda devices: ranks_inside(devices, size, stride), eff)
+    """`size` ranks, `stride` apart in the rank order. The fabric keeps the group: a search asks for a few hundred of
+    them tens of thousands of times."""
+    kept = fabric.groups.get((size, stride))
+    if kept is None or kept[0] is not eff:
+        group = group_with(fabric, size, lambda devices: ranks_inside(devices, size, stride), eff)
+        kept = fabric.groups[size, stride] = eff, group
+    return kept[1]
 
 
 def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Efficiency) -> Group:

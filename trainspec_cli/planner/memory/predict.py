@@ -7,6 +7,7 @@ estimate, at most `SLACK` times the answer, so that a search drops nothing that 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -30,11 +31,27 @@ from trainspec_cli.spec.results.prediction import MemoryBreakdown
 def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
     """Return the memory of each pipeline stage: counted for a run of trainspec's own engine, eager or with compiled
     blocks that are counted, and estimated as of frameworks in general for any other."""
+    return tuple(_predict_stages(setup, recompute))
+
+
+def memory_within(setup: Setup, recompute: str, limit_bytes: float) -> tuple[MemoryBreakdown, ...] | None:
+    """Return what `predict_memory` does; None where a stage takes more than the limit, and no other stage is counted
+    after that one."""
+    stages: list[MemoryBreakdown] = []
+    for stage in _predict_stages(setup, recompute):
+        if stage.total_bytes > limit_bytes:
+            return None
+        stages.append(stage)
+    return tuple(stages)
+
+
+def _predict_stages(setup: Setup, recompute: str) -> Iterator[MemoryBreakdown]:
     run = _run_of(setup, recompute)
     if run is None:
-        return estimate_memory(setup)
-    return tuple(
-        with_overhead(
+        yield from estimate_memory(setup)
+        return
+    for peak in rank_peaks(run):
+        yield with_overhead(
             setup,
             DEFAULT_MEMORY,
             parameters=peak["parameters"] + peak["gathered"],
@@ -45,8 +62,6 @@ def predict_memory(setup: Setup, recompute: str) -> tuple[MemoryBreakdown, ...]:
             buffers=peak["collectives"],
             counted=True,
         )
-        for peak in rank_peaks(run)
-    )
 
 
 def layer_memory(setup: Setup, recompute: str) -> LayerMemory:

@@ -5,6 +5,7 @@ Searches that differ in what they may choose, and not in the model, the software
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from trainspec_cli.planner.cut import cut, is_open, mean_times
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import Group, axis_groups
-from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software
+from trainspec_cli.planner.setup import RECOMPUTE, Recompute, Setup, Software, changed
 from trainspec_cli.planner.time.compute import EIGHT_BIT
 from trainspec_cli.planner.time.step import (
     MicroBatch,
@@ -44,7 +45,7 @@ class Costs:
         self._densities: dict[tuple[object, ...], _Density] = {}
 
     def setup(self, layout: Layout, micro: int, accum: int, recompute: str = "none", *, offload: bool = False) -> Setup:
-        return replace(
+        return changed(
             self.template,
             layout=layout,
             micro_batch_size=float(micro),
@@ -147,10 +148,17 @@ class _Density(NamedTuple):
         return sent.times * each_s + max(0.0, sent.across_s - beside_s / 2)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def costs_of(template: Setup, softwares: tuple[tuple[Sharding, Software], ...], eff: Efficiency) -> Costs:
-    """Return the costs that searches with the same of all these share."""
-    return Costs(template, dict(softwares), eff)
+    """Return the costs that searches with the same of all these share. Searches that differ in the replica groups alone
+    share all but the exchanges."""
+    alike = replace(template, replica_groups=1)
+    if template == alike:
+        return Costs(template, dict(softwares), eff)
+    costs = copy(costs_of(alike, softwares, eff))
+    costs.template = template
+    costs._least_exchange_s = {}
+    return costs
 
 
 def part_key(setup: Setup) -> tuple[object, ...]:

@@ -8,17 +8,19 @@ from dataclasses import dataclass, field, replace
 from typing import cast
 
 from trainspec_cli.errors import Problem
+from trainspec_cli.planner.setup import changed
 from trainspec_cli.policy.batch.division import count_micro_batches, turns_of
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec, PipelineSchedule, ZeroStage
 from trainspec_cli.spec.recipe.model import ModelSpec, TextModel
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.rules.batching import measurable_noise
-from trainspec_cli.spec.rules.check import apply
+from trainspec_cli.spec.rules.check import apply, apply_in_range
 from trainspec_cli.spec.rules.comm import exchanged
 from trainspec_cli.spec.rules.elastic import whole_hosts
 from trainspec_cli.spec.rules.engine import BUILT
 from trainspec_cli.spec.rules.kernels import KERNEL_RULES
+from trainspec_cli.spec.rules.values import forget_out_of_range
 
 MIN_TOKENS_PER_RANK = 512
 """Context parallelism does not cut sequences finer."""
@@ -47,9 +49,12 @@ class Space:
     def __post_init__(self) -> None:
         axes = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "zero_stage"), AUTO)
         pipeline = dict.fromkeys(("pipeline_schedule", "virtual_stages"), AUTO)
-        self._open = replace(self.spec, layout=replace(self.spec.layout, **axes, **pipeline))  # type: ignore[arg-type]
+        layout = replace(self.spec.layout, **axes, **pipeline)  # type: ignore[arg-type]
+        self._open: RunSpec = forget_out_of_range(replace(self.spec, layout=layout))[0]
         self._anyhow = self._problems({})
         """What the engine refuses in any layout is the recipe's fault, and no reason to leave a layout out."""
+        self._numbers: dict[tuple[int, int], tuple[list[int], int]] = {}
+        """By the samples of a rank and the turns: the numbers of micro-batches, and how many others are left out."""
         self._runs: dict[tuple[tuple[str, object], ...], bool] = {}
         compressed = self.spec.comm.gradients not in ("full", AUTO) or self.spec.comm.parameters != "full"
         self._limits_exchanges = compressed or self.spec.comm.across_nodes is not None
@@ -109,7 +114,7 @@ class Space:
 
     def _problems(self, axes: dict[str, object]) -> list[Problem]:
         layout = replace(self._open.layout, **axes)  # type: ignore[arg-type]
-        return apply((*BUILT, *KERNEL_RULES), replace(self._open, layout=layout))
+        return apply_in_range((*BUILT, *KERNEL_RULES), replace(self._open, layout=layout))
 
     def _fills(self, layout: Layout, accum: int) -> bool:
         """Return whether a zero-bubble schedule has a micro-batch a stage, without which it gains nothing."""
@@ -171,7 +176,7 @@ class Space:
             if elastic and not self._divides_into_groups(replicate, groups):
                 continue
             for stage in self._stages(shard, replicate):
-                yield replace(base, dp_replicate=replicate, dp_shard=shard, zero_stage=stage)
+                yield changed(base, dp_replicate=replicate, dp_shard=shard, zero_stage=stage)
 
     def _divides_into_groups(self, replicate: int, groups: int | None) -> bool:
         """Return whether the replicas make whole replica groups, and each node holds whole groups or a part of one."""
@@ -201,16 +206,22 @@ class Space:
             for etp in [1] if wanted.etp == AUTO else [int(wanted.etp)]:
                 fine = self._keep(ranks % (ep * etp) == 0, "ep does not divide the ranks that share experts")
                 if fine and self._is_run(tp=base.tp, cp=base.cp, dp_shard=base.dp_shard, ep=ep, etp=etp):
-                    yield replace(base, ep=ep, etp=etp)
+                    yield changed(base, ep=ep, etp=etp)
 
     def _micro_batches(self, per_rank: int, turns: int) -> Sequence[int]:
         """Return the numbers of micro-batches to try, each once."""
-        pinned = self.spec.batching.micro_batch_size
-        powers = [2**power for power in range(MAX_MICRO_BATCHES) if 2**power < per_rank]
-        sizes = [*powers, per_rank] if pinned == AUTO else [int(pinned)]
-        numbers = dict.fromkeys(count_micro_batches(per_rank, size, turns) for size in sizes)
-        most = per_rank if self.spec.layout.pipeline_schedule == AUTO else max(numbers)
-        return [n for n in numbers if self._keep(n <= most, "fewer samples a rank than micro-batches of a turn")]
+        key = per_rank, turns
+        if key not in self._numbers:
+            pinned = self.spec.batching.micro_batch_size
+            powers = [2**power for power in range(MAX_MICRO_BATCHES) if 2**power < per_rank]
+            sizes = [*powers, per_rank] if pinned == AUTO else [int(pinned)]
+            numbers = dict.fromkeys(count_micro_batches(per_rank, size, turns) for size in sizes)
+            most = per_rank if self.spec.layout.pipeline_schedule == AUTO else max(numbers)
+            self._numbers[key] = [n for n in numbers if n <= most], sum(n > most for n in numbers)
+        kept, left_out = self._numbers[key]
+        if left_out:
+            self.refused["fewer samples a rank than micro-batches of a turn"] += left_out
+        return kept
 
     def _schedules(self, base: Layout) -> Iterator[Layout]:
         wanted = self.spec.layout
@@ -227,7 +238,7 @@ class Space:
             for chunks in self._chunks(schedule, base.pp, layers):
                 if not self._is_run(pp=base.pp, pipeline_schedule=schedule, virtual_stages=chunks):
                     continue
-                yield replace(base, pipeline_schedule=schedule, virtual_stages=chunks, stage_layers=wanted.stage_layers)
+                yield changed(base, pipeline_schedule=schedule, virtual_stages=chunks, stage_layers=wanted.stage_layers)
 
     def _chunks(self, schedule: PipelineSchedule, pp: int, layers: int) -> Sequence[int]:
         wanted = self.spec.layout.virtual_stages
@@ -261,7 +272,9 @@ def total_replicas(spec: RunSpec) -> int | None:
 def one_group(spec: RunSpec, layout: Layout) -> tuple[Layout, int]:
     """-> (the layout of a replica group, the number of groups): a search counts the replicas of all groups."""
     groups = asked_groups(spec) or layout.dp_replicate
-    return replace(layout, dp_replicate=layout.dp_replicate // groups), groups
+    if groups == 1:
+        return layout, 1
+    return changed(layout, dp_replicate=layout.dp_replicate // groups), groups
 
 
 def open_layout(spec: RunSpec) -> LayoutSpec:

@@ -354,31 +354,31 @@ def exchanges_of(
     Replica groups exchange as they run: each has its own data parallelism, and then the ranks of one number sum over
     the groups what each of them has summed.
     """
-    inside = setup.group_layout
-    number = setup.layout.dp_replicate // inside.dp_replicate
+    layout = setup.group_layout
+    number = setup.layout.dp_replicate // layout.dp_replicate
+    groups_s = 0.0
     if setup.replica_groups != 1 and number > 1:
-        alone = replace(setup, layout=inside, replica_groups=1)
-        own = params / inside.shards + expert_params / inside.expert_shards
-        sent = exchanges_of(params, expert_params, alone, axis_groups(inside, setup.fabric, eff), eff)
-        return replace(sent, across_s=sent.across_s + across_groups_s(own, number, setup, eff))
+        own = params / layout.shards + expert_params / layout.expert_shards
+        groups_s = across_groups_s(own, number, setup, eff)
+        groups = axis_groups(layout, setup.fabric, eff)
     gradients = setup.trainable * setup.software.reduce_bytes
-    if setup.layout.shards_parameters:
+    if layout.shards_parameters:
         shard, expert = groups["dp_shard"], groups["expert_dp"]
         gather = gather_s(shard, 2.0 * setup.sharded * params, setup, eff)
         gather += gather_s(expert, 2.0 * expert_params, setup, eff)
         scatter = setup.trainable * scatter_s(shard, setup.software.reduce_bytes * params, setup, eff)
         scatter += setup.trainable * scatter_s(expert, setup.software.reduce_bytes * expert_params, setup, eff)
         across = sum_s(groups["dp_replicate"], gradients * params / shard.size, setup, eff)
-        return DataParallelExchange(gather, gather + scatter, setup.grad_accum, across)
+        return DataParallelExchange(gather, gather + scatter, setup.grad_accum, across + groups_s)
     dense, expert = groups["dp"], groups["expert_dp"]
-    if setup.layout.dp_shard == 1:  # DDP
+    if layout.dp_shard == 1:  # DDP
         reduce = sum_s(dense, params * gradients, setup, eff) + sum_s(expert, expert_params * gradients, setup, eff)
-        return DataParallelExchange(0.0, reduce)
+        return DataParallelExchange(0.0, reduce, across_s=groups_s)
     reduce = scatter_s(dense, params * gradients, setup, eff)
     reduce += scatter_s(expert, expert_params * gradients, setup, eff)
     gather = gather_s(dense, params * setup.trainable * 2.0, setup, eff)
     gather += gather_s(expert, expert_params * setup.trainable * 2.0, setup, eff)
-    return DataParallelExchange(gather, reduce)
+    return DataParallelExchange(gather, reduce, across_s=groups_s)
 
 
 def across_groups_s(params: float, number: int, setup: Setup, eff: Efficiency) -> float:

@@ -30,7 +30,7 @@ from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.session import Session, rehearse, start, write_down
 from trainspec_cli.session.launching.sites import SiteOptions, load_site
 from trainspec_cli.session.planning.profile import with_profile
-from trainspec_cli.session.recipe.load import Loaded, load_to_run, plan_on, this_machine
+from trainspec_cli.session.recipe.load import Loaded, load, plan_on, this_machine
 from trainspec_cli.session.runs.find import check_name_free
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
@@ -68,7 +68,7 @@ def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole |
     """Train a recipe on this node in a process of its own, and wait for its end; return the run, whose result says how
     it ended. With a `console`, progress is shown on it. An interrupt is passed on, and the run's checkpoint waited for.
     Raises TrainspecError where it is refused before."""
-    loaded = load_to_run(arguments)
+    loaded = load(arguments)
     session = _prepare(loaded, NodeOptions(), force=force, as_json=False)
     if console:
         session = replace(session, console=console)

@@ -13,7 +13,7 @@ from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.launcher.job.place import listen, listening_address
 from trainspec_cli.rundir.generations import read_secret
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.session.recipe.load import Loaded, load_to_run
+from trainspec_cli.session.recipe.load import Loaded, load
 from trainspec_cli.spec.recipe.resilience import FIRST_SITE
 from trainspec_cli.spec.recipe.run import RunSpec
 from trainspec_cli.spec.results.plan import Plan
@@ -79,8 +79,8 @@ def check_site(spec: RunSpec) -> None:
 def load_site(arguments: Sequence[str], options: SiteOptions) -> Loaded:
     """Load a recipe with the options of its site. Raises RecipeError."""
     if options.given:
-        options.check(load_to_run(arguments).spec)
-    return load_to_run([*arguments, *options.as_arguments])
+        options.check(load(arguments).spec)
+    return load([*arguments, *options.as_arguments])
 
 
 @contextmanager

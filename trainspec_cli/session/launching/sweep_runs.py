@@ -24,7 +24,7 @@ from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.launching.detach import spawn_resume
 from trainspec_cli.session.launching.session import Session, write_down
 from trainspec_cli.session.launching.sweep import Sweep, sweep_arguments
-from trainspec_cli.session.recipe.load import load_to_run, plan_on, this_machine
+from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
@@ -107,7 +107,7 @@ def _sessions(
     have."""
     keys = [key for key, _ in sweeps]
     for values, point in sweep_arguments(arguments, sweeps):
-        loaded = load_to_run(point)
+        loaded = load(point)
         if loaded.spec.run.dir != AUTO and "run.dir" not in keys:
             message = f"`run.dir` is {loaded.spec.run.dir}, and each run of a sweep needs a folder of its own"
             raise RecipeError(Problem("usage", message, "run.dir", "leave run.dir out"))

@@ -55,21 +55,34 @@ class Examined:
     """Located, in the order they are read."""
 
 
-def load(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
-    """Return what `recipe=NAME key=value ...` asks for. Raises RecipeError with every problem, located."""
-    examined = examine(arguments, cwd)
-    require(examined.problems)
+def load(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Loaded:
+    """Return what `recipe=NAME key=value ...` asks for. Raises RecipeError with every problem, located, and as
+    `with_counted_block`. A run that is planned and not started (`to_run`) needs no data here, nor an engine that is
+    able to run it."""
+    examined = examine(arguments, cwd, to_run=to_run)
+    problems = examined.problems
+    if not to_run:
+        lacks_data = [p for p in problems if p.path in DATA_PATHS and p.code in ("missing_file", "missing_value")]
+        problems = [problem for problem in problems if problem not in lacks_data]
+    others = without_uncounted(problems)
+    require(others)
+    if len(others) < len(problems):
+        return load(with_counted_block(arguments, examined), cwd, to_run=to_run)
     return Loaded(examined.draft, examined.composed)
 
 
-def load_to_run(arguments: Sequence[str]) -> Loaded:
-    """Load a recipe whose code is going to run here. Where the number of its blocks' parameters is missing, they
-    are counted by a process that makes a block. Raises as `load`, and MachineError where nothing can be counted."""
-    examined = examine(arguments)
-    others = without_uncounted(examined.problems)
-    require(others)
-    if len(others) == len(examined.problems):
-        return Loaded(examined.draft, examined.composed)
+def load_for_planning(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
+    """Load a run that is planned and not started, as `load` does."""
+    return load(arguments, cwd, to_run=False)
+
+
+def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str]:
+    """Return the arguments, with the number of parameters of a user-defined block where that is all that is wrong with
+    the model: another process makes a block and counts. Raises RecipeError where the block cannot be made, and
+    MachineError where the process fails."""
+    about_model = [problem for problem in examined.problems if problem.path.partition(".")[0] == "model"]
+    if not about_model or without_uncounted(about_model):
+        return list(arguments)
     from trainspec_cli.launcher.tools import COUNT_BLOCK, run_tool  # loads the launcher, which plans do without
     from trainspec_cli.spec.results.tools import BlockRequest  # as above
 
@@ -78,20 +91,12 @@ def load_to_run(arguments: Sequence[str]) -> Loaded:
     counted = run_tool(COUNT_BLOCK, BlockRequest(model))
     if counted.problem:
         raise RecipeError(examined.composed.locate([counted.problem]))
-    return load([*arguments, f"{BLOCK_PARAMS}={counted.params}"])
+    return [*arguments, f"{BLOCK_PARAMS}={counted.params}"]
 
 
 def without_uncounted(problems: Sequence[Problem]) -> list[Problem]:
-    """Return the problems but for the missing number of a block's parameters, which a launch counts."""
+    """Return the problems except the missing number of a block's parameters, which `load` counts."""
     return [problem for problem in problems if (problem.code, problem.path) != ("missing_value", BLOCK_PARAMS)]
-
-
-def load_for_planning(arguments: Sequence[str], cwd: Path | None = None) -> Loaded:
-    """Load a run that is planned and not started: its data need not be here, nor this engine able to run it."""
-    examined = examine(arguments, cwd, to_run=False)
-    lacks_data = [p for p in examined.problems if p.path in DATA_PATHS and p.code in ("missing_file", "missing_value")]
-    require([problem for problem in examined.problems if problem not in lacks_data])
-    return Loaded(examined.draft, examined.composed)
 
 
 def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Examined:

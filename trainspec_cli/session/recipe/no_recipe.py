@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from trainspec_cli.composer.origins import RECIPE
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.planner.workload import count_params
-from trainspec_cli.session.recipe.load import examine
+from trainspec_cli.session.recipe.load import examine, with_counted_block
 from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
 from trainspec_cli.spec.unknown import UnknownTouched
 
@@ -36,7 +36,12 @@ def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]
     if POOLS in given and "cluster" not in given:
         named.append("cluster=auto")
     try:
-        usual = _usual(examine(named, to_run=False).draft.model, arguments)
+        examined = examine(named, to_run=False)
+        counted = with_counted_block(named, examined)
+        if len(counted) > len(named):  # the usual number of tokens follows from the parameters
+            named = counted
+            examined = examine(named, to_run=False)
+        usual = _usual(examined.draft.model, arguments)
     except UnknownTouched:  # the model is wrong, which the plan reports
         return named, ()
     if given & set(LENGTHS):

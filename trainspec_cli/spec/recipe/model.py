@@ -283,8 +283,7 @@ class OwnModel:
     """What makes a block, called as `make(hidden_size, layer, **options)`: `FILE.py:NAME`, `package.module:NAME`, or a
     name that a package registered."""
     block_params: PositiveInt | None = None
-    """The parameters of a block. The plan counts with them; a run counts them before its first step, and refuses
-    another number."""
+    """The parameters of a block; null: another process makes a block and counts them. A run refuses another number."""
     options: dict[str, Option] = field(default_factory=dict, hash=False)
     """Further arguments of the block, by name."""
     block_mixing_flops_per_token: NonNegativeFloat = 0.0

@@ -79,8 +79,12 @@ def check_packages_of_data(spec: RunSpec) -> list[Problem]:
 
 def apply(rules: Iterable[Rule], spec: RunSpec) -> list[Problem]:
     """Apply `rules` to the values that are in range; `check` reports the others one by one."""
+    return apply_in_range(rules, forget_out_of_range(spec)[0])
+
+
+def apply_in_range(rules: Iterable[Rule], known: RunSpec) -> list[Problem]:
+    """Apply `rules` to values of which none is out of its range; searches do so for many layouts of one recipe."""
     problems: list[Problem] = []
-    known, _ = forget_out_of_range(spec)
     for rule in rules:
         with contextlib.suppress(UnknownTouched):
             problems.extend(rule(known))

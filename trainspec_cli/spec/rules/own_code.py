@@ -72,7 +72,7 @@ def block(spec: RunSpec) -> Iterator[Problem]:
     if model.block_params is None and not problems:
         path = BLOCK_PARAMS
         message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} makes"
-        yield Problem("missing_value", message, path, f"`trainspec launch` counts them; else type {path}=NUMBER")
+        yield Problem("missing_value", message, path, f"type {path}=NUMBER; commands that load a recipe count them")
 
 
 def loss(spec: RunSpec) -> Iterator[Problem]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Protocol, cast
@@ -93,22 +94,20 @@ class FamilyMemory(Protocol):
         """Bytes by cause (`CAUSES`) at the fullest moment of a step on one rank of the pipeline."""
 
 
-def rank_peaks(run: EngineRun) -> list[dict[str, float]]:
-    """Return the peaks of all pipeline ranks.
+def rank_peaks(run: EngineRun) -> Iterator[dict[str, float]]:
+    """Yield the peaks of all pipeline ranks.
 
     A rank that has no more layers of any kind than one before it holds no more than that one, which keeps them for more
     micro-batches, and is not counted by itself, unless it has the head.
     """
-    peaks: list[dict[str, float]] = []
     counted: list[tuple[Counter[Layer], dict[str, float]]] = []
     for rank, layers in enumerate(_layers_of_ranks(run)):
         fuller = [peak for others, peak in counted if layers <= others]
         if fuller and rank < run.layout.pp - 1:
-            peaks.append(fuller[0])
+            yield fuller[0]
         else:
-            peaks.append(engine_peak(run, rank))
-            counted.append((layers, peaks[-1]))
-    return peaks
+            counted.append((layers, engine_peak(run, rank)))
+            yield counted[-1][1]
 
 
 def _layers_of_ranks(run: EngineRun) -> list[Counter[Layer]]:

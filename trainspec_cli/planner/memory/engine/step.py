@@ -89,6 +89,9 @@ class _Replay:
         self.layers = model.layer_list
         self.shape = shape_of(run, model, self.layers[0])
         self.account = Account()
+        self.message_bytes = self.shape.outside_tokens * model.hidden_size * self.width
+        """Hidden states between two stages, or two blocks."""
+        self.angles_bytes = 2.0 * self.shape.seq_len * model.rotated_size * self.width if model.rotates else 0.0
         self.stages = {stage: self._stage(stage) for stage in run.layout.stages_of_rank(pipeline_rank)}
 
     def _stage(self, stage: int) -> _Stage:
@@ -110,11 +113,6 @@ class _Replay:
         experts = freeze(experts_unit(model, layout), lora) if spread else None
         own, whole = block_unit(model, layer, layout, lora), freeze(whole_experts(model, layer, layout), lora)
         return lambda: _Block(profile, Sharded(own), Sharded(experts) if experts else None, whole)
-
-    @property
-    def message_bytes(self) -> float:
-        """Hidden states between two stages, or two blocks."""
-        return self.shape.outside_tokens * self.model.hidden_size * self.width
 
     def run(self) -> dict[str, float]:
         self._hold_state()
@@ -162,7 +160,7 @@ class _Replay:
     def _forward(self, action: Action) -> None:
         stage, account = self.stages[action.stage], self.account
         stage.sharding.gather(stage.outside)
-        account.add("activations", self.message_bytes + self._angles_bytes())
+        account.add("activations", self.message_bytes + self.angles_bytes)
         for block in stage.blocks:
             stage.sharding.gather(block.own)
             self._work(stage, block, block.profile.forward)
@@ -196,9 +194,6 @@ class _Replay:
     def _angles_of_token_bytes(self) -> float:
         """Cosines and sines of a token's place, and the place."""
         return 2 * 4 * self.model.rotated_size + 8 if self.model.rotated_size else 0.0
-
-    def _angles_bytes(self) -> float:
-        return 2.0 * self.shape.seq_len * self.model.rotated_size * self.width if self.model.rotates else 0.0
 
     @property
     def _trains_head(self) -> bool:
@@ -234,7 +229,7 @@ class _Replay:
                 sharding.make_gradient(block.own)
             sharding.after_backward(block.own, exchanges=exchanges, last=stage.left == 0)
         sharding.make_gradient(stage.outside)
-        account.add("activations", -self.message_bytes - self._angles_bytes())
+        account.add("activations", -self.message_bytes - self.angles_bytes)
         if not stage.last:
             account.add("collectives", -self.message_bytes)
         sharding.after_backward(stage.outside, exchanges=exchanges, last=stage.left == 0)
