@@ -15,8 +15,8 @@ CHUNK_VALUES = 2**24
 CHUNK_BYTES = 22.0
 """Bytes of each of them: gradient and moments in fp32, and, while one is quantised, its blocks and their codes."""
 MATRICES_AT_ONCE = 9
-"""Copies of the largest matrix, or stack of small ones, that muon has at a time in the format that it computes in: Newton-Schulz's own five,
-the parts that are exchanged and those that arrive."""
+"""Copies of the largest matrix, or stack of small ones, that muon has at a time in the format that it computes in:
+Newton-Schulz's own five, the parts that are exchanged and those that arrive."""
 
 
 def state_bytes(optimizer: KeptState, unit: Unit, *, in_block: bool, outer_bytes: float = 0.0) -> float:
