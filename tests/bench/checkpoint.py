@@ -34,6 +34,8 @@ RECIPE = (  # 27M parameters
         "model.num_heads=8",
         "model.num_kv_heads=8",
         "model.ffn_size=1408",
+        "model.head_dim=64",
+        "optim.name=adamw",
     ),
 )
 

@@ -25,7 +25,7 @@ from trainspec_cli.spec.recipe.kernels import KERNELS, KernelTable
 from trainspec_cli.spec.rules.kernels import explain
 
 RUNS = {
-    "llama": ["recipe=quickstart", "data.seq_len=512"],
+    "llama": ["recipe=quickstart", "optim.name=adamw", "data.seq_len=512"],
     "experts": ["recipe=tiny_moe", "model.hidden_size=256", "model.experts.expert_ffn_size=512", "data.seq_len=512"],
     "mamba2": ["recipe=tiny_mamba2", "model.hidden_size=256", "data.seq_len=512"],
 }

@@ -41,7 +41,8 @@ RECIPE = (
         "sample.max_new_tokens=0",
     ),
     *("train.eval_interval_steps=null", "checkpoint.interval_steps=null", "scheduler=off", "model.num_layers=8"),
-    *("model.hidden_size=512", "model.num_heads=8", "model.num_kv_heads=8", "model.ffn_size=1408"),
+    *("model.hidden_size=512", "model.num_heads=8", "model.num_kv_heads=8", "model.head_dim=64"),
+    *("model.ffn_size=1408", "optim.name=adamw"),
 )
 ADAMW_BYTES = 12
 """Of a parameter and its two moments in fp32."""

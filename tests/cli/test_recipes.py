@@ -53,3 +53,12 @@ def test_a_recipe_that_needs_values_of_ones_own_names_them(name, write) -> None:
 def test_recipes_for_this_machine_can_be_launched_as_they_are() -> None:
     for name in TRAINED_HERE:
         assert run(["validate", f"recipe={name}"]) == 0
+
+
+def test_the_first_run_takes_little_work_and_explains_its_result() -> None:
+    """A minute of two cores: few steps and tokens, and held-out text that is judged next to xz before the end."""
+    spec = load_for_planning(["recipe=quickstart"]).spec
+    steps = spec.train.max_steps
+    assert steps is not None and spec.train.eval_interval_steps is not None
+    assert steps * spec.batching.global_batch_size * spec.data.seq_len <= 350_000
+    assert spec.train.eval_interval_steps < steps

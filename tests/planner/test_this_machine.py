@@ -297,7 +297,7 @@ def test_memory_of_each_sharding_and_format(
     assert memory["parameters"] == parameters
     assert (memory["optimizer"], memory["gradients"]) == (optimizer * params, gradients * params)
     assert memory["collectives"] == collectives * max(BLOCK, OUTSIDE)
-    assert memory["loss"] == 1024 * 512 * 22 + 4 * 512 * 64
+    assert memory["loss"] == 1024 * 512 * 12 + 4 * 512 * 64
     per_token = 2 * (8 + 2) * 64 + 8 + 2 * 32 * 2 * 4 + 4 * 2 + 4 * 2 * 128
     wide_per_token = 2 * (8 + 4) * 64 + 8 + 4 * 32 * 2 * 4 + 4 * 2 + 4 * 4 * 128
     assert memory["activations"] == 1024 * 4 * (per_token if planned.compute == "bf16" else wide_per_token)

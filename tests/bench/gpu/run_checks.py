@@ -28,7 +28,7 @@ from .workloads import WORKLOADS, arguments_of, on_one, unpredicted, write_token
 
 CLI = (sys.executable, "-m", "trainspec_cli")
 KERNEL_RUNS = {
-    "llama": ("recipe=quickstart", "data.seq_len=512"),
+    "llama": ("recipe=quickstart", "optim.name=adamw", "data.seq_len=512"),
     "experts": ("recipe=tiny_moe", "model.hidden_size=256", "model.experts.expert_ffn_size=512", "data.seq_len=512"),
     "mamba2": ("recipe=tiny_mamba2", "model.hidden_size=256", "data.seq_len=512"),
 }
@@ -137,7 +137,7 @@ def stall(items: Items, device: str, tiny: bool) -> None:
     sizes = (
         () if tiny else ("model.num_layers=12", "model.hidden_size=1024", "model.num_heads=16", "model.ffn_size=2816")
     )
-    sizes += () if tiny else ("model.num_kv_heads=16", "precision=bf16")
+    sizes += () if tiny else ("model.num_kv_heads=16", "model.head_dim=64", "optim.name=adamw", "precision=bf16")
     steps = (
         ("train.max_steps=12", "checkpoint.interval_steps=4")
         if tiny

@@ -76,6 +76,26 @@ def test_no_tensor_of_the_full_logits_is_ever_made(small_chunks):
     assert 0 < largest <= max(64 * VOCAB, TOKENS * HIDDEN) < TOKENS * VOCAB
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2), (torch.bfloat16, 4)])
+def test_without_a_compiler_a_chunk_is_written_few_times(dtype: torch.dtype, most: int) -> None:
+    """Each tensor of the logits' size is a pass over memory: fp32 logits, softmax, and both ends of a narrow format."""
+    written = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal written
+            out = func(*args, **(kwargs or {}))
+            in_place = func.__name__.partition(".")[0].endswith("_")
+            whole = isinstance(out, torch.Tensor) and out.numel() == TOKENS * VOCAB
+            written += whole and not in_place
+            return out
+
+    x, weight, targets = problem(dtype)
+    with Watch(), torch.no_grad():
+        cross_entropy.ChunkCrossEntropy()(x @ weight.T, targets)
+    assert written <= most
+
+
 def test_all_ignored_costs_nothing():
     x, weight, _ = problem(torch.float32)
     loss = LinearCrossEntropy()(x, weight, torch.full((TOKENS,), IGNORED_TARGET))

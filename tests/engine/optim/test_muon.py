@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainspec_cli.engine.optim.muon import Muon, is_hidden_matrix, orthogonalise
+from trainspec_cli.engine.optim.muon import STEPS, Muon, is_hidden_matrix, orthogonalise
 from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update, set_learning_rate
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.spec.recipe.optim import OptimSpec
 
 SPEC = OptimSpec(name="muon", lr=0.03, momentum=0.8, weight_decay=0.2, beta1=0.7, beta2=0.8, eps=0.05)
-SHAPES = {"blocks.0.q.weight": (24, 40), "blocks.0.up.weight": (40, 24), "blocks.1.gate.weight": (16, 16)}
+SHAPES = {
+    "blocks.0.q.weight": (24, 40),
+    "blocks.0.up.weight": (40, 24),
+    "blocks.1.q.weight": (24, 40),
+    "blocks.1.gate.weight": (16, 16),
+}
 
 
 def drawn(seed: int, shape: tuple[int, ...]) -> Tensor:
@@ -62,6 +69,28 @@ def test_singular_values_come_near_to_one(shape: tuple[int, int]) -> None:
 def test_stacked_matrices_are_orthogonalised_each() -> None:
     stack = torch.stack([drawn(number, (12, 20)) for number in range(3)])
     torch.testing.assert_close(orthogonalise(stack), torch.stack([orthogonalise(one) for one in stack]))
+
+
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float32])
+def test_matrices_of_one_shape_are_one_product_in_the_format_of_the_run(compute: torch.dtype) -> None:
+    products: list[Tensor] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if func.__name__.startswith(("addmm", "baddbmm")):
+                products.append(result)
+            return result
+
+    shares = make_shares({f"blocks.{layer}.{name}.weight": (24, 40) for layer in range(3) for name in ("q", "k")})
+    optimizer = build_optimizer(shares, SPEC, compute=compute)
+    for share in shares:
+        share.parameter.grad = drawn(7, (24, 40))
+    with Watch():
+        guarded_update(optimizer, shares, torch.tensor(1.0), torch.tensor(1.0), None)
+    assert len(products) == 2 * STEPS
+    assert {product.dtype for product in products} == {compute}
+    assert {len(product) for product in products} == {len(shares)}
 
 
 def test_an_update_is_as_large_as_adamws_usually_is() -> None:

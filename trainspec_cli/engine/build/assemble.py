@@ -111,7 +111,7 @@ def _build_plan_optimizer(
     if plan.spec.optim.is_own:
         return build_own_optimizer(trained, plan.spec, zeros=zeros)
     update = load_kernel("adamw", plan.kernels.adamw)
-    return build_optimizer(trained, plan.spec.optim, update, zeros, clock.collective)
+    return build_optimizer(trained, plan.spec.optim, update, zeros, clock.collective, DTYPES[plan.compute])
 
 
 def _share(plan: Plan, name: str, parameter: nn.Parameter, cuts: dict[str, Cut]) -> Share:

@@ -3,7 +3,9 @@
 The momentum of each matrix inside of a block is orthogonalised by Newton-Schulz steps, and scaled so that an update is
 as large, by root mean square, as AdamW's usually is: all else trains by AdamW at the same rate and weight decay. Newton
 and Schulz need whole matrices. Where ranks hold parts, each gets some matrices whole, and sends their parts back.
-Experts that are stacked are matrices each. The steps are computed in bf16 on a GPU, and in fp32 on a CPU.
+Experts that are stacked are matrices each. Small matrices of one shape are multiplied as one stack: six layers of
+256 x 704 take 42 ms on a core with AMX, and 55 ms one by one. The steps are computed in bf16 on a GPU, and on a CPU in
+the format of the run: in fp32 they take 180 ms.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from trainspec_cli.engine.comm.exchange import TimeCollective
 from trainspec_cli.engine.optim.guarded import Group, Guard, GuardedOptimizer
 from trainspec_cli.engine.optim.whole import gather_own, scatter_own
 from trainspec_cli.engine.shares import Share, Split
+from trainspec_cli.spec.recipe.optim import STACKED_VALUES
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -72,7 +75,7 @@ class Muon(GuardedOptimizer):
         for shares in self.batches:
             updates = [self._take_gradient(share.local, group["momentum"], guard) for share in shares]
             splits = [_splits_of_matrix(share) for share in shares]
-            whole = [orthogonalise(matrix) for matrix in gather_own(updates, splits, self.time)]
+            whole = _orthogonalise_alike(gather_own(updates, splits, self.time))
             for share, update in zip(shares, scatter_own(whole, updates, splits, self.time), strict=True):
                 lr, weight = group["lr"], share.local
                 scaled = lr * RMS * math.sqrt(max(share.full_shape[-2:]))
@@ -84,7 +87,7 @@ class Muon(GuardedOptimizer):
         gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad / guard.scale
         averaged = buffer.lerp(gradient, 1 - momentum)
         guard.set_(buffer, averaged)
-        compute = self.compute or (torch.bfloat16 if on_chip(weight.device) else weight.dtype)
+        compute = torch.bfloat16 if on_chip(weight.device) else self.compute or weight.dtype
         return gradient.lerp_(averaged, momentum).to(compute)
 
 
@@ -93,12 +96,20 @@ def _splits_of_matrix(share: Share) -> tuple[Split, ...]:
     return tuple(split for split in share.splits if split.dim >= len(share.full_shape) - 2)
 
 
+def _orthogonalise_alike(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Orthogonalise matrices, or stacks, of one shape together."""
+    if len(matrices) <= 1:
+        return [orthogonalise(matrix) for matrix in matrices]
+    return list(orthogonalise(torch.stack(list(matrices)).flatten(0, -3)).view(-1, *matrices[0].shape))
+
+
 def _batches(shares: Sequence[Share]) -> Iterator[list[Share]]:
-    """Yield shares that the same ranks hold, as many at a time as there are ranks."""
-    by_groups: dict[tuple[str, ...], list[Share]] = {}
+    """Yield shares of one shape that the same ranks hold: for each rank one, or several if they are small."""
+    by_kind: dict[tuple[object, ...], list[Share]] = {}
     for share in shares:
         groups = tuple(split.group.group_name for split in _splits_of_matrix(share))
-        by_groups.setdefault(groups, []).append(share)
-    for alike in by_groups.values():
+        by_kind.setdefault((groups, tuple(share.full_shape)), []).append(share)
+    for alike in by_kind.values():
         ranks = math.prod(split.group.size() for split in _splits_of_matrix(alike[0]))
-        yield from (alike[start : start + ranks] for start in range(0, len(alike), ranks))
+        together = ranks * max(1, STACKED_VALUES // math.prod(alike[0].full_shape))
+        yield from (alike[start : start + together] for start in range(0, len(alike), together))

@@ -37,11 +37,13 @@ def build_optimizer(
     adamw: Callable[..., Any] = fused,
     moment_like: Callable[[Tensor], Tensor] = torch.zeros_like,
     time: TimeCollective = untimed,
+    compute: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the recipe; matrices decay, norms and biases do not. `moment_like` makes the state of a
-    parameter from a tensor of its shape and dtype; `time` is called around exchanges that an update makes."""
+    parameter from a tensor of its shape and dtype; `time` is called around exchanges that an update makes; `compute` is
+    the format of the run's matrix products, and of muon's."""
     if optim.name in _RULES:
-        return _build_guarded(shares, optim, moment_like, time)
+        return _build_guarded(shares, optim, moment_like, time, compute)
     groups = parameter_groups(shares, optim)
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, fused=True)
@@ -66,7 +68,11 @@ _RULES: dict[str, Callable[[Share], bool]] = {"adamw8bit": is_quantised, "muon":
 
 
 def _build_guarded(
-    shares: Sequence[Share], optim: OptimSpec, moment_like: Callable[[Tensor], Tensor], time: TimeCollective
+    shares: Sequence[Share],
+    optim: OptimSpec,
+    moment_like: Callable[[Tensor], Tensor],
+    time: TimeCollective,
+    compute: torch.dtype | None,
 ) -> GuardedOptimizer:
     by_rule = [share for share in shares if _RULES[optim.name](share)]
     rest = [share for share in shares if not _RULES[optim.name](share)]
@@ -74,7 +80,7 @@ def _build_guarded(
     groups, betas = [*own, *parameter_groups(rest, optim)], (optim.beta1, optim.beta2)
     optimizer: GuardedOptimizer
     if optim.name == "muon":
-        optimizer = Muon(groups, by_rule, optim.lr, betas, optim.eps, time)
+        optimizer = Muon(groups, by_rule, optim.lr, betas, optim.eps, time, compute)
     else:
         optimizer = AdamW8bit(groups, optim.lr, betas, optim.eps)
     optimizer.start_state(moment_like)

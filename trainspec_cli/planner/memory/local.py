@@ -11,8 +11,8 @@ from trainspec_cli.spec.recipe.model_parts import loss_chunk_tokens
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.probe import MachineProbe
 
-LOSS_BYTES_A_LOGIT = 22
-"""fp32 logits, softmax, target and gradient, with one more between them (5 x 4), and logits in the compute format."""
+LOSS_BYTES_A_LOGIT = 12
+"""fp32 logits and their softmax (2 x 4), and logits and their gradient in bf16 (2 x 2); in fp32 a third one (4)."""
 
 
 def peak_memory(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[str, float]:

@@ -13,6 +13,8 @@ KeptState = OptimizerName | float
 """What is kept of each parameter: by the name of an optimizer of the engine, or the bytes of one's own."""
 ON_DEVICE: tuple[OptimizerName, ...] = ("muon", "adamw8bit")
 """Optimizers whose state and update stay on the device that trains."""
+STACKED_VALUES = 2**22
+"""muon: small matrices of one shape are orthogonalised together, as many as hold this number of values."""
 BLOCK = 256
 """adamw8bit: values of a row that share a scale; a row ends its last block."""
 QUANTISED_SIZE, QUANTISED_ROW = 4096, 64

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from trainspec_cli.planner.memory.engine.units import Matrix, Unit
 from trainspec_cli.spec.recipe.model_parts import CONV_TAPS
-from trainspec_cli.spec.recipe.optim import BLOCK, QUANTISED_ROW, QUANTISED_SIZE, KeptState
+from trainspec_cli.spec.recipe.optim import BLOCK, QUANTISED_ROW, QUANTISED_SIZE, STACKED_VALUES, KeptState
 
 MOMENT = 4.0
 """Bytes of a moment that is not quantised, and of a block's scale."""
@@ -15,8 +15,8 @@ CHUNK_VALUES = 2**24
 CHUNK_BYTES = 22.0
 """Bytes of each of them: gradient and moments in fp32, and, while one is quantised, its blocks and their codes."""
 MATRICES_AT_ONCE = 9
-"""Copies of the largest matrix that muon has at a time in the format that it computes in: Newton-Schulz's own five,
-the parts that are exchanged and those that arrive."""
+"""Copies of the largest matrix, or stack of small ones, that muon has at a time in the format that it computes in:
+Newton-Schulz's own five, the parts that are exchanged and those that arrive."""
 
 
 def state_bytes(optimizer: KeptState, unit: Unit, *, in_block: bool, outer_bytes: float = 0.0) -> float:
@@ -57,6 +57,7 @@ def update_bytes(optimizer: KeptState, blocks: Iterable[Unit], outside: Iterable
     if optimizer == "adamw8bit":
         return CHUNK_BYTES * min(CHUNK_VALUES, max(own, default=0))
     if optimizer == "muon":
-        largest = max((rows * row for rows, row in of_blocks if is_hidden((rows, row))), default=0)
-        return MATRICES_AT_ONCE * width * largest
+        hidden = [rows * row for rows, row in of_blocks if is_hidden((rows, row))]
+        stacked = min(STACKED_VALUES, sum(hidden))
+        return MATRICES_AT_ONCE * width * max(stacked, max(hidden, default=0))
     return 0.0

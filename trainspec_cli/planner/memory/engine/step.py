@@ -288,7 +288,9 @@ def loss_bytes(run: EngineRun, model: TextModel) -> float:
     narrow = width < 4.0
     product = logits * (width if narrow else 4.0) + (not run.lora.rank) * rows * model.hidden_size * width
     before = logits * width if tokens > chunk else 0.0
-    return max(before + logits * (17.0 + (width if narrow else 0.0)), product)
+    in_place = run.layout.tp == 1 and not run.compiled
+    precise = 8.0 if in_place else 17.0
+    return max(before + logits * (precise + (width if narrow else 0.0)), product)
 
 
 def _without_data(layout: Layout) -> Layout:
