@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -105,8 +106,8 @@ def test_phases_of_the_preparation_are_told_once() -> None:
 
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_rows_and_their_rate_are_shown_while_data_is_read(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
-    now_s = iter(range(0, 1000, 5))
-    monkeypatch.setattr(live.time, "monotonic", lambda: float(next(now_s)))
+    now_s = itertools.count(0.0, 5.0)
+    monkeypatch.setattr("trainspec_cli.reporter.live.time.monotonic", lambda: next(now_s))
     output = io.StringIO()
     with showing_progress(Console(file=output, force_terminal=is_terminal, width=90)) as on_progress:
         for rows in (100, 1200, 2400):

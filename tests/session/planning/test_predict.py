@@ -342,9 +342,14 @@ def test_a_machine_is_measured_after_a_run_that_a_probe_predicts(
     """Once: what a run after it is predicted by is that probe."""
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path))
     monkeypatch.setenv("TRAINSPEC_PROBE", choice)
-    began = []
+    began: list[int] = []
+
+    def probe(*_: Any) -> MachineProbe:
+        began.append(1)
+        return made_up_probe
+
     monkeypatch.setattr("trainspec_cli.launcher.measuring.torchrun", lambda *_: None)
-    monkeypatch.setattr("trainspec_cli.launcher.measuring.run_tool", lambda *_: began.append(1) or made_up_probe)
+    monkeypatch.setattr("trainspec_cli.launcher.measuring.run_tool", probe)
     shown: Any = Shown()
     own = replace(plan(SPEC, MACHINE), **changed)
     for _ in range(2):

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from trainspec_cli.composer.origins import show_path
 from trainspec_cli.errors import ERRORS_OF_RUNS, EXIT_DONE, Problem, Stopped
-from trainspec_cli.json_value import JsonObject
+from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.launcher.backend import OpenBackend
 from trainspec_cli.launcher.backend.observe import newest_step
 from trainspec_cli.launcher.failure import Explanation
@@ -161,7 +161,7 @@ def _first_text(run: RunDir) -> JsonObject:
     found = next((event for event in events if isinstance(event, FirstTextEvent)), None)
     if found is None:
         return {}
-    parts = [to_plain(part) for part in found.parts]
+    parts: list[JsonValue] = [to_plain(part) for part in found.parts]
     return {"first_text": {"tokens": found.tokens, "trained": found.trained, "parts": parts}}
 
 

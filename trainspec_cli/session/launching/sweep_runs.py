@@ -291,7 +291,8 @@ class _Training:
     def _end(self, one: SweptRun) -> None:
         self._running.remove(one)
         self._free.append(one.slot)
-        result = one.result = _result(one)
+        result = _result(one)
+        one.result = result
         if result.status == "done":
             one.took_s = time.monotonic() - one.begun_s
         if self._console.is_terminal and result.status == "done":
