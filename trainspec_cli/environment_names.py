@@ -3,6 +3,10 @@
 CACHE = "TRAINSPEC_CACHE"
 """A user's choice of the folder for prepared data and measured figures."""
 
+PROBE = "TRAINSPEC_PROBE"
+"""A user's choice, `off`, that this machine is not measured after a run. A sweep makes it for its runs: it measures at
+its own end."""
+
 HUB_MIRROR = "TRAINSPEC_HUB_MIRROR"
 """A user's folder of checkpoints of the Hugging Face Hub, as ORG/NAME below it."""
 

@@ -124,3 +124,11 @@ def printing_safely() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = streams
+
+
+def cut_middle(text: str, most_chars: int) -> str:
+    """Return a text of at most `most_chars` characters, its beginning and its end."""
+    if len(text) <= most_chars:
+        return text
+    kept = most_chars - len(" ... ")
+    return f"{text[: kept - kept // 2]} ... {text[len(text) - kept // 2 :]}"

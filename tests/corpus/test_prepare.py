@@ -59,17 +59,17 @@ def test_a_lone_document_gives_both_splits(cache, text_data):
 def test_it_is_made_once_and_made_anew_when_the_text_changes(cache, text_data):
     phases = []
     data = text_data(*POEMS)
-    first = prepare(data, lambda phase, done: phases.append(phase))
+    first = prepare(data, lambda phase, done, rows: phases.append(phase))
     assert phases
     phases.clear()
-    assert prepare(data, lambda phase, done: phases.append(phase)) == first and not phases
+    assert prepare(data, lambda phase, done, rows: phases.append(phase)) == first and not phases
     Path(data.path, "000.txt").write_text("another poem")
     assert prepare(data) != first
 
 
 def test_progress_rises_from_0_to_1_through_named_phases(cache, text_data):
     seen = []
-    prepare(text_data(*POEMS), lambda phase, done: seen.append((phase, done)))
+    prepare(text_data(*POEMS), lambda phase, done, rows: seen.append((phase, done)))
     assert [done for _, done in seen] == sorted(done for _, done in seen)
     assert (seen[0][1], seen[-1][1]) == (pytest.approx(0.0, abs=0.01), 1.0)
     assert list(dict.fromkeys(phase for phase, _ in seen)) == ["reading", "learning the tokenizer", "encoding"]
@@ -142,7 +142,7 @@ from trainspec_cli.corpus.prepare import prepare
 from trainspec_cli.errors import TrainspecError
 from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
 
-def on_progress(phase, done):
+def on_progress(phase, done, rows):
     if sys.argv[1] == "die" and phase == "encoding":
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from trainspec_cli.corpus.manifest import MANIFEST_FILE, SCHEMA, Shard, ShardManifest, SplitSummary, write_manifest
-from trainspec_cli.corpus.rows import JoinedRows, Packed, Row, Windows, empty_row, open_rows
+from trainspec_cli.corpus.rows import JoinedRows, Packed, Row, Windows, empty_row, first_text, open_rows
 from trainspec_cli.corpus.shards import ShardWriter, TokenFolder, read_documents, write_documents
 from trainspec_cli.errors import MachineError
 from trainspec_cli.spec.recipe.data import DataSpec
@@ -116,6 +116,22 @@ def test_a_document_longer_than_a_row_loses_its_end(folder_of) -> None:
 def test_documents_of_one_length_keep_their_order(folder_of) -> None:
     rows = Packed(folder_of([1, 2, 3, 4, 5, 6], masks=[[0, 1], [0, 1], [0, 1]]), "train", 1)
     assert [rows.read(index).targets.tolist() for index in range(3)] == [[2], [4], [6]]
+
+
+@pytest.mark.parametrize(
+    ("targets", "documents", "tokens", "mask"),
+    [
+        ([2, 3, 4], None, [1, 2, 3, 4], [1, 1, 1, 1]),
+        ([2, 3, 4], [0, 1, 1], [1, 2, 3, 4], [1, 1, 1, 1]),  # text in which every token counts
+        ([-1, 3, 4], [0, 0, 0], [1, 2, 3, 4], [0, 0, 1, 1]),
+        ([-1, 3, -1], [0, 0, 0], [1, 2, 3], [0, 0, 1]),  # the last target is not known
+        ([-1, 8, 4], [0, 0, 1], [1, 2, 8], [0, 0, 1]),
+    ],
+)
+def test_the_first_text_of_a_row_has_a_mask(targets, documents, tokens, mask) -> None:
+    row = Row(np.array([1, 2, 3]), np.array(targets), None if documents is None else np.array(documents))
+    found, learnt = first_text(row)
+    assert (found.tolist(), learnt.astype(int).tolist()) == (tokens, mask)
 
 
 def test_rows_are_joined_one_after_another(folder_of) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from trainspec_cli.reporter import live
 from trainspec_cli.reporter.live import XZ, LiveView, PlainScreen, showing_progress
 
+PHASES = ("evaluating", "writing", "ending")
 MakeView = Callable[..., tuple[LiveView, io.StringIO]]
 
 
@@ -99,6 +102,40 @@ def test_phases_of_the_preparation_are_told_once() -> None:
             on_progress("reading", done)
         on_progress("encoding", 0.7)
     assert output.getvalue().splitlines() == ["reading", "encoding"]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_rows_and_their_rate_are_shown_while_data_is_read(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    now_s = itertools.count(0.0, 5.0)
+    monkeypatch.setattr("trainspec_cli.reporter.live.time.monotonic", lambda: next(now_s))
+    output = io.StringIO()
+    with showing_progress(Console(file=output, force_terminal=is_terminal, width=90)) as on_progress:
+        for rows in (100, 1200, 2400):
+            on_progress("reading", 0.1, rows)
+    assert "2,400 rows, " in output.getvalue()
+    assert output.getvalue().count("reading\n") == (0 if is_terminal else 1)
+
+
+def test_what_follows_the_last_step_is_named(
+    fake_run: Any, make_view: MakeView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it takes long: what is over at once has no line."""
+    figures = {"heldout_loss": 1.0, "heldout_bits_per_byte": 2.0}
+    shown = {}
+    for quick_s in (0.0, 1000.0):
+        monkeypatch.setattr(live, "QUICK_S", quick_s)
+        view, output = make_view()
+        fake_run.start()
+        fake_run.step(19)
+        fake_run.step(20)
+        view.watch(False)
+        fake_run.write("eval", step=20, **figures)
+        fake_run.write("checkpoint", step=20, path="p", bytes=2**20, seconds=0.5)
+        fake_run.write("end", step=20, status="done")
+        view.watch(False)
+        shown[quick_s] = [line for line in output.getvalue().splitlines() if line.partition(" ")[0] in PHASES]
+    assert shown[0.0] == ["evaluating", "writing the checkpoint", "writing the result", "ending the workers"]
+    assert shown[1000.0] == []
 
 
 def test_a_stop_before_there_is_anything_to_save_says_so(fake_run: Any, make_view: MakeView) -> None:

@@ -14,16 +14,24 @@ from trainspec_cli.reporter.backtest import render_backtest
 from trainspec_cli.reporter.certificate import render_certificate
 from trainspec_cli.reporter.doctor_text import render_diagnosis
 from trainspec_cli.reporter.progress import Progress
-from trainspec_cli.reporter.text import describe_event, describe_plan, describe_progress, describe_saving
+from trainspec_cli.reporter.text import (
+    describe_event,
+    describe_plan,
+    describe_progress,
+    describe_saving,
+    first_text_parts,
+)
 from trainspec_cli.rundir.event_types.event import Event
 from trainspec_cli.rundir.event_types.failures import RecoveryEvent
 from trainspec_cli.rundir.event_types.training import (
     CadenceEvent,
     CheckpointEvent,
     EvalEvent,
+    FirstTextEvent,
     SetFigures,
     StartEvent,
     StepEvent,
+    TextPart,
 )
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.recipe.batching import BatchScheduleSpec
@@ -43,6 +51,19 @@ def text_of(rendered: RenderableType, width: int = 120) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     console.print(rendered)
     return [line.rstrip() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+
+
+def test_the_first_text_marks_what_is_trained_on() -> None:
+    parts = (TextPart(text="a question\nof two lines", trained=False), TextPart(text="x" * 500, trained=True))
+    masked = FirstTextEvent(step=0, tokens=9, trained=4, parts=parts)
+    how_many, text = describe_event(masked).splitlines()
+    assert "4 of 9 tokens" in how_many
+    assert text.startswith(r"a question\nof two lines[xxx") and text.endswith("xxx]")
+    assert len(text) < 250
+    assert [style for _, style in first_text_parts(masked) if style] == ["dim", "bold"]
+    whole = FirstTextEvent(step=0, tokens=9, trained=9, parts=parts[1:])
+    (line,) = describe_event(whole).splitlines()
+    assert "all 9 tokens" in line and len(line) < 150 and "[" not in line
 
 
 @pytest.mark.parametrize(

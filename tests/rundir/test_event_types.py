@@ -31,10 +31,12 @@ from trainspec_cli.rundir.event_types.training import (
     CheckpointEvent,
     EndEvent,
     EvalEvent,
+    FirstTextEvent,
     SampleEvent,
     SetFigures,
     StartEvent,
     StepEvent,
+    TextPart,
     WarningEvent,
 )
 from trainspec_cli.rundir.events import EventWriter, read_log
@@ -260,6 +262,7 @@ EVENTS: list[Event] = [
     LinksEvent(step=9, links=(LINK, replace(LINK, planned_bytes_per_s=ABSENT)), group=1),
     LINK_CHANGE,
     SampleEvent(step=4, prompt="once", text=" upon"),
+    FirstTextEvent(step=0, tokens=3, trained=1, parts=(TextPart(text="what?", trained=False),)),
     WarningEvent(step=4, message="hot"),
     RetryEvent(step=4),
     LOOK,

@@ -83,7 +83,7 @@ def _fill_wheels(bundle: Path, wanted: WantedBundle, on_progress: OnProgress) ->
 
 
 def _carry(recipe: WantedRecipe, bundle: Path, on_progress: OnProgress) -> Carried:
-    def report(phase: str, done: float) -> None:
+    def report(phase: str, done: float, rows: int) -> None:
         on_progress(f"{recipe.name}: {phase}", 0.7 + 0.2 * done)
 
     on_progress(f"data of {recipe.name}", 0.7)

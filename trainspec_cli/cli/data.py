@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from trainspec_cli.cli.options import check_new, not_empty
 from trainspec_cli.corpus.collection import Collection
@@ -20,6 +19,7 @@ from trainspec_cli.corpus.prepare import prepare_into
 from trainspec_cli.corpus.shards import TokenFolder
 from trainspec_cli.corpus.tokenise import OnProgress
 from trainspec_cli.errors import Problem, RecipeError, TrainspecError
+from trainspec_cli.reporter.live import showing_progress
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load
 from trainspec_cli.spec.json_text import json_text
@@ -177,11 +177,12 @@ def _as_option(problem: Problem) -> Problem:
 @contextmanager
 def _progress() -> Iterator[OnProgress]:
     """A bar on the error output, so that `--json` stays clean."""
-    phase = TextColumn("{task.description:<22}", markup=False)
-    columns = (phase, BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=PrintableConsole(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading", total=1.0)
-        yield lambda phase, done: bar.update(task, description=phase, completed=done)
+    console = PrintableConsole(stderr=True)
+    if not console.is_terminal:
+        yield lambda phase, done, rows: None
+        return
+    with showing_progress(console) as on_progress:
+        yield on_progress
 
 
 def _print_folder(folder: Path, manifest: ShardManifest, as_json: bool) -> None:

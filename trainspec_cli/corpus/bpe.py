@@ -161,3 +161,17 @@ def until_special(token_folder: str | Path, ids: Sequence[int]) -> Sequence[int]
 def decode(token_folder: str | Path, ids: Sequence[int]) -> str:
     """Return the text of `ids`; special tokens are spelt out, and bytes that are not UTF-8 become U+FFFD."""
     return _load_from(token_folder).decode(list(ids), skip_special_tokens=False)
+
+
+def decode_parts(token_folder: str | Path, parts: Sequence[Sequence[int]]) -> list[str]:
+    """Return the text of each part of a text: decoders may treat the first token of a text in another way."""
+    tokenizer = _load_from(token_folder)
+    texts: list[str] = []
+    ids: list[int] = []
+    length = 0
+    for part in parts:
+        ids += part
+        whole = tokenizer.decode(ids, skip_special_tokens=False)
+        texts.append(whole[length:])
+        length = len(whole)
+    return texts

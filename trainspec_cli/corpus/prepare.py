@@ -85,13 +85,13 @@ def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = 
     files = source_files(data) if data.is_own else find_files(data)
     with publishing(folder.expanduser().resolve()) as temporary:
         if data.is_own:
-            report = on_progress or (lambda phase, done: None)
+            report = on_progress or (lambda phase, done, rows: None)
             described: dict[str, str | int | None] = {"source": data.source, "max_bytes": data.max_bytes}
             write_own(data, temporary, lambda text, file: write_tokens(text, [file], temporary, report, described))
         elif data.source in token_files.SOURCES:
             token_files.write_foreign(data, files, temporary)
         else:
-            write_tokens(data, files, temporary, on_progress or (lambda phase, done: None))
+            write_tokens(data, files, temporary, on_progress or (lambda phase, done, rows: None))
 
 
 def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:

@@ -178,3 +178,16 @@ def open_rows(folder: TokenFolder, split: Split, data: DataSpec, *, keeps_rest: 
         return Packed(folder, split, data.seq_len)
     rest = split == "heldout" if keeps_rest is None else keeps_rest
     return Windows(folder, split, data.seq_len, rest, data.masks_documents)
+
+
+def first_text(row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of a row's first document, or of the whole row where all of it is learnt, and the mask of those
+    that are targets; the first token, which nothing predicts, has the mask of the second."""
+    within = np.ones(len(row.tokens), dtype=bool)
+    if row.documents is not None and (row.targets == IGNORED).any():
+        within = row.documents == row.documents[0]
+    targets = row.targets[within]
+    learnt = targets != IGNORED
+    last = targets[-1:][learnt[-1:]]  # a last target that is left out is not known
+    tokens = np.concatenate((row.tokens[within], last))
+    return tokens, np.concatenate((learnt[:1], learnt))[: len(tokens)]

@@ -6,6 +6,7 @@ Conversations are encoded with a mark on each token that is learnt.
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -38,10 +39,11 @@ from trainspec_cli.spec.recipe.data import DataSpec
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-OnProgress = Callable[[str, float], None]
-"""Called with the phase and the fraction of the whole that is done, from 0 to 1."""
+OnProgress = Callable[[str, float, int], None]
+"""Called with the phase, the fraction of the whole that is done, from 0 to 1, and the phase's documents so far."""
 
 PHASES = {"reading": (0.0, 0.1), "learning the tokenizer": (0.1, 0.5), "encoding": (0.5, 1.0)}
+REPORTED_S = 1.0
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20
 """Text that the tokenizer is trained on, taken evenly from the whole; more hardly changes the vocabulary."""
 BATCH_CHARS = 2 * 2**20
@@ -109,17 +111,19 @@ def _describe_source(data: DataSpec, formats: set[ChatFormat]) -> dict[str, str 
 
 
 def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_progress: OnProgress) -> Iterator[Document]:
-    """Yield each document, and report progress every hundredth of the phase."""
+    """Yield each document, and report progress every hundredth of the phase, and at least every `REPORTED_S`: a packed
+    file has more text than bytes, so that its end is not known."""
     begin, end = PHASES[phase]
-    done_bytes, reported = 0, -1.0
-    for document in documents(data, files):
+    done_bytes = count = 0
+    reported, reported_s = -1.0, time.monotonic()
+    for count, document in enumerate(documents(data, files), 1):
         yield document
         done_bytes += len(document.text.encode())
         done = min(1.0, done_bytes / max(1, num_bytes))
-        if done - reported >= 0.01:
-            on_progress(phase, begin + done * (end - begin))
-            reported = done
-    on_progress(phase, end)
+        if done - reported >= 0.01 or time.monotonic() - reported_s >= REPORTED_S:
+            on_progress(phase, begin + done * (end - begin), count)
+            reported, reported_s = done, time.monotonic()
+    on_progress(phase, end, count)
 
 
 def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> SplitScan:

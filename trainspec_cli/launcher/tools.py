@@ -72,7 +72,7 @@ PROBE = Tool(
     MachineProbe,
     "the probe of this machine",
     "probe_failed",
-    hint="launch with --force to train without a prediction",
+    hint="TRAINSPEC_PROBE=off leaves it out",
     timeout_s=1800.0,
 )
 KERNELS = Tool(

@@ -12,7 +12,7 @@ from trainspec_cli.planner.hardware.detected import chip_of
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.hardware.topology import axis_groups
 from trainspec_cli.planner.memory.frameworks import memory_limit_bytes
-from trainspec_cli.planner.memory.local import peak_memory
+from trainspec_cli.planner.memory.local import peak_memory, tensor_bytes
 from trainspec_cli.planner.memory.predict import predict_memory
 from trainspec_cli.planner.setup import RECOMPUTE, Setup
 from trainspec_cli.planner.time.local import planned_links, step_parts_s
@@ -60,6 +60,13 @@ def predict_local(plan: Plan, probe: MachineProbe) -> LocalPrediction:
         memory=peak_memory(plan, model, probe),
         links=planned_links(plan, model, probe),
     )
+
+
+def least_memory(plan: Plan) -> LocalPrediction:
+    """Predict the tensors alone of a plan that `is_predictable`, on a machine without a probe; it has no times."""
+    model = plan.spec.model
+    assert isinstance(model, DecoderModel), "other families are not predictable"
+    return LocalPrediction(time_s={}, memory=tensor_bytes(plan, model))
 
 
 PASSING = ("gradients", "activations", "loss", "logits", "collectives", "fragmentation")

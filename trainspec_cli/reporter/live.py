@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -11,13 +11,14 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
+from rich.text import Text
 
 from trainspec_cli.reporter.changes import advises_shares
 from trainspec_cli.reporter.progress import Progress
-from trainspec_cli.reporter.text import describe_event, describe_progress
+from trainspec_cli.reporter.text import describe_event, describe_progress, first_text_parts
 from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
 from trainspec_cli.rundir.event_types.event import Event
-from trainspec_cli.rundir.event_types.training import EvalEvent
+from trainspec_cli.rundir.event_types.training import EvalEvent, FirstTextEvent
 from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.results.plan import Plan
@@ -25,26 +26,50 @@ from trainspec_cli.spec.results.plan import Plan
 REFRESH_PER_S = 4
 """Drawing takes time from the workers on a small machine."""
 LINE_S = 10.0
+QUICK_S = 1.0
+"""What follows the last step has a line of its own where it takes longer."""
 XZ = "xz: what `xz -9e` compresses the same held-out text to; a model that has learned its language needs fewer bits"
 """Explains the figure beside the first evaluation of a text."""
 
 
+class ShowProgress(Protocol):
+    def __call__(self, phase: str, done: float, rows: int = 0) -> None:
+        """Show a phase, the part of the whole that is done, 0 to 1, and the phase's rows so far."""
+
+
 @contextmanager
-def showing_progress(console: Console) -> Iterator[Callable[[str, float], None]]:
-    """Show work that reports its phase and the part of it that is done, 0 to 1. Off a terminal each phase is a line."""
+def showing_progress(console: Console) -> Iterator[ShowProgress]:
+    """Show work that reports its phase, and how far it is. Off a terminal each phase is a line, and one of rows and
+    their rate follows every `LINE_S`."""
+    phase_now, began_s, shown_s = "", 0.0, 0.0
+
+    def describe_rows(phase: str, rows: int) -> str:
+        nonlocal phase_now, began_s
+        now_s = time.monotonic()
+        if phase != phase_now:
+            phase_now, began_s = phase, now_s
+        took_s = now_s - began_s
+        return f"{rows:,} rows" + (f", {rows / took_s:,.0f}/s" if took_s else "") if rows else ""
+
     if not console.is_terminal:
         reported: set[str] = set()
 
-        def report(phase: str, done: float) -> None:
-            if phase not in reported:
+        def report(phase: str, done: float, rows: int = 0) -> None:
+            nonlocal shown_s
+            is_new, text = phase not in reported, describe_rows(phase, rows)
+            if is_new or (text and time.monotonic() - shown_s >= LINE_S):
                 reported.add(phase)
-                console.print(phase, markup=False, highlight=False)
+                shown_s = time.monotonic()
+                console.print(phase if is_new else f"{phase}: {text}", markup=False, highlight=False)
 
         yield report
         return
-    with Bar(TextColumn("{task.description}", markup=False), BarColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("reading", total=1.0)
-        yield lambda phase, done: bar.update(task, description=phase, completed=done)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[rows]}"))
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("reading", total=1.0, rows="")
+        yield lambda phase, done, rows=0: bar.update(
+            task, description=phase, completed=done, rows=describe_rows(phase, rows)
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +92,7 @@ class Expected:
 class Screen(Protocol):
     """The place that a view is drawn on."""
 
-    def say(self, text: str) -> None:
+    def say(self, text: str | Text) -> None:
         """Add a line that stays."""
 
     def show(self, phase: str, progress: Progress) -> None:
@@ -108,7 +133,9 @@ class LiveView:
     def watch(self, stop_requested: bool) -> None:
         for event in self._tail.read():
             self._progress.take(event)
-            if self._is_due(event) and (text := describe_event(event)):
+            if isinstance(event, FirstTextEvent):
+                self.say(describe_event(event), Text.assemble(*first_text_parts(event)))
+            elif self._is_due(event) and (text := describe_event(event)):
                 self.say(text)
             if self._explains_xz and isinstance(event, EvalEvent) and isinstance(event.xz_bits_per_byte, float):
                 self.say(XZ)
@@ -125,10 +152,10 @@ class LiveView:
         self._next_advice_step = 2 * event.step
         return True
 
-    def say(self, text: str) -> None:
-        """Show a message, such as the supervisor's."""
+    def say(self, text: str, styled: Text | None = None) -> None:
+        """Show a message, such as the supervisor's; on a terminal as it is `styled`."""
         for screen in self._screens:
-            screen.say(text)
+            screen.say(styled if styled and isinstance(screen, TerminalScreen) else text)
 
     def note(self, text: str) -> None:
         """Add a line to the log alone."""
@@ -150,7 +177,7 @@ class LiveView:
         if stop_requested:
             return "stopping, with a checkpoint (Ctrl-C again: at once)" if self._progress.begin else "stopping"
         if self._progress.has_stepped:
-            return ""
+            return self._progress.after_last_step
         if not self._has_plan:
             return "no step yet"
         return self._before_first_step if self._progress.begin else "starting workers"
@@ -175,7 +202,7 @@ class TerminalScreen:
         self._phase, self._since = "", time.monotonic()
         self._bar.start()
 
-    def say(self, text: str) -> None:
+    def say(self, text: str | Text) -> None:
         self._bar.console.print(text, markup=False, highlight=False)
 
     def show(self, phase: str, progress: Progress) -> None:
@@ -199,18 +226,23 @@ class PlainScreen:
 
     def __init__(self, console: Console, interval_steps: int | None):
         self._console, self._interval_steps = console, interval_steps
-        self._phase, self._step, self._printed_s = "", 0, time.monotonic()
+        self._phase, self._phase_s, self._is_said = "", 0.0, False
+        self._step, self._printed_s = 0, time.monotonic()
 
-    def say(self, text: str) -> None:
+    def say(self, text: str | Text) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, phase: str, progress: Progress) -> None:
-        if phase and phase != self._phase:
-            self.say(phase)
-        self._phase = phase
+        now_s = time.monotonic()
         if progress.has_stepped and progress.step != self._step and self._is_due(progress):
-            self._step, self._printed_s = progress.step, time.monotonic()
+            self._step, self._printed_s = progress.step, now_s
             self.say(f"{_place(progress)}: {describe_progress(progress)}".removesuffix(": "))
+        if phase != self._phase:
+            self._phase, self._phase_s, self._is_said = phase, now_s, False
+        is_quick = phase == progress.after_last_step and now_s - self._phase_s < QUICK_S
+        if phase and not self._is_said and not is_quick:
+            self._is_said = True
+            self.say(phase)
 
     def _is_due(self, progress: Progress) -> bool:
         if self._interval_steps is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trainspec_cli.rundir.accounting import WARMUP_STEPS, measure_throughput
 from trainspec_cli.rundir.event_types.event import Event
 from trainspec_cli.rundir.event_types.observed import UsageEvent
-from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
+from trainspec_cli.rundir.event_types.training import CheckpointEvent, EndEvent, EvalEvent, StartEvent, StepEvent
 
 RECENT_STEPS = 20
 """The steps that a shown speed is taken over."""
@@ -29,6 +29,10 @@ class Progress:
     time_left_s: float | None = None
     usage: UsageEvent | None = None
     """The newest, of a command of the user's own."""
+    evaluated_step: int = -1
+    saved_step: int = -1
+    """The step of the newest evaluation, and of the newest checkpoint."""
+    has_ended: bool = False
     _recent: deque[StepEvent] = field(default_factory=lambda: deque(maxlen=WARMUP_STEPS + RECENT_STEPS))
 
     @property
@@ -40,12 +44,30 @@ class Progress:
     def has_stepped(self) -> bool:
         return bool(self._recent)
 
+    @property
+    def after_last_step(self) -> str:
+        """Say what the workers do after the last step; empty before it."""
+        if not self.has_stepped or self.max_steps is None or self.step < self.max_steps:
+            return ""
+        if self.has_ended:
+            return "ending the workers"
+        if self.evaluated_step < self.step:
+            return "evaluating"
+        return "writing the checkpoint" if self.saved_step < self.step else "writing the result"
+
     def take(self, event: Event) -> None:
         if isinstance(event, StartEvent):
             self.begin = event
+            self.has_ended = False
             self.step = event.step
         elif isinstance(event, UsageEvent):
             self.usage = event
+        elif isinstance(event, EvalEvent):
+            self.evaluated_step = event.step
+        elif isinstance(event, CheckpointEvent):
+            self.saved_step = event.step
+        elif isinstance(event, EndEvent):
+            self.has_ended = True
         elif isinstance(event, StepEvent):
             self.step, self.loss = event.step, event.loss
             self._recent.append(event)

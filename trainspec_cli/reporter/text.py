@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from trainspec_cli.printable import cut_middle
 from trainspec_cli.reporter.changes import (
     describe_buckets,
     describe_directive,
@@ -20,7 +21,14 @@ from trainspec_cli.rundir.event_types.decisions import BucketsEvent, DirectiveEv
 from trainspec_cli.rundir.event_types.event import Event
 from trainspec_cli.rundir.event_types.failures import RecoveryEvent
 from trainspec_cli.rundir.event_types.observed import LinkEvent, UsageEvent
-from trainspec_cli.rundir.event_types.training import CadenceEvent, CheckpointEvent, EvalEvent, StartEvent, WarningEvent
+from trainspec_cli.rundir.event_types.training import (
+    CadenceEvent,
+    CheckpointEvent,
+    EvalEvent,
+    FirstTextEvent,
+    StartEvent,
+    WarningEvent,
+)
 from trainspec_cli.spec.canonical import Absent
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.spec.results.prediction import LocalPrediction
@@ -28,6 +36,8 @@ from trainspec_cli.units import format_bytes, format_count, format_duration, for
 
 STEPS = "steps"
 """The unit of a command of the user's own, of which nothing else is known."""
+LINE_CHARS, TEXT_CHARS = 72, 240
+"""Of the first text: on one line where all of it is trained on, else on about three."""
 MANY = 8
 """More ranks than this are not listed one by one."""
 
@@ -69,6 +79,8 @@ def describe_event(event: Event) -> str:
     match event:
         case StartEvent():
             return describe_start(event)
+        case FirstTextEvent():
+            return describe_first_text(event)
         case EvalEvent():
             return f"step {event.step}: held out {describe_evaluation(event)}"
         case CheckpointEvent():
@@ -90,6 +102,30 @@ def describe_event(event: Event) -> str:
         case WarningEvent():
             return f"step {event.step}: warning: {event.message}"
     return ""
+
+
+def describe_first_text(event: FirstTextEvent) -> str:
+    """Show what is trained on of the first text, as `first_text_parts` styles it."""
+    return "".join(text for text, _ in first_text_parts(event))
+
+
+def first_text_parts(event: FirstTextEvent) -> Iterator[tuple[str, str]]:
+    """Yield (text, rich's style) of a line or two: what is trained on is bold and in brackets, the rest is dim. A text
+    of which every token is trained on needs neither."""
+    how_many = f"{event.trained:,} of {event.tokens:,}" if event.trained < event.tokens else f"all {event.tokens:,}"
+    yield f"first text of the first batch: {how_many} tokens are trained on", ""
+    if event.trained == event.tokens:
+        yield ": ", ""
+        yield _on_one_line("".join(part.text for part in event.parts), LINE_CHARS), "dim"
+        return
+    yield ", those in [ ]\n", ""
+    for part in event.parts:
+        text = _on_one_line(part.text, max(LINE_CHARS // 2, TEXT_CHARS // len(event.parts)))
+        yield (f"[{text}]", "bold") if part.trained else (text, "dim")
+
+
+def _on_one_line(text: str, most_chars: int) -> str:
+    return cut_middle(text.replace("\n", "\\n").replace("\t", "\\t"), most_chars)
 
 
 def describe_link_change(event: LinkEvent) -> str:

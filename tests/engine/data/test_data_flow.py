@@ -91,6 +91,9 @@ class Source:
     def write_sample(self) -> None:
         return None
 
+    def first_text(self, position: int) -> None:
+        return None
+
 
 class LateSource(Source):
     """Begins to read when training already waits."""

@@ -16,6 +16,7 @@ import torch
 from trainspec_cli.corpus.bpe import decode, encode
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.prepare import prepare
+from trainspec_cli.corpus.rows import Row
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.heldout import HeldoutLoss, heldout_batches
@@ -24,7 +25,7 @@ from trainspec_cli.engine.run import sources
 from trainspec_cli.engine.run.sources import SampleSource, TokenSource, WrittenSample, open_source
 from trainspec_cli.planner.plan import plan
 from trainspec_cli.policy.batch.division import OwnSamples
-from trainspec_cli.rundir.event_types.training import EvalEvent
+from trainspec_cli.rundir.event_types.training import EvalEvent, TextPart
 from trainspec_cli.rundir.record import RunResult
 from trainspec_cli.spec.recipe.batching import BatchingSpec
 from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
@@ -238,6 +239,32 @@ def test_a_sample_goes_on_from_the_prompt_in_the_texts_own_tokens(
     assert asked == [(encode(folder, "abc"), options)]
     with_sample(source, max_new_tokens=5).write_sample()
     assert asked[1][0] == [source.collection.main.manifest.end_of_document_id]
+
+
+def test_the_first_text_is_the_sample_at_its_position(source: TokenSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of text every token is trained on; without a tokenizer its tokens are shown."""
+    folder = source.collection.tokenizer_folder
+    assert folder is not None
+    (row,) = source.order.rows(np.array([2]))
+    ids = [*row.tokens.tolist(), int(row.targets[-1])]
+    shown = source.first_text(2)
+    assert (shown.tokens, shown.trained) == (TOKENS, TOKENS)
+    assert shown.parts == (TextPart(text=decode(folder, ids), trained=True),)
+    monkeypatch.setattr(Collection, "tokenizer_folder", None)
+    assert source.first_text(2).parts == (TextPart(text=" ".join(map(str, ids)), trained=True),)
+
+
+def test_the_parts_of_a_masked_text_are_what_was_typed(source: TokenSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = source.collection.tokenizer_folder
+    assert folder is not None
+    asked, answer = encode(folder, "abc def"), encode(folder, " ghi")
+    ids = np.array([*asked, *answer])
+    targets = np.array([*[-1] * (len(asked) - 1), *answer])
+    row = Row(ids[:-1], targets, np.zeros(len(targets), dtype=np.int64))
+    monkeypatch.setattr(source, "order", SimpleNamespace(rows=lambda _: [row]))
+    shown = source.first_text(0)
+    assert shown.parts == (TextPart(text="abc def", trained=False), TextPart(text=" ghi", trained=True))
+    assert (shown.tokens, shown.trained) == (len(ids) - 1, len(answer))
 
 
 def test_without_a_tokenizer_there_is_no_text(source: TokenSource, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,7 @@ def test_a_plan_that_does_not_fit_is_none(here: Machine, monkeypatch: pytest.Mon
     from trainspec_cli.errors import PlanError
 
     def refuse(*given: object, **more: object) -> Plan:
-        assert more == {"force": False, "may_probe": False}
+        assert more == {"force": False}
         raise PlanError("it does not fit")
 
     before = plan_of(here)

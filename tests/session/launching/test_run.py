@@ -24,6 +24,8 @@ from trainspec_cli.reporter.collect import collect
 from trainspec_cli.rundir import generations
 from trainspec_cli.rundir.accounting import Recovery, WallTime
 from trainspec_cli.rundir.event_types.failures import RecoveryEvent
+from trainspec_cli.rundir.event_types.training import FirstTextEvent, TextPart
+from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import RunResult, read_plan, read_result, write_result
@@ -228,6 +230,17 @@ def test_in_json_a_run_prints_its_result_alone(run: Run, shown: StringIO, capsys
     printed = json.loads(capsys.readouterr().out)
     assert printed == {"run": str(run.dir.root), **json.loads(json.dumps(to_plain(replace(DONE, recoveries=()))))}
     assert shown.getvalue() == ""
+
+
+def test_in_json_a_run_has_the_first_text_with_its_mask(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    write_result(run.dir, DONE)
+    writer = EventWriter(run.dir.events(0), 0)
+    parts = (TextPart(text="what?", trained=False), TextPart(text="that", trained=True))
+    writer.write(FirstTextEvent(step=0, tokens=3, trained=1, parts=parts))
+    writer.close()
+    assert run(as_json=True) == 0
+    shown = [{"text": "what?", "trained": False}, {"text": "that", "trained": True}]
+    assert json.loads(capsys.readouterr().out)["first_text"] == {"tokens": 3, "trained": 1, "parts": shown}
 
 
 def test_processes_that_hang_in_the_kernel_are_named(run: Run, shown: StringIO) -> None:

@@ -48,8 +48,9 @@ class Steps:
         self.backend: Any = None
         self.options: dict[str, Any] = {}
         self.was_claimed = False
+        self.exit_code = 6
         self._data = data
-        for name in ("predict", "check_nodes", "select_kernels", "prepare_data", "run"):
+        for name in ("predict", "check_nodes", "select_kernels", "prepare_data", "run", "probe_after_run"):
             monkeypatch.setattr(session_module, name, getattr(self, name))
 
     def predict(self, plan: Plan, machine: Machine, console: Any, **options: Any) -> Plan:
@@ -78,7 +79,11 @@ class Steps:
         self.job, self.plan, self.backend = job, plan, backend
         self.options["run"] = options
         self.was_claimed = is_running(job.run)
-        return 6
+        return self.exit_code
+
+    def probe_after_run(self, plan: Plan, machine: Machine, console: Any) -> None:
+        assert not is_running(self.job.run), "what waits for the run's end need not wait for this"
+        self.taken.append("probe_after_run")
 
 
 @pytest.fixture
@@ -258,6 +263,23 @@ def test_a_run_that_goes_on_follows_no_limits_of_other_runs(
     assert rehearse(session)[1].micro_batch_size == begins_with
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "others", "measures"), [(0, 0, True), (6, 0, False), (0, 1, False)], ids=["done", "stopped", "busy"]
+)
+def test_the_machine_is_measured_after_a_run_and_never_while_another_trains(
+    new: Callable[..., Session],
+    steps: Steps,
+    monkeypatch: pytest.MonkeyPatch,
+    exit_code: int,
+    others: int,
+    measures: bool,
+) -> None:
+    monkeypatch.setattr(session_module, "_describe_other_runs", lambda _: ["another trains"] * others)
+    steps.exit_code = exit_code
+    assert start(new("run.dir=mine")) == exit_code
+    assert (steps.taken[-1], "probe_after_run" in steps.taken[:-1]) == ("probe_after_run" if measures else "run", False)
+
+
 def test_what_another_machine_changes_is_shown(
     make_run: MakeRun, here: Machine, console: RunConsole, shown: StringIO, steps: Steps
 ) -> None:
@@ -274,7 +296,7 @@ def test_a_rehearsal_starts_measures_and_makes_nothing(
 ) -> None:
     job, plan = rehearse(new(force=True))
     assert steps.taken == ["predict", "select_kernels"]
-    assert steps.options == {"predict": {"force": True, "may_probe": False}, "select_kernels": {"may_measure": False}}
+    assert steps.options == {"predict": {"force": True}, "select_kernels": {"may_measure": False}}
     assert job.root == tmp_path / "runs" / "tiny" / "TIME"
     assert plan.kernels.adamw == "foreach"
     assert rehearse(new("run.dir=mine", "cluster.num_nodes=2", reach=REACH))[0].command == REACH.start

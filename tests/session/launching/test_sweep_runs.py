@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,12 +19,15 @@ import pytest
 from trainspec_cli.errors import EXIT_DONE, MachineError, RecipeError, Stopped, WorkerError
 from trainspec_cli.rundir.event_types.training import EvalEvent
 from trainspec_cli.rundir.events import EventWriter
+from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import sweep_runs
 from trainspec_cli.session.launching.session import Session
 from trainspec_cli.session.launching.sweep import read_sweep
 from trainspec_cli.session.launching.sweep_runs import launch_sweep
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.plan import Plan
 
 ENDS = "import sys; sys.exit(0)"
 WAITS = (
@@ -61,6 +66,11 @@ class Node:
         self.most_at_once = 0
         self.heldout: dict[float, float] = {}
         """Held-out loss by learning rate; a run without one fails."""
+        self.probed_after: list[int] = []
+        """The runs that had ended when this machine was measured."""
+
+    def probe(self, plan: Plan, machine: Machine, console: Any) -> None:
+        self.probed_after.append(sum(one.poll() is not None for one in self.processes))
 
     def write_down(self, session: Session) -> RunDir:
         self.written.append(session)
@@ -92,6 +102,7 @@ def node(here: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node
     node = Node(tmp_path)
     monkeypatch.setattr(sweep_runs, "write_down", node.write_down)
     monkeypatch.setattr(sweep_runs, "spawn_resume", node.spawn)
+    monkeypatch.setattr(sweep_runs, "probe_after_run", node.probe)
     return node
 
 
@@ -135,6 +146,55 @@ def test_a_stop_ends_what_runs_and_begins_nothing_more(node: Node, capsys: pytes
         ("0.3", "not started"),
     ]
     assert captured.err.count("trainspec resume ") == 3
+
+
+def test_the_machine_is_measured_once_and_after_all_runs(node: Node) -> None:
+    node.heldout = {0.1: 3.0, 0.2: 2.0}
+    assert sweep(["0.1", "0.2"], "cluster.devices_per_node=1", at_once=2) == EXIT_DONE
+    assert node.probed_after == [2]
+    assert [given["TRAINSPEC_PROBE"] for given in node.environments] == ["off", "off"]
+
+
+def test_a_terminal_shows_one_table_in_which_each_run_has_a_row(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = io.StringIO()
+    monkeypatch.setattr(
+        sweep_runs, "make_console", lambda **_: RunConsole(file=drawn, force_terminal=True, width=200, height=20)
+    )
+    monkeypatch.setattr(sweep_runs, "REDRAWN_S", 0.0)
+    node.heldout = {0.1: 3.0, 0.2: 2.0}
+    assert sweep(["0.1", "0.2"]) == EXIT_DONE
+    states = [
+        tuple(line.split()[4] if len(line.split()) == 6 else "not started" for line in frame.splitlines()[1:3])
+        for frame in re.sub(r"\x1b\[[\d?;]*[a-zA-Z]|\r", "", drawn.getvalue()).split("optim.lr  held out")[1:]
+    ]
+    assert list(dict.fromkeys(states)) == [
+        ("running", "not started"),
+        ("done", "running"),
+        ("done", "done"),
+    ]
+    assert "1 of 2 runs have ended, about " in drawn.getvalue()
+    assert ": begins in" not in drawn.getvalue()
+
+
+def test_off_a_terminal_each_run_that_ends_says_what_is_left(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    node.heldout = {0.1: 3.0, 0.2: 2.0}
+    assert sweep(["0.1", "0.2"], as_json=False) == EXIT_DONE
+    first, last = (line for line in capsys.readouterr().out.splitlines() if ": done, " in line)
+    assert "1 of 2 runs have ended, about " in first and "about" not in last
+
+
+def test_runs_that_would_share_a_name_are_numbered(node: Node) -> None:
+    """A sweep that was made before has its numbers already; a swept name that another run has is refused."""
+    earlier = RunDir(node.folder / "runs" / "tiny" / "earlier")
+    write_json(earlier.run_json, {"recipe": "tiny", "created_at": 1.0})
+    write_json(earlier.plan_json, {"spec": {"train": {"max_steps": 20}, "run": {"name": "lrs-2"}}})
+    node.heldout = {0.1: 3.0, 0.2: 2.0, 0.3: 1.0}
+    assert sweep(["0.1", "0.2", "0.3"], "run.name=lrs") == EXIT_DONE
+    assert [session.plan.spec.run.name for session in node.written] == ["lrs-1", "lrs-3", "lrs-4"]
+    named = [("run.name", ["mine", "lrs-2"])]
+    with pytest.raises(RecipeError) as refused:
+        launch_sweep(["recipe=tiny"], named, side_by_side=1, force=False, as_json=True)
+    assert [problem.code for problem in refused.value.problems] == ["name_taken"]
 
 
 def test_an_error_of_the_sweep_ends_what_runs(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

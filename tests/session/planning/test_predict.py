@@ -14,12 +14,12 @@ import pytest
 from lab.gpus.machines import play
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.errors import MachineError, PlanError
+from trainspec_cli.errors import Interrupted, MachineError, PlanError, TrainspecError
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.launcher.measuring import probe_path
 from trainspec_cli.launcher.memory_limits import Learned, LimitsWatch, MemoryLimits
 from trainspec_cli.planner.plan import plan
-from trainspec_cli.planner.this_machine import moving_bytes
+from trainspec_cli.planner.this_machine import least_memory, moving_bytes, predict_local
 from trainspec_cli.rundir.event_types.decisions import MemoryEvent
 from trainspec_cli.rundir.events import EventWriter
 from trainspec_cli.rundir.files import write_json
@@ -27,12 +27,13 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.planning.predict import (
     PROBING,
+    UNMEASURED,
     Predictor,
     _check_changes,
     _largest_micro_batch,
     _predictor,
-    _probe,
     predict,
+    probe_after_run,
     with_known_limits,
 )
 from trainspec_cli.spec.canonical import from_plain, to_plain
@@ -98,27 +99,34 @@ def test_a_gpu_that_the_catalogue_lacks_is_predicted_with_a_note(capsys, monkeyp
     assert "conf/accelerator/geforce_rtx_3080.yaml" in err
 
 
-def test_a_launch_probes_this_machine_and_refuses_what_does_not_fit(
-    capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made_up_probe: MachineProbe
+def test_a_launch_on_an_unmeasured_machine_starts_nothing_and_refuses_what_cannot_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def probe(plan: Plan, machine: Machine, on_start: Callable[[], None]) -> MachineProbe:
-        on_start()
-        return replace(made_up_probe, bare_bytes=1e15)
-
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("trainspec_cli.session.planning.predict.probe_machine", probe)
-    assert run(["launch", "recipe=tiny", "data.max_bytes=200000", f"run.dir={tmp_path / 'run'}"]) == 3
-    out, err = capsys.readouterr()
-    assert PROBING in out
-    assert "the plan does not fit: 2 x 909.49 TiB are needed" in err
-    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("trainspec_cli.session.planning.predict.probe_machine", None)
+    shown: Any = Shown()
+    own, machine = plan(SPEC, MACHINE), replace(MACHINE, memory_bytes=2**20)
+    with pytest.raises(PlanError, match=r"2 x .* are needed, this machine has 1.00 MiB"):
+        predict(own, machine, shown, force=False)
+    forced = predict(own, machine, shown, force=True)
+    assert (forced.prediction, forced.largest_micro_batch_size, forced.largest_stage_layers) == (None, None, None)
+    kept = predict(own, MACHINE, shown, force=False)
+    assert kept.prediction is None and shown.notes[-1].startswith(UNMEASURED)
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_dry_run_does_not_probe(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path))
     assert run(["launch", "recipe=tiny", "--dry-run"]) == 0
-    assert "no prediction: this machine was not probed yet" in capsys.readouterr().out
+    assert UNMEASURED in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_memory_that_is_known_without_a_probe_is_the_least(made_up_probe: MachineProbe) -> None:
+    own = plan(SPEC, MACHINE)
+    least, probed = least_memory(own), predict_local(own, made_up_probe)
+    assert least.time_s == {} and 0 < least.needed_bytes < probed.needed_bytes
+    assert least.memory.items() <= probed.memory.items()
 
 
 @pytest.mark.parametrize(("compute", "has_bf16", "says"), [("bf16", False, 1), ("bf16", True, 0), ("fp32", False, 0)])
@@ -128,7 +136,7 @@ def test_a_format_that_the_processor_does_not_have_is_named(
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path))
     shown: Any = Shown()
     wanted = replace(plan(SPEC, MACHINE), compute=compute)  # type: ignore[arg-type]
-    predict(wanted, replace(MACHINE, bf16=has_bf16), shown, force=True, may_probe=False)
+    predict(wanted, replace(MACHINE, bf16=has_bf16), shown, force=True)
     assert sum("has no instructions for bf16" in note and "precision=fp32" in note for note in shown.notes) == says
 
 
@@ -153,10 +161,10 @@ def test_mfu_is_of_what_the_probe_of_this_machine_measured(
     monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path))
     shown: Any = Shown()
     wanted = replace(plan(SPEC, MACHINE), **changed)
-    unprobed = predict(wanted, MACHINE, shown, force=True, may_probe=False)
+    unprobed = predict(wanted, MACHINE, shown, force=True)
     assert (unprobed.peak_flops, unprobed.peak_source) == (wanted.peak_flops, wanted.peak_source)
     write_json(probe_path(wanted.as_one_group, MACHINE), to_plain(replace(made_up_probe, peak_flops=7e9)))
-    probed = predict(wanted, MACHINE, shown, force=True, may_probe=False)
+    probed = predict(wanted, MACHINE, shown, force=True)
     assert (probed.peak_flops, probed.peak_source) == (peak_flops, source)
 
 
@@ -302,38 +310,63 @@ class Shown:
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def report(self, note: str) -> None:
-        self.notes.append(note)
+    def report(self, *notes: str) -> None:
+        self.notes.extend(notes)
 
 
-def test_a_probe_that_fails_leaves_the_launch_without_a_prediction(
-    monkeypatch: pytest.MonkeyPatch, made_up_probe: MachineProbe
-) -> None:
+@pytest.mark.parametrize("error", [MachineError("the probe ended with 1"), Interrupted("the probe was interrupted")])
+def test_a_probe_that_fails_after_a_run_is_reported(monkeypatch: pytest.MonkeyPatch, error: TrainspecError) -> None:
     def fail(plan: Any, machine: Machine, on_start: Callable[[], None]) -> None:
         on_start()
-        raise MachineError("the probe ended with 1")
+        raise error
 
     shown: Any = Shown()
     monkeypatch.setattr("trainspec_cli.session.planning.predict.probe_machine", fail)
-    assert _probe(plan(SPEC, MACHINE), MACHINE, shown) is None
-    assert shown.notes == [
-        PROBING, "the probe ended with 1\n\nso this run starts without a prediction",
-    ]  # fmt: skip
-    monkeypatch.setattr("trainspec_cli.session.planning.predict.probe_machine", lambda *_: made_up_probe)
-    assert _probe(plan(SPEC, MACHINE), MACHINE, shown) is made_up_probe
-    assert len(shown.notes) == 2 + made_up_probe.is_disturbed
+    probe_after_run(plan(SPEC, MACHINE), MACHINE, shown)
+    assert PROBING in shown.notes and str(error) in shown.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "choice", "probes"),
+    [({}, "", 1), ({}, "off", 0), ({"layout": Layout(tp=2)}, "", 0), ({"num_nodes": 2}, "", 0)],
+    ids=["measured", "left out", "not predictable", "two nodes"],
+)
+def test_a_machine_is_measured_after_a_run_that_a_probe_predicts(
+    changed: dict[str, Any],
+    choice: str,
+    probes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    made_up_probe: MachineProbe,
+) -> None:
+    """Once: what a run after it is predicted by is that probe."""
+    monkeypatch.setenv("TRAINSPEC_CACHE", str(tmp_path))
+    monkeypatch.setenv("TRAINSPEC_PROBE", choice)
+    began: list[int] = []
+
+    def probe(*_: Any) -> MachineProbe:
+        began.append(1)
+        return made_up_probe
+
+    monkeypatch.setattr("trainspec_cli.launcher.measuring.torchrun", lambda *_: None)
+    monkeypatch.setattr("trainspec_cli.launcher.measuring.run_tool", probe)
+    shown: Any = Shown()
+    own = replace(plan(SPEC, MACHINE), **changed)
+    for _ in range(2):
+        probe_after_run(own, MACHINE, shown)
+    assert (len(began), shown.notes.count(PROBING)) == (probes, probes)
+    assert (predict(own, MACHINE, shown, force=True).prediction is not None) == bool(probes)
 
 
 def test_each_process_may_take_its_part_of_this_machines_memory(
     monkeypatch: pytest.MonkeyPatch, made_up_probe: MachineProbe
 ) -> None:
     shown: Any = Shown()
-    monkeypatch.setattr("trainspec_cli.session.planning.predict._probe", lambda *_: made_up_probe)
-    monkeypatch.setattr("trainspec_cli.session.planning.predict._known_probe", lambda *_: None)
-    found = _predictor(plan(SPEC, MACHINE), MACHINE, shown, may_probe=True)
-    assert found is not None and found.limit_bytes == MACHINE.memory_bytes / 2
-    assert found.limit_text == "this machine has 16.00 GiB"
-    assert _predictor(plan(SPEC, MACHINE), MACHINE, shown, may_probe=False) is None
+    for probe in (made_up_probe, None):
+        monkeypatch.setattr("trainspec_cli.session.planning.predict.known_probe", lambda *_, probe=probe: probe)
+        found = _predictor(plan(SPEC, MACHINE), MACHINE, shown)
+        assert found is not None and found.limit_bytes == MACHINE.memory_bytes / 2
+        assert (found.limit_text, found.is_measured) == ("this machine has 16.00 GiB", probe is not None)
 
 
 def test_a_terminal_shows_the_time_while_the_machine_is_probed(
@@ -347,7 +380,7 @@ def test_a_terminal_shows_the_time_while_the_machine_is_probed(
     drawn = {}
     for is_terminal in (False, True):
         console = PrintableConsole(file=io.StringIO(), force_terminal=is_terminal, width=200)
-        _probe(plan(SPEC, MACHINE), MACHINE, console)
+        probe_after_run(plan(SPEC, MACHINE), MACHINE, console)
         drawn[is_terminal] = console.file.getvalue()  # type: ignore[attr-defined]
     assert PROBING in drawn[True] and "0:00:00" in drawn[True]
     assert PROBING in drawn[False] and "0:00:00" not in drawn[False]

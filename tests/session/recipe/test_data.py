@@ -21,7 +21,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 
     def prepare(data: Any, on_progress: Any) -> Path:
         asked.append(data)
-        on_progress("reading", 0.5)
+        on_progress("reading", 0.5, 3)
         return tmp_path
 
     notes = SimpleNamespace(check=lambda data, vocab_size: [f"{vocab_size} tokens are known"])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from trainspec_cli.corpus.bpe import decode, encode, encode_template, until_special
+from trainspec_cli.corpus.bpe import decode, decode_parts, encode, encode_template, until_special
 from trainspec_cli.corpus.chat import question
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.labelled import LabelledSamples, open_samples
 from trainspec_cli.corpus.own_tokenizer import OwnTokenizer, tokenizer_sha256
+from trainspec_cli.corpus.rows import first_text
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.heldout import total
@@ -23,10 +25,14 @@ from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.run.evaluate import heldout_loss, heldout_metrics, write_text
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.policy.batch.division import OwnSamples
-from trainspec_cli.rundir.event_types.training import EvalEvent, SetFigures
+from trainspec_cli.printable import cut_middle
+from trainspec_cli.rundir.event_types.training import EvalEvent, FirstTextEvent, SetFigures, TextPart
 from trainspec_cli.rundir.record import RunResult
 from trainspec_cli.spec.canonical import ABSENT
 from trainspec_cli.spec.results.plan import Plan
+
+MOST_PARTS, MOST_CHARS = 8, 600
+"""Parts of the first text that are kept, and characters of each."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,9 @@ class DataSource(Protocol):
 
     def write_sample(self) -> WrittenSample | None:
         """Continue the recipe's prompt; None where none is wanted."""
+
+    def first_text(self, position: int) -> FirstTextEvent | None:
+        """Show what is trained on of the sample at `position`; None where samples are no text. One rank calls it."""
 
 
 def open_source(plan: Plan, folder: str | None, state: TrainState) -> DataSource:
@@ -141,6 +150,24 @@ class TokenSource:
         ids = self._continue(encode_template(folder, asked))
         return WrittenSample(f"{sample.prompt}\n", decode(folder, until_special(folder, ids)))
 
+    def first_text(self, position: int) -> FirstTextEvent:
+        (row,) = self.order.rows(np.array([position]))
+        ids, learnt = first_text(row)
+        cuts = [0, *(np.flatnonzero(np.diff(learnt)) + 1)[: MOST_PARTS - 1].tolist(), len(ids)]
+        parts = [ids[start:end].tolist() for start, end in pairwise(cuts)]
+        folder = self.collection.tokenizer_folder
+        if folder is None or self.spec.data.tokenizer.code:  # user-defined code runs where text is asked for
+            texts = [" ".join(map(str, part)) for part in parts]
+        else:
+            texts = decode_parts(folder, parts)
+        shown = zip(texts, learnt[cuts[:-1]].tolist(), strict=True)
+        return FirstTextEvent(
+            step=0,
+            tokens=len(ids) - 1,
+            trained=int(learnt[1:].sum()),
+            parts=tuple(TextPart(text=cut_middle(text, MOST_CHARS), trained=trained) for text, trained in shown),
+        )
+
     def _continue(self, prompt_ids: list[int]) -> list[int]:
         """Return the tokens that the model writes after a prompt."""
         return write_text(
@@ -184,4 +211,7 @@ class SampleSource:
         return replace(result, heldout_loss=loss, heldout_accuracy=accuracy, heldout_dice=dice)
 
     def write_sample(self) -> WrittenSample | None:
+        return None
+
+    def first_text(self, position: int) -> None:
         return None

@@ -135,6 +135,9 @@ class Trainer:
                 host=socket.gethostname(),
             )
         )
+        is_new = self.progress.step == 0 and dist.get_rank() == 0
+        if is_new and (text := self.source.first_text(self.progress.samples)):
+            self.journal.write(text)
 
     # One step after another
 

@@ -74,6 +74,9 @@ class DrawnSource:
     def write_sample(self) -> WrittenSample | None:
         return None
 
+    def first_text(self, position: int) -> None:
+        return None
+
 
 @dataclass(frozen=True)
 class MadeStep:

@@ -17,15 +17,21 @@ LOSS_BYTES_A_LOGIT = 12
 
 def peak_memory(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[str, float]:
     """Resident bytes of one process at its peak, by cause; that is in a step's backward, or in the loss before it."""
-    step = step_bytes(plan, model)
     return {
         "worker": probe.bare_bytes,
+        **tensor_bytes(plan, model),
+        "fragmentation": fragmentation(probe) * sum(step_bytes(plan, model).values()),
+    }
+
+
+def tensor_bytes(plan: Plan, model: DecoderModel) -> dict[str, float]:
+    """The part of `peak_memory` that is the same on every machine, and so known before a probe."""
+    return {
         "parameters": parameter_bytes(plan, model),
-        **step,
+        **step_bytes(plan, model),
         "checkpoint copy": copy_bytes(plan),
         **({"error feedback": kept} if (kept := feedback_bytes(model, plan.as_one_group.layout, plan.comm)) else {}),
         **({"outer optimizer": outer} if (outer := outer_bytes(plan)) else {}),
-        "fragmentation": fragmentation(probe) * sum(step.values()),
     }
 
 

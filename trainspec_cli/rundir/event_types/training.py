@@ -110,6 +110,27 @@ class SampleEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TextPart:
+    text: str
+    """Decoded, without the middle of a long part."""
+    trained: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstTextEvent(Event):
+    """The first text of the first batch, with the mask of what is trained on."""
+
+    type: Literal["first_text"] = "first_text"
+    step: Count
+    tokens: Count
+    """Tokens that could be targets."""
+    trained: Count
+    """Those that are: the loss counts them."""
+    parts: tuple[TextPart, ...]
+    """The text, cut where training begins and ends; only its first parts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointEvent(Event):
     type: Literal["checkpoint"] = "checkpoint"
     step: Count

@@ -10,6 +10,7 @@ from trainspec_cli.doctor.examine import node_command
 from trainspec_cli.doctor.preflight import Needs, preflight
 from trainspec_cli.launcher.backend.nodes.backend import Examination
 from trainspec_cli.planner.run.forecast import checkpoint_bytes
+from trainspec_cli.planner.this_machine import is_predictable, least_memory
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.spec.results.doctor import NodeReport
@@ -42,7 +43,9 @@ def _judge(reports: Sequence[NodeReport], console: PrintableConsole) -> None:
 
 def _needs(plan: Plan, written: int, *, force: bool) -> Needs:
     """`written`: checkpoints that lie in the run's folder."""
-    needed = plan.prediction.needed_bytes if plan.prediction and not force else 0.0
+    alone = plan.as_one_group
+    prediction = plan.prediction or (least_memory(alone) if is_predictable(alone) else None)
+    needed = prediction.needed_bytes if prediction and not force else 0.0
     on_gpus = plan.device == "cuda"
     return Needs(
         processes=plan.world_size,

@@ -31,7 +31,7 @@ def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
         if any(not problem.path.startswith("data.") for problem in [*check(spec), *check_engine(spec)]):
             continue
         try:
-            found = predict(plan(spec, machine), machine, quiet, force=False, may_probe=False)
+            found = predict(plan(spec, machine), machine, quiet, force=False)
         except TrainspecError:
             continue
         if describe_other_blocks(spec, before.layout.tp, found.layout.tp):

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from trainspec_cli.environment_names import PROBE
 from trainspec_cli.errors import EXIT_DONE
 from trainspec_cli.launcher.backend.processes import POLL_S
 from trainspec_cli.launcher.job.folder import check_free
@@ -29,6 +30,7 @@ from trainspec_cli.session.launching.detach import (
 from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.session import Session, rehearse, start, write_down
 from trainspec_cli.session.launching.sites import SiteOptions, load_site
+from trainspec_cli.session.planning.predict import probe_after_run
 from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.load import Loaded, load, plan_on, this_machine
 from trainspec_cli.session.runs.find import check_name_free
@@ -77,7 +79,7 @@ def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole |
     check_detachable(session)
     run = write_down(session)
     log_bytes = run.run_log.stat().st_size if run.run_log.exists() else 0
-    process = spawn_resume(run, [], force=force)
+    process = spawn_resume(run, [], force=force, environment={PROBE: "off"})  # it is done below, where it is seen
     stop_requested = False
     # A bar takes over sys.stdout, so a console that shows nothing must not have one.
     shows = console is not None and not console.quiet
@@ -96,6 +98,8 @@ def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole |
             view.watch(stop_requested)
     if process.returncode and not generations.newest(run):
         raise refusal(process.returncode, run.run_log, log_bytes)
+    if process.returncode == EXIT_DONE and not stop_requested:
+        probe_after_run(session.plan, session.machine, session.console)
     return run
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
 
 from trainspec_cli.composer.origins import show_path
 from trainspec_cli.errors import ERRORS_OF_RUNS, EXIT_DONE, Problem, Stopped
+from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.launcher.backend import OpenBackend
 from trainspec_cli.launcher.backend.observe import newest_step
 from trainspec_cli.launcher.failure import Explanation
@@ -25,6 +27,7 @@ from trainspec_cli.reporter.changes import describe_recovery
 from trainspec_cli.reporter.collect import collect
 from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.reporter.render import render_summary
+from trainspec_cli.rundir.event_types.training import FirstTextEvent, StepEvent
 from trainspec_cli.rundir.events import read_sound
 from trainspec_cli.rundir.generations import Fence
 from trainspec_cli.rundir.paths import RunDir
@@ -88,7 +91,7 @@ def run(
         if console.reader_left:
             raise BrokenPipeError
         if as_json:
-            print(json_text({"run": str(job.root), **to_plain(outcome.result)}))
+            print(json_text({"run": str(job.root), **to_plain(outcome.result), **_first_text(job.run)}))
         else:
             _report_end(job, outcome, console)
             if plan is not None and (tracking := list(describe_tracking(plan.spec, job.root))):
@@ -150,6 +153,16 @@ def _failure(job: Job, explanation: Explanation | None, console: RunConsole, *, 
     if job.own and not job.nodes and newest_step(read_sound(job.run.events(0))):
         hint = f"start it again from its own checkpoint: {_resume_command(job.run)}"
     return Problem("worker_failed", message, hint=explanation.hint or hint)
+
+
+def _first_text(run: RunDir) -> JsonObject:
+    """Return what the screen showed of the first batch; nothing of a run of images, or of a command."""
+    events = takewhile(lambda event: not isinstance(event, StepEvent), read_sound(run.events(0)))
+    found = next((event for event in events if isinstance(event, FirstTextEvent)), None)
+    if found is None:
+        return {}
+    parts: list[JsonValue] = [to_plain(part) for part in found.parts]
+    return {"first_text": {"tokens": found.tokens, "trained": found.trained, "parts": parts}}
 
 
 def _report_end(job: Job, outcome: RunOutcome, console: RunConsole) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trainspec_cli.errors import TrainspecError
+from trainspec_cli.errors import EXIT_DONE, TrainspecError
 from trainspec_cli.launcher.backend import OpenBackend
 from trainspec_cli.launcher.backend.local import LocalBackend
 from trainspec_cli.launcher.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
@@ -43,7 +43,7 @@ from trainspec_cli.session.launching.fewer_nodes import plan_on_fewer
 from trainspec_cli.session.launching.run import describe_tracking, run
 from trainspec_cli.session.launching.select_kernels import select_kernels
 from trainspec_cli.session.launching.sites import check_site, site_server
-from trainspec_cli.session.planning.predict import predict, with_known_limits
+from trainspec_cli.session.planning.predict import predict, probe_after_run, with_known_limits
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded
 from trainspec_cli.spec.field_types import AUTO
@@ -88,7 +88,10 @@ class Session:
 
 
 def start(session: Session, requests: StopRequests | None = None) -> int:
-    """Return the run's exit code. Raises TrainspecError where the run is refused, or fails."""
+    """Return the run's exit code. Raises TrainspecError where the run is refused, or fails.
+
+    This machine is measured after the run, where that is still to do and no other run would be slowed by it.
+    """
     with _written_down(session) as (job, plan, examination):
         machine = session.machine
         backend: OpenBackend = LocalBackend
@@ -96,7 +99,7 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
             backend = partial(NodesBackend, reach=session.reach, examination=examination)
         limits = LimitsWatch(job.run, plan, machine)
         with site_server(job.run, plan):
-            return run(
+            code = run(
                 *(job, plan, backend, session.console, limits),
                 advisor=_advisor(job.run, plan, machine),
                 as_json=session.as_json,
@@ -104,6 +107,9 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
                 replan=partial(plan_on_fewer, machine=machine),
                 notifies=session.notify,
             )
+    if code == EXIT_DONE and not any(_describe_other_runs(job.run)):
+        probe_after_run(plan, machine, session.console)
+    return code
 
 
 def write_down(session: Session) -> RunDir:
@@ -165,7 +171,7 @@ def rehearse(session: Session) -> tuple[Job, Plan]:
     """Return what `start` would start, refused as it would be; nothing is probed, measured or made for that."""
     console, machine = session.console, session.machine
     check_site(session.plan.spec)
-    plan = predict(_within_limits(session), machine, console, force=session.force, may_probe=False)
+    plan = predict(_within_limits(session), machine, console, force=session.force)
     plan, _ = select_kernels(plan, machine, console, may_measure=False)
     root = session.folder
     if isinstance(session.begins, Loaded) and plan.spec.run.dir == AUTO:
@@ -199,7 +205,8 @@ def _write(session: Session, job: Job, plan: Plan, data_folder: Path | None, ker
         session.console.report(*facts)
     if isinstance(session.begins, Loaded):
         write_launch(job, plan, session.begins.origin, data_folder, kernels)
-        session.console.report(*describe_code(plan.spec), *tracking)
+        if lines := [*describe_code(plan.spec), *tracking]:
+            session.console.report(*lines)
         return
     changed_code = list(describe_changed_code(job.run))
     before = read_plan_of_all_nodes(job.run)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from typing import TYPE_CHECKING
 
 from trainspec_cli.errors import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from trainspec_cli.session.recipe.load import Loaded
 
 Sweep = tuple[str, Sequence[str]]
 """(key, its values)"""
 RANGE = re.compile(r"(.+?)\.\.(.+?)(?::(x?)(\d+))?")
 """`LOW..HIGH`, `LOW..HIGH:5` or `LOW..HIGH:x5`."""
+NAME = "run.name"
 MOST_VALUES = 1_000
 """Values of one key."""
 
@@ -58,3 +63,24 @@ def sweep_arguments(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> Iterat
     others = [argument for argument in arguments if argument.partition("=")[0] not in keys]
     for values in product(*(values for _, values in sweeps)):
         yield values, [*others, *(f"{key}={value}" for key, value in zip(keys, values, strict=True))]
+
+
+def load_points(
+    arguments: Sequence[str], sweeps: Sequence[Sweep], load: Callable[[tuple[str, ...], list[str]], Loaded]
+) -> Iterator[tuple[tuple[str, ...], Loaded]]:
+    """Yield (values, recipe as `load` loads it) for each combination. A `run.name` that the runs would share is
+    numbered: NAME-1, NAME-2, ..., without those that other runs have. Raises RecipeError."""
+    from trainspec_cli.session.runs.find import check_name_free, free_names  # a plan, which is swept too, has no name
+
+    names: dict[str, Iterator[str]] = {}
+    is_shared = bool(sweeps) and all(key != NAME for key, _ in sweeps)
+    for values, point in sweep_arguments(arguments, sweeps):
+        loaded = load(values, point)
+        name = loaded.spec.run.name
+        if name and is_shared:
+            number = names.setdefault(name, free_names(name))
+            unnamed = [argument for argument in point if argument.partition("=")[0] != NAME]
+            loaded = load(values, [*unnamed, f"{NAME}={next(number)}"])
+        elif sweeps:
+            check_name_free(name)
+        yield values, loaded

@@ -8,33 +8,45 @@ import shlex
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+from rich.live import Live
+from rich.text import Text
+
+from trainspec_cli import environment_names
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
 from trainspec_cli.json_value import JsonObject
 from trainspec_cli.launcher.backend.processes import POLL_S
 from trainspec_cli.launcher.notify import NOBODY, Notify
 from trainspec_cli.launcher.signals import StopRequests, on_stop_signal
 from trainspec_cli.reporter.compare import table
+from trainspec_cli.reporter.progress import Progress
+from trainspec_cli.rundir.event_types.training import EvalEvent
+from trainspec_cli.rundir.events import EventTail
 from trainspec_cli.rundir.heldout import read_heldout_losses
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import RunResult, read_result
 from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.launching.detach import spawn_resume
 from trainspec_cli.session.launching.session import Session, write_down
-from trainspec_cli.session.launching.sweep import Sweep, sweep_arguments
+from trainspec_cli.session.launching.sweep import Sweep, load_points
+from trainspec_cli.session.planning.predict import probe_after_run
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.json_text import json_text
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.units import format_duration
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 NOT_STARTED = "not started"
+REDRAWN_S = 0.5
+"""Drawing takes time from the workers on a small machine."""
 
 
-@dataclass
+@dataclass(eq=False)
 class SweptRun:
     """One run of a sweep."""
 
@@ -44,6 +56,24 @@ class SweptRun:
     process: subprocess.Popen[bytes] | None = None
     slot: int = 0
     """The share of this node's devices that it has, from 0."""
+    progress: Progress = field(default_factory=lambda: Progress(None))
+    heldout_loss: float | None = None
+    begun_s: float = 0.0
+    """When it began (`time.monotonic`)."""
+    took_s: float | None = None
+    """None until it is done."""
+    result: SweptResult | None = None
+    """None until it has ended."""
+
+    def __post_init__(self) -> None:
+        self._tail = EventTail(self.run.events(0))
+
+    def look(self) -> None:
+        """Take in what it has done."""
+        for event in self._tail.read():
+            self.progress.take(event)
+            if isinstance(event, EvalEvent):
+                self.heldout_loss = event.heldout_loss
 
     def describe(self) -> str:
         return " ".join(f"{key}={value}" for key, value in self.values.items())
@@ -82,12 +112,15 @@ def launch_sweep(
     sessions = list(_sessions(arguments, sweeps, console, force=force, as_json=as_json))
     for _, session in sessions:
         _check_room(session.plan, session.machine, side_by_side)
-    runs = [SweptRun(values, write_down(session)) for values, session in sessions]
+    runs = [
+        SweptRun(values, write_down(session), progress=Progress(session.plan.total_steps))
+        for values, session in sessions
+    ]
     console.report(f"{len(runs)} runs, {side_by_side} at a time; trainspec watch RUN shows one")
     largest = max((session.plan for _, session in sessions), key=lambda plan: plan.devices_per_node)
     train = _Training(runs, console, largest, side_by_side, notify, force=force)
     stopped = train.run()
-    results = sorted((_result(one) for one in runs), key=lambda result: result.order)
+    results = sorted((one.result or _result(one) for one in runs), key=lambda result: result.order)
     if as_json:
         print(json_text([_as_json(result) for result in results]))
     else:
@@ -97,6 +130,8 @@ def launch_sweep(
         console.report("", "to go on:", *(f"  trainspec resume {shlex.quote(str(one.run.root))}" for one in unfinished))
     if any(result.status not in ("done", "stopped", NOT_STARTED) for result in results):
         return WorkerError.exit_code
+    if not stopped:
+        probe_after_run(largest, sessions[0][1].machine, console)
     return Stopped.exit_code if stopped and unfinished else EXIT_DONE
 
 
@@ -106,8 +141,7 @@ def _sessions(
     """Yield (swept values, session of their run). Raises RecipeError where a run needs a folder or a node that others
     have."""
     keys = [key for key, _ in sweeps]
-    for values, point in sweep_arguments(arguments, sweeps):
-        loaded = load(point)
+    for values, loaded in load_points(arguments, sweeps, lambda _, point: load(point)):
         if loaded.spec.run.dir != AUTO and "run.dir" not in keys:
             message = f"`run.dir` is {loaded.spec.run.dir}, and each run of a sweep needs a folder of its own"
             raise RecipeError(Problem("usage", message, "run.dir", "leave run.dir out"))
@@ -146,6 +180,7 @@ class _Training:
         force: bool = False,
     ):
         """`plan` is that of the run with the most devices on this node; each run has as many to itself."""
+        self._runs = list(runs)
         self._waiting, self._console, self._plan = list(runs), console, plan
         self._options, self._force = notify.options, force
         self._side_by_side = side_by_side
@@ -162,25 +197,77 @@ class _Training:
 
     def _run(self) -> bool:
         requests, passed_on = StopRequests(), 0
-        with on_stop_signal(requests.add):
+        with on_stop_signal(requests.add), self._table() as show:
             while self._running or (self._waiting and not requests.count):
                 if requests.count > passed_on:
                     passed_on = requests.count
                     self._stop_running()
                 while self._waiting and self._free and not requests.count:
                     self._begin(self._waiting.pop(0), self._free.pop(0))
+                show()
                 time.sleep(POLL_S)
                 for one in [one for one in self._running if one.process and one.process.poll() is not None]:
                     self._end(one)
+            show()
         return requests.count > 0
+
+    @contextmanager
+    def _table(self) -> Iterator[Callable[[], None]]:
+        """Show a table of all runs on a terminal, which the one of the results takes the place of at the end; elsewhere
+        each run has a line when it begins, and one when it has ended."""
+        if not self._console.is_terminal:
+            yield lambda: None
+            return
+        with Live(console=self._console, auto_refresh=False, transient=True) as live:
+            drawn_s = -math.inf
+
+            def show() -> None:
+                nonlocal drawn_s
+                for one in self._running:
+                    one.look()
+                now_s = time.monotonic()
+                if now_s - drawn_s >= REDRAWN_S or not self._running:
+                    drawn_s = now_s
+                    table = "\n".join(filter(None, (render_results(self._rows()), self._describe_left())))
+                    live.update(Text(table, no_wrap=True, overflow="ellipsis"), refresh=True)
+
+            yield show
+
+    def _rows(self) -> list[SweptResult]:
+        """Return the runs in the order in which they train, as they stand."""
+        rows = []
+        for one in self._runs:
+            left_s = one.progress.time_left_s
+            status = NOT_STARTED if one.process is None else f"{format_duration(left_s)} left" if left_s else "running"
+            now = (status, one.progress.step, one.progress.loss, one.heldout_loss)
+            rows.append(one.result or SweptResult(one.values, one.run, *now))
+        return rows
+
+    def _describe_left(self) -> str:
+        """Say how long the runs that have not ended take, by those that are done or else those that train; empty where
+        nothing is known of that yet, or nothing is left."""
+        now_s = time.monotonic()
+        going = [(now_s - one.begun_s, one.progress.time_left_s) for one in self._running]
+        whole_s = [one.took_s for one in self._runs if one.took_s is not None]
+        whole_s = whole_s or [since_s + left_s for since_s, left_s in going if left_s is not None]
+        if not whole_s or not (self._running or self._waiting):
+            return ""
+        mean_s = sum(whole_s) / len(whole_s)
+        running_s = [max(0.0, mean_s - since_s) if left_s is None else left_s for since_s, left_s in going]
+        left_s = max(running_s, default=0.0) + len(self._waiting) * mean_s / self._side_by_side
+        ended = len(self._runs) - len(self._running) - len(self._waiting)
+        return f"{ended} of {len(self._runs)} runs have ended, about {format_duration(left_s)} left"
 
     def _begin(self, one: SweptRun, slot: int) -> None:
         one.slot = slot
-        one.process = spawn_resume(one.run, self._options, force=self._force, environment=self._gpus(slot))
+        one.begun_s = time.monotonic()
+        environment = {environment_names.PROBE: "off", **self._gpus(slot)}
+        one.process = spawn_resume(one.run, self._options, force=self._force, environment=environment)
         if self._plan.device == "cpu" and self._side_by_side > 1 and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(one.process.pid, self._cores(slot))
         self._running.append(one)
-        self._console.report(f"{one.describe()}: begins in {one.run.root}")
+        if not self._console.is_terminal:
+            self._console.report(f"{one.describe()}: begins in {one.run.root}")
 
     def _gpus(self, slot: int) -> dict[str, str]:
         """Return the variable that shows a run its share of the GPUs that this process sees."""
@@ -205,10 +292,16 @@ class _Training:
         self._running.remove(one)
         self._free.append(one.slot)
         result = _result(one)
+        one.result = result
+        if result.status == "done":
+            one.took_s = time.monotonic() - one.begun_s
+        if self._console.is_terminal and result.status == "done":
+            return
         figures = [f"loss {result.loss:.4f}"] if result.loss is not None else []
         figures += [f"held out {result.heldout_loss:.4f}"] if result.heldout_loss is not None else []
         where = [] if result.status == "done" else [f"see {one.run.run_log}"]
-        self._console.report(f"{one.describe()}: {', '.join([result.status, *figures, *where])}")
+        left = [self._describe_left()] if self._waiting and not self._console.is_terminal else []
+        self._console.report(f"{one.describe()}: {', '.join(filter(None, [result.status, *figures, *where, *left]))}")
 
 
 def _result(one: SweptRun) -> SweptResult:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trainspec_cli.errors import MachineError, PlanError, Problem
+from trainspec_cli import environment_names
+from trainspec_cli.errors import Interrupted, MachineError, PlanError, Problem
 from trainspec_cli.launcher.measuring import DISTURBED_HOLDS_S, known_probe, probe_machine
 from trainspec_cli.launcher.memory_limits import read_limits
 from trainspec_cli.planner.calibration.observe import calibrated
@@ -18,6 +21,7 @@ from trainspec_cli.planner.this_machine import (
     device_limit_bytes,
     is_known,
     is_predictable,
+    least_memory,
     moving_bytes,
     predict_device,
     predict_local,
@@ -41,9 +45,10 @@ from trainspec_cli.spec.rules.engine import check_engine
 from trainspec_cli.units import format_bytes
 
 PROBING = (
-    "probing this machine, once for this version: short measurements of its matrix products, memory and exchanges, "
-    "from which the run's time and memory are predicted"
+    "measuring this machine, once for this version: short runs of its matrix products, memory and exchanges, from "
+    "which later launches predict their time and memory (Ctrl-C skips it)"
 )
+UNMEASURED = "this machine is not measured yet"
 
 
 @dataclass(frozen=True)
@@ -56,13 +61,15 @@ class Predictor:
     limit_text: str
     knows: Callable[[Plan], bool] = lambda _: True
     """True where it can predict a plan that differs in its setting of memory."""
+    is_measured: bool = True
+    """False where the machine has no probe: no time is predicted, and of memory the tensors alone."""
 
 
-def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: bool, may_probe: bool = True) -> Plan:
+def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: bool) -> Plan:
     """Return the plan with its prediction, where one can be made. Raises PlanError where it does not fit,
     unless forced.
 
-    Without `may_probe` nothing is started: a machine that was never probed gives no prediction, and this says so.
+    Nothing is started for that: a machine without a probe is measured after a run (`probe_after_run`).
     """
     for note in chip_of(machine)[1] if plan.spec.cluster.device != "cpu" else ():
         console.report(note)
@@ -70,18 +77,26 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
         console.report(f"gradients travel in {plan.comm.describe()}: {plan.comm.reason}")
     if plan.device == "cpu" and plan.compute == "bf16" and not machine.bf16:
         console.report("this processor has no instructions for bf16, which takes many times as long: precision=fp32")
-    predictor = _predictor(plan, machine, console, may_probe=may_probe)
+    predictor = _predictor(plan, machine, console)
+    is_measured = predictor is not None and predictor.is_measured
     plan = _with_probed_peak(plan, machine)
-    plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor))
+    plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor if is_measured else None))
     if predictor is None:
         return replace(plan, prediction=None, largest_stage_layers=None)
     prediction = predictor.predict(plan.as_one_group)
-    console.report(describe_prediction(prediction, plan.tokens_per_step))
+    if is_measured:
+        console.report(describe_prediction(prediction, plan.tokens_per_step))
+    else:
+        later = f" ({environment_names.PROBE}=off)" if _may_not_probe() else ", a launch does that after its run"
+        tensors = f"the run's tensors take {format_bytes(prediction.needed_bytes)} a process"
+        console.report(f"{UNMEASURED}{later}: {tensors}, its time is not predicted")
     if prediction.needed_bytes > predictor.limit_bytes:
         problem = _does_not_fit(plan, prediction, predictor)
         if not force:
             raise PlanError(problem)
         console.report(f"{problem.message}; forced")
+    if not is_measured:
+        return replace(plan, prediction=None, largest_stage_layers=None)
     return replace(
         plan,
         prediction=prediction,
@@ -215,7 +230,7 @@ def _largest_stage(plan: Plan, predictor: Predictor) -> int | None:
     return largest_stage(plan.layout, plan.spec.model.num_layers, plan.spec.scheduler.max_stage_layers, fits)
 
 
-def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_probe: bool) -> Predictor | None:
+def _predictor(plan: Plan, machine: Machine, console: PrintableConsole) -> Predictor | None:
     plan = plan.as_one_group
     if is_known(plan, machine):
         limit_bytes = device_limit_bytes(plan, machine)
@@ -229,51 +244,57 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole, *, may_p
                 "no prediction: on a CPU it takes an eager llama, trained whole under data parallelism alone"
             )
         return None
-    probe = _probe(plan, machine, console) if may_probe else _known_probe(plan, machine, console)
-    if probe is None:
-        return None
+    limit_bytes = machine.memory_bytes / plan.devices_per_node
     limit_text = f"this machine has {format_bytes(machine.memory_bytes)}"
+    probe = known_probe(plan, machine)
+    if probe is None:
+        return Predictor(least_memory, limit_bytes, limit_text, is_predictable, is_measured=False)
+    _report_disturbed(probe, console)
     profile, _ = find_profile(plan.spec, machine)
     factors = profile.factors if profile else {}
     if profile:
         console.report(describe_profile(profile))
     return Predictor(
-        lambda other: calibrated(predict_local(other, probe), factors),
-        machine.memory_bytes / plan.devices_per_node,
-        limit_text,
-        is_predictable,
+        lambda other: calibrated(predict_local(other, probe), factors), limit_bytes, limit_text, is_predictable
     )
 
 
-def _probe(plan: Plan, machine: Machine, console: PrintableConsole) -> MachineProbe | None:
-    """Probe the machine; None where that failed: the launch goes on without a prediction, and reports it. A terminal
-    shows the elapsed time meanwhile, since nothing else moves on it."""
+def probe_after_run(plan: Plan, machine: Machine, console: PrintableConsole) -> None:
+    """Probe the machine of a run that is done, for the launches that follow, where its plan is predicted by a probe and
+    none holds. Without one a run only lacks its prediction, so that what fails here is reported and does not count. A
+    terminal shows the elapsed time meanwhile, since nothing else moves on it."""
+    if not is_predictable(plan.as_one_group) or _may_not_probe():
+        return
+    sys.stdout.flush()  # who reads the result from a pipe need not wait for this
     try:
         with ExitStack() as shown:
 
             def begin() -> None:
-                console.report(PROBING)
+                console.report("", PROBING)
                 if console.is_terminal:
-                    columns = (TextColumn("probing", markup=False), BarColumn(), TimeElapsedColumn())
+                    columns = (TextColumn("measuring", markup=False), BarColumn(), TimeElapsedColumn())
                     bar = shown.enter_context(Progress(*columns, console=console, transient=True))
                     bar.add_task("", total=None)
+                measured.append(True)
 
-            probe = probe_machine(plan, machine, begin)
-    except MachineError as error:
-        console.report(f"{error}\n\nso this run starts without a prediction")
-        return None
+            measured: list[bool] = []
+            probe = probe_machine(plan.as_one_group, machine, begin)
+    except (MachineError, Interrupted) as error:
+        console.report(f"{error}\n\nso later launches have no prediction until a run has measured this machine")
+        return
+    if measured:
+        _report_disturbed(probe, console)
+
+
+def _may_not_probe() -> bool:
+    return os.environ.get(environment_names.PROBE) == "off"
+
+
+def _report_disturbed(probe: MachineProbe, console: PrintableConsole) -> None:
     if probe.is_disturbed:
         taken = f"other programs kept the probe from running for {probe.displaced:.0%} of its time"
-        later = f"a launch {DISTURBED_HOLDS_S / 3600:.0f} hours after it probes again"
-        console.report(f"{taken}: the prediction is for such a load, and {later}")
-    return probe
-
-
-def _known_probe(plan: Plan, machine: Machine, console: PrintableConsole) -> MachineProbe | None:
-    probe = known_probe(plan, machine)
-    if probe is None:
-        console.report("no prediction: this machine was not probed yet; the first launch does that, in some seconds")
-    return probe
+        later = f"a run that ends {DISTURBED_HOLDS_S / 3600:.0f} hours after it measures again"
+        console.report(f"{taken}: predictions are for such a load, and {later}")
 
 
 def _does_not_fit(plan: Plan, prediction: LocalPrediction, predictor: Predictor) -> Problem:

@@ -58,11 +58,16 @@ def check_name_free(name: str) -> None:
     """Raise RecipeError where a run of this folder has this `run.name`, by which commands could find neither then."""
     lines = runs_here() if name else []
     if paths := [line.path for line in lines if line.name == name]:
-        taken = {line.name for line in lines}
-        free = next(other for number in itertools.count(2) if (other := f"{name}-{number}") not in taken)
+        free = next(free_names(name, first=2))
         message = f"the run in {paths[0]} has the name {name}"
         hint = f"choose another, such as run.name={free}; or go on with that run: trainspec resume {name}"
         raise RecipeError(Problem("name_taken", message, "run.name", hint))
+
+
+def free_names(name: str, first: int = 1) -> Iterator[str]:
+    """Yield NAME-1, NAME-2, ... as far as no run of this folder is named so."""
+    taken = {line.name for line in runs_here()}
+    return (other for number in itertools.count(first) if (other := f"{name}-{number}") not in taken)
 
 
 def _named(name: str) -> RunDir | None:

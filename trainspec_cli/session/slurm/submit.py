@@ -29,7 +29,7 @@ from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_data_dir, read_run_record
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.sites import SiteOptions, check_site, load_site
-from trainspec_cli.session.launching.sweep import Sweep, sweep_arguments
+from trainspec_cli.session.launching.sweep import Sweep, load_points
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded, machine_of_cluster, plan_for
 from trainspec_cli.session.slurm.container import check_container, folders_read, unseen_image
@@ -61,15 +61,17 @@ def plan_runs(
 ) -> list[PlannedRun]:
     """Plan a run for each combination of the swept values. Raises RecipeError."""
     given = find_argument(arguments, RUN_DIR)
-    loaded = []
-    for values, point in sweep_arguments(arguments, sweeps):
+
+    def load(values: tuple[str, ...], point: list[str]) -> Loaded:
         if sweeps and given and not any(key == RUN_DIR for key, _ in sweeps):  # its runs lie in it, by their values
             label = ",".join(
                 f"{key.rpartition('.')[2]}={value}" for (key, _), value in zip(sweeps, values, strict=True)
             )
             folder = Path(str(given.value)) / re.sub(r"[^\w.=,+-]+", "_", label)
             point = [*(one for one in point if one != given.text), assign(RUN_DIR, str(folder))]
-        loaded.append(load_site(point, site))
+        return load_site(point, site)
+
+    loaded = [one for _, one in load_points(arguments, sweeps, load)]
     for one in loaded:
         check_site(one.spec)
     named = [one.spec.run.dir for one in loaded if one.spec.run.dir != AUTO]

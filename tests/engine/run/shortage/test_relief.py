@@ -84,6 +84,9 @@ class Source:
     def write_sample(self) -> None:
         return None
 
+    def first_text(self, position: int) -> None:
+        return None
+
 
 def tokens_at(position: int) -> MicroBatch:
     generator = torch.Generator().manual_seed(position)
