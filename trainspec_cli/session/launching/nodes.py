@@ -161,7 +161,8 @@ def join(
 def _showing_progress(run: RunDir, record: GenerationRecord, console: RunConsole) -> Iterator[None]:
     """Show the run's progress during the block, as the first node does: from the events of rank 0, in the folder that
     the nodes share. A thread reads them, so that a file system that stalls does not keep the agent from its hub."""
-    view, ended = LiveView(run, None if record.own else read_plan(run), console), threading.Event()
+    view = LiveView(run, None if record.own else read_plan(run), console)
+    ended = threading.Event()
 
     def watch() -> None:
         try:
