@@ -105,7 +105,7 @@ def test_a_site_whose_rank_is_killed_comes_back_while_the_others_go_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("killed", "step"), [(1, 3), (0, 3)])
+@pytest.mark.parametrize(("killed", "step"), [(1, 3), (0, 3), (1, 20)])
 def test_a_site_whose_rank_is_killed_before_the_first_checkpoint_begins_again(
     tmp_path: Path, environment: dict[str, str], killed: int, step: int
 ) -> None:
