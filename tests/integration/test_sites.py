@@ -54,7 +54,8 @@ class Sites:
         options = ["--site", str(site), "--sites-endpoint", f"127.0.0.1:{port}", "--sites-secret", "secret"]
         if site in self.ports:
             options += ["--site-listen", f"127.0.0.1:{self.ports[site]}"]
-        command = [sys.executable, "-m", "trainspec_cli", "launch", *RECIPE, *changes, f"run.dir=site{site}", *options]
+        keys = {word.partition("=")[0]: word for word in (*RECIPE, *changes, f"run.dir=site{site}")}
+        command = [sys.executable, "-m", "trainspec_cli", "launch", *keys.values(), *options]
         return subprocess.Popen(
             command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
@@ -101,6 +102,27 @@ def test_a_site_whose_rank_is_killed_comes_back_while_the_others_go_on(
     if count > 2:
         ways = (sites.run_dir(2).sites / "sites.log").read_text(encoding="utf-8")
         assert ways.count("site 1 is connected directly") == 2, "the killed site's way is there again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("killed", "step"), [(1, 3), (0, 3), (1, 20)])
+def test_a_site_whose_rank_is_killed_before_the_first_checkpoint_begins_again(
+    tmp_path: Path, environment: dict[str, str], killed: int, step: int
+) -> None:
+    """It joins the other site, which has gone on. Site 0 hosts."""
+    slow = "fault=slow(step=3,seconds=0.2,steps=60)"  # so that the other site is still there when it comes back
+    changes = ("cluster.devices_per_node=1", "train.max_steps=60", "checkpoint.interval_steps=1000", slow)
+    sites = Sites(tmp_path, environment, *changes)
+    supervisor = psutil.Process(sites.sites[killed].pid)
+    wait_for(lambda: sites.reached(killed, step), sites.sites[killed])
+    os.kill(workers_among(supervisor.children(recursive=True))[0].pid, signal.SIGKILL)
+    sites.wait()
+    assert len(sites.digests()) == 1
+    for site in range(2):
+        result = read_json(sites.run_dir(site).result_json)
+        assert (result["status"], result["steps"]) == ("done", 60)
+    recoveries = read_json(sites.run_dir(killed).result_json)["recoveries"]
+    assert [one["kind"] for one in recoveries].count("restart") == 1
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ Webhook = Annotated[
     typer.Option("--webhook", metavar="URL", help="Post how the run has ended to this address.", show_default=False),
 ]
 HANG_S, SILENT_S = 600.0, 1800.0
-MAX_RESTARTS, GRACE_S, WORK_S = 3, 60.0, 300.0
+MAX_RESTARTS, GRACE_S, WORK_S, JOIN_TIMEOUT_S = 3, 60.0, 300.0, 300.0
 CommandFolder = Annotated[
     str | None,
     typer.Option("--dir", metavar="RUN", help="The run's folder; by default one of its own below ./runs."),
@@ -115,6 +115,10 @@ WorkFor = Annotated[
     typer.Option(
         "--work-s", metavar="S", min=0, help="Where no step is counted: start again what has worked for so long."
     ),
+]
+JoinTimeout = Annotated[
+    float,
+    typer.Option("--join-timeout-s", metavar="S", min=1, help="Of several nodes: how long each waits for the others."),
 ]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="A run's folder, its name, or `last` for the newest here.")
@@ -148,10 +152,11 @@ def write_page(file: Path, page: str, option: str = "--html") -> None:
         raise RecipeError(Problem(code="output_exists", message=message, hint=hint)) from error
 
 
-def wanted_of(max_restarts: int, grace_s: float, hang_s: float | None, work_s: float) -> Wanted:
+def wanted_of(max_restarts: int, grace_s: float, hang_s: float | None, work_s: float, join_timeout_s: float) -> Wanted:
     """Return what the options of a command of the user's own ask for. `hang_s`: None where it is not given, 0 for
     never."""
     from trainspec_cli.launcher.own_command.job import Wanted  # loads what the help does without
 
     given, usual = hang_s or None, hang_s is None
-    return Wanted(max_restarts, grace_s, HANG_S if usual else given, SILENT_S if usual else given, work_s)
+    silent_s = SILENT_S if usual else given
+    return Wanted(max_restarts, grace_s, HANG_S if usual else given, silent_s, work_s, join_timeout_s)

@@ -8,6 +8,7 @@ import typer
 
 from trainspec_cli.cli.options import (
     GRACE_S,
+    JOIN_TIMEOUT_S,
     MAX_RESTARTS,
     WORK_S,
     AsJson,
@@ -15,6 +16,7 @@ from trainspec_cli.cli.options import (
     Endpoint,
     Grace,
     HangAfter,
+    JoinTimeout,
     MaxRestarts,
     NodeRank,
     NotifyCommand,
@@ -43,6 +45,7 @@ def run(
     nnodes: NumNodes = None,
     node_rank: NodeRank = 0,
     rdzv_endpoint: Endpoint = None,
+    join_timeout_s: JoinTimeout = JOIN_TIMEOUT_S,
     dry_run: DryRun = False,
     notify: NotifyCommand = "",
     webhook: Webhook = "",
@@ -58,7 +61,7 @@ def run(
     from trainspec_cli.session.launching.nodes import NodeOptions
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
-    wanted = wanted_of(max_restarts, grace_s, hang_s, work_s)
+    wanted = wanted_of(max_restarts, grace_s, hang_s, work_s, join_timeout_s)
     with on_stop_signal(interrupt):
         if dry_run:
             shown = session.show_command(command or [], folder, wanted, nodes, as_json=as_json)

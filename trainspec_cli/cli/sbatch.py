@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 
 from trainspec_cli.cli.options import (
     GRACE_S,
+    JOIN_TIMEOUT_S,
     MAX_RESTARTS,
     WORK_S,
     AsJson,
@@ -20,6 +21,7 @@ from trainspec_cli.cli.options import (
     Force,
     Grace,
     HangAfter,
+    JoinTimeout,
     MaxRestarts,
     Site,
     SiteListen,
@@ -57,7 +59,7 @@ AllowSetup = Annotated[
 ]
 OF_RECIPE, OF_COMMAND = (
     ("sweep", "force", "site", "sites_endpoint", "sites_secret", "site_listen"),
-    ("folder", "max_restarts", "grace_s", "hang_s", "work_s"),
+    ("folder", "max_restarts", "grace_s", "hang_s", "work_s", "join_timeout_s"),
 )
 """Options that a recipe's job alone has, and that of a command."""
 
@@ -92,6 +94,7 @@ def sbatch(
     grace_s: Grace = GRACE_S,
     hang_s: HangAfter = None,
     work_s: WorkFor = WORK_S,
+    join_timeout_s: JoinTimeout = JOIN_TIMEOUT_S,
     as_json: AsJson = False,
 ) -> None:
     """Make a run's folder and the script that trains it on Slurm, and print or submit that.
@@ -114,7 +117,7 @@ def sbatch(
         options = SiteOptions(site, sites_endpoint, sites_secret, site_listen)
         made = _prepare_recipe(arguments or [], sweep or [], options, force=force)
     else:
-        wanted = wanted_of(max_restarts, grace_s, hang_s, work_s)
+        wanted = wanted_of(max_restarts, grace_s, hang_s, work_s, join_timeout_s)
         made = _prepare_command(command, arguments or [], folder, wanted)
     first = made.loaded[0]
     print(session.render_shell_lines(first), end="", file=sys.stderr)

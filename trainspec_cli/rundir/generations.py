@@ -171,7 +171,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def _unusable(path: Path, what: str) -> MachineError:
-    hint = "keep run.dir on a file system that all nodes share and that keeps owners and permissions"
+    hint = "keep the folder of the run on a file system that all nodes share and that keeps owners and permissions"
     return MachineError(Problem("secret", f"the job's secret, {path}, {what}", hint=hint, environment=True))
 
 

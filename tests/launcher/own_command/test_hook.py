@@ -185,6 +185,20 @@ def test_a_process_writes_its_stack_when_it_is_asked(program, tmp_path) -> None:
     assert process.returncode == 0
 
 
+def test_a_process_that_inherits_an_ignored_signal_writes_its_stack(program, tmp_path) -> None:
+    """The agents of several nodes ignore SIGUSR2, and so does what they start."""
+    process = program(
+        "import signal\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)\no = Optimizer()\no.step()\no.step()\n"
+        "print('here', flush=True)\ninput()"
+    )
+    assert process.stdout.readline() == "here\n"
+    found, steps = counted(tmp_path)
+    assert found.answers and len(steps) == 2
+    wait_for(lambda: place_of(main_stack(read_stacks([found])[found.pid], found)) == "<module>, program.py:8")
+    process.communicate("\n")
+    assert process.returncode == 0
+
+
 def test_a_handler_of_the_program_itself_is_left_alone(program, tmp_path) -> None:
     text = "import signal\nsignal.signal(signal.SIGUSR2, lambda *_: print('mine', flush=True))\n"
     process = program(text + "Optimizer().step()\nprint('here', flush=True)\ninput()")

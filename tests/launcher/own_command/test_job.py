@@ -25,7 +25,7 @@ from trainspec_cli.rundir.generations import GenerationRecord, OwnCommandRecord
 from trainspec_cli.spec.recipe.cluster import Machine
 
 MACHINE = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=True)
-WANTED = Wanted(max_restarts=2, grace_s=90.0, hang_s=600.0, silent_s=1800.0, work_s=300.0)
+WANTED = Wanted(max_restarts=2, grace_s=90.0, hang_s=600.0, silent_s=1800.0, work_s=300.0, join_timeout_s=900.0)
 
 
 @pytest.mark.parametrize(

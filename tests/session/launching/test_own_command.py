@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 from trainspec_cli.errors import EXIT_DONE, MachineError
 from trainspec_cli.launcher.job.job import Job
 from trainspec_cli.launcher.own_command.job import Wanted
+from trainspec_cli.launcher.slurm.own_job import read_own_job
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.rundir.record import read_run_record
 from trainspec_cli.session.launching import own_command
+from trainspec_cli.session.launching.nodes import NodeOptions
 from trainspec_cli.session.launching.own_command import Output, run_command
 
 COMMAND = (sys.executable, "train.py")
@@ -43,6 +46,23 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
 def test_nothing_is_said_where_there_is_nothing_to_say(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(COMMAND, "mine", WANTED, as_json=False) == EXIT_DONE
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_nodes_wait_for_one_another_for_as_long_as_is_asked(
+    started: list[Job], monkeypatch: pytest.MonkeyPatch, node: int
+) -> None:
+    joined: list[dict[str, Any]] = []
+    monkeypatch.setattr(own_command, "join", lambda *_, **options: joined.append(options))
+    handler = signal.getsignal(signal.SIGUSR2)
+    wanted = replace(WANTED, join_timeout_s=1800.0)
+    run_command(COMMAND, "mine", wanted, NodeOptions(2, node, "127.0.0.1:29500"), as_json=False)
+    signal.signal(signal.SIGUSR2, handler)
+    if node:
+        assert joined == [{"wait_s": 1800.0, "of_slurm": False}]
+    else:
+        assert [job.own.join_timeout_s for job in started if job.own] == [1800.0]
+        assert read_own_job(RunDir("mine")).wanted == wanted
 
 
 def test_a_job_that_slurm_has_started_again_goes_on_in_its_folder(

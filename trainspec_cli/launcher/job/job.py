@@ -21,6 +21,7 @@ from trainspec_cli.policy.recovery.recovery import FAILURE_GRACE_S
 from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.run import RunSection
 from trainspec_cli.spec.results.plan import Plan
 from trainspec_cli.trust import make_folder
 
@@ -46,6 +47,8 @@ class OwnCommand:
     """The same where no step is counted, or none yet."""
     work_s: float
     """A start of which no step is counted has made progress once it has worked for so long."""
+    join_timeout_s: float = RunSection.join_timeout_s
+    """As `run.join_timeout_s` of a recipe."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -129,31 +129,35 @@ class HangWatch:
         return readings
 
     def _describe(self, ranks: Sequence[CountedRank], readings: dict[int, Reading]) -> tuple[RankStands, ...]:
-        """Say where the ranks stand. Those that were stopped go on for as long as it takes them to write their
-        stacks."""
-        trainers = {rank.number: rank.trainer for rank in ranks if rank.trainer}
-        stopped = [number for number, reading in readings.items() if reading.stopped]
-        found = {number: self._looks[number].stack for number in readings}
-        resumed = read_stacks([trainers[number] for number in stopped], resume=True)
-        found |= {number: resumed.get(trainers[number].pid, "") for number in stopped}
+        """Say where the ranks stand; of a stopped one `read_stopped` reads the stack once the run counts as hung."""
         stands = []
         for rank in ranks:
             if rank.trainer is None:
                 continue
-            main = main_stack(found.get(rank.number, ""), rank.trainer)
+            reading = readings.get(rank.number)
+            stopped = reading is not None and reading.stopped
+            stack = self._looks[rank.number].stack if reading and not stopped else ""
+            main = main_stack(stack, rank.trainer)
             stands.append(
                 RankStands(
                     rank=rank.number,
                     host=socket.gethostname(),
                     step=rank.step,
-                    stack=main or "its stack cannot be read",
+                    stack=main or ("it is stopped" if stopped else "its stack cannot be read"),
                     place=place_of(main),
                     waiting=in_library(main),
-                    stopped=rank.number in stopped,
-                    ended=rank.number not in readings,
+                    stopped=stopped,
+                    ended=reading is None,
                 )
             )
         return tuple(stands)
+
+
+def read_stopped(stands: RankStands, trainer: CountedProcess) -> RankStands:
+    """Return where a stopped rank stands, with its stack. The process has to run for it, and may make a step in that
+    time, which counts as work on all nodes: so it is read only when the hang is found on all of them."""
+    main = main_stack(read_stacks([trainer], resume=True).get(trainer.pid, ""), trainer)
+    return replace(stands, stack=main, place=place_of(main)) if main else stands
 
 
 def hang_event(stands: RankStands, node: NodeStands, late: Sequence[int]) -> HangEvent:

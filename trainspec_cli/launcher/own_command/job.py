@@ -29,6 +29,7 @@ from trainspec_cli.launcher.job.place import NodePlace, interface_of, own_addres
 from trainspec_cli.rundir.generations import GenerationRecord, OwnCommandRecord
 from trainspec_cli.rundir.paths import RunDir
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.recipe.run import RunSection
 
 HOOK = Path(__file__).parent / "hook"
 """The folder on PYTHONPATH."""
@@ -55,6 +56,8 @@ class Wanted:
     """The same where no step is counted, or none yet."""
     work_s: float
     """What no step is counted of is started again after it has worked for so long."""
+    join_timeout_s: float = RunSection.join_timeout_s
+    """Of several nodes: how long the first waits for the others, and they for it."""
 
 
 def check_command(command: Sequence[str], before: str = "trainspec run") -> None:
@@ -167,6 +170,7 @@ def _own_command(command: Sequence[str], wanted: Wanted) -> OwnCommand:
         hang_s=wanted.hang_s,
         silent_s=wanted.silent_s,
         work_s=wanted.work_s,
+        join_timeout_s=wanted.join_timeout_s,
     )
 
 

@@ -19,7 +19,7 @@ from trainspec_cli.launcher.backend.nodes.messages import (
     WorkedLong,
 )
 from trainspec_cli.launcher.job.job import Job
-from trainspec_cli.launcher.own_command.hang import HangWatch, hang_event
+from trainspec_cli.launcher.own_command.hang import HangWatch, hang_event, read_stopped
 from trainspec_cli.launcher.own_command.job import progress_folder
 from trainspec_cli.launcher.own_command.journal import StepJournal
 from trainspec_cli.launcher.own_command.silence import SilenceWatch
@@ -84,8 +84,11 @@ class OwnNode:
             return
         standing = {rank.rank: rank for rank in self._stands.ranks if not rank.ended}
         for rank in self._journal.ranks:
-            if rank.number in standing:
-                rank.write(hang_event(standing[rank.number], self._stands, late))
+            stands = standing.get(rank.number)
+            if stands and rank.trainer and stands.stopped:
+                stands = read_stopped(stands, rank.trainer)
+            if stands:
+                rank.write(hang_event(stands, self._stands, late))
 
     def _count(self) -> list[ProcessMessage]:
         self._journal.poll()

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import shlex
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
 from trainspec_cli.launcher.backend.nodes.agent import run_agent
-from trainspec_cli.launcher.backend.nodes.backend import Reach, agent_command, reach_from_here
+from trainspec_cli.launcher.backend.nodes.backend import JOIN_KEY, JOIN_OPTION, Reach, agent_command, reach_from_here
 from trainspec_cli.launcher.slurm import commands as slurm
+from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.rundir import generations
+from trainspec_cli.rundir.generations import GenerationRecord
 from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_result
-from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.rundir.record import read_plan, read_result
+from trainspec_cli.session.console import RunConsole
 from trainspec_cli.spec.field_types import AUTO
 from trainspec_cli.spec.recipe.run import RunSection, RunSpec
 from trainspec_cli.trust import check_tree
 from trainspec_cli.units import format_duration
 
 RETRY_S = 0.5
+WATCH_S = 1.0
+"""How often a node that joins reads the run's progress in the folder that the nodes share."""
 RESULT_TIMEOUT_S = 30.0
 """The first node has written how the run ended, or started it again, this long after another node's part ended."""
 
@@ -57,21 +63,19 @@ class NodeOptions:
             message = f"`cluster.num_nodes` is {nodes}, and this command starts one node"
             raise RecipeError(Problem("several_hosts", message, "cluster.num_nodes", hint))
         spares = spec.cluster.reliability.spare_nodes or 0
-        reach = self._reach(self.endpoint, nodes, spares, hint, spec.run)
+        reach = self._reach(self.endpoint, nodes, spares, hint, spec.run.join_timeout_s)
         if run_dir == AUTO:
             message = "`run.dir` is auto, and the nodes would each make a folder of their own"
             hint = "type run.dir=<a folder that all nodes share>"
             raise RecipeError(Problem("missing_value", message, "run.dir", hint))
         return reach
 
-    def reach_for_command(self, run_dir: str) -> Reach | None:
+    def reach_for_command(self, run_dir: str, join_timeout_s: float) -> Reach | None:
         """Return likewise how the nodes of a command of the user's own reach one another. Raises RecipeError."""
         example = "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT --dir <a shared folder> -- COMMAND"
         hint = f"on each node: trainspec run {example}"
         if self.of_slurm:
-            return Reach(
-                slurm.own_address() if self.is_first else "", agent_command(0), None, RunSection.join_timeout_s
-            )
+            return Reach(slurm.own_address() if self.is_first else "", agent_command(0), None, join_timeout_s)
         if self.nnodes is None or self.nnodes == 1:
             if self.endpoint is not None or self.node_rank:
                 option = "--node-rank" if self.node_rank else "--rdzv-endpoint"
@@ -83,13 +87,13 @@ class NodeOptions:
         if self.endpoint is None:
             message = f"--nnodes is {self.nnodes}, and --rdzv-endpoint, where the nodes meet, is not given"
             raise RecipeError(Problem("several_hosts", message, "--rdzv-endpoint", hint))
-        reach = self._reach(self.endpoint, self.nnodes, 0, hint, RunSection())
+        reach = self._reach(self.endpoint, self.nnodes, 0, hint, join_timeout_s)
         if run_dir == AUTO:
             message = "--dir is not given, and the nodes would each make a folder of their own"
             raise RecipeError(Problem("missing_value", message, "--dir", "type --dir <a folder that all nodes share>"))
         return reach
 
-    def _reach(self, endpoint: str, nodes: int, spares: int, hint: str, section: RunSection) -> Reach:
+    def _reach(self, endpoint: str, nodes: int, spares: int, hint: str, join_timeout_s: float) -> Reach:
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 2**16:
             raise RecipeError(Problem("usage", f"--rdzv-endpoint is `{endpoint}`; HOST:PORT is needed", hint=hint))
@@ -97,38 +101,48 @@ class NodeOptions:
             beside = f" and {spares} that stand by (cluster.reliability.spare_nodes)" if spares else ""
             message = f"--node-rank is {self.node_rank}; of {nodes} nodes{beside} it is 0 to {nodes + spares - 1}"
             raise RecipeError(Problem("usage", message, hint=hint))
-        return reach_from_here(endpoint, section.join_timeout_s)
+        return reach_from_here(endpoint, join_timeout_s)
 
 
 def join(
     run_dir: str,
     node: int,
-    console: PrintableConsole,
+    console: RunConsole,
     command: Sequence[str] = (),
     *,
     wait_s: float = RunSection.join_timeout_s,
+    of_slurm: bool = False,
 ) -> int:
     """Take part as node `node` (not the first) in a run that the first node starts; return the run's exit code.
 
     Takes part in every start that the first node makes, until the run has a result. Raises MachineError where the
     first node is not found, and where others can write in the run's folder. `command`: the user's own, where the run
     is one of those; raises RecipeError where the first node runs another one. `wait_s`: the time in which
-    the first node must have started.
+    the first node must have started. `of_slurm`: srun joins the output of all nodes, so that the first one's progress
+    is seen.
     """
     run, served = RunDir(Path(run_dir).absolute()), 0
-    deadline, refusal = time.monotonic() + wait_s, _no_first_node(run, wait_s)
+    deadline, refusal = time.monotonic() + wait_s, _no_first_node(run, wait_s, command, of_slurm=of_slurm)
     where = f"in {run.root}" if run.root.is_dir() else f"to make {run.root}, which is not seen here yet"
-    console.report(f"node {node}: waiting for the first node {where} (up to {format_duration(wait_s)})")
+    key = JOIN_OPTION if command else JOIN_KEY
+    console.report(f"node {node}: waiting for the first node {where} (up to {format_duration(wait_s)}; {key})")
     while time.monotonic() < deadline and not (served and run.result_json.is_file()):
         generation = generations.newest(run)
         if generation > served:
             check_tree(run.root)
-            _check_command(run, generation, command)
             try:
-                if record := generations.read(run, generation):
-                    logs = Path(record.logs) / f"node{record.place_of(node):05d}"
-                    console.report(f"node {node}: takes part in start {generation}; its output goes to {logs}")
-                run_agent(run, generation, node)
+                with console.stopping_run_without_reader(lambda: None), ExitStack() as shown:
+
+                    def begin(record: GenerationRecord, shown: ExitStack = shown) -> None:
+                        _check_command(run, record, command)
+                        logs = Path(record.logs) / f"node{record.place_of(node):05d}"
+                        console.report(
+                            f"node {node}: takes part in start {record.generation}; its output goes to {logs}"
+                        )
+                        if not of_slurm:
+                            shown.enter_context(_showing_progress(run, record, console))
+
+                    run_agent(run, generation, node, begin)
                 served, deadline = generation, time.monotonic() + RESULT_TIMEOUT_S
             except MachineError as error:  # it may be an earlier start's, for which nobody answers any more
                 refusal = error
@@ -143,17 +157,44 @@ def join(
     return WorkerError.exit_code if result is None or result.exit_code is None else result.exit_code
 
 
-def _check_command(run: RunDir, generation: int, command: Sequence[str]) -> None:
-    """Raise RecipeError where the first node runs another command; the record of a start may still be on its way."""
-    record = generations.read(run, generation)
-    firsts = record.own.command if record and record.own else ()
-    if record and tuple(command) != firsts:
+@contextmanager
+def _showing_progress(run: RunDir, record: GenerationRecord, console: RunConsole) -> Iterator[None]:
+    """Show the run's progress during the block, as the first node does: from the events of rank 0, in the folder that
+    the nodes share. A thread reads them, so that a file system that stalls does not keep the agent from its hub."""
+    view = LiveView(run, None if record.own else read_plan(run), console)
+    ended = threading.Event()
+
+    def watch() -> None:
+        try:
+            with view:
+                while not ended.wait(WATCH_S):
+                    view.watch(stop_requested=False)
+                view.watch(stop_requested=False)
+        except OSError as error:
+            console.report(f"the run's progress is no longer shown: {error}")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(RESULT_TIMEOUT_S)
+
+
+def _check_command(run: RunDir, record: GenerationRecord, command: Sequence[str]) -> None:
+    """Raise RecipeError where the first node runs another command."""
+    firsts = record.own.command if record.own else ()
+    if tuple(command) != firsts:
         known = f"the first node runs {shlex.join(firsts)}" if firsts else f"{run.root} holds the run of a recipe"
         message = f"{known}, and here it is {shlex.join(command)}" if command else known
         raise RecipeError(Problem("usage", message, "COMMAND", "give the same command on each node"))
 
 
-def _no_first_node(run: RunDir, wait_s: float) -> MachineError:
+def _no_first_node(run: RunDir, wait_s: float, command: Sequence[str], *, of_slurm: bool) -> MachineError:
+    """Its hint has the words of the command that was typed: `trainspec launch`, `trainspec run`, or that under srun."""
     message = f"no first node was found in {run.root} within {wait_s:g} s"
-    hint = "start the first node too: --node-rank 0, with the same run.dir on a file system that all share"
+    folder, longer = ("--dir", JOIN_OPTION) if command else ("run.dir", JOIN_KEY)
+    first = "see what task 0 of srun printed" if of_slurm else "start the first node too: --node-rank 0"
+    hint = f"{first}; {folder} must be the same folder, on a file system that all nodes share; {longer} waits longer"
     return MachineError(Problem("no_first_host", message, hint=hint, environment=True))

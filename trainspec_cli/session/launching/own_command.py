@@ -86,7 +86,7 @@ def run_command(
     code. Raises TrainspecError where it is refused, or fails."""
     check_command(command)
     console, nodes, run_dir = make_console(as_json=as_json), *find_place(command, folder, nodes)
-    reach = _check(command, run_dir, nodes)
+    reach = _check(command, run_dir, nodes, wanted)
     if place := describe_place(nodes, reach):
         console.report(place)
     again = None if run_dir == AUTO else earlier_start(RunDir(run_dir), command)
@@ -95,7 +95,8 @@ def run_command(
         return EXIT_DONE
     if reach and not nodes.is_first:
         heed_no_warning()
-        return join(run_dir, nodes.node_rank, console, command)
+        wait_s = wanted.join_timeout_s
+        return join(run_dir, nodes.node_rank, console, command, wait_s=wait_s, of_slurm=nodes.of_slurm)
     if not again:
         check_free(run_dir, FOLDER)
     with storage(run_dir, FOLDER):
@@ -204,9 +205,9 @@ def _left(root: Path, wanted: Wanted) -> Wanted:
     return replace(wanted, max_restarts=restarts_left(RunDir(root), wanted.max_restarts))
 
 
-def _check(command: Sequence[str], run_dir: str, nodes: NodeOptions) -> Reach | None:
+def _check(command: Sequence[str], run_dir: str, nodes: NodeOptions, wanted: Wanted) -> Reach | None:
     """Return how the nodes are reached; None where there is this one alone. Raises RecipeError."""
-    reach = nodes.reach_for_command(run_dir)
+    reach = nodes.reach_for_command(run_dir, wanted.join_timeout_s)
     if reach and nodes.nnodes:
         check_for_nodes(command, nodes.nnodes)
     return reach
@@ -226,7 +227,7 @@ def show_command(
     """Return what `run_command` would start, and where, as text or as JSON."""
     check_command(command)
     nodes, run_dir = find_place(command, folder, nodes)
-    reach = _check(command, run_dir, nodes)
+    reach = _check(command, run_dir, nodes, wanted)
     check_free(run_dir, FOLDER)
     root = RUNS / script_name(command) / "TIME" if run_dir == AUTO else Path(run_dir)
     job = _build(command, root, detect(), wanted, reach, nodes)

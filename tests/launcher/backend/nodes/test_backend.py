@@ -31,7 +31,7 @@ from trainspec_cli.launcher.backend.nodes.messages import (
     WorkersOrphaned,
 )
 from trainspec_cli.launcher.backend.nodes.wire import Wire
-from trainspec_cli.launcher.job.job import Job
+from trainspec_cli.launcher.job.job import Job, OwnCommand
 from trainspec_cli.policy.recovery.run_state import (
     AgentsFailed,
     Event,
@@ -67,13 +67,14 @@ class Lab:
     def __init__(
         self,
         root: Path,
-        plan: Plan,
+        plan: Plan | None,
         start: tuple[str, ...] = NOBODY,
         nodes: tuple[int, ...] = (),
         left_out: tuple[int, ...] = (),
+        own: OwnCommand | None = None,
         **more: object,
     ):
-        about = {"stop_grace_s": 1.0, "logs": root / "logs", "nodes": nodes, "left_out": left_out}
+        about = {"stop_grace_s": 1.0, "logs": root / "logs", "nodes": nodes, "left_out": left_out, "own": own}
         self.job = Job(root, start, {LAUNCH_ID: "secret"}, world_size=8, **about)  # type: ignore[arg-type]
         reach = Reach("127.0.0.1", start, return_timeout_s=60.0)
         self.backend = NodesBackend(self.job, plan, **{"reach": reach, **more})  # type: ignore[arg-type]
@@ -119,7 +120,7 @@ class Lab:
 def open_lab(tmp_path: Path, plan: Plan) -> Iterator[Callable[..., Lab]]:
     opened: list[Lab] = []
 
-    def make(plan: Plan = plan, **more: object) -> Lab:
+    def make(plan: Plan | None = plan, **more: object) -> Lab:
         opened.append(Lab(tmp_path, plan, **more))  # type: ignore[arg-type]
         return opened[-1]
 
@@ -181,18 +182,48 @@ def waits_for(join_timeout_s: float, plan: Plan) -> Plan:
 def test_nodes_that_do_not_come_are_lost_after_the_recipes_limit(open_lab: Callable[..., Lab], plan: Plan) -> None:
     lab = open_lab(waits_for(0.05, plan), nodes=(0, 1))
     lab.wait_until(lambda: sum(isinstance(event, NodeLost) for event in lab.events) == 2)
-    assert {event.why for event in lab.events if isinstance(event, NodeLost)} == {"did not come within 0.05 s"}
+    assert {event.why for event in lab.events if isinstance(event, NodeLost)} == {
+        "did not come within 0.05 s (run.join_timeout_s)"
+    }
 
 
-def test_a_missing_node_is_named_once_another_is_there(open_lab: Callable[..., Lab], plan: Plan) -> None:
-    lab = open_lab(waits_for(1800.0, plan), nodes=(0, 1))
+def own_command(join_timeout_s: float) -> OwnCommand:
+    limits = {"hang_s": None, "silent_s": None, "work_s": 300.0, "join_timeout_s": join_timeout_s}
+    return OwnCommand(("python", "train.py"), "train.py", max_restarts=0, **limits)  # type: ignore[arg-type]
+
+
+def test_nodes_of_a_command_that_do_not_come_are_lost_after_its_limit(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab(None, nodes=(0, 1), own=own_command(0.05))
+    lab.wait_until(lambda: sum(isinstance(event, NodeLost) for event in lab.events) == 2)
+    assert {event.why for event in lab.events if isinstance(event, NodeLost)} == {
+        "did not come within 0.05 s (--join-timeout-s)"
+    }
+
+
+@pytest.mark.parametrize(("of_recipe", "key"), [(True, "run.join_timeout_s"), (False, "--join-timeout-s")])
+def test_a_missing_node_is_named_once_another_is_there(
+    open_lab: Callable[..., Lab], plan: Plan, of_recipe: bool, key: str
+) -> None:
+    if of_recipe:
+        lab = open_lab(waits_for(1800.0, plan), nodes=(0, 1))
+    else:
+        lab = open_lab(None, nodes=(0, 1), own=own_command(1800.0))
     lab.call(0)
     lab.wait_until(lambda: any(isinstance(event, NodesSeen) and event.waiting for event in lab.events))
     (seen,) = (event for event in lab.events if isinstance(event, NodesSeen) and event.waiting)
     assert seen.hostnames == ("host0", "")
     assert seen.waiting.startswith("1 of 2 nodes are here; waiting for node 1 at ")
-    assert "30 min" in seen.waiting
+    assert "30 min" in seen.waiting and key in seen.waiting
     lab.events.clear()
+    lab.call(1)
+    lab.wait_until(lambda: any(isinstance(event, NodesSeen) for event in lab.events))
+    assert [event.waiting for event in lab.events if isinstance(event, NodesSeen)] == [""]
+
+
+def test_node_0_is_not_named_as_missing_where_another_node_comes_first(
+    open_lab: Callable[..., Lab], plan: Plan
+) -> None:
+    lab = open_lab(waits_for(1800.0, plan), nodes=(0, 1))
     lab.call(1)
     lab.wait_until(lambda: any(isinstance(event, NodesSeen) for event in lab.events))
     assert [event.waiting for event in lab.events if isinstance(event, NodesSeen)] == [""]

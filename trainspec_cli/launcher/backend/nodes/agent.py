@@ -65,12 +65,16 @@ def main() -> None:
     sys.exit(run_agent(options.run, options.generation, int(options.node)))
 
 
-def run_agent(run: RunDir, generation: int, node: int) -> int:
-    """Take part in one generation of a run; -> 0 when the hub has ended it, else `CUT_OFF` or `UNFIT`.
+def run_agent(
+    run: RunDir, generation: int, node: int, begin: Callable[[GenerationRecord], None] = lambda _: None
+) -> int:
+    """Take part in one generation of a run; -> 0 when the hub has ended it, else `CUT_OFF` or `UNFIT`. `begin` is
+    called once it is known what the first node runs, before anything is started.
 
     Raises MachineError where the hub cannot be reached, RecipeError where another agent has the number.
     """
     record = await_record(run, generation)
+    begin(record)
     plan = None if record.own else read_plan(run)
     requests = PatientRequests()
     serve = partial(_serve, run, plan, record, record.place_of(node), requests)
@@ -116,7 +120,7 @@ def await_record(run: RunDir, generation: int) -> GenerationRecord:
     while not (record := generations.read(run, generation)):
         if time.monotonic() > deadline:
             message = f"{socket.gethostname()} does not see {run.generation(generation)}"
-            hint = "keep run.dir on a file system that all nodes share"
+            hint = "keep the folder of the run on a file system that all nodes share"
             raise MachineError(Problem("not_shared", message, hint=hint, environment=True))
         time.sleep(POLL_S)
     return record

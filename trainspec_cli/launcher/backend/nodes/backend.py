@@ -42,6 +42,8 @@ AGENT = ("-m", "trainspec_cli.launcher.backend.nodes.agent")
 END_TIMEOUT_S = 12.0
 """An agent that was asked to end and has not after this long is given up: it ends what it runs by itself when it no
 longer hears the hub."""
+JOIN_KEY, JOIN_OPTION = "run.join_timeout_s", "--join-timeout-s"
+"""Set how long nodes wait for one another: a recipe's key, and the option of a command of the user's own."""
 DRAIN_S = 5.0
 """srun may take this long to end when all agents have."""
 
@@ -259,12 +261,12 @@ class NodesBackend:
         self._hostnames = hostnames
         missing = [str(self._number(node)) for node in self._hub.nodes[: self._num_nodes] if not node.is_connected]
         waiting = ""
-        wait_s = run_section(self._plan).join_timeout_s
-        if 0 < len(missing) < self._num_nodes:
+        # The agent of node 0 starts here by itself, and may come later than that of another node.
+        if missing and self._hub.nodes[0].is_connected:
             waiting = (
                 f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes are here; waiting for node "
                 f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} at {self._reach.head} "
-                f"(up to {format_duration(wait_s)} after the start{'; run.join_timeout_s' if self._plan else ''})"
+                f"(up to {format_duration(self._join_timeout_s)} after the start; {self._join_key})"
             )
         return [run_state.NodesSeen(hostnames, waiting)]
 
@@ -279,13 +281,28 @@ class NodesBackend:
 
     # Opening and closing
 
+    @property
+    def _join_timeout_s(self) -> float:
+        return self._job.own.join_timeout_s if self._job.own else run_section(self._plan).join_timeout_s
+
+    @property
+    def _join_key(self) -> str:
+        """What sets that time, as it is typed."""
+        return JOIN_OPTION if self._job.own else JOIN_KEY
+
     def _open_hub(self, secret: bytes, address: str) -> Hub:
         nodes = max(self._num_nodes, len(self._places))
         allow_connections(max_knocks(nodes) + nodes)
         welcomes_back = self._num_groups > 1
-        section = run_section(self._plan)
-        timeouts_s = section.node_timeout_s, section.join_timeout_s
-        return Hub(nodes, secret, listen(address), *timeouts_s, welcomes_back=welcomes_back)
+        return Hub(
+            nodes,
+            secret,
+            listen(address),
+            timeout_s=run_section(self._plan).node_timeout_s,
+            join_timeout_s=self._join_timeout_s,
+            join_key=self._join_key,
+            welcomes_back=welcomes_back,
+        )
 
     def _record(self, worker: Sequence[str]) -> GenerationRecord:
         return GenerationRecord(

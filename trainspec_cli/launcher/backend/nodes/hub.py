@@ -80,13 +80,14 @@ class Hub:
         listener: socket.socket,
         timeout_s: float,
         join_timeout_s: float,
+        join_key: str = "",
         *,
         welcomes_back: bool = False,
     ):
         """Agents prove that they know `secret`. `welcomes_back`: a node that was lost may come back."""
         self._secret, self._timeout_s, self._welcomes_back = secret, timeout_s, welcomes_back
         self._join_deadline = time.monotonic() + join_timeout_s
-        self._join_timeout_s = join_timeout_s
+        self._missing = f"did not come within {join_timeout_s:g} s" + (f" ({join_key})" if join_key else "")
         self.nodes = [RemoteNode(node) for node in range(num_nodes)]
         self._knocks: deque[Knock] = deque()
         self._max_knocks = max_knocks(num_nodes)
@@ -182,7 +183,7 @@ class Hub:
         if node.wire is None:
             if time.monotonic() <= self._join_deadline:
                 return []
-            return _lose(node, f"did not come within {self._join_timeout_s:g} s")
+            return _lose(node, self._missing)
         news = self._take(node, node.wire.receive())
         node.wire.beat()
         if node.is_gone or not (loss := self._loss_of_wire(node.wire)):

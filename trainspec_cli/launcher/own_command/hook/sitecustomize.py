@@ -116,7 +116,7 @@ def attached_step():
 def _write_step():
     _state["steps"] = step = _state["steps"] + 1
     os.pwrite(_state["file"], _state["pack"](step, _state["time"]()), HEADER_BYTES + step % SLOTS * SLOT_BYTES)
-    if _state["answers"] and _state["handler"]() != 0:  # the program has a handler of its own by now
+    if _state["answers"] and _state["replaced"]():  # the program has a handler of its own by now
         _state["answers"] = 0
         _write_header()
 
@@ -189,8 +189,10 @@ def _answer_signal(path, flags):
         import faulthandler
 
         number = _signal.SIGUSR2
-        _state["handler"] = lambda: _signal.getsignal(number)
-        if _signal.getsignal(number) != _signal.SIG_DFL or (_is_caught(number) and not _state["registered"]):
+        handler = _signal.getsignal(number)
+        _state["replaced"] = lambda: _signal.getsignal(number) != handler
+        # On several nodes the signal comes ignored: the agents ignore Slurm's warning, and a process inherits that.
+        if handler not in (_signal.SIG_DFL, _signal.SIG_IGN) or (_is_caught(number) and not _state["registered"]):
             return 0
         stacks = open(os.open(path, flags | os.O_APPEND, 0o600), "wb")
         faulthandler.register(number, file=stacks, all_threads=True, chain=False)
