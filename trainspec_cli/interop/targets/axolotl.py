@@ -9,11 +9,20 @@ from dataclasses import dataclass
 import yaml
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.interop.line import CannotSayError, Choice, Fixed, LastSteps, Line, OrNone, given, show, unless
-from trainspec_cli.interop.run_values import RunValues
-from trainspec_cli.interop.script import FOLDER, shell_script, torchrun
-from trainspec_cli.interop.target import Keys, Spoken, Target, nest
-from trainspec_cli.interop.values import WholeNumber
+from trainspec_cli.interop.table import (
+    CannotSayError,
+    Choice,
+    Fixed,
+    LastSteps,
+    Line,
+    OrNone,
+    RunValues,
+    WholeNumber,
+    given,
+    show,
+    unless,
+)
+from trainspec_cli.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script, torchrun
 from trainspec_cli.json_value import JsonValue
 
 FILE = "axolotl.yml"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import yaml
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.interop.line import (
+from trainspec_cli.interop.table import (
     AtLeast,
     CannotSayError,
     Choice,
@@ -17,15 +17,15 @@ from trainspec_cli.interop.line import (
     LastSteps,
     Line,
     OrNone,
+    Prefix,
+    RunValues,
     When,
+    Where,
+    WholeNumber,
     given,
     unless,
-    where,
 )
-from trainspec_cli.interop.run_values import RunValues
-from trainspec_cli.interop.script import FOLDER, shell_script
-from trainspec_cli.interop.target import Keys, Spoken, Target, nest
-from trainspec_cli.interop.values import Prefix, WholeNumber
+from trainspec_cli.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script
 from trainspec_cli.json_value import JsonValue
 
 FILE = "maxtext.yml"
@@ -108,7 +108,7 @@ def axis_lines(axis: str, theirs: str, when: tuple[When, ...] = ()) -> tuple[Lin
 SEQUENCE = given("layout.sequence_parallel", True)
 PLAIN_TP = unless("layout.sequence_parallel", True)
 ZERO_1 = (unless("derived.shards", 1), given("layout.zero_stage", 1))
-BY_FSDP = where(lambda run: run["layout.zero_stage"] != 1 or run["derived.shards"] == 1)
+BY_FSDP = Where(lambda run: run["layout.zero_stage"] != 1 or run["derived.shards"] == 1)
 WSD, CONSTANT = given("optim.schedule.kind", "wsd"), given("optim.schedule.kind", "constant")
 ADAM = given("optim.name", "adamw")
 SELECTIVE = "`minimal` keeps the outputs of matrix products; trainspec recomputes other operations"
