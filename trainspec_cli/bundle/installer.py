@@ -25,7 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RECORD, WHEELS, INSTALLER = "bundle.json", "wheels", "install.py"
+RECORD = "bundle.json"
+WHEELS = "wheels"
+INSTALLER = "install.py"
 SCHEMA = "trainspec.bundle/1"
 CHUNK_BYTES = 2**20
 MAX_RECORD_BYTES = 64 * 2**20

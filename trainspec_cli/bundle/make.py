@@ -34,7 +34,9 @@ from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES, DataSpec
 from trainspec_cli.spec.recipe.run import RunSpec
 
 README = "README.md"
-DATA, TOKENIZERS, WEIGHTS = "data", "tokenizers", "weights"
+DATA = "data"
+TOKENIZERS = "tokenizers"
+WEIGHTS = "weights"
 OF_RECIPES = (SUFFIX, ".json", ".jsonl")
 """Suffixes of the files that recipes and their groups consist of."""
 MADE_ON_THE_SPOT = ("python_stdlib", "phantom")

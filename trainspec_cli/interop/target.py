@@ -86,7 +86,8 @@ class Target:
 
 def speak(target: Target, run: RunValues) -> Spoken:
     """Say a run in a target's keys. Raises RecipeError with every value that the engine cannot say."""
-    said, problems = [], []
+    said = []
+    problems = []
     accounted: set[str] = set()
     for line in (line for line in target.lines if line.applies(run) and line.ours in run.values):
         accounted |= {line.ours, *line.also}

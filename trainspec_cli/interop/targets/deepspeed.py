@@ -13,7 +13,8 @@ from trainspec_cli.json_value import JsonValue
 
 CONFIG = "ds_config.json"
 SHARDED = unless("derived.shards", 1)
-COSINE, CONSTANT = unless("optim.schedule.kind", "constant"), given("optim.schedule.kind", "constant")
+COSINE = unless("optim.schedule.kind", "constant")
+CONSTANT = given("optim.schedule.kind", "constant")
 WARMS_UP = unless("optim.schedule.warmup_steps", 0)
 ADAM = given("optim.name", "adamw")
 DECAYS_ALL = (

@@ -109,7 +109,8 @@ SEQUENCE = given("layout.sequence_parallel", True)
 PLAIN_TP = unless("layout.sequence_parallel", True)
 ZERO_1 = (unless("derived.shards", 1), given("layout.zero_stage", 1))
 BY_FSDP = Where(lambda run: run["layout.zero_stage"] != 1 or run["derived.shards"] == 1)
-WSD, CONSTANT = given("optim.schedule.kind", "wsd"), given("optim.schedule.kind", "constant")
+WSD = given("optim.schedule.kind", "wsd")
+CONSTANT = given("optim.schedule.kind", "constant")
 ADAM = given("optim.name", "adamw")
 SELECTIVE = "`minimal` keeps the outputs of matrix products; trainspec recomputes other operations"
 KEEPS_ALL = "MaxText always recomputes something: `minimal` keeps the outputs of matrix products"
@@ -285,7 +286,8 @@ def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
         values["layout.zero_stage"] = 3
     values["layout.sequence_parallel"] = _product(("tensor_sequence",), keys) > 1
     nodes = math.prod(_size(key, keys) for key in keys if key.startswith("dcn_"))
-    world, ranks = math.prod(sizes.values()), sizes["dp_replicate"] * sizes["dp_shard"]
+    world = math.prod(sizes.values())
+    ranks = sizes["dp_replicate"] * sizes["dp_shard"]
     values |= {"cluster.num_nodes": nodes, "cluster.devices_per_node": world // nodes}
     each = keys.get("per_device_batch_size")
     if isinstance(each, (int, float)):

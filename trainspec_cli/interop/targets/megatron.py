@@ -81,10 +81,12 @@ def _by_fsdp(run: RunValues) -> bool:
     return run["layout.zero_stage"] in (2, 3) and run["derived.shards"] != 1
 
 
-SHARDED, BY_FSDP = unless("derived.shards", 1), Where(_by_fsdp)
+SHARDED = unless("derived.shards", 1)
+BY_FSDP = Where(_by_fsdp)
 ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
 IN_PIPELINE = unless("layout.pp", 1)
-COSINE, WSD = given("optim.schedule.kind", "cosine"), given("optim.schedule.kind", "wsd")
+COSINE = given("optim.schedule.kind", "cosine")
+WSD = given("optim.schedule.kind", "wsd")
 FALLS = unless("optim.schedule.kind", "constant")
 ADAM = given("optim.name", "adamw")
 AN_UPDATE = "its decay is an update behind trainspec's at most"

@@ -89,7 +89,8 @@ SAID_OTHERWISE = (
     "--disable-bias-linear",
 )
 """Arguments whose field says the opposite, or that have none."""
-BF16, FP16 = given("precision.compute", "bf16"), given("precision.compute", "fp16")
+BF16 = given("precision.compute", "bf16")
+FP16 = given("precision.compute", "fp16")
 FP32 = unless("precision.compute", "bf16", "fp16")
 
 

@@ -62,8 +62,10 @@ class Flavor:
         return FLAVORS[str(value)]["num_layers"]
 
 
-IN_PIPELINE, NO_PIPELINE = unless("layout.pp", 1), given("layout.pp", 1)
-COSINE, WSD = given("optim.schedule.kind", "cosine"), given("optim.schedule.kind", "wsd")
+IN_PIPELINE = unless("layout.pp", 1)
+NO_PIPELINE = given("layout.pp", 1)
+COSINE = given("optim.schedule.kind", "cosine")
+WSD = given("optim.schedule.kind", "wsd")
 DECAYS_ALL = "one group of parameters decays; trainspec spares norms and biases"
 SCHEDULES = {
     "gpipe": "GPipe",

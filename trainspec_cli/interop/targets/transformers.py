@@ -11,7 +11,8 @@ from trainspec_cli.interop.target import FOLDER, USER_SCRIPT, Spoken, Target, ne
 from trainspec_cli.interop.targets import accelerate
 
 ARGUMENTS = "training_args.json"
-COSINE, WSD = given("optim.schedule.kind", "cosine"), given("optim.schedule.kind", "wsd")
+COSINE = given("optim.schedule.kind", "cosine")
+WSD = given("optim.schedule.kind", "wsd")
 WARMUP = "its warm-up begins at 0, one update behind trainspec's"
 ADAM = given("optim.name", "adamw", "adamw8bit")
 BITSANDBYTES = "bitsandbytes scales blocks of its own size"
