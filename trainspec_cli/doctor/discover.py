@@ -151,13 +151,17 @@ def links_of_file(told: Told) -> NodeLinks:
 
 def links_here(root: Path = SYS) -> NodeLinks:
     """Return the links of this node, by the kernel and, where there is one, by nvidia-smi."""
-    nics, interfaces = read_nics(root / "class/infiniband"), read_interfaces(root / "class/net")
+    nics = read_nics(root / "class/infiniband")
+    interfaces = read_interfaces(root / "class/net")
     pci = read_gpus(root)
-    gpus, source, remarks = describe_gpus(pci, nics), "/sys/bus/pci/devices", []
+    gpus = describe_gpus(pci, nics)
+    source = "/sys/bus/pci/devices"
+    remarks = []
     try:
         told = run_nvidia_smi()
         if told:
-            gpus, source = complete(parse_matrix(told.text, told.source), pci), told.source
+            gpus = complete(parse_matrix(told.text, told.source), pci)
+            source = told.source
         elif pci:
             remarks.append("there is no nvidia-smi on this node: NVLink is not seen")
     except MachineError as error:
@@ -302,7 +306,8 @@ def _gpu(
     behind = row[len(columns) :]
     # the cores may be blank, the others are not: they are told from the end
     told = dict(zip(reversed(affinities), reversed(behind), strict=False))
-    cores, numa = told.get("CPU Affinity", ""), told.get("NUMA Affinity", "")
+    cores = told.get("CPU Affinity", "")
+    numa = told.get("NUMA Affinity", "")
     return FoundGpu(
         name,
         links={other: link for other, link in links.items() if _GPU.fullmatch(other)},

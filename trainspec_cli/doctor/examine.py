@@ -237,7 +237,8 @@ def preflight(folder: Path, needs: Needs) -> list[Check]:
 def check_room(folder: Path, needs: Needs) -> Iterator[Check]:
     """Look for room for a checkpoint, without which a run leaves nothing, and for as many as it keeps."""
     place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.is_dir())
-    free, one = shutil.disk_usage(place).free, needs.checkpoint_bytes
+    free = shutil.disk_usage(place).free
+    one = needs.checkpoint_bytes
     found = f"{format_bytes(free)} free in {place}, and a checkpoint takes {format_bytes(one)}"
     advice = "free some, choose another run.dir, or keep fewer (checkpoint.keep_last)"
     if free < one:
