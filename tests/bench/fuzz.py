@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fuzz.conftest import damaged_bytes, strange_variants, tell
 from fuzz.test_recipes import NUMBERS, PATHS, RECIPE
+from lab.keys import make_key
 
-from trainspec_cli.certify import keys
-from trainspec_cli.certify.certificate import Terms, digest, sign_certificate, write_certificate
+from trainspec_cli.certify.certificate import digest, read_key, sign_certificate, write_certificate
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.certificate import Finding
@@ -65,7 +65,7 @@ def certificate(chance: random.Random) -> int:
             except ValueError:
                 variant["digest"] = "none"
         Path("damaged.json").write_text(json.dumps(variant))
-    told, _ = tell("certify", "--verify", "damaged.json", "--signed-by", "key.pub")
+    told, _ = tell("certify", "--verify", "damaged.json", "--key", "key.pub")
     if told == 0 and json.loads(Path("damaged.json").read_text()) != whole:
         raise AssertionError("an altered certificate was accepted")
     return told
@@ -75,11 +75,11 @@ KINDS: tuple[Callable[[random.Random], int], ...] = (recipe, command_line, compo
 
 
 def prepare() -> None:
-    keys.make_key(Path("key"))
+    make_key(Path("key"))
     findings = [Finding("NUM-1", "dense-fp32-tp2", True, {"worst_gradient_error": 5e-7, "parameter": "p"}, 1e-5)]
-    terms = Terms("2026-01-01", "ab" * 16)
-    made = write_certificate(findings, Machine("box", 2, 2**34), date="2026-01-01", whole=False, terms=terms)
-    Path("whole.json").write_text(json.dumps(to_plain(sign_certificate(made, keys.read_key(Path("key"))))))
+    stated = {"date": "2026-01-01", "measured_since": "2026-01-01", "machine_id": "ab" * 16}
+    made = write_certificate(findings, Machine("box", 2, 2**34), **stated)
+    Path("whole.json").write_text(json.dumps(to_plain(sign_certificate(made, read_key(Path("key"))))))
 
 
 def main() -> int:

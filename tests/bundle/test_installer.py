@@ -15,9 +15,7 @@ from typing import Any
 import pytest
 from lab.wheels import make_wheel
 
-from trainspec_cli.bundle import installer
-from trainspec_cli.bundle.installer import BundleFault, examine, platform_here, read_bundle, unfit_machine
-from trainspec_cli.bundle.target import python_here
+from trainspec_cli.bundle import BundleFault, examine, installer, platform_here, python_here, read_bundle, unfit_machine
 
 COMMAND = "trainspec bundle OUT recipe=mine"
 

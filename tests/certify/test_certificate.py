@@ -9,12 +9,11 @@ import pytest
 
 from trainspec_cli.certify import runs
 from trainspec_cli.certify.cases import Case, cases, refused
-from trainspec_cli.certify.certificate import digest, read_clauses, spec_version, write_certificate
+from trainspec_cli.certify.certificate import digest, verify, write_certificate
+from trainspec_cli.certify.clauses import LEVELS, SECURITY, read_clauses, spec_version
 from trainspec_cli.certify.families import FAMILIES
 from trainspec_cli.certify.judge import checks, judge_refusals
 from trainspec_cli.certify.runs import gradient_errors, loss_error
-from trainspec_cli.certify.standing import LEVELS, SECURITY
-from trainspec_cli.certify.verify import verify
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.rundir.files import write_json
 from trainspec_cli.spec.canonical import to_plain
@@ -61,7 +60,7 @@ def test_what_is_refused_says_why_and_what_to_type():
 
 
 def verdict(findings):
-    return write_certificate(findings, MACHINE, date="2026-01-01", whole=False).verdict
+    return write_certificate(findings, MACHINE, date="2026-01-01").verdict
 
 
 def test_a_broken_must_breaks_the_verdict():
@@ -81,7 +80,7 @@ def test_a_broken_must_breaks_the_verdict():
 )
 def test_an_altered_certificate_is_refused(tmp_path, change, words):
     file = tmp_path / "certificate.json"
-    read = write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=False)
+    read = write_certificate([GOOD, BAD], MACHINE, date="2026-01-01")
     body = to_plain(read)
     file.write_text(json.dumps(body))
     assert verify(file) == read and to_plain(read) == json.loads(file.read_text())
@@ -92,7 +91,7 @@ def test_an_altered_certificate_is_refused(tmp_path, change, words):
 
 
 def test_a_certificate_tells_what_was_measured():
-    body = to_plain(write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=True))
+    body = to_plain(write_certificate([GOOD, BAD], MACHINE, date="2026-01-01"))
     (first, *_) = body["clauses"]
     assert (first["cases"], first["failed"], first["worst"], first["worst_case"]) == (2, 1, "inf", "dense-fp32-pp2")
     assert body["versions"]["torch"]
@@ -138,7 +137,7 @@ def test_a_loss_that_was_not_finite_is_null_in_the_result(tmp_path):
 
 def test_a_clause_is_summed_up_by_its_worst_case():
     refused = Finding("LEGAL-1", "moe-fp32-tp2", False, {"reason": "why"})
-    body = to_plain(write_certificate([BAD, GOOD, refused], MACHINE, date="2026-01-01", whole=False))
+    body = to_plain(write_certificate([BAD, GOOD, refused], MACHINE, date="2026-01-01"))
     by_id = {clause["id"]: clause for clause in body["clauses"]}
     assert list(by_id) == list(read_clauses())
     about = {"id": "NUM-1", "level": "MUST", "title": read_clauses()["NUM-1"].title}
@@ -185,7 +184,7 @@ def test_a_file_of_another_kind_is_no_certificate(tmp_path):
     ],
 )
 def test_what_cannot_be_printed_is_refused_whoever_signed_it(tmp_path, change):
-    body = to_plain(write_certificate([GOOD, BAD], MACHINE, date="2026-01-01", whole=True))
+    body = to_plain(write_certificate([GOOD, BAD], MACHINE, date="2026-01-01"))
     change(body)
     body["digest"] = digest(body)
     file = tmp_path / "certificate.json"

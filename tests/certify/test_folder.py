@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.certify import families
-from trainspec_cli.certify.folder import HEADER, opened, subject_of
+from trainspec_cli.certify.runs import HEADER, opened, subject_of
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.spec.recipe.cluster import Machine
 
@@ -62,7 +62,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_damaged_header_is_named(tmp_path: Path) -> None:
     (tmp_path / HEADER).write_text("{}")
-    with pytest.raises(RecipeError, match=r"certification\.json is damaged: it has no `since`"):
+    with pytest.raises(RecipeError, match=r"certification\.json is damaged: it has no `trainspec`"):
         opened(tmp_path, subject_of(CPU), "2026-01-01").__enter__()
 
 

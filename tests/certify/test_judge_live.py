@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from trainspec_cli.certify.cases import Case, build_plan, cases
-from trainspec_cli.certify.judge import ClauseCheck, judge
-from trainspec_cli.certify.judge_live import planned_layouts
+from trainspec_cli.certify.judge import ClauseCheck, judge, planned_layouts
 from trainspec_cli.certify.runs import Run
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.certificate import Finding

@@ -5,9 +5,16 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.certify import families
-from trainspec_cli.certify.cases import Case, build_plan, build_spec, refusals
+from trainspec_cli.certify.cases import (
+    Case,
+    backends,
+    build_plan,
+    build_spec,
+    features_here,
+    kernel_cases,
+    refusals,
+)
 from trainspec_cli.certify.judge import checks
-from trainspec_cli.certify.kernel_cases import backends, features_here, kernel_cases, update_cases
 from trainspec_cli.spec.recipe.kernels import KERNELS, TORCH
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.rules.kernels import lacking
@@ -18,7 +25,10 @@ from trainspec_cli.spec.rules.kernels import lacking
 def test_every_kernel_that_this_chip_has_is_measured_and_no_other(on_gpu: bool) -> None:
     found = {
         case.kernel
-        for case in (*kernel_cases(4, features_here(on_gpu=on_gpu)), *update_cases(4, features_here(on_gpu=on_gpu)))
+        for case in (
+            *kernel_cases(4, features_here(on_gpu=on_gpu)),
+            *kernel_cases(4, features_here(on_gpu=on_gpu), of_updates=True),
+        )
     }
     here = {
         (operation, name)

@@ -1,4 +1,4 @@
-"""Keys in files: how they are made, which are read, and that a signature is of one text by one key."""
+"""Keys in files: which are read, and that a signature is of one text by one key."""
 
 from __future__ import annotations
 
@@ -7,43 +7,39 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from lab.keys import make_key
 
-from trainspec_cli.certify import keys
+from trainspec_cli.certify import certificate as module
+from trainspec_cli.certify.certificate import (
+    NoKeyError,
+    is_signed,
+    read_fingerprint,
+    read_key,
+    sign_certificate,
+    write_certificate,
+)
 from trainspec_cli.errors import MachineError, RecipeError
+from trainspec_cli.json_value import JsonObject
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.recipe.cluster import Machine
 from trainspec_cli.spec.results.certificate import Signer
 
 
-def test_a_key_is_private_and_its_public_half_stands_beside_it(tmp_path: Path) -> None:
-    signer = keys.make_key(tmp_path / "mine")
-    assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o600
-    assert (tmp_path / "mine").read_bytes().startswith(b"-----BEGIN PRIVATE KEY-----")
-    assert (tmp_path / "mine.pub").read_text() == f"{signer.public_key}\n"
-    assert keys.signer_of(keys.read_key(tmp_path / "mine")) == signer
-
-
-def test_a_key_is_never_overwritten(tmp_path: Path) -> None:
-    keys.make_key(tmp_path / "mine")
-    secret = (tmp_path / "mine").read_bytes()
-    for left in ("mine", "mine.pub"):
-        (tmp_path / ({"mine", "mine.pub"} - {left}).pop()).unlink()
-        with pytest.raises(RecipeError, match="there is a file of this name"):
-            keys.make_key(tmp_path / "mine")
-        (tmp_path / left).unlink()
-        keys.make_key(tmp_path / "mine")
-    assert (tmp_path / "mine").read_bytes() != secret
-    with pytest.raises(RecipeError, match="No such file or directory"):
-        keys.make_key(tmp_path / "no" / "folder" / "mine")
+def signed_by(key: Path) -> tuple[Signer, JsonObject, str]:
+    """A certificate that the key has signed: its signer, its content and its signature."""
+    made = sign_certificate(write_certificate((), Machine("box", 2, 2**34), date="2026-01-02"), read_key(key))
+    assert made.signer is not None
+    return made.signer, to_plain(made), made.signature
 
 
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
 def test_keys_and_fingerprints_are_those_of_openssh(tmp_path: Path) -> None:
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "theirs"], check=True)
-    signer = keys.signer_of(keys.read_key(tmp_path / "theirs"))
+    signer, body, signature = signed_by(tmp_path / "theirs")
     listed = subprocess.run(["ssh-keygen", "-l", "-f", tmp_path / "theirs.pub"], capture_output=True, text=True)
-    assert signer.fingerprint == listed.stdout.split()[1] == keys.read_fingerprint(str(tmp_path / "theirs.pub"))
-    own = keys.make_key(tmp_path / "mine")
-    listed = subprocess.run(["ssh-keygen", "-l", "-f", tmp_path / "mine.pub"], capture_output=True, text=True)
-    assert listed.stdout.split()[1] == own.fingerprint
+    assert signer.fingerprint == listed.stdout.split()[1] == read_fingerprint(str(tmp_path / "theirs.pub"))
+    assert signer.public_key == " ".join((tmp_path / "theirs.pub").read_text().split()[:2])
+    assert is_signed(signer, body, signature)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +57,7 @@ def test_what_is_no_key_is_refused(tmp_path: Path, content: bytes | None, mode: 
         file.write_bytes(content)
         file.chmod(mode)
     with pytest.raises((MachineError, RecipeError), match=words):
-        keys.read_key(file)
+        read_key(file)
 
 
 def test_keys_of_another_kind_and_with_a_password_are_refused(tmp_path: Path) -> None:
@@ -75,39 +71,41 @@ def test_keys_of_another_kind_and_with_a_password_are_refused(tmp_path: Path) ->
         (tmp_path / "key").write_bytes(content)
         (tmp_path / "key").chmod(0o600)
         with pytest.raises(RecipeError, match=words):
-            keys.read_key(tmp_path / "key")
+            read_key(tmp_path / "key")
 
 
-def test_a_signature_is_of_one_text_by_one_key(tmp_path: Path) -> None:
-    signer, other = keys.make_key(tmp_path / "a"), keys.make_key(tmp_path / "b")
-    signature = keys.sign(keys.read_key(tmp_path / "a"), "text")
-    assert keys.is_signed(signer, "text", signature)
-    assert not keys.is_signed(signer, "text ", signature)
-    assert not keys.is_signed(other, "text", signature)
-    assert not keys.is_signed(signer, "text", "not base64")
-    with pytest.raises(keys.NoKeyError, match="not that of the public key"):
-        keys.is_signed(Signer(signer.public_key, other.fingerprint), "text", signature)
+def test_a_signature_is_of_one_certificate_by_one_key(tmp_path: Path) -> None:
+    make_key(tmp_path / "a")
+    make_key(tmp_path / "b")
+    signer, body, signature = signed_by(tmp_path / "a")
+    other, _, _ = signed_by(tmp_path / "b")
+    assert is_signed(signer, body, signature)
+    assert not is_signed(signer, body | {"date": "2026-01-03"}, signature)
+    assert not is_signed(other, body, signature)
+    assert not is_signed(signer, body, "not base64")
+    with pytest.raises(NoKeyError, match="not that of the public key"):
+        is_signed(Signer(signer.public_key, other.fingerprint), body, signature)
 
 
 @pytest.mark.parametrize("line", ["", "ssh-ed25519", "ssh-rsa AAAA", "ssh-ed25519 AAAA", "ssh-ed25519 é"])
 def test_a_public_key_that_is_none_is_refused(line: str) -> None:
-    with pytest.raises(keys.NoKeyError):
-        keys.is_signed(Signer(line, keys.fingerprint_of(line)), "text", "AAAA")
+    with pytest.raises(NoKeyError):
+        is_signed(Signer(line, module._fingerprint_of(line)), {}, "AAAA")
 
 
 def test_who_is_to_have_signed_is_named_by_a_file_or_a_fingerprint(tmp_path: Path) -> None:
-    signer = keys.make_key(tmp_path / "a")
-    assert keys.read_fingerprint(signer.fingerprint) == signer.fingerprint
-    assert keys.read_fingerprint(str(tmp_path / "a.pub")) == signer.fingerprint
+    fingerprint = make_key(tmp_path / "a")
+    assert read_fingerprint(fingerprint) == fingerprint
     with pytest.raises(RecipeError, match="holds no public key"):
-        keys.read_fingerprint(str(tmp_path / "a"))
+        read_fingerprint(str(tmp_path / "a"))
     with pytest.raises(RecipeError, match="there is no file") as error:
-        keys.read_fingerprint("nobody.pub")
+        read_fingerprint("nobody.pub")
     assert "SHA256:" in error.value.problems[0].hint
 
 
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys.importlib.util, "find_spec", lambda name: None)
+    make_key(tmp_path / "mine")
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MachineError, match="cryptography, which is not installed") as error:
-        keys.make_key(tmp_path / "mine")
+        read_key(tmp_path / "mine")
     assert error.value.problems[0].hint == "type pip install 'trainspec[signing]'"

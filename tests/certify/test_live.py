@@ -6,10 +6,19 @@ from functools import cache
 
 import pytest
 
-from trainspec_cli.certify.cases import LIVE_CLAUSES, Case, build_plan, cases, refusals
+from trainspec_cli.certify.cases import (
+    KILLED_AT,
+    LIVE_CLAUSES,
+    SAVE_EVERY_STEPS,
+    Case,
+    Live,
+    build_plan,
+    cases,
+    moves,
+    refusals,
+)
 from trainspec_cli.certify.families import FAMILIES
-from trainspec_cli.certify.judge_live import beside, planned_layouts
-from trainspec_cli.certify.live import KILLED_AT, SAVE_EVERY_STEPS, Live, moves
+from trainspec_cli.certify.judge import beside, planned_layouts
 from trainspec_cli.certify.runs import Run
 from trainspec_cli.spec.recipe.fault import Fault, parse_faults
 from trainspec_cli.spec.recipe.layout import Layout

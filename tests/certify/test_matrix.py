@@ -24,7 +24,8 @@ from trainspec_cli.certify.cases import (
     refused,
     spreads,
 )
-from trainspec_cli.certify.certificate import digest, read_clauses, spec_version, write_certificate
+from trainspec_cli.certify.certificate import digest, write_certificate
+from trainspec_cli.certify.clauses import read_clauses, spec_version
 from trainspec_cli.certify.families import FAMILIES, SAMPLES, SEQ_LEN
 from trainspec_cli.certify.judge import KEPT, MOVES, ClauseCheck, checks, judge_refusals
 from trainspec_cli.certify.runs import Measured, Run
@@ -246,14 +247,12 @@ BETTER = Finding("NUM-4", "a", True, {"worst_gradient_error": 1e-6, "parameter":
 def test_what_should_hold_does_not_break_the_verdict() -> None:
     assert read_clauses()["LEGAL-1"].level == "SHOULD"
     over = replace(WORSE, figures={"worst_gradient_error": 1.1e-5})
-    verdicts = [
-        write_certificate(found, MACHINE, date="", whole=False).verdict for found in ([SHOULD], [], [SHOULD, over])
-    ]
+    verdicts = [write_certificate(found, MACHINE, date="").verdict for found in ([SHOULD], [], [SHOULD, over])]
     assert verdicts == ["kept", "kept", "broken"]
 
 
 def test_a_clause_is_summed_up_by_its_worst_case() -> None:
-    body = to_plain(write_certificate([WORSE, BETTER, SHOULD], MACHINE, date="2026-01-01", whole=False))
+    body = to_plain(write_certificate([WORSE, BETTER, SHOULD], MACHINE, date="2026-01-01"))
     by_id = {clause["id"]: clause for clause in body["clauses"]}
     assert list(by_id) == list(read_clauses())
     found = by_id["NUM-4"]
@@ -268,7 +267,7 @@ def test_a_clause_is_summed_up_by_its_worst_case() -> None:
 
 
 def test_a_certificate_says_what_when_and_where() -> None:
-    body = to_plain(write_certificate([WORSE], MACHINE, date="2026-01-01", whole=False))
+    body = to_plain(write_certificate([WORSE], MACHINE, date="2026-01-01"))
     assert (body["schema"], body["date"], body["whole"], body["verdict"]) == (
         "trainspec.certificate/3", "2026-01-01", False, "kept",
     )  # fmt: skip

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.certify import performance
-from trainspec_cli.certify.certificate import read_clauses
-from trainspec_cli.certify.performance import Bench, measure_performance
-from trainspec_cli.certify.standing import LEVELS, Levels
+from trainspec_cli.certify import launched
+from trainspec_cli.certify.clauses import LEVELS, Levels, read_clauses
+from trainspec_cli.certify.launched import Bench, measure_performance
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.rundir.event_types.training import StepEvent
@@ -65,20 +64,20 @@ def test_weak_scaling_sets_all_processes_beside_one_with_its_share(tmp_path: Pat
     for name, step_s, tokens in (("together", 0.25, 512), ("alone", 0.2, 256)):
         runs[name].events_folder.mkdir(parents=True)
         write_steps(runs[name], step_s, tokens)
-    figures = performance._scaling(bench(tmp_path), runs["together"])
+    figures = launched._scaling(bench(tmp_path), runs["together"])
     assert figures["together_per_s"] == pytest.approx(2048)
     assert figures["alone_per_s"] == pytest.approx(1280)
-    finding = performance._graded("PERF-2", bench(tmp_path), figures)
+    finding = launched._finding("PERF-2", bench(tmp_path), figures)
     assert (finding.grade, finding.passed, finding.case) == ("B", True, "2-processes")
     assert finding.measured == pytest.approx(0.8)
-    low = performance._graded("PERF-2", bench(tmp_path), {**figures, "together_per_s": 0.6 * 1280})
+    low = launched._finding("PERF-2", bench(tmp_path), {**figures, "together_per_s": 0.6 * 1280})
     assert (low.grade, low.passed) == ("-", False)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone binds processes to cores")
 def test_one_process_has_its_part_of_the_cores_and_gives_them_back(tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
-    with performance._on_cores(bench(tmp_path, processes=len(before))):
+    with launched._on_cores(bench(tmp_path, processes=len(before))):
         assert len(os.sched_getaffinity(0)) == 1
     assert os.sched_getaffinity(0) == before
 
@@ -90,16 +89,16 @@ def test_nothing_is_launched_where_nothing_is_wanted(tmp_path: Path) -> None:
 
 def test_a_launch_that_fails_shows_its_last_lines_and_what_to_type(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="the run odd ended with 2") as error:
-        performance.launch(bench(tmp_path), "odd", ["recipe=nowhere"])
+        launched.launch(bench(tmp_path), "odd", ["recipe=nowhere"])
     (problem,) = error.value.problems
     assert "nowhere" in problem.message
     assert problem.hint == "try it alone: trainspec launch recipe=nowhere"
 
 
 def test_what_is_launched_where_no_recipe_is_given_is_a_sound_recipe(tmp_path: Path) -> None:
-    size = ("cluster.devices_per_node=2", f"train.max_steps={performance.STEPS}")
-    more = (*performance.SHORT, *performance._disturbed(bench(tmp_path)))
-    assert load_for_planning([*performance.RECIPE, *size, *more]).spec.train.max_steps == performance.STEPS
+    size = ("cluster.devices_per_node=2", f"train.max_steps={launched.STEPS}")
+    more = (*launched.SHORT, *launched._disturbed(bench(tmp_path)))
+    assert load_for_planning([*launched.RECIPE, *size, *more]).spec.train.max_steps == launched.STEPS
 
 
 @pytest.mark.clause("PERF-1", "PERF-2", "PERF-3", "PERF-4", "PERF-5")
@@ -113,4 +112,4 @@ def test_every_level_is_measured_by_real_runs(tmp_path: Path) -> None:
     assert figures["PERF-4"]["kind"] == "restart" and figures["PERF-4"]["lost_steps"] == 6
     assert 0 < figures["PERF-5"]["slower_gb_per_s"] <= figures["PERF-5"]["write_gb_per_s"]
     result = json.loads((tmp_path / "performance/together/result.json").read_text())
-    assert result["steps"] == performance.STEPS
+    assert result["steps"] == launched.STEPS

@@ -18,10 +18,9 @@ from lab.drawing import commit
 
 from trainspec_cli.certify import runs
 from trainspec_cli.certify.cases import COMM_CLAUSES, LIVE_CLAUSES, Case, name_layout
-from trainspec_cli.certify.certificate import read_clauses
+from trainspec_cli.certify.clauses import LEVELS, SECURITY, read_clauses
 from trainspec_cli.certify.judge import ClauseCheck, checks, judge, judge_refusals
 from trainspec_cli.certify.runs import Run
-from trainspec_cli.certify.standing import LEVELS, SECURITY
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.spec.recipe.layout import Layout
 

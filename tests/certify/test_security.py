@@ -12,10 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainspec_cli.certify import security
-from trainspec_cli.certify.performance import Bench
-from trainspec_cli.certify.security import Stranger, listening, measure_security
-from trainspec_cli.certify.standing import SECURITY, stand
+from trainspec_cli.certify import launched
+from trainspec_cli.certify.clauses import SECURITY, stand
+from trainspec_cli.certify.launched import Bench, Stranger, listening, measure_security
 from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.launcher.program import ProgramEnd
 from trainspec_cli.rundir.paths import RunDir
@@ -37,7 +36,7 @@ def bench(folder: Path) -> Bench:
     ids=["loopback", "every interface", "every interface of IPv6", "nothing was seen"],
 )
 def test_only_loopback_addresses_may_listen(ports: set[tuple[str, int]], passed: bool, beyond: str) -> None:
-    finding = stand("SEC-1", "2-processes", security._judge_ports(ports))
+    finding = stand("SEC-1", "2-processes", launched._judge_ports(ports))
     assert (finding.passed, finding.figures["beyond"]) == (passed, beyond)
 
 
@@ -48,14 +47,14 @@ def test_a_file_that_others_may_open_is_found(tmp_path: Path, mode: int, passed:
     run.mkdir(0o700)
     (run / "plan.json").touch(0o600)
     (run / "plan.json").chmod(mode)
-    finding = stand("SEC-3", "2-processes", security._judge_modes(run))
+    finding = stand("SEC-3", "2-processes", launched._judge_modes(run))
     assert finding.passed is passed
     assert finding.figures.get("first") == (None if passed else "run/plan.json")
 
 
 def test_the_code_that_strangers_send_runs_where_it_is_unpickled(tmp_path: Path) -> None:
     marker = tmp_path / "it's here"
-    pickle.loads(security.pickled_code(marker))
+    pickle.loads(launched.pickled_code(marker))
     assert marker.exists()
 
 
@@ -72,7 +71,7 @@ def test_a_stranger_says_its_words_to_every_port_and_holds_connections(tmp_path:
     with socket.create_server(("127.0.0.1", 0), backlog=100) as server:
         stranger = Stranger(RunDir(tmp_path), tmp_path / "marker")
         stranger._molest(server.getsockname())
-        assert len(stranger._held) == security.IDLE
+        assert len(stranger._held) == launched.IDLE
         heard = [server.accept()[0] for _ in range(5)]
         assert all(connection.recv(8) for connection in heard)
         stranger.leave()
@@ -99,8 +98,8 @@ def test_what_was_altered_has_to_be_refused_by_name(
     run.checkpoint(3).mkdir(parents=True)
     (run.checkpoint(3) / "rank00000.safetensors").write_bytes(b"ab")
     run.plan_json.write_text('{"spec": {"optim": {"lr": 0.5}}}')
-    monkeypatch.setattr(security, "_resume", lambda _bench, _run: end)
-    finding = stand("SEC-4", "2-processes", security._judge_alterations(bench(tmp_path), run, tmp_path))
+    monkeypatch.setattr(launched, "_resume", lambda _bench, _run: end)
+    finding = stand("SEC-4", "2-processes", launched._judge_alterations(bench(tmp_path), run, tmp_path))
     assert finding.passed is (said == "refused")
     assert all(str(finding.figures[name]).startswith(said) for name in ("checkpoint", "plan"))
     assert (run.checkpoint(3) / "rank00000.safetensors").read_bytes() == b"ab", "a copy is altered"

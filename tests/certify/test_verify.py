@@ -7,18 +7,26 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
+from lab.keys import make_key
 
-from trainspec_cli.certify import keys
 from trainspec_cli.certify.cases import refused
-from trainspec_cli.certify.certificate import Terms, derive, digest, read_clauses, sign_certificate, write_certificate
-from trainspec_cli.certify.engine.cases import engine_checks
+from trainspec_cli.certify.certificate import (
+    derive,
+    digest,
+    is_whole,
+    read_fingerprint,
+    read_key,
+    sign_certificate,
+    verify,
+    write_certificate,
+)
+from trainspec_cli.certify.clauses import AS_THEY_MUST_BE, FACTS, read_clauses, stand
 from trainspec_cli.certify.judge import checks
-from trainspec_cli.certify.standing import AS_THEY_MUST_BE, FACTS, stand
-from trainspec_cli.certify.verify import Requirements, is_whole, verify
+from trainspec_cli.certify.other_engine import engine_checks
 from trainspec_cli.errors import RecipeError
 from trainspec_cli.json_value import JsonObject, JsonValue
 from trainspec_cli.spec.canonical import to_plain
@@ -27,21 +35,25 @@ from trainspec_cli.spec.results.certificate import Certificate, Figure, Finding,
 
 MACHINE = Machine("box", 2, 2**34)
 FINDING = stand("NUM-1", "dense-fp32-tp2", {"worst_gradient_error": 5e-7, "parameter": "p"})
-TERMS = Terms("2026-01-01", "ab" * 16, processes=2, features=("attention.math", "fp8"))
-DAY = date(2026, 6, 1)
+STATED: dict[str, Any] = {
+    "measured_since": "2026-01-01",
+    "machine_id": "ab" * 16,
+    "processes": 2,
+    "features": ("attention.math", "fp8"),
+}
 
 
 @pytest.fixture
 def key_file(tmp_path: Path) -> Path:
-    keys.make_key(tmp_path / "key")
+    make_key(tmp_path / "key")
     return tmp_path / "key"
 
 
-def made(terms: Terms = TERMS, findings: tuple[Finding, ...] = (FINDING,)) -> Certificate:
+def made(findings: tuple[Finding, ...] = (FINDING,), **stated: Any) -> Certificate:
     """A certificate of few packages, so that few leaves of it can be altered."""
     machine = replace(MACHINE, gpu_names=("NVIDIA H100",), gpu_memory_bytes=2**36)
-    full = write_certificate(findings, machine, date="2026-01-02", whole=False, terms=terms)
-    short = derive(replace(full, versions={"trainspec": "1.0", "torch": "2.13.0"}), whole=False)
+    full = write_certificate(findings, machine, date="2026-01-02", **{**STATED, **stated})
+    short = derive(replace(full, versions={"trainspec": "1.0", "torch": "2.13.0"}))
     return replace(short, digest=digest(to_plain(short)))
 
 
@@ -51,18 +63,18 @@ def written(folder: Path, certificate: Certificate | JsonObject) -> Path:
     return file
 
 
-def refusal(file: Path, asked: Requirements) -> str:
+def refusal(file: Path, signed_by: str = "") -> str:
     with pytest.raises(RecipeError) as error:
-        verify(file, asked)
+        verify(file, signed_by)
     (problem,) = error.value.problems
     assert problem.code == "bad_certificate" and problem.file == str(file)
     return problem.message
 
 
 def test_a_signed_certificate_is_read_again_as_it_was(tmp_path: Path, key_file: Path) -> None:
-    signed = sign_certificate(made(), keys.read_key(key_file))
-    fingerprint = keys.read_fingerprint(f"{key_file}.pub")
-    found = verify(written(tmp_path, signed), Requirements(fingerprint, "ab" * 16, DAY))
+    signed = sign_certificate(made(), read_key(key_file))
+    fingerprint = read_fingerprint(f"{key_file}.pub")
+    found = verify(written(tmp_path, signed), fingerprint)
     assert found == signed
     assert found.signer and found.signer.fingerprint == fingerprint
 
@@ -80,66 +92,38 @@ CHANGES: dict[str, Callable[[JsonObject], object]] = {
 def test_what_was_altered_is_refused_although_its_digest_was_made_anew(
     tmp_path: Path, key_file: Path, change: str
 ) -> None:
-    body = to_plain(sign_certificate(made(), keys.read_key(key_file)))
+    body = to_plain(sign_certificate(made(), read_key(key_file)))
     CHANGES[change](body)
     body["digest"] = digest(body)
-    assert "the signature is not that of its content" in refusal(written(tmp_path, body), Requirements(today=DAY))
+    assert "the signature is not that of its content" in refusal(written(tmp_path, body))
 
 
 def test_another_key_cannot_take_the_signers_place(tmp_path: Path, key_file: Path) -> None:
-    other = keys.make_key(tmp_path / "other")
-    body = to_plain(sign_certificate(made(), keys.read_key(key_file)))
-    swapped = body | {"signer": to_plain(other)}
+    other = make_key(tmp_path / "other")
+    body = to_plain(sign_certificate(made(), read_key(key_file)))
+    signed = sign_certificate(made(), read_key(tmp_path / "other"))
+    swapped = body | {"signer": to_plain(signed)["signer"]}
     swapped["digest"] = digest(swapped)
-    assert "the signature is not that of its content" in refusal(written(tmp_path, swapped), Requirements(today=DAY))
-    signed = sign_certificate(made(), keys.read_key(tmp_path / "other"))
-    asked = Requirements(keys.read_fingerprint(f"{key_file}.pub"), today=DAY)
-    assert f"is signed by {other.fingerprint}; a signature by" in refusal(written(tmp_path, signed), asked)
+    assert "the signature is not that of its content" in refusal(written(tmp_path, swapped))
+    asked = read_fingerprint(f"{key_file}.pub")
+    assert f"is signed by {other}; a signature by" in refusal(written(tmp_path, signed), asked)
 
 
 def test_a_certificate_whose_signature_was_taken_off_is_one_that_nobody_signed(tmp_path: Path, key_file: Path) -> None:
-    body = to_plain(sign_certificate(made(), keys.read_key(key_file)))
-    fingerprint = keys.read_fingerprint(f"{key_file}.pub")
+    body = to_plain(sign_certificate(made(), read_key(key_file)))
+    fingerprint = read_fingerprint(f"{key_file}.pub")
     bare = {**body, "signer": None}
     bare["digest"] = digest(bare)
-    assert "names nobody who signed" in refusal(written(tmp_path, bare), Requirements(today=DAY))
+    assert "names nobody who signed" in refusal(written(tmp_path, bare))
     bare["signature"] = ""
-    assert verify(written(tmp_path, bare), Requirements(today=DAY)).signer is None
-    assert "is not signed; a signature by SHA256:" in refusal(
-        written(tmp_path, bare), Requirements(fingerprint, today=DAY)
-    )
-    assert "the signature is not" in refusal(written(tmp_path, body | {"signature": ""}), Requirements(today=DAY))
+    assert verify(written(tmp_path, bare)).signer is None
+    assert "is not signed; a signature by SHA256:" in refusal(written(tmp_path, bare), fingerprint)
+    assert "the signature is not" in refusal(written(tmp_path, body | {"signature": ""}))
 
 
-def test_one_of_another_machine_is_refused(tmp_path: Path) -> None:
-    file = written(tmp_path, made())
-    assert f"is of the machine {'ab' * 16}, and not of here" in refusal(
-        file, Requirements(machine_id="here", today=DAY)
-    )
-    plain = written(tmp_path, made(Terms()))
-    assert "is of the machine (unknown)" in refusal(plain, Requirements(machine_id="here", today=DAY))
-
-
-@pytest.mark.parametrize(
-    ("today", "words"),
-    [
-        (date(2026, 1, 1), None),  # it is tomorrow already where it was made
-        (date(2027, 1, 1), None),
-        (date(2025, 12, 31), "is dated 2026-01-02, and today is 2025-12-31"),
-    ],
-)
-def test_dates(tmp_path: Path, today: date, words: str | None) -> None:
-    file = written(tmp_path, made())
-    if words is None:
-        assert verify(file, Requirements(today=today)) == made()
-    else:
-        assert words in refusal(file, Requirements(today=today))
-
-
-def test_dates_that_are_none_or_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
-    for since, words in (("soon", "days are needed"), ("2026-01-03", "measured_since is 2026-01-03, after date")):
-        file = written(tmp_path, made(replace(TERMS, measured_since=since)))
-        assert words in refusal(file, Requirements(today=DAY))
+def test_dates_in_the_wrong_order_are_refused(tmp_path: Path) -> None:
+    file = written(tmp_path, made(measured_since="2026-01-03"))
+    assert "measured_since is '2026-01-03', after date" in refusal(file)
 
 
 # Forgeries: everything that follows from the findings is computed again
@@ -243,11 +227,11 @@ DERIVED = re.compile(
 """What follows from other statements, or what each finding is bound to."""
 
 
-def outcome(file: Path, forged: JsonObject, asked: Requirements) -> Certificate | None:
+def outcome(file: Path, forged: JsonObject, signed_by: str = "") -> Certificate | None:
     """Return the certificate as it is accepted; None where it is refused by name."""
     file.write_text(json.dumps(forged))
     try:
-        return verify(file, asked)
+        return verify(file, signed_by)
     except RecipeError as error:
         assert error.problems[0].code == "bad_certificate"
         return None
@@ -258,12 +242,12 @@ def test_whatever_is_altered_in_an_unsigned_certificate_is_refused_or_a_measurem
     findings = [finding_of(clause) for clause in MANNERS]
     findings.append(stand("NUM-4", "moe-fp32-tp2", {"worst_gradient_error": 2e-5, "parameter": "p"}))
     body = to_plain(made(findings=tuple(findings)))
-    assert outcome(tmp_path / "c.json", body, Requirements(today=DAY)) is not None
+    assert outcome(tmp_path / "c.json", body) is not None
     accepted = set()
     tried = set()
     for path, forged in forgeries(body):
         tried.add(path)
-        found = outcome(tmp_path / "c.json", forged, Requirements(today=DAY))
+        found = outcome(tmp_path / "c.json", forged)
         if found is not None:
             accepted.add(path)
             assert found.signer is None and found.verdict == "broken" and not found.whole
@@ -274,30 +258,30 @@ def test_whatever_is_altered_in_an_unsigned_certificate_is_refused_or_a_measurem
 
 
 def test_whatever_is_altered_in_a_signed_certificate_is_refused(tmp_path: Path, key_file: Path) -> None:
-    signed = sign_certificate(made(), keys.read_key(key_file))
-    asked = Requirements(keys.read_fingerprint(f"{key_file}.pub"), today=DAY)
+    signed = sign_certificate(made(), read_key(key_file))
+    asked = read_fingerprint(f"{key_file}.pub")
     assert outcome(tmp_path / "c.json", to_plain(signed), asked) == signed
     for path, forged in forgeries(to_plain(signed)):
         assert outcome(tmp_path / "c.json", forged, asked) is None, path
 
 
 def test_a_signature_does_not_excuse_a_contradiction(tmp_path: Path, key_file: Path) -> None:
-    forged = sign_certificate(replace(made(), whole=True), keys.read_key(key_file))
-    assert "whole is True, and False follows" in refusal(written(tmp_path, forged), Requirements(today=DAY))
+    forged = sign_certificate(replace(made(), whole=True), read_key(key_file))
+    assert "whole is True, and False follows" in refusal(written(tmp_path, forged))
 
 
 def whole() -> Certificate:
     """A certificate to which nothing is missing."""
-    wanted = [(check.clause, check.run.name) for check in checks(2, features=TERMS.features)]
+    wanted = [(check.clause, check.run.name) for check in checks(2, features=STATED["features"])]
     wanted += [("LEGAL-1", name) for name in refused(2)]
     wanted += [(clause, "2-processes") for clause in FIGURES if clause.startswith(("SEC", "PERF"))]
     findings = [finding_of(clause, case) for clause, case in wanted]
-    return write_certificate(findings, MACHINE, date="2026-01-02", whole=True, terms=TERMS)
+    return write_certificate(findings, MACHINE, date="2026-01-02", **STATED)
 
 
 def test_a_certificate_is_whole_where_each_case_of_the_matrix_has_one_finding(tmp_path: Path) -> None:
     full = whole()
-    assert verify(written(tmp_path, full), Requirements(today=DAY)) == full
+    assert verify(written(tmp_path, full)) == full
     first, *others = full.findings
     without = {
         "a case": replace(full, findings=tuple(others)),
@@ -316,8 +300,7 @@ def test_a_certificate_is_whole_where_each_case_of_the_matrix_has_one_finding(tm
 
 def test_a_certificate_of_another_engine_is_whole_where_it_declined_nothing() -> None:
     found = [stand(one.clause, one.run.name, {}, of_engine=True) for one in engine_checks(2)]
-    terms = Terms(engine="python mine.py", processes=2)
-    made_whole = write_certificate(found, MACHINE, date="2026-01-02", whole=True, terms=terms)
+    made_whole = write_certificate(found, MACHINE, date="2026-01-02", engine="python mine.py", processes=2)
     assert is_whole(made_whole) and made_whole.verdict == "broken"
     assert not is_whole(replace(made_whole, findings=made_whole.findings[1:]))
 
@@ -326,7 +309,7 @@ def test_a_certificate_of_another_document_is_refused_by_the_version_that_reads_
     body = to_plain(made()) | {"spec_version": "9.0"}
     body["versions"] = {"trainspec": "7.1"}
     body["digest"] = digest(body)
-    assert "verify it with trainspec 7.1" in refusal(written(tmp_path, body), Requirements(today=DAY))
+    assert "verify it with trainspec 7.1" in refusal(written(tmp_path, body))
 
 
 def test_the_first_schema_is_read_as_what_it_is(tmp_path: Path) -> None:
@@ -334,10 +317,10 @@ def test_the_first_schema_is_read_as_what_it_is(tmp_path: Path) -> None:
     body = to_plain(made()) | {"schema": "trainspec.certificate/1"}
     body["signer"], body["signature"] = {"public_key": "ssh-ed25519 x", "fingerprint": "SHA256:x"}, "AAAA"
     body["digest"] = digest(body)
-    found = verify(written(tmp_path, body), Requirements(today=DAY))
+    found = verify(written(tmp_path, body))
     assert (found.signer, found.signature, found.machine_id) == (None, "", "")
     assert found.findings == made().findings
-    assert "is not signed" in refusal(written(tmp_path, body), Requirements("SHA256:x", today=DAY))
+    assert "is not signed" in refusal(written(tmp_path, body), "SHA256:x")
     for change, words in (
         (lambda body: body.update(whole=True), "whole is True"),
         (lambda body: body.update(verdict="broken"), "verdict is 'broken'"),
@@ -350,4 +333,4 @@ def test_the_first_schema_is_read_as_what_it_is(tmp_path: Path) -> None:
         forged = copy.deepcopy(body)
         change(forged)
         forged["digest"] = digest(forged)
-        assert words in refusal(written(tmp_path, forged), Requirements(today=DAY))
+        assert words in refusal(written(tmp_path, forged))

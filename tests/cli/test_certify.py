@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from lab import own_model
 from lab.gpus.machines import play
+from lab.keys import make_key
 
 from trainspec_cli.__main__ import main
 from trainspec_cli.certify import families
 from trainspec_cli.certify.cases import Case, build_spec
 from trainspec_cli.certify.certificate import digest
-from trainspec_cli.cli.certifying import machine_here
+from trainspec_cli.cli.certify import machine_here
 from trainspec_cli.errors import MachineError
 from trainspec_cli.spec.recipe.cluster import Machine
 
@@ -117,7 +118,7 @@ def test_a_certificate_that_was_forged_under_its_public_digest_is_refused(run, t
 @pytest.mark.parametrize(("gpus", "processes", "certified"), [(1, (), 0), (2, (), 2), (2, ("--processes", "4"), 0)])
 def test_where_gpus_are_too_few_the_cpu_is_certified_and_that_is_said(run, monkeypatch, gpus, processes, certified):
     here = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=True, gpu_names=("NVIDIA H200",) * gpus)
-    monkeypatch.setattr("trainspec_cli.cli.certifying.machine_here", lambda: here)
+    monkeypatch.setattr("trainspec_cli.cli.certify.machine_here", lambda: here)
     code, out, err = run("--only", "LEGAL-1", "--json", *processes)
     assert code == 0
     assert len(json.loads(out)["machine"]["gpu_names"]) == certified
@@ -126,53 +127,37 @@ def test_where_gpus_are_too_few_the_cpu_is_certified_and_that_is_said(run, monke
 
 def test_a_machine_without_gpus_certifies_its_cpu_with_nothing_to_explain(run, monkeypatch):
     here = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=False)
-    monkeypatch.setattr("trainspec_cli.cli.certifying.machine_here", lambda: here)
+    monkeypatch.setattr("trainspec_cli.cli.certify.machine_here", lambda: here)
     code, out, err = run("--only", "LEGAL-1", "--json")
     assert code == 0
     assert json.loads(out)["machine"]["cpu_cores"] == 8
     assert "need a GPU each" not in err
 
 
-def test_a_signed_certificate_is_refused_where_it_is_another(run, tmp_path):
+def test_a_signed_certificate_is_refused_where_another_key_is_asked_for(run, tmp_path):
     key, file = tmp_path / "key", tmp_path / "certificate.json"
-    code, out, _ = run("--make-key", str(key))
-    fingerprint = out.splitlines()[1]
-    assert (code, out.splitlines()[0]) == (0, (tmp_path / "key.pub").read_text().strip())
-    code, out, _ = run("--only", "LEGAL-1", "--sign", str(key), "--output", str(file))
+    fingerprint = make_key(key)
+    code, out, _ = run("--only", "LEGAL-1", "--key", str(key), "--output", str(file))
     assert code == 0 and out.startswith(f"signed by {fingerprint}")
-    assert run("--verify", str(file), "--signed-by", f"{key}.pub", "--machine", "here")[0] == 0
-    code, out, _ = run("--verify", str(file), "--signed-by", fingerprint, "--json")
+    assert run("--verify", str(file), "--key", f"{key}.pub")[0] == 0
+    code, out, _ = run("--verify", str(file), "--key", fingerprint, "--json")
     assert code == 0 and json.loads(out)["verification"]["signed"] is True
-    for other, words in (
-        (("--signed-by", "SHA256:other"), "a signature by SHA256:other is needed"),
-        (("--machine", "ab"), "and not of ab"),
-    ):
-        code, _, err = run("--verify", str(file), *other)
-        assert code == 2 and words in err
+    code, _, err = run("--verify", str(file), "--key", "SHA256:other")
+    assert code == 2 and "a signature by SHA256:other is needed" in err
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("--sign", "no-such-key"), 4, "the key no-such-key cannot be read"),
-        (("--signed-by", "SHA256:x"), 2, "says what a certificate has to be, and none is given"),
-        (("--machine", "here"), 2, "type --verify FILE --machine"),
-        (("--verify", "c.json", "--sign", "key"), 2, "--sign does not go with --verify"),
-        (("--verify", "c.json", "--signed-by", "none.pub"), 2, "there is no file none.pub"),
+        (("--key", "no-such-key"), 4, "the key no-such-key cannot be read"),
+        (("--verify", "c.json", "--dir", "kept"), 2, "--dir does not go with --verify"),
+        (("--verify", "c.json", "--key", "none.pub"), 2, "there is no file none.pub"),
     ],
 )
 def test_what_does_not_go_together_is_told_before_anything_runs(run, arguments, code, words):
     found, _, err = run(*arguments)
     assert found == code
     assert words in err
-
-
-def test_one_certificate_is_a_page(run, tmp_path):
-    page = tmp_path / "page.html"
-    assert run("--only", "LEGAL-1", "--html", str(page), "--processes", "2")[0] == 0
-    assert "Certificate of the training spec" in page.read_text()
-    code, _, err = run("--only", "LEGAL-1", "--html", str(tmp_path / "no" / "page.html"))
-    assert code == 2 and "--html" in err and "cannot be written" in err
 
 
 @pytest.mark.parametrize(

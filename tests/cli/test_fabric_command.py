@@ -11,8 +11,8 @@ from lab.sysfs import Sysfs
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.cli import fabric
-from trainspec_cli.doctor.fabric import discover
-from trainspec_cli.doctor.fabric.discover import NodeLinks, Told, links_here
+from trainspec_cli.doctor import discover
+from trainspec_cli.doctor.discover import NodeLinks, Told, links_here
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.recipe.fabric import TierSpec
 

@@ -6,7 +6,7 @@ import re
 
 from lab import clauses
 
-from trainspec_cli.certify.certificate import spec_version
+from trainspec_cli.certify.clauses import spec_version
 from trainspec_cli.extensions import kinds
 from trainspec_cli.extensions.kinds import ExtensionKind
 from trainspec_cli.reading.spec_version import CURRENT, VERSIONS

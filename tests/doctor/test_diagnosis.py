@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from trainspec_cli.doctor.diagnosis import compare, diagnose, judge_links, refuse_unfit
+from trainspec_cli.doctor.examine import compare, diagnose, judge_links, refuse_unfit
 from trainspec_cli.errors import MachineError
 from trainspec_cli.spec.canonical import from_plain, to_plain
 from trainspec_cli.spec.json_text import json_text

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from trainspec_cli.doctor.measured_fabric import check_fabric, nodes_near_one_another
+from trainspec_cli.doctor.tiers import check_fabric, nodes_near_one_another
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.results.tools import PairRate, PingRate
 

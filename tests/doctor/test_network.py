@@ -6,7 +6,8 @@ from pathlib import Path
 
 from lab.sysfs import Sysfs
 
-from trainspec_cli.doctor.network import check_nics, read_interfaces, read_nics
+from trainspec_cli.doctor.checks import check_nics
+from trainspec_cli.doctor.sysfs import read_interfaces, read_nics
 from trainspec_cli.spec.results.doctor import Check
 from trainspec_cli.spec.results.fabric import Nic
 

@@ -9,7 +9,7 @@ import pytest
 from lab.gpus.machines import play
 
 from trainspec_cli.doctor import checks
-from trainspec_cli.doctor.preflight import Needs, check_room, preflight
+from trainspec_cli.doctor.examine import Needs, check_room, preflight
 from trainspec_cli.errors import MachineError
 
 Usage = namedtuple("Usage", "total used free")

@@ -16,7 +16,7 @@ from lab.link import Link
 from lab.ports import free_port
 from lab.waiting import wait_for
 
-from trainspec_cli.certify.security import listening
+from trainspec_cli.certify.launched import listening
 from trainspec_cli.launcher.backend.processes import workers_among
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.files import read_json

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lab.ports import free_port
 from lab.waiting import wait_for
 
-from trainspec_cli.certify.security import listening
+from trainspec_cli.certify.launched import listening
 from trainspec_cli.rundir.events import read_events
 from trainspec_cli.rundir.paths import RunDir
 

@@ -15,9 +15,7 @@ import pytest
 from lab.other_frameworks import NOT_IN_CI
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.interop.registry import TARGETS
-from trainspec_cli.interop.run_values import Container, RunValues, run_values
-from trainspec_cli.interop.target import Spoken, speak
+from trainspec_cli.interop import TARGETS, Container, RunValues, Spoken, run_values, speak
 from trainspec_cli.json_value import JsonValue
 from trainspec_cli.session.planning.emit import resolved
 from trainspec_cli.session.planning.plan import plan_recipe

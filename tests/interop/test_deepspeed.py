@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from interop.speaking import Case, files_in, judge, mistyped, refused_by, run_of, spoken_in
 
-from trainspec_cli.interop.run_values import RunValues
-from trainspec_cli.interop.target import nest
+from trainspec_cli.interop import RunValues, nest
 
 RUNS = (
     (),

@@ -10,10 +10,8 @@ import yaml
 from interop.speaking import Case, files_in, judge, mistyped, run_of
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.interop.container import dns_label
-from trainspec_cli.interop.registry import LAUNCHERS, TARGETS
-from trainspec_cli.interop.run_values import NO_CONTAINER
-from trainspec_cli.interop.target import speak
+from trainspec_cli.interop import LAUNCHERS, NO_CONTAINER, TARGETS, speak
+from trainspec_cli.interop.targets.managers import dns_label
 
 MANIFESTS = ("kubernetes", "jobset", "trainjob")
 

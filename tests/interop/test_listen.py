@@ -10,9 +10,7 @@ from interop import test_accelerate, test_deepspeed, test_megatron, test_torchti
 from interop.speaking import files_in, spoken_in
 
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.interop.listen import Heard, listen
-from trainspec_cli.interop.registry import TARGETS
-from trainspec_cli.interop.sources import READERS, guess_engine, read_source
+from trainspec_cli.interop import READERS, TARGETS, Heard, guess_engine, listen, read_source
 from trainspec_cli.json_value import JsonValue
 from trainspec_cli.session.recipe.import_recipe import import_file, write_recipe
 from trainspec_cli.session.recipe.load import load_for_planning

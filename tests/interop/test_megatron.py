@@ -7,7 +7,7 @@ import shlex
 import pytest
 from interop.speaking import Case, files_in, judge, mistyped, refused_by, spoken_in
 
-from trainspec_cli.interop.script import options
+from trainspec_cli.interop import options
 
 DATA = ("data=megatron", "data.path=corpus/text.bin", "data.seq_len=8192", "checkpoint.mode=sync")
 RUNS = (

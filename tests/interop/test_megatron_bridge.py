@@ -9,9 +9,7 @@ import pytest
 from interop import test_megatron
 from interop.speaking import Case, files_in, judge, mistyped, refused_by, run_of, spoken_in
 
-from trainspec_cli.interop.listen import listen
-from trainspec_cli.interop.registry import TARGETS
-from trainspec_cli.interop.sources import guess_engine, read_source
+from trainspec_cli.interop import TARGETS, guess_engine, listen, read_source
 from trainspec_cli.interop.targets import megatron, megatron_bridge
 
 ENGINE = "megatron-bridge"

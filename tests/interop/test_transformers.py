@@ -8,7 +8,7 @@ import pytest
 import yaml
 from interop.speaking import Case, files_in, judge, mistyped, refused_by, spoken_in
 
-from trainspec_cli.interop.target import nest
+from trainspec_cli.interop import nest
 
 RUNS = (
     (),

@@ -20,17 +20,21 @@ import stat
 import subprocess
 import sys
 import venv
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RECORD, WHEELS, INSTALLER = "bundle.json", "wheels", "install.py"
+RECORD = "bundle.json"
+WHEELS = "wheels"
+INSTALLER = "install.py"
 SCHEMA = "trainspec.bundle/1"
 CHUNK_BYTES = 2**20
 MAX_RECORD_BYTES = 64 * 2**20
 EXIT_USAGE, EXIT_LACKING = 2, 4
 """trainspec's own exit codes."""
+_PLATFORM = re.compile(r"([a-z0-9]+)_(\d+)_(\d+)_(\w+)")
+"""Family, version in two numbers, and processor."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,20 @@ def read_bundle(folder: Path) -> BundleRecord:
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise DamagedRecordError(f"is not of the schema {SCHEMA}")
     texts = {key: _kept(content, key, str) for key in ("version", "date", "python", "command")}
+    files = {}
+    for name, entry in _kept(content, "files", dict).items():
+        sha256 = entry.get("sha256") if isinstance(entry, dict) else None
+        size = entry.get("bytes") if isinstance(entry, dict) else None
+        stays_inside = not {"", ".", ".."} & set(name.split("/")) and "\0" not in name
+        if not stays_inside or not isinstance(sha256, str) or type(size) is not int:
+            raise DamagedRecordError(f"names a file {name!r} that leads out of the bundle, or has no sha256 and size")
+        files[name] = BundledFile(sha256, size)
     return BundleRecord(
         **texts,
         platforms=_words(_kept(content, "platforms", list)),
         extras=_words(_kept(content, "extras", list)),
         launches={name: _words(words) for name, words in _kept(content, "launches", dict).items()},
-        files={name: _file(name, entry) for name, entry in _kept(content, "files", dict).items()},
+        files=files,
     )
 
 
@@ -110,17 +122,6 @@ def _words(listed: object) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def _file(name: str, entry: object) -> BundledFile:
-    sha256, size = (entry.get(key) for key in ("sha256", "bytes")) if isinstance(entry, dict) else (None, None)
-    if not _stays_inside(name) or not isinstance(sha256, str) or type(size) is not int:
-        raise DamagedRecordError(f"names a file {name!r} that leads out of the bundle, or has no sha256 and size")
-    return BundledFile(sha256, size)
-
-
-def _stays_inside(name: str) -> bool:
-    return not {"", ".", ".."} & set(name.split("/")) and "\0" not in name
-
-
 def examine(folder: Path) -> list[BundleFault]:
     """Return what is wrong with the files of a bundle: missing, altered, or named nowhere."""
     try:
@@ -128,34 +129,28 @@ def examine(folder: Path) -> list[BundleFault]:
     except DamagedRecordError as error:
         hint = "name the folder that trainspec bundle made, or copy bundle.json again from where it was made"
         return [BundleFault("bad_bundle", f"{folder / RECORD} {error}", hint)]
-    return [*_wrong_files(folder, record), *_unknown_files(folder, record.files)]
-
-
-def _wrong_files(folder: Path, record: BundleRecord) -> Iterator[BundleFault]:
+    faults = []
     for name, entry in sorted(record.files.items()):
         again = f"copy {shlex.quote(name)} again from where the bundle was made, or make a new one: {record.command}"
         path = folder / name
         if not os.path.lexists(path):
-            yield BundleFault("missing_file", f"{path} is missing", again)
+            faults.append(BundleFault("missing_file", f"{path} is missing", again))
             continue
         try:
             found = sha256_of(path)
         except OSError as error:
-            yield BundleFault("unreadable_file", f"{path} cannot be read: {error.strerror or error}", again)
+            faults.append(BundleFault("unreadable_file", f"{path} cannot be read: {error.strerror or error}", again))
             continue
         if found != entry.sha256:
             message = f"{path} is altered: its sha256 is {found}, and {RECORD} says {entry.sha256}"
-            yield BundleFault("altered_file", message, again)
-
-
-def _unknown_files(folder: Path, known: Mapping[str, object]) -> Iterator[BundleFault]:
-    """Yield the files in folders of the bundle that it does not name; what else lies beside them, such as runs, may."""
-    for top in sorted({name.partition("/")[0] for name in known if "/" in name}):
+            faults.append(BundleFault("altered_file", message, again))
+    # In the folders of the bundle; what else lies next to them, such as runs, may.
+    for top in sorted({name.partition("/")[0] for name in record.files if "/" in name}):
         for path in sorted(path for path in (folder / top).rglob("*") if not path.is_dir() or path.is_symlink()):
-            name = path.relative_to(folder).as_posix()
-            if name not in known:
+            if path.relative_to(folder).as_posix() not in record.files:
                 hint = f"move it elsewhere, or remove it: rm {shlex.quote(str(path))}"
-                yield BundleFault("extra_file", f"{path} is not named in {RECORD}", hint)
+                faults.append(BundleFault("extra_file", f"{path} is not named in {RECORD}", hint))
+    return faults
 
 
 def sha256_of(path: Path) -> str:
@@ -189,8 +184,12 @@ def unfit_machine(record: BundleRecord) -> list[BundleFault]:
 
 def runs_here(name: str) -> bool:
     """Return whether this machine takes wheels of a platform such as manylinux_2_28_x86_64 or macosx_14_0_arm64."""
-    wanted, here = _split_platform(name), _split_platform(platform_here())
-    return wanted[0] == here[0] and wanted[2] == here[2] and wanted[1] <= here[1]
+    wanted = _PLATFORM.fullmatch(name)
+    here = _PLATFORM.fullmatch(platform_here())
+    if wanted is None or here is None:
+        return False
+    is_old_enough = (int(wanted[2]), int(wanted[3])) <= (int(here[2]), int(here[3]))
+    return wanted[1] == here[1] and wanted[4] == here[4] and is_old_enough
 
 
 def platform_here() -> str:
@@ -203,14 +202,6 @@ def platform_here() -> str:
     if libc != "glibc":
         return f"{sys.platform}_0_0_{machine}"
     return f"manylinux_{version.replace('.', '_')}_{machine}"
-
-
-def _split_platform(name: str) -> tuple[str, tuple[int, int], str]:
-    """`manylinux_2_28_x86_64` -> ("manylinux", (2, 28), "x86_64")"""
-    found = re.fullmatch(r"([a-z0-9]+)_(\d+)_(\d+)_(\w+)", name)
-    if found is None:
-        return name, (0, 0), ""
-    return found[1], (int(found[2]), int(found[3])), found[4]
 
 
 def install(folder: Path, record: BundleRecord, target: Path) -> None:
@@ -236,26 +227,20 @@ def install(folder: Path, record: BundleRecord, target: Path) -> None:
 
 
 def main() -> int:
-    arguments = _parse()
+    parser = argparse.ArgumentParser(description="Install trainspec from this folder; no network is used.")
+    parser.add_argument("venv", nargs="?", type=Path, default=Path("venv"), help="environment to make (./venv)")
+    parser.add_argument("--check", action="store_true", help="compare the files with bundle.json, and install nothing")
+    arguments = parser.parse_args()
     folder = Path(__file__).resolve().parent
-    faults = examine(folder)
-    if faults:
+    if faults := examine(folder):
         return _tell(faults)
     record = read_bundle(folder)
     if unfit := unfit_machine(record):
         return _tell(unfit)
     print(f"{len(record.files)} files are as {RECORD} says", flush=True)
-    return 0 if arguments.check else _install(folder, record, arguments.venv)
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Install trainspec from this folder; no network is used.")
-    parser.add_argument("venv", nargs="?", type=Path, default=Path("venv"), help="environment to make (./venv)")
-    parser.add_argument("--check", action="store_true", help="compare the files with bundle.json, and install nothing")
-    return parser.parse_args()
-
-
-def _install(folder: Path, record: BundleRecord, target: Path) -> int:
+    if arguments.check:
+        return 0
+    target = arguments.venv
     if os.path.lexists(target):
         hint = f"name another one: python3 {INSTALLER} FOLDER; or remove it: rm -r {shlex.quote(str(target))}"
         _tell([BundleFault("output_exists", f"{target} exists", hint)])

@@ -1,40 +1,78 @@
-"""The matrix: which runs the clauses are measured on. A case is one plan; what is illegal is refused by the rules."""
+"""The matrix: which runs the clauses are measured on. A case is one plan; what is illegal is refused by the rules.
+
+Its axes are the families, the layouts, what saves memory or bits, the kernels that this chip has in place of the
+default ones, and what happens to a run of the trainer while it goes on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib.util
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from typing import Literal
 
 from trainspec_cli.certify.families import FAMILIES, LOSSES, SAMPLES, SEQ_LEN
-from trainspec_cli.certify.live import SAVE_EVERY_STEPS, Live, live_runs
-from trainspec_cli.certify.live import STEPS as LIVE_STEPS
 from trainspec_cli.errors import Problem
 from trainspec_cli.policy.batch.division import count_micro_batches, turns_of, weighted_counts
 from trainspec_cli.policy.recovery.memory import build_ladder
 from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
 from trainspec_cli.spec.recipe.comm import CommSpec, WireFormat
 from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.kernels import KernelSpec
+from trainspec_cli.spec.recipe.kernels import KERNELS, TORCH, KernelSpec
 from trainspec_cli.spec.recipe.layout import Layout, LayoutSpec
+from trainspec_cli.spec.recipe.model import ModelSpec, has_layer_list
 from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
 from trainspec_cli.spec.recipe.run import CheckpointSpec, Offload, PrecisionSpec, Recompute, RunSpec, TrainSection
 from trainspec_cli.spec.results.plan import Plan, PlannedLayout
 from trainspec_cli.spec.rules.check import apply
 from trainspec_cli.spec.rules.engine import check_engine
-from trainspec_cli.spec.rules.kernels import KERNEL_RULES
+from trainspec_cli.spec.rules.kernels import KERNEL_RULES, lacking
 
 Compute = Literal["fp32", "bf16", "fp64", "fp8"]
 """fp8: linear layers multiply in it, the rest is bf16."""
+Optimizer = Literal["sgd", "adamw", "even_adamw"]
 STEPS = 20
 SAVE_AT = 10
-CLIP_FROM, CLIP_NORM = 10, 0.1
-"""Plain descent clips from this step on, to less than any gradient's norm."""
+CLIP_FROM = 10
+"""Plain descent clips from this step on."""
+CLIP_NORM = 0.1
+"""Less than any gradient's norm."""
 RAMP = ((0, 4), (12, 8), (28, 12))
 """A batch that grows: samples trained, and the samples of the steps from there on."""
 RAMP_SIZES = (4, 4, 4, 8, 8, 12, 12)
 """The steps that it makes."""
+LIVE_STEPS = 14
+"""Steps of a run of the trainer that meets changes."""
+EVERY_STEPS = 2
+"""Steps between its changes."""
+SAVE_EVERY_STEPS = 3
+"""A run that is killed has a checkpoint of the step before its second change, in the layout after its first."""
+CHANGED_AT = EVERY_STEPS
+KILLED_AT = 2 * EVERY_STEPS
+"""The steps of a change that fails, and of the one in which a run is killed."""
+SHORT_AT = 5
+"""The step from which memory is short."""
+FITTING_SAMPLES = 2
+"""The samples of a micro-batch that fit then."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """The changes that a run of the trainer meets."""
+
+    changes: tuple[Layout, ...] = ()
+    """Its layouts after the first, in turn, each for `EVERY_STEPS` steps and the last one to the end."""
+    disturbance: Literal["none", "killed", "move_oom", "oom"] = "none"
+
+    def fault(self, ranks: int) -> str:
+        """Return the recipe's `fault`."""
+        if self.disturbance == "move_oom":
+            return f"move_oom(step={CHANGED_AT},rank={ranks - 1})"
+        if self.disturbance == "oom":
+            shortages = (f"oom(step={SHORT_AT},rank={rank},above={FITTING_SAMPLES})" for rank in range(ranks))
+            return "; ".join(shortages)
+        return ""
 
 
 @dataclass(frozen=True)
@@ -47,7 +85,7 @@ class Case:
     compile: bool = False
     micro_batch_size: int = 4
     """Samples of a micro-batch; a rank's samples where they are fewer."""
-    optimizer: Literal["sgd", "adamw", "even_adamw"] = "sgd"
+    optimizer: Optimizer = "sgd"
     unequal_shares: bool = False
     """The first data-parallel rank takes nearly all samples, so that the others have empty micro-batches."""
     ramp: bool = False
@@ -79,13 +117,10 @@ class Case:
             ".".join(self.kernel or ()): self.kernel is not None,
         }
         shown = [extra for extra, wanted in extras.items() if wanted]
-        shown += self.live.words if self.live else []
+        if self.live:
+            undisturbed = "changed" if self.live.changes else "kept"
+            shown += ["live", undisturbed if self.live.disturbance == "none" else self.live.disturbance]
         return "-".join([self.family, self.compute, name_layout(self.layout), *shown])
-
-    @property
-    def kept(self) -> Case:
-        """The same run of the trainer, to which nothing happens."""
-        return replace(self, live=Live())
 
     @property
     def reference(self) -> Case:
@@ -178,8 +213,30 @@ COMPRESSED = (
     Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble"),
 )
 """Layouts of the cases whose gradients travel in fewer bits."""
+MOVING = (Layout(pp=2), Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble"))
+"""Pipelines whose layers move."""
+TOURS = (
+    (
+        *(Layout(dp_shard=2), Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp_shard=2, ep=2)),
+        *(Layout(dp_shard=2, zero_stage=1), Layout(dp_replicate=2)),
+    ),
+    (
+        *(Layout(dp_replicate=2, dp_shard=2), Layout(tp=2, pp=2), Layout(dp_shard=2, cp=2), Layout(dp_shard=4)),
+        *(Layout(dp_shard=2, pp=2, pipeline_schedule="zbv"), Layout(dp_shard=4, ep=2)),
+    ),
+)
+"""Layouts that a run has in turn, as far as its family has them."""
+SHORT = (Layout(), Layout(dp_shard=2), Layout(pp=2, pipeline_schedule="gpipe"))
+"""Layouts in which memory runs out. In gpipe all messages between stages have arrived before the first backward: the
+processes leave none of them behind when they go on with another start."""
 COMPRESSED_FAMILIES = ("dense", "moe")
 """Exchanges know rows of numbers and no models: experts alone have exchanges of their own."""
+
+
+LIVE_CLAUSES = ("LIVE-1", "LIVE-2", "LIVE-3", "LIVE-4", "LIVE-5")
+COMM_CLAUSES = ("COMM-1", "COMM-2", "COMM-3")
+OWN_CASES = ("NUM-1", "NUM-3", "NUM-4", "NUM-5", "NUM-7", "NUM-8", *COMM_CLAUSES, *LIVE_CLAUSES)
+FP8_FAMILY = "dense"
 
 
 def cases(max_processes: int, *, with_fp8: bool = True) -> dict[str, list[Case]]:
@@ -206,27 +263,41 @@ def cases(max_processes: int, *, with_fp8: bool = True) -> dict[str, list[Case]]
         by_clause["NUM-4"] += [Case(family, spread, recompute=again) for again in ("selective", "full")]
         by_clause["NUM-4"].append(Case(family, spread, offload="optimizer"))
         by_clause["NUM-5"].append(Case(family, spread, compile=True))
-    for family, model in FAMILIES.items():
-        is_legal = partial(_runs_in, family, max_processes)
-        for clause, layout, live in live_runs(
-            model.num_layers, is_legal, keeps_micro_batches=_shares_statistics(family)
-        ):
+    for family in FAMILIES:
+        for clause, layout, live in _live_runs(family, max_processes):
             by_clause[clause].append(Case(family, layout, optimizer="even_adamw", live=live))
     return {clause: [case for case in found if not refusals(case)] for clause, found in by_clause.items()}
 
 
-LIVE_CLAUSES = ("LIVE-1", "LIVE-2", "LIVE-3", "LIVE-4", "LIVE-5")
-COMM_CLAUSES = ("COMM-1", "COMM-2", "COMM-3")
-OWN_CASES = ("NUM-1", "NUM-3", "NUM-4", "NUM-5", "NUM-7", "NUM-8", *COMM_CLAUSES, *LIVE_CLAUSES)
-FP8_FAMILY = "dense"
+def _live_runs(family: str, max_processes: int) -> Iterator[tuple[str, Layout, Live]]:
+    """Yield the runs of a family for each clause: its first layout, and what happens to it."""
+
+    def is_legal(layout: Layout) -> bool:
+        return layout.world_size <= max_processes and not refusals(Case(family, layout))
+
+    for pipeline in filter(is_legal, MOVING):
+        cuts = moves(pipeline, FAMILIES[family].num_layers)
+        if all(map(is_legal, cuts)):
+            yield "LIVE-1", pipeline, Live(cuts)
+            yield "LIVE-4", pipeline, Live(cuts[:1], "move_oom")
+    tours = ([layout for layout in tour if is_legal(layout)] for tour in TOURS)
+    for first, *others in (tour for tour in tours if len(tour) > 1):
+        yield "LIVE-2", first, Live(tuple(others))
+        if len(others) > 1:
+            yield "LIVE-3", first, Live(tuple(others), "killed")
+        yield "LIVE-4", first, Live(tuple(others[:1]), "move_oom")
+    if not _keeps_micro_batches(family):
+        yield from (("LIVE-5", layout, Live(disturbance="oom")) for layout in SHORT if is_legal(layout))
 
 
-def _runs_in(family: str, max_processes: int, layout: Layout) -> bool:
-    return layout.world_size <= max_processes and not refusals(Case(family, layout))
+def moves(layout: Layout, num_layers: int) -> tuple[Layout, ...]:
+    """Return the cuts that a pipeline of two stages has in turn: layers go one way, the other way, and back."""
+    cuts = ((num_layers - 1, 1), (1, num_layers - 1), None)
+    return tuple(replace(layout, stage_layers=cut) for cut in cuts)
 
 
-def _shares_statistics(family: str) -> bool:
-    """Return whether the samples of a micro-batch do, over all ranks: batch normalisation."""
+def _keeps_micro_batches(family: str) -> bool:
+    """Return whether the samples of a micro-batch share statistics, over all ranks: batch normalisation."""
     return FAMILIES[family].unit == "samples"
 
 
@@ -252,6 +323,62 @@ def refusals(case: Case) -> tuple[Problem, ...]:
     return (*check_engine(spec), *(apply(KERNEL_RULES, spec) if case.kernel else ()))
 
 
+# Kernels as an axis of the matrix
+
+UPDATE = "adamw"
+"""The operation that is no part of the gradients."""
+SPREAD_FAMILIES = {"grouped_matmul": "moe", "ssd_scan": "mamba"}
+"""The family that shows an operation in several layouts; dense for all others."""
+FP8 = "fp8"
+
+
+def features_here(*, on_gpu: bool) -> tuple[str, ...]:
+    """Return what this chip and its packages have in place of the defaults: kernels (`attention.math`), and `fp8`."""
+    kernels = [f"{operation}.{backend}" for operation in KERNELS for backend in backends(operation, on_gpu=on_gpu)]
+    return (*kernels, *([FP8] if importlib.util.find_spec("torchao") is not None else []))
+
+
+def kernel_cases(max_processes: int, features: Collection[str], *, of_updates: bool = False) -> Iterator[Case]:
+    """Yield the legal cases of the kernels that gradients depend on, or of the optimizer's.
+
+    What is compiled takes long: it is measured in the family that shows its operation, in one process.
+    """
+    for family, model in FAMILIES.items():
+        for operation in KERNELS:
+            if (operation == UPDATE) != of_updates or not (of_updates or _has(model, operation)):
+                continue
+            shows = family == SPREAD_FAMILIES.get(operation, "dense") or len(FAMILIES) == 1
+            for backend in KERNELS[operation]:
+                compiled = KERNELS[operation][backend].needs_compiler
+                if f"{operation}.{backend}" not in features or (compiled and not shows):
+                    continue
+                spread = COMBINED if shows and not compiled else ()
+                for layout in (Layout(), *(each for each in spread if each.world_size <= max_processes)):
+                    optimizer: Optimizer = "even_adamw" if of_updates else "sgd"
+                    case = Case(family, layout, optimizer=optimizer, kernel=(operation, backend))
+                    if not refusals(case):
+                        yield case
+
+
+def backends(operation: str, *, on_gpu: bool) -> list[str]:
+    """Return the backends beside the default one that this chip and its packages have."""
+    others = ((name, backend) for name, backend in KERNELS[operation].items() if name != TORCH)
+    return [name for name, backend in others if not lacking(backend, on_gpu=on_gpu)]
+
+
+def _has(model: ModelSpec, operation: str) -> bool:
+    """Return whether a model's layers have attention or SwiGLU; the rules of a recipe tell of other operations."""
+    if operation not in ("attention", "swiglu"):
+        return True
+    if not has_layer_list(model):
+        return False
+    mixers = {mixer for layer in model.layer_list for mixer in layer.mixers}
+    if operation == "attention":
+        return bool(mixers & {"attention", "latent"})
+    plain = "feed_forward" in mixers or ("experts" in mixers and model.as_decoder.gate_limit is None)
+    return plain and model.gated_mlp and model.activation == "silu"
+
+
 # A case as a plan
 
 
@@ -270,58 +397,45 @@ def build_spec(case: Case) -> RunSpec:
     images = model.unit == "samples"
     wanted = {name: getattr(case.layout, name) for name in LayoutSpec.__dataclass_fields__}
     seq_len = 1 if images else SEQ_LEN
+    batching = BatchingSpec(global_batch_size=SAMPLES)
+    steps = LIVE_STEPS if case.live else STEPS
+    if case.ramp:
+        (_, first), *later = RAMP
+        stages = tuple(RampStage(samples * seq_len, size) for samples, size in later)
+        batching = BatchingSpec(global_batch_size=first, schedule=BatchScheduleSpec(kind="ramp", stages=stages))
+        steps = sum(RAMP_SIZES) // RAMP_SIZES[0]
+    train = TrainSection(steps)
+    if (own := LOSSES.get(case.family)) is not None:
+        train = TrainSection(steps, loss=own.loss, loss_options=own.loss_options)
+    is_killed = case.live is not None and case.live.disturbance == "killed"
     return RunSpec(
         model=model,
         data=DataSpec(source="phantom" if images else "python_stdlib", seq_len=seq_len),
         optim=_OPTIMIZERS[case.optimizer],
-        batching=_ramp(seq_len) if case.ramp else BatchingSpec(global_batch_size=SAMPLES),
-        train=_train(case),
+        batching=batching,
+        train=train,
         layout=LayoutSpec(**wanted),
         comm=CommSpec(gradients=case.gradients),
-        kernels=_kernels(case),
+        kernels=KernelSpec(**dict([case.kernel] if case.kernel else [])),
         precision=PrecisionSpec(compute="fp32", matmul="fp8" if case.compute == "fp8" else "compute"),
         compile=case.compile,
         recompute=case.recompute,
         offload=case.offload,
-        checkpoint=CheckpointSpec(SAVE_EVERY_STEPS, "sync") if _is_killed(case) else CheckpointSpec(None),
+        checkpoint=CheckpointSpec(SAVE_EVERY_STEPS, "sync") if is_killed else CheckpointSpec(None),
         fault=case.live.fault(case.layout.world_size) if case.live else "",
     )
 
 
-def _kernels(case: Case) -> KernelSpec:
-    return KernelSpec(**dict([case.kernel] if case.kernel else []))
-
-
-def _train(case: Case) -> TrainSection:
-    steps, own = _max_steps(case), LOSSES.get(case.family)
-    return TrainSection(steps) if own is None else TrainSection(steps, loss=own.loss, loss_options=own.loss_options)
-
-
-def _is_killed(case: Case) -> bool:
-    return case.live is not None and case.live.disturbance == "killed"
-
-
-def _max_steps(case: Case) -> int:
-    if case.live:
-        return LIVE_STEPS
-    return sum(RAMP_SIZES) // RAMP_SIZES[0] if case.ramp else STEPS
-
-
-def _ramp(seq_len: int) -> BatchingSpec:
-    (_, first), *later = RAMP
-    stages = tuple(RampStage(samples * seq_len, size) for samples, size in later)
-    return BatchingSpec(global_batch_size=first, schedule=BatchScheduleSpec(kind="ramp", stages=stages))
-
-
 def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
     layout = case.layout
+    spec = build_spec(case)
     largest = RAMP[-1][1] if case.ramp else SAMPLES
     most = max(weighted_counts(largest, case.weights or (1.0,) * layout.data_parallel_size))
     # Batch norm speaks of all samples of a micro-batch, over all ranks: there has to be one of them.
-    keeps_micro_batches = _shares_statistics(case.family)
+    keeps_micro_batches = _keeps_micro_batches(case.family)
     micro = most if keeps_micro_batches else min(case.micro_batch_size, most)
     plan = Plan(
-        spec=build_spec(case),
+        spec=spec,
         layout=replace(layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1),
         device=device,
         num_nodes=1,
@@ -331,21 +445,20 @@ def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
         offload=case.offload,
         micro_batch_size=micro,
         grad_accum_steps=count_micro_batches(most, micro, turns_of(layout)),
-        comm=CommSpec(gradients=case.gradients).fixed,
-        kernels=_kernels(case),
+        comm=spec.comm.fixed,
+        kernels=spec.kernels,
         params=0,
         flops_per_token=0.0,
     )
     if case.live is None:
         return plan
+    changes = []
+    for number, later in enumerate(case.live.changes, 1):
+        then = build_plan(replace(case, layout=later, live=None), "cpu")
+        changes.append(PlannedLayout(EVERY_STEPS * number, then.layout, then.micro_batch_size, then.grad_accum_steps))
     return replace(
         plan,
         peak_flops=1.0,
         memory_ladder=build_ladder(plan.memory_setting, keeps_micro_batches=keeps_micro_batches, may_offload=False),
-        changes=tuple(_planned(step, replace(case, layout=layout)) for step, layout in case.live.steps_of_changes()),
+        changes=tuple(changes),
     )
-
-
-def _planned(step: int, case: Case) -> PlannedLayout:
-    plan = build_plan(replace(case, live=None), "cpu")
-    return PlannedLayout(step, plan.layout, plan.micro_batch_size, plan.grad_accum_steps)

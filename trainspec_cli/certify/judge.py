@@ -6,12 +6,28 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from trainspec_cli.certify.cases import COMM_CLAUSES, LIVE_CLAUSES, RAMP_SIZES, SAVE_AT, Case, cases, refused
-from trainspec_cli.certify.families import FAMILIES
-from trainspec_cli.certify.judge_live import LIVE_JUDGES, beside
-from trainspec_cli.certify.kernel_cases import FP8, features_here, kernel_cases, update_cases
+from trainspec_cli.certify.cases import (
+    COMM_CLAUSES,
+    FITTING_SAMPLES,
+    FP8,
+    KILLED_AT,
+    LIVE_CLAUSES,
+    LIVE_STEPS,
+    RAMP_SIZES,
+    SAVE_AT,
+    SAVE_EVERY_STEPS,
+    SHORT_AT,
+    Case,
+    Live,
+    build_plan,
+    cases,
+    features_here,
+    kernel_cases,
+    refused,
+)
+from trainspec_cli.certify.clauses import AS_THEY_MUST_BE, EXCHANGES, stand
+from trainspec_cli.certify.families import FAMILIES, SAMPLES
 from trainspec_cli.certify.runs import HasGradients, Measured, Run, gradient_errors, loss_error, whole_error
-from trainspec_cli.certify.standing import EXCHANGES, stand
 from trainspec_cli.spec.recipe.layout import Layout
 from trainspec_cli.spec.results.certificate import REFUSALS, Finding
 
@@ -28,16 +44,31 @@ class ClauseCheck:
 
     @property
     def runs(self) -> tuple[Run, ...]:
+        case = self.run.case
         if self.clause == "NUM-3":
-            return (self.run, _own_format(self.run.case), _in_fp64(self.run.case))
+            return (self.run, *_runs_of_format(case))
         if self.clause == "NUM-6":
             return (self.run, replace(self.run, take=1))
         if self.run.resume:
             return (self.run,)
-        if self.run.case.live:
-            return (self.run, replace(self.run, case=beside(self.run.case), take=0))
-        reference = Run(self.run.case.reference, gradients=not (self.run.case.ramp or self.clause == "KERN-2"))
+        if case.live:
+            return (self.run, replace(self.run, case=beside(case), take=0))
+        reference = Run(case.reference, gradients=not (case.ramp or self.clause == "KERN-2"))
         return (self.run, *([self.run.continues] if self.run.continues else []), reference)
+
+
+def beside(case: Case) -> Case:
+    """Return the run that a live one is held against: of one that is killed, the same with no kill; else the one to
+    which nothing happens."""
+    assert case.live is not None
+    killed = case.live.disturbance == "killed"
+    return replace(case, live=Live(case.live.changes if killed else ()))
+
+
+def _runs_of_format(case: Case) -> tuple[Run, Run]:
+    """Return the runs in one process in the case's format, which show what it costs by itself, and in fp64."""
+    exact = Case(case.family, compute="fp64", micro_batch_size=case.micro_batch_size)
+    return Run(case.reference, losses=False), Run(exact, losses=False)
 
 
 def checks(
@@ -47,21 +78,24 @@ def checks(
 
     `features`: the kernels and formats that a machine has, as its certificate states them; None: this machine's.
     """
-    here = features_here(on_gpu=on_gpu) if features is None else features
-    wanted = [check for check in _all_checks(max_processes, here) if check.run.case.layout.world_size <= max_processes]
-    return [check for check in wanted if not only or any(_named(check, pattern) for pattern in only)]
-
-
-def _named(check: ClauseCheck, pattern: str) -> bool:
-    return any(fnmatchcase(text, pattern) for text in (check.clause, check.run.name, check.run.case.family))
+    found = []
+    for check in _all_checks(max_processes, features_here(on_gpu=on_gpu) if features is None else features):
+        names = (check.clause, check.run.name, check.run.case.family)
+        is_wanted = not only or any(fnmatchcase(name, pattern) for name in names for pattern in only)
+        if is_wanted and check.run.case.layout.world_size <= max_processes:
+            found.append(check)
+    return found
 
 
 def _all_checks(max_processes: int, features: Collection[str]) -> Iterator[ClauseCheck]:
     by_clause = cases(max_processes, with_fp8=FP8 in features)
     for clause, found in by_clause.items():
         for case in found:
+            if clause == "COMM-3":
+                yield ClauseCheck(clause, Run(case, gradients=False, resume=True))
+                continue
             if clause in COMM_CLAUSES:
-                yield ClauseCheck(clause, _compressed_run(clause, case))
+                yield ClauseCheck(clause, Run(case, losses=False, exchanges=EXCHANGES if clause == "COMM-2" else 1))
                 continue
             trains = clause in ("NUM-1", "NUM-7", "NUM-8", *LIVE_CLAUSES)
             yield ClauseCheck(clause, Run(case, gradients=not case.ramp, losses=trains))
@@ -78,7 +112,7 @@ def _all_checks(max_processes: int, features: Collection[str]) -> Iterator[Claus
             yield ClauseCheck("CKPT-2", Run(Case(family, after, optimizer="adamw"), gradients=False, continues=source))
     for case in kernel_cases(max_processes, features):
         yield ClauseCheck("KERN-1", Run(case, losses=False))
-    for case in update_cases(max_processes, features):
+    for case in kernel_cases(max_processes, features, of_updates=True):
         yield ClauseCheck("KERN-2", Run(case, gradients=False))
 
 
@@ -94,21 +128,6 @@ MOVES = (
     (Layout(cp=2), Layout(dp_shard=2, ep=2)),
 )
 """Saved in the first layout, continued in the second."""
-
-
-def _compressed_run(clause: str, case: Case) -> Run:
-    if clause == "COMM-3":
-        return Run(case, gradients=False, resume=True)
-    return Run(case, losses=False, exchanges=EXCHANGES if clause == "COMM-2" else 1)
-
-
-def _in_fp64(case: Case) -> Run:
-    return Run(Case(case.family, compute="fp64", micro_batch_size=case.micro_batch_size), losses=False)
-
-
-def _own_format(case: Case) -> Run:
-    """Return the run that shows what the format costs one process."""
-    return Run(case.reference, losses=False)
 
 
 def judge(check: ClauseCheck, results: Results) -> Finding:
@@ -131,8 +150,8 @@ def _judge_losses(check: ClauseCheck, results: Results) -> Figures:
 
 
 def _judge_format(check: ClauseCheck, results: Results) -> Figures:
-    exact = results[_in_fp64(check.run.case)]
-    return format_figures(results[check.run], results[_own_format(check.run.case)], exact)
+    own, exact = _runs_of_format(check.run.case)
+    return format_figures(results[check.run], results[own], results[exact])
 
 
 def format_figures(found: HasGradients, own: HasGradients, exact: HasGradients) -> Figures:
@@ -195,8 +214,51 @@ def _judge_move(check: ClauseCheck, results: Results) -> Figures:
 
 
 def _judge_live(check: ClauseCheck, results: Results) -> Figures:
+    """Judge a run of the trainer that meets changes: what must have happened in it, and its errors or bits."""
+    case = check.run.case
     found, reference = (results[run] for run in check.runs)
-    return LIVE_JUDGES[check.clause](check.run.case, found, reference)
+    live = found.result.live
+    assert live is not None, "the trainer made the run"
+    each_once = tuple(tuple(range(first, first + SAMPLES)) for first in range(0, SAMPLES * LIVE_STEPS, SAMPLES))
+    plan = build_plan(case, "cpu")
+    facts = {"steps": len(found.losses) == LIVE_STEPS}
+    if check.clause != "LIVE-4":
+        facts["samples"] = found.result.trained.taken == each_once
+    if check.clause in ("LIVE-1", "LIVE-2", "LIVE-3"):
+        facts["layouts"] = live.layouts == planned_layouts(case)
+    if check.clause in ("LIVE-1", "LIVE-2"):
+        # A change moves the state from process to process.
+        facts["disk"] = live.written_bytes == 0
+    elif check.clause == "LIVE-3":
+        # The second start begins with the newest checkpoint.
+        newest = (KILLED_AT // SAVE_EVERY_STEPS) * SAVE_EVERY_STEPS
+        facts["starts"] = live.starts == (0, newest)
+    elif check.clause == "LIVE-4":
+        # The layout stays as it was.
+        facts["starts"] = live.starts == (0,)
+        facts["layouts"] = set(live.layouts) == {plan.layout}
+    else:
+        # Micro-batches fit from the step on in which memory ran out, and no step is lost.
+        sizes = (plan.micro_batch_size,) * SHORT_AT + (FITTING_SAMPLES,) * (LIVE_STEPS - SHORT_AT)
+        facts["starts"] = live.starts == ((0,) if case.layout.world_size == 1 else (0, SHORT_AT))
+        facts["micro-batches"] = live.largest_micro_batches == sizes
+    shown = {name: AS_THEY_MUST_BE if kept else "not as they must be" for name, kept in facts.items()}
+    if check.clause in ("LIVE-3", "LIVE-4"):
+        return {
+            "sha256": found.result.trained.weights_sha256,
+            "undisturbed": reference.result.trained.weights_sha256,
+            "worst_loss_error": loss_error(found.losses, reference.losses),
+            **shown,
+        }
+    gradient_error = whole_error(found.gradients, reference.gradients)
+    return {**_judge_training(check, results), "gradient_error": gradient_error, **shown}
+
+
+def planned_layouts(case: Case) -> tuple[Layout, ...]:
+    """Return the layout that each step is to be made in."""
+    plan = build_plan(case, "cpu")
+    begun = [(0, plan.layout), *((change.step, change.layout) for change in plan.changes)]
+    return tuple(next(layout for first, layout in reversed(begun) if first <= step) for step in range(LIVE_STEPS))
 
 
 _JUDGES: dict[str, Callable[[ClauseCheck, Results], Figures]] = {

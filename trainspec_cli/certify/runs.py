@@ -1,9 +1,19 @@
-"""Runs of the certify worker: real torchrun jobs, one for each number of processes, many runs in each."""
+"""Runs of the certify worker: real torchrun jobs, one for each number of processes, many runs in each.
+
+They stand in the folder of a certification, which continues where it was stopped: runs that have ended are not made
+again. FOLDER/certification.json states what it is of: another version of trainspec or torch, another machine or another
+model is refused. FOLDER/NAME/ holds a run; one that did not end is removed and made from its beginning.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shlex
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,17 +21,30 @@ from typing import Protocol
 
 import numpy as np
 
-from trainspec_cli.certify.cases import CLIP_FROM, CLIP_NORM, SAVE_AT, STEPS, Case, build_plan
-from trainspec_cli.certify.folder import RESULT, begin_run, is_kept
-from trainspec_cli.certify.live import KILLED_AT
-from trainspec_cli.errors import MachineError
+from trainspec_cli import __version__
+from trainspec_cli.certify.cases import CLIP_FROM, CLIP_NORM, KILLED_AT, SAVE_AT, STEPS, Case, build_plan
+from trainspec_cli.certify.clauses import spec_version
+from trainspec_cli.certify.families import FAMILIES, LOSSES
+from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.launcher.job.identity import machine_identity
+from trainspec_cli.launcher.job.provenance import versions
 from trainspec_cli.launcher.tools import CERTIFY, Tool, run_tool, torchrun
-from trainspec_cli.rundir.files import read_json
-from trainspec_cli.spec.canonical import from_plain
+from trainspec_cli.reading.files import UnreadableFileError, read_object
+from trainspec_cli.rundir.files import read_json, write_json
+from trainspec_cli.spec.canonical import canonical_json, from_plain, to_plain
 from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.records import FieldError, read_record
 from trainspec_cli.spec.results.tools import DRAWN_BATCHES as BATCHES
 from trainspec_cli.spec.results.tools import DRAWN_TOKENS as TOKENS
 from trainspec_cli.spec.results.tools import CertifyRequest, CertifyResult, CertifyRun, CertifyRunResult, Device
+from trainspec_cli.trust import make_folder
+
+HEADER = "certification.json"
+LOCK = "lock"
+RESULT = "result.json"
+ASKED = "asked.json"
+"""Holds the digest of what a kept run was asked for, so that another one of its name is distinguished from it."""
+PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -94,11 +117,12 @@ class Measured:
 
     @property
     def losses(self) -> list[float]:
-        return _finite_or_nan(self.result.trained.losses)
+        return [math.nan if loss is None else loss for loss in self.result.trained.losses]
 
     @property
     def resumed_losses(self) -> list[float]:
-        return _finite_or_nan(self.result.resumed.losses) if self.result.resumed else []
+        steps = self.result.resumed.losses if self.result.resumed else ()
+        return [math.nan if loss is None else loss for loss in steps]
 
     @cached_property
     def gradients(self) -> dict[str, np.ndarray]:
@@ -129,10 +153,6 @@ class Measured:
         return found
 
 
-def _finite_or_nan(losses: Sequence[float | None]) -> list[float]:
-    return [math.nan if loss is None else loss for loss in losses]
-
-
 def measure(
     runs: Iterable[Run],
     folder: Path,
@@ -145,17 +165,40 @@ def measure(
 
     Raises MachineError where a job fails, Interrupted where a stop was requested.
     """
-    wanted, device = list(dict.fromkeys(runs)), device_of(machine)
-    left = [run for run in wanted if not is_kept(folder / run.name, run.request(device))]
-    for run in left:
-        begin_run(folder / run.name, run.request(device))
+    wanted = list(dict.fromkeys(runs))
+    device = device_of(machine)
+    left = []
+    for run in wanted:
+        place = folder / run.name
+        asked = {"sha256": _sha256(canonical_json(to_plain(run.request(device))))}
+        try:
+            if (place / RESULT).is_file() and read_object(place / ASKED) == asked:
+                continue
+        except UnreadableFileError:
+            pass  # it is made again
+        if place.exists():
+            shutil.rmtree(place)
+        place.mkdir(parents=True)
+        write_json(place / ASKED, asked)
+        left.append(run)
 
     def report_done() -> None:
         on_progress(sum((folder / run.name / RESULT).is_file() for run in wanted))
 
     report_done()
     for batch in _batches(left):
-        _run_batch(batch, folder, machine, tool, report_done)
+        request = CertifyRequest(str(folder.absolute()), {run.name: run.request(device) for run in batch})
+        # Threads of small work only wait.
+        where = torchrun(request.runs[batch[0].name].plan, machine, {"OMP_NUM_THREADS": "1"})
+        try:
+            run_tool(tool, request, where, on_tick=report_done)
+        except MachineError as error:
+            # The first run without a result is the one that failed.
+            failed = next((run.name for run in batch if not (folder / run.name / RESULT).is_file()), batch[-1].name)
+            problem = error.problems[0]
+            message = f"the run {failed} failed: {problem.message}"
+            raise MachineError(replace(problem, message=message, hint=f"run it alone: --only {failed}")) from error
+        report_done()
     return {run: Measured(folder / run.name) for run in wanted}
 
 
@@ -167,37 +210,104 @@ def _batches(runs: Sequence[Run]) -> list[list[Run]]:
     """One torchrun serves all runs of as many processes, the most first; those that continue others come after them."""
     batches: list[list[Run]] = []
     for later in (False, True):
-        stage = [run for run in runs if _grows(run) is later]
+        stage = []
+        for run in runs:
+            # A run that continues one of fewer processes has to wait for that one's job.
+            source = run.continues.case.layout.world_size if run.continues else math.inf
+            if (source < run.case.layout.world_size) is later:
+                stage.append(run)
         sizes = sorted({run.case.layout.world_size for run in stage}, reverse=True)
         of_size = ([run for run in stage if run.case.layout.world_size == size] for size in sizes)
         batches += [sorted(batch, key=lambda run: run.continues is not None) for batch in of_size]
     return batches
 
 
-def _grows(run: Run) -> bool:
-    """Return whether a run continues one of fewer processes."""
-    return run.continues is not None and run.continues.case.layout.world_size < run.case.layout.world_size
+# The folder that runs stand in
 
 
-def _run_batch(
-    batch: Sequence[Run],
-    folder: Path,
-    machine: Machine,
-    tool: Tool[CertifyRequest, CertifyResult],
-    on_tick: Callable[[], None],
-) -> None:
-    request = CertifyRequest(str(folder.absolute()), {run.name: run.request(device_of(machine)) for run in batch})
-    # Threads of small work only wait.
-    where = torchrun(request.runs[batch[0].name].plan, machine, {"OMP_NUM_THREADS": "1"})
+@dataclass(frozen=True)
+class Subject:
+    """What a certification measures, and on what. Each field has to be the same when it continues."""
+
+    trainspec: str
+    code_sha256: str
+    """Digest of trainspec's own code."""
+    training_spec: str
+    versions: dict[str, str]
+    machine_id: str
+    machine: Machine
+    models_sha256: str
+    """Digest of the models and the losses that the clauses are measured on."""
+    engine: str = ""
+    """The command of another engine; empty for trainspec's own."""
+    since: str = ""
+    """The day on which its first run was made, which may differ."""
+
+
+def subject_of(machine: Machine, engine: str = "") -> Subject:
+    models = {name: to_plain(model) for name, model in FAMILIES.items()}
+    losses = {name: to_plain(section) for name, section in LOSSES.items()}
+    files = sorted(PACKAGE.rglob("*.py"))
+    code = "\n".join(f"{file.relative_to(PACKAGE)} {_sha256(file.read_text())}" for file in files)
+    return Subject(
+        trainspec=__version__,
+        code_sha256=_sha256(code),
+        training_spec=spec_version(),
+        versions=versions(),
+        machine_id=machine_identity(),
+        machine=machine,
+        models_sha256=_sha256(canonical_json({"models": models, "losses": losses})),
+        engine=engine,
+    )
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@contextmanager
+def opened(folder: Path, subject: Subject, today: str) -> Iterator[str]:
+    """Hold the folder of a certification for this process, made where it is missing; the value is the day on which it
+    was begun.
+
+    Raises RecipeError where it holds something else, another certification, or one that goes on; MachineError where it
+    belongs to somebody else.
+    """
+    if folder.exists() and not (folder / HEADER).exists() and (not folder.is_dir() or any(folder.iterdir())):
+        message = f"{folder} holds something else than a certification"
+        raise RecipeError(Problem("other_certification", message, "--dir", "choose a folder that is not there yet"))
     try:
-        run_tool(tool, request, where, on_tick=on_tick)
-    except MachineError as error:
-        # The first run without a result is the one that failed.
-        failed = next((run.name for run in batch if not (folder / run.name / RESULT).is_file()), batch[-1].name)
-        problem = error.problems[0]
-        message = f"the run {failed} failed: {problem.message}"
-        raise MachineError(replace(problem, message=message, hint=f"run it alone: --only {failed}")) from error
-    on_tick()
+        make_folder(folder, "choose a folder of your own: --dir FOLDER")
+        lock = (folder / LOCK).open("w")
+    except OSError as error:
+        message = f"{folder} cannot be written: {error.strerror}"
+        raise RecipeError(Problem("output_exists", message, "--dir", "choose a folder that you may write")) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            message = f"another certification goes on in {folder}"
+            raise RecipeError(
+                Problem("in_use", message, "--dir", "wait for its end, or choose another folder")
+            ) from error
+        if not (folder / HEADER).exists():
+            write_json(folder / HEADER, to_plain(replace(subject, since=today)))
+            yield today
+            return
+        try:
+            theirs = read_record(Subject, read_object(folder / HEADER))
+        except (UnreadableFileError, FieldError) as error:
+            raise _refused(folder, f"{folder / HEADER} is damaged: {error}") from error
+        differing = [name for name, value in vars(subject).items() if name != "since" and vars(theirs)[name] != value]
+        if differing:
+            message = f"{folder} holds the runs of another certification: {', '.join(differing)} differ"
+            raise _refused(folder, message)
+        yield theirs.since
+
+
+def _refused(folder: Path, message: str) -> RecipeError:
+    hint = f"choose another folder, or begin anew: rm -r {shlex.quote(str(folder))}"
+    return RecipeError(Problem("other_certification", message, "--dir", hint))
 
 
 # Figures

@@ -11,10 +11,20 @@ from typing import Annotated
 
 import typer
 
-from trainspec_cli.bundle.check import find_faults, read_checked
-from trainspec_cli.bundle.installer import INSTALLER, RECORD, BundleRecord
-from trainspec_cli.bundle.make import MadeBundle, WantedBundle, WantedRecipe, make_bundle
-from trainspec_cli.bundle.target import check_target, default_platform, python_here
+from trainspec_cli.bundle import (
+    INSTALLER,
+    RECORD,
+    WHEELS,
+    BundleRecord,
+    WantedBundle,
+    WantedRecipe,
+    check_target,
+    examine,
+    make_bundle,
+    platform_here,
+    python_here,
+    read_bundle,
+)
 from trainspec_cli.cli.options import AsJson, check_new, not_empty
 from trainspec_cli.errors import MachineError, Problem, RecipeError
 from trainspec_cli.reporter.live import showing_progress
@@ -60,14 +70,23 @@ def bundle(
     check: Check = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a folder that installs trainspec and trains where there is no way out: wheels, recipes, data, digests, and a
-    bill of materials. pip gets the wheels, by its own settings.
+    """Make a folder that installs trainspec and trains where there is no way out: wheels, recipes, data and digests.
+    pip gets the wheels, by its own settings.
     """
     if check:
-        _refuse_beside_check({"a recipe": arguments, "--platform": platform, "--extra": extra, "--wheels": wheels})
-        _check(out, as_json)
+        given = {"a recipe": arguments, "--platform": platform, "--extra": extra, "--wheels": wheels}
+        for name in (name for name, value in given.items() if value):
+            message = f"--check looks at a bundle as it is; {name} cannot stand beside it"
+            raise RecipeError(Problem("contradiction", message, "--check", "type trainspec bundle OUT --check"))
+        if faults := examine(out):
+            raise MachineError([Problem(one.code, one.message, hint=one.hint, environment=True) for one in faults])
+        record = read_bundle(out)
+        if as_json:
+            print(json_text({"path": str(out), **to_plain(record)}))
+        else:
+            print(f"{out} is whole: {_describe(record)}")
         return
-    targets = tuple(check_target(python or python_here(), name) for name in platform or [default_platform()])
+    targets = tuple(check_target(python or python_here(), name) for name in platform or [platform_here()])
     if wheels is not None and not wheels.is_dir():
         raise RecipeError(
             Problem("missing_file", f"--wheels {wheels} is no folder", "--wheels", "name one with wheels")
@@ -78,17 +97,19 @@ def bundle(
     wanted = WantedBundle(targets, tuple(extra or ()), recipes, wheels, command)
     try:
         with showing_progress(PrintableConsole(stderr=True)) as on_progress:
-            made = make_bundle(out, wanted, on_progress)
+            record, notes = make_bundle(out, wanted, on_progress)
     except FileExistsError as error:
         raise not_empty(out) from error
-    _tell_made(made, as_json)
-
-
-def _refuse_beside_check(given: dict[str, object]) -> None:
-    for name, value in given.items():
-        if value:
-            message = f"--check looks at a bundle as it is; {name} cannot stand beside it"
-            raise RecipeError(Problem("contradiction", message, "--check", "type trainspec bundle OUT --check"))
+    made = out.expanduser().resolve()
+    digest = hashlib.sha256((made / RECORD).read_bytes()).hexdigest()
+    if as_json:
+        print(json_text({"path": str(made), "sha256": digest, "notes": list(notes), **to_plain(record)}))
+        return
+    print(f"{made}: {_describe(record)}")
+    for note in notes:
+        print(f"not in it    {note}")
+    print(f"{RECORD}  sha256 {digest}")
+    print(f"install it   python{record.python} {INSTALLER} VENV, in a copy of the folder")
 
 
 def _load_recipes(arguments: Sequence[str]) -> Iterator[WantedRecipe]:
@@ -109,34 +130,8 @@ def _load_recipes(arguments: Sequence[str]) -> Iterator[WantedRecipe]:
         yield WantedRecipe(name, tuple(words), load(words).spec)
 
 
-def _check(folder: Path, as_json: bool) -> None:
-    if problems := find_faults(folder):
-        raise MachineError(problems)
-    checked = read_checked(folder)
-    if as_json:
-        print(json_text({"path": str(folder), **to_plain(checked.record)}))
-        return
-    print(f"{folder} is whole: {_describe(checked.record, checked.num_wheels)}")
-
-
-def _describe(record: BundleRecord, num_wheels: int) -> str:
+def _describe(record: BundleRecord) -> str:
     platforms = " and ".join(record.platforms)
-    size = format_bytes(record.total_bytes)
+    num_wheels = sum(name.startswith(f"{WHEELS}/") for name in record.files)
     what = f"trainspec {record.version} for {platforms} with Python {record.python}"
-    return f"{what}, {num_wheels} wheels, {len(record.files)} files, {size}"
-
-
-def _tell_made(made: MadeBundle, as_json: bool) -> None:
-    digest = hashlib.sha256((made.folder / RECORD).read_bytes()).hexdigest()
-    if as_json:
-        about = {"path": str(made.folder), "sha256": digest, "notes": list(made.notes)}
-        print(json_text({**about, **to_plain(made.record)}))
-        return
-    print(f"{made.folder}: {_describe(made.record, len(made.wheels))}")
-    for note in made.notes:
-        print(f"not in it    {note}")
-    unnamed = [wheel.name for wheel in made.wheels if not wheel.licence]
-    if unnamed:
-        print(f"no licence   {', '.join(unnamed)} name none")
-    print(f"{RECORD}  sha256 {digest}")
-    print(f"install it   python{made.record.python} {INSTALLER} VENV, in a copy of the folder")
+    return f"{what}, {num_wheels} wheels, {len(record.files)} files, {format_bytes(record.total_bytes)}"

@@ -2,32 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trainspec_cli.certify import keys
-from trainspec_cli.certify.certificate import Terms
-from trainspec_cli.certify.verify import Requirements
-from trainspec_cli.certify.verify import verify as read_verified
-from trainspec_cli.cli.certifying import certify_here, certify_other, wanted_here, wanted_of_engine
-from trainspec_cli.cli.options import AsJson, Html, page_origin, write_page
-from trainspec_cli.errors import Problem, RecipeError, WorkerError
+from trainspec_cli.certify.cases import Case, features_here, refusals
+from trainspec_cli.certify.certificate import read_fingerprint, read_key, sign_certificate, write_certificate
+from trainspec_cli.certify.certificate import verify as read_verified
+from trainspec_cli.certify.clauses import LEVELS, SECURITY, read_clauses
+from trainspec_cli.certify.families import FAMILIES, measure_alone
+from trainspec_cli.certify.judge import checks, judge, judge_refusals
+from trainspec_cli.certify.launched import RECIPE, Bench, measure_performance, measure_security
+from trainspec_cli.certify.other_engine import measure_engine, wanted_of
+from trainspec_cli.certify.runs import measure, opened, subject_of
+from trainspec_cli.cli.options import AsJson
+from trainspec_cli.errors import Interrupted, MachineError, Problem, RecipeError, WorkerError, closest
+from trainspec_cli.launcher.job.gpus import CPU_HINT
 from trainspec_cli.launcher.job.identity import machine_identity
+from trainspec_cli.launcher.job.machine import detect
 from trainspec_cli.reporter.certificate import describe_trust, render_certificate
-from trainspec_cli.reporter.certificate_page import render_certificate_page
 from trainspec_cli.session.console import PrintableConsole, make_console
+from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.spec.canonical import to_plain
 from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.results.certificate import Certificate
+from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.spec.results.certificate import REFUSALS, Certificate
+
+DEFAULT_PROCESSES = 4
+ENGINE_PROCESSES = 2
+"""Another engine is asked for axes one at a time."""
 
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[recipe=NAME|key=value]",
-        help="Measure the model and the loss of this recipe alone, such as one's own block.",
+        help="Measure the model and the loss of this recipe alone, such as a user-defined block.",
         show_default=False,
     ),
 ]
@@ -37,7 +57,24 @@ Only = Annotated[
 ]
 Processes = Annotated[
     int | None,
-    typer.Option(help="At most so many; as many as there are GPUs, else 4. More than there are run on the CPU.", min=2),
+    typer.Option(
+        help="The most processes of a case; as many as there are GPUs, else 4. More than there are run on the CPU.",
+        min=2,
+    ),
+]
+Folder = Annotated[
+    Path | None,
+    typer.Option(
+        "--dir", metavar="FOLDER", help="Keep the runs here, and continue where an earlier start was stopped."
+    ),
+]
+Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the certificate to this file.")]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KEY",
+        help="Sign with this private key; with --verify: the public key (FILE.pub, SHA256:...) that must have signed.",
+    ),
 ]
 Verify = Annotated[
     Path | None,
@@ -51,30 +88,7 @@ OtherEngine = Annotated[
         metavar="COMMAND", help="Judge another engine, which this command starts (docs/spec/engine-protocol.md)."
     ),
 ]
-EngineSeconds = Annotated[float, typer.Option(metavar="S", min=1, help="The most time that it has for a run.")]
-Output = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the certificate to this file.")]
 Listed = Annotated[bool, typer.Option("--list", help="Name the cases, and run none.")]
-Folder = Annotated[
-    Path | None,
-    typer.Option("--dir", metavar="FOLDER", help="Keep the runs here, and go on where an earlier start was stopped."),
-]
-MakeKey = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Make a key to sign with: FILE, private to you, and FILE.pub.")
-]
-Sign = Annotated[Path | None, typer.Option(metavar="KEY", help="Sign the certificate with this private key.")]
-SignedBy = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KEY",
-        help="With --verify: refuse what is not signed by this public key (FILE.pub, SHA256:...).",
-    ),
-]
-OnMachine = Annotated[
-    str | None,
-    typer.Option(
-        "--machine", metavar="ID", help="With --verify: refuse what is of another machine; `here` is this one."
-    ),
-]
 
 
 def certify(
@@ -83,14 +97,9 @@ def certify(
     processes: Processes = None,
     folder: Folder = None,
     output: Output = None,
-    sign: Sign = None,
+    key: Key = None,
     verify: Verify = None,
-    signed_by: SignedBy = None,
-    machine: OnMachine = None,
-    make_key: MakeKey = None,
     engine: OtherEngine = None,
-    engine_seconds: EngineSeconds = 600.0,
-    html: Html = None,
     listed: Listed = False,
     as_json: AsJson = False,
 ) -> int:
@@ -100,94 +109,173 @@ def certify(
     they allow. Exits with 5 where a MUST is broken.
     """
     console = make_console(as_json=as_json)
-    if make_key is not None:
-        return _make_key(make_key, as_json=as_json)
     if verify is not None:
-        made = {"--sign": sign, "--output": output, "--only": only, "--dir": folder, "--engine": engine}
-        _refuse_with_verify(made)
-        certificate = read_verified(verify, _asked(signed_by, machine))
-        return _show(certificate, console, html, as_json=as_json, is_verified=True)
-    _refuse_without_verify({"--signed-by": signed_by, "--machine": machine})
-    key = keys.read_key(sign) if sign is not None else None
-    for option, file in {"--output": output, "--html": html}.items():
-        if file is not None:
-            _check_writable(option, file)
-    terms = Terms(machine_id=machine_identity())
-    if engine is not None:
-        if arguments:
+        given = {"--output": output, "--only": only, "--dir": folder, "--engine": engine}
+        for option in (option for option, value in given.items() if value):
+            message = f"{option} does not go with --verify, which reads a certificate that was made before"
+            raise RecipeError(Problem("usage", message, option, "give one of the two"))
+        certificate = read_verified(verify, read_fingerprint(key) if key is not None else "")
+    else:
+        # Whatever is wrong with these is found before minutes of runs, not after them.
+        private = read_key(Path(key)) if key is not None else None
+        if output is not None:
+            try:
+                output.open("a", encoding="utf-8").close()
+            except OSError as error:
+                message = f"--output {output} cannot be written: {error.strerror}"
+                hint = "choose a file in a folder that is there"
+                raise RecipeError(Problem("output_exists", message, hint=hint)) from error
+        if engine is None:
+            made = _certify_here(arguments or [], only or [], processes, folder, console, listed=listed)
+        elif arguments:
             message = "another engine is asked for a model of trainspec's own choice, and a recipe was given"
             raise RecipeError(Problem("usage", message, "--engine", "leave out the recipe, or --engine"))
-        other = wanted_of_engine(engine, only or [], processes, engine_seconds)
-        if listed:
-            return _list(other.cases)
-        certificate = certify_other(other, folder, terms, key)
-    else:
-        wanted = wanted_here(only or [], processes, arguments or [], console)
-        if listed:
-            return _list(wanted.cases)
-        certificate = certify_here(wanted, folder, terms, key)
-    if output is not None:
-        output.write_text(json_text(to_plain(certificate)) + "\n", encoding="utf-8")
-    return _show(certificate, console, html, as_json=as_json)
-
-
-# Keys, and certificates of others
-
-
-def _make_key(file: Path, *, as_json: bool) -> int:
-    signer = keys.make_key(file)
-    if as_json:
-        print(json_text(to_plain(signer)))
-    else:
-        print(f"{signer.public_key}\n{signer.fingerprint}\n\nprivate key  {file}\npublic key   {file}{keys.SUFFIX}")
-    return 0
-
-
-def _asked(signed_by: str | None, machine: str | None) -> Requirements:
-    fingerprint = keys.read_fingerprint(signed_by) if signed_by is not None else ""
-    return Requirements(fingerprint, machine_identity() if machine == "here" else machine or "")
-
-
-def _refuse_with_verify(given: Mapping[str, object]) -> None:
-    if named := [option for option, value in given.items() if value]:
-        message = f"{named[0]} does not go with --verify, which reads a certificate that was made before"
-        raise RecipeError(Problem("usage", message, named[0], "give one of the two"))
-
-
-def _refuse_without_verify(given: Mapping[str, object]) -> None:
-    if named := [option for option, value in given.items() if value is not None]:
-        message = f"{named[0]} says what a certificate has to be, and none is given"
-        raise RecipeError(Problem("usage", message, named[0], f"type --verify FILE {named[0]} ..."))
-
-
-def _list(cases: Sequence[str]) -> int:
-    print("\n".join(cases))
-    return 0
-
-
-def _check_writable(option: str, output: Path) -> None:
-    """Check the folder before minutes of runs, not after them."""
-    try:
-        with output.open("a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        message = f"{option} {output} cannot be written: {error.strerror}"
-        raise RecipeError(Problem("output_exists", message, hint="choose a file in a folder that is there")) from error
-
-
-def _show(
-    certificate: Certificate,
-    console: PrintableConsole,
-    html: Path | None,
-    *,
-    as_json: bool,
-    is_verified: bool = False,
-) -> int:
-    if html is not None:
-        write_page(html, render_certificate_page(certificate, page_origin()))
+        else:
+            made = _certify_engine(engine, only or [], processes, folder, listed=listed)
+        if made is None:
+            return 0
+        certificate = sign_certificate(made, private) if private else made
+        if output is not None:
+            output.write_text(json_text(to_plain(certificate)) + "\n", encoding="utf-8")
     if as_json:
         found = {"verification": {"signed": certificate.signer is not None, "statement": describe_trust(certificate)}}
-        print(json_text((found if is_verified else {}) | to_plain(certificate)))
+        print(json_text((found if verify is not None else {}) | to_plain(certificate)))
     else:
         console.print(render_certificate(certificate))
     return WorkerError.exit_code if certificate.verdict == "broken" else 0
+
+
+def _certify_here(
+    arguments: list[str],
+    only: list[str],
+    processes: int | None,
+    folder: Path | None,
+    console: Console,
+    *,
+    listed: bool,
+) -> Certificate | None:
+    """Measure this engine; None: its cases were listed.
+
+    Raises RecipeError where the recipe cannot be measured or a pattern names nothing, MachineError where a run fails,
+    Interrupted where a stop was requested.
+    """
+    if arguments:  # its model and its loss take the place of the families
+        spec = load_for_planning(arguments).spec
+        measure_alone(spec.model.family, spec)
+        if refused := refusals(Case(spec.model.family)):
+            raise RecipeError(refused)
+    recipe = tuple(arguments) or RECIPE
+    machine = machine_here()
+    gpus = len(machine.gpu_names)
+    processes = processes or (gpus if gpus > 1 else DEFAULT_PROCESSES)
+    features = features_here(on_gpu=gpus >= processes)
+    launched = (*SECURITY, *LEVELS)
+    for pattern in only:
+        elsewhere = any(fnmatchcase(clause, pattern) for clause in (REFUSALS, *launched))
+        if not elsewhere and not checks(processes, [pattern], features=features):
+            names = [*read_clauses(), *FAMILIES]
+            near = closest(pattern, names)
+            known = f"clauses and families: {', '.join(names)}; --list names every case"
+            message = f"--only {pattern} names no clause, family or case on at most {processes} processes"
+            raise RecipeError(Problem("unknown_value", message, hint=f"did you mean {near}?" if near else known))
+    wanted = checks(processes, only, features=features)
+    if 0 < gpus < processes:
+        console.print(f"{processes} processes need a GPU each, this node has {gpus}: the CPU is certified")
+        machine = replace(machine, gpu_names=())
+    if only:
+        launched = tuple(clause for clause in launched if any(fnmatchcase(clause, pattern) for pattern in only))
+    batch = load_for_planning(recipe).spec.batching.global_batch_size if launched else 0
+    if listed:
+        lines = [f"{check.clause}  {check.run.name}" for check in wanted]
+        print("\n".join([*lines, *(f"{clause}  launched" for clause in launched)]))
+        return None
+    runs = list(dict.fromkeys(run for check in wanted for run in check.runs))
+    findings = []
+    with _workplace(folder, machine, "") as (place, since):
+        if runs:
+            with _bar(len(runs)) as on_done:
+                results = measure(runs, place, machine, on_done)
+                findings += [judge(check, results) for check in wanted]
+        # On a CPU, no more processes are launched than there are cores.
+        most = len(machine.gpu_names) or max(2, machine.cpu_cores)
+        bench = Bench(place, machine, min(processes, most), recipe, batch)
+        with PrintableConsole(stderr=True).status(f"launching runs of {' '.join(recipe)}"):
+            findings += measure_security(bench, [clause for clause in launched if clause in SECURITY])
+            findings += measure_performance(bench, [clause for clause in launched if clause in LEVELS])
+    if not only or REFUSALS in only:
+        findings += judge_refusals(processes)
+    return write_certificate(
+        findings,
+        machine,
+        date=_today(),
+        measured_since=since,
+        machine_id=machine_identity(),
+        processes=processes,
+        features=features,
+        recipe=() if recipe == RECIPE else recipe,
+    )
+
+
+def _certify_engine(
+    command: str, only: list[str], processes: int | None, folder: Path | None, *, listed: bool
+) -> Certificate | None:
+    """Measure another engine; raises as `_certify_here`, and WorkerError where an answer is wrong."""
+    machine = machine_here()
+    processes = processes or ENGINE_PROCESSES
+    if len(machine.gpu_names) < processes:
+        machine = replace(machine, gpu_names=())
+    wanted = wanted_of(command, only, processes)
+    if listed:
+        print("\n".join(f"{check.clause}  {check.run.name}" for check in wanted.checks))
+        return None
+    engine = shlex.join(wanted.command)
+    with _workplace(folder, machine, engine) as (place, since), _bar(len(wanted.runs)) as on_done:
+        findings, declined = measure_engine(wanted, place, machine, on_done)
+    return write_certificate(
+        findings,
+        machine,
+        date=_today(),
+        measured_since=since,
+        machine_id=machine_identity(),
+        engine=engine,
+        processes=processes,
+        not_offered=tuple(declined),
+    )
+
+
+def machine_here() -> Machine:
+    """Raises MachineError where this node's GPUs cannot be used: the CPU is certified only where that is wanted."""
+    machine = detect(look_for_gpus=True)
+    if problem := machine.gpu_problem:
+        hint = problem.hint.partition(f"; {CPU_HINT}")[0]
+        raise MachineError(replace(problem, path="", hint=f"{hint}; CUDA_VISIBLE_DEVICES= certifies the CPU"))
+    return machine
+
+
+def _today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
+@contextmanager
+def _workplace(folder: Path | None, machine: Machine, engine: str) -> Iterator[tuple[Path, str]]:
+    """Give the folder of the runs, and the day on which they were begun; where it is none of the user's, it goes."""
+    try:
+        if folder is not None:
+            with opened(folder, subject_of(machine, engine), _today()) as since:
+                yield folder, since
+        else:
+            with tempfile.TemporaryDirectory(prefix="trainspec-certify-") as scratch:
+                yield Path(scratch), _today()
+    except Interrupted as error:
+        again = f"type it again to continue: {shlex.join(['trainspec', *sys.argv[1:]])}"
+        hint = again if folder is not None else "with --dir FOLDER, the runs that have ended are kept"
+        raise Interrupted("the certification was interrupted", code="interrupted", hint=hint) from error
+
+
+@contextmanager
+def _bar(runs: int) -> Iterator[Callable[[int], None]]:
+    """Show how many runs have ended, beside the output."""
+    columns = (TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=PrintableConsole(stderr=True)) as bar:
+        task = bar.add_task("runs", total=runs)
+        yield lambda done: bar.update(task, completed=done)

@@ -12,11 +12,10 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.doctor.diagnosis import diagnose
-from trainspec_cli.doctor.examine import Examined, examine_here, examine_nodes
-from trainspec_cli.doctor.measured_fabric import check_fabric
-from trainspec_cli.doctor.network import read_nics
+from trainspec_cli.doctor.examine import Examined, diagnose, examine_here, examine_nodes
 from trainspec_cli.doctor.switches import check_switches
+from trainspec_cli.doctor.sysfs import read_nics
+from trainspec_cli.doctor.tiers import check_fabric
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launcher.backend.nodes.backend import Reach
 from trainspec_cli.launcher.slurm import commands as slurm

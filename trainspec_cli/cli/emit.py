@@ -10,11 +10,7 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
-from trainspec_cli.interop.emission import EMITTED
-from trainspec_cli.interop.line import show
-from trainspec_cli.interop.not_carried import NOT_CARRIED
-from trainspec_cli.interop.registry import TARGETS
-from trainspec_cli.interop.run_values import Container
+from trainspec_cli.interop import EMITTED, NOT_CARRIED, TARGETS, Container, show
 from trainspec_cli.reading.files import read_object
 from trainspec_cli.reporter.style import Style
 from trainspec_cli.session.planning.emit import Emission, emit_recipe, write_emission

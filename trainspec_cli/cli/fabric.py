@@ -10,8 +10,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.composer.folders import SUFFIX, find_folders, shipped_data
-from trainspec_cli.doctor.fabric.discover import Told, discover, links_here, links_of_file, topology_here
-from trainspec_cli.doctor.fabric.group_file import render_group
+from trainspec_cli.doctor.discover import Told, discover, links_here, links_of_file, render_group, topology_here
 from trainspec_cli.errors import Problem, RecipeError
 from trainspec_cli.reading.files import read_object, read_text, unreadable
 from trainspec_cli.reporter.fabric import render_fabric

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.interop.sources import READERS
+from trainspec_cli.interop import READERS
 from trainspec_cli.session.recipe.import_recipe import import_file, write_recipe
 from trainspec_cli.spec.json_text import json_text
 

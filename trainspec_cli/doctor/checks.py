@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from trainspec_cli.doctor.network import check_nics
+from trainspec_cli.doctor.sysfs import INFINIBAND, own_text, read_nics
 from trainspec_cli.errors import MachineError
 from trainspec_cli.launcher.job.gpus import find_gpus, opened_nvml
 from trainspec_cli.launcher.job.machine import detect
@@ -142,16 +142,34 @@ def check_memory(needed_bytes: float = 0.0) -> Iterator[Check]:
         yield Check("memory", "ok", found)
 
 
-def check_rdma(folder: Path = Path("/sys/class/infiniband")) -> Iterator[Check]:
+def check_rdma(folder: Path = INFINIBAND) -> Iterator[Check]:
     """Says nothing where there is no such device: not every cluster has them."""
     ports = sorted(folder.glob("*/ports/*")) if folder.is_dir() else []
     for port in ports:
         name = f"{port.parents[1].name} port {port.name}"
-        state, rate = (_read(port / key) for key in ("state", "rate"))
+        state = own_text(port / "state")
         if "ACTIVE" in state:
-            yield Check("rdma", "ok", f"{name}: {rate}")
+            yield Check("rdma", "ok", f"{name}: {own_text(port / 'rate')}")
         else:
             yield Check("rdma", "warn", f"{name} is {state or 'unknown'}", f"ibstat {port.parents[1].name}; its cable")
+
+
+def check_nics(devices: int, folder: Path = INFINIBAND) -> Iterator[Check]:
+    """Say what they make for each of `devices`; nothing where there is no such NIC."""
+    nics = read_nics(folder)
+    if not nics:
+        return
+    together = sum(nic.gbit_per_s or 0.0 for nic in nics)
+    places = sorted({nic.numa_node for nic in nics if nic.numa_node is not None})
+    where = f" on NUMA node{'s' * (len(places) > 1)} {', '.join(map(str, places))}" if places else ""
+    found = f"{len(nics)} NIC{'s' * (len(nics) > 1)}{where}, {together:g} Gbit/s together"
+    if len({nic.gbit_per_s for nic in nics}) > 1:
+        rates = ", ".join(f"{nic.name} {nic.gbit_per_s:g}" for nic in nics)
+        yield Check(
+            "nics", "warn", f"{found}, of different rates: {rates}", "traffic striped over them goes at the least"
+        )
+    else:
+        yield Check("nics", "ok", f"{found}; for {devices} devices cluster.nic_gbit_per_s={together / devices:g}")
 
 
 def check_links() -> Iterator[Check]:
@@ -200,7 +218,7 @@ def check_limits() -> Iterator[Check]:
     else:
         yield Check("open files", "ok", f"ulimit -n is {files}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if locked != resource.RLIM_INFINITY and Path("/sys/class/infiniband").is_dir():
+    if locked != resource.RLIM_INFINITY and INFINIBAND.is_dir():
         found = f"ulimit -l is {format_bytes(locked)}"
         yield Check("locked memory", "warn", found, "RDMA pins memory: set memlock to unlimited for Slurm or the user")
 
@@ -228,10 +246,3 @@ def measure_disk(folder: Path, read_clock: Callable[[], float] = time.perf_count
         file.flush()
         os.fsync(file.fileno())
         return DISK_BYTES / max(1e-9, read_clock() - started)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trainspec_cli.interop.line import OneOf, given, unless
-from trainspec_cli.interop.run_values import RunValues
+from trainspec_cli.interop.table import OneOf, RunValues, given, unless
 from trainspec_cli.json_value import JsonValue
 
 NOT_CARRIED: Mapping[str, str] = {

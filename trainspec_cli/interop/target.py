@@ -1,18 +1,28 @@
-"""An engine to emit for: its table, what it cannot say, and how its files are written."""
+"""An engine to emit for: its table and files; a run said in its keys; and its keys read back into a recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.interop.line import CannotSayError, Fixed, Line, Place, show
 from trainspec_cli.interop.not_carried import OFF, asks_for_nothing, governing_key, not_carried_as
-from trainspec_cli.interop.run_values import RunValues, batch_problem
+from trainspec_cli.interop.table import (
+    DERIVED,
+    CannotSayError,
+    Fixed,
+    Line,
+    OneOf,
+    Place,
+    RunValues,
+    batch_problem,
+    show,
+)
 from trainspec_cli.json_value import JsonObject, JsonValue
 
-Judged = Literal["parser", "golden"]
+EMITTED = "emitted.json"
+LEFT_OUT = "trainspec has no key for it"
 Keys = Mapping[str, JsonValue]
 
 
@@ -76,7 +86,8 @@ class Target:
 
 def speak(target: Target, run: RunValues) -> Spoken:
     """Say a run in a target's keys. Raises RecipeError with every value that the engine cannot say."""
-    said, problems = [], []
+    said = []
+    problems = []
     accounted: set[str] = set()
     for line in (line for line in target.lines if line.applies(run) and line.ours in run.values):
         accounted |= {line.ours, *line.also}
@@ -95,16 +106,12 @@ def speak(target: Target, run: RunValues) -> Spoken:
     if not target.carries_recipe and (unequal := batch_problem(run)):
         problems.append(unequal)
     if problems:
-        raise RecipeError(_causes(problems))
+        # One problem for each key, without those of keys that have a meaning only through another refused one.
+        first = {problem.path: problem for problem in reversed(problems)}
+        raise RecipeError([first[path] for path in reversed(first) if governing_key(path) not in first])
     return Spoken(
         tuple(said), tuple(not_carried.values()), tuple(fixed for fixed in target.fixed if fixed.applies(run))
     )
-
-
-def _causes(problems: list[Problem]) -> list[Problem]:
-    """Return one problem for each key, without those of keys that have a meaning only through another refused one."""
-    first = {problem.path: problem for problem in reversed(problems)}
-    return [first[path] for path in reversed(first) if governing_key(path) not in first]
 
 
 def _cannot(target: Target, key: str, run: RunValues, error: CannotSayError | None = None) -> Problem:
@@ -112,14 +119,41 @@ def _cannot(target: Target, key: str, run: RunValues, error: CannotSayError | No
     why = target.cannot.get(key, "")
     reason = "; ".join(filter(None, (f"it allows {allowed}" if allowed else "", why)))
     message = f"`{key}` is {show(run[key])}, which {target.title} cannot say" + (f": {reason}" if reason else "")
-    return Problem("not_said", message, key, _hint(key, allowed, error))
-
-
-def _hint(key: str, allowed: str, error: CannotSayError | None) -> str:
+    hint = "another engine may know it: see trainspec emit --help"
     if error and error.hint:
-        return f"type {error.hint.format(key=key)}"
-    first = allowed.partition(" or ")[0]
-    return f"type {key}={first}" if first else "another engine may know it: see trainspec emit --help"
+        hint = f"type {error.hint.format(key=key)}"
+    elif first := allowed.partition(" or ")[0]:
+        hint = f"type {key}={first}"
+    return Problem("not_said", message, key, hint)
+
+
+def emitted_json(target: Target, spoken: Spoken, run: RunValues, files: list[str]) -> JsonObject:
+    """Return the record that lies next to the files: what is said exactly, what nearly, and what is not carried."""
+    said: list[JsonObject] = [
+        {
+            "ours": one.ours,
+            "value": one.value,
+            "theirs": one.theirs,
+            "their_value": one.their_value,
+            "place": one.place,
+            "reason": one.approximate,
+        }
+        for one in spoken.said
+    ]
+    return {
+        "recipe": run.recipe,
+        "engine": target.name,
+        "engine_version": target.version,
+        "files": [*files],
+        "exact": [one for one in said if not one["reason"]],
+        "approximate": [one for one in said if one["reason"]],
+        "fixed": [{"theirs": one.theirs, "value": one.value, "why": one.why} for one in spoken.fixed],
+        # `value` is null for a section.
+        "not_carried": [{"ours": one.ours, "value": one.value, "why": one.why} for one in spoken.not_carried],
+    }
+
+
+# Keys and files
 
 
 def nest(keys: Keys) -> JsonObject:
@@ -153,3 +187,114 @@ def flat(nested: JsonObject, prefix: str = "") -> dict[str, JsonValue]:
         else:
             keys[f"{prefix}{name}"] = value
     return keys
+
+
+FOLDER = '"$(dirname "$0")"'
+"""The folder of the script, which holds the other files."""
+USER_SCRIPT = ': "${SCRIPT:?set SCRIPT to your training script, such as SCRIPT=train.py}"'
+
+
+def shell_script(
+    about: str, command: Iterable[str], environment: Mapping[str, JsonValue], *, needs: Iterable[str] = ()
+) -> str:
+    """Return a bash script; the words of `command` are shell text already."""
+    exports = [f"export {name}={shlex.quote(str(value))}" for name, value in environment.items()]
+    lines = ["#!/usr/bin/env bash", f"# {about}", "set -euo pipefail", *needs, *exports]
+    return "\n".join([*lines, "exec " + " \\\n  ".join(command) + ' "$@"', ""])
+
+
+def options(keys: Mapping[str, JsonValue]) -> list[str]:
+    """Return `--name value` words; true is a flag alone, false and null are left out, a list is several words."""
+    return [words for name, value in keys.items() if (words := option(name, value))]
+
+
+def option(name: str, value: JsonValue) -> str:
+    if value is None or value is False:
+        return ""
+    if value is True:
+        return name
+    items = value if isinstance(value, list) else [value]
+    return " ".join([name, *(shlex.quote(number(item)) for item in items)])
+
+
+def number(value: JsonValue) -> str:
+    """Return a value as programs read it back."""
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+RENDEZVOUS = '--rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:?the first node, as HOST:PORT}"'
+
+
+def torchrun(nodes: int, devices: int) -> list[str]:
+    """Return the words of torchrun for this many nodes."""
+    if nodes == 1:
+        return ["torchrun", f"--standalone --nproc-per-node {devices}"]
+    return ["torchrun", f"--nnodes {nodes} --nproc-per-node {devices}", RENDEZVOUS]
+
+
+# Reading back
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a file of an engine says."""
+
+    values: Mapping[str, JsonValue]
+    """Key of a recipe -> value."""
+    followed: tuple[str, ...]
+    """Keys of the engine that follow from others, or that every emitted file has."""
+    unread: Mapping[str, str]
+    """Key of the engine -> why no key of a recipe says it."""
+
+
+def listen(target: Target, keys: Mapping[str, JsonValue]) -> Heard:
+    """Read an engine's keys. A line is read when the values that its conditions ask for are known."""
+    known: dict[str, JsonValue] = {}
+    why: dict[str, str] = {}
+    lines = [line for line in target.lines if line.theirs in keys]
+    waiting = list(lines)
+    while waiting:
+        ready = [line for line in waiting if _is_decided(line, known, waiting)] or waiting[:1]
+        waiting = [line for line in waiting if line not in ready]
+        for line in ready:
+            _hear(line, keys[line.theirs], known, why)
+    read = {line.theirs for line in lines if line.theirs not in why}
+    fixed = {one.theirs for one in target.fixed if one.theirs in keys and show(keys[one.theirs]) == show(one.value)}
+    derived = {line.theirs for line in lines if line.ours.startswith(DERIVED)}
+    unread = {key: why.get(key, LEFT_OUT) for key in keys if key not in read and key not in fixed}
+    values = {key: value for key, value in known.items() if not key.startswith(DERIVED)}
+    processes = known.get(f"{DERIVED}world_size")
+    nodes = known.get("cluster.num_nodes")
+    if isinstance(processes, int) and isinstance(nodes, int) and nodes >= 1:  # the file counts processes and nodes
+        values["cluster.devices_per_node"] = processes // nodes
+    if target.settle:
+        values = target.settle(values, keys)
+    return Heard(values, tuple(sorted((fixed | derived) - unread.keys())), unread)
+
+
+def _hear(line: Line, value: JsonValue, known: dict[str, JsonValue], why: dict[str, str]) -> None:
+    run = RunValues("", known)
+    if not all(condition.holds(run) for condition in _conditions(line)):
+        return
+    try:
+        ours = line.codec.read(value, run)
+    except (CannotSayError, KeyError, AssertionError, TypeError, ZeroDivisionError) as error:
+        allowed = error.allowed if isinstance(error, CannotSayError) else "what belongs to the keys beside it"
+        if line.ours not in known:
+            why[line.theirs] = f"{show(value)} is not read: {allowed} would be"
+        return
+    if known.setdefault(line.ours, ours) != ours:
+        why[line.theirs] = f"it says {line.ours}={show(ours)}, and another key says {show(known[line.ours])}"
+    else:
+        why.pop(line.theirs, None)
+
+
+def _is_decided(line: Line, known: Mapping[str, JsonValue], waiting: list[Line]) -> bool:
+    """Return whether no line that waits gives a value that a condition of this one asks for."""
+    awaited = {one.ours for one in waiting if one is not line} - known.keys()
+    return not any(condition.key in awaited for condition in _conditions(line))
+
+
+def _conditions(line: Line) -> list[OneOf]:
+    """Return the conditions on single other keys: the codec decides about the line's own."""
+    return [one for one in line.when if isinstance(one, OneOf) and one.key not in (line.ours, f"{DERIVED}shards")]

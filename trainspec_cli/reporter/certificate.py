@@ -83,7 +83,8 @@ def place_of(machine: Machine) -> str:
 def describe_trust(found: Certificate) -> str:
     """Return who vouches for a certificate whose signature was checked."""
     if found.signer:
-        return f"signed by {found.signer.fingerprint} (anybody can make a key: --signed-by KEY accepts that key alone)"
+        accept = "--verify FILE --key KEY accepts that key alone"
+        return f"signed by {found.signer.fingerprint} (anybody can make a key: {accept})"
     return "unsigned: anybody could have written this certificate, and its figures and machine with it"
 
 
@@ -93,9 +94,3 @@ def describe_standing(found: Certificate) -> Iterator[str]:
         yield f"made on {found.date}"
     if found.machine_id:
         yield f"of the machine {found.machine_id} ({found.machine.hostname})"
-
-
-def standing_of(clause: ClauseSummary) -> str:
-    """Return kept or broken; with the grade of a clause that has levels."""
-    grade = f" ({clause.grade})" if clause.grade else ""
-    return f"{'broken' if clause.failed else 'kept'}{grade}"

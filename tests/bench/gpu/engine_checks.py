@@ -187,9 +187,10 @@ def references_of(family: str) -> tuple[Any, Any, Any]:
 
 
 def judge_case(case: Any, chip: Any, cpu: Any) -> dict[str, Any]:
+    from trainspec_cli.certify.standing import FORMAT_FACTOR, GRADIENT_BOUND, LOSS_BOUND
+
     from trainspec_cli.certify.cases import SAVE_AT
     from trainspec_cli.certify.runs import gradient_errors, loss_error
-    from trainspec_cli.certify.standing import FORMAT_FACTOR, GRADIENT_BOUND, LOSS_BOUND
 
     first, again, resumed = (chip[run] for run in runs_of(case))
     exact, plain, rough = (cpu[run] for run in references_of(case.family))

@@ -8,12 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainspec_cli.certify.engine.cases import EngineCheck, ProtocolRun, engine_checks
-from trainspec_cli.certify.engine.exchange import Answered
-from trainspec_cli.certify.engine.judge import Gradients, References, judge_answers, weights_sha256
-from trainspec_cli.certify.engine.model import to_hugging_face
-from trainspec_cli.certify.engine.protocol import SCHEMA, EngineAnswer
 from trainspec_cli.certify.families import plain_decoder
+from trainspec_cli.certify.other_engine import (
+    SCHEMA,
+    Answered,
+    EngineAnswer,
+    EngineCheck,
+    Gradients,
+    ProtocolRun,
+    References,
+    engine_checks,
+    judge_answers,
+    to_hugging_face,
+    weights_sha256,
+)
 from trainspec_cli.huggingface.tensors import parameters
 from trainspec_cli.spec.results.certificate import Finding, NotOffered
 

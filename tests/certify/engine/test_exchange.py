@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from trainspec_cli.certify.engine.cases import ProtocolRun, engine_checks
-from trainspec_cli.certify.engine.exchange import Engine, ask, ask_all
-from trainspec_cli.certify.engine.protocol import MODEL
+from trainspec_cli.certify.other_engine import MODEL, Engine, ProtocolRun, ask, ask_all, engine_checks
 from trainspec_cli.errors import WorkerError
 from trainspec_cli.spec.recipe.layout import Layout
 
@@ -27,7 +25,7 @@ def engine(folder: Path, manner: str, timeout_s: float = 60.0) -> Engine:
     (folder / MODEL).mkdir(exist_ok=True)
     weights = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
     save_file(weights, folder / MODEL / "model.safetensors")
-    return Engine((sys.executable, SCRIPT, manner), folder, timeout_s, "cpu", SHAPES)
+    return Engine((sys.executable, SCRIPT, manner), folder, "cpu", SHAPES, timeout_s)
 
 
 def test_a_whole_answer_is_read(tmp_path: Path) -> None:
@@ -82,7 +80,7 @@ def test_a_wrong_answer_names_the_file_and_the_field(tmp_path: Path, manner: str
 def test_an_engine_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="did not answer within 1 s") as error:
         ask(engine(tmp_path, "asleep", timeout_s=1.0), TRAINED)
-    assert error.value.problems[0].hint == "give it more time: --engine-seconds S"
+    assert "COMMAND" in error.value.problems[0].hint
 
 
 def test_what_was_answered_is_not_asked_again_and_what_was_wrong_is(tmp_path: Path) -> None:

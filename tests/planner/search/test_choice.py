@@ -14,7 +14,7 @@ import pytest
 
 from trainspec_cli.composer.folders import find_folders
 from trainspec_cli.errors import RecipeError
-from trainspec_cli.interop.run_values import layout_of
+from trainspec_cli.interop import layout_of
 from trainspec_cli.planner.capacity import NEAR, plan_best, plan_capacity
 from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.planner.plan import plan

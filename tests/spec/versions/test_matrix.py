@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft7Validator
 
-from trainspec_cli.certify.verify import verify
+from trainspec_cli.certify.certificate import verify
 from trainspec_cli.composer.compose import compose
 from trainspec_cli.reading.spec_version import CURRENT, KEY, VERSIONS
 from trainspec_cli.reporter.collect import collect

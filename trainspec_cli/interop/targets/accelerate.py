@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import yaml
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.interop.line import Choice, Fixed, Line, given, unless
 from trainspec_cli.interop.not_carried import SCRIPT
-from trainspec_cli.interop.run_values import RunValues
-from trainspec_cli.interop.script import FOLDER, USER_SCRIPT, options, shell_script
-from trainspec_cli.interop.target import Keys, Spoken, Target, nest
+from trainspec_cli.interop.table import Choice, Fixed, Line, RunValues, given, unless
+from trainspec_cli.interop.target import FOLDER, USER_SCRIPT, Keys, Spoken, Target, nest, options, shell_script
 
 CONFIG = "accelerate.yaml"
 BY_FSDP = (unless("derived.is_ddp", True),)

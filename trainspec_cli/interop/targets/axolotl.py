@@ -9,11 +9,20 @@ from dataclasses import dataclass
 import yaml
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.interop.line import CannotSayError, Choice, Fixed, LastSteps, Line, OrNone, given, show, unless
-from trainspec_cli.interop.run_values import RunValues
-from trainspec_cli.interop.script import FOLDER, shell_script, torchrun
-from trainspec_cli.interop.target import Keys, Spoken, Target, nest
-from trainspec_cli.interop.values import WholeNumber
+from trainspec_cli.interop.table import (
+    CannotSayError,
+    Choice,
+    Fixed,
+    LastSteps,
+    Line,
+    OrNone,
+    RunValues,
+    WholeNumber,
+    given,
+    show,
+    unless,
+)
+from trainspec_cli.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script, torchrun
 from trainspec_cli.json_value import JsonValue
 
 FILE = "axolotl.yml"
@@ -97,10 +106,12 @@ class OneFile:
 
 KINDS = Choice({"jsonl": "json", "parquet": "parquet", "text": "text"})
 SHARDED = unless("derived.is_ddp", True)
-CHAT, TEXT = given("data.source", "chat"), given("data.source", "jsonl", "parquet", "text", "arrow")
+CHAT = given("data.source", "chat")
+TEXT = given("data.source", "jsonl", "parquet", "text", "arrow")
 ADAPTED = unless("lora.rank", 0)
 ADAM = given("optim.name", "adamw", "adamw8bit")
-COSINE, WSD = given("optim.schedule.kind", "cosine"), given("optim.schedule.kind", "wsd")
+COSINE = given("optim.schedule.kind", "cosine")
+WSD = given("optim.schedule.kind", "wsd")
 AT_ALL = unless("checkpoint.interval_steps", None)
 EVALUATED = unless("train.eval_interval_steps", None)
 FILE_TEMPLATE = unless("data.chat_template", None, "chatml")

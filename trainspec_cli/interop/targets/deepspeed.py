@@ -6,16 +6,15 @@ import json
 from collections.abc import Iterator
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.interop.line import AtLeast, Choice, Fixed, Line, OrNone, given, unless
 from trainspec_cli.interop.not_carried import SCRIPT
-from trainspec_cli.interop.run_values import RunValues
-from trainspec_cli.interop.script import FOLDER, USER_SCRIPT, options, shell_script
-from trainspec_cli.interop.target import Keys, Spoken, Target, nest
+from trainspec_cli.interop.table import AtLeast, Choice, Fixed, Line, OrNone, RunValues, given, unless
+from trainspec_cli.interop.target import FOLDER, USER_SCRIPT, Keys, Spoken, Target, nest, options, shell_script
 from trainspec_cli.json_value import JsonValue
 
 CONFIG = "ds_config.json"
 SHARDED = unless("derived.shards", 1)
-COSINE, CONSTANT = unless("optim.schedule.kind", "constant"), given("optim.schedule.kind", "constant")
+COSINE = unless("optim.schedule.kind", "constant")
+CONSTANT = given("optim.schedule.kind", "constant")
 WARMS_UP = unless("optim.schedule.warmup_steps", 0)
 ADAM = given("optim.name", "adamw")
 DECAYS_ALL = (

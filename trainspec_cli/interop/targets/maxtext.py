@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import yaml
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.interop.line import (
+from trainspec_cli.interop.table import (
     AtLeast,
     CannotSayError,
     Choice,
@@ -17,15 +17,15 @@ from trainspec_cli.interop.line import (
     LastSteps,
     Line,
     OrNone,
+    Prefix,
+    RunValues,
     When,
+    Where,
+    WholeNumber,
     given,
     unless,
-    where,
 )
-from trainspec_cli.interop.run_values import RunValues
-from trainspec_cli.interop.script import FOLDER, shell_script
-from trainspec_cli.interop.target import Keys, Spoken, Target, nest
-from trainspec_cli.interop.values import Prefix, WholeNumber
+from trainspec_cli.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script
 from trainspec_cli.json_value import JsonValue
 
 FILE = "maxtext.yml"
@@ -108,8 +108,9 @@ def axis_lines(axis: str, theirs: str, when: tuple[When, ...] = ()) -> tuple[Lin
 SEQUENCE = given("layout.sequence_parallel", True)
 PLAIN_TP = unless("layout.sequence_parallel", True)
 ZERO_1 = (unless("derived.shards", 1), given("layout.zero_stage", 1))
-BY_FSDP = where(lambda run: run["layout.zero_stage"] != 1 or run["derived.shards"] == 1)
-WSD, CONSTANT = given("optim.schedule.kind", "wsd"), given("optim.schedule.kind", "constant")
+BY_FSDP = Where(lambda run: run["layout.zero_stage"] != 1 or run["derived.shards"] == 1)
+WSD = given("optim.schedule.kind", "wsd")
+CONSTANT = given("optim.schedule.kind", "constant")
 ADAM = given("optim.name", "adamw")
 SELECTIVE = "`minimal` keeps the outputs of matrix products; trainspec recomputes other operations"
 KEEPS_ALL = "MaxText always recomputes something: `minimal` keeps the outputs of matrix products"
@@ -285,7 +286,8 @@ def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
         values["layout.zero_stage"] = 3
     values["layout.sequence_parallel"] = _product(("tensor_sequence",), keys) > 1
     nodes = math.prod(_size(key, keys) for key in keys if key.startswith("dcn_"))
-    world, ranks = math.prod(sizes.values()), sizes["dp_replicate"] * sizes["dp_shard"]
+    world = math.prod(sizes.values())
+    ranks = sizes["dp_replicate"] * sizes["dp_shard"]
     values |= {"cluster.num_nodes": nodes, "cluster.devices_per_node": world // nodes}
     each = keys.get("per_device_batch_size")
     if isinstance(each, (int, float)):

@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.interop.line import (
+from trainspec_cli.interop.table import (
     CannotSayError,
     Choice,
     Fixed,
     LastSteps,
     Line,
     OrNone,
+    Prefix,
+    RunValues,
     Times,
+    Where,
+    WholeNumber,
     given,
     unless,
-    where,
 )
-from trainspec_cli.interop.run_values import RunValues
-from trainspec_cli.interop.script import options, shell_script, torchrun
-from trainspec_cli.interop.target import Keys, Spoken, Target
-from trainspec_cli.interop.values import Prefix, WholeNumber
+from trainspec_cli.interop.target import Keys, Spoken, Target, options, shell_script, torchrun
 from trainspec_cli.json_value import JsonValue
 
 FILE = "pretrain.sh"
@@ -81,10 +81,12 @@ def _by_fsdp(run: RunValues) -> bool:
     return run["layout.zero_stage"] in (2, 3) and run["derived.shards"] != 1
 
 
-SHARDED, BY_FSDP = unless("derived.shards", 1), where(_by_fsdp)
+SHARDED = unless("derived.shards", 1)
+BY_FSDP = Where(_by_fsdp)
 ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
 IN_PIPELINE = unless("layout.pp", 1)
-COSINE, WSD = given("optim.schedule.kind", "cosine"), given("optim.schedule.kind", "wsd")
+COSINE = given("optim.schedule.kind", "cosine")
+WSD = given("optim.schedule.kind", "wsd")
 FALLS = unless("optim.schedule.kind", "constant")
 ADAM = given("optim.name", "adamw")
 AN_UPDATE = "its decay is an update behind trainspec's at most"
@@ -238,7 +240,7 @@ FIXED = (
         "CUDA_DEVICE_MAX_CONNECTIONS",
         1,
         "exchanges of tp and cp are launched in order",
-        (where(_serial_launches),),
+        (Where(_serial_launches),),
         "environment",
     ),
 )

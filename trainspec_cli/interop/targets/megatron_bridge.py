@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from trainspec_cli.interop.line import Choice, Fixed, Line, given, unless
-from trainspec_cli.interop.run_values import RunValues
-from trainspec_cli.interop.script import FOLDER, shell_script, torchrun
-from trainspec_cli.interop.target import Keys, Spoken, Target, nest
+from trainspec_cli.interop.table import Choice, Fixed, Line, RunValues, given, unless
+from trainspec_cli.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script, torchrun
 from trainspec_cli.interop.targets import megatron
 from trainspec_cli.json_value import JsonObject, JsonValue
 
@@ -91,7 +89,8 @@ SAID_OTHERWISE = (
     "--disable-bias-linear",
 )
 """Arguments whose field says the opposite, or that have none."""
-BF16, FP16 = given("precision.compute", "bf16"), given("precision.compute", "fp16")
+BF16 = given("precision.compute", "bf16")
+FP16 = given("precision.compute", "fp16")
 FP32 = unless("precision.compute", "bf16", "fp16")
 
 

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from trainspec_cli.errors import Problem
-from trainspec_cli.interop.line import AtLeast, CannotSayError, Choice, Fixed, Line, given, unless
-from trainspec_cli.interop.run_values import RunValues
-from trainspec_cli.interop.script import FOLDER, shell_script, torchrun
-from trainspec_cli.interop.target import Keys, Spoken, Target, nest
+from trainspec_cli.interop.table import AtLeast, CannotSayError, Choice, Fixed, Line, RunValues, given, unless
+from trainspec_cli.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script, torchrun
 from trainspec_cli.json_value import JsonObject, JsonValue
 
 MODULE = "trainspec_run"
@@ -64,8 +62,10 @@ class Flavor:
         return FLAVORS[str(value)]["num_layers"]
 
 
-IN_PIPELINE, NO_PIPELINE = unless("layout.pp", 1), given("layout.pp", 1)
-COSINE, WSD = given("optim.schedule.kind", "cosine"), given("optim.schedule.kind", "wsd")
+IN_PIPELINE = unless("layout.pp", 1)
+NO_PIPELINE = given("layout.pp", 1)
+COSINE = given("optim.schedule.kind", "cosine")
+WSD = given("optim.schedule.kind", "wsd")
 DECAYS_ALL = "one group of parameters decays; trainspec spares norms and biases"
 SCHEDULES = {
     "gpipe": "GPipe",

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from trainspec_cli.interop.line import Choice, Fixed, LastSteps, Line, OrNone, given, unless
 from trainspec_cli.interop.not_carried import SCRIPT
-from trainspec_cli.interop.run_values import RunValues
-from trainspec_cli.interop.script import FOLDER, USER_SCRIPT, options, shell_script
-from trainspec_cli.interop.target import Spoken, Target, nest
+from trainspec_cli.interop.table import Choice, Fixed, LastSteps, Line, OrNone, RunValues, given, unless
+from trainspec_cli.interop.target import FOLDER, USER_SCRIPT, Spoken, Target, nest, options, shell_script
 from trainspec_cli.interop.targets import accelerate
 
 ARGUMENTS = "training_args.json"
-COSINE, WSD = given("optim.schedule.kind", "cosine"), given("optim.schedule.kind", "wsd")
+COSINE = given("optim.schedule.kind", "cosine")
+WSD = given("optim.schedule.kind", "wsd")
 WARMUP = "its warm-up begins at 0, one update behind trainspec's"
 ADAM = given("optim.name", "adamw", "adamw8bit")
 BITSANDBYTES = "bitsandbytes scales blocks of its own size"

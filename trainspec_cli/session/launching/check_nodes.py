@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainspec_cli.doctor.diagnosis import refuse_unfit
-from trainspec_cli.doctor.examine import node_command
-from trainspec_cli.doctor.preflight import Needs, preflight
+from trainspec_cli.doctor.examine import Needs, node_command, preflight, refuse_unfit
 from trainspec_cli.launcher.backend.nodes.backend import Examination
 from trainspec_cli.planner.run.forecast import checkpoint_bytes
 from trainspec_cli.planner.this_machine import is_predictable, least_memory

@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Literal
 
 from trainspec_cli.errors import Problem, RecipeError, closest
-from trainspec_cli.interop.emission import EMITTED, emitted_json
-from trainspec_cli.interop.registry import TARGETS
-from trainspec_cli.interop.run_values import NO_CONTAINER, Container, run_values
-from trainspec_cli.interop.target import Spoken, Target, speak
+from trainspec_cli.interop import (
+    EMITTED,
+    NO_CONTAINER,
+    TARGETS,
+    Container,
+    Spoken,
+    Target,
+    emitted_json,
+    run_values,
+    speak,
+)
 from trainspec_cli.planner.search.auto import asked_for
 from trainspec_cli.reporter.plan.report import PlanReport
 from trainspec_cli.rundir.files import write_text

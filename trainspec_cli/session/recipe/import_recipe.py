@@ -9,10 +9,7 @@ from pathlib import Path
 import yaml
 
 from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.interop.listen import Heard, listen
-from trainspec_cli.interop.registry import TARGETS
-from trainspec_cli.interop.sources import READERS, guess_engine, read_source
-from trainspec_cli.interop.target import Target, nest
+from trainspec_cli.interop import READERS, TARGETS, Heard, Target, guess_engine, listen, nest, read_source
 from trainspec_cli.json_value import JsonValue
 from trainspec_cli.reading.spec_version import VERSION_LINE
 from trainspec_cli.rundir.files import write_text

@@ -1,4 +1,4 @@
-"""Read from the kernel (/sys) which GPUs a node has, what PCIe joins them by, and its NUMA nodes and cores."""
+"""Read what the kernel shows of this node (/sys): NICs and interfaces, GPUs and what PCIe joins them by, NUMA nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainspec_cli.doctor.network import own_text, pci_path
+from trainspec_cli.spec.recipe.fabric import NetworkKind
 from trainspec_cli.spec.results.fabric import FoundGpu, Nic, NumaNode
 
 SYS = Path("/sys")
@@ -20,6 +20,64 @@ GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 CODING = {2.5: 8 / 10, 5.0: 8 / 10, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 242 / 256}
 """Gigatransfers a second of a PCIe lane -> the part of them that is data (PCI Express Base Specification 1 to 6)."""
 MOST_LANES = 32
+
+# Network
+
+INFINIBAND = Path("/sys/class/infiniband")
+INTERFACES = Path("/sys/class/net")
+_RATE = re.compile(r"([\d.]+) Gb/sec")
+_PCI = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_KIND_OF_DRIVER: dict[str, NetworkKind] = {"efa": "efa", "hfi1": "omnipath"}
+"""Drivers whose ports do not say their kind: link_layer is Unspecified, or InfiniBand."""
+
+
+def read_nics(folder: Path = INFINIBAND) -> list[Nic]:
+    """Return the NICs for RDMA that have an active port, by name; `folder` as the kernel lays it out."""
+    found = []
+    for device in sorted(folder.iterdir()) if folder.is_dir() else ():
+        ports = [port for port in device.glob("ports/*") if "ACTIVE" in own_text(port / "state")]
+        rates = [float(rate[1]) for port in ports if (rate := _RATE.search(own_text(port / "rate")))]
+        if rates:
+            where = device / "device"
+            kind = _KIND_OF_DRIVER.get((where / "driver").resolve().name, "infiniband")
+            if kind == "infiniband" and any(own_text(port / "link_layer") == "Ethernet" for port in ports):
+                kind = "roce"
+            found.append(Nic(device.name, sum(rates), _numa_node(where), kind, pci_path(where)))
+    return found
+
+
+def read_interfaces(folder: Path = INTERFACES) -> list[Nic]:
+    """Return the network interfaces that are up and belong to a device, or bond several; no virtual ones."""
+    found = []
+    for interface in sorted(folder.iterdir()) if folder.is_dir() else ():
+        is_real = (interface / "device").exists() or (interface / "bonding").is_dir()
+        if is_real and not (interface / "master").exists() and own_text(interface / "operstate") == "up":
+            mbit = own_text(interface / "speed")  # of a virtual NIC the kernel says -1, or refuses to say
+            rate = int(mbit) / 1000 if mbit.isdigit() and mbit != "0" else None
+            where = interface / "device"
+            found.append(Nic(interface.name, rate, _numa_node(where), "ethernet", pci_path(where)))
+    return found
+
+
+def _numa_node(device: Path) -> int | None:
+    text = own_text(device / "numa_node")
+    return int(text) if text.isdigit() else None  # the kernel says -1 where there is none
+
+
+def pci_path(device: Path) -> tuple[str, ...]:
+    """Return the PCI addresses from the host bridge down to a device of /sys; empty for one that is not on PCI."""
+    return tuple(part for part in device.resolve().parts if _PCI.fullmatch(part))
+
+
+def own_text(path: Path) -> str:
+    """Return what a file of /sys says, without the line's end; "" where there is none, or it refuses."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+# GPUs, and what joins them
 
 
 @dataclass(frozen=True)
@@ -36,18 +94,12 @@ class PciGpu:
 
 def read_gpus(root: Path = SYS) -> list[PciGpu]:
     """Return the GPUs by PCI address, the order in which nvidia-smi numbers them."""
-    folders = sorted((root / "bus/pci/devices").glob("*"))
-    return [_gpu(folder) for folder in folders if _is_gpu(folder)]
-
-
-def _is_gpu(folder: Path) -> bool:
-    return own_text(folder / "vendor") in GPU_VENDORS and own_text(folder / "class")[:6] in GPU_CLASSES
-
-
-def _gpu(folder: Path) -> PciGpu:
-    numa = own_text(folder / "numa_node")
-    cores = own_text(folder / "local_cpulist")
-    return PciGpu(pci_path(folder), int(numa) if numa.isdigit() else None, cores, _link_gbit_per_s(folder))
+    found = []
+    for folder in sorted((root / "bus/pci/devices").glob("*")):
+        if own_text(folder / "vendor") in GPU_VENDORS and own_text(folder / "class")[:6] in GPU_CLASSES:
+            cores = own_text(folder / "local_cpulist")
+            found.append(PciGpu(pci_path(folder), _numa_node(folder), cores, _link_gbit_per_s(folder)))
+    return found
 
 
 def _link_gbit_per_s(folder: Path) -> float | None:
@@ -118,11 +170,9 @@ def complete(matrix: Sequence[FoundGpu], found: Sequence[PciGpu]) -> list[FoundG
 def read_numa_nodes(root: Path = SYS) -> list[NumaNode]:
     """Return the NUMA nodes that have cores, by number."""
     folders = (root / "devices/system/node").glob("node[0-9]*")
-    by_number = sorted((int(folder.name.removeprefix("node")), folder) for folder in folders)
-    return [NumaNode(number, cores, _memory(folder)) for number, folder in by_number
-            if (cores := own_text(folder / "cpulist"))]  # fmt: skip
-
-
-def _memory(folder: Path) -> int | None:
-    found = _MEMORY.search(own_text(folder / "meminfo"))
-    return int(found[1]) * 1024 if found else None
+    found = []
+    for number, folder in sorted((int(folder.name.removeprefix("node")), folder) for folder in folders):
+        if cores := own_text(folder / "cpulist"):
+            memory = _MEMORY.search(own_text(folder / "meminfo"))
+            found.append(NumaNode(number, cores, int(memory[1]) * 1024 if memory else None))
+    return found

@@ -1,13 +1,127 @@
-"""A line of an engine's table: a key of the recipe, the engine's key, and how the value is said and read there."""
+"""What an engine's table consists of: a run as flat values, and lines that say a key of the recipe by the engine's.
+
+A line has a key of the recipe, the engine's key, the conditions under which it applies, and the wording by which its
+value is written for the engine and read for the recipe.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import gcd
 from typing import Any, Literal, Protocol
 
-from trainspec_cli.interop.run_values import RunValues
-from trainspec_cli.json_value import JsonValue
+from trainspec_cli.errors import Problem
+from trainspec_cli.json_value import JsonValue, flatten
+from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.spec.recipe.run import RunSpec
+
+DERIVED = "derived."
+"""The prefix of values that are no keys of a recipe."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """What no recipe says of a container."""
+
+    image: str = ""
+    """An image that has trainspec."""
+    volume: str = ""
+    """A volume that all nodes mount: recipes, data and the run's folder."""
+
+
+NO_CONTAINER = Container()
+
+
+@dataclass(frozen=True)
+class RunValues:
+    recipe: str
+    """The recipe's name, fit for a comment."""
+    values: Mapping[str, JsonValue]
+    """Dotted key of the recipe, or `derived.NAME` -> value."""
+    arguments: tuple[str, ...] = ()
+    """The command line that names the recipe, where trainspec itself is started."""
+    container: Container = NO_CONTAINER
+
+    def __getitem__(self, key: str) -> JsonValue:
+        return self.values.get(key)
+
+    def whole(self, key: str) -> int:
+        value = self.values[key]
+        assert isinstance(value, int), f"{key} is a whole number"
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.values[key]
+        assert isinstance(value, (int, float)), f"{key} is a number"
+        return float(value)
+
+    @property
+    def keys(self) -> Iterable[str]:
+        """The keys of the recipe."""
+        return [key for key in self.values if not key.startswith(DERIVED)]
+
+
+def run_values(
+    recipe: str, spec: RunSpec, arguments: tuple[str, ...] = (), container: Container = NO_CONTAINER
+) -> RunValues:
+    """Return the values of a spec without `auto`."""
+    layout = layout_of(spec)
+    micro = spec.batching.micro_batch_size
+    free = spec.cluster.devices_per_node
+    assert isinstance(micro, int), "a resolved run has a micro-batch size"
+    assert isinstance(free, int), "a resolved run has its devices counted"
+    accumulated = max(1, spec.batching.global_batch_size // (micro * layout.data_parallel_size))
+    accelerator = spec.cluster.accelerator.name.lower() if spec.cluster.accelerator else ""
+    values = {
+        **flatten(to_plain(spec)),
+        f"{DERIVED}grad_accum_steps": accumulated,
+        f"{DERIVED}world_size": layout.world_size,
+        f"{DERIVED}data_parallel_size": layout.data_parallel_size,
+        f"{DERIVED}shards": layout.shards,
+        f"{DERIVED}is_ddp": layout.world_size == layout.dp_replicate,
+        f"{DERIVED}rank_batch_size": micro * accumulated,
+        f"{DERIVED}samples": spec.batching.global_batch_size * spec.train.max_steps,
+        # `hopper` stands for all before it: the environment of some engines depends on this.
+        f"{DERIVED}arch": "blackwell" if any(chip in accelerator for chip in ("b200", "b300")) else "hopper",
+        f"{DERIVED}device_batch_size": micro * layout.data_parallel_size / layout.world_size,
+    }
+    # How much of each axis lies within a node, and across nodes: the innermost axes fill a node first.
+    for axis in ("tp", "cp", "dp_shard", "dp_replicate"):
+        size = getattr(layout, axis)
+        within = gcd(size, free)
+        free //= within
+        values |= {f"{DERIVED}within_node.{axis}": within, f"{DERIVED}across_nodes.{axis}": size // within}
+    return RunValues(re.sub(r"[^\w./ -]", "_", recipe), values, arguments, container)
+
+
+def layout_of(spec: RunSpec) -> Layout:
+    asked = spec.layout
+    assert AUTO not in vars(asked).values(), "a resolved run has no open axis"
+    return Layout(**vars(asked))
+
+
+def batch_problem(run: RunValues) -> Problem | None:
+    """Return what is wrong where ranks have unequal batches, which trainspec alone can do."""
+    samples = run.whole("batching.global_batch_size")
+    micro = run.whole("batching.micro_batch_size")
+    ranks = run.whole(f"{DERIVED}data_parallel_size")
+    each_round = micro * ranks
+    if samples % each_round == 0:
+        return None
+    allowed = [max(1, samples // each_round) * each_round, (samples // each_round + 1) * each_round]
+    message = (
+        f"`batching.global_batch_size` is {samples}, and other engines give every rank as many samples: whole "
+        f"multiples of {each_round} (micro-batches of {micro} on {ranks} data-parallel ranks)"
+    )
+    hint = " or ".join(f"batching.global_batch_size={size}" for size in dict.fromkeys(allowed))
+    return Problem("not_said", message, "batching.global_batch_size", f"type {hint}")
+
+
+# Wordings
 
 Place = Literal["config", "launcher", "command", "environment"]
 """`launcher`: the configuration of another program, which starts the engine."""
@@ -122,6 +236,36 @@ class LastSteps:
         return float(f"{value / known.whole('train.max_steps'):.12g}")
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """The path of a data set without its ending."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        path = str(value)
+        if not path.endswith(".bin") or "*" in path:
+            raise CannotSayError("one .bin file", "data.path=NAME.bin")
+        return path.removesuffix(".bin")
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        return f"{value}.bin"
+
+
+@dataclass(frozen=True)
+class WholeNumber:
+    """A number without a fraction."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        if not isinstance(value, (int, float)) or int(value) != value:
+            raise CannotSayError("a whole number")
+        return int(value)
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        return value
+
+
+# Lines
+
+
 class When(Protocol):
     """When a line applies."""
 
@@ -136,10 +280,6 @@ class Where:
 
     def holds(self, run: RunValues) -> bool:
         return self.predicate(run)
-
-
-def where(predicate: Callable[[RunValues], bool]) -> Where:
-    return Where(predicate)
 
 
 @dataclass(frozen=True)
@@ -198,11 +338,10 @@ class Fixed:
 
 def show(value: JsonValue) -> str:
     """Return a value as one types it."""
-    words = {True: "true", False: "false"}
     if value is None:
         return "null"
     if isinstance(value, bool):
-        return words[value]
+        return "true" if value else "false"
     return f"[{','.join(map(show, value))}]" if isinstance(value, list) else str(value)
 
 

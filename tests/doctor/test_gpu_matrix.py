@@ -19,11 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.doctor.fabric.discover import describe_links
-from trainspec_cli.doctor.fabric.gpu_matrix import parse_matrix
+from trainspec_cli.doctor.discover import describe_links, parse_matrix
 from trainspec_cli.errors import MachineError
 
-DATA = Path(__file__).parents[2] / "data" / "topology"
+DATA = Path(__file__).parents[1] / "data" / "topology"
 
 
 def published(name: str) -> str:

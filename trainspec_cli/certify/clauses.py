@@ -1,4 +1,4 @@
-"""What follows from the figures of one finding: the number that a clause bounds, the bound, kept or broken, the grade.
+"""The clauses of SPEC.md, and what follows from the figures of one finding: the bound, kept or broken, the grade.
 
 Judges make findings with `stand`, and the verification of a certificate calls it again on the figures that the
 certificate holds. A certificate can therefore state nothing that its figures contradict.
@@ -6,13 +6,51 @@ certificate holds. A certificate can therefore state nothing that its figures co
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
 
 from trainspec_cli.certify.cases import CLIP_NORM
 from trainspec_cli.spec.results.certificate import NOT_FINITE, Figure, Finding
+
+SPEC = Path(__file__).with_name("SPEC.md")
+_VERSION = re.compile(r"^# The training spec, version (\S+)$", re.MULTILINE)
+_CLAUSE_TEXT = re.compile(r"^## (\S+) (MUST|SHOULD): (.+)\n\n((?:.+\n)+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Clause:
+    id: str
+    level: Literal["MUST", "SHOULD"]
+    title: str
+    text: str
+
+
+@lru_cache
+def spec_version() -> str:
+    found = _VERSION.search(SPEC.read_text(encoding="utf-8"))
+    assert found, "SPEC.md begins with its version"
+    return found.group(1)
+
+
+@lru_cache
+def spec_sha256() -> str:
+    return hashlib.sha256(SPEC.read_bytes()).hexdigest()
+
+
+@lru_cache
+def read_clauses() -> dict[str, Clause]:
+    """Return the clauses by id, in the document's order."""
+    found = _CLAUSE_TEXT.findall(SPEC.read_text(encoding="utf-8"))
+    return {id: Clause(id, level, title, " ".join(text.split())) for id, level, title, text in found}
+
+
+# Bounds
 
 GRADIENT_BOUND = 1e-5
 LOSS_BOUND = 1e-5
@@ -105,7 +143,12 @@ def stand(clause: str, case: str, figures: Mapping[str, Figure], *, of_engine: b
         kept = clause != "NUM-8" or figures.get("samples") == "each once"
         return _bounded(finding, "worst_of_bound", worst, 1.0, kept=kept)
     if clause in ("COMM-1", "COMM-2"):
-        return _bounded(finding, "worst_of_bound", numbers["gradient_error"] / _exchange_bound(case), 1.0)
+        # The name of a case states its format and exchanges; nothing keeps the bound of one that states no format.
+        form = _FORMAT.search(case)
+        exchanges = _EXCHANGES.search(case)
+        count = int(exchanges.group(1)) if exchanges else 1
+        allowed = EXCHANGE_BOUNDS[form.group(1)] * min(1.0, WAITING / count) if form and count else math.nan
+        return _bounded(finding, "worst_of_bound", numbers["gradient_error"] / allowed, 1.0)
     facts = all(figures.get(name) == AS_THEY_MUST_BE for name in FACTS.get(clause, ()))
     if clause in ("LIVE-1", "LIVE-2", "LIVE-5"):
         worst = max(numbers[name] for name in ("worst_loss_error", "gradient_error", "weight_error"))
@@ -148,14 +191,6 @@ def _bounded(finding: Finding, name: str, value: float, bound: float, *, kept: b
     others = {other: figure for other, figure in finding.figures.items() if other != name}
     passed = kept and math.isfinite(value) and value <= bound
     return replace(finding, passed=passed, figures={name: value, **others}, bound=bound)
-
-
-def _exchange_bound(case: str) -> float:
-    """Return the bound of the case's format and exchanges; one that nothing keeps where its name states no format."""
-    form = _FORMAT.search(case)
-    exchanges = _EXCHANGES.search(case)
-    count = int(exchanges.group(1)) if exchanges else 1
-    return EXCHANGE_BOUNDS[form.group(1)] * min(1.0, WAITING / count) if form and count else math.nan
 
 
 def _level(clause: str, case: str, numbers: _Numbers, levels: Levels) -> float:

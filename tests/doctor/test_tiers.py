@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.doctor.fabric.gpu_matrix import parse_matrix
-from trainspec_cli.doctor.fabric.tiers import groups_by, network_of, network_tiers, node_tiers, rails, with_measured
+from trainspec_cli.doctor.discover import parse_matrix
 from trainspec_cli.doctor.switches import read_levels
+from trainspec_cli.doctor.tiers import groups_by, network_of, network_tiers, node_tiers, rails, with_measured
 from trainspec_cli.spec.recipe.fabric import TierSpec
 from trainspec_cli.spec.results.fabric import FoundGpu, Nic
 from trainspec_cli.spec.results.tools import PairRate, PingRate
 
-DATA = Path(__file__).parents[2] / "data" / "topology"
+DATA = Path(__file__).parents[1] / "data" / "topology"
 TREE = "".join(f"SwitchName=leaf{leaf} Level=0 Nodes=n[{2 * leaf}-{2 * leaf + 1}]\n" for leaf in range(2)) + (
     "SwitchName=top Level=1 Nodes=n[0-3] Switches=leaf[0-1]\n"
 )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from lab import own_model
 
-from trainspec_cli.bundle.contents import Carried, carry, copy_recipes
+from trainspec_cli.bundle import Carried, carry, copy_recipes
 from trainspec_cli.composer.folders import find_folders
 from trainspec_cli.corpus.collection import Collection
 from trainspec_cli.corpus.prepare import prepare

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
-from trainspec_cli.doctor.measured_fabric import measured_tier, measured_tiers, nodes_near_one_another
 from trainspec_cli.doctor.switches import SwitchLevel
+from trainspec_cli.doctor.sysfs import INFINIBAND, INTERFACES
 from trainspec_cli.spec.recipe.fabric import TierSpec
+from trainspec_cli.spec.results.doctor import Check
 from trainspec_cli.spec.results.fabric import FoundGpu, FoundTier, Nic
 from trainspec_cli.spec.results.tools import PairRate
 
@@ -15,7 +18,6 @@ NVLINK = "NV"
 NEAR_NIC = ("PIX", "PXB")
 """The ways between a GPU and a NIC that lead over PCIe switches alone, and not over the CPU."""
 LEFT_TO_ACCELERATOR = "the accelerator's data sheet counts (cluster.accelerator.link_gb_per_s); write what differs"
-INFINIBAND, INTERFACES = "/sys/class/infiniband", "/sys/class/net"
 RATE_TO_FILL = "write a device's share in Gbit/s, one direction; without it cluster.nic_gbit_per_s counts"
 LATENCY_TO_FILL = (
     "the planner's figure for a hop counts; write what trainspec doctor measures between nodes (--measured)"
@@ -137,32 +139,27 @@ def network_of(
     `unknown` is the source where there are none.
     """
     beside = {nic for names in rails(gpus, [nic.name for nic in nics]).values() for nic in names}
-    chosen = [nic for nic in nics if nic.name in beside] or _of_one_kind(nics)
+    chosen = [nic for nic in nics if nic.name in beside]
+    if not chosen:
+        # NICs of the kind that carries most: others are for storage.
+        kinds = sorted({nic.kind for nic in nics})
+        carried = {kind: sum(nic.gbit_per_s or 0.0 for nic in nics if nic.kind == kind) for kind in kinds}
+        chosen = [nic for nic in nics if nic.kind == max(kinds, key=lambda kind: carried[kind])]
     if chosen:
-        return _striped(chosen, nics, devices_per_node)
+        # Traffic that is striped over NICs goes at the rate of the least.
+        least = min(nic.gbit_per_s or 0.0 for nic in chosen)
+        share = round(least * len(chosen) / devices_per_node, 3)
+        left = [nic.name for nic in nics if nic not in chosen]
+        besides = f"; besides them {', '.join(left)}" if left else ""
+        found = f"{', '.join(nic.name for nic in chosen)} at {least:g} Gbit/s for {devices_per_node} devices{besides}"
+        tier = TierSpec("network", gbit_per_s=share, kind=chosen[0].kind)
+        return Network(tier, found, str(INFINIBAND), tuple(chosen))
     fastest = max(interfaces, key=lambda one: one.gbit_per_s or 0.0, default=None)
     if fastest is None or fastest.gbit_per_s is None:
         return Network(TierSpec("network"), "no NIC whose rate is known", unknown)
     share = round(fastest.gbit_per_s / devices_per_node, 3)
     found = f"{fastest.name}, {fastest.gbit_per_s:g} Gbit/s by TCP for {devices_per_node} devices"
-    return Network(TierSpec("network", gbit_per_s=share, kind="ethernet"), found, INTERFACES, (fastest,))
-
-
-def _of_one_kind(nics: Sequence[Nic]) -> list[Nic]:
-    """Return the NICs of the kind that carries most: others are for storage."""
-    carried = {kind: sum(nic.gbit_per_s or 0.0 for nic in nics if nic.kind == kind) for kind in {n.kind for n in nics}}
-    best = max(sorted(carried), key=lambda kind: carried[kind], default=None)
-    return [nic for nic in nics if nic.kind == best]
-
-
-def _striped(chosen: Sequence[Nic], nics: Sequence[Nic], devices_per_node: int) -> Network:
-    """Return the network of NICs that traffic is striped over, which goes at the rate of the least."""
-    least = min(nic.gbit_per_s or 0.0 for nic in chosen)
-    share = round(least * len(chosen) / devices_per_node, 3)
-    left = [nic.name for nic in nics if nic not in chosen]
-    besides = f"; besides them {', '.join(left)}" if left else ""
-    found = f"{', '.join(nic.name for nic in chosen)} at {least:g} Gbit/s for {devices_per_node} devices{besides}"
-    return Network(TierSpec("network", gbit_per_s=share, kind=chosen[0].kind), found, INFINIBAND, tuple(chosen))
+    return Network(TierSpec("network", gbit_per_s=share, kind="ethernet"), found, str(INTERFACES), (fastest,))
 
 
 # Between nodes
@@ -203,7 +200,10 @@ def with_measured(
         near = nodes_near_one_another(pairs)
         found = measured_tiers(pairs, near, devices_per_node, nics_per_node)
         return [FoundTier(tier, source) for tier in found]
-    crossed = _by_level(pairs, levels)
+    crossed: dict[int, list[PairRate]] = {}
+    for pair in pairs:
+        joined = (place for place, level in enumerate(levels) if any(set(pair.hosts) <= set(e) for e in level.elements))
+        crossed.setdefault(next(joined, len(levels) - 1), []).append(pair)
     return [
         FoundTier(measured_tier(tier.spec, crossed[place], devices_per_node, nics_per_node), f"{tier.source}; {source}")
         if place in crossed
@@ -212,9 +212,90 @@ def with_measured(
     ]
 
 
-def _by_level(pairs: Sequence[PairRate], levels: Sequence[SwitchLevel]) -> Mapping[int, list[PairRate]]:
-    crossed: dict[int, list[PairRate]] = {}
-    for pair in pairs:
-        joined = (place for place, level in enumerate(levels) if any(set(pair.hosts) <= set(e) for e in level.elements))
-        crossed.setdefault(next(joined, len(levels) - 1), []).append(pair)
-    return crossed
+# Measured links between nodes
+
+APART = 2.0
+"""Links of nodes that share a switch and of nodes that do not differ by this factor, or cannot be told apart."""
+
+EFFICIENCY = "cluster.efficiency={nic: 1}"
+"""The values that a plan with measured rates is given: they are what collectives reach."""
+
+
+def check_fabric(pairs: Sequence[PairRate], devices_per_node: int, nics_per_node: int) -> Iterator[Check]:
+    """Say which tiers the measured links would be; nothing without links."""
+    if not pairs:
+        return
+    groups = nodes_near_one_another(pairs)
+    written = []
+    for tier in measured_tiers(pairs, groups, devices_per_node, nics_per_node):
+        size = f"devices: {tier.devices}," if tier.devices else ""
+        rates = f"gbit_per_s: {tier.gbit_per_s:g},latency_us: {tier.latency_us:g}"
+        written.append(f"{{name: {tier.name},{size}{rates},kind: {tier.kind}}}")
+    tiers = ",".join(written)
+    found = "links between nodes as measured"
+    if groups is not None:
+        found += f", nearer among {' and among '.join(', '.join(sorted(group)) for group in groups)}"
+    yield Check("fabric", "ok", f"{found}: 'cluster.fabric.tiers=[{{name: domain}},{tiers}]' '{EFFICIENCY}'")
+
+
+def measured_tiers(
+    pairs: Sequence[PairRate], groups: Sequence[set[str]] | None, devices_per_node: int, nics_per_node: int
+) -> list[TierSpec]:
+    """Return the tiers beyond a node: between nodes of one of `groups`, where there are any, and between all."""
+    ends = groups or [{host} for host in hosts_of(pairs)]
+    inside = [pair for pair in pairs if any(set(pair.hosts) <= group for group in ends)]
+    across = [pair for pair in pairs if pair not in inside]
+    network = measured_tier(TierSpec("network"), across, devices_per_node, nics_per_node)
+    if not inside:
+        return [network]
+    near = TierSpec("near", devices=len(ends[0]) * devices_per_node)
+    return [measured_tier(near, inside, devices_per_node, nics_per_node), network]
+
+
+def measured_tier(tier: TierSpec, pairs: Sequence[PairRate], devices_per_node: int, nics_per_node: int) -> TierSpec:
+    """Return a tier with the usual rate and latency of `pairs`, which are not empty.
+
+    Two processes had their nodes' NICs for themselves in each measurement, and share them in a run: a device's share is
+    that of its NIC where it has one (`nics_per_node`; 0: TCP over one interface). Measured rates are what collectives
+    reach, whatever the kind of network, so that the planner takes them whole (`EFFICIENCY`).
+    """
+    share = min(1.0, max(1, nics_per_node) / devices_per_node)
+    gbit_per_s = median(pair.bytes_per_s for pair in pairs) * 8 / 1e9 * share
+    latency_us = median(_latency_s(pair) for pair in pairs) * 1e6
+    # Three digits: links are measured no better.
+    return replace(tier, gbit_per_s=float(f"{gbit_per_s:.3g}"), latency_us=float(f"{latency_us:.3g}"), kind="measured")
+
+
+def _latency_s(pair: PairRate) -> float:
+    return pair.sizes[0].seconds
+
+
+def hosts_of(pairs: Sequence[PairRate]) -> list[str]:
+    return list(dict.fromkeys(host for pair in pairs for host in pair.hosts))
+
+
+def nodes_near_one_another(pairs: Sequence[PairRate]) -> list[set[str]] | None:
+    """Return groups of equally many nodes, in the order of the nodes, whose links among themselves are faster than
+    all others, or else have less latency. None where no such groups are seen, or not every pair was measured."""
+    hosts = hosts_of(pairs)
+    if len(pairs) < math.comb(len(hosts), 2):
+        return None
+    quantities: tuple[Callable[[PairRate], float], ...] = (lambda pair: 1 / pair.bytes_per_s, _latency_s)
+    for quantity in quantities:
+        least, most = (bound(map(quantity, pairs)) for bound in (min, max))
+        if most < APART * least:
+            continue
+        # A chain of near pairs joins the nodes of a group.
+        groups = [{host} for host in hosts]
+        for pair in (pair for pair in pairs if quantity(pair) < math.sqrt(least * most)):
+            first, second = (next(group for group in groups if host in group) for host in pair.hosts)
+            if first is not second:
+                first |= second
+                groups.remove(second)
+        near = [quantity(pair) for pair in pairs if any(set(pair.hosts) <= group for group in groups)]
+        far = [quantity(pair) for pair in pairs if not any(set(pair.hosts) <= group for group in groups)]
+        alike = len({len(group) for group in groups}) == 1
+        consecutive = [host for group in groups for host in hosts if host in group] == hosts
+        if near and far and alike and consecutive and max(near) * math.sqrt(APART) < min(far):
+            return groups
+    return None

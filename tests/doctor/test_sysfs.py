@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from lab.sysfs import Sysfs
 
-from trainspec_cli.doctor.fabric.sysfs import complete, describe_gpus, read_gpus, read_numa_nodes
-from trainspec_cli.doctor.network import read_nics
+from trainspec_cli.doctor.sysfs import complete, describe_gpus, read_gpus, read_nics, read_numa_nodes
 from trainspec_cli.spec.results.fabric import FoundGpu, NumaNode
 
 SWITCH = "pci0000:15/0000:15:01.0/0000:16:00.0"

@@ -1,1 +1,0 @@
-"""Other engines under the training spec: a small protocol, and the judge of their answers (docs/spec)."""

@@ -1,1 +1,0 @@
-"""The fabric of a machine, discovered: how its GPUs, NICs and nodes are joined."""
