@@ -21,16 +21,16 @@ from lab.other_frameworks import NOT_IN_CI
 from lab.published import MODELS, SIZES
 from lab.tracing import Trace, open_forks, tracer
 
-from trainspec_cli.corpus import bpe
-from trainspec_cli.planner.plan import plan
-from trainspec_cli.rundir.event_types.event import PARTS
-from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
-from trainspec_cli.spec.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
+from trainspec_cli.data.corpus import bpe
+from trainspec_cli.plan.plan import plan
+from trainspec_cli.recipe.keys.batching import BatchingSpec
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
+from trainspec_cli.run.folder.event_types.event import PARTS
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 

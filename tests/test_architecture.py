@@ -158,7 +158,7 @@ def test_names_of_environment_variables_stand_in_one_module() -> None:
     """In messages too, they are put together from there."""
     quoted = re.compile(r"""["']TRAINSPEC_[A-Z_]+["']""")
     files = {file.name for file in PACKAGE.rglob("*.py") if quoted.search(file.read_text(encoding="utf-8"))}
-    hook = "sitecustomize.py"  # it runs without the package; tests/launcher/own_command/test_hook.py compares the names
+    hook = "sitecustomize.py"  # it runs without the package; tests/wings/own_script/test_hook.py compares the names
     assert files == {"environment_names.py", hook}
 
 
@@ -251,8 +251,8 @@ def test_wings_of_the_session_lead_to_no_circle() -> None:
 
 
 OF_OTHER_PLANS = (
-    *("trainspec_cli.rundir.events", "trainspec_cli.weights", "trainspec_cli.huggingface"),
-    *("trainspec_cli.scheduler.disturbance", "trainspec_cli.planner.pools.plan", "trainspec_cli.planner.run.sites"),
+    *("trainspec_cli.run.folder.events", "trainspec_cli.data.weights", "trainspec_cli.data.huggingface"),
+    *("trainspec_cli.balance.disturbance", "trainspec_cli.plan.pools.plan", "trainspec_cli.plan.run.sites"),
 )
 FORBIDDEN = {
     "--help": ("torch", "hydra", "omegaconf", "rich", "typer"),

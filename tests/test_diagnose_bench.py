@@ -20,8 +20,8 @@ from bench.diagnose.judge import exhaustion_told, judge
 from bench.diagnose.matrix import figures, misses, render_matrix
 from bench.diagnose.recipe import arguments, write_documents
 
+from trainspec_cli.recipe.keys.fault import parse_faults
 from trainspec_cli.session.recipe.load import load_for_planning
-from trainspec_cli.spec.recipe.fault import parse_faults
 
 NAMES = (*MECHANISMS, HEALTHY, *("+".join(pair) for pair in PAIRS))
 

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from trainspec_cli.attachment.run import AttachedRun
-    from trainspec_cli.reporter.collect import Report
-    from trainspec_cli.reporter.plan.report import PlanReport
-    from trainspec_cli.reporter.runs import RunLine
-    from trainspec_cli.spec.recipe.run import RunSpec
+    from trainspec_cli.recipe.keys.run import RunSpec
+    from trainspec_cli.report.collect import Report
+    from trainspec_cli.report.plan.report import PlanReport
+    from trainspec_cli.report.runs import RunLine
+    from trainspec_cli.wings.own_script.attachment.run import AttachedRun
 
 
 def compose(*arguments: str) -> RunSpec:
@@ -74,7 +74,7 @@ def read_weights(run: str = "last", *, step: int | None = None, best: bool = Fal
     or the one with the lowest held-out loss (`best`). It reads every family of models, and runs no code of the recipe.
     Raises TrainspecError where the checkpoint is damaged, or holds matrices in 4 bits."""
     from trainspec_cli.engine.build.from_run import read_run_weights
-    from trainspec_cli.launcher.exporting import find_checkpoint
+    from trainspec_cli.run.exporting import find_checkpoint
     from trainspec_cli.session.runs.find import find_own_run
 
     found = find_own_run(run)
@@ -85,7 +85,7 @@ def load_model(run: str = "last", *, step: int | None = None, best: bool = False
     """Return a run's model on the CPU in fp32, with the weights of the checkpoint that `read_weights` reads. A model of
     text maps token ids (samples, tokens) to logits (samples, tokens, vocabulary). User-defined blocks are imported."""
     from trainspec_cli.engine.build.from_run import read_run_model
-    from trainspec_cli.launcher.exporting import find_checkpoint
+    from trainspec_cli.run.exporting import find_checkpoint
     from trainspec_cli.session.runs.find import find_own_run
 
     found = find_own_run(run)
@@ -96,6 +96,6 @@ def load_model(run: str = "last", *, step: int | None = None, best: bool = False
 def attach(checkpoints: str | Path | None = None) -> AttachedRun:
     """Return the run that `trainspec run` has started this script for: its steps, checkpoints and requests to stop.
     `checkpoints`: their folder, by default one in the run's own. Outside of a run it writes no events."""
-    from trainspec_cli.attachment.connect import connect
+    from trainspec_cli.wings.own_script.attachment.connect import connect
 
     return connect(checkpoints)

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 from planner_generality import TABLE, Known, choose_prior, learn, measured_runs, source_of
 
-from trainspec_cli.planner.calibration.observe import EFFICIENCIES, GPU_SPREAD, efficiency_with, of_rows
-from trainspec_cli.planner.calibration.posterior import infer, slopes_of
-from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.validation.backtest import Prediction, backtest, fit_table
+from trainspec_cli.plan.calibration.observe import EFFICIENCIES, GPU_SPREAD, efficiency_with, of_rows
+from trainspec_cli.plan.calibration.posterior import infer, slopes_of
+from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.plan.validation.backtest import Prediction, backtest, fit_table
 
 
 def error_with(runs: Sequence[Prediction], eff: Efficiency) -> float:

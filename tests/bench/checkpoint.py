@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.units import format_bytes, format_duration
+from trainspec_cli.core.units import format_bytes, format_duration
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 ROUNDS = 2
 WAYS = {

@@ -21,12 +21,12 @@ from typing import Any
 import yaml
 
 from tests.bench.published_goodput import compare_runs
-from trainspec_cli.planner.run.cost import JOULES_PER_KWH
-from trainspec_cli.reporter.plan.labels import format_money
-from trainspec_cli.reporter.plan.report import PlanReport
+from trainspec_cli.plan.run.cost import JOULES_PER_KWH
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.report.plan.labels import format_money
+from trainspec_cli.report.plan.report import PlanReport
 from trainspec_cli.session.planning.plan import plan_recipe, require_fit
-from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.run import RunSpec
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = ROOT / "tests/data/claims.yaml"

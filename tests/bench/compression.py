@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.balance.batch.learning_rate import learning_rate
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
@@ -40,13 +40,13 @@ from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.optim.optimizer import clear_gradients, set_learning_rate
 from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.engine.run.step import compute_gradients, train_step
-from trainspec_cli.policy.batch.learning_rate import learning_rate
-from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.comm import WireFormats
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.keys.batching import BatchingSpec
+from trainspec_cli.recipe.keys.comm import WireFormats
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.optim import OptimSpec, ScheduleSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.wings.certify.cases import Case, build_plan
 
 SEQ_LEN, HELD_OUT, RANKS = 64, 1024, 2
 FORMATS = tuple(WireFormats(gradients=name) for name in ("full", "bf16", "int8", "int4"))

@@ -25,11 +25,11 @@ from lab.telemetry import Telemetry
 
 from trainspec_cli.engine.observe.clock import QueuedTime, StepClock
 from trainspec_cli.engine.observe.counters import WINDOW_S, StepCounters
-from trainspec_cli.policy.diagnosis.conclude import conclude
-from trainspec_cli.policy.diagnosis.evidence import RunEvidence
-from trainspec_cli.rundir.event_types.event import PARTS
-from trainspec_cli.rundir.events import EventWriter
-from trainspec_cli.spec.results.verdict import RunVerdict
+from trainspec_cli.recipe.results.verdict import RunVerdict
+from trainspec_cli.report.diagnosis.conclude import conclude
+from trainspec_cli.report.diagnosis.evidence import RunEvidence
+from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.run.folder.events import EventWriter
 
 CASES = ("slow_device", "slow_loader", "host_bound", "slow_node")
 

@@ -24,10 +24,10 @@ from typing import Any
 
 import psutil
 
-from trainspec_cli.environment_names import GROUP
-from trainspec_cli.launcher.backend.processes import rank_of
-from trainspec_cli.rundir.events import EventTail, read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.environment_names import GROUP
+from trainspec_cli.run.backend.processes import rank_of
+from trainspec_cli.run.folder.events import EventTail, read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 TINY = ("recipe=tiny", "optim.schedule.kind=constant", "train.max_steps=10000000", "train.log_interval_steps=1000")
 ELASTIC = ("resilience=elastic", "resilience.max_restarts_per_hour=100000", "resilience.exchange_timeout_s=10")

@@ -20,20 +20,20 @@ from lab.fabric import EmulatedFabric, Tier
 from lab.hosts import lacking
 
 from trainspec_cli.engine.mesh import split_by_tier
-from trainspec_cli.planner.blueprint.algorithms import times_of
-from trainspec_cli.planner.blueprint.blueprint import draw_blueprint
-from trainspec_cli.planner.blueprint.exchanges import exchanges_of
-from trainspec_cli.planner.blueprint.order import groups_in, node_places, orders
-from trainspec_cli.planner.hardware.cluster import cpu_of, with_tiers
-from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.hardware.topology import Fabric
-from trainspec_cli.planner.setup import Setup
-from trainspec_cli.planner.time.step import micro_batch
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.recipe.fabric import FabricSpec, TierSpec
-from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.results.blueprint import Algorithm, Exchange
+from trainspec_cli.plan.blueprint.algorithms import times_of
+from trainspec_cli.plan.blueprint.blueprint import draw_blueprint
+from trainspec_cli.plan.blueprint.exchanges import exchanges_of
+from trainspec_cli.plan.blueprint.order import groups_in, node_places, orders
+from trainspec_cli.plan.hardware.cluster import cpu_of, with_tiers
+from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.plan.hardware.topology import Fabric
+from trainspec_cli.plan.setup import Setup
+from trainspec_cli.plan.time.step import micro_batch
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.fabric import FabricSpec, TierSpec
+from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.results.blueprint import Algorithm, Exchange
 
 EFFICIENCY = Efficiency(link_pcie=0.98, nic=0.98, collective_latency_s=5e-4)
 """gloo over TCP: what of a link's rate is left of the packets' headers and gaps, and what a call takes."""

@@ -26,10 +26,10 @@ from fuzz.conftest import damaged_bytes, strange_variants, tell
 from fuzz.test_recipes import NUMBERS, PATHS, RECIPE
 from lab.keys import make_key
 
-from trainspec_cli.certify.certificate import digest, read_key, sign_certificate, write_certificate
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.certificate import Finding
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.results.certificate import Finding
+from trainspec_cli.wings.certify.certificate import digest, read_key, sign_certificate, write_certificate
 
 
 def damaged(content: bytes, chance: random.Random) -> bytes:

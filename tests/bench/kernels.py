@@ -14,15 +14,15 @@ import sys
 import torch
 from rich.console import Console
 
+from trainspec_cli.core.node import cpu_name
 from trainspec_cli.engine.build.kernel_loading import load_kernel
 from trainspec_cli.engine.tools.kernel_trial import try_kernels
 from trainspec_cli.engine.tools.kernels import calls_of, workloads_of
-from trainspec_cli.node import cpu_name
-from trainspec_cli.policy.kernels import judge_operation
-from trainspec_cli.reporter.kernels_text import render_table
+from trainspec_cli.recipe.keys.kernels import KERNELS, KernelTable
+from trainspec_cli.recipe.rules.kernels import explain
+from trainspec_cli.report.kernels_text import render_table
+from trainspec_cli.run.kernels import judge_operation
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
-from trainspec_cli.spec.recipe.kernels import KERNELS, KernelTable
-from trainspec_cli.spec.rules.kernels import explain
 
 RUNS = {
     "llama": ["recipe=quickstart", "optim.name=adamw", "data.seq_len=512"],

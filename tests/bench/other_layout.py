@@ -11,10 +11,10 @@ import random
 import time
 from collections.abc import Callable, Sequence
 
-from trainspec_cli.planner.capacity import plan_capacity
-from trainspec_cli.scheduler.other_layout import OtherLayouts
+from trainspec_cli.balance.other_layout import OtherLayouts
+from trainspec_cli.plan.capacity import plan_capacity
+from trainspec_cli.recipe.results.plan import LayoutProposal
 from trainspec_cli.session.recipe.load import load_for_planning
-from trainspec_cli.spec.results.plan import LayoutProposal
 
 RANKS = 16_384
 SLOW = 300

@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.certify.families import SAMPLES
+from trainspec_cli.balance.batch.division import OwnSamples, even_division_of
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm import exchange
@@ -42,8 +41,9 @@ from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.parallel import data_parallel, gradient_sums
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
-from trainspec_cli.policy.batch.division import OwnSamples, even_division_of
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.wings.certify.cases import Case, build_plan
+from trainspec_cli.wings.certify.families import SAMPLES
 
 BLOCK_S = 0.15
 """Of a block's backward."""

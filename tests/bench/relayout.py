@@ -15,12 +15,12 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from trainspec_cli.reporter.changes import describe_directive
-from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
-from trainspec_cli.rundir.events import read_events, read_log
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
-from trainspec_cli.units import format_bytes, format_duration
+from trainspec_cli.core.units import format_bytes, format_duration
+from trainspec_cli.report.changes import describe_directive
+from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.events import read_events, read_log
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan
 
 EVERY_STEPS = 6
 LAYOUTS = (

@@ -22,11 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainspec_cli.policy.batch.division import Division
-from trainspec_cli.policy.scheduling.balance import best_division, solve_counts
-from trainspec_cli.policy.scheduling.speeds import CONFIRMING_STEPS, Speed
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.balance.batch.division import Division
+from trainspec_cli.balance.decisions.balance import best_division, solve_counts
+from trainspec_cli.balance.decisions.speeds import CONFIRMING_STEPS, Speed
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 PROCESSES, SAMPLES, SLOWED, STEPS, SETTLED_STEPS = 4, 64, 14, 50, 10
 SLOW_FACTOR = 2.0

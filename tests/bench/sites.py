@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from lab.link import Link
 from lab.ports import free_port
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.files import read_json
-from trainspec_cli.rundir.generations import create_secret
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.files import read_json
+from trainspec_cli.run.folder.generations import create_secret
+from trainspec_cli.run.folder.paths import RunDir
 
 WARM_STEPS = 5
 """Steps that a speed leaves out: the first ones take longer."""

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.certify.families import SAMPLES
+from trainspec_cli.balance.batch.division import OwnSamples, even_division_of
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.run.scheduling.directives import Directives
@@ -35,9 +34,10 @@ from trainspec_cli.engine.run.scheduling.step_scheduler import StepScheduler
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
-from trainspec_cli.policy.batch.division import OwnSamples, even_division_of
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.wings.certify.cases import Case, build_plan
+from trainspec_cli.wings.certify.families import SAMPLES
 
 WARM_STEPS = 40
 RANKS, TURN_STEPS = 2, 50

@@ -55,7 +55,7 @@ def hugging_face_model():
 def samples(token_dir: str, count: int):
     import torch
 
-    from trainspec_cli.corpus.shards import TokenFolder
+    from trainspec_cli.data.corpus.shards import TokenFolder
 
     folder = TokenFolder.open(token_dir)
     return [torch.from_numpy(folder.tokens("train", i * SEQ_LEN, SEQ_LEN)) for i in range(count)]
@@ -120,8 +120,8 @@ def run_trainer(token_dir: str, steps: int, compiled: bool) -> list[float]:
 
 def run_trainspec(token_dir: str, steps: int, compiled: bool) -> list[float]:
     """Seconds of each step as the engine itself writes them down, in a run started as a user would."""
-    from trainspec_cli.rundir.events import read_events
-    from trainspec_cli.rundir.paths import RunDir
+    from trainspec_cli.run.folder.events import read_events
+    from trainspec_cli.run.folder.paths import RunDir
 
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir(Path(folder, "run"))
@@ -146,8 +146,8 @@ def run_one(contender: str, token_dir: str, steps: int) -> float:
 
 
 def prepare_tokens() -> str:
-    from trainspec_cli.corpus.prepare import prepare
-    from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
+    from trainspec_cli.data.corpus.prepare import prepare
+    from trainspec_cli.recipe.keys.data import DataSpec, TokenizerSpec
 
     return str(prepare(DataSpec(SEQ_LEN, "python_stdlib", tokenizer=TokenizerSpec(MODEL["vocab_size"]))))
 

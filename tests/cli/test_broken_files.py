@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.composer.folders import find_folders
-from trainspec_cli.planner.hardware import catalogue
-from trainspec_cli.planner.validation import frameworks
+from trainspec_cli.plan.hardware import catalogue
+from trainspec_cli.plan.validation import frameworks
+from trainspec_cli.recipe.compose.folders import find_folders
 
 CACHED = (catalogue.accelerators, catalogue.find_accelerator, catalogue.models, frameworks.frameworks)
 COMPLETE = "name: zz\nvendor: nvidia\nbf16_tflops: 100\nmemory_tb_per_s: 3\n"

@@ -12,12 +12,12 @@ from lab.gpus.machines import play
 from lab.keys import make_key
 
 from trainspec_cli.__main__ import main
-from trainspec_cli.certify import families
-from trainspec_cli.certify.cases import Case, build_spec
-from trainspec_cli.certify.certificate import digest
 from trainspec_cli.cli.certify import machine_here
-from trainspec_cli.errors import MachineError
-from trainspec_cli.spec.recipe.cluster import Machine
+from trainspec_cli.core.errors import MachineError
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.wings.certify import families
+from trainspec_cli.wings.certify.cases import Case, build_spec
+from trainspec_cli.wings.certify.certificate import digest
 
 
 @pytest.fixture

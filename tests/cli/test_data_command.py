@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from trainspec_cli.cli.data import READY, Source, _as_option, _rows, app
-from trainspec_cli.corpus import bpe
-from trainspec_cli.corpus.manifest import ShardManifest, SplitSummary
-from trainspec_cli.corpus.shards import TokenFolder
-from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.data.corpus import bpe
+from trainspec_cli.data.corpus.manifest import ShardManifest, SplitSummary
+from trainspec_cli.data.corpus.shards import TokenFolder
+from trainspec_cli.recipe.keys.data import DataSpec
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import pytest
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.cli import doctor
-from trainspec_cli.errors import MachineError, Problem
-from trainspec_cli.spec.results.doctor import Check, NodeReport
+from trainspec_cli.core.errors import MachineError, Problem
+from trainspec_cli.recipe.results.doctor import Check, NodeReport
 
 
 class Examined:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.spec.recipe.cluster import SlurmSpec
+from trainspec_cli.recipe.keys.cluster import SlurmSpec
 
 
 def test_a_key(capsys: pytest.CaptureFixture[str]) -> None:

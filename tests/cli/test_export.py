@@ -9,9 +9,9 @@ import pytest
 
 from trainspec_cli import __main__
 from trainspec_cli.cli import export
-from trainspec_cli.huggingface.tensors import ADAPTER_CONFIG, ADAPTERS
-from trainspec_cli.launcher.exporting import Export
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.data.huggingface.tensors import ADAPTER_CONFIG, ADAPTERS
+from trainspec_cli.run.exporting import Export
+from trainspec_cli.run.folder.paths import RunDir
 
 WEIGHTS = {"model-00001-of-00002.safetensors": 3 * 2**20, "model-00002-of-00002.safetensors": 2**20}
 

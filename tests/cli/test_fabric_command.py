@@ -11,10 +11,10 @@ from lab.sysfs import Sysfs
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.cli import fabric
-from trainspec_cli.doctor import discover
-from trainspec_cli.doctor.discover import NodeLinks, Told, links_here
+from trainspec_cli.recipe.keys.fabric import TierSpec
 from trainspec_cli.session.recipe.load import load_for_planning
-from trainspec_cli.spec.recipe.fabric import TierSpec
+from trainspec_cli.wings.doctor import discover
+from trainspec_cli.wings.doctor.discover import NodeLinks, Told, links_here
 
 DATA = Path(__file__).parents[1] / "data" / "topology"
 PLAN = ("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=8")

@@ -16,12 +16,12 @@ import psutil
 import pytest
 from lab.waiting import wait_for
 
-from trainspec_cli.launcher.measuring import probe_path
-from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.results.probe import MachineProbe
+from trainspec_cli.run.folder.files import read_json, write_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.measuring import probe_path
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.results.probe import MachineProbe
 
 CLI = (sys.executable, "-m", "trainspec_cli")
 TINY = ("recipe=tiny", "checkpoint.interval_steps=null", "data.max_bytes=200000", "train.log_interval_steps=5")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.files import read_json, write_json
+from trainspec_cli.run.folder.paths import RunDir
 
 HOME = Path(__file__).resolve().parents[2]
 PAPER = ("sbatch", "recipe=tiny", "data.max_bytes=200000", "cluster.num_nodes=1")

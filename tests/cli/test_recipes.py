@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.errors import RecipeError
+from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.session.recipe.load import load_for_planning
 
 SHIPPED = sorted(path.stem for path in Path(__file__).parents[2].joinpath("recipes").glob("*.yaml"))

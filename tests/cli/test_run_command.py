@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.environment_names import LAUNCH_ID, PROGRESS
+from trainspec_cli.core.environment_names import LAUNCH_ID, PROGRESS
 
 
 @pytest.fixture(autouse=True)

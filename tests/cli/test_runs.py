@@ -10,12 +10,12 @@ import pytest
 
 from trainspec_cli.__main__ import run as trainspec
 from trainspec_cli.cli import runs as runs_command
-from trainspec_cli.launcher.job.claim import claim
-from trainspec_cli.launcher.slurm import commands
-from trainspec_cli.reporter.runs import RunLine
-from trainspec_cli.rundir import memory
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.report.runs import RunLine
+from trainspec_cli.run.folder import memory
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.claim import claim
+from trainspec_cli.run.slurm import commands
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,13 @@ import pytest
 
 from trainspec_cli.__main__ import run as trainspec
 from trainspec_cli.cli import runs as runs_command
-from trainspec_cli.errors import EXIT_DONE, RecipeError
-from trainspec_cli.launcher.job.claim import claim
-from trainspec_cli.rundir import generations, memory
-from trainspec_cli.rundir.event_types.event import PARTS
-from trainspec_cli.rundir.events import EventWriter, parse_event
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import EXIT_DONE, RecipeError
+from trainspec_cli.run.folder import generations, memory
+from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.run.folder.events import EventWriter, parse_event
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.claim import claim
 from trainspec_cli.session.runs import removal
 
 MakeRun = Callable[..., RunDir]

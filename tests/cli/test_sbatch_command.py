@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan
 
 HOME = Path(__file__).resolve().parents[2]
 TWO = ("recipe=tiny", "data.max_bytes=200000", "cluster.num_nodes=2")

@@ -10,7 +10,7 @@ import pytest
 from trainspec_cli.__main__ import run
 from trainspec_cli.cli.complete import complete
 from trainspec_cli.cli.main import COMMANDS
-from trainspec_cli.composer.folders import find_folders
+from trainspec_cli.recipe.compose.folders import find_folders
 
 PUBLISHED = Path(__file__).parents[2] / "conf" / "schema"
 

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.printable import is_printable
-from trainspec_cli.rundir.event_types.event import PARTS
-from trainspec_cli.rundir.event_types.parse import EVENT_TYPES
-from trainspec_cli.rundir.event_types.training import SetFigures
-from trainspec_cli.rundir.events import EventWriter
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.printable import is_printable
+from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES
+from trainspec_cli.run.folder.event_types.training import SetFigures
+from trainspec_cli.run.folder.events import EventWriter
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
 
 HOME = Path(__file__).resolve().parents[2]
 SEQUENCE = "\x1b]0;owned\x07\x1b[38;5;213m\x9b2J\u202e\b"

@@ -25,7 +25,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from trainspec_cli.cli.main import COMMANDS, load_command
-from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.recipe.keys.run import RunSpec
 
 CHECKOUT = Path(__file__).parents[2]
 PAGES = [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))]

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from trainspec_cli.spec.json_schema import path_of_group
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.structure import hints_of, key_of, sections_of
+from trainspec_cli.recipe.json_schema import path_of_group
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.structure import hints_of, key_of, sections_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [page.read_text() for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]

@@ -6,11 +6,11 @@ import re
 
 from lab import clauses
 
-from trainspec_cli.certify.clauses import spec_version
-from trainspec_cli.extensions import kinds
-from trainspec_cli.extensions.kinds import ExtensionKind
-from trainspec_cli.reading.spec_version import CURRENT, VERSIONS
-from trainspec_cli.rundir.forms import FORMS
+from trainspec_cli.core.reading.spec_version import CURRENT, VERSIONS
+from trainspec_cli.recipe.extensions import kinds
+from trainspec_cli.recipe.extensions.kinds import ExtensionKind
+from trainspec_cli.run.folder.forms import FORMS
+from trainspec_cli.wings.certify.clauses import spec_version
 
 WRITE = "type, in the checkout: python -m tests.lab.clauses"
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from trainspec_cli.core.environment_names import GENERATION, GROUP
+from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine import __main__ as worker
 from trainspec_cli.engine.run import worker as training
-from trainspec_cli.environment_names import GENERATION, GROUP
-from trainspec_cli.errors import WorkerError
-from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import WorkerErrorRecord, read_error
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import WorkerErrorRecord, read_error
 
 
 @pytest.fixture

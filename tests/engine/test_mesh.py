@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.mesh import build_mesh, split_by_tier
 from trainspec_cli.engine.tools.trace import fake_world
-from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
+from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
 
 SIZES = {"pp": 2, "dp_replicate": 2, "dp_shard": 3, "cp": 2, "tp": 2}
 WORLD = 48

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.__main__ import EXIT_FAULT, run
-from trainspec_cli.errors import EXIT_CODES
+from trainspec_cli.core.errors import EXIT_CODES
 
 ALARM_S = 60
 """A safety net alone: one command line of a fuzzer takes milliseconds."""

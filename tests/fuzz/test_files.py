@@ -15,14 +15,14 @@ import pytest
 from fuzz.conftest import damaged_bytes, ends, strange_variants, tell
 from lab.published import MODELS, SIZES
 
-from trainspec_cli.certify.certificate import digest
-from trainspec_cli.corpus import bpe
-from trainspec_cli.errors import TrainspecError
-from trainspec_cli.huggingface import chat_template
-from trainspec_cli.huggingface.chat_template import ChatTemplate
-from trainspec_cli.huggingface.config_reading import read_model
-from trainspec_cli.huggingface.safetensors import make_header, open_checkpoint
-from trainspec_cli.launcher.measuring import read_probe
+from trainspec_cli.core.errors import TrainspecError
+from trainspec_cli.data.corpus import bpe
+from trainspec_cli.data.huggingface import chat_template
+from trainspec_cli.data.huggingface.chat_template import ChatTemplate
+from trainspec_cli.data.huggingface.config_reading import read_model
+from trainspec_cli.data.huggingface.safetensors import make_header, open_checkpoint
+from trainspec_cli.run.measuring import read_probe
+from trainspec_cli.wings.certify.certificate import digest
 
 CONFIG = {
     **SIZES,
@@ -181,9 +181,9 @@ def test_pictures_and_volumes(project: Path) -> None:
     np.save(project / "pictures/one/a.npy", array)
     image.fromarray(array).save(project / "pictures/two/b.png")
     files = ["pictures/one/a.npy", "pictures/two/b.png", "volumes/images/a.nii", "volumes/labels/a.nii"]
-    from trainspec_cli.corpus.labelled import open_samples
-    from trainspec_cli.spec.recipe.data import DataSpec
-    from trainspec_cli.spec.recipe.model import ConvModel
+    from trainspec_cli.data.corpus.labelled import open_samples
+    from trainspec_cli.recipe.keys.data import DataSpec
+    from trainspec_cli.recipe.keys.model import ConvModel
 
     def look(name: str) -> None:
         kind = name.partition("/")[0]

@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 from fuzz.conftest import STRANGE, damaged_bytes, strange_variants, tell
 
-from trainspec_cli.planner.plan import plan
-from trainspec_cli.rundir.event_types.event import PARTS
-from trainspec_cli.rundir.event_types.failures import EndedMark, LaunchMark, RecoveryEvent
-from trainspec_cli.rundir.event_types.training import (
+from trainspec_cli.plan.plan import plan
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.batching import BatchingSpec
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.run.folder.event_types.failures import EndedMark, LaunchMark, RecoveryEvent
+from trainspec_cli.run.folder.event_types.training import (
     CheckpointEvent,
     EndEvent,
     EvalEvent,
@@ -25,16 +32,9 @@ from trainspec_cli.rundir.event_types.training import (
     StepEvent,
     WarningEvent,
 )
-from trainspec_cli.rundir.events import EventWriter
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.run.folder.events import EventWriter
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
 
 SPEC = RunSpec(
     model=DecoderModel(1, 64, 2, 2, 32, 128, 512),

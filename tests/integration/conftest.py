@@ -16,9 +16,9 @@ import psutil
 import pytest
 from lab.waiting import wait_for
 
-from trainspec_cli.launcher.backend.processes import rank_of, workers_among
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.backend.processes import rank_of, workers_among
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 STEPS = 80
 WHOLE = ("recipe=tiny", f"train.max_steps={STEPS}")

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from lab.other_frameworks import NOT_IN_CI
 
-from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
-from trainspec_cli.rundir.event_types.training import CheckpointEvent, EvalEvent, StartEvent, StepEvent
-from trainspec_cli.rundir.events import read_log
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.event_types.training import CheckpointEvent, EvalEvent, StartEvent, StepEvent
+from trainspec_cli.run.folder.events import read_log
+from trainspec_cli.run.folder.paths import RunDir
 
 SCRIPTS = Path(__file__).parents[1] / "lab" / "own_commands"
 RANKS = {"plain": 1, "own_loader": 1, "accelerated": 1, "ddp": 2, "fsdp2": 2}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 STEPS = 6
 

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from trainspec_cli.rundir.event_types.observed import VerdictEvent
-from trainspec_cli.rundir.events import read_log
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.event_types.observed import VerdictEvent
+from trainspec_cli.run.folder.events import read_log
+from trainspec_cli.run.folder.paths import RunDir
 
 
 @pytest.mark.slow

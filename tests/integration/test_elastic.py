@@ -11,7 +11,7 @@ from lab.device_backend import DIES, install
 from lab.groups import changes, check_nothing_was_lost, losses, own_events, run_events
 from lab.waiting import wait_for
 
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.paths import RunDir
 
 ENDLESS = "train.max_steps=1000000"
 ELASTIC = (

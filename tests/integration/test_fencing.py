@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from lab.waiting import wait_for
 
-from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 
 def steps_of(run: RunDir) -> list[int]:

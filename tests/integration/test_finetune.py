@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from trainspec_cli.huggingface.chat_template import CHATML
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.data.huggingface.chat_template import CHATML
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

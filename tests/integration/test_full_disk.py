@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 RECIPE = ("recipe=tiny", "train.max_steps=30", "checkpoint.interval_steps=10", "checkpoint.keep_last=3")
 CHECKPOINT_KB = 1800

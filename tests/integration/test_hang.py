@@ -6,8 +6,8 @@ import signal
 import psutil
 import pytest
 
-from trainspec_cli.launcher.backend.processes import rank_of
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.backend.processes import rank_of
+from trainspec_cli.run.folder.paths import RunDir
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ import psutil
 import pytest
 from lab.waiting import wait_for
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 STEPS = 60
 RECIPE = (

@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 STEPS = 8
 

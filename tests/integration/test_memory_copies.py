@@ -3,9 +3,9 @@
 import pytest
 from integration.conftest import WHOLE, slow_from
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.memory import memory_folder
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.memory import memory_folder
+from trainspec_cli.run.folder.paths import RunDir
 
 RECIPE = (*WHOLE, "checkpoint.interval_steps=null", "checkpoint.memory_interval_steps=3", slow_from(10))
 

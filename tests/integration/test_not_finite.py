@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from trainspec_cli.rundir.files import read_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.files import read_json
+from trainspec_cli.run.folder.paths import RunDir
 
 TINY = ("recipe=tiny", "checkpoint.interval_steps=null", "data.max_bytes=100000", "run.dir=run")
 DIVERGING = (*TINY, "cluster.devices_per_node=1", "optim.lr=1e30", "optim.grad_clip_norm=null")

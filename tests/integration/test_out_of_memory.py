@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from lab.waiting import PATIENCE_S
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 STEPS, SAMPLES, FAILS_AT = 8, 8, 3
 ANY_SIZE = (

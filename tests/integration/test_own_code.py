@@ -12,7 +12,7 @@ from lab import own_model
 from lab.groups import changes, check_nothing_was_lost, losses, run_events
 from lab.waiting import wait_for
 
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.paths import RunDir
 
 pytestmark = pytest.mark.slow
 

@@ -12,11 +12,11 @@ import pytest
 from lab.ports import free_port
 from lab.waiting import wait_for
 
-from trainspec_cli.launcher.own_command import progress
-from trainspec_cli.rundir.event_types.observed import HangEvent, UsageEvent
-from trainspec_cli.rundir.event_types.training import StepEvent
-from trainspec_cli.rundir.events import read_log
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.event_types.observed import HangEvent, UsageEvent
+from trainspec_cli.run.folder.event_types.training import StepEvent
+from trainspec_cli.run.folder.events import read_log
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.wings.own_script import progress
 
 SCRIPTS = Path(__file__).parents[1] / "lab" / "own_commands"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1")

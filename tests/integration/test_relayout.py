@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 RECIPE = (
     *("recipe=tiny", "model.num_layers=4", "cluster.devices_per_node=2", "precision=fp32", "layout=fsdp"),

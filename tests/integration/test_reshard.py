@@ -2,8 +2,8 @@
 
 import pytest
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 RECIPE = ("recipe=tiny", "optim.schedule.kind=constant", "precision=fp32", "batching.global_batch_size=12")
 ONE = ("cluster.devices_per_node=1", "layout.dp_replicate=1", "layout.dp_shard=1", "layout.tp=1", "layout.pp=1")

@@ -9,9 +9,9 @@ import time
 import pytest
 from integration.conftest import STEPS, WHOLE, slow_from
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan
 
 RECIPE = (*WHOLE, "checkpoint.interval_steps=10")
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from lab.waiting import wait_for
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 RANKS, SLOW_RANK = 4, 2
 SAMPLES = 24

@@ -14,8 +14,8 @@ from lab.groups import changes, check_nothing_was_lost, losses, own_events, run_
 from lab.ports import free_port
 from lab.waiting import wait_for
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 SMALL = ("recipe=tiny", "cluster.devices_per_node=1", "data.seq_len=16", "batching.global_batch_size=4")
 

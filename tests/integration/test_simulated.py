@@ -5,11 +5,11 @@ import statistics
 
 import pytest
 
-from trainspec_cli.planner.run.goodput import SimulatedJob, simulate
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.cluster import ReliabilitySpec
-from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.plan.run.goodput import SimulatedJob, simulate
+from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
+from trainspec_cli.recipe.keys.resilience import ResilienceSpec
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 INTERVAL_STEPS, STEPS = 15, 60
 

@@ -16,12 +16,12 @@ from lab.link import Link
 from lab.ports import free_port
 from lab.waiting import wait_for
 
-from trainspec_cli.certify.launched import listening
-from trainspec_cli.launcher.backend.processes import workers_among
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.files import read_json
-from trainspec_cli.rundir.generations import create_secret
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.backend.processes import workers_among
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.files import read_json
+from trainspec_cli.run.folder.generations import create_secret
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.wings.certify.launched import listening
 
 pytest.importorskip("cryptography")
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from lab.ports import free_port
 from lab.waiting import wait_for
 
-from trainspec_cli.certify.launched import listening
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.wings.certify.launched import listening
 
 IDLE = 150
 """Connections that a stranger opens to every port and leaves."""

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from lab.waiting import wait_for
 
-from trainspec_cli.launcher.job.claim import is_running
-from trainspec_cli.rundir.files import read_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.files import read_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.claim import is_running
 
 pytestmark = pytest.mark.slow
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.rundir.event_types.training import StepEvent
-from trainspec_cli.rundir.events import read_log
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_result
+from trainspec_cli.run.folder.event_types.training import StepEvent
+from trainspec_cli.run.folder.events import read_log
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_result
 
 FILES = Path(__file__).parents[1] / "spec" / "versions" / "0.1"
 LAYOUT = ("layout.cp=1", "layout.tp=1", "layout.ep=1", "layout.pp=1")

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from trainspec_cli.launcher.backend.nodes.hub import Hub
-from trainspec_cli.launcher.backend.nodes.wire import Wire, call_hub
+from trainspec_cli.run.backend.nodes.hub import Hub
+from trainspec_cli.run.backend.nodes.wire import Wire, call_hub
 
 SECRET = b"s" * 32
 

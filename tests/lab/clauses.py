@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from trainspec_cli.reading.spec_version import CURRENT, UNSTATED
-from trainspec_cli.rundir.forms import FORMS, Form
+from trainspec_cli.core.reading.spec_version import CURRENT, UNSTATED
+from trainspec_cli.run.folder.forms import FORMS, Form
 
 CHECKOUT = Path(__file__).parents[2]
 SPEC = CHECKOUT / "docs" / "spec"
 DOCUMENTS = (
     SPEC / "launcher.md",
     SPEC / "scheduler.md",
-    CHECKOUT / "trainspec_cli" / "certify" / "SPEC.md",
+    CHECKOUT / "trainspec_cli" / "wings" / "certify" / "SPEC.md",
     SPEC / "run-folder.md",
     SPEC / "recipes.md",
     SPEC / "versions.md",
@@ -80,7 +80,7 @@ def render_table() -> str:
     ]
     tests, clauses = held_by(), read_clauses()
     for document in DOCUMENTS:
-        link = "../../trainspec_cli/certify/SPEC.md" if document.parent != SPEC else document.name
+        link = "../../trainspec_cli/wings/certify/SPEC.md" if document.parent != SPEC else document.name
         lines += [
             "",
             f"## [{document.name}]({link})",

@@ -20,7 +20,7 @@ import psutil
 
 from lab.hosts import SWITCH_ADDRESS, Hosts
 from lab.waiting import PATIENCE_S
-from trainspec_cli.launcher.backend.processes import rank_of
+from trainspec_cli.run.backend.processes import rank_of
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 START_TIMEOUT_S = 60.0

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainspec_cli.rundir.event_types.decisions import (
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.memory import MemorySetting
+from trainspec_cli.run.folder.event_types.decisions import (
     AchievedEvent,
     DirectiveEvent,
     MemoryEvent,
     NodesAchievedEvent,
     NodesEvent,
 )
-from trainspec_cli.rundir.event_types.event import Event
-from trainspec_cli.rundir.event_types.failures import RetryEvent
-from trainspec_cli.rundir.event_types.training import StartEvent, StepEvent
-from trainspec_cli.rundir.events import EventWriter
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.results.memory import MemorySetting
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.event_types.failures import RetryEvent
+from trainspec_cli.run.folder.event_types.training import StartEvent, StepEvent
+from trainspec_cli.run.folder.events import EventWriter
 
 DIRECTIVE = DirectiveEvent(
     step=4,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from lab.fabric import enter, namespace_of
 from trainspec_cli.engine.comm.exchange import Tiers, all_gather, reduce_scatter, swap_rows
-from trainspec_cli.spec.results.blueprint import Algorithm, Operation
+from trainspec_cli.recipe.results.blueprint import Algorithm, Operation
 
 SETTLE_S = 0.05
 """Time from the agreement on a start to the start, beyond the delays of the fabric."""

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 def make_key(file: Path) -> str:
     """Write a private key to `file` and its public key to `file`.pub, as ssh-keygen does; return its fingerprint."""
-    from trainspec_cli.certify.certificate import read_fingerprint
+    from trainspec_cli.wings.certify.certificate import read_fingerprint
 
     key = Ed25519PrivateKey.generate()
     pem = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())

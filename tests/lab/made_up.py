@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainspec_cli.spec.recipe.cluster import AcceleratorSpec, ClusterSpec
+from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec
 
 CHIP = AcceleratorSpec(
     *("chip", "maker", 500.0, 80.0, 3.0),

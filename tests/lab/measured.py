@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.launcher.measuring import probe_machine, probe_path
-from trainspec_cli.rundir.files import write_json
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.probe import MachineProbe
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.measuring import probe_machine, probe_path
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.probe import MachineProbe
 
 
 def measured_cache(factory: pytest.TempPathFactory) -> Path:

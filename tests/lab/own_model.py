@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.spec.recipe.model import OwnModel
-from trainspec_cli.spec.recipe.run import TrainSection
+from trainspec_cli.recipe.keys.model import OwnModel
+from trainspec_cli.recipe.keys.run import TrainSection
 
 
 class Averager(nn.Module):

@@ -8,7 +8,7 @@ from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
 from typing import Any
 
-from trainspec_cli.printable import is_printable
+from trainspec_cli.core.printable import is_printable
 
 HOSTILE = "<script>alert(1)</script>'\"><img onerror=x>&\x1b]0;owned\x07\u202e"
 

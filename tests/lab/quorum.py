@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainspec_cli.core.wire.rendezvous import FormedQuorum
 from trainspec_cli.engine.elastic import membership
-from trainspec_cli.wire.rendezvous import FormedQuorum
 
 TIMEOUT_S = 600.0
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lab.link import Link
 from lab.waiting import wait_for
+from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
 from trainspec_cli.engine.data.staging import Staging
@@ -29,20 +30,19 @@ from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sites import FarSites
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.launcher.job.place import listen
-from trainspec_cli.launcher.sites.inbox import SiteInbox, make_inbox
-from trainspec_cli.launcher.sites.meeting_point import MeetingPoint, make_meeting_point
-from trainspec_cli.policy.batch.division import OwnSamples
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.generations import create_secret, read_secret
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.resilience import ResilienceSpec, SitesSpec
-from trainspec_cli.spec.recipe.run import RunSection, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.batching import BatchingSpec
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.resilience import ResilienceSpec, SitesSpec
+from trainspec_cli.recipe.keys.run import RunSection, RunSpec, TrainSection
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.generations import create_secret, read_secret
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.place import listen
+from trainspec_cli.wings.sites.inbox import SiteInbox, make_inbox
+from trainspec_cli.wings.sites.meeting_point import MeetingPoint, make_meeting_point
 
 CPU = torch.device("cpu")
 STEPS, BATCH, WAIT_S = 24, 4, 60

@@ -10,9 +10,9 @@ from functools import partial
 from multiprocessing.context import ForkServerContext
 from typing import Protocol
 
-from trainspec_cli.launcher.measuring import traced_ranks
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.tools import TraceResult
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tools import TraceResult
+from trainspec_cli.run.measuring import traced_ranks
 
 TRACER = "trainspec_cli.engine.tools.trace"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.launcher.job.folder import write_launch
-from trainspec_cli.launcher.job.job import build_job
-from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.folder import write_launch
+from trainspec_cli.run.job.job import build_job
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.recipe.load import load, plan_on
-from trainspec_cli.spec.recipe.cluster import Machine
 
 HERE = Machine("here", cpu_cores=2, memory_bytes=2**34)
 
@@ -22,7 +22,7 @@ HERE = Machine("here", cpu_cores=2, memory_bytes=2**34)
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """This machine, as every session finds it."""
-    for module in ("launcher.job.machine", "session.launching.resume"):
+    for module in ("run.job.machine", "session.launching.resume"):
         monkeypatch.setattr(f"trainspec_cli.{module}.detect", lambda **_: HERE)
     return HERE
 

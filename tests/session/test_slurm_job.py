@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.errors import (
+from trainspec_cli.core.errors import (
     EXIT_DONE,
     Interrupted,
     MachineError,
@@ -21,21 +21,21 @@ from trainspec_cli.errors import (
     Stopped,
     WorkerError,
 )
-from trainspec_cli.launcher.own_command.job import Wanted
-from trainspec_cli.launcher.signals import PatientRequests
-from trainspec_cli.launcher.slurm.own_job import OwnJob, write_own_job
-from trainspec_cli.launcher.slurm.placing import HOSTFILE
-from trainspec_cli.rundir.event_types.failures import RecoveryEvent
-from trainspec_cli.rundir.events import EventWriter
-from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.rundir.generations import FENCED
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan, read_run_record
+from trainspec_cli.recipe.keys.cluster import SlurmSpec
+from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
+from trainspec_cli.run.folder.events import EventWriter
+from trainspec_cli.run.folder.files import read_json, write_json
+from trainspec_cli.run.folder.generations import FENCED
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan, read_run_record
+from trainspec_cli.run.signals import PatientRequests
+from trainspec_cli.run.slurm.own_job import OwnJob, write_own_job
+from trainspec_cli.run.slurm.placing import HOSTFILE
 from trainspec_cli.session import slurm_job
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching import own_command, requeue
 from trainspec_cli.session.launching.session import Session
-from trainspec_cli.spec.recipe.cluster import SlurmSpec
+from trainspec_cli.wings.own_script.job import Wanted
 
 MakeRun = Callable[..., RunDir]
 

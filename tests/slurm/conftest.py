@@ -18,8 +18,8 @@ from lab import hosts as lab_hosts
 from lab.cluster import Cluster
 from lab.hosts import Hosts
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 HOME = Path(__file__).parents[2]
 SMALL = (

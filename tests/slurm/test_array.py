@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from lab.cluster import Cluster
 
-from trainspec_cli.launcher.backend.processes import rank_of
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.backend.processes import rank_of
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 USER = 65534
 """nobody"""

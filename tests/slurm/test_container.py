@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from lab.cluster import Cluster
 
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.paths import RunDir
 
 LONG = ("train.max_steps=120", "checkpoint.interval_steps=10", "fault=slow(step=15,seconds=0.3,steps=20)")
 STANDIN = Path(__file__).with_name("standin_apptainer.py")

@@ -10,8 +10,8 @@ import pytest
 from lab.cluster import Cluster
 from lab.groups import changes, check_nothing_was_lost, run_events
 
-from trainspec_cli.rundir.files import read_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.files import read_json
+from trainspec_cli.run.folder.paths import RunDir
 
 STEPS = 240
 ELASTIC_STEPS = 400

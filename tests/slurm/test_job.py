@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from lab.cluster import Cluster
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 LONG = ("train.max_steps=120", "checkpoint.interval_steps=10", "fault=slow(step=15,seconds=0.3,steps=20)")
 """Slow where a test looks for it, so that it still goes on if the test is held up for seconds."""

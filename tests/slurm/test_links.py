@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from lab.cluster import Cluster
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 STEPS = 40
 

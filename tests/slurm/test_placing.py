@@ -9,8 +9,8 @@ import pytest
 from lab import cluster as lab_cluster
 from lab.cluster import Cluster
 
-from trainspec_cli.launcher.backend.processes import rank_of
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.backend.processes import rank_of
+from trainspec_cli.run.folder.paths import RunDir
 
 SWITCHES = (
     "SwitchName=leaf1 Nodes=node[1,3]",

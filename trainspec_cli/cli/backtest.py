@@ -9,16 +9,16 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.json_value import JsonValue
-from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.validation.backtest import FITTED_SOURCES, Backtest, fit_table, report
-from trainspec_cli.planner.validation.backtest import backtest as run_backtest
-from trainspec_cli.reading.yaml_file import read_yaml
-from trainspec_cli.reporter.backtest import render_backtest, render_scatter
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.json_value import JsonValue
+from trainspec_cli.core.reading.yaml_file import read_yaml
+from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.plan.validation.backtest import FITTED_SOURCES, Backtest, fit_table, report
+from trainspec_cli.plan.validation.backtest import backtest as run_backtest
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.report.backtest import render_backtest, render_scatter
 from trainspec_cli.session.calibration.table import read_rows
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.json_text import json_text
 
 
 def backtest(

@@ -11,7 +11,15 @@ from typing import Annotated
 
 import typer
 
-from trainspec_cli.bundle import (
+from trainspec_cli.cli.options import AsJson, check_new, not_empty
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.core.units import format_bytes
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.report.live import showing_progress
+from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.recipe.load import load
+from trainspec_cli.wings.bundle import (
     INSTALLER,
     RECORD,
     WHEELS,
@@ -25,14 +33,6 @@ from trainspec_cli.bundle import (
     python_here,
     read_bundle,
 )
-from trainspec_cli.cli.options import AsJson, check_new, not_empty
-from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.reporter.live import showing_progress
-from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.recipe.load import load
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.units import format_bytes
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make, or to check.", show_default=False)]
 Arguments = Annotated[

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.results.profile import ClusterProfile
 from trainspec_cli.session.console import make_console
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.results.profile import ClusterProfile
 
 Sources = Annotated[
     list[str] | None,

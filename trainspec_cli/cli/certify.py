@@ -17,27 +17,27 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trainspec_cli.certify.cases import Case, features_here, refusals
-from trainspec_cli.certify.certificate import read_fingerprint, read_key, sign_certificate, write_certificate
-from trainspec_cli.certify.certificate import verify as read_verified
-from trainspec_cli.certify.clauses import LEVELS, SECURITY, read_clauses
-from trainspec_cli.certify.families import FAMILIES, measure_alone
-from trainspec_cli.certify.judge import checks, judge, judge_refusals
-from trainspec_cli.certify.launched import RECIPE, Bench, measure_performance, measure_security
-from trainspec_cli.certify.other_engine import measure_engine, wanted_of
-from trainspec_cli.certify.runs import measure, opened, subject_of
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.errors import Interrupted, MachineError, Problem, RecipeError, WorkerError, closest
-from trainspec_cli.launcher.job.gpus import CPU_HINT
-from trainspec_cli.launcher.job.identity import machine_identity
-from trainspec_cli.launcher.job.machine import detect
-from trainspec_cli.reporter.certificate import describe_trust, render_certificate
+from trainspec_cli.core.errors import Interrupted, MachineError, Problem, RecipeError, WorkerError, closest
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.results.certificate import REFUSALS, Certificate
+from trainspec_cli.report.certificate import describe_trust, render_certificate
+from trainspec_cli.run.job.gpus import CPU_HINT
+from trainspec_cli.run.job.identity import machine_identity
+from trainspec_cli.run.job.machine import detect
 from trainspec_cli.session.console import PrintableConsole, make_console
 from trainspec_cli.session.recipe.load import load_for_planning
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.certificate import REFUSALS, Certificate
+from trainspec_cli.wings.certify.cases import Case, features_here, refusals
+from trainspec_cli.wings.certify.certificate import read_fingerprint, read_key, sign_certificate, write_certificate
+from trainspec_cli.wings.certify.certificate import verify as read_verified
+from trainspec_cli.wings.certify.clauses import LEVELS, SECURITY, read_clauses
+from trainspec_cli.wings.certify.families import FAMILIES, measure_alone
+from trainspec_cli.wings.certify.judge import checks, judge, judge_refusals
+from trainspec_cli.wings.certify.launched import RECIPE, Bench, measure_performance, measure_security
+from trainspec_cli.wings.certify.other_engine import measure_engine, wanted_of
+from trainspec_cli.wings.certify.runs import measure, opened, subject_of
 
 DEFAULT_PROCESSES = 4
 ENGINE_PROCESSES = 2

@@ -50,8 +50,8 @@ def _candidates(before: Sequence[str], word: str, commands: Sequence[str]) -> It
     elif (command in RUN_FIRST and not given) or (command, *given[:1]) in RUNS_AFTER:
         yield from (LAST, *_runs(Path(RUNS)))
     elif command == "list":
-        from trainspec_cli.composer.folders import DISTURB, find_folders
-        from trainspec_cli.composer.origins import RECIPE
+        from trainspec_cli.recipe.compose.folders import DISTURB, find_folders
+        from trainspec_cli.recipe.compose.origins import RECIPE
 
         yield from (RECIPE, *find_folders(Path.cwd()).groups, DISTURB)
     elif command == "completion":
@@ -59,9 +59,9 @@ def _candidates(before: Sequence[str], word: str, commands: Sequence[str]) -> It
     elif command == "explain":
         yield from (key.removesuffix("=") for key in _keys(word, takes_recipe=False))
     elif command == "schema" and not given:
-        from trainspec_cli.composer.folders import DISTURB, find_folders
-        from trainspec_cli.composer.origins import RECIPE
-        from trainspec_cli.rundir.file_schemas import FILE_SCHEMAS
+        from trainspec_cli.recipe.compose.folders import DISTURB, find_folders
+        from trainspec_cli.recipe.compose.origins import RECIPE
+        from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS
 
         yield from (RECIPE, DISTURB, *FILE_SCHEMAS, *find_folders(Path.cwd()).groups)
     elif command in WITH_KEYS:
@@ -79,9 +79,9 @@ def _runs(folder: Path) -> Iterator[str]:
 
 def _keys(word: str, *, takes_recipe: bool) -> Iterator[str]:
     """Yield recipes' keys level by level: `optim=`, `optim.`, and below it `optim.lr=`."""
-    from trainspec_cli.composer.folders import find_folders
-    from trainspec_cli.spec.recipe.run import RunSpec
-    from trainspec_cli.spec.structure import known_paths
+    from trainspec_cli.recipe.compose.folders import find_folders
+    from trainspec_cli.recipe.keys.run import RunSpec
+    from trainspec_cli.recipe.structure import known_paths
 
     if takes_recipe:
         yield "recipe="
@@ -96,7 +96,7 @@ def _keys(word: str, *, takes_recipe: bool) -> Iterator[str]:
 
 def _values(word: str) -> Iterator[str]:
     """Yield `key=value` for each value that is known."""
-    from trainspec_cli.composer.folders import NAMED_SECTIONS, find_folders
+    from trainspec_cli.recipe.compose.folders import NAMED_SECTIONS, find_folders
 
     key = word.partition("=")[0]
     folders = find_folders(Path.cwd())
@@ -105,8 +105,8 @@ def _values(word: str) -> Iterator[str]:
     elif options := folders.options(NAMED_SECTIONS.get(key, key)):
         values = options
     else:
-        from trainspec_cli.spec.recipe.run import RunSpec
-        from trainspec_cli.spec.structure import known_choices
+        from trainspec_cli.recipe.keys.run import RunSpec
+        from trainspec_cli.recipe.structure import known_choices
 
         values = known_choices(RunSpec, key)
     yield from (f"{key}={value}" for value in values)

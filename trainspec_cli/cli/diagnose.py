@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, Html, RunArgument, page_origin, write_page
-from trainspec_cli.reporter.verdicts import NO_OWN_VERDICTS, describe_event, render_verdicts
-from trainspec_cli.reporter.verdicts_page import render_verdicts_page
-from trainspec_cli.rundir.record import has_own_command
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.report.verdicts import NO_OWN_VERDICTS, describe_event, render_verdicts
+from trainspec_cli.report.verdicts_page import render_verdicts_page
+from trainspec_cli.run.folder.record import has_own_command
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs.diagnose import diagnose_run, follow_verdicts, report_of, trace_to
 from trainspec_cli.session.runs.find import find_run
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.json_text import json_text
 
 Watch = Annotated[bool, typer.Option("--watch", help="Follow the run, and print what changes, until it ends.")]
 

@@ -12,24 +12,24 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.doctor.examine import Examined, diagnose, examine_here, examine_nodes
-from trainspec_cli.doctor.switches import check_switches
-from trainspec_cli.doctor.sysfs import read_nics
-from trainspec_cli.doctor.tiers import check_fabric
-from trainspec_cli.errors import MachineError
-from trainspec_cli.launcher.backend.nodes.backend import Reach
-from trainspec_cli.launcher.slurm import commands as slurm
-from trainspec_cli.launcher.slurm.script import start_command
-from trainspec_cli.reporter.doctor_text import render_diagnosis
+from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.trust import private_files
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.results.doctor import Check
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tools import LinksResult
+from trainspec_cli.report.doctor_text import render_diagnosis
+from trainspec_cli.run.backend.nodes.backend import Reach
+from trainspec_cli.run.slurm import commands as slurm
+from trainspec_cli.run.slurm.script import start_command
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import Loaded, load, plan_for, this_machine
 from trainspec_cli.session.slurm.container import folders_read
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.doctor import Check
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.tools import LinksResult
-from trainspec_cli.trust import private_files
+from trainspec_cli.wings.doctor.examine import Examined, diagnose, examine_here, examine_nodes
+from trainspec_cli.wings.doctor.switches import check_switches
+from trainspec_cli.wings.doctor.sysfs import read_nics
+from trainspec_cli.wings.doctor.tiers import check_fabric
 
 DEFAULT_RECIPE = "recipe=quickstart"
 SHARED = Path("runs")

@@ -10,15 +10,15 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.composer.folders import NAMED_SECTIONS, Folders, find_folders
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.intentions import closest, closest_path, hint_for
-from trainspec_cli.spec.explain import KeyMeaning
-from trainspec_cli.spec.explain import explain as explain_key
-from trainspec_cli.spec.json_schema import path_of_group
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.structure import known_paths, only_key_named
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.intentions import closest, closest_path, hint_for
+from trainspec_cli.recipe.compose.folders import NAMED_SECTIONS, Folders, find_folders
+from trainspec_cli.recipe.explain import KeyMeaning
+from trainspec_cli.recipe.explain import explain as explain_key
+from trainspec_cli.recipe.json_schema import path_of_group
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.structure import known_paths, only_key_named
 
 WIDTH = 100
 

@@ -8,8 +8,10 @@ from typing import Annotated, Literal
 import typer
 
 from trainspec_cli.cli.options import AsJson, RunArgument, check_new
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launcher.exporting import (
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.units import format_bytes
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.run.exporting import (
     Export,
     find_checkpoint,
     how_to_load,
@@ -18,8 +20,6 @@ from trainspec_cli.launcher.exporting import (
     write_other,
 )
 from trainspec_cli.session.runs.find import find_own_run
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.units import format_bytes
 
 
 def export(

@@ -9,19 +9,19 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.composer.folders import SUFFIX, find_folders, shipped_data
-from trainspec_cli.doctor.discover import Told, discover, links_here, links_of_file, render_group, topology_here
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.reading.files import read_object, read_text, unreadable
-from trainspec_cli.reporter.fabric import render_fabric
-from trainspec_cli.rundir.files import write_text
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.reading.files import read_object, read_text, unreadable
+from trainspec_cli.recipe.canonical import from_plain
+from trainspec_cli.recipe.compose.folders import SUFFIX, find_folders, shipped_data
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.results.fabric import FoundFabric
+from trainspec_cli.recipe.results.tools import LinksResult, PairRate
+from trainspec_cli.report.fabric import render_fabric
+from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load_for_planning
-from trainspec_cli.spec.canonical import from_plain
-from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.results.fabric import FoundFabric
-from trainspec_cli.spec.results.tools import LinksResult, PairRate
+from trainspec_cli.wings.doctor.discover import Told, discover, links_here, links_of_file, render_group, topology_here
 
 DEFAULT_RECIPE = "recipe=quickstart"
 GROUP = Path("conf/fabric")

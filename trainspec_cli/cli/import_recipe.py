@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.interop import READERS
+from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.session.recipe.import_recipe import import_file, write_recipe
-from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.wings.interop import READERS
 
 File = Annotated[
     Path, typer.Argument(metavar="FILE", help="A JSON, a YAML, a Python module, or a script of another engine.")

@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
-from trainspec_cli.launcher.signals import interrupt, on_stop_signal
-from trainspec_cli.reporter.kernels_text import render_table
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.report.kernels_text import render_table
+from trainspec_cli.run.signals import interrupt, on_stop_signal
 from trainspec_cli.session.console import make_console
 from trainspec_cli.session.launching.select_kernels import measure
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.json_text import json_text
 
 Again = Annotated[bool, typer.Option("--again", help="Measure although it was done before.")]
 

@@ -22,9 +22,9 @@ from trainspec_cli.cli.options import (
     Sweeps,
     Webhook,
 )
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launcher.notify import Notify
-from trainspec_cli.launcher.signals import interrupt, on_stop_signal
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.run.notify import Notify
+from trainspec_cli.run.signals import interrupt, on_stop_signal
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show command, environment and plan; start nothing.")]
 

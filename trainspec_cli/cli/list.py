@@ -12,18 +12,18 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.composer.folders import DISTURB, NAMED_SECTIONS, Folders, find_folders
-from trainspec_cli.composer.origins import show_path
-from trainspec_cli.composer.yaml_file import read_yaml
-from trainspec_cli.errors import Problem, RecipeError, closest
-from trainspec_cli.json_value import JsonObject, JsonValue
-from trainspec_cli.planner.hardware.catalogue import build_accelerator, load_group, models
-from trainspec_cli.planner.workload import count_active_params, count_params
-from trainspec_cli.reading.files import UnreadableFileError, read_text
-from trainspec_cli.reporter.style import Style
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.recipe.model import OwnModel
-from trainspec_cli.units import format_count
+from trainspec_cli.core.errors import Problem, RecipeError, closest
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.reading.files import UnreadableFileError, read_text
+from trainspec_cli.core.units import format_count
+from trainspec_cli.plan.hardware.catalogue import build_accelerator, load_group, models
+from trainspec_cli.plan.workload import count_active_params, count_params
+from trainspec_cli.recipe.compose.folders import DISTURB, NAMED_SECTIONS, Folders, find_folders
+from trainspec_cli.recipe.compose.origins import show_path
+from trainspec_cli.recipe.compose.yaml_file import read_yaml
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.keys.model import OwnModel
+from trainspec_cli.report.style import Style
 
 Row = JsonObject
 RECIPE = "recipe"

@@ -10,9 +10,9 @@ from typing import Any
 
 from trainspec_cli import __version__
 from trainspec_cli.cli import MODULES
-from trainspec_cli.errors import EXIT_CODES, Problem, RecipeError
-from trainspec_cli.intentions import closest, key_of
-from trainspec_cli.reporter.style import Style
+from trainspec_cli.core.errors import EXIT_CODES, Problem, RecipeError
+from trainspec_cli.core.intentions import closest, key_of
+from trainspec_cli.report.style import Style
 
 COMMANDS = {
     "plan": "rank the layouts of a run, and forecast its time and cost",
@@ -136,7 +136,7 @@ def _usage_problem(name: str, error: Any) -> Problem:
 def _meant_option(context: Any, option: str) -> str:
     """Return what to type for an option that a command does not have: another option, or a value of the recipe; empty
     where nothing is near."""
-    from trainspec_cli.spec.structure import only_key_named  # the help does without
+    from trainspec_cli.recipe.structure import only_key_named  # the help does without
 
     parameters = context.command.params
     near = closest(f"--{option}", [opt for parameter in parameters for opt in parameter.opts if opt.startswith("--")])
@@ -151,7 +151,7 @@ def _meant_option(context: Any, option: str) -> str:
 
 def _hint_of_option(name: str, option: str) -> str:
     """Return what is typed in the place of an option of Slurm's own sbatch; empty for any other."""
-    from trainspec_cli.spec.rules.slurm import KEYS, OF_SCRIPT, PREFIX
+    from trainspec_cli.recipe.rules.slurm import KEYS, OF_SCRIPT, PREFIX
 
     if name != "sbatch" or option not in {*KEYS, *OF_SCRIPT, "gres", "gpus-per-node", "mail-type"}:
         return ""
@@ -167,7 +167,7 @@ def _unknown_command(name: str, rest: Sequence[str]) -> Problem:
     if name.startswith("recipe="):
         hint = f"such as trainspec launch {' '.join((name, *rest))}"
         return Problem(code="usage", message="a command comes first", hint=hint)
-    from trainspec_cli.composer.folders import find_folders  # the help does without
+    from trainspec_cli.recipe.compose.folders import find_folders  # the help does without
 
     folders = find_folders(Path.cwd())
     group = next((group for group in folders.groups if name in (group, f"{group}s")), None)

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.reading.spec_version import CURRENT, KEY
-from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.core.reading.spec_version import CURRENT, KEY
+from trainspec_cli.recipe.json_text import json_text
 
 Paths = Annotated[
     list[str],

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainspec_cli import __version__
-from trainspec_cli.environment_names import MESSAGE, RUN, STATUS
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.reporter.page.parts import PageOrigin
+from trainspec_cli.core.environment_names import MESSAGE, RUN, STATUS
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.report.page.parts import PageOrigin
 
 if TYPE_CHECKING:
-    from trainspec_cli.launcher.own_command.job import Wanted
+    from trainspec_cli.wings.own_script.job import Wanted
 
 RecipeArguments = Annotated[
     list[str],
@@ -155,7 +155,7 @@ def write_page(file: Path, page: str, option: str = "--html") -> None:
 def wanted_of(max_restarts: int, grace_s: float, hang_s: float | None, work_s: float, join_timeout_s: float) -> Wanted:
     """Return what the options of a command of the user's own ask for. `hang_s`: None where it is not given, 0 for
     never."""
-    from trainspec_cli.launcher.own_command.job import Wanted  # loads what the help does without
+    from trainspec_cli.wings.own_script.job import Wanted  # loads what the help does without
 
     given, usual = hang_s or None, hang_s is None
     silent_s = SILENT_S if usual else given

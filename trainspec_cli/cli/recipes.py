@@ -7,9 +7,9 @@ from pathlib import Path
 
 from trainspec_cli.cli.list import RECIPE, options_of
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.composer.folders import find_folders
-from trainspec_cli.reporter.style import Style
-from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.recipe.compose.folders import find_folders
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.report.style import Style
 
 
 def recipes(as_json: AsJson = False) -> None:

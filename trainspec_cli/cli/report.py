@@ -10,12 +10,12 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, Html, RunArgument, page_origin, write_page
-from trainspec_cli.reporter.render import render_report
-from trainspec_cli.reporter.run_page import render_run_page
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.report.render import render_report
+from trainspec_cli.report.run_page import render_run_page
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs.diagnose import composed_of, report_of
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.json_text import json_text
 
 Csv = Annotated[
     Path | None, typer.Option("--csv", metavar="FILE", help="Also write all curves as one table, a row for each step.")

@@ -17,8 +17,8 @@ from trainspec_cli.cli.options import (
     RunArgument,
     Webhook,
 )
-from trainspec_cli.launcher.notify import Notify
-from trainspec_cli.launcher.signals import interrupt, on_stop_signal
+from trainspec_cli.run.notify import Notify
+from trainspec_cli.run.signals import interrupt, on_stop_signal
 
 Changes = Annotated[
     list[str] | None,

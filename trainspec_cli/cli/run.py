@@ -25,8 +25,8 @@ from trainspec_cli.cli.options import (
     WorkFor,
     wanted_of,
 )
-from trainspec_cli.launcher.notify import Notify
-from trainspec_cli.launcher.signals import interrupt, on_stop_signal
+from trainspec_cli.run.notify import Notify
+from trainspec_cli.run.signals import interrupt, on_stop_signal
 
 Command = Annotated[
     list[str] | None,

@@ -13,19 +13,19 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launcher.memory_limits import Learned, MemoryLimits, forget_limits, list_limits
-from trainspec_cli.reporter.compare import MOST_RUNS, comparison_as_json, render_comparison, table
-from trainspec_cli.reporter.compare import compare as compare_reports
-from trainspec_cli.reporter.runs import RunLine, show_differences
-from trainspec_cli.rundir.memory import Copies, list_copies, remove_folder
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.units import format_bytes, format_duration
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.report.compare import MOST_RUNS, comparison_as_json, render_comparison, table
+from trainspec_cli.report.compare import compare as compare_reports
+from trainspec_cli.report.runs import RunLine, show_differences
+from trainspec_cli.run.folder.memory import Copies, list_copies, remove_folder
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.memory_limits import Learned, MemoryLimits, forget_limits, list_limits
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs import removal
 from trainspec_cli.session.runs.find import collect_run, runs_here, status_of_run
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.units import format_bytes, format_duration
 
 HEADINGS = ("recipe", "name", "status", "step", "loss", "age", "path", "differs")
 COPIES_HEADINGS = ("size", "step", "on disk", "status", "run")

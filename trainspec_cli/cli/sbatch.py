@@ -31,15 +31,15 @@ from trainspec_cli.cli.options import (
     WorkFor,
     wanted_of,
 )
-from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.session.launching.sweep import read_sweep
-from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
-    from trainspec_cli.launcher.own_command.job import Wanted
     from trainspec_cli.session.launching.sites import SiteOptions
     from trainspec_cli.session.recipe.load import Loaded
     from trainspec_cli.session.slurm.submit import Submission
+    from trainspec_cli.wings.own_script.job import Wanted
 
 Arguments = Annotated[
     list[str] | None,

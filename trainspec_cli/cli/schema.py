@@ -8,14 +8,14 @@ from typing import Annotated
 
 import typer
 
-from trainspec_cli.composer.folders import DISTURB, find_folders
-from trainspec_cli.composer.origins import RECIPE
-from trainspec_cli.errors import Problem, RecipeError, closest
-from trainspec_cli.json_value import JsonObject
-from trainspec_cli.rundir.file_schemas import FILE_SCHEMAS
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.spec.json_schema import group_schema, recipe_schema, sections_of_group
-from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.core.errors import Problem, RecipeError, closest
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.recipe.compose.folders import DISTURB, find_folders
+from trainspec_cli.recipe.compose.origins import RECIPE
+from trainspec_cli.recipe.json_schema import group_schema, recipe_schema, sections_of_group
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS
+from trainspec_cli.run.folder.files import write_json
 
 
 def schema(

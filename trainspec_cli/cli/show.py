@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
-from trainspec_cli.composer.origins import RECIPE
-from trainspec_cli.errors import RecipeError
-from trainspec_cli.json_value import JsonObject, flatten
-from trainspec_cli.reading.files import UnreadableFileError, exists, expand
-from trainspec_cli.reading.yaml_file import read_versioned_yaml
-from trainspec_cli.reporter.style import Style
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.core.json_value import JsonObject, flatten
+from trainspec_cli.core.reading.files import UnreadableFileError, exists, expand
+from trainspec_cli.core.reading.yaml_file import read_versioned_yaml
+from trainspec_cli.recipe.compose.origins import RECIPE
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.report.style import Style
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.recipe.load import examine, require, without_uncounted
-from trainspec_cli.spec.json_text import json_text
 
 if TYPE_CHECKING:
-    from trainspec_cli.composer.compose import Composed
+    from trainspec_cli.recipe.compose.compose import Composed
 
 WIDEST_CELL = 40
 
@@ -43,7 +43,7 @@ def show(
 
 
 def _whole(composed: Composed, as_json: bool) -> str:
-    from trainspec_cli.composer.render import render_yaml  # loads hydra, which the help does without
+    from trainspec_cli.recipe.compose.render import render_yaml  # loads hydra, which the help does without
 
     if not as_json:
         return render_yaml(composed, Style.of(sys.stdout).dim)
@@ -87,7 +87,7 @@ _ABSENT = object()
 
 
 def _cell(values: JsonObject, path: str) -> str:
-    from trainspec_cli.composer.render import render_value  # as above
+    from trainspec_cli.recipe.compose.render import render_value  # as above
 
     text = render_value(values[path]) if path in values else "-"
     return text if len(text) <= WIDEST_CELL else f"{text[: WIDEST_CELL - 3]}..."

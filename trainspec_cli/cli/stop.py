@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, RunArgument
-from trainspec_cli.spec.json_text import json_text
+from trainspec_cli.recipe.json_text import json_text
 
 Now = Annotated[bool, typer.Option("--now", help="Do not wait for a checkpoint.")]
 

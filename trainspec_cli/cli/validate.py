@@ -7,7 +7,12 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
-from trainspec_cli.reporter.problems import render_json
+from trainspec_cli.core.units import format_count
+from trainspec_cli.recipe.keys.model import OwnModel
+from trainspec_cli.recipe.own_code import describe_code
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.rules.check import check_machine, check_packages_of_data
+from trainspec_cli.report.problems import render_json
 from trainspec_cli.session.recipe.data import check_data
 from trainspec_cli.session.recipe.load import (
     Loaded,
@@ -19,11 +24,6 @@ from trainspec_cli.session.recipe.load import (
     this_machine,
     without_uncounted,
 )
-from trainspec_cli.spec.own_code import describe_code
-from trainspec_cli.spec.recipe.model import OwnModel
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.rules.check import check_machine, check_packages_of_data
-from trainspec_cli.units import format_count
 
 Here = Annotated[
     bool,

@@ -8,12 +8,12 @@ import sys
 import time
 import traceback
 
+from trainspec_cli.core.environment_names import GROUP
+from trainspec_cli.core.errors import TrainspecError
 from trainspec_cli.engine.run.signals import StopRequest
-from trainspec_cli.environment_names import GROUP
-from trainspec_cli.errors import TrainspecError
-from trainspec_cli.rundir.generations import Fence
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import WorkerErrorRecord, write_error
+from trainspec_cli.run.folder.generations import Fence
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import WorkerErrorRecord, write_error
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainspec_cli.engine.comm.exchange import is_on_gloo
 from trainspec_cli.engine.comm.wire_bytes import Connection, open_connections
-from trainspec_cli.spec.recipe.layout import MESH_AXES, Layout
+from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
 
 SUMMED_OVER = ("dp_replicate", "dp_shard", "expert_shard")
 """The axes over which gradients are summed: `dp_shard` with cp, as in `Mesh.links`."""

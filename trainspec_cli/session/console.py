@@ -13,8 +13,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from trainspec_cli.printable import LastingStream, PrintableStream, printable
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.printable import LastingStream, PrintableStream, printable
+from trainspec_cli.run.folder.paths import RunDir
 
 
 class PrintableConsole(Console):

@@ -11,28 +11,28 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainspec_cli.errors import EXIT_DONE, Interrupted, TrainspecError
-from trainspec_cli.launcher.backend.nodes.backend import Reach
-from trainspec_cli.launcher.job.folder import storage
-from trainspec_cli.launcher.signals import PatientRequests, interrupt, on_stop_signal
-from trainspec_cli.launcher.slurm import commands as slurm
-from trainspec_cli.launcher.slurm.placing import HOSTFILE, arrange, has_switches
-from trainspec_cli.launcher.slurm.queue import note_job, own_job
-from trainspec_cli.launcher.slurm.script import places_nodes
-from trainspec_cli.printable import printing_safely
-from trainspec_cli.reporter.problems import render_problems
-from trainspec_cli.reporter.style import Style
-from trainspec_cli.rundir.files import write_text
-from trainspec_cli.rundir.generations import FENCED
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import has_own_command, read_plan
+from trainspec_cli.core.errors import EXIT_DONE, Interrupted, TrainspecError
+from trainspec_cli.core.printable import printing_safely
+from trainspec_cli.core.trust import check_tree
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.report.problems import render_problems
+from trainspec_cli.report.style import Style
+from trainspec_cli.run.backend.nodes.backend import Reach
+from trainspec_cli.run.folder.files import write_text
+from trainspec_cli.run.folder.generations import FENCED
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import has_own_command, read_plan
+from trainspec_cli.run.job.folder import storage
+from trainspec_cli.run.signals import PatientRequests, interrupt, on_stop_signal
+from trainspec_cli.run.slurm import commands as slurm
+from trainspec_cli.run.slurm.placing import HOSTFILE, arrange, has_switches
+from trainspec_cli.run.slurm.queue import note_job, own_job
+from trainspec_cli.run.slurm.script import places_nodes
 from trainspec_cli.session.console import PrintableConsole, RunConsole
 from trainspec_cli.session.launching.own_command import run_in_job
 from trainspec_cli.session.launching.requeue import TimeWarning, limits_of, requeue_if_of_use
 from trainspec_cli.session.launching.resume import prepare_unchanged
 from trainspec_cli.session.launching.session import start
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.trust import check_tree
 
 FORCE = "--force"
 """Train although the plan is predicted not to fit the nodes."""

@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 from lab.hosts import Hosts
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 from .cases import Case
 

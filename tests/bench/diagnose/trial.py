@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 
 from trainspec_cli.__main__ import run as trainspec
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 from . import judge as judging
 from .cases import HANG, HEALTHY, Case

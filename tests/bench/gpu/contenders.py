@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.model import DecoderModel, HybridModel
+from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 from .workloads import Workload, arguments_of, unpredicted
 
@@ -103,7 +103,7 @@ def hugging_face_config(workload: Workload) -> tuple[str, dict[str, Any]]:
     """-> (model type, its settings)."""
     model = workload.model
     if isinstance(model, DecoderModel):
-        from trainspec_cli.huggingface.config import write_config
+        from trainspec_cli.data.huggingface.config import write_config
 
         config = write_config(model, workload.seq_len, "float32") | {"use_cache": False}
         return config.pop("model_type"), {key: value for key, value in config.items() if key != "architectures"}

@@ -139,7 +139,7 @@ DECODERS = ("dense", "moe", "hybrid")
 
 
 def cases_of(family: str, tiny: bool) -> list[Any]:
-    from trainspec_cli.certify.cases import Case
+    from trainspec_cli.wings.certify.cases import Case
 
     plain = Case(family)
     cases = [plain, replace(plain, compute="bf16")]
@@ -152,7 +152,7 @@ def cases_of(family: str, tiny: bool) -> list[Any]:
 
 def clauses(items: Items, device_type: str, tiny: bool) -> None:
     """Gradients, losses, repetition and resume of one process on the chip, against the CPU's."""
-    from trainspec_cli.launcher.job.machine import detect
+    from trainspec_cli.run.job.machine import detect
 
     machine = detect(look_for_gpus=device_type != "cpu")
     for family in FAMILIES[: 1 if tiny else None]:
@@ -161,7 +161,7 @@ def clauses(items: Items, device_type: str, tiny: bool) -> None:
 
 def judge_family(cases: Sequence[Any], machine: Any) -> dict[str, Any]:
     """Return what was found of each case; one torchrun on the chip and one on the CPU make all runs."""
-    from trainspec_cli.certify.runs import measure
+    from trainspec_cli.wings.certify.runs import measure
 
     with tempfile.TemporaryDirectory() as folder:
         wanted = [run for case in cases for run in runs_of(case)]
@@ -173,24 +173,24 @@ def judge_family(cases: Sequence[Any], machine: Any) -> dict[str, Any]:
 
 def runs_of(case: Any) -> tuple[Any, Any, Any]:
     """Return a run, its repetition, and one that is resumed in the middle."""
-    from trainspec_cli.certify.runs import Run
+    from trainspec_cli.wings.certify.runs import Run
 
     return Run(case), Run(case, take=1), Run(replace(case, optimizer="adamw"), gradients=False, resume=True)
 
 
 def references_of(family: str) -> tuple[Any, Any, Any]:
     """Return the runs in fp64, fp32 and bf16."""
-    from trainspec_cli.certify.cases import Case
-    from trainspec_cli.certify.runs import Run
+    from trainspec_cli.wings.certify.cases import Case
+    from trainspec_cli.wings.certify.runs import Run
 
     return Run(Case(family, compute="fp64")), Run(Case(family)), Run(Case(family, compute="bf16"))
 
 
 def judge_case(case: Any, chip: Any, cpu: Any) -> dict[str, Any]:
-    from trainspec_cli.certify.standing import FORMAT_FACTOR, GRADIENT_BOUND, LOSS_BOUND
+    from trainspec_cli.wings.certify.standing import FORMAT_FACTOR, GRADIENT_BOUND, LOSS_BOUND
 
-    from trainspec_cli.certify.cases import SAVE_AT
-    from trainspec_cli.certify.runs import gradient_errors, loss_error
+    from trainspec_cli.wings.certify.cases import SAVE_AT
+    from trainspec_cli.wings.certify.runs import gradient_errors, loss_error
 
     first, again, resumed = (chip[run] for run in runs_of(case))
     exact, plain, rough = (cpu[run] for run in references_of(case.family))

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from trainspec_cli.balance.batch.division import even_division_of
+from trainspec_cli.core.environment_names import STORE_FILE
 from trainspec_cli.engine.accelerators import allocator_count, on_chip, release_unused, synchronise
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.comm.joining import join_processes
@@ -21,11 +23,9 @@ from trainspec_cli.engine.run.scheduling.relayout import Meshes
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
 from trainspec_cli.engine.tools.trace import trace_rank
-from trainspec_cli.environment_names import STORE_FILE
-from trainspec_cli.planner.this_machine import is_known, predict_device
-from trainspec_cli.policy.batch.division import even_division_of
+from trainspec_cli.plan.this_machine import is_known, predict_device
+from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
-from trainspec_cli.spec.results.plan import Plan
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
 STAND_IN = "NVIDIA H200"

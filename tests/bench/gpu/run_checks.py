@@ -17,9 +17,9 @@ from typing import Any
 
 import psutil
 
-from trainspec_cli.launcher.backend.processes import rank_of
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.backend.processes import rank_of
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 from .machine import ROOT, describe_machine, measure_chip
 from .record import Items, last_lines

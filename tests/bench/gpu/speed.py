@@ -137,7 +137,7 @@ def facts_of(device: str) -> dict[str, Any]:
     import torch
 
     from trainspec_cli.engine.observe.device import device_name, measure_peak
-    from trainspec_cli.planner.hardware.catalogue import find_accelerator
+    from trainspec_cli.plan.hardware.catalogue import find_accelerator
 
     where = torch.device(device)
     name = device_name(where)

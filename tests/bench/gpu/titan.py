@@ -24,7 +24,7 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import model_registry
 from torchtitan.trainer import Trainer
 
-from trainspec_cli.corpus import bpe
+from trainspec_cli.data.corpus import bpe
 
 from .workloads import Workload
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from trainspec_cli.planner.hardware.catalogue import models
-from trainspec_cli.planner.workload import count_params, flops_per_token
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel
+from trainspec_cli.plan.hardware.catalogue import models
+from trainspec_cli.plan.workload import count_params, flops_per_token
+from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel
 
 Changes = Mapping[str, Any]
 """Dotted keys of a model's file."""

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.certify.families import SAMPLES
+from trainspec_cli.balance.batch.division import even_division_of
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.lost_gradients import PREFIX, lost_parts
 from trainspec_cli.engine.build.train_state import TrainState
@@ -28,10 +27,11 @@ from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.run.scheduling.relayout import Meshes, change_layout
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
-from trainspec_cli.policy.batch.division import even_division_of
-from trainspec_cli.spec.recipe.comm import WireFormats
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.keys.comm import WireFormats
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.wings.certify.cases import Case, build_plan
+from trainspec_cli.wings.certify.families import SAMPLES
 
 FORMAT = WireFormats("int4", across_nodes="int4")
 CASES = {

@@ -6,18 +6,18 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from trainspec_cli.core.errors import MachineError, RecipeError
+from trainspec_cli.data.huggingface.config import write_config
+from trainspec_cli.data.huggingface.config_reading import read_model
+from trainspec_cli.data.huggingface.tensors import parameters
 from trainspec_cli.engine.build.initial import load_folder
 from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.engine.tools.export import export
-from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.huggingface.config import write_config
-from trainspec_cli.huggingface.config_reading import read_model
-from trainspec_cli.huggingface.tensors import parameters
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.results.tools import ExportRequest
-from trainspec_cli.spec.structure import build
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.results.tools import ExportRequest
+from trainspec_cli.recipe.structure import build
+from trainspec_cli.run.folder.paths import RunDir
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,7 +6,7 @@ import torch
 from trainspec_cli.engine.build.materialise import allocate, materialise, parameter_generator
 from trainspec_cli.engine.models.decoder import Decoder
 from trainspec_cli.engine.shares import Cut, Share
-from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.recipe.keys.model import DecoderModel
 
 CPU = torch.device("cpu")
 MODEL = DecoderModel(

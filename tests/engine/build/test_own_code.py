@@ -9,16 +9,16 @@ import pytest
 import torch
 from lab.own_model import OWN, OWN_LOSS
 
-from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.certify.families import FAMILIES, LOSSES
+from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.engine.build.own_code import try_own_block
 from trainspec_cli.engine.tools.trace import trace_rank
-from trainspec_cli.errors import RecipeError
-from trainspec_cli.planner.workload import flops_per_token
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import OwnModel
-from trainspec_cli.spec.recipe.run import Recompute
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.plan.workload import flops_per_token
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import OwnModel
+from trainspec_cli.recipe.keys.run import Recompute
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.wings.certify.cases import Case, build_plan
+from trainspec_cli.wings.certify.families import FAMILIES, LOSSES
 
 CPU = torch.device("cpu")
 BLOCK = """

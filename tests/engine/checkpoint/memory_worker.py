@@ -19,7 +19,7 @@ from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.comm.joining import leave_processes
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.paths import RunDir
 
 RANK, WORLD, FOLDER, ACT = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, kept_buffers, rng_parts, set_rng
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
-from trainspec_cli.rundir.files import read_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.files import read_json
+from trainspec_cli.run.folder.paths import RunDir
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 

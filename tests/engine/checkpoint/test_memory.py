@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.engine.checkpoint import memory
 from trainspec_cli.engine.checkpoint.files import file_name
 from trainspec_cli.engine.checkpoint.image import plan_image
@@ -19,10 +20,9 @@ from trainspec_cli.engine.checkpoint.memory import CopyLocation, KeptPart, clear
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
 from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
-from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import to_plain
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.run.folder.files import read_json, write_json
+from trainspec_cli.run.folder.paths import RunDir
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.engine.comm import json_collectives
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.comm.json_collectives import agree_on_error, broadcast_json, gather_json, raise_together
-from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
-from trainspec_cli.spec.structure import convert
+from trainspec_cli.recipe.structure import convert
 
 RANK, WORLD = int(sys.argv[1]), 3
 DAMAGED = {

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from trainspec_cli.engine.comm.forked_process import ForkedProcess
-from trainspec_cli.launcher.backend.processes import rank_of
+from trainspec_cli.run.backend.processes import rank_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
 ENVIRONMENT = {"RANK": "7", "OWN": "yes"}

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from lab.ranks import outputs
 
+from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.comm.json_collectives import MAX_BYTES, _check_length
-from trainspec_cli.errors import WorkerError
 
 WORKER = Path(__file__).parent / "json_worker.py"
 

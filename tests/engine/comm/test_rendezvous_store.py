@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from lab.ranks import run_ranks
 
-from trainspec_cli.environment_names import LAUNCH_ID
-from trainspec_cli.launcher.job.job import Job
-from trainspec_cli.launcher.rendezvous.address import Rendezvous
-from trainspec_cli.rundir.generations import create_secret
-from trainspec_cli.spec.recipe.resilience import ResilienceSpec
+from trainspec_cli.core.environment_names import LAUNCH_ID
+from trainspec_cli.recipe.keys.resilience import ResilienceSpec
+from trainspec_cli.run.folder.generations import create_secret
+from trainspec_cli.run.job.job import Job
+from trainspec_cli.run.rendezvous.address import Rendezvous
 
 WORKER = Path(__file__).parent / "store_worker.py"
 HERE = "127.0.0.1"

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from trainspec_cli.core.environment_names import RENDEZVOUS, SECRET_FILE, STORE_FILE
 from trainspec_cli.engine.comm import joining, rendezvous, torchrun
 from trainspec_cli.engine.comm.rendezvous import RendezvousStore
-from trainspec_cli.environment_names import RENDEZVOUS, SECRET_FILE, STORE_FILE
 
 
 class Server:

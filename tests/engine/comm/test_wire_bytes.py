@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from trainspec_cli.core.environment_names import RENDEZVOUS
 from trainspec_cli.engine.comm.wire_bytes import OTHER, WireMeter
-from trainspec_cli.environment_names import RENDEZVOUS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counted by Linux")
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
@@ -25,22 +26,21 @@ from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSa
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
-from trainspec_cli.planner.plan import plan
-from trainspec_cli.policy.batch.division import OwnSamples
-from trainspec_cli.reporter.collect import collect
-from trainspec_cli.reporter.render import render_report
-from trainspec_cli.rundir.accounting import account_run
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import RunResult
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.plan.plan import plan
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.batching import BatchingSpec
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.report.collect import collect
+from trainspec_cli.report.render import render_report
+from trainspec_cli.run.folder.accounting import account_run
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import RunResult
 
 STEPS, READ_S, TIMEOUT_S = 16, 0.1, 60
 MICRO_BATCHES = 2

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from trainspec_cli.corpus.prepare import prepare
-from trainspec_cli.corpus.rows import Windows
-from trainspec_cli.corpus.samples import Shuffled, num_samples
-from trainspec_cli.corpus.shards import TokenFolder
+from trainspec_cli.balance.batch.division import Division, OwnSamples
+from trainspec_cli.data.corpus.prepare import prepare
+from trainspec_cli.data.corpus.rows import Windows
+from trainspec_cli.data.corpus.samples import Shuffled, num_samples
+from trainspec_cli.data.corpus.shards import TokenFolder
 from trainspec_cli.engine.batch import IGNORED_TARGET, MicroBatch
 from trainspec_cli.engine.data.heldout import heldout_batches
 from trainspec_cli.engine.data.loader import BatchReader, cut_micro_batches, positions_of, read_tokens
 from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, SLOTS, Staging
-from trainspec_cli.policy.batch.division import Division, OwnSamples
-from trainspec_cli.spec.recipe.data import DataSpec, TokenizerSpec
+from trainspec_cli.recipe.keys.data import DataSpec, TokenizerSpec
 
 SEQ_LEN, BATCH = 32, 12
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from trainspec_cli.balance.batch.division import Division, OwnSamples
 from trainspec_cli.engine.data.sample_loader import SampleLoader
-from trainspec_cli.policy.batch.division import Division, OwnSamples
 
 
 class Numbered:

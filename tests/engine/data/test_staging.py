@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.data import staging as module
 from trainspec_cli.engine.data.loader import BatchReader
 from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, SLOTS, Staging, Traffic
-from trainspec_cli.policy.batch.division import OwnSamples
 
 CPU = torch.device("cpu")
 

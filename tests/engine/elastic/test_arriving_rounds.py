@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainspec_cli.engine.elastic.arriving_rounds import HELD_ROUNDS, ArrivingRounds
-from trainspec_cli.policy.sites.round import RoundRecord
-from trainspec_cli.policy.sites.schedule import SiteExchange
+from trainspec_cli.wings.sites.decisions.round import RoundRecord
+from trainspec_cli.wings.sites.decisions.schedule import SiteExchange
 
 OWN = 0
 

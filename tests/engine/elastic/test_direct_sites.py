@@ -12,11 +12,11 @@ pytest.importorskip("cryptography")
 
 from lab.link import Link
 
+from trainspec_cli.core.wire.sites import Inboxes, Sent, SiteHello, pack
 from trainspec_cli.engine.elastic.direct_sites import DirectSites
 from trainspec_cli.engine.elastic.site_connection import SiteAccess
-from trainspec_cli.launcher.job.place import listen
-from trainspec_cli.launcher.sites.inbox import SiteInbox
-from trainspec_cli.wire.sites import Inboxes, Sent, SiteHello, pack
+from trainspec_cli.run.job.place import listen
+from trainspec_cli.wings.sites.inbox import SiteInbox
 
 SECRET, RECIPE = bytes(32), "recipe"
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.core.wire.rendezvous import FormedQuorum
 from trainspec_cli.engine.elastic import membership
 from trainspec_cli.engine.elastic.membership import (
     GroupRank,
@@ -18,7 +19,6 @@ from trainspec_cli.engine.elastic.membership import (
     Participation,
     QuorumClient,
 )
-from trainspec_cli.wire.rendezvous import FormedQuorum
 
 
 class Peers:

@@ -9,7 +9,7 @@ from torch import nn
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 from trainspec_cli.engine.elastic.outer_state import OuterState
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.policy.sites.outer import KEPT_BYTES
+from trainspec_cli.wings.sites.decisions.outer import KEPT_BYTES
 
 NAMES = ("embed.weight", "blocks.0.ffn.up.weight", "blocks.1.ffn.up.weight", "norm.weight")
 BOTH = (0, 1)

@@ -16,9 +16,9 @@ from trainspec_cli.engine.kernels.inputs import OPERATIONS as TRIED
 from trainspec_cli.engine.kernels.inputs import make_inputs
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
 from trainspec_cli.engine.tools.kernel_trial import SUM_ERROR, call_error, update_error
-from trainspec_cli.spec.recipe.kernels import KERNELS, TORCH
-from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.rules.kernels import explain
+from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH
+from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.rules.kernels import explain
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from trainspec_cli.engine.models.decoder import Decoder
-from trainspec_cli.planner.workload.transformer import count_params, flops_per_token
-from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.plan.workload.transformer import count_params, flops_per_token
+from trainspec_cli.recipe.keys.model import DecoderModel
 
 GROUPED = DecoderModel(
     num_layers=2, hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48, vocab_size=61, rope_theta=500.0

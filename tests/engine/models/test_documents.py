@@ -5,8 +5,8 @@ import torch
 
 from trainspec_cli.engine.batch import IGNORED_TARGET
 from trainspec_cli.engine.build.materialise import build_model
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.recipe.model_parts import LatentAttentionSpec
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model_parts import LatentAttentionSpec
 
 SIZES = {
     "num_layers": 2,

@@ -3,8 +3,8 @@ import torch
 
 from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.engine.models.lora import LoraLinear, apply_lora
-from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.recipe.keys.lora import LoraSpec
+from trainspec_cli.recipe.keys.model import DecoderModel
 
 MODEL = DecoderModel(2, 32, 4, 2, 8, 48, 61, tied_embeddings=True)
 TOKENS = torch.arange(12)[None]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.models.mamba2 import CausalConv, Mamba2, selective_scan
-from trainspec_cli.spec.recipe.model import HybridModel
+from trainspec_cli.recipe.keys.model import HybridModel
 
 MODEL = HybridModel(
     hidden_size=24,

@@ -10,13 +10,13 @@ import pytest
 import torch
 from lab.own_model import BLOCK_PARAMS, HIDDEN, OWN
 
+from trainspec_cli.core.errors import RecipeError, WorkerError
 from trainspec_cli.engine.build.kernel_loading import modules_with
 from trainspec_cli.engine.build.materialise import allocate, build_model, materialise
 from trainspec_cli.engine.models.own import OwnLanguageModel
 from trainspec_cli.engine.parallel.pipeline import WeightQueue
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.errors import RecipeError, WorkerError
-from trainspec_cli.spec.recipe.model import OwnModel
+from trainspec_cli.recipe.keys.model import OwnModel
 
 CPU = torch.device("cpu")
 BLOCK = """

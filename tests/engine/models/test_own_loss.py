@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainspec_cli.core.errors import RecipeError, WorkerError
 from trainspec_cli.engine.batch import IGNORED_TARGET
 from trainspec_cli.engine.models import own_loss
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 from trainspec_cli.engine.models.own_loss import OwnLinearLoss, load_loss
-from trainspec_cli.errors import RecipeError, WorkerError
-from trainspec_cli.extensions.kinds import LOSS
-from trainspec_cli.extensions.source import Extension
+from trainspec_cli.recipe.extensions.kinds import LOSS
+from trainspec_cli.recipe.extensions.source import Extension
 
 CPU = torch.device("cpu")
 HEAD = "import torch\nimport torch.nn.functional as F\n\ndef loss(logits, targets, **options):\n    "

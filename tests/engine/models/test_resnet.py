@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from trainspec_cli.engine.build.materialise import build_model
-from trainspec_cli.planner.hardware.catalogue import models
-from trainspec_cli.planner.workload import count_params
-from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.plan.hardware.catalogue import models
+from trainspec_cli.plan.workload import count_params
+from trainspec_cli.recipe.keys.model import ConvModel
 
 SMALL = ConvModel("resnet", (32, 32), widths=(4, 8), blocks=(2, 1), in_channels=2, num_classes=5)
 NEXT = ConvModel("resnet", (32, 32), widths=(8, 16), blocks=(1, 1), in_channels=2, num_classes=5, groups=4)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.engine.models.conv import dice, segmentation_loss
-from trainspec_cli.planner.hardware.catalogue import models
-from trainspec_cli.planner.workload import count_params
-from trainspec_cli.spec.recipe.model import ConvModel
+from trainspec_cli.plan.hardware.catalogue import models
+from trainspec_cli.plan.workload import count_params
+from trainspec_cli.recipe.keys.model import ConvModel
 
 FLAT = ConvModel("unet", (16, 24), widths=(4, 6), in_channels=2, num_classes=3)
 SOLID = ConvModel("unet", (8, 16, 8), widths=(4, 6, 8), in_channels=1, num_classes=4)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.observe.watch import StepWatch
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.paths import RunDir
 
 RANK, FOLDER = int(sys.argv[1]), Path(sys.argv[2])
 

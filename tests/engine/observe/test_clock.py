@@ -3,7 +3,7 @@ import torch
 
 from trainspec_cli.engine import marks
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.rundir.event_types.event import PARTS
+from trainspec_cli.run.folder.event_types.event import PARTS
 
 
 class Time:

@@ -17,7 +17,7 @@ from trainspec_cli.engine.observe import counters
 from trainspec_cli.engine.observe.clock import QueuedTime, StepClock
 from trainspec_cli.engine.observe.counters import GarbageClock, ProcessCounters, StepCounters, WindowWork, window_steps
 from trainspec_cli.engine.observe.processor import ProcessorClock
-from trainspec_cli.spec.canonical import ABSENT
+from trainspec_cli.recipe.canonical import ABSENT
 
 PARTS_S = {"forward": 0.2, "exposed_comm": 0.05}
 BATCH = [(torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))]

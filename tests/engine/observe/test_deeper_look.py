@@ -11,11 +11,11 @@ import torch
 from trainspec_cli.engine.observe import deeper_look, stack_samples
 from trainspec_cli.engine.observe.deeper_look import LOOK_STEPS, DeeperLook
 from trainspec_cli.engine.observe.step_profile import TRACE_BYTES
-from trainspec_cli.rundir.event_types.observed import LookEvent
-from trainspec_cli.rundir.event_types.training import WarningEvent
-from trainspec_cli.rundir.looks import LooksRecord, write_looks
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.results.look import LookOrder
+from trainspec_cli.recipe.results.look import LookOrder
+from trainspec_cli.run.folder.event_types.observed import LookEvent
+from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.run.folder.looks import LooksRecord, write_looks
+from trainspec_cli.run.folder.paths import RunDir
 
 PATIENCE_S = 60.0
 SPIN = LookOrder(number=1, looker=2, cause="slow_device", rank=2)

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from trainspec_cli.core.environment_names import GENERATION
+from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.observe.journal import (
     TRACKERS,
     DirectiveLog,
@@ -16,13 +18,11 @@ from trainspec_cli.engine.observe.journal import (
     TensorBoardLog,
     scalars_of,
 )
-from trainspec_cli.environment_names import GENERATION
-from trainspec_cli.errors import WorkerError
-from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
-from trainspec_cli.rundir.event_types.training import EvalEvent, SampleEvent, SetFigures, StartEvent, StepEvent
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.event_types.training import EvalEvent, SampleEvent, SetFigures, StartEvent, StepEvent
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.recipe.load import load
 
 STEP = StepEvent(step=1, loss=2.5, grad_norm=1.0, lr=0.1, tokens=100, step_time_s=0.5, time_s={}, skipped=False)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from trainspec_cli.balance.decisions.links import TIMED_EXCHANGES, Transfer
 from trainspec_cli.engine.observe import links
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.observe.links import GROUPS, LinkTimers
-from trainspec_cli.policy.scheduling.links import TIMED_EXCHANGES, Transfer
 
 BYTES = 4e6
 MEETING_S = 0.25

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.core.errors import RecipeError, WorkerError
 from trainspec_cli.engine.observe.journal import Journal
-from trainspec_cli.errors import RecipeError, WorkerError
-from trainspec_cli.rundir.event_types.training import EndEvent, EvalEvent, StepEvent
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.run.folder.event_types.training import EndEvent, EvalEvent, StepEvent
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.wings.certify.cases import Case, build_plan
 
 STEP = StepEvent(step=3, loss=1.5, grad_norm=1.0, samples=8, step_time_s=0.1, time_s={}, skipped=False)
 WATCH = """

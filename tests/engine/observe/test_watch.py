@@ -13,16 +13,16 @@ import pytest
 import torch
 from lab.waiting import PATIENCE_S
 
+from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.comm.background import Background
 from trainspec_cli.engine.data import loader
 from trainspec_cli.engine.observe import watch
 from trainspec_cli.engine.observe.watch import StepWatch, describe, last_collectives
-from trainspec_cli.errors import WorkerError
-from trainspec_cli.rundir.event_types.observed import HangEvent, StallEvent
-from trainspec_cli.rundir.event_types.training import WarningEvent
-from trainspec_cli.rundir.events import EventWriter, read_events
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import WorkerErrorRecord, read_error
+from trainspec_cli.run.folder.event_types.observed import HangEvent, StallEvent
+from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.run.folder.events import EventWriter, read_events
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import WorkerErrorRecord, read_error
 
 WORKER = Path(__file__).parent / "hanging_worker.py"
 
@@ -235,7 +235,7 @@ def test_what_lies_between_steps_has_the_first_steps_limit_and_teaches_nothing(c
 
 def leave_report(tmp_path, rank, time_s, monkeypatch, **changes):
     """Another rank's report of a hang, written at `time_s`."""
-    monkeypatch.setattr("trainspec_cli.rundir.events.time.time", lambda: time_s)
+    monkeypatch.setattr("trainspec_cli.run.folder.events.time.time", lambda: time_s)
     writer = EventWriter(RunDir(tmp_path).events(rank), rank)
     writer.write(WarningEvent(step=1, message="before"))
     writer.write(replace(report(True, {"world": 7}), **changes))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainspec_cli.core.errors import RecipeError, TrainspecError, WorkerError
 from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.parts import Held
 from trainspec_cli.engine.checkpoint.saver import Saver
@@ -15,9 +16,8 @@ from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.optim.optimizer import guarded_update, set_learning_rate
 from trainspec_cli.engine.optim.own import OwnOptimizer, build_own_optimizer
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.errors import RecipeError, TrainspecError, WorkerError
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.run.folder.paths import RunDir
 
 CPU = torch.device("cpu")
 LION = """

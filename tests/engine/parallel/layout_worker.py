@@ -19,8 +19,7 @@ import torch.distributed as dist
 from lab.own_model import OWN, OWN_LOSS
 from torch import Tensor
 
-from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.certify.families import FAMILIES, LOSSES, SAMPLES
+from trainspec_cli.balance.batch.division import Division, OwnSamples, even_division_of
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.exchange import Tiers
@@ -31,12 +30,13 @@ from trainspec_cli.engine.parallel.noise import parts_of
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
-from trainspec_cli.policy.batch.division import Division, OwnSamples, even_division_of
-from trainspec_cli.spec.recipe.comm import WireFormats
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.results.blueprint import Blueprint, BlueprintTier, Exchange
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.keys.comm import WireFormats
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.lora import LoraSpec
+from trainspec_cli.recipe.results.blueprint import Blueprint, BlueprintTier, Exchange
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.wings.certify.cases import Case, build_plan
+from trainspec_cli.wings.certify.families import FAMILIES, LOSSES, SAMPLES
 
 FAMILIES["own"], LOSSES["own"] = OWN, OWN_LOSS
 CASES = {

@@ -15,7 +15,7 @@ from trainspec_cli.engine.parallel.balance import (
     sum_over_sequence,
     update_balance,
 )
-from trainspec_cli.spec.recipe.model import ExpertSpec
+from trainspec_cli.recipe.keys.model import ExpertSpec
 
 
 class Others:

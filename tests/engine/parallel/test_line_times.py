@@ -15,7 +15,7 @@ import torch
 from trainspec_cli.engine.parallel import line_times
 from trainspec_cli.engine.parallel.line_times import neighbours, time_messages
 from trainspec_cli.engine.parallel.pipeline import Lines
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.recipe.keys.layout import Layout
 
 MESSAGE = torch.zeros(3, 5)
 

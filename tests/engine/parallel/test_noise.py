@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainspec_cli.balance.batch.division import Division
 from trainspec_cli.engine.parallel import noise as noise_module
 from trainspec_cli.engine.parallel.noise import Columns, NoiseProbe, SampleParts, parts_of
-from trainspec_cli.policy.batch.division import Division
 
 CPU = torch.device("cpu")
 

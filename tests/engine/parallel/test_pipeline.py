@@ -14,8 +14,8 @@ from torch import nn
 
 from trainspec_cli.engine.parallel import pipeline
 from trainspec_cli.engine.parallel.pipeline import Hidden, Message, WeightQueue, message_after
-from trainspec_cli.policy.pipeline import Action, Kind, actions
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.plan.pipeline import Action, Kind, actions
+from trainspec_cli.recipe.keys.layout import Layout
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainspec_cli.engine.models.decoder import Block
 from trainspec_cli.engine.models.rope import rope_angles
 from trainspec_cli.engine.parallel.recompute import COSTLY, apply_recompute
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.recipe.run import Recompute
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.run import Recompute
 
 MODEL = DecoderModel(1, 16, 2, 1, 8, 24, 32)
 MATRICES = 7

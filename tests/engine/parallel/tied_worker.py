@@ -8,13 +8,13 @@ import sys
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.balance.batch.division import even_division_of
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
-from trainspec_cli.policy.batch.division import even_division_of
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.wings.certify.cases import Case, build_plan
 
 STEPS = 3
 SCHEDULES = ("zero_bubble", "zbv")

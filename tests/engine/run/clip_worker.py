@@ -15,14 +15,14 @@ from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.run.step import StepOutcome, train_step
 from trainspec_cli.engine.shares import unique_shares
-from trainspec_cli.planner.plan import plan
-from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.layout import LayoutSpec
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.run import PrecisionSpec, RunSpec, TrainSection
+from trainspec_cli.plan.plan import plan
+from trainspec_cli.recipe.keys.batching import BatchingSpec
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.layout import LayoutSpec
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.run import PrecisionSpec, RunSpec, TrainSection
 
 CPU = torch.device("cpu")
 TOKENS, LR = 16, 0.5

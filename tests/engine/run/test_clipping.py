@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lab.ranks import outputs
 
-from trainspec_cli.spec.recipe.layout import LayoutSpec
+from trainspec_cli.recipe.keys.layout import LayoutSpec
 
 WORKER = Path(__file__).parent / "clip_worker.py"
 LAYOUTS: dict[str, dict[str, Any]] = {

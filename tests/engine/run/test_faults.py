@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from trainspec_cli.core.environment_names import GROUP
 from trainspec_cli.engine.build import train_state
 from trainspec_cli.engine.build.train_state import Throttle
 from trainspec_cli.engine.run import faults
 from trainspec_cli.engine.run.faults import Faults, InjectedFault
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.environment_names import GROUP
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.paths import RunDir
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import Allowance, Throttle
 from trainspec_cli.engine.run import pipeline_run
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.tools.trace import fake_batch, fake_world
-from trainspec_cli.policy.pipeline import Action
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.plan.pipeline import Action
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.wings.certify.cases import Case, build_plan
 
 
 def test_the_time_of_a_split_backward_is_the_backwards(monkeypatch: pytest.MonkeyPatch) -> None:

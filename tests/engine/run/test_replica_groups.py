@@ -20,6 +20,8 @@ import torch
 from lab.quorum import DiedError, FakeComm, Network
 from torch import nn
 
+from trainspec_cli.balance.batch.division import OwnSamples
+from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.comm.compressed import Compression
 from trainspec_cli.engine.comm.wire_bytes import WireMeter
@@ -33,19 +35,17 @@ from trainspec_cli.engine.run.scheduling.pace import StepPace
 from trainspec_cli.engine.run.shortage.out_of_memory import PassesOutOfMemory
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.batch.division import OwnSamples
-from trainspec_cli.rundir.event_types.training import StepEvent
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
-from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.resilience import ResilienceSpec
-from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec, RampStage
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.resilience import ResilienceSpec
+from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.run.folder.event_types.training import StepEvent
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
 
 CPU = torch.device("cpu")
 STEPS, BATCH, SAMPLES = 12, 7, 200

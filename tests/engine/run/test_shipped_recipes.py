@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
-from trainspec_cli.policy.batch.division import OwnSamples
+from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.rules.engine import check_engine, close_axes
 from trainspec_cli.session.recipe.load import load, load_for_planning, plan_on, this_machine
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, HybridModel
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.rules.engine import check_engine, close_axes
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 SHIPPED = sorted(path.stem for path in RECIPES.glob("*.yaml"))

@@ -18,6 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainspec_cli.balance.batch.division import Division, OwnSamples
+from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine import marks
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.assemble import build_train_state
@@ -41,21 +43,19 @@ from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import WrittenSample
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.trainer import Trainer
-from trainspec_cli.errors import WorkerError
-from trainspec_cli.planner.plan import plan
-from trainspec_cli.policy.batch.division import Division, OwnSamples
-from trainspec_cli.rundir.event_types.training import EvalEvent
-from trainspec_cli.rundir.events import read_events
-from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.rundir.heldout import best_checkpoint
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import RunResult
-from trainspec_cli.spec.recipe.batching import BatchingSpec, BatchScheduleSpec, RampStage
-from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.model import DecoderModel, ExpertSpec
-from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
-from trainspec_cli.spec.recipe.run import CheckpointSpec, RunSpec, TrainSection
+from trainspec_cli.plan.plan import plan
+from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec, RampStage
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
+from trainspec_cli.recipe.keys.optim import OptimSpec, ScheduleSpec
+from trainspec_cli.recipe.keys.run import CheckpointSpec, RunSpec, TrainSection
+from trainspec_cli.run.folder.event_types.training import EvalEvent
+from trainspec_cli.run.folder.events import read_events
+from trainspec_cli.run.folder.files import read_json, write_json
+from trainspec_cli.run.folder.heldout import best_checkpoint
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import RunResult
 
 STEPS, BATCH, TOKENS = 6, 2, 16
 SPEC = RunSpec(

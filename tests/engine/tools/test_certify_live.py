@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.engine.run.coordinator import SingleGroup, TrainProgress
 from trainspec_cli.engine.run.scheduling.relayout import Meshes
 from trainspec_cli.engine.run.shortage.out_of_memory import OutOfMemory
@@ -25,14 +25,14 @@ from trainspec_cli.engine.tools.certify_live import (
     WatchedGroup,
     run_live,
 )
-from trainspec_cli.policy.batch.division import OwnSamples
-from trainspec_cli.policy.recovery.memory import build_ladder
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import RunResult
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.results.memory import MemorySetting, Shortage
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.tools import CertifyRun
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.memory import MemorySetting, Shortage
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tools import CertifyRun
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import RunResult
+from trainspec_cli.run.recovery.memory import build_ladder
+from trainspec_cli.wings.certify.cases import Case, build_plan
 
 CPU = torch.device("cpu")
 

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
-from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.certify.runs import Run
+from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.tools import __main__ as entry
 from trainspec_cli.engine.tools import certify_batches, certify_worker
 from trainspec_cli.engine.tools.certify_batches import drawn_batch, drawn_samples
 from trainspec_cli.engine.tools.certify_worker import own_samples
-from trainspec_cli.policy.batch.division import OwnSamples
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.tools import CertifyRun, SpeedRequest, SpeedResult, TrainedSteps
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tools import CertifyRun, SpeedRequest, SpeedResult, TrainedSteps
+from trainspec_cli.wings.certify.cases import Case, build_plan
+from trainspec_cli.wings.certify.runs import Run
 
 CPU = torch.device("cpu")
 

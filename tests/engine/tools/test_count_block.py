@@ -7,7 +7,7 @@ from dataclasses import replace
 from lab.own_model import BLOCK_PARAMS, OWN
 
 from trainspec_cli.engine.tools.count_block import run
-from trainspec_cli.spec.results.tools import BlockCount, BlockRequest
+from trainspec_cli.recipe.results.tools import BlockCount, BlockRequest
 
 
 def test_a_block_is_counted_and_a_wrong_one_is_a_problem_and_no_failure() -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.data.huggingface.tensors import Piece, parameters
 from trainspec_cli.engine.tools import export
-from trainspec_cli.huggingface.tensors import Piece, parameters
-from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.tools import ExportRequest, ExportResult
+from trainspec_cli.recipe.keys.lora import LoraSpec
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tools import ExportRequest, ExportResult
+from trainspec_cli.wings.certify.cases import Case, build_plan
 
 MODEL = DecoderModel(1, 8, 2, 1, 4, 12, 10, tied_embeddings=True)
 SIZES = {name: parameter.numel for parameter in parameters(MODEL) for name in [parameter.name]}

@@ -16,18 +16,18 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from trainspec_cli.core.errors import MachineError, RecipeError, TrainspecError
+from trainspec_cli.data.huggingface.config import write_config
+from trainspec_cli.data.weights import litgpt_config
+from trainspec_cli.data.weights.folder import open_other, read_other_model
+from trainspec_cli.data.weights.naming import other_tensors
 from trainspec_cli.engine.build.initial import load_tensors
 from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.engine.tools import export_other
-from trainspec_cli.errors import MachineError, RecipeError, TrainspecError
-from trainspec_cli.huggingface.config import write_config
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.recipe.model_parts import RopeScaling
-from trainspec_cli.spec.structure import build
-from trainspec_cli.weights import litgpt_config
-from trainspec_cli.weights.folder import open_other, read_other_model
-from trainspec_cli.weights.naming import other_tensors
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model_parts import RopeScaling
+from trainspec_cli.recipe.structure import build
 
 MODELS = {
     "llama": DecoderModel(2, 16, 4, 2, 4, 24, 40),

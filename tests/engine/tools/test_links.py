@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.tools import links
-from trainspec_cli.spec.results.tools import AllReduceRate, LinksRequest, LinksResult, PairRate, PingRate
+from trainspec_cli.recipe.results.tools import AllReduceRate, LinksRequest, LinksResult, PairRate, PingRate
 
 CPU = torch.device("cpu")
 

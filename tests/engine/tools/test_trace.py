@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from lab.tracing import Trace
 
-from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.launcher.measuring import trace_plan
-from trainspec_cli.planner.workload import count_params, flops_per_token
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.plan.workload import count_params, flops_per_token
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.lora import LoraSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.measuring import trace_plan
+from trainspec_cli.wings.certify.cases import Case, build_plan
 
 
 def plan_of(family: str, **axes: int) -> Plan:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainspec_cli.certify.cases import Case, build_plan
 from trainspec_cli.engine.tools import trace
-from trainspec_cli.spec.recipe.layout import Layout, PipelineSchedule
-from trainspec_cli.spec.results.tools import TraceResult
+from trainspec_cli.recipe.keys.layout import Layout, PipelineSchedule
+from trainspec_cli.recipe.results.tools import TraceResult
+from trainspec_cli.wings.certify.cases import Case, build_plan
 
 PLAN = build_plan(Case("dense"), "cpu")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.corpus.collection import Collection
-from trainspec_cli.errors import RecipeError
-from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan, read_run_record
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.data.corpus.collection import Collection
+from trainspec_cli.run.folder.files import read_json, write_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan, read_run_record
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import session as session_module
 from trainspec_cli.session.launching.changes import count_more_steps, describe_changes

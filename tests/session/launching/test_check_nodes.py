@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.errors import MachineError
-from trainspec_cli.planner.run.forecast import checkpoint_bytes
+from trainspec_cli.core.errors import MachineError
+from trainspec_cli.plan.run.forecast import checkpoint_bytes
+from trainspec_cli.recipe.results.doctor import Check, NodeReport
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.prediction import LocalPrediction
+from trainspec_cli.recipe.results.probe import MachineProbe
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.check_nodes import _needs, check_nodes
-from trainspec_cli.spec.results.doctor import Check, NodeReport
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.prediction import LocalPrediction
-from trainspec_cli.spec.results.probe import MachineProbe
 
 Usage = namedtuple("Usage", "total used free")
 

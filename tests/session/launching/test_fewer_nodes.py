@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.session.launching import fewer_nodes
 from trainspec_cli.session.launching.fewer_nodes import plan_on_fewer
 from trainspec_cli.session.recipe.load import load, plan_on
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.results.plan import Plan
 
 THREE = ("recipe=tiny", "model.num_layers=6", "cluster.num_nodes=3", "cluster.devices_per_node=2", "run.dir=/run")
 
@@ -77,7 +77,7 @@ def test_a_layout_that_needs_the_node_has_no_plan_without_it_unless_memory_is_pr
 
 
 def test_a_plan_that_does_not_fit_is_none(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainspec_cli.errors import PlanError
+    from trainspec_cli.core.errors import PlanError
 
     def refuse(*given: object, **more: object) -> Plan:
         assert more == {"force": False}

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.errors import EXIT_DONE, Problem, RecipeError, Stopped, WorkerError
-from trainspec_cli.launcher.signals import PatientRequests, StopRequests
-from trainspec_cli.launcher.slurm.queue import job_of, note_job
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.generations import FENCED
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import EXIT_DONE, Problem, RecipeError, Stopped, WorkerError
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.generations import FENCED
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.signals import PatientRequests, StopRequests
+from trainspec_cli.run.slurm.queue import job_of, note_job
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching import in_slurm, requeue
 from trainspec_cli.session.launching.in_slurm import describe_place, earlier_start, find_place, requeueing
 from trainspec_cli.session.launching.nodes import NodeOptions
-from trainspec_cli.spec.field_types import AUTO
 
 COMMAND = ("torchrun", "--nproc-per-node", "8", "train.py")
 TASK = {

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.errors import RecipeError
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.session.launching import launch as module
 from trainspec_cli.session.launching.launch import launch, show_launch
 from trainspec_cli.session.launching.nodes import NodeOptions
 from trainspec_cli.session.launching.session import Session
-from trainspec_cli.spec.recipe.cluster import Machine
 
 ALONE = NodeOptions()
 

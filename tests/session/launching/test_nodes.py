@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from lab.events import started, stepped, write_event
 
-from trainspec_cli.errors import MachineError, RecipeError, WorkerError
-from trainspec_cli.reporter import live
-from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.generations import GenerationRecord, OwnCommandRecord
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import MachineError, RecipeError, WorkerError
+from trainspec_cli.report import live
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.generations import GenerationRecord, OwnCommandRecord
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import nodes
 

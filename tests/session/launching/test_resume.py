@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.launcher.job.folder import write_fewer_nodes
-from trainspec_cli.policy.recovery.memory import with_reliefs
-from trainspec_cli.reading.files import UnreadableFileError
-from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.core.errors import MachineError, RecipeError
+from trainspec_cli.core.reading.files import UnreadableFileError
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.results.memory import MemorySetting, Relief
+from trainspec_cli.run.folder.files import read_json, write_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan
+from trainspec_cli.run.job.folder import write_fewer_nodes
+from trainspec_cli.run.recovery.memory import with_reliefs
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.nodes import NodeOptions
 from trainspec_cli.session.launching.resume import prepare_resume, prepare_unchanged
 from trainspec_cli.session.launching.session import Session
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.results.memory import MemorySetting, Relief
 
 MakeRun = Callable[..., RunDir]
 Prepare = Callable[..., Session]

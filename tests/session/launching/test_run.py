@@ -13,27 +13,27 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.errors import MachineError, RecipeError, TrainspecError, WorkerError
-from trainspec_cli.launcher.backend.local import LocalBackend
-from trainspec_cli.launcher.job.job import Job, build_job
-from trainspec_cli.launcher.notify import Notify
-from trainspec_cli.launcher.outcome import conclude
-from trainspec_cli.launcher.signals import StopRequests, interrupt, on_stop_signal
-from trainspec_cli.launcher.supervise import Ending
-from trainspec_cli.reporter.collect import collect
-from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.accounting import Recovery, WallTime
-from trainspec_cli.rundir.event_types.failures import RecoveryEvent
-from trainspec_cli.rundir.event_types.training import FirstTextEvent, TextPart
-from trainspec_cli.rundir.events import EventWriter
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import RunResult, read_plan, read_result, write_result
+from trainspec_cli.core.errors import MachineError, RecipeError, TrainspecError, WorkerError
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.report.collect import collect
+from trainspec_cli.run.backend.local import LocalBackend
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.accounting import Recovery, WallTime
+from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
+from trainspec_cli.run.folder.event_types.training import FirstTextEvent, TextPart
+from trainspec_cli.run.folder.events import EventWriter
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import RunResult, read_plan, read_result, write_result
+from trainspec_cli.run.job.job import Job, build_job
+from trainspec_cli.run.notify import Notify
+from trainspec_cli.run.outcome import conclude
+from trainspec_cli.run.signals import StopRequests, interrupt, on_stop_signal
+from trainspec_cli.run.supervise import Ending
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import run as run_module
 from trainspec_cli.session.recipe.load import load
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.recipe.cluster import Machine
 
 MakeRun = Callable[..., RunDir]
 DONE = RunResult(status="done", exit_code=0, steps=20, final_loss=2.0, time_s=WallTime(productive=1.0))

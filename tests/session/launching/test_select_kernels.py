@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.kernels import KernelFigure, KernelTable
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import select_kernels as module
 from trainspec_cli.session.launching.select_kernels import select_kernels
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.recipe.kernels import KernelFigure, KernelTable
-from trainspec_cli.spec.results.plan import Plan
 
 TABLE = KernelTable("a chip", "fp32", "2.13", figures={"adamw": {"foreach": KernelFigure("chosen", ratio=0.5)}})
 

@@ -10,28 +10,28 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.errors import MachineError, PlanError, Problem, WorkerError
-from trainspec_cli.launcher.backend.local import LocalBackend
-from trainspec_cli.launcher.backend.nodes.backend import NodesBackend, Reach
-from trainspec_cli.launcher.job.claim import claim, is_running
-from trainspec_cli.launcher.memory_limits import Learned, LimitsWatch, MemoryLimits
-from trainspec_cli.launcher.notify import NOBODY
-from trainspec_cli.rundir.event_types.training import StartEvent
-from trainspec_cli.rundir.events import EventWriter
-from trainspec_cli.rundir.files import read_json
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
-from trainspec_cli.scheduler.advisor import LayoutAdvisor
+from trainspec_cli.balance.advisor import LayoutAdvisor
+from trainspec_cli.core.errors import MachineError, PlanError, Problem, WorkerError
+from trainspec_cli.core.units import format_count
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.results.memory import Relief
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.prediction import LocalPrediction
+from trainspec_cli.run.backend.local import LocalBackend
+from trainspec_cli.run.backend.nodes.backend import NodesBackend, Reach
+from trainspec_cli.run.folder.event_types.training import StartEvent
+from trainspec_cli.run.folder.events import EventWriter
+from trainspec_cli.run.folder.files import read_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan
+from trainspec_cli.run.job.claim import claim, is_running
+from trainspec_cli.run.memory_limits import Learned, LimitsWatch, MemoryLimits
+from trainspec_cli.run.notify import NOBODY
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import session as session_module
 from trainspec_cli.session.launching.fewer_nodes import plan_on_fewer
 from trainspec_cli.session.launching.session import Session, rehearse, start
 from trainspec_cli.session.recipe.load import load, plan_on
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.memory import Relief
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.prediction import LocalPrediction
-from trainspec_cli.units import format_count
 
 MakeRun = Callable[..., RunDir]
 PREDICTION = LocalPrediction(time_s={"forward": 1.0}, memory={"parameters": 1.0})

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.rundir.generations import create_secret
+from trainspec_cli.core.errors import MachineError, RecipeError
+from trainspec_cli.run.folder.generations import create_secret
 from trainspec_cli.session.launching.sites import SiteOptions, check_site, load_site
 
 RECIPE = ("recipe=tiny", "resilience=sites")

@@ -16,18 +16,18 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.errors import EXIT_DONE, MachineError, RecipeError, Stopped, WorkerError
-from trainspec_cli.rundir.event_types.training import EvalEvent
-from trainspec_cli.rundir.events import EventWriter
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import EXIT_DONE, MachineError, RecipeError, Stopped, WorkerError
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.event_types.training import EvalEvent
+from trainspec_cli.run.folder.events import EventWriter
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import sweep_runs
 from trainspec_cli.session.launching.session import Session
 from trainspec_cli.session.launching.sweep import read_sweep
 from trainspec_cli.session.launching.sweep_runs import launch_sweep
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.plan import Plan
 
 ENDS = "import sys; sys.exit(0)"
 WAITS = (

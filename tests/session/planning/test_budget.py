@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.errors import PlanError, RecipeError
+from trainspec_cli.core.errors import PlanError, RecipeError
 from trainspec_cli.session.planning.budget import budget_portfolio
 
 RECIPE = ["recipe=llama3_8b", "cluster.num_nodes=8", "layout=fsdp", "cost=owned"]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.composer.folders import find_folders
-from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.recipe.compose.folders import find_folders
 from trainspec_cli.session.planning.disturbance import load_disturbance
 
 

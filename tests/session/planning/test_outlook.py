@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from diagnosis.conftest import Folder
-from planner.test_this_machine import MACHINE as CPU
-from planner.test_this_machine import RAW, as_told, made
-from planner.test_this_machine_gpus import H100S
-from planner.test_this_machine_gpus import SPEC as GPU_SPEC
+from plan.test_this_machine import MACHINE as CPU
+from plan.test_this_machine import RAW, as_told, made
+from plan.test_this_machine_gpus import H100S
+from plan.test_this_machine_gpus import SPEC as GPU_SPEC
+from report.diagnosis.conftest import Folder
 
-from trainspec_cli.diagnosis.gather import read_run
-from trainspec_cli.launcher.measuring import probe_path
-from trainspec_cli.planner.plan import plan
-from trainspec_cli.policy.diagnosis.outlook import Outlook
-from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
-from trainspec_cli.rundir.event_types.training import StartEvent
-from trainspec_cli.rundir.files import write_json
+from trainspec_cli.plan.plan import plan
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.report.diagnosis.gather import read_run
+from trainspec_cli.report.diagnosis.outlook import Outlook
+from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.event_types.training import StartEvent
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.measuring import probe_path
 from trainspec_cli.session.planning.outlook import outlook_of
 from trainspec_cli.session.runs.diagnose import verdicts_of
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.results.plan import Plan
 
 
 @pytest.fixture

@@ -14,16 +14,29 @@ import pytest
 from lab.gpus.machines import play
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.errors import Interrupted, MachineError, PlanError, TrainspecError
-from trainspec_cli.launcher.job.machine import detect
-from trainspec_cli.launcher.measuring import probe_path
-from trainspec_cli.launcher.memory_limits import Learned, LimitsWatch, MemoryLimits
-from trainspec_cli.planner.plan import plan
-from trainspec_cli.planner.this_machine import least_memory, moving_bytes, predict_local
-from trainspec_cli.rundir.event_types.decisions import MemoryEvent
-from trainspec_cli.rundir.events import EventWriter
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import Interrupted, MachineError, PlanError, TrainspecError
+from trainspec_cli.plan.plan import plan
+from trainspec_cli.plan.this_machine import least_memory, moving_bytes, predict_local
+from trainspec_cli.recipe.canonical import from_plain, to_plain
+from trainspec_cli.recipe.keys.batching import BatchingSpec
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+from trainspec_cli.recipe.results.memory import MemorySetting, Relief
+from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
+from trainspec_cli.recipe.results.prediction import LocalPrediction
+from trainspec_cli.recipe.results.probe import MachineProbe
+from trainspec_cli.run.folder.event_types.decisions import MemoryEvent
+from trainspec_cli.run.folder.events import EventWriter
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.machine import detect
+from trainspec_cli.run.measuring import probe_path
+from trainspec_cli.run.memory_limits import Learned, LimitsWatch, MemoryLimits
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.planning.predict import (
     PROBING,
@@ -36,19 +49,6 @@ from trainspec_cli.session.planning.predict import (
     probe_after_run,
     with_known_limits,
 )
-from trainspec_cli.spec.canonical import from_plain, to_plain
-from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
-from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
-from trainspec_cli.spec.results.memory import MemorySetting, Relief
-from trainspec_cli.spec.results.plan import Plan, PlannedLayout
-from trainspec_cli.spec.results.prediction import LocalPrediction
-from trainspec_cli.spec.results.probe import MachineProbe
 
 MACHINE = Machine("host", cpu_cores=2, memory_bytes=2**34, bf16=True)
 SPEC = RunSpec(
@@ -348,8 +348,8 @@ def test_a_machine_is_measured_after_a_run_that_a_probe_predicts(
         began.append(1)
         return made_up_probe
 
-    monkeypatch.setattr("trainspec_cli.launcher.measuring.torchrun", lambda *_: None)
-    monkeypatch.setattr("trainspec_cli.launcher.measuring.run_tool", probe)
+    monkeypatch.setattr("trainspec_cli.run.measuring.torchrun", lambda *_: None)
+    monkeypatch.setattr("trainspec_cli.run.measuring.run_tool", probe)
     shown: Any = Shown()
     own = replace(plan(SPEC, MACHINE), **changed)
     for _ in range(2):

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.huggingface.config import write_config
-from trainspec_cli.huggingface.safetensors import make_header
-from trainspec_cli.huggingface.tensors import parameters
-from trainspec_cli.rundir.files import read_json, write_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.data.huggingface.config import write_config
+from trainspec_cli.data.huggingface.safetensors import make_header
+from trainspec_cli.data.huggingface.tensors import parameters
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.run.folder.files import read_json, write_json
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.recipe.load import examine
-from trainspec_cli.spec.recipe.model import DecoderModel
 
 MODEL = DecoderModel(2, 64, 4, 2, 16, 160, 300, rope_theta=5e5)
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from trainspec_cli.errors import MachineError, Problem, RecipeError
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.session.recipe.load import examine, load, load_for_planning, machine_of_draft, plan_on, require
-from trainspec_cli.spec.recipe.cluster import Machine
 
 HOST = Machine(hostname="box", cpu_cores=2, memory_bytes=2**30)
 

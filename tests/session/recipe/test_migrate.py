@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.errors import MachineError, RecipeError, TrainspecError
-from trainspec_cli.launcher.job.claim import claim
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import MachineError, RecipeError, TrainspecError
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.claim import claim
 from trainspec_cli.session.recipe.migrate import apply, find_migrations
 
 RESULT = {"status": "done", "exit_code": 0}

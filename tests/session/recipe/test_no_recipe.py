@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from trainspec_cli.errors import RecipeError
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.session.recipe.no_recipe import with_defaults
-from trainspec_cli.spec.recipe.run import RunSpec
 
 
 def spec_of(*arguments: str) -> RunSpec:

@@ -9,14 +9,14 @@ import pytest
 from lab import own_model
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.errors import RecipeError
-from trainspec_cli.planner.capacity import plan_capacity
-from trainspec_cli.planner.workload import count_params
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.plan.capacity import plan_capacity
+from trainspec_cli.plan.workload import count_params
+from trainspec_cli.recipe.keys.model import OwnModel
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.session.recipe.load import load, load_for_planning
 from trainspec_cli.session.recipe.no_recipe import with_defaults
-from trainspec_cli.spec.own_code import describe_code
-from trainspec_cli.spec.recipe.model import OwnModel
-from trainspec_cli.spec.recipe.run import RunSpec
 
 CODE = """
 from pathlib import Path

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.errors import RecipeError
-from trainspec_cli.policy.batch.batch_schedule import run_phases, schedule_batches
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.balance.batch.batch_schedule import run_phases, schedule_batches
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.nodes import NodeOptions
 from trainspec_cli.session.launching.resume import prepare_resume
 from trainspec_cli.session.recipe import samples
 from trainspec_cli.session.recipe.load import load, load_for_planning
-from trainspec_cli.spec.recipe.run import RunSpec
 
 RAMP = "batching.schedule={kind: ramp, stages: [{from_tokens: 5120, global_batch_size: 16}]}"
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from diagnosis.conftest import Folder
+from report.diagnosis.conftest import Folder
 
-from trainspec_cli.diagnosis import gather
-from trainspec_cli.rundir.event_types.observed import VerdictEvent
-from trainspec_cli.rundir.event_types.training import EvalEvent
+from trainspec_cli.recipe.results.verdict import RunVerdict
+from trainspec_cli.report.diagnosis import gather
+from trainspec_cli.run.folder.event_types.observed import VerdictEvent
+from trainspec_cli.run.folder.event_types.training import EvalEvent
 from trainspec_cli.session.runs.diagnose import VerdictLines, verdicts_of
-from trainspec_cli.spec.results.verdict import RunVerdict
 
 
 def test_a_long_run_is_judged_by_its_newest_steps_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

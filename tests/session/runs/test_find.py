@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.errors import MachineError, RecipeError
-from trainspec_cli.reporter.runs import RunLine
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.known_runs import remember_run
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import MachineError, RecipeError
+from trainspec_cli.report.runs import RunLine
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.known_runs import remember_run
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.runs import find
 from trainspec_cli.session.runs.find import LAST, check_name_free, find_own_run, find_run, runs_here
 

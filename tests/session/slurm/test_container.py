@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.errors import RecipeError
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.recipe.keys.run import InitSpec
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.recipe.load import Loaded, load, plan_on
 from trainspec_cli.session.slurm.container import check_container, folders_read
-from trainspec_cli.spec.recipe.run import InitSpec
 
 IMAGE = ("cluster.slurm.container_runtime=apptainer", "cluster.slurm.container_image=/images/torch.sif")
 TWO = ("recipe=tiny", "cluster.device=cpu", "cluster.num_nodes=2", "cluster.devices_per_node=1")

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.errors import RecipeError
-from trainspec_cli.rundir.files import read_json
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.run.folder.files import read_json
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.slurm.submit import _machine_of_job, plan_runs, write_submission
 from trainspec_cli.session.slurm.submit import submit as submit_runs
 

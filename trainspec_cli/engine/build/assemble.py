@@ -26,7 +26,7 @@ from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
 from trainspec_cli.engine.quantised_shares import is_quantised, quantised_parameters
 from trainspec_cli.engine.shares import Cut, Share
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.results.plan import Plan
 
 
 def build_train_state(

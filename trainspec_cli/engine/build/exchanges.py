@@ -18,7 +18,7 @@ from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.observe.links import LinkTimers
 from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
 from trainspec_cli.engine.parallel.lost_gradients import ModuleLosses
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.results.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.engine.build.materialise import allocate, build_model, start_buffers
 from trainspec_cli.engine.checkpoint.image import DTYPES
 from trainspec_cli.engine.checkpoint.manifest import read_manifest, verify_files
 from trainspec_cli.engine.checkpoint.parts import TensorPart
 from trainspec_cli.engine.checkpoint.store import PREFIX, fill_parts
 from trainspec_cli.engine.quantised_shares import TENSORS
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.rundir.own_code import describe_changed_code
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.run.folder.own_code import describe_changed_code
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan
 
 
 def read_run_weights(run: RunDir, step: int) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainspec_cli.spec.recipe.kernels import KERNELS, Backend, KernelSpec
+from trainspec_cli.recipe.keys.kernels import KERNELS, Backend, KernelSpec
 
 ENGINE = __package__.rpartition(".")[0]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.quantised_shares import split_quantised
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.spec.recipe.model import ModelSpec
+from trainspec_cli.recipe.keys.model import ModelSpec
 
 
 def build_model(model: ModelSpec, seq_len: int, layers: range | None = None) -> Any:

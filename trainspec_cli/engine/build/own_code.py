@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.engine.models.own import BlockMaker
 from trainspec_cli.engine.models.own_loss import OwnLinearLoss, load_loss
 from trainspec_cli.engine.own_code import has_values
 from trainspec_cli.engine.parallel.recompute import apply_recompute
-from trainspec_cli.errors import RecipeError
-from trainspec_cli.extensions.load import own_errors
-from trainspec_cli.spec.own_code import own_losses
-from trainspec_cli.spec.recipe.model import OwnModel
-from trainspec_cli.spec.recipe.run import Recompute
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.extensions.load import own_errors
+from trainspec_cli.recipe.keys.model import OwnModel
+from trainspec_cli.recipe.keys.run import Recompute
+from trainspec_cli.recipe.own_code import own_losses
+from trainspec_cli.recipe.results.plan import Plan
 
 TRIAL_TOKENS = 32
 AGREEMENT = {torch.bfloat16: 2e-2, torch.float16: 5e-3}

@@ -28,9 +28,9 @@ from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.recompute import apply_recompute
 from trainspec_cli.engine.parallel.tensor import apply_tensor_parallel, partial_parameters
 from trainspec_cli.engine.shares import Cut
-from trainspec_cli.policy.pipeline import cut_layers
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.plan.pipeline import cut_layers
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.plan import Plan
 
 
 def spread_stage(

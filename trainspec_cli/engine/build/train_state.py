@@ -22,8 +22,8 @@ from trainspec_cli.engine.parallel.lost_gradients import ModuleLosses
 from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.policy.pipeline import Kind
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.plan.pipeline import Kind
+from trainspec_cli.recipe.keys.layout import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 

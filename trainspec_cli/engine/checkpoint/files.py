@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.reading.files import read_field, read_object
 from trainspec_cli.engine.checkpoint.manifest import (
     About,
     CheckpointManifest,
@@ -25,11 +27,9 @@ from trainspec_cli.engine.checkpoint.manifest import (
     part_from,
     write_manifest,
 )
-from trainspec_cli.errors import MachineError
-from trainspec_cli.reading.files import read_field, read_object
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.generations import Fence
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.generations import Fence
+from trainspec_cli.run.folder.paths import RunDir
 
 PIECE_BYTES = 2**24
 POLL_S = 0.02

@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainspec_cli.errors import MachineError
-from trainspec_cli.policy.batch.noise import BatchPace
-from trainspec_cli.reading.files import read_object
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import CHECKPOINT_MANIFEST
-from trainspec_cli.spec.records import read_record
-from trainspec_cli.trust import is_plain_name
+from trainspec_cli.balance.batch.noise import BatchPace
+from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.reading.files import read_object
+from trainspec_cli.core.trust import is_plain_name
+from trainspec_cli.recipe.records import read_record
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import CHECKPOINT_MANIFEST
 
 SCHEMA = "trainspec.checkpoint/2"
 OLDER = ("trainspec.checkpoint/1",)

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.reading.files import read_object
 from trainspec_cli.engine.checkpoint.files import file_name
 from trainspec_cli.engine.checkpoint.image import Image, pin, unpin, view_bytes
 from trainspec_cli.engine.checkpoint.manifest import (
@@ -34,11 +36,9 @@ from trainspec_cli.engine.checkpoint.manifest import (
     join_parts,
 )
 from trainspec_cli.engine.comm.json_collectives import gather_json
-from trainspec_cli.errors import MachineError
-from trainspec_cli.reading.files import read_object
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.spec.records import read_record
-from trainspec_cli.spec.structure import convert
+from trainspec_cli.recipe.records import read_record
+from trainspec_cli.recipe.structure import convert
+from trainspec_cli.run.folder.files import write_json
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 
 from trainspec_cli.engine.checkpoint.image import CODES, DTYPES
 from trainspec_cli.engine.checkpoint.parts import Span, TensorPart, overlap
-from trainspec_cli.spec.structure import convert
+from trainspec_cli.recipe.structure import convert
 
 BUCKET_BYTES = 2**26
 """A rank's tensors of so many bytes, in the old layout and the new one, are moved at a time, and one at least."""

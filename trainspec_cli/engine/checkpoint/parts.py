@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.accelerators import on_chip, random_state, set_random_state
 from trainspec_cli.engine.shares import Share, unique_shares
-from trainspec_cli.spec.structure import convert
+from trainspec_cli.recipe.structure import convert
 
 PartKey = tuple[str, tuple[int, ...]]
 """(name of the tensor, start of the part in it)"""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.core.units import format_bytes
 from trainspec_cli.engine.checkpoint.moves import (
     BUCKET_BYTES,
     Move,
@@ -29,8 +30,7 @@ from trainspec_cli.engine.checkpoint.moves import (
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, copy_twins, slices
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.shares import unique_shares
-from trainspec_cli.spec.structure import convert
-from trainspec_cli.units import format_bytes
+from trainspec_cli.recipe.structure import convert
 
 MESSAGE_CHARS = 500
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.core.errors import MachineError, TrainspecError
 from trainspec_cli.engine.accelerators import make_current, on_chip
 from trainspec_cli.engine.checkpoint import files
 from trainspec_cli.engine.checkpoint.image import Image, pin, plan_image, unpin, view_bytes
@@ -31,10 +32,9 @@ from trainspec_cli.engine.checkpoint.memory import CopyLocation, MemoryCopies
 from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, choose_owners, read_held, rng_parts
 from trainspec_cli.engine.comm.json_collectives import agree_on_error, broadcast_json, gather_json
 from trainspec_cli.engine.marks import Mark, elapsed_s, mark, wait_for
-from trainspec_cli.errors import MachineError, TrainspecError
-from trainspec_cli.rundir.generations import Fence
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.structure import convert
+from trainspec_cli.recipe.structure import convert
+from trainspec_cli.run.folder.generations import Fence
+from trainspec_cli.run.folder.paths import RunDir
 
 TOKEN_BYTES = 4
 WRITER_NICENESS = 10

@@ -27,7 +27,7 @@ from trainspec_cli.engine.comm.json_collectives import errors_together
 from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
 from trainspec_cli.engine.nf4 import Nf4, shapes_of
 from trainspec_cli.engine.quantised_shares import names_of, restore, split_quantised
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.run.folder.paths import RunDir
 
 PREFIX = "model."
 ADAPTERS = ("lora_a", "lora_b")

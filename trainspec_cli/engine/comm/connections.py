@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from trainspec_cli.engine.comm.wire_bytes import Connection, borrow, open_connections, read_tcp_info
-from trainspec_cli.rundir.event_types.observed import ConnectionCounts
+from trainspec_cli.run.folder.event_types.observed import ConnectionCounts
 
 TIMEOUTS_OFFSET = 240
 """`tcpi_total_rto` in `struct tcp_info`, since Linux 6.7."""

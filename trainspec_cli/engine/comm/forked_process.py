@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-from trainspec_cli.environment_names import RANK, rank_title
+from trainspec_cli.core.environment_names import RANK, rank_title
 
 POLL_S = 0.01
 

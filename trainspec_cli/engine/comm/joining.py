@@ -11,8 +11,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.core.environment_names import STORE_FILE
 from trainspec_cli.engine.accelerators import enter, process_group_backends
-from trainspec_cli.environment_names import STORE_FILE
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 _stores: list[dist.Store] = []

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.errors import ERRORS_OF_RUNS, Problem, TrainspecError, WorkerError
-from trainspec_cli.spec.canonical import from_plain, to_plain
+from trainspec_cli.core.errors import ERRORS_OF_RUNS, Problem, TrainspecError, WorkerError
+from trainspec_cli.recipe.canonical import from_plain, to_plain
 
 T = TypeVar("T")
 

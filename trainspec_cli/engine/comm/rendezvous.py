@@ -16,12 +16,12 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from trainspec_cli.environment_names import RENDEZVOUS, SECRET_FILE
-from trainspec_cli.json_value import JsonObject
-from trainspec_cli.rundir.generations import read_secret
-from trainspec_cli.spec.records import read_record
-from trainspec_cli.wire import rendezvous as messages
-from trainspec_cli.wire.client import JsonClient
+from trainspec_cli.core.environment_names import RENDEZVOUS, SECRET_FILE
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.wire import rendezvous as messages
+from trainspec_cli.core.wire.client import JsonClient
+from trainspec_cli.recipe.records import read_record
+from trainspec_cli.run.folder.generations import read_secret
 
 T = TypeVar("T")
 

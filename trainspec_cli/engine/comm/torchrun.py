@@ -22,10 +22,10 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from trainspec_cli.core.environment_names import STORE_FILE
 from trainspec_cli.engine.comm.forking import fork_workers
 from trainspec_cli.engine.comm.joining import COLLECTIVE_TIMEOUT
 from trainspec_cli.engine.comm.rendezvous import RendezvousStore
-from trainspec_cli.environment_names import STORE_FILE
 
 BACKEND = "trainspec"
 NOWHERE = RendezvousStoreInfo("127.0.0.1", 0)

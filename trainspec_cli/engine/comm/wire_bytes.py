@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from trainspec_cli.environment_names import RENDEZVOUS
+from trainspec_cli.core.environment_names import RENDEZVOUS
 
 NOT_SENT_OFFSET, SENT_OFFSET, RETRANSMITTED_OFFSET, INFO_BYTES = 144, 200, 208, 216
 """Offsets in `struct tcp_info`; all three since Linux 4.19."""

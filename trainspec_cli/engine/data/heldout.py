@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trainspec_cli.corpus.rows import Rows, empty_row
+from trainspec_cli.data.corpus.rows import Rows, empty_row
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.data.loader import to_tensors
 

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainspec_cli.corpus.rows import Row
-from trainspec_cli.corpus.samples import SampleOrder
+from trainspec_cli.balance.batch.division import OwnSamples
+from trainspec_cli.data.corpus.rows import Row
+from trainspec_cli.data.corpus.samples import SampleOrder
 from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.data.staging import Slot, Staging
-from trainspec_cli.policy.batch.division import OwnSamples
-from trainspec_cli.policy.recovery.hang import READING_THREAD
+from trainspec_cli.run.recovery.hang import READING_THREAD
 
 
 def positions_of(own: OwnSamples) -> np.ndarray:

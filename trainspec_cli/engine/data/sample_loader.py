@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainspec_cli.corpus.labelled import LabelledSamples
-from trainspec_cli.corpus.samples import locate
+from trainspec_cli.balance.batch.division import OwnSamples
+from trainspec_cli.data.corpus.labelled import LabelledSamples
+from trainspec_cli.data.corpus.samples import locate
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
-from trainspec_cli.policy.batch.division import OwnSamples
 
 MAX_READERS = 16
 

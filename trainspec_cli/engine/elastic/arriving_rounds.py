@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainspec_cli.policy.sites.round import RoundRecord
+from trainspec_cli.wings.sites.decisions.round import RoundRecord
 
 HELD_ROUNDS = 4
 """Outer gradients of so many rounds after the newest one that was taken are held before their decision comes."""

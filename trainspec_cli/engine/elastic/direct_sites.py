@@ -10,9 +10,9 @@ import asyncio
 import queue
 from collections.abc import Callable
 
+from trainspec_cli.core.wire.sites import Gone, Inboxes, Message, Passed, inbox_of
 from trainspec_cli.engine.elastic.site_connection import SiteAccess, SiteConnection
-from trainspec_cli.spec.recipe.resilience import FIRST_SITE
-from trainspec_cli.wire.sites import Gone, Inboxes, Message, Passed, inbox_of
+from trainspec_cli.recipe.keys.resilience import FIRST_SITE
 
 THROUGH = "through the meeting point"
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from trainspec_cli.engine.comm.codec import Codec
 from trainspec_cli.engine.digest import sum_bits
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.policy.sites.outer import carry_over, mix, outer_gradient, outer_step
-from trainspec_cli.policy.sites.schedule import fragment_of
+from trainspec_cli.wings.sites.decisions.outer import carry_over, mix, outer_gradient, outer_step
+from trainspec_cli.wings.sites.decisions.schedule import fragment_of
 
 LAYER = re.compile(r"blocks\.(\d+)\.")
 INPUT = "embed."

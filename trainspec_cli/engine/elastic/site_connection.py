@@ -9,10 +9,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainspec_cli.errors import TrainspecError
-from trainspec_cli.spec.records import read_record
-from trainspec_cli.wire.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_S, Answer, HandshakeError
-from trainspec_cli.wire.sites import (
+from trainspec_cli.core.errors import TrainspecError
+from trainspec_cli.core.wire.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_S, Answer, HandshakeError
+from trainspec_cli.core.wire.sites import (
     GREETING,
     LINE_BYTES,
     Alive,
@@ -22,7 +21,8 @@ from trainspec_cli.wire.sites import (
     pack,
     receive,
 )
-from trainspec_cli.wire.tls import client_context, peer_digest, purpose_of
+from trainspec_cli.core.wire.tls import client_context, peer_digest, purpose_of
+from trainspec_cli.recipe.records import read_record
 
 BEAT_S = 1.0
 RETRY_S = 0.5

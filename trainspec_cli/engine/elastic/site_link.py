@@ -13,13 +13,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 
-from trainspec_cli.engine.elastic.arriving_rounds import ArrivingRounds
-from trainspec_cli.engine.elastic.direct_sites import DirectSites
-from trainspec_cli.engine.elastic.site_connection import SiteAccess, SiteConnection
-from trainspec_cli.policy.sites.round import RoundRecord
-from trainspec_cli.spec.canonical import from_plain
-from trainspec_cli.wire.handshake import TIMEOUT_S
-from trainspec_cli.wire.sites import (
+from trainspec_cli.core.wire.handshake import TIMEOUT_S
+from trainspec_cli.core.wire.sites import (
     MEETING_POINT,
     Decided,
     Followed,
@@ -33,6 +28,11 @@ from trainspec_cli.wire.sites import (
     Welcome,
     pack,
 )
+from trainspec_cli.engine.elastic.arriving_rounds import ArrivingRounds
+from trainspec_cli.engine.elastic.direct_sites import DirectSites
+from trainspec_cli.engine.elastic.site_connection import SiteAccess, SiteConnection
+from trainspec_cli.recipe.canonical import from_plain
+from trainspec_cli.wings.sites.decisions.round import RoundRecord
 
 
 class SiteLink:

@@ -13,16 +13,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.core.errors import WorkerError
+from trainspec_cli.core.wire.sites import Sent, SiteHello
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, gather_json
 from trainspec_cli.engine.elastic.site_link import SiteLink
-from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.sites.agreement import agreement_of
-from trainspec_cli.policy.sites.round import RoundRecord
-from trainspec_cli.rundir.generations import read_secret
-from trainspec_cli.spec.canonical import from_plain, to_plain
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.structure import convert
-from trainspec_cli.wire.sites import Sent, SiteHello
+from trainspec_cli.recipe.canonical import from_plain, to_plain
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.structure import convert
+from trainspec_cli.run.folder.generations import read_secret
+from trainspec_cli.wings.sites.decisions.agreement import agreement_of
+from trainspec_cli.wings.sites.decisions.round import RoundRecord
 
 
 class SiteRun(Protocol):

@@ -16,7 +16,7 @@ from trainspec_cli.engine.models.language_model import LanguageModel
 from trainspec_cli.engine.models.moe import MixtureOfExperts
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.rope import rope_angles
-from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.recipe.keys.model import DecoderModel
 
 
 class Block(nn.Module):

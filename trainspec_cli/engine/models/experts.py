@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.models.feed_forward import ACTIVATIONS, clamped_glu, swiglu
-from trainspec_cli.spec.recipe.model import DecoderModel
+from trainspec_cli.recipe.keys.model import DecoderModel
 
 
 class SortedTokens(NamedTuple):

@@ -13,7 +13,7 @@ from trainspec_cli.engine.models.language_model import LanguageModel
 from trainspec_cli.engine.models.mamba2 import Mamba2
 from trainspec_cli.engine.models.moe import MixtureOfExperts
 from trainspec_cli.engine.models.norm import RMSNorm
-from trainspec_cli.spec.recipe.model import HybridModel
+from trainspec_cli.recipe.keys.model import HybridModel
 
 MIXERS: dict[str, tuple[str, Callable[[HybridModel], nn.Module]]] = {
     "M": ("mamba", Mamba2),

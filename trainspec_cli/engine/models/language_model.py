@@ -20,7 +20,7 @@ from trainspec_cli.engine.models.mamba2 import MAMBA_INIT, Mamba2
 from trainspec_cli.engine.models.moe import MixtureOfExperts, Router
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.quantised import QuantisedLinear
-from trainspec_cli.spec.recipe.model import OwnModel, TextModel
+from trainspec_cli.recipe.keys.model import OwnModel, TextModel
 
 INIT_STD = 0.02
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.models.norm import precise
-from trainspec_cli.spec.recipe.model import HybridModel
-from trainspec_cli.spec.recipe.model_parts import CONV_TAPS, SCAN_BLOCK
+from trainspec_cli.recipe.keys.model import HybridModel
+from trainspec_cli.recipe.keys.model_parts import CONV_TAPS, SCAN_BLOCK
 
 STEP_RANGE = (1e-3, 0.1)
 """Initial values of the step dt, log-uniform."""

@@ -13,12 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.engine.models.language_model import LanguageModel
 from trainspec_cli.engine.own_code import is_no_fault
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.extensions.load import arguments, came_through_own_code, load, own_errors
-from trainspec_cli.spec.own_code import own_blocks
-from trainspec_cli.spec.recipe.model import OwnModel
+from trainspec_cli.recipe.extensions.load import arguments, came_through_own_code, load, own_errors
+from trainspec_cli.recipe.keys.model import OwnModel
+from trainspec_cli.recipe.own_code import own_blocks
 
 PREFIX = "blocks."
 

@@ -22,7 +22,7 @@ from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.marks import Mark, elapsed_s, mark, wait_for
 from trainspec_cli.engine.observe.intervals import ExchangeTime, Interval, exchange_time
 from trainspec_cli.engine.observe.processor import ProcessorClock
-from trainspec_cli.rundir.event_types.event import PARTS
+from trainspec_cli.run.folder.event_types.event import PARTS
 
 COMPUTING = ("forward", "backward", "optimizer")
 

@@ -27,8 +27,8 @@ from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.comm.connections import ConnectionCounter
 from trainspec_cli.engine.observe.clock import QueuedTime
 from trainspec_cli.engine.observe.processor import ProcessorClock
-from trainspec_cli.rundir.event_types.observed import CountersEvent
-from trainspec_cli.spec.canonical import ABSENT
+from trainspec_cli.recipe.canonical import ABSENT
+from trainspec_cli.run.folder.event_types.observed import CountersEvent
 
 WINDOW_S = 0.5
 """The counters are read so often at the most: reading and writing take a thousandth of that."""

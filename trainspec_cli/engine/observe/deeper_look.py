@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from trainspec_cli.core.errors import MachineError, WorkerError
+from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.observe.stack_samples import (
     PySpy,
@@ -32,15 +34,13 @@ from trainspec_cli.engine.observe.step_profile import (
     trace_text,
 )
 from trainspec_cli.engine.observe.watch import recorded_collectives
-from trainspec_cli.errors import MachineError, WorkerError
-from trainspec_cli.json_value import JsonObject, JsonValue
-from trainspec_cli.rundir.event_types.observed import LookEvent
-from trainspec_cli.rundir.event_types.training import WarningEvent
-from trainspec_cli.rundir.files import FileWatch, write_text
-from trainspec_cli.rundir.looks import TRACE_VERSION, read_looks
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.results.look import Look, LookOrder
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.results.look import Look, LookOrder
+from trainspec_cli.run.folder.event_types.observed import LookEvent
+from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.run.folder.files import FileWatch, write_text
+from trainspec_cli.run.folder.looks import TRACE_VERSION, read_looks
+from trainspec_cli.run.folder.paths import RunDir
 
 POLL_S = 1.0
 LOOK_STEPS, LOOK_S = 3, 2.0

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import torch
 
+from trainspec_cli.core.node import cpu_name
 from trainspec_cli.engine.accelerators import allocator_count, chip_name, device_memory, on_chip, synchronise
-from trainspec_cli.node import cpu_name
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

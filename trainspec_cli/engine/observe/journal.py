@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Protocol
 
 from trainspec_cli.engine.observe.own import OptionalCodeError, watchers_of
-from trainspec_cli.rundir.event_types.decisions import BucketsEvent, MemoryEvent, SchedulerEvent
-from trainspec_cli.rundir.event_types.event import Event
-from trainspec_cli.rundir.event_types.training import (
+from trainspec_cli.recipe.canonical import Absent, digest, to_plain
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.run.folder.event_types.decisions import BucketsEvent, MemoryEvent, SchedulerEvent
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.event_types.training import (
     EvalEvent,
     SampleEvent,
     SetFigures,
@@ -20,11 +22,9 @@ from trainspec_cli.rundir.event_types.training import (
     StepEvent,
     WarningEvent,
 )
-from trainspec_cli.rundir.events import EventWriter
-from trainspec_cli.rundir.generations import Fence
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import Absent, digest, to_plain
-from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.run.folder.events import EventWriter
+from trainspec_cli.run.folder.generations import Fence
+from trainspec_cli.run.folder.paths import RunDir
 
 SCALARS = {
     "step": ("loss", "grad_norm", "lr", "step_time_s"),

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from trainspec_cli.balance.decisions.links import TIMED_EXCHANGES, Transfer, transfer_of
 from trainspec_cli.engine.comm.exchange import TimeCollective
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.policy.scheduling.links import TIMED_EXCHANGES, Transfer, transfer_of
 
 GROUPS = "groups"
 """The axis of replica groups."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import psutil
 import torch
 
+from trainspec_cli.core.units import format_bytes
 from trainspec_cli.engine.accelerators import device_memory, on_chip
-from trainspec_cli.policy.recovery.leak import WINDOW, slope_per_step, steps_until_full
-from trainspec_cli.units import format_bytes
+from trainspec_cli.run.recovery.leak import WINDOW, slope_per_step, steps_until_full
 
 SETTLING_STEPS = 10
 """The first steps, which allocate memory that later ones reuse."""

@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
+from trainspec_cli.core.errors import Problem, RecipeError, WorkerError, did_you_mean
+from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.engine.accelerators import started_kind
-from trainspec_cli.errors import Problem, RecipeError, WorkerError, did_you_mean
-from trainspec_cli.extensions.load import load, own_errors
-from trainspec_cli.extensions.source import Extension
-from trainspec_cli.json_value import JsonObject
-from trainspec_cli.rundir.event_types.event import Event
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.own_code import own_callbacks, own_trackers
-from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.extensions.load import load, own_errors
+from trainspec_cli.recipe.extensions.source import Extension
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.own_code import own_callbacks, own_trackers
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.paths import RunDir
 
 CALLBACK_METHODS = {kind: f"on_{kind}" for kind in ("start", "step", "eval", "checkpoint", "sample", "warning", "end")}
 """Methods of a callback, by the type of event."""

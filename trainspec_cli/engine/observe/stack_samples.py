@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 
 from trainspec_cli.engine.comm import background
-from trainspec_cli.spec.results.look import CodeLine
+from trainspec_cli.recipe.results.look import CodeLine
 
 PERIOD_S = 0.005
 MOST_SAMPLES = 4000

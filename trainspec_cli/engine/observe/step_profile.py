@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch.autograd import profiler
 
+from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.engine.accelerators import KINDS
-from trainspec_cli.json_value import JsonObject
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.results.look import OperationTime
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.results.look import OperationTime
 
 MOST_OPERATIONS = 200_000
 """Operations beyond so many are not looked at."""

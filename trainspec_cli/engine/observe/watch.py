@@ -27,11 +27,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.comm import background
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.observe.stack_samples import is_in_exchange
-from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.recovery.hang import (
+from trainspec_cli.run.folder.event_types.observed import HangEvent, LateStepEvent, StallEvent
+from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.run.folder.events import tail_events
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import WorkerErrorRecord, write_error
+from trainspec_cli.run.recovery.hang import (
     NOTE_S,
     READING_THREAD,
     Whereabouts,
@@ -39,11 +44,6 @@ from trainspec_cli.policy.recovery.hang import (
     stall_after_s,
     step_deadline_s,
 )
-from trainspec_cli.rundir.event_types.observed import HangEvent, LateStepEvent, StallEvent
-from trainspec_cli.rundir.event_types.training import WarningEvent
-from trainspec_cli.rundir.events import tail_events
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import WorkerErrorRecord, write_error
 
 Late = TypeVar("Late", bound=LateStepEvent)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainspec_cli.engine.optim.guarded import Group, Guard, GuardedOptimizer
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.spec.recipe.optim import BLOCK, QUANTISED_ROW, QUANTISED_SIZE
+from trainspec_cli.recipe.keys.optim import BLOCK, QUANTISED_ROW, QUANTISED_SIZE
 
 EXPONENTS = 7
 """Powers of ten that the map covers."""

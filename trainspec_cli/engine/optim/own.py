@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainspec_cli.core.errors import Problem, RecipeError, WorkerError
 from trainspec_cli.engine.optim.optimizer import parameter_groups
 from trainspec_cli.engine.own_code import is_no_fault
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.errors import Problem, RecipeError, WorkerError
-from trainspec_cli.extensions.load import arguments, load, own_errors
-from trainspec_cli.extensions.source import Extension
-from trainspec_cli.spec.own_code import own_optimizer
-from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.recipe.extensions.load import arguments, load, own_errors
+from trainspec_cli.recipe.extensions.source import Extension
+from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.own_code import own_optimizer
 
 Entry = Tensor | int | float | bool
 Make = Callable[..., torch.optim.Optimizer]

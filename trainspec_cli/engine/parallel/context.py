@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainspec_cli.engine.comm.exchange import Peers, exchange, sent_bytes
-from trainspec_cli.spec.recipe.layout import ContextMethod
+from trainspec_cli.recipe.keys.layout import ContextMethod
 
 
 def held_positions(seq_len: int, method: ContextMethod, rank: int, size: int) -> Tensor:

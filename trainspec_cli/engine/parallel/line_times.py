@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.engine.parallel.pipeline import Lines
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.recipe.keys.layout import Layout
 
 
 def neighbours(layout: Layout) -> list[tuple[int, int]]:

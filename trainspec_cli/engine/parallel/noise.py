@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from trainspec_cli.balance.batch.division import Division
 from trainspec_cli.engine.comm.exchange import Peers, reduce_scatter, sent_bytes
 from trainspec_cli.engine.mesh import Mesh
-from trainspec_cli.policy.batch.division import Division
 
 Held = Literal["own", "copied", "partial", "twin"]
 """own: this rank of tp alone has this part of the parameter. copied: every rank of tp has the whole gradient. partial:

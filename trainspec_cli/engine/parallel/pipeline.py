@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.comm.exchange import TimeCollective
-from trainspec_cli.policy.pipeline import Action
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.plan.pipeline import Action
+from trainspec_cli.recipe.keys.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trainspec_cli.spec.recipe.run import Recompute
+from trainspec_cli.recipe.keys.run import Recompute
 
 _aten = torch.ops.aten
 COSTLY = frozenset(

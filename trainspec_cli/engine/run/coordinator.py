@@ -15,16 +15,16 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.balance.batch.division import Division, OwnSamples, even_division_of
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.loader import BatchReader
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import DataSource
-from trainspec_cli.policy.batch.division import Division, OwnSamples, even_division_of
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import ABSENT, Absent
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.canonical import ABSENT, Absent
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.paths import RunDir
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from trainspec_cli.engine.data.staging import Traffic
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.run.coordinator import StepSamples
 from trainspec_cli.engine.run.step import StepOutcome
-from trainspec_cli.rundir.event_types.training import StepEvent
-from trainspec_cli.spec.canonical import ABSENT
-from trainspec_cli.spec.recipe.data import DataSpec
+from trainspec_cli.recipe.canonical import ABSENT
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.run.folder.event_types.training import StepEvent
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.corpus.rows import Rows
+from trainspec_cli.core.errors import WorkerError
+from trainspec_cli.data.corpus.rows import Rows
 from trainspec_cli.engine.batch import held_part
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.heldout import HeldoutLoss, heldout_batches
 from trainspec_cli.engine.data.sample_loader import SampleLoader
 from trainspec_cli.engine.finite import REMEDY, is_finite
 from trainspec_cli.engine.run.pipeline_run import forward_only
-from trainspec_cli.errors import WorkerError
 
 NO_TOKEN = -1
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.core.environment_names import GROUP
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.environment_names import GROUP
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.recipe.fault import Fault, parse_faults
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.keys.fault import Fault, parse_faults
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.paths import RunDir
 
 BY_SUPERVISOR = ("lighthouse",)
 

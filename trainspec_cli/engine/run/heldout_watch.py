@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
+from trainspec_cli.engine.heldout import HeldoutLosses
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.run.checkpoints import Checkpoints
-from trainspec_cli.policy.heldout import HeldoutLosses
-from trainspec_cli.rundir.event_types.training import WarningEvent
-from trainspec_cli.rundir.heldout import read_heldout_losses
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.records import read_record
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import read_record
+from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.run.folder.heldout import read_heldout_losses
+from trainspec_cli.run.folder.paths import RunDir
 
 
 class HeldoutWatch:

@@ -20,6 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.balance.batch.division import Portion, lr_factor, take_portion, weighted_counts
+from trainspec_cli.balance.decisions.shares import describe_rates, group_weights
+from trainspec_cli.core.environment_names import GROUP, START
+from trainspec_cli.core.errors import WorkerError
+from trainspec_cli.core.reading.files import read_field, read_object
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.background import Background
 from trainspec_cli.engine.comm.exchange import sent_bytes
@@ -29,15 +34,10 @@ from trainspec_cli.engine.elastic.membership import NOBODY, GroupRank, Membershi
 from trainspec_cli.engine.elastic.packets import GradientPackets, names_outside_blocks, packets_in_order
 from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal
 from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
-from trainspec_cli.environment_names import GROUP, START
-from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.batch.division import Portion, lr_factor, take_portion, weighted_counts
-from trainspec_cli.policy.recovery.recovery import enough_groups
-from trainspec_cli.policy.scheduling.shares import describe_rates, group_weights
-from trainspec_cli.reading.files import read_field, read_object
-from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
-from trainspec_cli.rundir.event_types.failures import RecoveryEvent, RetryEvent
-from trainspec_cli.rundir.event_types.training import WarningEvent
+from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.event_types.failures import RecoveryEvent, RetryEvent
+from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.run.recovery.recovery import enough_groups
 
 WAIT_S = 0.1
 HEALS_WITHOUT_LOST = "what this replica group's compressed gradients had lost is in no other group: it starts from zero"

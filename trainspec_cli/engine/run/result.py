@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.core.errors import EXIT_DONE, Stopped, WorkerError
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.parts import Held
 from trainspec_cli.engine.comm.json_collectives import raise_together
@@ -24,16 +25,15 @@ from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.finite import REMEDY, is_finite
 from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
 from trainspec_cli.engine.run.sources import DataSource
-from trainspec_cli.errors import EXIT_DONE, Stopped, WorkerError
-from trainspec_cli.rundir import record
-from trainspec_cli.rundir.accounting import account_run, measure_throughput
-from trainspec_cli.rundir.event_types.training import EvalEvent, StepEvent
-from trainspec_cli.rundir.events import read_sound
-from trainspec_cli.rundir.generations import Fence, may_stop
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import RunResult
-from trainspec_cli.spec.canonical import ABSENT, Absent
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.canonical import ABSENT, Absent
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder import record
+from trainspec_cli.run.folder.accounting import account_run, measure_throughput
+from trainspec_cli.run.folder.event_types.training import EvalEvent, StepEvent
+from trainspec_cli.run.folder.events import read_sound
+from trainspec_cli.run.folder.generations import Fence, may_stop
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import RunResult
 
 WIRE_PURPOSES = ("gradients", "parameters", OTHER)
 EXIT_CODES = {"done": EXIT_DONE, "stopped": Stopped.exit_code}

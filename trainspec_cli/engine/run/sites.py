@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 from trainspec_cli.engine.elastic.outer_state import OuterState
@@ -26,12 +27,11 @@ from trainspec_cli.engine.elastic.site_voice import SiteVoice
 from trainspec_cli.engine.elastic.window_pace import WindowPace
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
-from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.sites.round import RoundRecord
-from trainspec_cli.policy.sites.schedule import BEGINNING, SiteExchange, newest_applied
-from trainspec_cli.rundir.event_types.failures import RecoveryEvent
-from trainspec_cli.rundir.event_types.sites import ExchangeEvent
-from trainspec_cli.rundir.event_types.training import WarningEvent
+from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
+from trainspec_cli.run.folder.event_types.sites import ExchangeEvent
+from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.wings.sites.decisions.round import RoundRecord
+from trainspec_cli.wings.sites.decisions.schedule import BEGINNING, SiteExchange, newest_applied
 
 WAIT_S = 0.01
 TROUBLE_S = 5.0

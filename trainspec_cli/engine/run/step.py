@@ -19,7 +19,7 @@ from trainspec_cli.engine.parallel.noise import SampleParts
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.engine.run.shortage.out_of_memory import PassesOutOfMemory, is_out_of_memory
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.policy.pipeline import actions
+from trainspec_cli.plan.pipeline import actions
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.balance.batch.noise import PartSquares
 from trainspec_cli.engine.build.train_state import DTYPES, TrainState
 from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, Traffic
 from trainspec_cli.engine.observe.counters import StepCounters
@@ -37,9 +38,8 @@ from trainspec_cli.engine.run.scheduling.step_scheduler import StepScheduler
 from trainspec_cli.engine.run.shortage.relief import MemoryRelief
 from trainspec_cli.engine.run.step import StepOutcome, train_step
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
-from trainspec_cli.policy.batch.noise import PartSquares
-from trainspec_cli.rundir.event_types.training import EndEvent, SampleEvent, StartEvent, WarningEvent
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.event_types.training import EndEvent, SampleEvent, StartEvent, WarningEvent
 
 
 class Trainer:

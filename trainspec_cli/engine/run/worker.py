@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainspec_cli.core.reading.files import read_field
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.initial import load_initial
 from trainspec_cli.engine.comm.joining import join_processes, leave_processes
@@ -10,12 +11,11 @@ from trainspec_cli.engine.run.shortage.relief import recall_reliefs
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import open_source
 from trainspec_cli.engine.run.trainer import Trainer
-from trainspec_cli.policy.recovery.memory import with_reliefs
-from trainspec_cli.reading.files import read_field
-from trainspec_cli.rundir.own_code import check_code
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
-from trainspec_cli.rundir.versioned import read_versioned
+from trainspec_cli.run.folder.own_code import check_code
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan
+from trainspec_cli.run.folder.versioned import read_versioned
+from trainspec_cli.run.recovery.memory import with_reliefs
 
 
 def work(run_dir: RunDir, stop: StopRequest) -> None:

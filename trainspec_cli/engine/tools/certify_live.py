@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import Allowance, TrainState
@@ -29,16 +30,15 @@ from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import WrittenSample
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.engine.tools.certify_batches import Taken, read_drawn, taken_by_all, taken_positions
-from trainspec_cli.policy.batch.division import OwnSamples
-from trainspec_cli.policy.pipeline import Kind
-from trainspec_cli.policy.recovery.memory import next_setting, with_reliefs
-from trainspec_cli.rundir.event_types.training import EvalEvent
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import RunResult
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.results.memory import Relief
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.tools import CertifyRun, LiveSteps, TrainedSteps
+from trainspec_cli.plan.pipeline import Kind
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.memory import Relief
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tools import CertifyRun, LiveSteps, TrainedSteps
+from trainspec_cli.run.folder.event_types.training import EvalEvent
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import RunResult
+from trainspec_cli.run.recovery.memory import next_setting, with_reliefs
 
 BUCKET_BYTES = 50_000
 """Small models move in several buckets too, so that a change can be broken off between them."""

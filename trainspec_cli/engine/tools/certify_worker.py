@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainspec_cli.balance.batch.division import OwnSamples, even_division_of
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.manifest import About
@@ -31,12 +32,9 @@ from trainspec_cli.engine.run.step import compute_gradients, train_step
 from trainspec_cli.engine.shares import Share, unique_shares
 from trainspec_cli.engine.tools.certify_batches import drawn_batch, drawn_tokens, taken_by_all, taken_positions
 from trainspec_cli.engine.tools.certify_live import run_live
-from trainspec_cli.policy.batch.division import OwnSamples, even_division_of
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.tools import (
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tools import (
     DRAWN_BATCHES,
     DRAWN_TOKENS,
     CertifyRequest,
@@ -45,6 +43,8 @@ from trainspec_cli.spec.results.tools import (
     CertifyRunResult,
     TrainedSteps,
 )
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
 
 
 def run(request: CertifyRequest) -> CertifyResult:

@@ -15,8 +15,8 @@ from trainspec_cli.engine.checkpoint.saver import Saver
 from trainspec_cli.engine.checkpoint.store import load_newest
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.run.scheduling.relayout import Meshes
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.results.tools import CheckpointRates, CheckpointRatesRequest
+from trainspec_cli.recipe.results.tools import CheckpointRates, CheckpointRatesRequest
+from trainspec_cli.run.folder.paths import RunDir
 
 REPEATS = 3
 

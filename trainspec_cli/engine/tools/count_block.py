@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.engine.models.own import BlockMaker
-from trainspec_cli.errors import RecipeError
-from trainspec_cli.spec.results.tools import BlockCount, BlockRequest
+from trainspec_cli.recipe.results.tools import BlockCount, BlockRequest
 
 
 def run(request: BlockRequest) -> BlockCount:

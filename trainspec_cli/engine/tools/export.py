@@ -13,19 +13,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainspec_cli.data.huggingface.safetensors import DTYPE_BYTES, INDEX, SINGLE, make_header
+from trainspec_cli.data.huggingface.tensors import ADAPTERS, Parameter, adapters_of, parameters
+from trainspec_cli.data.weights.naming import other_tensors
 from trainspec_cli.engine.checkpoint.image import DTYPES
 from trainspec_cli.engine.checkpoint.store import read_weights
 from trainspec_cli.engine.tools.export_other import cut, reader, write_distributed, write_state
-from trainspec_cli.huggingface.safetensors import DTYPE_BYTES, INDEX, SINGLE, make_header
-from trainspec_cli.huggingface.tensors import ADAPTERS, Parameter, adapters_of, parameters
-from trainspec_cli.rundir.record import read_plan_file
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.recipe.run import LITGPT_FILE
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.tools import ExportRequest, ExportResult
-from trainspec_cli.weights.naming import other_tensors
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.keys.lora import LoraSpec
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.run import LITGPT_FILE
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tools import ExportRequest, ExportResult
+from trainspec_cli.run.folder.record import read_plan_file
 
 MEGATRON_COMMON = "common.pt"
 """The file of what Megatron does not shard, without which its loader refuses a folder."""

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from trainspec_cli.huggingface.tensors import Parameter, Piece, parameters
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.weights.naming import OtherTensor, RowRange
-from trainspec_cli.weights.stored import Shape
+from trainspec_cli.data.huggingface.tensors import Parameter, Piece, parameters
+from trainspec_cli.data.weights.naming import OtherTensor, RowRange
+from trainspec_cli.data.weights.stored import Shape
+from trainspec_cli.recipe.keys.model import DecoderModel
 
 ReadTensor = Callable[[str], Tensor]
 """Given the name of a Hugging Face tensor, return it."""

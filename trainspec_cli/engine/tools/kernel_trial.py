@@ -17,8 +17,8 @@ from trainspec_cli.engine.accelerators import synchronise
 from trainspec_cli.engine.kernels.inputs import OPERATIONS, Call, Inputs, make_inputs
 from trainspec_cli.engine.optim.optimizer import build_optimizer
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.spec.recipe.kernels import TORCH, KernelTrial
-from trainspec_cli.spec.recipe.optim import OptimSpec
+from trainspec_cli.recipe.keys.kernels import TORCH, KernelTrial
+from trainspec_cli.recipe.keys.optim import OptimSpec
 
 clock = time.perf_counter
 Kernel = Callable[..., Any]

@@ -28,12 +28,12 @@ from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
 from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.engine.tools.kernel_trial import Kernel, Workload, operation, optimizer_update, try_kernels
 from trainspec_cli.engine.tools.trace import CPU, even_out, fake_batch, fake_world
-from trainspec_cli.spec.canonical import from_plain, to_plain
-from trainspec_cli.spec.json_text import finite_or_none
-from trainspec_cli.spec.recipe.kernels import IN_BLOCKS, KERNELS, TORCH, KernelSpec, KernelTrial, KernelTrials
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.tools import KernelRequest, KernelResult
-from trainspec_cli.spec.rules.kernels import why_untried
+from trainspec_cli.recipe.canonical import from_plain, to_plain
+from trainspec_cli.recipe.json_text import finite_or_none
+from trainspec_cli.recipe.keys.kernels import IN_BLOCKS, KERNELS, TORCH, KernelSpec, KernelTrial, KernelTrials
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tools import KernelRequest, KernelResult
+from trainspec_cli.recipe.rules.kernels import why_untried
 
 
 def run(request: KernelRequest) -> KernelResult:

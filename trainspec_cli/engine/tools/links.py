@@ -9,13 +9,13 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.core.node import node_name
 from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.observe.device import quickest_s
-from trainspec_cli.node import node_name
-from trainspec_cli.spec.results.tools import AllReduceRate, LinksRequest, LinksResult, PairRate, PingRate
-from trainspec_cli.spec.structure import convert
+from trainspec_cli.recipe.results.tools import AllReduceRate, LinksRequest, LinksResult, PairRate, PingRate
+from trainspec_cli.recipe.structure import convert
 
 SIZES_BYTES = PAIR_SIZES_BYTES = (4 * 2**10, 2**18, 2**22)
 CHIP_SIZES_BYTES, CHIP_PAIR_SIZES_BYTES = (2**13, 2**20, 2**25, 2**28), (2**13, 2**20, 2**26)

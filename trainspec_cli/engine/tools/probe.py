@@ -26,16 +26,16 @@ from trainspec_cli.engine.observe.device import measure_peak
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.trainer import Trainer  # noqa: F401 - a worker's memory holds what it imports
 from trainspec_cli.engine.tools import probe_curves as curves
-from trainspec_cli.rundir.event_types.event import PARTS
-from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.model import DecoderModel
-from trainspec_cli.spec.recipe.optim import OptimSpec
-from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.probe import PROBED_HEAD_SIZES, MachineProbe, Reference
-from trainspec_cli.spec.results.tools import ProbeRequest
+from trainspec_cli.recipe.keys.batching import BatchingSpec
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.probe import PROBED_HEAD_SIZES, MachineProbe, Reference
+from trainspec_cli.recipe.results.tools import ProbeRequest
+from trainspec_cli.run.folder.event_types.event import PARTS
 
 EMPTY_STEPS = 12
 WARMUP_STEPS = 6

@@ -29,12 +29,12 @@ from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.shares import local_part
 from trainspec_cli.engine.tools.ledger import Ledger
-from trainspec_cli.policy.caching_allocator import grows_segments
-from trainspec_cli.spec.recipe.kernels import KernelSpec
-from trainspec_cli.spec.recipe.layout import MESH_AXES
-from trainspec_cli.spec.recipe.model import TextModel
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.tools import TraceRequest, TraceResult
+from trainspec_cli.plan.memory.caching_allocator import grows_segments
+from trainspec_cli.recipe.keys.kernels import KernelSpec
+from trainspec_cli.recipe.keys.layout import MESH_AXES
+from trainspec_cli.recipe.keys.model import TextModel
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tools import TraceRequest, TraceResult
 
 CPU = torch.device("cpu")
 

@@ -11,11 +11,9 @@ from itertools import product
 from pathlib import Path
 
 from trainspec_cli import __version__
-from trainspec_cli.errors import PlanError, Problem, RecipeError, TrainspecError
-from trainspec_cli.launcher.job.machine import detect
-from trainspec_cli.launcher.measuring import known_probe, probe_machine
-from trainspec_cli.node import cpu_name
-from trainspec_cli.planner.calibration.observe import (
+from trainspec_cli.core.errors import PlanError, Problem, RecipeError, TrainspecError
+from trainspec_cli.core.node import cpu_name
+from trainspec_cli.plan.calibration.observe import (
     CPU_SPREAD,
     EFFICIENCIES,
     GPU_SPREAD,
@@ -24,7 +22,7 @@ from trainspec_cli.planner.calibration.observe import (
     of_rows,
     of_setup,
 )
-from trainspec_cli.planner.calibration.posterior import (
+from trainspec_cli.plan.calibration.posterior import (
     NINE_IN_TEN,
     Observation,
     Posterior,
@@ -32,26 +30,28 @@ from trainspec_cli.planner.calibration.posterior import (
     infer,
     slopes_of,
 )
-from trainspec_cli.planner.hardware.catalogue import find_accelerator
-from trainspec_cli.planner.hardware.rates import Efficiency
-from trainspec_cli.planner.plan import plan
-from trainspec_cli.planner.this_machine import is_known, is_predictable, predict_local, setup_of
-from trainspec_cli.planner.validation.backtest import backtest
-from trainspec_cli.reporter.collect import Report, collect
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.plan.hardware.catalogue import find_accelerator
+from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.plan.plan import plan
+from trainspec_cli.plan.this_machine import is_known, is_predictable, predict_local, setup_of
+from trainspec_cli.plan.validation.backtest import backtest
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.layout import MESH_AXES
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.probe import MachineProbe
+from trainspec_cli.recipe.results.profile import Calibrated, ClusterProfile
+from trainspec_cli.recipe.rules.check import check
+from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.report.collect import Report, collect
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan
+from trainspec_cli.run.job.machine import detect
+from trainspec_cli.run.measuring import known_probe, probe_machine
 from trainspec_cli.session.calibration.table import read_rows
 from trainspec_cli.session.launching.launch import launch_apart
 from trainspec_cli.session.planning.profile import UNNAMED
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.recipe.layout import MESH_AXES
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.results.probe import MachineProbe
-from trainspec_cli.spec.results.profile import Calibrated, ClusterProfile
-from trainspec_cli.spec.rules.check import check
-from trainspec_cli.spec.rules.engine import check_engine
 
 LEAST_STEPS = 5
 """Steps that a run must have made after those that compile and allocate."""

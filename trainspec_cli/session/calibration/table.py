@@ -7,8 +7,8 @@ import io
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.reading.files import exists, read_text
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.reading.files import exists, read_text
 
 
 def read_rows(file: Path) -> list[dict[str, str]]:

@@ -8,19 +8,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainspec_cli.corpus.collection import Collection, check_tokenizers
-from trainspec_cli.corpus.manifest import TOKENIZER_FILE
-from trainspec_cli.errors import Problem
-from trainspec_cli.json_value import JsonObject, JsonValue, flatten
-from trainspec_cli.policy.batch.batch_schedule import schedule_batches, step_batch
-from trainspec_cli.reading.files import read_field, read_object
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_data_dir
+from trainspec_cli.balance.batch.batch_schedule import schedule_batches, step_batch
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.core.json_value import JsonObject, JsonValue, flatten
+from trainspec_cli.core.reading.files import read_field, read_object
+from trainspec_cli.data.corpus.collection import Collection, check_tokenizers
+from trainspec_cli.data.corpus.manifest import TOKENIZER_FILE
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_data_dir
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.recipe.run import RunSpec
 
 OTHER_MODEL = "start a new run: trainspec launch recipe={recipe} {change}"
 SAME_WEIGHTS = "start a new run from this one's weights: trainspec launch recipe={recipe} init.from={run} {change}"
@@ -53,7 +53,9 @@ def count_more_steps(old: RunSpec, changes: Sequence[str]) -> list[str]:
 
 def find_fixed(run: RunDir, recipe: str, old: JsonObject, new: JsonObject) -> Iterator[Problem]:
     """Yield a problem for every changed value of `FIXED`."""
-    from trainspec_cli.composer.render import render_value  # loads hydra, which the help of a command does without
+    from trainspec_cli.recipe.compose.render import (
+        render_value,  # loads hydra, which the help of a command does without
+    )
 
     for path, (before, after) in _differences(old, new).items():
         for key, (reason, instead) in FIXED.items():
@@ -95,7 +97,9 @@ def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole)
 def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> Iterator[str]:
     """Yield a line for each value that differs from that of the last start, and what follows for the learning rate and
     the data at `step`, after `samples`."""
-    from trainspec_cli.composer.render import render_value  # loads hydra, which the help of a command does without
+    from trainspec_cli.recipe.compose.render import (
+        render_value,  # loads hydra, which the help of a command does without
+    )
 
     for path, (old, new) in _differences(to_plain(before), to_plain(now)).items():
         yield f"{path} is {render_value(new)}, and was {render_value(old)}"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainspec_cli.doctor.examine import Needs, node_command, preflight, refuse_unfit
-from trainspec_cli.launcher.backend.nodes.backend import Examination
-from trainspec_cli.planner.run.forecast import checkpoint_bytes
-from trainspec_cli.planner.this_machine import is_predictable, least_memory
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.plan.run.forecast import checkpoint_bytes
+from trainspec_cli.plan.this_machine import is_predictable, least_memory
+from trainspec_cli.recipe.results.doctor import NodeReport
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.backend.nodes.backend import Examination
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.spec.results.doctor import NodeReport
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.wings.doctor.examine import Needs, node_command, preflight, refuse_unfit
 
 
 def check_nodes(plan: Plan, folder: Path, console: PrintableConsole, *, force: bool = False) -> Examination | None:

@@ -10,14 +10,14 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainspec_cli.composer.origins import show_path
-from trainspec_cli.errors import ERRORS_OF_RUNS, Problem, RecipeError, TrainspecError, WorkerError
-from trainspec_cli.launcher.backend.processes import POLL_S
-from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import ERRORS_OF_RUNS, Problem, RecipeError, TrainspecError, WorkerError
+from trainspec_cli.core.trust import private_files
+from trainspec_cli.recipe.compose.origins import show_path
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.launching.session import Session
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.trust import private_files
 
 
 def check_detachable(session: Session) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainspec_cli.errors import TrainspecError
-from trainspec_cli.planner.plan import plan
+from trainspec_cli.core.errors import TrainspecError
+from trainspec_cli.plan.plan import plan
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.rules.check import check
+from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.optim import describe_other_blocks
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.planning.predict import predict
-from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.rules.check import check
-from trainspec_cli.spec.rules.engine import check_engine
-from trainspec_cli.spec.rules.optim import describe_other_blocks
 
 
 def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:

@@ -11,20 +11,20 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from trainspec_cli.errors import EXIT_DONE, Interrupted, TrainspecError
-from trainspec_cli.launcher.backend.nodes.backend import Reach
-from trainspec_cli.launcher.job.folder import RUNS
-from trainspec_cli.launcher.own_command.job import script_name
-from trainspec_cli.launcher.signals import PatientRequests, StopRequests
-from trainspec_cli.launcher.slurm.queue import job_of, note_job, own_job
-from trainspec_cli.launcher.slurm.step import idle_nodes, read_step
-from trainspec_cli.rundir.generations import FENCED
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import has_own_command, read_result, read_run_record
+from trainspec_cli.core.errors import EXIT_DONE, Interrupted, TrainspecError
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.run.backend.nodes.backend import Reach
+from trainspec_cli.run.folder.generations import FENCED
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import has_own_command, read_result, read_run_record
+from trainspec_cli.run.job.folder import RUNS
+from trainspec_cli.run.signals import PatientRequests, StopRequests
+from trainspec_cli.run.slurm.queue import job_of, note_job, own_job
+from trainspec_cli.run.slurm.step import idle_nodes, read_step
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.nodes import NodeOptions
 from trainspec_cli.session.launching.requeue import Limits, TimeWarning, requeue_if_of_use, restarts
-from trainspec_cli.spec.field_types import AUTO
+from trainspec_cli.wings.own_script.job import script_name
 
 JOB = "SLURM_JOB_ID"
 

@@ -8,17 +8,19 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from trainspec_cli.environment_names import PROBE
-from trainspec_cli.errors import EXIT_DONE
-from trainspec_cli.launcher.backend.processes import POLL_S
-from trainspec_cli.launcher.job.folder import check_free
-from trainspec_cli.launcher.job.job import render_command
-from trainspec_cli.launcher.notify import NOBODY, Notify
-from trainspec_cli.reporter.live import LiveView
-from trainspec_cli.reporter.text import describe_plan
-from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
+from trainspec_cli.core.environment_names import PROBE
+from trainspec_cli.core.errors import EXIT_DONE
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.report.live import LiveView
+from trainspec_cli.report.text import describe_plan
+from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan
+from trainspec_cli.run.job.folder import check_free
+from trainspec_cli.run.job.job import render_command
+from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.launching.detach import (
     check_detachable,
@@ -34,8 +36,6 @@ from trainspec_cli.session.planning.predict import probe_after_run
 from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.load import Loaded, load, plan_on, this_machine
 from trainspec_cli.session.runs.find import check_name_free
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.json_text import json_text
 
 
 def launch(

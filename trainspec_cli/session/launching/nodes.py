@@ -10,20 +10,20 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
-from trainspec_cli.launcher.backend.nodes.agent import run_agent
-from trainspec_cli.launcher.backend.nodes.backend import JOIN_KEY, JOIN_OPTION, Reach, agent_command, reach_from_here
-from trainspec_cli.launcher.slurm import commands as slurm
-from trainspec_cli.reporter.live import LiveView
-from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.generations import GenerationRecord
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan, read_result
+from trainspec_cli.core.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
+from trainspec_cli.core.trust import check_tree
+from trainspec_cli.core.units import format_duration
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.run import RunSection, RunSpec
+from trainspec_cli.report.live import LiveView
+from trainspec_cli.run.backend.nodes.agent import run_agent
+from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, JOIN_OPTION, Reach, agent_command, reach_from_here
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.generations import GenerationRecord
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan, read_result
+from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.session.console import RunConsole
-from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.run import RunSection, RunSpec
-from trainspec_cli.trust import check_tree
-from trainspec_cli.units import format_duration
 
 RETRY_S = 0.5
 WATCH_S = 1.0

@@ -11,11 +11,19 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from trainspec_cli.errors import EXIT_DONE, Problem, RecipeError
-from trainspec_cli.launcher.backend import OpenBackend
-from trainspec_cli.launcher.backend.nodes.backend import NodesBackend, Reach
-from trainspec_cli.launcher.job.claim import claim
-from trainspec_cli.launcher.job.folder import (
+from trainspec_cli.core.errors import EXIT_DONE, Problem, RecipeError
+from trainspec_cli.core.printable import without_colours
+from trainspec_cli.recipe.canonical import Absent
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.keys.cluster import Machine, SlurmSpec
+from trainspec_cli.run.backend import OpenBackend
+from trainspec_cli.run.backend.nodes.backend import NodesBackend, Reach
+from trainspec_cli.run.folder.generations import GenerationRecord
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_result, read_run_record
+from trainspec_cli.run.job.claim import claim
+from trainspec_cli.run.job.folder import (
     RUNS,
     check_free,
     make_folder,
@@ -23,12 +31,24 @@ from trainspec_cli.launcher.job.folder import (
     write_own_launch,
     write_own_resume,
 )
-from trainspec_cli.launcher.job.job import Job, render_command
-from trainspec_cli.launcher.job.machine import detect
-from trainspec_cli.launcher.job.place import NodePlace
-from trainspec_cli.launcher.notify import NOBODY, Notify
-from trainspec_cli.launcher.own_command.backend import OwnCommandBackend
-from trainspec_cli.launcher.own_command.job import (
+from trainspec_cli.run.job.job import Job, render_command
+from trainspec_cli.run.job.machine import detect
+from trainspec_cli.run.job.place import NodePlace
+from trainspec_cli.run.notify import NOBODY, Notify
+from trainspec_cli.run.signals import StopRequests
+from trainspec_cli.run.slurm.own_job import OwnJob, read_own_job, write_own_job
+from trainspec_cli.session.console import RunConsole, make_console
+from trainspec_cli.session.launching.in_slurm import (
+    describe_place,
+    earlier_start,
+    find_place,
+    heed_no_warning,
+    requeueing,
+)
+from trainspec_cli.session.launching.nodes import NodeOptions, join
+from trainspec_cli.session.launching.run import run
+from trainspec_cli.wings.own_script.backend import OwnCommandBackend
+from trainspec_cli.wings.own_script.job import (
     Wanted,
     build_own_job,
     build_own_node_job,
@@ -42,28 +62,8 @@ from trainspec_cli.launcher.own_command.job import (
     what_it_opens,
     why_uncounted,
 )
-from trainspec_cli.launcher.own_command.journal import newest_step, restarts_left
-from trainspec_cli.launcher.own_command.terminal import PassedOutput
-from trainspec_cli.launcher.signals import StopRequests
-from trainspec_cli.launcher.slurm.own_job import OwnJob, read_own_job, write_own_job
-from trainspec_cli.printable import without_colours
-from trainspec_cli.rundir.generations import GenerationRecord
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_result, read_run_record
-from trainspec_cli.session.console import RunConsole, make_console
-from trainspec_cli.session.launching.in_slurm import (
-    describe_place,
-    earlier_start,
-    find_place,
-    heed_no_warning,
-    requeueing,
-)
-from trainspec_cli.session.launching.nodes import NodeOptions, join
-from trainspec_cli.session.launching.run import run
-from trainspec_cli.spec.canonical import Absent
-from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.recipe.cluster import Machine, SlurmSpec
+from trainspec_cli.wings.own_script.journal import newest_step, restarts_left
+from trainspec_cli.wings.own_script.terminal import PassedOutput
 
 THIS_NODE = NodeOptions()
 FOLDER = "--dir"

@@ -7,13 +7,23 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trainspec_cli.errors import EXIT_DONE, Problem, RecipeError
-from trainspec_cli.launcher.job.machine import detect
-from trainspec_cli.launcher.notify import NOBODY, Notify
-from trainspec_cli.policy.recovery.memory import rank_setting, with_reliefs
-from trainspec_cli.rundir.memory import newest_copy
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import has_own_command, read_data_dir, read_plan_of_all_nodes, read_run_record
+from trainspec_cli.core.errors import EXIT_DONE, Problem, RecipeError
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.memory import Relief
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.rules.check import check
+from trainspec_cli.recipe.rules.engine import check_engine, close_axes
+from trainspec_cli.recipe.rules.kernels import check_kernels
+from trainspec_cli.recipe.rules.optim import describe_other_blocks
+from trainspec_cli.recipe.structure import build
+from trainspec_cli.run.folder.memory import newest_copy
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import has_own_command, read_data_dir, read_plan_of_all_nodes, read_run_record
+from trainspec_cli.run.job.machine import detect
+from trainspec_cli.run.notify import NOBODY, Notify
+from trainspec_cli.run.recovery.memory import rank_setting, with_reliefs
 from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.launching.changes import count_more_steps, find_fixed, prepare_changed_data, trained_samples
 from trainspec_cli.session.launching.detach import check_detachable, describe_detached, resume_detached
@@ -23,19 +33,9 @@ from trainspec_cli.session.launching.session import Session, start
 from trainspec_cli.session.recipe.data import check_data_of
 from trainspec_cli.session.recipe.load import Loaded, follows, plan_on, require, this_machine
 from trainspec_cli.session.runs.find import find_own_run
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.memory import Relief
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.rules.check import check
-from trainspec_cli.spec.rules.engine import check_engine, close_axes
-from trainspec_cli.spec.rules.kernels import check_kernels
-from trainspec_cli.spec.rules.optim import describe_other_blocks
-from trainspec_cli.spec.structure import build
 
 if TYPE_CHECKING:
-    from trainspec_cli.launcher.backend.nodes.backend import Reach
+    from trainspec_cli.run.backend.nodes.backend import Reach
 
 OF_MEMORY = ("batching", "recompute", "offload")
 """Sections in which a recipe sets what a step takes of memory."""
@@ -120,7 +120,7 @@ def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOption
 
 def _change(run: RunDir, old: Plan, changes: Sequence[str]) -> Loaded:
     """Return the run's own spec with `changes`. Raises RecipeError with every problem of theirs."""
-    from trainspec_cli.composer.compose import amend  # loads hydra, which the help of a command does without
+    from trainspec_cli.recipe.compose.compose import amend  # loads hydra, which the help of a command does without
     from trainspec_cli.session.recipe.own_code import absolute_code  # as above
     from trainspec_cli.session.recipe.run_length import complete_changed_steps, complete_warmup  # as above
 

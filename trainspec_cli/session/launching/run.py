@@ -9,36 +9,36 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
 
-from trainspec_cli.composer.origins import show_path
-from trainspec_cli.errors import ERRORS_OF_RUNS, EXIT_DONE, Problem, Stopped
-from trainspec_cli.json_value import JsonObject, JsonValue
-from trainspec_cli.launcher.backend import OpenBackend
-from trainspec_cli.launcher.backend.observe import newest_step
-from trainspec_cli.launcher.failure import Explanation
-from trainspec_cli.launcher.job.job import Job
-from trainspec_cli.launcher.memory_limits import LimitsWatch
-from trainspec_cli.launcher.notify import NOBODY, Notify, notify
-from trainspec_cli.launcher.outcome import RunOutcome, conclude
-from trainspec_cli.launcher.own_command.terminal import PassedOutput
-from trainspec_cli.launcher.signals import StopRequests, on_stop_signal
-from trainspec_cli.launcher.slow_nodes import Replan
-from trainspec_cli.launcher.supervise import Ending, supervise
-from trainspec_cli.reporter.changes import describe_recovery
-from trainspec_cli.reporter.collect import collect
-from trainspec_cli.reporter.live import LiveView
-from trainspec_cli.reporter.render import render_summary
-from trainspec_cli.rundir.event_types.training import FirstTextEvent, StepEvent
-from trainspec_cli.rundir.events import read_sound
-from trainspec_cli.rundir.generations import Fence
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_run_record
-from trainspec_cli.scheduler.advisor import LayoutAdvisor
+from trainspec_cli.balance.advisor import LayoutAdvisor
+from trainspec_cli.core.errors import ERRORS_OF_RUNS, EXIT_DONE, Problem, Stopped
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.compose.origins import show_path
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.report.changes import describe_recovery
+from trainspec_cli.report.collect import collect
+from trainspec_cli.report.live import LiveView
+from trainspec_cli.report.render import render_summary
+from trainspec_cli.run.backend import OpenBackend
+from trainspec_cli.run.backend.observe import newest_step
+from trainspec_cli.run.failure import Explanation
+from trainspec_cli.run.folder.event_types.training import FirstTextEvent, StepEvent
+from trainspec_cli.run.folder.events import read_sound
+from trainspec_cli.run.folder.generations import Fence
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_run_record
+from trainspec_cli.run.job.job import Job
+from trainspec_cli.run.memory_limits import LimitsWatch
+from trainspec_cli.run.notify import NOBODY, Notify, notify
+from trainspec_cli.run.outcome import RunOutcome, conclude
+from trainspec_cli.run.signals import StopRequests, on_stop_signal
+from trainspec_cli.run.slow_nodes import Replan
+from trainspec_cli.run.supervise import Ending, supervise
 from trainspec_cli.session.console import RunConsole, open_run_log
 from trainspec_cli.session.runs.diagnose import VerdictLines
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.wings.own_script.terminal import PassedOutput
 
 
 class Watch(Protocol):

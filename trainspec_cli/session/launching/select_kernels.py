@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainspec_cli.launcher.measuring import measure_kernels, read_table, table_path
-from trainspec_cli.reporter.kernels_text import describe_choice
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.kernels import KernelTable
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.report.kernels_text import describe_choice
+from trainspec_cli.run.measuring import measure_kernels, read_table, table_path
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.recipe.kernels import KernelTable
-from trainspec_cli.spec.results.plan import Plan
 
 
 def select_kernels(

@@ -14,28 +14,34 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trainspec_cli.errors import EXIT_DONE, TrainspecError
-from trainspec_cli.launcher.backend import OpenBackend
-from trainspec_cli.launcher.backend.local import LocalBackend
-from trainspec_cli.launcher.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
-from trainspec_cli.launcher.job.claim import claim, find_owner
-from trainspec_cli.launcher.job.folder import RUNS, make_folder, storage, write_launch, write_resume
-from trainspec_cli.launcher.job.job import Job, build_job
-from trainspec_cli.launcher.memory_limits import LimitsWatch
-from trainspec_cli.launcher.notify import NOBODY, Notify
-from trainspec_cli.launcher.signals import StopRequests
-from trainspec_cli.planner.workload.adapters import adapter_params
-from trainspec_cli.reading.files import read_text
-from trainspec_cli.rundir import generations
-from trainspec_cli.rundir.event_types.training import StartEvent
-from trainspec_cli.rundir.events import EventTail
-from trainspec_cli.rundir.files import write_text
-from trainspec_cli.rundir.known_runs import known_runs
-from trainspec_cli.rundir.memory import newest_copy
-from trainspec_cli.rundir.own_code import describe_changed_code
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan_of_all_nodes
-from trainspec_cli.scheduler.advisor import LayoutAdvisor, Layouts, decides_layouts
+from trainspec_cli.balance.advisor import LayoutAdvisor, Layouts, decides_layouts
+from trainspec_cli.core.errors import EXIT_DONE, TrainspecError
+from trainspec_cli.core.reading.files import read_text
+from trainspec_cli.core.units import format_count
+from trainspec_cli.plan.workload.adapters import adapter_params
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.kernels import KernelTable
+from trainspec_cli.recipe.own_code import describe_code
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.backend import OpenBackend
+from trainspec_cli.run.backend.local import LocalBackend
+from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.event_types.training import StartEvent
+from trainspec_cli.run.folder.events import EventTail
+from trainspec_cli.run.folder.files import write_text
+from trainspec_cli.run.folder.known_runs import known_runs
+from trainspec_cli.run.folder.memory import newest_copy
+from trainspec_cli.run.folder.own_code import describe_changed_code
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan_of_all_nodes
+from trainspec_cli.run.job.claim import claim, find_owner
+from trainspec_cli.run.job.folder import RUNS, make_folder, storage, write_launch, write_resume
+from trainspec_cli.run.job.job import Job, build_job
+from trainspec_cli.run.memory_limits import LimitsWatch
+from trainspec_cli.run.notify import NOBODY, Notify
+from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.changes import describe_changes, trained_samples
 from trainspec_cli.session.launching.check_nodes import check_nodes
@@ -46,12 +52,6 @@ from trainspec_cli.session.launching.sites import check_site, site_server
 from trainspec_cli.session.planning.predict import predict, probe_after_run, with_known_limits
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded
-from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.own_code import describe_code
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.recipe.kernels import KernelTable
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.units import format_count
 
 MOST_KNOWN = 50
 """The newest runs, among which those that still train are looked for."""
@@ -160,7 +160,7 @@ def _advisor(run: RunDir, plan: Plan, machine: Machine) -> LayoutAdvisor | None:
     """Return what proposes other layouts of the run while it goes on; None where none may be changed to."""
 
     def layouts(home: Plan) -> Layouts:
-        from trainspec_cli.scheduler.other_layout import OtherLayouts  # loads numpy: where a rank is slow alone
+        from trainspec_cli.balance.other_layout import OtherLayouts  # loads numpy: where a rank is slow alone
 
         return OtherLayouts.of_plan(home, machine)
 

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.launcher.job.place import listen, listening_address
-from trainspec_cli.rundir.generations import read_secret
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.recipe.keys.resilience import FIRST_SITE
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.generations import read_secret
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.place import listen, listening_address
 from trainspec_cli.session.recipe.load import Loaded, load
-from trainspec_cli.spec.recipe.resilience import FIRST_SITE
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.plan import Plan
 
 if TYPE_CHECKING:
-    from trainspec_cli.launcher.sites.inbox import SiteInbox
-    from trainspec_cli.launcher.sites.meeting_point import MeetingPoint
+    from trainspec_cli.wings.sites.inbox import SiteInbox
+    from trainspec_cli.wings.sites.meeting_point import MeetingPoint
 
 PATH = "resilience.sites"
 EXAMPLE = "--site I --sites-endpoint HOST:PORT --sites-secret FILE"
@@ -107,9 +107,9 @@ def site_server(run: RunDir, plan: Plan) -> Iterator[None]:
 def _make_server(run: RunDir, plan: Plan, secret: bytes, log: TextIO) -> MeetingPoint | SiteInbox:
     """Import asyncio, which other runs do without."""
     if plan.spec.resilience.sites.site == FIRST_SITE:
-        from trainspec_cli.launcher.sites.meeting_point import make_meeting_point
+        from trainspec_cli.wings.sites.meeting_point import make_meeting_point
 
         return make_meeting_point(plan, run.sites, secret, log)
-    from trainspec_cli.launcher.sites.inbox import make_inbox
+    from trainspec_cli.wings.sites.inbox import make_inbox
 
     return make_inbox(plan, secret, log)

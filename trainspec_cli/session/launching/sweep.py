@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import TYPE_CHECKING
 
-from trainspec_cli.errors import Problem, RecipeError
+from trainspec_cli.core.errors import Problem, RecipeError
 
 if TYPE_CHECKING:
     from trainspec_cli.session.recipe.load import Loaded

@@ -15,30 +15,30 @@ from dataclasses import dataclass, field
 from rich.live import Live
 from rich.text import Text
 
-from trainspec_cli import environment_names
-from trainspec_cli.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
-from trainspec_cli.json_value import JsonObject
-from trainspec_cli.launcher.backend.processes import POLL_S
-from trainspec_cli.launcher.notify import NOBODY, Notify
-from trainspec_cli.launcher.signals import StopRequests, on_stop_signal
-from trainspec_cli.reporter.compare import table
-from trainspec_cli.reporter.progress import Progress
-from trainspec_cli.rundir.event_types.training import EvalEvent
-from trainspec_cli.rundir.events import EventTail
-from trainspec_cli.rundir.heldout import read_heldout_losses
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import RunResult, read_result
+from trainspec_cli.core import environment_names
+from trainspec_cli.core.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.units import format_duration
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.report.compare import table
+from trainspec_cli.report.progress import Progress
+from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.folder.event_types.training import EvalEvent
+from trainspec_cli.run.folder.events import EventTail
+from trainspec_cli.run.folder.heldout import read_heldout_losses
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import RunResult, read_result
+from trainspec_cli.run.notify import NOBODY, Notify
+from trainspec_cli.run.signals import StopRequests, on_stop_signal
 from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.launching.detach import spawn_resume
 from trainspec_cli.session.launching.session import Session, write_down
 from trainspec_cli.session.launching.sweep import Sweep, load_points
 from trainspec_cli.session.planning.predict import probe_after_run
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
-from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.units import format_duration
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 NOT_STARTED = "not started"

@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from trainspec_cli.composer.origins import locate
-from trainspec_cli.composer.yaml_file import read_yaml
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.planner.run.budget import PortfolioRun, make_budget, spot_reliability
-from trainspec_cli.planner.run.cost import rental_price
-from trainspec_cli.planner.run.forecast import forecast_run
-from trainspec_cli.reading.files import exists
-from trainspec_cli.reporter.plan.report import PlanReport
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.reading.files import exists
+from trainspec_cli.plan.run.budget import PortfolioRun, make_budget, spot_reliability
+from trainspec_cli.plan.run.cost import rental_price
+from trainspec_cli.plan.run.forecast import forecast_run
+from trainspec_cli.recipe.compose.origins import locate
+from trainspec_cli.recipe.compose.yaml_file import read_yaml
+from trainspec_cli.recipe.field_types import NonNegativeFloat, Range
+from trainspec_cli.recipe.keys.cluster import ClusterSpec
+from trainspec_cli.recipe.results.budget import Budget
+from trainspec_cli.recipe.rules.values import forget_out_of_range
+from trainspec_cli.recipe.structure import build
+from trainspec_cli.report.plan.report import PlanReport
 from trainspec_cli.session.planning.plan import plan_recipe, require_fit
-from trainspec_cli.spec.field_types import NonNegativeFloat, Range
-from trainspec_cli.spec.recipe.cluster import ClusterSpec
-from trainspec_cli.spec.results.budget import Budget
-from trainspec_cli.spec.rules.values import forget_out_of_range
-from trainspec_cli.spec.structure import build
 
 SUFFIXES = (".yaml", ".yml")
 SAME = ("accelerator", "cost", "site", "power")

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainspec_cli.composer.folders import DISTURB, SUFFIX, Folders, find_folders
-from trainspec_cli.composer.origins import COMMAND_LINE, Origins, locate
-from trainspec_cli.composer.yaml_file import read_yaml
-from trainspec_cli.errors import Problem, RecipeError, closest
-from trainspec_cli.json_value import JsonObject
-from trainspec_cli.planner.hardware.cluster import describe_fabric
-from trainspec_cli.planner.search.space import one_group
-from trainspec_cli.reading.files import exists, expand
-from trainspec_cli.scheduler.disturbance import Disturbance, build_disturbance, check_cluster
-from trainspec_cli.spec.json_schema import plain_schema
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.prediction import Candidate
-from trainspec_cli.spec.results.simulation import Simulation
+from trainspec_cli.balance.disturbance import Disturbance, build_disturbance, check_cluster
+from trainspec_cli.core.errors import Problem, RecipeError, closest
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.reading.files import exists, expand
+from trainspec_cli.plan.hardware.cluster import describe_fabric
+from trainspec_cli.plan.search.space import one_group
+from trainspec_cli.recipe.compose.folders import DISTURB, SUFFIX, Folders, find_folders
+from trainspec_cli.recipe.compose.origins import COMMAND_LINE, Origins, locate
+from trainspec_cli.recipe.compose.yaml_file import read_yaml
+from trainspec_cli.recipe.json_schema import plain_schema
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.prediction import Candidate
+from trainspec_cli.recipe.results.simulation import Simulation
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class NamedDisturbance:
 
     def simulate(self, spec: RunSpec, candidate: Candidate, machine: Machine | None) -> Simulation:
         """Simulate a planned candidate under the disturbance. Raises RecipeError, located, where they do not fit."""
-        from trainspec_cli.scheduler.job import describe_job  # loads numpy, which other plans do without
-        from trainspec_cli.scheduler.simulate import simulate
+        from trainspec_cli.balance.job import describe_job  # loads numpy, which other plans do without
+        from trainspec_cli.balance.simulate import simulate
 
         per_node = describe_fabric(spec.cluster, machine).devices_per_node
         _, groups = one_group(spec, candidate.layout)
@@ -52,7 +52,9 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
 
     Raises RecipeError with every mistake of its file, located.
     """
-    from trainspec_cli.composer.arguments import find_argument  # loads hydra, which the help of a command does without
+    from trainspec_cli.recipe.compose.arguments import (
+        find_argument,  # loads hydra, which the help of a command does without
+    )
 
     given = find_argument(arguments, DISTURB)
     if given is None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from trainspec_cli.diagnosis.gather import RunReader
-from trainspec_cli.errors import TrainspecError
-from trainspec_cli.launcher.job.machine import detect
-from trainspec_cli.launcher.measuring import known_probe
-from trainspec_cli.planner.what_if import ALONE, look_ahead
-from trainspec_cli.policy.diagnosis.outlook import Outlook
-from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_plan
-from trainspec_cli.spec.canonical import Absent
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.results.plan import Plan, PlannedLayout
+from trainspec_cli.core.errors import TrainspecError
+from trainspec_cli.plan.what_if import ALONE, look_ahead
+from trainspec_cli.recipe.canonical import Absent
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
+from trainspec_cli.report.diagnosis.gather import RunReader
+from trainspec_cli.report.diagnosis.outlook import Outlook
+from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan
+from trainspec_cli.run.job.machine import detect
+from trainspec_cli.run.measuring import known_probe
 
 
 def outlook_of(run: RunDir, reader: RunReader) -> Outlook:

@@ -6,32 +6,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from trainspec_cli.composer.folders import DISTURB
-from trainspec_cli.errors import MachineError, PlanError, Problem, RecipeError, TrainspecError
-from trainspec_cli.planner.capacity import blueprint_of
-from trainspec_cli.planner.hardware.cluster import accelerator_of
-from trainspec_cli.planner.hardware.detected import chip_of
-from trainspec_cli.planner.memory.engine import tensors_by_cause
-from trainspec_cli.planner.plan import in_engine_format
-from trainspec_cli.planner.planes.plan import plan_planes
-from trainspec_cli.planner.pools.describe import on_pools
-from trainspec_cli.planner.run.forecast import forecast_run
-from trainspec_cli.planner.search.advice import advise
-from trainspec_cli.planner.search.auto import as_plan, pin_layout
-from trainspec_cli.planner.search.variants import plan_on_what_divides, plan_other_recovery
-from trainspec_cli.reporter.plan.report import PlanReport
+from trainspec_cli.core.errors import MachineError, PlanError, Problem, RecipeError, TrainspecError
+from trainspec_cli.plan.capacity import blueprint_of
+from trainspec_cli.plan.hardware.cluster import accelerator_of
+from trainspec_cli.plan.hardware.detected import chip_of
+from trainspec_cli.plan.memory.engine import tensors_by_cause
+from trainspec_cli.plan.plan import in_engine_format
+from trainspec_cli.plan.planes.plan import plan_planes
+from trainspec_cli.plan.pools.describe import on_pools
+from trainspec_cli.plan.run.forecast import forecast_run
+from trainspec_cli.plan.search.advice import advise
+from trainspec_cli.plan.search.auto import as_plan, pin_layout
+from trainspec_cli.plan.search.variants import plan_on_what_divides, plan_other_recovery
+from trainspec_cli.recipe.compose.folders import DISTURB
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.recipe.results.sites import SitesOutlook
+from trainspec_cli.recipe.rules.check import matrix_units
+from trainspec_cli.recipe.rules.engine import check_built
+from trainspec_cli.report.plan.report import PlanReport
 from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.load import Loaded, load_for_planning, this_machine
 from trainspec_cli.session.recipe.no_recipe import with_defaults
-from trainspec_cli.spec.recipe.cluster import Machine
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.prediction import Candidate, CapacityPlan
-from trainspec_cli.spec.results.sites import SitesOutlook
-from trainspec_cli.spec.rules.check import matrix_units
-from trainspec_cli.spec.rules.engine import check_built
 
 if TYPE_CHECKING:
-    from trainspec_cli.reporter.plan.trace import TraceReport
+    from trainspec_cli.report.plan.trace import TraceReport
     from trainspec_cli.session.planning.disturbance import NamedDisturbance
 
 
@@ -84,7 +84,7 @@ def plan_loaded(
 def _plan_on_pools(loaded: Loaded, defaults: tuple[str, ...]) -> PlanReport:
     """Plan a cluster of several pools, beside each of them alone."""
     # loads a search of its own, which other plans do without
-    from trainspec_cli.planner.pools.plan import advise_pools, compare_pools, plan_pools
+    from trainspec_cli.plan.pools.plan import advise_pools, compare_pools, plan_pools
 
     spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
     try:
@@ -118,7 +118,7 @@ def _of_alike_nodes(asked: str) -> Problem:
 
 def names_disturbance(arguments: Sequence[str]) -> bool:
     """Return whether the command line has `disturb=`."""
-    from trainspec_cli.composer.arguments import find_argument
+    from trainspec_cli.recipe.compose.arguments import find_argument
 
     return find_argument(arguments, DISTURB) is not None
 
@@ -134,15 +134,15 @@ def _load_disturbance(arguments: Sequence[str]) -> NamedDisturbance | None:
 def _plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> SitesOutlook | None:
     if spec.resilience.mode != "sites":
         return None
-    from trainspec_cli.planner.run.sites import plan_sites
+    from trainspec_cli.plan.run.sites import plan_sites
 
     return plan_sites(spec, capacity, best)
 
 
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:
     """Trace the first candidate. Raises RecipeError where the engine does not build the model."""
-    from trainspec_cli.launcher.measuring import trace_plan
-    from trainspec_cli.reporter.plan.trace import compare_trace
+    from trainspec_cli.report.plan.trace import compare_trace
+    from trainspec_cli.run.measuring import trace_plan
 
     candidate = capacity.candidates[0]
     if problems := check_built(pin_layout(spec, candidate.layout)):

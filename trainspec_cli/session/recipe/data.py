@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainspec_cli.corpus.chat_formats import describe_formats
-from trainspec_cli.corpus.collection import Collection
-from trainspec_cli.corpus.labelled import find_samples
-from trainspec_cli.corpus.prepare import check_text, prepare
-from trainspec_cli.errors import MachineError, Problem, TrainspecError
-from trainspec_cli.reporter.live import showing_progress
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_data_dir
+from trainspec_cli.core.errors import MachineError, Problem, TrainspecError
+from trainspec_cli.data.corpus.chat_formats import describe_formats
+from trainspec_cli.data.corpus.collection import Collection
+from trainspec_cli.data.corpus.labelled import find_samples
+from trainspec_cli.data.corpus.prepare import check_text, prepare
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.report.live import showing_progress
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_data_dir
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import Loaded
-from trainspec_cli.spec.recipe.data import DataSpec
 
 VALIDATED_BYTES = 16 * 2**20
 """Text of each source that is looked through before a launch asks for all of it."""

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import yaml
 
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.interop import READERS, TARGETS, Heard, Target, guess_engine, listen, nest, read_source
-from trainspec_cli.json_value import JsonValue
-from trainspec_cli.reading.spec_version import VERSION_LINE
-from trainspec_cli.rundir.files import write_text
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.json_value import JsonValue
+from trainspec_cli.core.reading.spec_version import VERSION_LINE
+from trainspec_cli.run.folder.files import write_text
+from trainspec_cli.wings.interop import READERS, TARGETS, Heard, Target, guess_engine, listen, nest, read_source
 
 ASKED = ("train.max_steps", "batching.global_batch_size", "data.seq_len")
 """Keys that a plan needs; where the file does not say one, the recipe asks for it."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from trainspec_cli.composer.compose import Completion
-from trainspec_cli.errors import Problem
-from trainspec_cli.json_value import JsonObject
-from trainspec_cli.spec.recipe.model import AUTO_FAMILY
-from trainspec_cli.spec.recipe.run import RunSpec
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.recipe.compose.compose import Completion
+from trainspec_cli.recipe.keys.model import AUTO_FAMILY
+from trainspec_cli.recipe.keys.run import RunSpec
 
 
 def complete(data: JsonObject, unchosen: frozenset[str]) -> Completion:

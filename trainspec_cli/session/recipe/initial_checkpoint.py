@@ -6,24 +6,24 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainspec_cli.composer.compose import Completion
-from trainspec_cli.errors import Problem, RecipeError, TrainspecError
-from trainspec_cli.huggingface.config import differences
-from trainspec_cli.huggingface.config_reading import read_model
-from trainspec_cli.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
-from trainspec_cli.json_value import JsonObject
-from trainspec_cli.reading.files import exists, how_to_copy
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_data_dir, read_section
+from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.reading.files import exists, how_to_copy
+from trainspec_cli.core.trust import check_tree
+from trainspec_cli.data.huggingface.config import differences
+from trainspec_cli.data.huggingface.config_reading import read_model
+from trainspec_cli.data.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
+from trainspec_cli.data.weights.folder import config_file, open_other, read_other_model
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.compose.compose import Completion
+from trainspec_cli.recipe.keys.data import SAMPLE_SOURCES
+from trainspec_cli.recipe.keys.lora import LoraSpec
+from trainspec_cli.recipe.keys.model import AUTO_FAMILY, DecoderModel, ModelSpec
+from trainspec_cli.recipe.keys.run import HUGGING_FACE, InitSpec, RunSpec
+from trainspec_cli.recipe.structure import build, choose_section
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_data_dir, read_section
 from trainspec_cli.session.recipe.initial import failed, section_of
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.recipe.data import SAMPLE_SOURCES
-from trainspec_cli.spec.recipe.lora import LoraSpec
-from trainspec_cli.spec.recipe.model import AUTO_FAMILY, DecoderModel, ModelSpec
-from trainspec_cli.spec.recipe.run import HUGGING_FACE, InitSpec, RunSpec
-from trainspec_cli.spec.structure import build, choose_section
-from trainspec_cli.trust import check_tree
-from trainspec_cli.weights.folder import config_file, open_other, read_other_model
 
 
 def complete_from(begins_with: str, data: JsonObject, model: JsonObject, *, unchosen: bool) -> Completion:
@@ -72,7 +72,7 @@ def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
 
 def _tokenizer_of(data_dir: str) -> Path | None:
     """Return the tokenizer of prepared data."""
-    from trainspec_cli.corpus.collection import Collection  # loads numpy, which plans do without
+    from trainspec_cli.data.corpus.collection import Collection  # loads numpy, which plans do without
 
     made = Collection.open(data_dir).tokenizer_folder
     return _if_there(made / TOKENIZER) if made else None

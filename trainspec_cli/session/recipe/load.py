@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainspec_cli.composer.folders import DISTURB
-from trainspec_cli.composer.origins import COMMAND_LINE, RECIPE
-from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
-from trainspec_cli.planner.plan import plan
-from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.recipe.model import OwnModel
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.rules.check import apply, check, check_machine
-from trainspec_cli.spec.rules.engine import check_engine, close_axes
-from trainspec_cli.spec.rules.own_code import BLOCK_PARAMS
-from trainspec_cli.spec.structure import build
-from trainspec_cli.spec.unknown import UNKNOWN, UnknownTouched
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
+from trainspec_cli.plan.plan import plan
+from trainspec_cli.recipe.compose.folders import DISTURB
+from trainspec_cli.recipe.compose.origins import COMMAND_LINE, RECIPE
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.model import OwnModel
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.rules.check import apply, check, check_machine
+from trainspec_cli.recipe.rules.engine import check_engine, close_axes
+from trainspec_cli.recipe.rules.own_code import BLOCK_PARAMS
+from trainspec_cli.recipe.structure import build
+from trainspec_cli.recipe.unknown import UNKNOWN, UnknownTouched
 
 if TYPE_CHECKING:
-    from trainspec_cli.composer.compose import Composed
-    from trainspec_cli.launcher.job.folder import LaunchOrigin
+    from trainspec_cli.recipe.compose.compose import Composed
+    from trainspec_cli.run.job.folder import LaunchOrigin
 
 DATA_PATHS = ("data.path", "data.tokenizer.path")
 OF_PLANNING = (DISTURB,)
@@ -40,8 +40,10 @@ class Loaded:
     @property
     def origin(self) -> LaunchOrigin:
         """Return the origin that a run of this recipe records in its folder."""
-        from trainspec_cli.composer.render import render_yaml  # loads hydra, which the help of a command does without
-        from trainspec_cli.launcher.job.folder import LaunchOrigin  # loads the launcher, which plans do without
+        from trainspec_cli.recipe.compose.render import (
+            render_yaml,  # loads hydra, which the help of a command does without
+        )
+        from trainspec_cli.run.job.folder import LaunchOrigin  # loads the launcher, which plans do without
 
         return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed))
 
@@ -83,8 +85,8 @@ def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str
     about_model = [problem for problem in examined.problems if problem.path.partition(".")[0] == "model"]
     if not about_model or without_uncounted(about_model):
         return list(arguments)
-    from trainspec_cli.launcher.tools import COUNT_BLOCK, run_tool  # loads the launcher, which plans do without
-    from trainspec_cli.spec.results.tools import BlockRequest  # as above
+    from trainspec_cli.recipe.results.tools import BlockRequest  # as above
+    from trainspec_cli.run.tools import COUNT_BLOCK, run_tool  # loads the launcher, which plans do without
 
     model = examined.draft.model
     assert isinstance(model, OwnModel), "the rule of no other family asks for it"
@@ -101,7 +103,7 @@ def without_uncounted(problems: Sequence[Problem]) -> list[Problem]:
 
 def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool = True) -> Examined:
     """Find everything that is wrong with a recipe, whatever the machine."""
-    from trainspec_cli.composer.compose import (
+    from trainspec_cli.recipe.compose.compose import (
         compose_arguments,  # loads hydra, which the help of a command does without
     )
     from trainspec_cli.session.recipe.initial import check_weights, complete  # as above
@@ -138,7 +140,7 @@ def plan_for(loaded: Loaded, machine: Machine) -> Plan:
 
 def this_machine(spec: RunSpec) -> Machine:
     """This node as a spec without problems would use it."""
-    from trainspec_cli.launcher.job.machine import detect  # loads psutil, which plans for another cluster do without
+    from trainspec_cli.run.job.machine import detect  # loads psutil, which plans for another cluster do without
 
     return detect(look_for_gpus=spec.cluster.device != "cpu")
 

@@ -12,16 +12,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.errors import MachineError, Problem, RecipeError, TrainspecError
-from trainspec_cli.launcher.job.claim import claim, is_running
-from trainspec_cli.reading.files import read_object, unreadable
-from trainspec_cli.reading.spec_version import CURRENT, NEWER, VERSIONS, find_fault
-from trainspec_cli.rundir.files import replace_head
-from trainspec_cli.rundir.forms import FORMS, Form
-from trainspec_cli.rundir.paths import RunDir
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
+from trainspec_cli.core.reading.files import read_object, unreadable
+from trainspec_cli.core.reading.spec_version import CURRENT, NEWER, VERSIONS, find_fault
+from trainspec_cli.core.trust import check_tree, private_files, why_not_trusted
+from trainspec_cli.run.folder.files import replace_head
+from trainspec_cli.run.folder.forms import FORMS, Form
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.claim import claim, is_running
 from trainspec_cli.session.recipe.load import require
 from trainspec_cli.session.recipe.migrated_text import Head, migrated_head, yaml_form
-from trainspec_cli.trust import check_tree, private_files, why_not_trusted
 
 YAML_SUFFIXES = (".yaml", ".yml")
 

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import yaml
 
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.json_value import JsonObject, JsonValue
-from trainspec_cli.reading.files import open_regular, parse_json, read_bytes, read_object
-from trainspec_cli.reading.spec_version import CURRENT, KEY, UNSTATED, VERSION_LINE, find_fault, without_version
-from trainspec_cli.reading.yaml_file import compose_yaml, construct_yaml, read_yaml
-from trainspec_cli.rundir.events import MAX_LINE_BYTES
-from trainspec_cli.rundir.forms import PROFILE, RECIPE, Form, bring_to_current
-from trainspec_cli.spec.json_text import json_text
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.profile import ClusterProfile
-from trainspec_cli.spec.structure import key_of
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.reading.files import open_regular, parse_json, read_bytes, read_object
+from trainspec_cli.core.reading.spec_version import CURRENT, KEY, UNSTATED, VERSION_LINE, find_fault, without_version
+from trainspec_cli.core.reading.yaml_file import compose_yaml, construct_yaml, read_yaml
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.profile import ClusterProfile
+from trainspec_cli.recipe.structure import key_of
+from trainspec_cli.run.folder.events import MAX_LINE_BYTES
+from trainspec_cli.run.folder.forms import PROFILE, RECIPE, Form, bring_to_current
 
 RECIPE_KEYS = {"defaults", KEY, *(key_of(one) for one in fields(RunSpec))}
 PROFILE_KEYS = {key_of(one) for one in fields(ClusterProfile)}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trainspec_cli.composer.origins import RECIPE
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.planner.workload import count_params
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.plan.workload import count_params
+from trainspec_cli.recipe.compose.origins import RECIPE
+from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
+from trainspec_cli.recipe.unknown import UnknownTouched
 from trainspec_cli.session.recipe.load import examine, with_counted_block
-from trainspec_cli.spec.recipe.model import DecoderModel, ModelSpec
-from trainspec_cli.spec.unknown import UnknownTouched
 
 DEFAULTS = "plan_defaults"
 """The recipe in the place of one (recipes/plan_defaults.yaml)."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainspec_cli.composer.compose import Complete, Completion
-from trainspec_cli.extensions.source import absolute_reference
-from trainspec_cli.json_value import JsonObject, JsonValue
-from trainspec_cli.spec.own_code import KINDS
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.recipe.compose.compose import Complete, Completion
+from trainspec_cli.recipe.extensions.source import absolute_reference
+from trainspec_cli.recipe.own_code import KINDS
 
 GROUPS = ("mixture", "validation")
 """Sections of the data with several sources by name."""

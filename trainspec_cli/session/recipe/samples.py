@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from trainspec_cli.corpus.collection import Collection
-from trainspec_cli.corpus.labelled import open_samples
-from trainspec_cli.corpus.prepare import prepare, prepared_folder
-from trainspec_cli.corpus.rows import open_rows
-from trainspec_cli.errors import Problem, RecipeError, TrainspecError
-from trainspec_cli.reading.files import expand
-from trainspec_cli.reporter.live import showing_progress
+from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError
+from trainspec_cli.core.reading.files import expand
+from trainspec_cli.data.corpus.collection import Collection
+from trainspec_cli.data.corpus.labelled import open_samples
+from trainspec_cli.data.corpus.prepare import prepare, prepared_folder
+from trainspec_cli.data.corpus.rows import open_rows
+from trainspec_cli.recipe.keys.model import ConvModel
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.report.live import showing_progress
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.run_length import EPOCHS, TOKENS
-from trainspec_cli.spec.recipe.model import ConvModel
-from trainspec_cli.spec.recipe.run import RunSpec
 
 
 def count_samples(spec: RunSpec, folder: str | None) -> int:

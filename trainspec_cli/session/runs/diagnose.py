@@ -9,20 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainspec_cli.launcher.job.claim import is_running
-from trainspec_cli.reporter.collect import Report
-from trainspec_cli.reporter.verdicts import describe_event
-from trainspec_cli.rundir.event_types.observed import VerdictEvent
-from trainspec_cli.rundir.event_types.training import EvalEvent, StepEvent
-from trainspec_cli.rundir.events import EventTail, read_sound
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import has_own_command, read_composed
+from trainspec_cli.recipe.results.verdict import RunVerdict
+from trainspec_cli.report.collect import Report
+from trainspec_cli.report.verdicts import describe_event
+from trainspec_cli.run.folder.event_types.observed import VerdictEvent
+from trainspec_cli.run.folder.event_types.training import EvalEvent, StepEvent
+from trainspec_cli.run.folder.events import EventTail, read_sound
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import has_own_command, read_composed
+from trainspec_cli.run.job.claim import is_running
 from trainspec_cli.session.runs.find import collect_run, find_run, refusing_closed, status_of_run
-from trainspec_cli.spec.results.verdict import RunVerdict
 
 if TYPE_CHECKING:
-    from trainspec_cli.diagnosis.watch import DiagnosisWatch
+    from trainspec_cli.report.diagnosis.watch import DiagnosisWatch
 
 FOLLOW_S = 0.5
 
@@ -64,8 +64,8 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
     is_own = has_own_command(run)
     if not (is_own or run.plan_json.is_file()):
         return ()
-    from trainspec_cli.diagnosis.gather import read_run  # loads numpy, as the watch does
-    from trainspec_cli.policy.diagnosis.conclude import conclude, with_evaluations
+    from trainspec_cli.report.diagnosis.conclude import conclude, with_evaluations
+    from trainspec_cli.report.diagnosis.gather import read_run  # loads numpy, as the watch does
     from trainspec_cli.session.planning.outlook import outlook_of
 
     reader = read_run(run)
@@ -89,8 +89,8 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
 
 def trace_to(name: str, file: Path) -> None:
     """Write the trace of a run. Raises as `find_run`, and OSError where the file cannot be written."""
-    from trainspec_cli.diagnosis.gather import shape_of
-    from trainspec_cli.diagnosis.trace import trace_run
+    from trainspec_cli.report.diagnosis.gather import shape_of
+    from trainspec_cli.report.diagnosis.trace import trace_run
 
     run = find_run(name)
     with refusing_closed(name):
@@ -108,7 +108,7 @@ class VerdictLines:
         if self._watch is None:
             if not self._run.events(0).is_file():  # its workers have not begun
                 return
-            from trainspec_cli.diagnosis.watch import DiagnosisWatch
+            from trainspec_cli.report.diagnosis.watch import DiagnosisWatch
 
             self._watch = DiagnosisWatch(self._run, looks_deeper=self._looks_deeper)
 

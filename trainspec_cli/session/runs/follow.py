@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from trainspec_cli.errors import MachineError, Problem, RecipeError
-from trainspec_cli.launcher.backend.processes import POLL_S
-from trainspec_cli.launcher.job.claim import Owner, find_owner, is_running
-from trainspec_cli.reporter.collect import collect
-from trainspec_cli.reporter.live import LiveView
-from trainspec_cli.reporter.render import render_summary
-from trainspec_cli.reporter.runs import QUEUED
-from trainspec_cli.rundir.events import TAIL_BYTES
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import has_own_command, read_plan
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.recipe.canonical import Absent
+from trainspec_cli.report.collect import collect
+from trainspec_cli.report.live import LiveView
+from trainspec_cli.report.render import render_summary
+from trainspec_cli.report.runs import QUEUED
+from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.folder.events import TAIL_BYTES
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import has_own_command, read_plan
+from trainspec_cli.run.job.claim import Owner, find_owner, is_running
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs.find import status_of_run
-from trainspec_cli.spec.canonical import Absent
 
 SECOND_REQUEST_S = 0.5
 """A second signal comes so long after the first, which is heard by then."""

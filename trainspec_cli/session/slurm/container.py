@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainspec_cli.cache import cache_dir, make_cache
-from trainspec_cli.corpus.collection import Collection
-from trainspec_cli.corpus.manifest import SPLITS
-from trainspec_cli.corpus.shards import TokenFolder
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launcher.slurm.container import mounts
-from trainspec_cli.reading.files import expand
-from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.cluster import SlurmSpec
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.core.cache import cache_dir, make_cache
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.reading.files import expand
+from trainspec_cli.data.corpus.collection import Collection
+from trainspec_cli.data.corpus.manifest import SPLITS
+from trainspec_cli.data.corpus.shards import TokenFolder
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.cluster import SlurmSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.slurm.container import mounts
 
 SNAPSHOTS = "snapshots"
 """The folder of the Hub's cache whose files are links to others beside it."""

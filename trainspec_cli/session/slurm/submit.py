@@ -13,20 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import indent
 
-from trainspec_cli.composer.arguments import assign, find_argument
-from trainspec_cli.composer.origins import COMMAND_LINE, Origin, find_origin
-from trainspec_cli.errors import Problem, RecipeError
-from trainspec_cli.launcher.backend.nodes.backend import Reach, build_nodes_job
-from trainspec_cli.launcher.job.folder import RUNS, check_free, make_folder, storage, write_launch
-from trainspec_cli.launcher.job.machine import detect
-from trainspec_cli.launcher.slurm.commands import submit as submit_to_slurm
-from trainspec_cli.launcher.slurm.queue import job_of, note_job
-from trainspec_cli.launcher.slurm.script import array_log, check_folder, log_of, render_script
-from trainspec_cli.reading.files import read_text
-from trainspec_cli.rundir.files import write_text
-from trainspec_cli.rundir.generations import newest as newest_generation
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_data_dir, read_run_record
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.reading.files import read_text
+from trainspec_cli.core.trust import private_files, why_not_trusted
+from trainspec_cli.recipe.canonical import digest
+from trainspec_cli.recipe.compose.arguments import assign, find_argument
+from trainspec_cli.recipe.compose.origins import COMMAND_LINE, Origin, find_origin
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.cluster import Machine, SlurmSpec
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.backend.nodes.backend import Reach, build_nodes_job
+from trainspec_cli.run.folder.files import write_text
+from trainspec_cli.run.folder.generations import newest as newest_generation
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_data_dir, read_run_record
+from trainspec_cli.run.job.folder import RUNS, check_free, make_folder, storage, write_launch
+from trainspec_cli.run.job.machine import detect
+from trainspec_cli.run.slurm.commands import submit as submit_to_slurm
+from trainspec_cli.run.slurm.queue import job_of, note_job
+from trainspec_cli.run.slurm.script import array_log, check_folder, log_of, render_script
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.sites import SiteOptions, check_site, load_site
 from trainspec_cli.session.launching.sweep import Sweep, load_points
@@ -34,12 +40,6 @@ from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded, machine_of_cluster, plan_for
 from trainspec_cli.session.slurm.container import check_container, folders_read, unseen_image
 from trainspec_cli.session.slurm.time_limit import short_limit
-from trainspec_cli.spec.canonical import digest
-from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.cluster import Machine, SlurmSpec
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.trust import private_files, why_not_trusted
 
 RUN_DIR = "run.dir"
 DEFAULT_PYTHON = SlurmSpec.container_python

@@ -9,11 +9,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from trainspec_cli.composer.arguments import Argument, parse_arguments, problem_at
-from trainspec_cli.composer.origins import RECIPE, locate
-from trainspec_cli.errors import Problem, RecipeError, closest
-from trainspec_cli.launcher.job.folder import RUNS, check_free, make_folder, storage, write_own_launch
-from trainspec_cli.launcher.own_command.job import (
+from trainspec_cli.core.errors import Problem, RecipeError, closest
+from trainspec_cli.recipe.compose.arguments import Argument, parse_arguments, problem_at
+from trainspec_cli.recipe.compose.origins import RECIPE, locate
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, SlurmSpec
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.rules.check import apply
+from trainspec_cli.recipe.rules.slurm import SLURM_RULES
+from trainspec_cli.recipe.rules.values import TEXT_RULES, forget_out_of_range
+from trainspec_cli.recipe.structure import build
+from trainspec_cli.run.folder.files import write_text
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_run_record
+from trainspec_cli.run.job.folder import RUNS, check_free, make_folder, storage, write_own_launch
+from trainspec_cli.run.slurm.container import mounts
+from trainspec_cli.run.slurm.own_job import OwnJob, read_own_job, write_own_job
+from trainspec_cli.run.slurm.script import asked_by_cluster, check_folder, log_of, render_own_script
+from trainspec_cli.session.launching.own_command import FOLDER
+from trainspec_cli.session.recipe.load import Loaded, require
+from trainspec_cli.session.recipe.no_recipe import DEFAULTS
+from trainspec_cli.session.slurm.container import unseen_image
+from trainspec_cli.session.slurm.submit import Submission, is_previewed
+from trainspec_cli.wings.own_script.job import (
     Wanted,
     build_own_nodes_job,
     check_command,
@@ -22,24 +40,6 @@ from trainspec_cli.launcher.own_command.job import (
     script_name,
     wasted_gpus,
 )
-from trainspec_cli.launcher.slurm.container import mounts
-from trainspec_cli.launcher.slurm.own_job import OwnJob, read_own_job, write_own_job
-from trainspec_cli.launcher.slurm.script import asked_by_cluster, check_folder, log_of, render_own_script
-from trainspec_cli.rundir.files import write_text
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import read_run_record
-from trainspec_cli.session.launching.own_command import FOLDER
-from trainspec_cli.session.recipe.load import Loaded, require
-from trainspec_cli.session.recipe.no_recipe import DEFAULTS
-from trainspec_cli.session.slurm.container import unseen_image
-from trainspec_cli.session.slurm.submit import Submission, is_previewed
-from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.recipe.cluster import ClusterSpec, SlurmSpec
-from trainspec_cli.spec.recipe.run import RunSpec
-from trainspec_cli.spec.rules.check import apply
-from trainspec_cli.spec.rules.slurm import SLURM_RULES
-from trainspec_cli.spec.rules.values import TEXT_RULES, forget_out_of_range
-from trainspec_cli.spec.structure import build
 
 SBATCH = "sbatch"
 CLUSTER, SLURM = "cluster", "slurm"
@@ -55,7 +55,7 @@ STARTERS = {
 def load_cluster(arguments: Sequence[str]) -> Loaded:
     """Return what `key=value` arguments, and the files that they name, say of the job. Raises RecipeError with every
     problem, located."""
-    from trainspec_cli.composer.compose import compose_arguments  # loads hydra, which the help does without
+    from trainspec_cli.recipe.compose.compose import compose_arguments  # loads hydra, which the help does without
 
     parsed, _ = parse_arguments(arguments)
     foreign = [problem for argument in parsed if (problem := _refuse_foreign(argument))]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainspec_cli.launcher.measuring import known_probe
-from trainspec_cli.planner.this_machine import is_known, is_predictable, predict_device, predict_local
-from trainspec_cli.spec.recipe.cluster import Machine, SlurmSpec
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.rules.slurm import time_limit_s
-from trainspec_cli.units import format_duration
+from trainspec_cli.core.units import format_duration
+from trainspec_cli.plan.this_machine import is_known, is_predictable, predict_device, predict_local
+from trainspec_cli.recipe.keys.cluster import Machine, SlurmSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.rules.slurm import time_limit_s
+from trainspec_cli.run.measuring import known_probe
 
 
 def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:

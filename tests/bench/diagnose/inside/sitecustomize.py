@@ -69,7 +69,7 @@ def _before_pass(act: Callable[[], None]) -> None:
 def slow_reads(steps: float, step_s: float) -> None:
     """The samples of a step come from a disk that takes `steps` steps longer for them than they are read ahead."""
     taken_s = (1 + steps) * step_s
-    _before(sys.modules["trainspec_cli.corpus.samples"].Shuffled, "rows", lambda *_: time.sleep(taken_s))
+    _before(sys.modules["trainspec_cli.data.corpus.samples"].Shuffled, "rows", lambda *_: time.sleep(taken_s))
 
 
 def garbage(objects: float, step_s: float) -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.certify.cases import Case, build_plan
-from trainspec_cli.certify.families import SAMPLES
+from trainspec_cli.balance.batch.division import even_division_of
+from trainspec_cli.balance.decisions.links import TOLD_STEPS
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm import exchange
@@ -28,11 +28,11 @@ from trainspec_cli.engine.run.scheduling import links as step_links
 from trainspec_cli.engine.run.scheduling.links import StepLinks
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
-from trainspec_cli.policy.batch.division import even_division_of
-from trainspec_cli.policy.scheduling.links import TOLD_STEPS
-from trainspec_cli.rundir.event_types.event import Event
-from trainspec_cli.spec.canonical import to_plain
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.wings.certify.cases import Case, build_plan
+from trainspec_cli.wings.certify.families import SAMPLES
 
 RANKS = 4
 _all_reduce = dist.all_reduce

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
+from trainspec_cli.core.errors import MachineError
 from trainspec_cli.engine.run.scheduling.directives import Directives, follows_earlier, planned_by, read_directives
-from trainspec_cli.errors import MachineError
-from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
-from trainspec_cli.rundir.event_types.event import Event
-from trainspec_cli.rundir.events import EventWriter, read_events
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.spec.canonical import ABSENT
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
-from trainspec_cli.spec.results.plan import PlannedLayout
+from trainspec_cli.recipe.canonical import ABSENT
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+from trainspec_cli.recipe.results.plan import PlannedLayout
+from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.events import EventWriter, read_events
+from trainspec_cli.run.folder.paths import RunDir
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

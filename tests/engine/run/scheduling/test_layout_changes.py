@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.balance.decisions.moved_layers import LayerChange
 from trainspec_cli.engine.run.scheduling.directives import Directives, planned_by, read_directives
 from trainspec_cli.engine.run.scheduling.relayout import DueLayout, LayoutChanges
-from trainspec_cli.policy.scheduling.moved_layers import LayerChange
-from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.proposals import ProposalRecord
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
-from trainspec_cli.spec.results.plan import PlannedLayout
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+from trainspec_cli.recipe.results.plan import PlannedLayout
+from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.proposals import ProposalRecord
+from trainspec_cli.wings.certify.cases import Case, build_plan
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from lab.ranks import outputs
 
-from trainspec_cli.reporter.text import describe_event
-from trainspec_cli.rundir.event_types.observed import LinkEvent
-from trainspec_cli.spec.records import read_record
+from trainspec_cli.recipe.records import read_record
+from trainspec_cli.report.text import describe_event
+from trainspec_cli.run.folder.event_types.observed import LinkEvent
 
 WORKER = Path(__file__).with_name("link_worker.py")
 RANKS, SLOW_FACTOR = 4, 10

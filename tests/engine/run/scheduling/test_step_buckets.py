@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from trainspec_cli.certify.cases import Case, build_plan
+from trainspec_cli.balance.decisions.buckets import ONE_BY_ONE, ROUNDS, WARM_STEPS
 from trainspec_cli.engine.run.scheduling.buckets import StepBuckets
-from trainspec_cli.policy.scheduling.buckets import ONE_BY_ONE, ROUNDS, WARM_STEPS
-from trainspec_cli.rundir.event_types.decisions import BucketsEvent
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.results.blueprint import Blueprint, Exchange
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.blueprint import Blueprint, Exchange
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.event_types.decisions import BucketsEvent
+from trainspec_cli.wings.certify.cases import Case, build_plan
 
 RANKS, BLOCK = 2, 1000
 PLAN = build_plan(Case("dense", Layout(dp_shard=2)), "cpu")

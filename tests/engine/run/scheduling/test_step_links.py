@@ -15,11 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.engine.observe.links import GROUPS
-from trainspec_cli.engine.run.scheduling import links
-from trainspec_cli.engine.run.scheduling.links import StepLinks
-from trainspec_cli.policy.scheduling.links import (
+from trainspec_cli.balance.decisions.links import (
     COST_SHARE,
     DEPARTED_STEPS,
     FIRST_SAMPLE_STEPS,
@@ -28,9 +24,13 @@ from trainspec_cli.policy.scheduling.links import (
     TOLD_STEPS,
     Transfer,
 )
-from trainspec_cli.rundir.event_types.event import Event
-from trainspec_cli.rundir.event_types.observed import LinkEvent, LinksEvent
-from trainspec_cli.spec.recipe.layout import Layout
+from trainspec_cli.engine.observe.clock import StepClock
+from trainspec_cli.engine.observe.links import GROUPS
+from trainspec_cli.engine.run.scheduling import links
+from trainspec_cli.engine.run.scheduling.links import StepLinks
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.event_types.observed import LinkEvent, LinksEvent
 
 RANKS = 4
 BYTES, RATE, STEP_S = 1e6, 2e9, 50.0

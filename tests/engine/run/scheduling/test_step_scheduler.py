@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from trainspec_cli.balance.batch.division import Division, even_division
+from trainspec_cli.balance.decisions.speeds import Speed, slowest
+from trainspec_cli.core.errors import MachineError
 from trainspec_cli.engine.run.scheduling import directives as written
 from trainspec_cli.engine.run.scheduling.directives import Directives, follows_earlier, read_directives
 from trainspec_cli.engine.run.scheduling.step_scheduler import (
@@ -24,19 +27,16 @@ from trainspec_cli.engine.run.scheduling.step_scheduler import (
     read_speed,
 )
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
-from trainspec_cli.errors import MachineError
-from trainspec_cli.policy.batch.division import Division, even_division
-from trainspec_cli.policy.scheduling.speeds import Speed, slowest
-from trainspec_cli.rundir.event_types.decisions import AchievedEvent, DirectiveEvent
-from trainspec_cli.rundir.event_types.event import Event
-from trainspec_cli.rundir.event_types.training import WarningEvent
-from trainspec_cli.rundir.events import EventWriter, read_events
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.proposals import ProposalRecord, write_proposal
-from trainspec_cli.rundir.speeds import SpeedsWatch, read_speeds
-from trainspec_cli.spec.recipe.layout import Layout
-from trainspec_cli.spec.recipe.scheduler import SchedulerSpec
-from trainspec_cli.spec.results.links import MeasuredLink
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+from trainspec_cli.recipe.results.links import MeasuredLink
+from trainspec_cli.run.folder.event_types.decisions import AchievedEvent, DirectiveEvent
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.run.folder.events import EventWriter, read_events
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.proposals import ProposalRecord, write_proposal
+from trainspec_cli.run.folder.speeds import SpeedsWatch, read_speeds
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from trainspec_cli.balance.batch.division import OwnSamples
+from trainspec_cli.core.errors import MachineError
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
@@ -27,24 +29,22 @@ from trainspec_cli.engine.run.shortage.relief import NOT_SAVED, recall_reliefs
 from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
-from trainspec_cli.errors import MachineError
-from trainspec_cli.planner.plan import plan
-from trainspec_cli.policy.batch.division import OwnSamples
-from trainspec_cli.policy.recovery.memory import build_ladder
-from trainspec_cli.rundir.event_types.decisions import MemoryEvent
-from trainspec_cli.rundir.event_types.training import EvalEvent
-from trainspec_cli.rundir.events import EventWriter, read_events
-from trainspec_cli.rundir.files import write_json
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.record import RunResult
-from trainspec_cli.spec.recipe.batching import BatchingSpec
-from trainspec_cli.spec.recipe.cluster import ClusterSpec, Machine
-from trainspec_cli.spec.recipe.data import DataSpec
-from trainspec_cli.spec.recipe.model import ConvModel, DecoderModel, ExpertSpec
-from trainspec_cli.spec.recipe.optim import OptimSpec, ScheduleSpec
-from trainspec_cli.spec.recipe.run import RunSpec, TrainSection
-from trainspec_cli.spec.results.memory import MemorySetting, Relief
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.plan.plan import plan
+from trainspec_cli.recipe.keys.batching import BatchingSpec
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, ExpertSpec
+from trainspec_cli.recipe.keys.optim import OptimSpec, ScheduleSpec
+from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.results.memory import MemorySetting, Relief
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.event_types.decisions import MemoryEvent
+from trainspec_cli.run.folder.event_types.training import EvalEvent
+from trainspec_cli.run.folder.events import EventWriter, read_events
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import RunResult
+from trainspec_cli.run.recovery.memory import build_ladder
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

@@ -11,13 +11,13 @@ from statistics import fmean
 
 from torch import Tensor
 
+from trainspec_cli.balance.decisions.buckets import WARM_STEPS, BucketTries, sizes_to_try
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.parallel.gradient_sums import GradientSums
 from trainspec_cli.engine.run.scheduling.directives import Directives
-from trainspec_cli.policy.scheduling.buckets import WARM_STEPS, BucketTries, sizes_to_try
-from trainspec_cli.rundir.event_types.decisions import BucketsEvent, BucketTry
-from trainspec_cli.spec.canonical import ABSENT
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.canonical import ABSENT
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.event_types.decisions import BucketsEvent, BucketTry
 
 
 class StepBuckets:

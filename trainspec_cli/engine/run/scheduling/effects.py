@@ -6,9 +6,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
 
+from trainspec_cli.balance.decisions.speeds import SKIPPED_STEPS
 from trainspec_cli.engine.run.scheduling.directives import Directives
-from trainspec_cli.policy.scheduling.speeds import SKIPPED_STEPS
-from trainspec_cli.rundir.event_types.decisions import AchievedEvent, DirectiveEvent
+from trainspec_cli.run.folder.event_types.decisions import AchievedEvent, DirectiveEvent
 
 MEASURED_STEPS = 5
 """The effect of a directive is the median over so many steps."""

@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-from trainspec_cli.engine.run.coordinator import TrainProgress
-from trainspec_cli.policy.batch.batch_schedule import StepBatch, schedule_batches, step_batch
-from trainspec_cli.policy.batch.division import lr_factor
-from trainspec_cli.policy.batch.learning_rate import learning_rate
-from trainspec_cli.policy.batch.noise import (
+from trainspec_cli.balance.batch.batch_schedule import StepBatch, schedule_batches, step_batch
+from trainspec_cli.balance.batch.division import lr_factor
+from trainspec_cli.balance.batch.learning_rate import learning_rate
+from trainspec_cli.balance.batch.noise import (
     EQUIVALENT_FRACTION,
     BatchPace,
     NoiseAverage,
@@ -19,8 +18,9 @@ from trainspec_cli.policy.batch.noise import (
     next_size,
     outgrows_noise,
 )
-from trainspec_cli.spec.results.plan import Plan
-from trainspec_cli.spec.rules.batching import noise_hindrance
+from trainspec_cli.engine.run.coordinator import TrainProgress
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.rules.batching import noise_hindrance
 
 
 class StepPace:

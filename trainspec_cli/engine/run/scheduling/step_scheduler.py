@@ -14,14 +14,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.run.scheduling.directives import Directives, largest_stage_layers, watches_speeds
-from trainspec_cli.engine.run.scheduling.effects import Effects
-from trainspec_cli.engine.run.supervisor_link import SupervisorLink
-from trainspec_cli.policy.batch.division import Division, OwnSamples, even_division_of
-from trainspec_cli.policy.partition.problem import LayerTimes
-from trainspec_cli.policy.scheduling.moved_layers import LayerChange, LayerScheduler
-from trainspec_cli.policy.scheduling.shares import (
+from trainspec_cli.balance.batch.division import Division, OwnSamples, even_division_of
+from trainspec_cli.balance.decisions.moved_layers import LayerChange, LayerScheduler
+from trainspec_cli.balance.decisions.shares import (
     ChangeCost,
     ShareChange,
     ShareScheduler,
@@ -29,11 +24,16 @@ from trainspec_cli.policy.scheduling.shares import (
     reporting_interval,
     samples_per_s,
 )
-from trainspec_cli.policy.scheduling.speeds import SETTLING_S, Speed, SpeedTracker, computing_s, slowest
-from trainspec_cli.rundir.event_types.decisions import DirectiveEvent
-from trainspec_cli.spec.canonical import ABSENT
-from trainspec_cli.spec.field_types import AUTO
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.balance.decisions.speeds import SETTLING_S, Speed, SpeedTracker, computing_s, slowest
+from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.run.scheduling.directives import Directives, largest_stage_layers, watches_speeds
+from trainspec_cli.engine.run.scheduling.effects import Effects
+from trainspec_cli.engine.run.supervisor_link import SupervisorLink
+from trainspec_cli.plan.partition.problem import LayerTimes
+from trainspec_cli.recipe.canonical import ABSENT
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
 
 
 class Figures(NamedTuple):

@@ -21,8 +21,8 @@ from trainspec_cli.engine.marks import Mark, mark, wait_for
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.coordinator import TrainProgress
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.shortages import ShortageNote, leave_note, read_note
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.shortages import ShortageNote, leave_note, read_note
 
 LOOK_INTERVAL_S = 0.25
 PATIENT_S, MOST_PATIENT_S = 1.0, 5.0

@@ -8,11 +8,11 @@ import resource
 import psutil
 import torch
 
+from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.accelerators import device_memory, on_chip
-from trainspec_cli.errors import WorkerError
-from trainspec_cli.policy.recovery.memory import rank_setting
-from trainspec_cli.spec.results.memory import MemorySetting, Shortage
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.results.memory import MemorySetting, Shortage
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.recovery.memory import rank_setting
 
 OUT_OF_MEMORY = "out_of_memory"
 """The error's code."""

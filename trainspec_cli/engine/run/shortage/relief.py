@@ -36,15 +36,15 @@ from trainspec_cli.engine.run.shortage.out_of_memory import (
     measure_shortage,
     out_of_memory,
 )
-from trainspec_cli.policy.recovery.memory import next_setting, with_reliefs
-from trainspec_cli.rundir.event_types.decisions import MemoryEvent
-from trainspec_cli.rundir.event_types.training import WarningEvent
-from trainspec_cli.rundir.paths import RunDir
-from trainspec_cli.rundir.shortages import read_reliefs
-from trainspec_cli.spec.canonical import ABSENT, to_plain
-from trainspec_cli.spec.records import read_record
-from trainspec_cli.spec.results.memory import MemorySetting, Relief, Shortage
-from trainspec_cli.spec.results.plan import Plan
+from trainspec_cli.recipe.canonical import ABSENT, to_plain
+from trainspec_cli.recipe.records import read_record
+from trainspec_cli.recipe.results.memory import MemorySetting, Relief, Shortage
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.event_types.decisions import MemoryEvent
+from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.shortages import read_reliefs
+from trainspec_cli.run.recovery.memory import next_setting, with_reliefs
 
 Made = TypeVar("Made")
 NOT_SAVED = "memory ran out, and the state could not be saved: the run goes on from an earlier checkpoint"

@@ -1,0 +1,74 @@
+"""Which versions of the training spec are read, and what is said of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.reading.spec_version import (
+    CURRENT,
+    NEWER,
+    UNKNOWN,
+    VERSIONS,
+    check_version,
+    find_fault,
+    is_newer,
+)
+from trainspec_cli.core.reading.yaml_file import read_versioned_yaml
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_that_there_has_been_is_read(version: str) -> None:
+    assert find_fault(version) is None
+
+
+@pytest.mark.clause("VER-4")
+@pytest.mark.parametrize("version", ["1.1", "1.10", "2.0", "10.0"])
+def test_a_newer_version_is_told_by_name(version: str) -> None:
+    fault = find_fault(version)
+    assert fault is not None and fault.code == NEWER
+    assert f"was made by a newer trainspec: it is of version {version}" in fault.why
+    assert fault.why.endswith("this one reads 0.1 and 1.0") and "pip install --upgrade trainspec" in fault.hint
+
+
+@pytest.mark.clause("VER-5")
+@pytest.mark.parametrize(
+    ("stated", "why"),
+    [
+        ("0.7", "is of version '0.7' of the training spec, which there has not been; there are 0.1 and 1.0"),
+        ("1", "is of version '1' of"),
+        ("1.0.0", "is of version '1.0.0' of"),
+        ("99999.0", "is of version '99999.0' of"),
+        ("", "is of version '' of"),
+        (1.0, "has 1.0 as `spec_version`; text is needed"),
+        (None, "has None as `spec_version`; text is needed"),
+        (["1.0"], "has ['1.0'] as `spec_version`; text is needed"),
+        ("x" * 99, f"is of version '{'x' * 39} of"),
+    ],
+)
+def test_what_is_no_version_is_told_with_what_to_write(stated: object, why: str) -> None:
+    fault = find_fault(stated)
+    assert fault is not None and (fault.code, fault.hint) == (UNKNOWN, f'write spec_version: "{CURRENT}"')
+    assert fault.why.startswith(why)
+
+
+def test_numbers_are_compared_as_numbers() -> None:
+    assert is_newer("1.10", than="1.9") and is_newer("10.0", than="9.1") and not is_newer("1.9", than="1.10")
+
+
+def test_a_fault_names_the_file_and_the_line() -> None:
+    with pytest.raises(MachineError) as caught:
+        check_version(Path("a.jsonl"), "3.0", 7)
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.where(), problem.environment) == (NEWER, "a.jsonl:7", True)
+
+
+def test_yaml_is_read_without_its_version(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text('spec_version: "1.0"\na: 1\n')
+    assert read_versioned_yaml(file) == {"a": 1}
+    file.write_text('spec_version: "9.0"\na: 1\n')
+    with pytest.raises(MachineError, match="was made by a newer trainspec"):
+        read_versioned_yaml(file)

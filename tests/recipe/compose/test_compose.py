@@ -1,0 +1,438 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.recipe.compose.compose import Completion, Composed, compose, compose_arguments
+
+HOUSE = Path(__file__).parents[3]
+RECIPES = ", ".join(sorted(path.stem for path in HOUSE.joinpath("recipes").glob("*.yaml")))
+MODELS = ", ".join(sorted(path.stem for path in HOUSE.joinpath("conf", "model").glob("*.yaml")))
+FOLDERS = {path.name for path in HOUSE.joinpath("conf").iterdir() if any(path.glob("*.yaml"))}
+GROUPS = ", ".join(sorted(FOLDERS - {"disturb"}))
+
+RECIPE = "batching: {global_batch_size: 8}\ntrain:\n  max_steps: 5\n"
+
+
+def told(composed: Composed) -> list[tuple[str, str, str, str]]:
+    return [(problem.code, problem.where(), problem.message, problem.hint) for problem in composed.problems]
+
+
+@pytest.mark.clause("REC-1")
+def test_a_shipped_recipe_with_the_origin_of_every_value(tmp_path: Path) -> None:
+    composed = compose("tiny", ["optim.lr=0.5", "optim=sgd"], tmp_path)
+    assert composed.problems == ()
+    assert (composed.data["optim"]["name"], composed.data["optim"]["lr"]) == ("sgd", 0.5)
+    assert str(composed.origins["optim.lr"]) == "command line:2"
+    assert composed.origins["optim.name"].file.endswith("conf/optim/sgd.yaml")
+    assert composed.origins["train.max_steps"].file.endswith("recipes/tiny.yaml")
+    assert composed.origins["train.seed"].file.endswith("conf/trainspec.yaml")
+
+
+@pytest.mark.clause("REC-1")
+def test_origins_point_at_the_line_that_says_it(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", RECIPE)
+    composed = compose("mine", [], tmp_path)
+    for path, origin in composed.origins.items():
+        line = (tmp_path / origin.file).read_text().splitlines()[origin.line - 1]
+        key = path.rpartition(".")[2]
+        is_section = any(other.startswith(f"{path}.") for other in composed.origins)
+        assert line[origin.column - 1 :].startswith(key) or is_section
+
+
+def test_interpolations_are_resolved(tmp_path: Path) -> None:
+    composed = compose("tiny", ["model.vocab_size=700", "train.seed=${model.num_layers}"], tmp_path)
+    assert composed.data["data"]["tokenizer"]["vocab_size"] == 700
+    assert composed.data["train"]["seed"] == 2
+
+
+def test_the_users_own_come_first(tmp_path: Path, write) -> None:
+    write("recipes/tiny.yaml", f"defaults: [override /model: llama_tiny]\n{RECIPE}")
+    write("conf/model/llama_tiny.yaml", "name: my_own\nvocab_size: 300\n")
+    composed = compose("tiny", [], tmp_path)
+    assert composed.problems == ()
+    assert (composed.data["model"], composed.data["train"]["max_steps"]) == ({"name": "my_own", "vocab_size": 300}, 5)
+    assert str(composed.origins["model.name"]) == "conf/model/llama_tiny.yaml:1"
+    assert str(composed.origins["train.max_steps"]) == "recipes/tiny.yaml:4"
+
+
+@pytest.mark.parametrize("folder", ["a,b=c", "it's ${x}", 'q"[1]', "naïve ~"])
+def test_a_folder_may_have_any_name(tmp_path: Path, folder: str) -> None:
+    project = tmp_path / folder
+    (project / "recipes").mkdir(parents=True)
+    (project / "recipes" / "mine.yaml").write_text(RECIPE)
+    (project / "conf" / "model").mkdir(parents=True)
+    (project / "conf" / "model" / "own.yaml").write_text("name: own\nvocab_size: 300\n")
+    composed = compose("mine", ["model=own"], project)
+    assert (composed.problems, composed.data["model"]["name"]) == ((), "own")
+
+
+def test_another_hydra_program_in_the_folder_does_no_harm(tmp_path: Path, write) -> None:
+    write("conf/config.yaml", "defaults: [nothing]\nfoo: 1\n")
+    write("conf/hydra/default.yaml", "nonsense: 1\n")
+    composed = compose("tiny", [], tmp_path)
+    assert composed.problems == ()
+    assert "foo" not in composed.data
+
+
+def test_a_recipe_by_its_path(tmp_path: Path, write) -> None:
+    write("else where/my own.yaml", RECIPE)
+    write("else where/tiny.yaml", RECIPE)
+    composed = compose("else where/my own.yaml", [], tmp_path)
+    assert (composed.problems, composed.recipe, composed.data["train"]["max_steps"]) == ((), "my own", 5)
+    assert compose("tiny", [], tmp_path).data["train"]["max_steps"] == 20
+    assert compose("else where/tiny.yaml", [], tmp_path).data["train"]["max_steps"] == 5, "not the shipped one"
+
+
+@pytest.mark.clause("REC-2")
+def test_a_recipe_in_a_folder_and_one_built_on_another(tmp_path: Path, write) -> None:
+    write("recipes/team/base.yaml", RECIPE)
+    write("recipes/child.yaml", "defaults: [team/base, _self_]\ntrain: {seed: 7}\n")
+    composed = compose("child", [], tmp_path)
+    assert composed.problems == ()
+    assert (composed.data["train"]["seed"], composed.data["train"]["max_steps"]) == (7, 5)
+    assert str(composed.origins["train.max_steps"]) == "recipes/team/base.yaml:3"
+
+
+@pytest.mark.clause("REC-2")
+def test_the_command_line_outranks_a_recipes_choice(tmp_path: Path) -> None:
+    assert compose("tiny", ["model=llama_6m"], tmp_path).data["model"]["name"] == "llama_6m"
+
+
+def test_open_values_stay_open(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", "train: {seed: 1}\n")
+    assert compose("mine", [], tmp_path).data["train"]["max_steps"] == "???"
+
+
+def test_keys_that_no_file_has_are_left_for_others_to_judge(tmp_path: Path) -> None:
+    composed = compose("tiny", ["optim.lrr=1", "+new.key=2"], tmp_path)
+    assert (composed.problems, composed.data["optim"]["lrr"], composed.data["new"]) == ((), 1, {"key": 2})
+
+
+def test_taking_a_key_out(tmp_path: Path) -> None:
+    composed = compose("tiny", ["~optim.schedule"], tmp_path)
+    assert "schedule" not in composed.data["optim"]
+    assert str(composed.origins["optim.schedule"]) == "command line:2"
+    assert told(compose("tiny", ["~optim.schedul"], tmp_path)) == [
+        ("unknown_key", "command line:2", "there is no `optim.schedul` to delete", "did you mean `optim.schedule`?")
+    ]
+
+
+def test_a_key_below_a_single_value(tmp_path: Path) -> None:
+    assert told(compose("tiny", ["compile.foo=3"], tmp_path)) == [
+        ("unknown_key", "command line:2", "`compile` is a single value: it has no key `foo`", "type compile=<value>")
+    ]
+
+
+def test_unknown_recipe(tmp_path: Path, write) -> None:
+    write("recipes/old.yml", RECIPE)
+    assert told(compose("quickstrat", [], tmp_path)) == [
+        (
+            "unknown_recipe",
+            "command line:1",
+            "there is no recipe `quickstrat`",
+            f"did you mean recipe=quickstart? there are: {RECIPES}",
+        )
+    ]
+    assert told(compose("old", [], tmp_path))[0][3] == "its file must end in .yaml, not .yml: rename it"
+    assert f"no such file is in {tmp_path}" in told(compose("x/y.yaml", [], tmp_path))[0][3]
+    write("beside.yml", RECIPE)
+    for name in ("beside", "beside.yaml", "beside.yml"):
+        assert told(compose(name, [], tmp_path))[0][3] == "its file must end in .yaml, not .yml: rename it"
+
+
+def test_no_recipe(tmp_path: Path) -> None:
+    hint = f"type recipe=quickstart; there are: {RECIPES}"
+    assert told(compose_arguments([], tmp_path)) == [("missing_value", "", "no recipe is named", hint)]
+    assert told(compose("", [], tmp_path)) == [("missing_value", "command line:1", "no recipe is named", hint)]
+
+
+def test_unknown_option_on_the_command_line_and_in_a_recipe(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", f"defaults:\n  - override /optim: adam\n{RECIPE}")
+    composed = compose("mine", ["model=llama6m"], tmp_path)
+    assert sorted(told(composed), reverse=True) == [
+        ("unknown_option", "recipes/mine.yaml:2:5", "`optim` has no option `adam`",
+         "did you mean `adamw`? Options: adamw, adamw8bit, muon, sgd"),
+        ("unknown_option", "command line:2", "`model` has no option `llama6m`",
+         f"did you mean model=llama_6m? Options: {MODELS}"),
+    ]  # fmt: skip
+    assert composed.failed == {"optim", "model"}
+    assert composed.data["train"]["max_steps"] == 5
+
+
+def test_an_option_that_is_gone_is_refused_with_what_takes_its_place(tmp_path: Path) -> None:
+    composed = compose("tiny", ["comm=low_rank"], tmp_path)
+    ((code, where, message, hint),) = told(composed)
+    assert (code, where, composed.failed) == ("unknown_option", "command line:2", {"comm"})
+    assert "low_rank" in message and "comm=int8" in hint
+
+
+def test_every_wrong_line_of_a_defaults_list(tmp_path: Path, write) -> None:
+    write(
+        "recipes/mine.yaml",
+        """\
+        defaults:
+          - override /modle: llama_6m
+          - optim: sgd
+          - override data: text
+          - quickstrat
+          - override /layout: ddp
+        train: {max_steps: 5}
+        """,
+    )
+    composed = compose("mine", [], tmp_path)
+    assert told(composed) == [
+        ("unknown_group", "recipes/mine.yaml:2:5", "there is no group `modle`",
+         f"did you mean `override /model`? Groups: {GROUPS}"),
+        ("bad_defaults", "recipes/mine.yaml:3:5", "`optim: sgd` would add a second optim, not replace the first",
+         "write - override /optim: sgd"),
+        ("bad_defaults", "recipes/mine.yaml:4:5",
+         "`override data: text` would add a second data, not replace the first", "write - override /data: text"),
+        ("unknown_recipe", "recipes/mine.yaml:5:5", "there is no recipe `quickstrat` to build on",
+         "did you mean `quickstart`?"),
+    ]  # fmt: skip
+    assert (composed.data["layout"]["dp_shard"], composed.data["train"]["max_steps"]) == (1, 5)
+
+
+def test_several_options_in_one_line_of_a_defaults_list_are_not_merged(tmp_path: Path, write) -> None:
+    write("conf/cluster/both.yaml", "defaults:\n  - /accelerator@accelerator: [h100_sxm, a40]\nname: both\n")
+    assert told(compose("tiny", ["cluster=both"], tmp_path)) == [
+        ("bad_defaults", "conf/cluster/both.yaml:2:5",
+         "`accelerator@accelerator` is given 2 options: h100_sxm, a40",
+         "keep one of them: /accelerator@accelerator: h100_sxm"),
+    ]  # fmt: skip
+    write("conf/cluster/one.yaml", "defaults:\n  - /accelerator@accelerator: [a40]\nname: one\n")
+    one = compose("tiny", ["cluster=one"], tmp_path)
+    assert (told(one), one.data["cluster"]["accelerator"]["name"]) == ([], "A40")
+
+
+def test_what_a_named_section_lacks_is_missing_in_its_file(tmp_path: Path, write) -> None:
+    write("conf/accelerator/mine.yaml", "name: mine\nmemory_gib: 80\n")
+    composed = compose("tiny", ["cluster=h100", "cluster.accelerator=mine"], tmp_path)
+    (problem,) = composed.locate([Problem("missing_value", "", "cluster.accelerator.link_gb_per_s")])
+    assert (problem.file, problem.line) == ("conf/accelerator/mine.yaml", 1)
+
+
+def test_a_list_for_a_section_is_refused(tmp_path: Path) -> None:
+    (problem,) = compose("tiny", ["cluster=h100", "cluster.accelerator=[h100_sxm,a40]"], tmp_path).problems
+    assert (problem.path, problem.code) == ("cluster.accelerator", "wrong_type")
+    assert "name one option" in problem.hint
+
+
+def test_an_option_that_a_defaults_list_chooses_twice(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", "defaults:\n  - tiny\n  - override /cluster: h100\n  - override /cluster: h200\n")
+    write(
+        "conf/cluster/both.yaml",
+        "defaults:\n  - /accelerator@accelerator: h100_sxm\n  - /accelerator@accelerator: h200_sxm\nname: both\n",
+    )
+    assert told(compose("mine", [], tmp_path)) == [
+        ("bad_defaults", "recipes/mine.yaml:4:5", "`cluster` is chosen twice: h100 in line 3, and h200 here",
+         "keep one of the two lines"),
+    ]  # fmt: skip
+    assert told(compose("tiny", ["cluster=both"], tmp_path)) == [
+        ("bad_defaults", "conf/cluster/both.yaml:3:5",
+         "`accelerator@accelerator` is chosen twice: h100_sxm in line 2, and h200_sxm here",
+         "keep one of the two lines"),
+    ]  # fmt: skip
+    write("recipes/child.yaml", "defaults: [base, override /cluster: h200]\n")
+    write("recipes/base.yaml", "defaults: [tiny, override /cluster: h100]\n")
+    assert told(compose("child", [], tmp_path)) == []
+
+
+def test_a_broken_recipe_does_not_hide_faults_of_the_command_line(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", "train: [1\n")
+    composed = compose("mine", ["optim.lr:3", "data=jsnl"], tmp_path)
+    assert [(problem.code, problem.where()) for problem in composed.problems] == [
+        ("bad_override", "command line:2"),
+        ("bad_yaml", "recipes/mine.yaml:1:8"),
+        ("unknown_option", "command line:3"),
+    ]
+    assert composed.failed == {"recipe", "data"}
+
+
+def test_faults_inside_a_users_own_groups(tmp_path: Path, write) -> None:
+    write("conf/model/broken.yaml", "a: [1\n")
+    write("conf/model/orphan.yaml", "defaults: [llama_6]\na: 1\n")
+    write("conf/model/lost.yaml", "defaults:\n  - /nowhere: x\na: 1\n")
+    write("conf/model/round.yaml", "defaults: [about]\n")
+    write("conf/model/about.yaml", "defaults: [round]\n")
+
+    def fault(option: str) -> tuple[str, str, str]:
+        (code, where, message, _), *others = told(compose("tiny", [f"model={option}"], tmp_path))
+        assert not others
+        return code, where, message
+
+    assert fault("broken")[:2] == ("bad_yaml", "conf/model/broken.yaml:1:4")
+    assert fault("orphan") == ("unknown_option", "conf/model/orphan.yaml:1:12", "`model` has no option `llama_6`")
+    assert fault("lost") == ("bad_defaults", "conf/model/lost.yaml", "In 'model/lost': Could not find 'nowhere/x'")
+    assert fault("round") == ("bad_defaults", "", "defaults lists name one another in a circle")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("a: [" + "[" * 100 + "]" * 100 + "]\n", "it is nested more than 32 levels deep"),
+        ("a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+         + "".join(f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in ("ab", "bc", "cd", "de")),
+         "it expands to more than 20,000 values"),
+        (f"a: {'x' * 600_000}\n", "is larger than the 512.00 KiB"),
+    ],
+    ids=["deep", "billion laughs", "large"],
+)  # fmt: skip
+def test_a_group_file_that_only_another_one_names_is_read_within_limits(tmp_path: Path, write, content, reason) -> None:
+    write("conf/model/outer.yaml", "defaults:\n  - /optim@x: inner\nname: x\n")
+    write("conf/optim/inner.yaml", content)
+    composed = compose("tiny", ["model=outer"], tmp_path)
+    assert any(
+        "inner.yaml" in f"{problem.file} {problem.message}" and reason in problem.message
+        for problem in composed.problems
+    )
+
+
+def test_interpolations_that_lead_nowhere(tmp_path: Path) -> None:
+    composed = compose("tiny", ["train.seed=${train.max_step}", "optim.lr=${optim.lr}"], tmp_path)
+    assert told(composed) == [
+        ("bad_interpolation", "command line:3", "`optim.lr` is ${optim.lr}: Recursive interpolation detected", ""),
+        ("bad_interpolation", "command line:2",
+         "`train.seed` is ${train.max_step}: Interpolation key 'train.max_step' not found",
+         "did you mean `train.max_steps`?"),
+    ]  # fmt: skip
+    assert composed.data["train"]["seed"] == "???"
+
+
+def test_problems_carry_the_text_they_stand_in(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", f"defaults:\n  - override /optim: adam\n{RECIPE}")
+    excerpts = {problem.excerpt for problem in compose("mine", ["model=x"], tmp_path).problems}
+    assert excerpts == {"  - override /optim: adam", "model=x"}
+
+
+def test_what_is_beside_a_recipes_name_does_no_harm(tmp_path: Path, write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder `tiny` of the user's own; and the folder is this one where none is named."""
+    write("tiny", "not a recipe")
+    write("recipes/mine.yaml", RECIPE)
+    assert compose("tiny", [], tmp_path).data["model"]["name"]
+    monkeypatch.chdir(tmp_path)
+    assert compose_arguments(["recipe=mine"]).data["train"]["max_steps"] == 5
+    assert compose_arguments(["recipe=mine"]).cwd == tmp_path.resolve()
+
+
+def test_a_disturbance_is_no_key_of_a_run(tmp_path: Path) -> None:
+    composed = compose_arguments(["recipe=tiny", "disturb=slow_node", "train.seed=3"], tmp_path)
+    assert [(problem.code, problem.path, problem.line) for problem in composed.problems] == [
+        ("unknown_key", "disturb", 2)
+    ]
+    assert composed.data["train"]["seed"] == 3 and "disturb" not in composed.data
+    aside = compose_arguments(["recipe=tiny", "disturb=slow_node"], tmp_path, aside=("disturb",))
+    assert aside.problems == () and "disturb" not in aside.data
+
+
+def test_values_of_another_programs_file_are_plain_text(tmp_path: Path) -> None:
+    given = {"model": {"name": "${x}", "tags": ["a${y}", "b\\${z}"], "num_layers": 3}}
+
+    def complete(data: dict, unchosen: frozenset) -> Completion:
+        return Completion(given, "/a/config.json")
+
+    composed = compose_arguments(["recipe=tiny"], tmp_path, [complete])
+    assert composed.problems == ()
+    assert {key: composed.data["model"][key] for key in given["model"]} == given["model"]
+    assert str(composed.origins["model.num_layers"]) == "/a/config.json:1"
+
+
+def test_what_failed_is_known_by_its_group(tmp_path: Path) -> None:
+    assert compose("tiny", [], tmp_path).failed == frozenset()
+    assert "recipe" in compose_arguments(["recipe=nothing"], tmp_path).failed
+    assert compose("tiny", ["optim=nothing"], tmp_path).failed == {"optim"}
+
+
+def test_an_accelerator_is_chosen_by_its_name_whole(tmp_path: Path, write) -> None:
+    """Nothing of the cluster's own accelerator is left, and what is set beside the name counts, in any order."""
+    write("conf/accelerator/mine.yaml", "name: My chip\nvendor: me\nbf16_tflops: 100\n")
+    named = ["cluster.accelerator.tdp_w=400", "cluster.accelerator=mine"]
+    composed = compose("llama3_8b", ["cluster=h100", *named], tmp_path)
+    assert composed.data["cluster"]["accelerator"] == {
+        "name": "My chip", "vendor": "me", "bf16_tflops": 100, "tdp_w": 400
+    }  # fmt: skip
+    assert composed.data["cluster"]["nic_gbit_per_s"] == 400
+    assert str(composed.origins["cluster.accelerator.bf16_tflops"]) == "conf/accelerator/mine.yaml:3"
+    assert composed.origins["cluster.accelerator.tdp_w"].file == "command line"
+    (problem,) = compose("llama3_8b", ["cluster.accelerator=min"], tmp_path).problems
+    assert (problem.code, problem.where()) == ("unknown_option", "command line:2")
+    assert "did you mean cluster.accelerator=mine? Options: " in problem.hint
+    assert compose("llama3_8b", ["cluster.accelerator=null"], tmp_path).data["cluster"]["accelerator"] is None
+
+
+@pytest.mark.parametrize("argument", ["accelerator=rtx_4090", "+accelerator=rtx_4090"])
+def test_a_group_that_no_recipe_chooses_from_leads_to_its_section(argument: str, tmp_path: Path) -> None:
+    (problem,) = compose("llama3_8b", [argument], tmp_path).problems
+    assert (problem.code, problem.where(), problem.hint) == (
+        "unknown_group", "command line:2", "type cluster.accelerator=rtx_4090"
+    )  # fmt: skip
+
+
+def test_a_recipe_cannot_override_an_accelerator_by_its_defaults(tmp_path: Path, write) -> None:
+    write("recipes/mine.yaml", "defaults:\n  - tiny\n  - override /accelerator: rtx_4090\n")
+    (problem,) = compose("mine", [], tmp_path).problems
+    assert (problem.code, problem.where()) == ("unknown_group", "recipes/mine.yaml:3:5")
+    assert "cluster.accelerator=rtx_4090" in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("cluster", "meant"),
+    [
+        ("16xl4", "cluster.accelerator=l4 cluster.devices_per_node=16"),
+        ("h100x8", "cluster=h100 cluster.devices_per_node=8"),
+        ("8xh100", "cluster=h100 cluster.devices_per_node=8"),
+        ("l4", "cluster.accelerator=l4"),
+    ],
+)
+def test_a_number_of_chips_is_no_cluster_by_name(cluster: str, meant: str, tmp_path: Path) -> None:
+    (problem,) = compose("llama3_8b", [f"cluster={cluster}"], tmp_path).problems
+    assert problem.hint.startswith(f"did you mean {meant}? Options: ")
+
+
+def test_an_accelerator_may_be_named_by_its_number(tmp_path: Path) -> None:
+    (problem,) = compose("llama3_8b", ["cluster.accelerator=4090"], tmp_path).problems
+    assert problem.hint.startswith("did you mean cluster.accelerator=rtx_4090? Options: ")
+
+
+def test_a_broken_file_of_a_named_section_is_told(tmp_path: Path, write) -> None:
+    write("conf/accelerator/mine.yaml", "name: [1\n")
+    (problem,) = compose("llama3_8b", ["cluster.accelerator=mine"], tmp_path).problems
+    assert (problem.code, problem.where()) == ("bad_yaml", "conf/accelerator/mine.yaml:1:7")
+
+
+@pytest.mark.clause("VER-2")
+def test_a_recipe_may_state_its_version_which_is_no_value(tmp_path: Path, write) -> None:
+    write("recipes/older.yaml", "defaults: [tiny, _self_]\ntrain: {seed: 7}\n")
+    write("recipes/mine.yaml", 'spec_version: "1.0"\ndefaults: [older, _self_]\noptim: {lr: 0.5}\n')
+    composed = compose("mine", cwd=tmp_path)
+    assert composed.problems == () and "spec_version" not in {*composed.data, *composed.origins}
+    assert (composed.data["train"]["seed"], composed.data["optim"]["lr"]) == (7, 0.5)
+
+
+def test_a_command_line_has_no_version(tmp_path: Path) -> None:
+    composed = compose_arguments(["recipe=tiny", "spec_version=1.0", "train.seed=3"], tmp_path)
+    (problem,) = composed.problems
+    assert (problem.path, problem.line) == ("spec_version", 2) and "trainspec migrate" in problem.hint
+    assert "spec_version" not in composed.data and composed.data["train"]["seed"] == 3
+
+
+@pytest.mark.clause("VER-4", "VER-5")
+@pytest.mark.parametrize(
+    ("stated", "code", "message"),
+    [
+        ('"1.2"', "newer_version", "recipes/old.yaml was made by a newer trainspec: it is of version 1.2"),
+        ('"0.3"', "unknown_version", "recipes/old.yaml is of version '0.3' of the training spec, which there has not"),
+        ("1.0", "unknown_version", "recipes/old.yaml has 1.0 as `spec_version`; text is needed"),
+    ],
+)
+def test_a_recipe_of_another_version_is_refused_with_its_line(tmp_path: Path, write, stated, code, message) -> None:
+    """Also where another builds on it. What it says otherwise is not judged: it may be right there."""
+    write("recipes/old.yaml", f"description: old\nspec_version: {stated}\nnew_section: {{}}\ndefaults: [gone]\n")
+    write("recipes/mine.yaml", "defaults: [old, _self_]\n")
+    for name in ("old", "mine"):
+        (problem,) = compose(name, cwd=tmp_path).problems
+        assert (problem.code, problem.where()) == (code, "recipes/old.yaml:2:1")
+        assert problem.message.startswith(message) and problem.hint

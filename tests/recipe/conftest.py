@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.structure import structure
+
+
+@pytest.fixture
+def data() -> dict[str, Any]:
+    """The shortest whole recipe."""
+    return {
+        "model": {
+            "num_layers": 2, "hidden_size": 64, "num_heads": 4, "num_kv_heads": 2,
+            "head_dim": 16, "ffn_size": 160, "vocab_size": 512,
+        },
+        "data": {"seq_len": 64, "source": "python_stdlib", "tokenizer": {"vocab_size": 512}},
+        "optim": {"lr": 0.1},
+        "batching": {"global_batch_size": 8},
+        "train": {"max_steps": 20},
+        "cluster": {"devices_per_node": 2},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def make_spec(data: dict[str, Any]) -> Callable[..., RunSpec]:
+    """make_spec({"optim.lr": 1}): a spec with some values changed."""
+
+    def make(changes: dict[str, Any]) -> RunSpec:
+        for path, value in changes.items():
+            *sections, name = path.split(".")
+            node = data
+            for section in sections:
+                node = node.setdefault(section, {})
+            node[name] = value
+        spec, problems = structure(data)
+        assert spec is not None, problems
+        return spec
+
+    return make

@@ -1,0 +1,184 @@
+"""What a batch that changes over the run must agree with, told with the key it concerns and what to type."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from trainspec_cli.recipe.keys.batching import RampStage
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.rules.batching import data_parallel_ranks, largest_size, measurable_noise, noise_hindrance
+from trainspec_cli.recipe.rules.check import check
+from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.structure import structure
+
+PATH = "batching.schedule"
+LARGEST = f"{PATH}.max_global_batch_size"
+RAMP: dict[str, Any] = {f"{PATH}.kind": "ramp"}
+SEESAW: dict[str, Any] = {f"{PATH}.kind": "seesaw"}
+NOISE: dict[str, Any] = {f"{PATH}.kind": "noise", LARGEST: 64}
+
+
+def stages(*pairs: tuple[int, int]) -> dict[str, Any]:
+    made = [{"from_tokens": tokens, "global_batch_size": size} for tokens, size in pairs]
+    return {f"{PATH}.stages": made}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        RAMP | stages((100, 16), (200, 16), (300, 64)),
+        SEESAW,
+        SEESAW | {LARGEST: 12},
+        SEESAW | {"optim.schedule.final_lr_ratio": 0, LARGEST: 64},
+        SEESAW | {"optim.schedule.kind": "wsd"},
+        NOISE,
+        NOISE | {"cluster.devices_per_node": "auto"},
+    ],
+)
+def test_sound_schedules(make_spec, changes: dict[str, Any]) -> None:
+    assert check(make_spec(changes)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "message", "hint"),
+    [
+        (RAMP, f"{PATH}.stages", "is empty; a ramp has at least one",
+         f"type {PATH}.stages='[{{from_tokens: 1e9, global_batch_size: 16}}]'"),
+        (stages((100, 16)), f"{PATH}.stages", "has 1 sizes, and `batching.schedule.kind` is constant",
+         f"type {PATH}.kind=ramp, or ~{PATH}.stages"),
+        (RAMP | stages((200, 16), (100, 32)), f"{PATH}.stages.1.from_tokens",
+         "is 100, and the stage before it begins at 200", "put the stages in their order"),
+        (RAMP | stages((200, 16), (200, 32)), f"{PATH}.stages.1.from_tokens",
+         "is 200, and the stage before it begins at 200", "201 or more"),
+        (RAMP | stages((100, 4)), f"{PATH}.stages.0.global_batch_size",
+         "is 4, and the steps before it have 8", "a ramp does not fall: type 8 or more"),
+        (RAMP | stages((100, 32), (200, 24)), f"{PATH}.stages.1.global_batch_size",
+         "is 24, and the steps before it have 32", "type 32 or more"),
+        (RAMP | stages((0, 16)), f"{PATH}.stages.0.from_tokens",
+         "is 0; a whole number of at least 1 is needed", f"type {PATH}.stages.0.from_tokens=1 or more"),
+        (RAMP | stages((100, 16)) | {LARGEST: 64}, LARGEST, "kind` is ramp, which has no largest size",
+         f"type {LARGEST}=null"),
+        (SEESAW | {LARGEST: 4}, LARGEST, "is 4, and the run begins with 8", f"type {LARGEST}=12 or more"),
+        (SEESAW | {LARGEST: 8}, f"{PATH}.growth", "leads from 8 to no size up to the largest, 8", ""),
+        (SEESAW | {LARGEST: 11}, f"{PATH}.growth", "leads from 8 to no size up to the largest, 11",
+         f"type {PATH}.growth=1.1, a larger {LARGEST}"),
+        (SEESAW | {"optim.schedule.final_lr_ratio": 0.8}, f"{PATH}.growth", "no size up to the largest, 10", ""),
+        (SEESAW | {"optim.schedule.final_lr_ratio": 0}, LARGEST, "is null, and the learning rate ends at 0",
+         f"type {LARGEST}=64"),
+        (SEESAW | {"optim.schedule.kind": "constant"}, "optim.schedule.kind", "and it does not",
+         f"type optim.schedule.kind=cosine, or {PATH}.kind=constant"),
+        (SEESAW | {"optim.schedule.final_lr_ratio": 1}, "optim.schedule.final_lr_ratio", "and it does not",
+         "type optim.schedule.final_lr_ratio=0.1"),
+        (SEESAW | {"optim.schedule.kind": "wsd", "optim.schedule.decay_fraction": 0},
+         "optim.schedule.decay_fraction", "and it does not", "type optim.schedule.decay_fraction=0.2"),
+        (SEESAW | {f"{PATH}.lr_rule": "none"}, f"{PATH}.lr_rule", "would fall as without seesaw",
+         f"type {PATH}.lr_rule=optimizer"),
+        (NOISE | {LARGEST: None}, LARGEST, "is null, and the noise scale has no bound", f"type {LARGEST}=64"),
+        (NOISE | {LARGEST: 7}, LARGEST, "is 7, and the run begins with 8", f"type {LARGEST}=12 or more"),
+        (NOISE | {"cluster.devices_per_node": 1}, f"{PATH}.kind",
+         "is measured between data-parallel ranks, and there is 1", "type cluster.devices_per_node=2 or more"),
+        (NOISE | {"layout.tp": 2}, f"{PATH}.kind", "and there is 1", f"or {PATH}.kind=seesaw"),
+        (NOISE | {f"{PATH}.growth": 1}, f"{PATH}.growth", "a number of at least 1.05 and at most 16 is needed",
+         f"type {PATH}.growth=1.05 or more"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(make_spec, changes, path: str, message: str, hint: str) -> None:
+    (problem,) = check(make_spec(changes))
+    assert (problem.path, message in problem.message, hint in problem.hint) == (path, True, True), problem
+
+
+def test_every_stage_that_is_wrong_is_named(make_spec) -> None:
+    problems = check(make_spec(RAMP | stages((300, 4), (200, 3), (100, 2))))
+    assert [problem.path.removeprefix(f"{PATH}.stages.") for problem in problems] == [
+        "0.global_batch_size",
+        "1.from_tokens",
+        "1.global_batch_size",
+        "2.from_tokens",
+        "2.global_batch_size",
+    ]
+
+
+def test_a_stage_is_read_with_its_types(data) -> None:
+    data["batching"]["schedule"] = {"kind": "ramp", "stages": [{"from_tokens": 252e6, "global_batch_size": 16}]}
+    spec, problems = structure(data)
+    assert problems == []
+    assert spec is not None
+    assert spec.batching.schedule.stages == (RampStage(252_000_000, 16),)
+
+
+def test_a_stage_with_a_wrong_key_or_type_is_named(data) -> None:
+    data["batching"]["schedule"] = {"stages": [{"from_tokens": "1e9", "batch_size": 16}]}
+    _, problems = structure(data)
+    assert [(problem.code, problem.path) for problem in problems] == [
+        ("unknown_key", f"{PATH}.stages.0.batch_size"),
+        ("wrong_type", f"{PATH}.stages.0.from_tokens"),
+        ("missing_value", f"{PATH}.stages.0.global_batch_size"),
+    ]
+
+
+def test_the_largest_size_is_what_the_lowest_rate_asks_for_or_the_bound(make_spec) -> None:
+    assert largest_size(make_spec(SEESAW)) == 80
+    assert largest_size(make_spec(SEESAW | {LARGEST: 40})) == 40
+    assert largest_size(make_spec(SEESAW | {"optim.schedule.final_lr_ratio": 0, LARGEST: None})) == math.inf
+    assert largest_size(make_spec(NOISE)) == 64
+
+
+def test_ranks_are_known_where_nothing_is_left_open(make_spec) -> None:
+    assert data_parallel_ranks(make_spec({"cluster.num_nodes": 4, "cluster.devices_per_node": 4, "layout.pp": 2})) == 8
+    assert data_parallel_ranks(make_spec({"cluster.devices_per_node": "auto"})) is None
+    assert data_parallel_ranks(make_spec({"cluster.devices_per_node": 2, "layout.tp": "auto"})) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "micro_batches", "tied", "why"),
+    [
+        (Layout(), 4, False, "it is measured between data-parallel ranks, and there is 1"),
+        (Layout(tp=2, pp=2), 4, False, "it is measured between data-parallel ranks, and there is 1"),
+        (Layout(dp_shard=2, pp=2), 4, True, "ZeRO-3 sums a tied embedding's gradient on each of its stages by itself"),
+        (Layout(dp_shard=2, tp=2, cp=2, ep=2), 4, False, "the 2 ranks of ep hold parts of a sample's gradient"),
+        (Layout(dp_shard=2, ep=2), 1, False, "all data-parallel ranks train the same experts together"),
+        (Layout(dp_shard=2, ep=2, zero_stage=1), 4, False, "all data-parallel ranks train the same experts together"),
+        (Layout(dp_shard=2, tp=2, ep=4), 1, False, "all data-parallel ranks train the same experts together"),
+        (Layout(dp_shard=2, ep=2), 2, False, ""),
+        (Layout(dp_shard=4, ep=2), 1, False, ""),
+        (Layout(dp_replicate=2, dp_shard=2, ep=2), 1, False, ""),
+        (Layout(dp_shard=2, tp=2, ep=2), 1, False, ""),
+        (Layout(dp_shard=2, tp=2, cp=2), 1, False, ""),
+        (Layout(dp_shard=2, pp=2, zero_stage=1), 1, True, ""),
+        (Layout(dp_shard=2, pp=2), 1, False, ""),
+        (Layout(dp_shard=2), 1, True, ""),
+        (Layout(dp_replicate=2), 1, False, ""),
+    ],
+)  # fmt: skip
+def test_noise_that_nobody_can_measure_is_refused_with_the_reason(
+    make_spec, layout: Layout, micro_batches: int, tied: bool, why: str
+) -> None:
+    spec = make_spec(NOISE)
+    spec = replace(spec, model=replace(spec.model, tied_embeddings=tied))
+    problems = list(measurable_noise(spec, layout, 1, micro_batches))
+    assert list(measurable_noise(make_spec(SEESAW), layout, 1, micro_batches)) == []
+    if not why:
+        assert problems == []
+        return
+    (problem,) = problems
+    assert (problem.code, problem.path) == ("unsupported", f"{PATH}.kind")
+    assert (
+        problem.message == f"`{PATH}.kind` is noise, and in this layout ({layout.describe()}) nobody measures it: {why}"
+    )
+    assert problem.hint == f"type layout=ddp or layout=fsdp with two processes or more, or {PATH}.kind=seesaw"
+
+
+def test_replica_groups_measure_the_noise_and_follow_none(make_spec) -> None:
+    (problem,) = measurable_noise(make_spec(NOISE), Layout(dp_shard=2), 3, 1)
+    assert "a replica group that comes back (3 of them) knows none of it" in problem.message
+    assert problem.hint == f"type resilience=restart, or {PATH}.kind=seesaw"
+    assert noise_hindrance(make_spec(NOISE).model, Layout(), 2, 1) == "", "between groups of one rank each"
+
+
+@pytest.mark.parametrize("schedule", [RAMP | stages((100, 16)), SEESAW, NOISE])
+def test_every_schedule_is_trained(make_spec, schedule: dict[str, Any]) -> None:
+    assert check_engine(make_spec(schedule | {"layout.tp": 1})) == []

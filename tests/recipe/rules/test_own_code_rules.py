@@ -1,0 +1,95 @@
+"""What a recipe says of one's own blocks and loss fits the code, the layout and the rest, before any of it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainspec_cli.recipe.keys.model import ConvModel, OwnModel
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.rules.check import check
+from trainspec_cli.recipe.rules.engine import check_engine
+
+CODE = """
+raise SystemExit("nothing of it runs")
+
+class Block:
+    def __init__(self, hidden_size, layer, width=2): ...
+
+def loss(logits, targets, smoothing=0.0): ...
+def narrow(hidden_size): ...
+
+class Tokens:
+    def __init__(self, size=256): ...
+"""
+OWN = OwnModel(2, 64, 512, block="mine.py:Block", block_params=100, options={"width": 3})
+LOSS = {"train.loss": "mine.py:loss"}
+TOKENS = {"data.tokenizer.code": "mine.py:Tokens"}
+KEY = "data.tokenizer.code"
+Make = Callable[[dict[str, Any]], RunSpec]
+
+
+@pytest.fixture(autouse=True)
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(CODE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "values", "path", "hint"),
+    [
+        ({"block": ""}, {}, "model.block", "type model.block=FILE.py:NAME"),
+        ({"block_params": None}, {}, "model.block_params", "type model.block_params=NUMBER"),
+        ({"block": "mine.py:Blok"}, {}, "model.block", "did you mean `Block`?"),
+        ({"block": "none.py:Block"}, {}, "model.block", "did you mean `mine.py`?"),
+        ({"block": "mine.py:narrow"}, {}, "model.block", "define it as narrow(hidden_size, layer, *, width)"),
+        ({"options": {"wide": 1}}, {}, "model.block", "define it as Block(hidden_size, layer, *, wide)"),
+        ({}, {"train.loss": "mine.py:narrow"}, "train.loss", "define it as narrow(logits, targets)"),
+        ({}, LOSS | {"train.loss_options": {"a": 1}}, "train.loss", "define it as loss(logits, targets, *, a)"),
+        ({}, {"train.loss_options": {"a": 1}}, "train.loss_options", "or type train.loss=FILE.py:NAME"),
+        (
+            *({}, LOSS | {"kernels.linear_cross_entropy": "full"}),
+            *("kernels.linear_cross_entropy", "type kernels.linear_cross_entropy=torch, or leave out train.loss"),
+        ),
+        ({}, TOKENS | {"data.tokenizer.options": {"a": 1}}, KEY, "define it as Tokens(*, a)"),
+        ({}, {"data.tokenizer.options": {"a": 1}}, "data.tokenizer.options", f"or type {KEY}=FILE.py:NAME"),
+        ({}, TOKENS | {"data.tokenizer.path": "x.json"}, "data.tokenizer.path", "type data.tokenizer.path=null"),
+        ({}, TOKENS | {"data.source": "chat", "data.path": "."}, KEY, "it goes with python_stdlib, text, jsonl"),
+        ({}, TOKENS | {"data.source": "nanogpt", "data.path": "."}, KEY, "and one's own source"),
+        ({}, {"layout.tp": 2}, "layout.tp", "type layout.tp=1"),
+        ({}, {"layout.cp": 2}, "layout.cp", "type layout.cp=1"),
+        ({}, {"layout.ep": 2}, "layout.ep", "type layout.ep=1"),
+        ({}, {"lora.rank": 4}, "lora.rank", "type lora.rank=0"),
+        ({}, {"precision.matmul": "fp8"}, "precision.matmul", "type precision.matmul=compute"),
+        ({}, {"optim.name": "muon"}, "optim.name", "type optim.name=adamw or optim.name=sgd"),
+        ({}, {"data.document_masks": True}, "data.document_masks", "choose a decoder with rotary positions"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_to_type(
+    make_spec: Make, changes: dict[str, Any], values: dict[str, Any], path: str, hint: str
+) -> None:
+    spec = replace(make_spec(values), model=replace(OWN, **changes))
+    hints = [problem.hint for problem in [*check(spec), *check_engine(spec)] if problem.path == path]
+    assert [found for found in hints if hint in found], hints
+
+
+@pytest.mark.parametrize("layout", [{}, {"layout.pp": 2, "layout.dp_shard": 1}, {"layout.dp_replicate": 2}])
+@pytest.mark.parametrize(
+    "loss",
+    [{}, LOSS, LOSS | {"train.loss_options": {"smoothing": 0.1}}, TOKENS | {"data.tokenizer.options": {"size": 9}}],
+)
+def test_what_fits_is_not(make_spec: Make, layout: dict[str, Any], loss: dict[str, Any]) -> None:
+    spec = replace(make_spec(layout | loss), model=OWN)
+    assert [*check(spec), *check_engine(spec)] == []
+
+
+def test_a_loss_of_ones_own_is_for_text_and_sees_the_whole_vocabulary(make_spec: Make) -> None:
+    cut = make_spec(LOSS | {"layout.tp": 2, "layout.dp_shard": 1})
+    (problem,) = check_engine(cut)
+    assert (problem.path, problem.hint) == ("layout.tp", "type layout.tp=1")
+    images = replace(cut, model=ConvModel("unet", (16, 16), (8, 16)))
+    assert any("`train.loss` is for models of text" in problem.message for problem in check(images))

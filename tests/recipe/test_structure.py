@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from trainspec_cli.core.intentions import FORMER_KEYS, FORMER_WORDS
+from trainspec_cli.recipe.compose.folders import find_folders
+from trainspec_cli.recipe.json_schema import path_of_group
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.structure import (
+    OPTION_SECTIONS,
+    WrongValueError,
+    build,
+    choices_of,
+    convert,
+    describe,
+    hints_of,
+    key_of,
+    known_paths,
+    sections_of,
+    structure,
+)
+from trainspec_cli.recipe.unknown import UNKNOWN
+
+
+def told(data: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    return [(problem.code, problem.path, problem.message, problem.hint) for problem in structure(data)[1]]
+
+
+def with_value(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    *sections, name = path.split(".")
+    node = data
+    for section in sections:
+        node = node.setdefault(section, {})
+    node[name] = value
+    return data
+
+
+def test_a_whole_recipe(data) -> None:
+    spec, problems = structure(data)
+    assert isinstance(spec, RunSpec)
+    assert (spec.optim.lr, spec.optim.beta2, spec.layout.dp_shard, problems) == (0.1, 0.95, "auto", [])
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "taken"),
+    [
+        ("train.max_steps", 1e3, 1000),
+        ("optim.lr", 1, 1.0),
+        ("layout.tp", "auto", "auto"),
+        ("layout.tp", 2.0, 2),
+        ("layout.zero_stage", 2, 2),
+        ("checkpoint.interval_steps", None, None),
+        ("optim.grad_clip_norm", None, None),
+        ("optim.grad_clip_norm", 2, 2.0),
+        ("cluster.device", "cuda", "cuda"),
+        ("data.path", "x", "x"),
+    ],
+)
+def test_what_is_accepted(data, path: str, given: Any, taken: Any) -> None:
+    spec, problems = structure(with_value(data, path, given))
+    section, name = path.split(".")
+    value = getattr(getattr(spec, section), name)
+    assert (value, type(value), problems) == (taken, type(taken), [])
+
+
+@pytest.mark.clause("REC-4")
+@pytest.mark.parametrize(
+    ("path", "value", "code", "message", "hint"),
+    [
+        ("train.max_steps", "four", "wrong_type", "`train.max_steps` is 'four'; a whole number is needed",
+         "type train.max_steps=<a whole number>"),
+        ("train.max_steps", 2.5, "wrong_type", "`train.max_steps` is 2.5; a whole number is needed",
+         "type train.max_steps=<a whole number>"),
+        ("train.max_steps", True, "wrong_type", "`train.max_steps` is true; a whole number is needed",
+         "type train.max_steps=<a whole number>"),
+        ("train.max_steps", "", "wrong_type", "`train.max_steps` is empty; a whole number is needed",
+         "type train.max_steps=<a whole number>"),
+        ("train.max_steps", [1], "wrong_type", "`train.max_steps` is [1]; a whole number is needed",
+         "type train.max_steps=<a whole number>"),
+        ("optim.lr", None, "wrong_type", "`optim.lr` is null; a number is needed", "type optim.lr=<a number>"),
+        ("optim.lr", float("nan"), "wrong_type", "`optim.lr` is nan; a number is needed", "type optim.lr=<a number>"),
+        ("optim.lr", float("inf"), "wrong_type", "`optim.lr` is inf; a number is needed", "type optim.lr=<a number>"),
+        ("optim.lr", True, "wrong_type", "`optim.lr` is true; a number is needed", "type optim.lr=<a number>"),
+        ("compile", "yes", "wrong_type", "`compile` is 'yes'; true or false is needed",
+         "type compile=true or compile=false"),
+        ("compile", 1, "wrong_type", "`compile` is 1; true or false is needed", "type compile=true or compile=false"),
+        ("sample.prompt", 5, "wrong_type", "`sample.prompt` is 5; text is needed",
+         "quote it, to make it text: 'sample.prompt=\"5\"'"),
+        ("data.path", {"x": 1}, "wrong_type", "`data.path` is a section (keys x); text or null is needed",
+         "type data.path=<text or null>"),
+        ("optim.schedule.kind", "cosin", "wrong_choice",
+         "`optim.schedule.kind` is 'cosin'; constant, cosine or wsd is needed",
+         "did you mean optim.schedule.kind=cosine?"),
+        ("cluster.device", "gpu", "wrong_choice", "`cluster.device` is 'gpu'; cpu, cuda or auto is needed",
+         "did you mean cluster.device=cuda?"),
+        ("layout.zero_stage", 4, "wrong_choice", "`layout.zero_stage` is 4; 1, 2, 3 or auto is needed",
+         "type layout.zero_stage=<1, 2, 3 or auto>"),
+        ("layout.tp", "aut", "wrong_type", "`layout.tp` is 'aut'; a whole number or auto is needed",
+         "did you mean layout.tp=auto?"),
+        ("train", "max_steps:3", "wrong_type",
+         "`train` is 'max_steps:3'; a section with the keys max_steps, tokens, epochs, "
+         "seed, max_skipped_steps, eval_interval_steps, early_stop_evals, sample_interval_steps, log_interval_steps, "
+         "loss, loss_options, callbacks is needed", "put a space after the colon"),
+        ("sample", None, "wrong_type",
+         "`sample` is null; a section with the keys prompt, max_new_tokens, temperature is needed",
+         "its keys are set one by one, such as sample.prompt"),
+        ("model", "llama_tiny", "wrong_type", "`model` is 'llama_tiny'; a section of keys is needed",
+         "to take an option of that name, write `- override /model: llama_tiny` in the recipe's defaults"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(data, path: str, value: Any, code: str, message: str, hint: str) -> None:
+    assert told(with_value(data, path, value)) == [(code, path, message, hint)]
+
+
+@pytest.mark.clause("REC-3")
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("optim.lrr", "did you mean `optim.lr`?"),
+        ("optm", "did you mean `optim`?"),
+        ("lr", "did you mean `optim.lr`?"),
+        ("train.lr", "did you mean `optim.lr`?"),
+        ("batch_size", "did you mean `batching.global_batch_size` or `batching.micro_batch_size`?"),
+        ("micro_batch", "did you mean `batching.micro_batch_size`?"),
+        ("path", "did you mean `data.path` or `data.tokenizer.path`?"),
+        ("optim.warmup-step", "did you mean `optim.schedule.warmup_steps`?"),
+        ("optim.learning_rate", "did you mean `optim.lr`?"),
+        ("max-grad-norm", "did you mean `optim.grad_clip_norm`?"),
+        ("batching.warmup_ratio", "did you mean `optim.schedule.warmup_steps`?"),
+        ("optim.zzz", "`optim` has: lr, name, beta1, beta2, eps, momentum, weight_decay, grad_clip_norm, schedule, "
+         "options, state_bytes"),
+        ("zzz", f"a recipe has: {', '.join(field.name for field in dataclasses.fields(RunSpec))}"),
+    ],
+)  # fmt: skip
+def test_unknown_keys(data, path: str, hint: str) -> None:
+    assert told(with_value(data, path, 1)) == [("unknown_key", path, f"unknown key `{path}`", hint)]
+
+
+def test_missing_values(data) -> None:
+    del data["train"]
+    data["optim"]["lr"] = "???"
+    data["data"]["path"] = "???"
+    assert told(data) == [
+        ("missing_value", "data.path", "`data.path` has no value; text is needed", "type data.path=<text>"),
+        ("missing_value", "optim.lr", "`optim.lr` has no value; a number is needed", "type optim.lr=<a number>"),
+        ("missing_value", "train.max_steps", "`train.max_steps` has no value; a whole number is needed",
+         "type train.max_steps=<a whole number>"),
+    ]  # fmt: skip
+
+
+def test_all_faults_at_once_and_the_rest_is_kept_in_a_draft(data) -> None:
+    data["optim"] |= {"lr": "x", "eps": "y", "foo": 1}
+    spec, problems = structure(data)
+    draft, _ = build(RunSpec, data)
+    assert (spec, [problem.path for problem in problems]) == (None, ["optim.foo", "optim.lr", "optim.eps"])
+    assert (draft.optim.lr is UNKNOWN, draft.optim.beta1, draft.train.max_steps) == (True, 0.9, 20)
+
+
+def test_types_in_words() -> None:
+    assert describe(int | None) == "a whole number or null"
+    assert describe(int | None, with_null=False) == "a whole number"
+    assert describe(tuple[str, ...]) == "a list"
+
+
+def test_known_paths_reach_into_sections() -> None:
+    assert {"seq_len", "tokenizer", "tokenizer.vocab_size"} <= set(known_paths(DataSpec))
+
+
+@pytest.mark.parametrize("value", [True, False, "1", 4])
+def test_true_is_no_choice_among_numbers(value: object) -> None:
+    with pytest.raises(WrongValueError):
+        convert(Literal[0, 1, 2], value)
+    assert convert(Literal[0, 1, 2], 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [("train.max_steps", 10**12), ("layout.tp", 10**6), ("train.seed", 10**15), ("optim.lr", 1e30),
+     ("model.num_layers", 10**4), ("batching.global_batch_size", 10**9)],
+)  # fmt: skip
+def test_numbers_have_a_largest_value(data, path: str, most: float) -> None:
+    assert told(with_value(data, path, most)) == []
+    above = most * 2 if isinstance(most, float) else most + 1
+    ((code, where, message, hint),) = told(with_value(data, path, above))
+    assert (code, where, hint) == ("out_of_range", path, f"type {path}={most} or less")
+    assert message.endswith(f"; at most {most:,} is allowed")
+
+
+@pytest.mark.parametrize("value", [-(10**15), 10**15])
+def test_the_largest_value_counts_below_zero_too(data, value: int) -> None:
+    assert told(with_value(data, "train.seed", value)) == []
+    assert told(with_value(data, "train.seed", value + (1 if value > 0 else -1)))[0][0] == "out_of_range"
+
+
+def test_a_list_has_a_greatest_length_and_its_numbers_a_largest_value(data) -> None:
+    assert told(with_value(data, "layout.stage_layers", [1] * 1000)) == []
+    ((code, _, message, _),) = told(with_value(data, "layout.stage_layers", [1] * 1001))
+    assert (code, message) == ("out_of_range", "`layout.stage_layers` has 1,001 values; at most 1000 are read")
+    assert told(with_value(data, "layout.stage_layers", [1, 10**15 + 1]))[0][0] == "out_of_range"
+
+
+def test_a_key_that_many_could_mean_is_no_guess(data) -> None:
+    """Three places are named, and more are not."""
+    ((_, _, _, hint),) = told(with_value(data, "steps", 1))
+    assert hint.startswith("a recipe has: ")
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet", "arrow", "chat", "tokens", "nanogpt", "megatron"])
+def test_every_kind_of_text_may_be_a_part(make_spec, source: str) -> None:
+    part = {"source": source, "path": "x"}
+    spec = make_spec({"data.source": "mixture", "data.mixture": {"a": part}, "data.validation": {"b": part}})
+    assert (spec.data.mixture["a"].source, spec.data.validation["b"].source) == (source, source)
+
+
+def test_a_run_may_wait_for_ever(make_spec) -> None:
+    assert make_spec({"resilience.hang_floor_s": None}).resilience.hang_floor_s is None
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [("x" * 100_000, False), ("x" * 100_001, True), ("a\0b", True), ("\ud800", True), ("ünïcode \n \U0001f600", False)],
+    ids=["as long as can be", "too long", "NUL", "half a surrogate pair", "any other characters"],
+)
+def test_text_that_no_file_could_hold_is_refused(data, text: str, refused: bool) -> None:
+    """NUL would cut a path, and half a surrogate pair has no UTF-8."""
+    found = told(with_value(data, "sample.prompt", text))
+    assert [(code, path) for code, path, *_ in found] == [("wrong_type", "sample.prompt")] * refused
+    assert all(len(message) < 200 and message.isascii() for _, _, message, _ in found)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "value", "converted"),
+    [
+        (int, 1e3, 1000),
+        (float, 2, 2.0),
+        (int | None, None, None),
+        (int | Literal["auto"], "auto", "auto"),
+        (tuple[float, ...], [1, 2.5], (1.0, 2.5)),
+        (str | None, "x", "x"),
+        (bool, False, False),
+    ],
+)
+def test_values_become_what_is_wanted(wanted: Any, value: Any, converted: Any) -> None:
+    found = convert(wanted, value)
+    assert found == converted and type(found) is type(converted)
+
+
+@pytest.mark.clause("REC-4")
+@pytest.mark.parametrize(
+    ("wanted", "value"),
+    [(int, "1"), (int, 1.5), (float, True), (str, 1), (bool, 0), (int | None, "x"), (tuple[int, ...], 1),
+     (tuple[int, ...], [1, "x"]), (dict[str, int], 3), (int, float("inf"))],
+)  # fmt: skip
+def test_values_that_are_not_what_is_wanted(wanted: Any, value: Any) -> None:
+    with pytest.raises(WrongValueError):
+        convert(wanted, value)
+
+
+def test_a_section_of_values_by_name_in_words() -> None:
+    assert describe(dict[str, int] | None) == "a section of values by name or null"
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), -1e300], ids=["400 digits", "below 0", "a float"])
+def test_a_number_that_no_format_holds_is_too_large_and_breaks_nothing(data, value: float) -> None:
+    (problem,) = told(with_value(data, "optim.lr", value))
+    assert (problem[0], problem[3]) == ("out_of_range", "type optim.lr=1e+30 or less")
+
+
+def test_the_sections_that_options_fill_are_the_groups() -> None:
+    sections = {path_of_group(group) for group in find_folders(Path.cwd()).groups} - {"cluster.accelerator"}
+    assert sections == OPTION_SECTIONS
+
+
+@pytest.mark.parametrize(
+    ("section", "below", "meant"),
+    [
+        ("optm", {"lr": 1}, "optim.lr"),
+        ("optm", {"schedul": {"kind": "cosine"}}, "optim.schedule.kind"),
+        ("training", {"learning_rate": 1}, "optim.lr"),
+        ("parallel", {"tp": 2}, "layout.tp"),
+        ("optm", {"lr": 1, "name": "sgd"}, "optim"),
+    ],
+)
+def test_a_hint_names_the_whole_key_below_a_wrong_section(data, section: str, below: dict, meant: str) -> None:
+    (problem,) = structure(data | {section: below})[1]
+    assert problem.hint == f"did you mean `{meant}`?"
+
+
+@pytest.mark.parametrize("name", ["gradients", "across_nodes"])
+def test_a_word_that_a_key_no_longer_takes_is_refused_with_what_takes_its_place(data, name):
+    path = f"comm.{name}"
+    ((code, where, message, hint),) = told(with_value(data, path, "low_rank"))
+    assert (code, where) == ("wrong_choice", path)
+    assert "is no longer a setting" in message and "comm=int8" in hint
+
+
+def test_a_former_key_is_passed_over_where_it_states_what_always_holds_and_else_refused(data):
+    assert told(with_value(data, "comm.rank", 4)) == []
+    ((code, where, message, hint),) = told(with_value(data, "comm.rank", 8))
+    assert (code, where, hint) == ("unknown_key", "comm.rank", "leave it out")
+    assert "is no longer a setting" in message
+
+
+def classes_below(cls: type) -> Iterator[type]:
+    yield cls
+    for wanted in hints_of(cls).values():
+        for section in sections_of(wanted):
+            yield from classes_below(section)
+
+
+def test_every_former_key_is_of_a_section_that_has_no_such_key():
+    sections = {cls.__name__: cls for cls in (*classes_below(RunSpec), *classes_below(Plan))}
+    for section, key in FORMER_KEYS:
+        assert key not in {key_of(field) for field in dataclasses.fields(sections[section])}
+    for section, key, word in FORMER_WORDS:
+        assert word not in choices_of(hints_of(sections[section])[key])

@@ -1,0 +1,338 @@
+"""An agent: what it does with the hub's messages, and when it comes back to a hub that it no longer hears."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.core.errors import MachineError, RecipeError
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.results.doctor import NodeReport
+from trainspec_cli.run.backend.nodes import agent
+from trainspec_cli.run.backend.nodes.agent import CUT_OFF, Agent
+from trainspec_cli.run.backend.nodes.messages import (
+    Beat,
+    EndAgent,
+    Goodbye,
+    GroupExited,
+    Hello,
+    KillGroup,
+    Message,
+    NodeExamined,
+    NodeRefuses,
+    NumberTaken,
+    ProcessMessage,
+    StartGroup,
+    StopAsked,
+    StopWorkers,
+)
+from trainspec_cli.run.backend.nodes.wire import Wire
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.generations import GenerationRecord
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.signals import PatientRequests
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent, "RETURN_INTERVAL_S", 0.0)
+
+
+class FakeProcesses:
+    """Instead of `NodeProcesses`: keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.messages: list[ProcessMessage] = []
+
+    def start(self, group: int, number: int) -> None:
+        self.calls.append(("start", group, number))
+
+    def stop(self, group: int | None = None) -> None:
+        self.calls.append(("stop", group))
+
+    def kill(self, group: int) -> None:
+        self.calls.append(("kill", group))
+
+    def poll(self) -> list[ProcessMessage]:
+        messages, self.messages = self.messages, []
+        return messages
+
+    def close(self) -> tuple[int, ...]:
+        self.calls.append(("close",))
+        return ()
+
+
+class Lab:
+    """An agent at work, whose hub says a message each time that it listens."""
+
+    def __init__(self, root: Path, plan, monkeypatch: pytest.MonkeyPatch):
+        agent_end, hub_end = socket.socketpair()
+        self.hub, self.requests, self.processes = Wire(hub_end), PatientRequests(), FakeProcesses()
+        self.hub.send(Beat())  # as the hub does when it takes an agent in
+        self.script: list[Message | Callable[[], object]] = []
+        record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(root), ("worker",), ())
+        self.record = record
+        self.agent = Agent(Wire(agent_end), RunDir(root), plan, record, 1, self.requests)
+        monkeypatch.setattr(agent, "NodeProcesses", lambda *about: self.processes)
+        monkeypatch.setattr(agent.processes, "kill", lambda launch_id: [])
+        monkeypatch.setattr(agent.time, "sleep", lambda seconds: self._next())
+
+    def _next(self) -> None:
+        assert self.script, "the agent does not end"
+        step = self.script.pop(0)
+        if callable(step):
+            step()
+        else:
+            self.hub.send(step)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
+    made = Lab(tmp_path, make_plan(), monkeypatch)
+    yield made
+    made.hub.close()
+
+
+def test_an_agent_does_as_the_hub_asks_and_reports_until_it_is_ended(lab: Lab) -> None:
+    lab.script = [
+        StartGroup(0, 1),
+        StopWorkers(0),
+        lambda: lab.processes.messages.append(GroupExited(0, 1, 3)),
+        StartGroup(0, 2),
+        KillGroup(0, 1),
+        KillGroup(0, 2),
+        StopWorkers(None),
+        EndAgent(),
+    ]
+    assert lab.agent.work() == 0
+    calls = [("start", 0, 1), ("stop", 0), ("start", 0, 2), ("kill", 0), ("stop", None), ("close",)]
+    assert lab.processes.calls == calls
+    unknown_start = GroupExited(0, 1, None)
+    assert lab.hub.receive() == [GroupExited(0, 1, 3), unknown_start, Goodbye()]
+
+
+def test_an_agent_that_stands_by_runs_nothing_until_it_is_ended(lab: Lab) -> None:
+    lab.script = [StartGroup(0, 1), StopWorkers(None), EndAgent()]
+    assert lab.agent.stand_by() == 0
+    assert (lab.processes.calls, lab.hub.receive()) == ([], [Goodbye()])
+
+
+def test_an_agent_that_stands_by_leaves_where_it_is_asked_to_or_cut_off(lab: Lab) -> None:
+    lab.script = [lab.requests.add]
+    assert lab.agent.stand_by() == 0
+    assert lab.hub.receive() == [Goodbye()], "the run is not asked to stop"
+    lab.requests.count, lab.script = 0, [lab.hub.close]
+    assert lab.agent.stand_by() == CUT_OFF
+
+
+def test_an_agent_that_is_asked_to_stop_says_so_once_and_stops_its_workers(lab: Lab) -> None:
+    lab.script = [lab.requests.add, lab.requests.add, StopWorkers(None), EndAgent()]
+    assert lab.agent.work() == 0
+    assert lab.processes.calls == [("stop", None), ("close",)]
+    assert lab.hub.receive() == [StopAsked(), Goodbye()]
+
+
+def test_an_agent_whose_hub_is_gone_ends_what_it_runs(lab: Lab) -> None:
+    lab.script = [StartGroup(0, 1), lab.hub.close]
+    assert lab.agent.work() == CUT_OFF
+    assert lab.processes.calls == [("start", 0, 1), ("close",)]
+
+
+@pytest.mark.parametrize(
+    ("program", "reports"),
+    [
+        ('print(1); print(\'{"host": "a", "time": 2, "checks": []}\')', [NodeExamined(NodeReport("a", 2.0, ()))]),
+        ("", []),
+        ("print(1)", []),
+    ],
+)
+def test_a_node_is_examined_before_anything_runs(
+    tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch, program: str, reports: list[Message]
+) -> None:
+    agent_end, hub_end = socket.socketpair()
+    record = GenerationRecord(*(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",)), ("-c", program))
+    examined = Agent(Wire(agent_end), RunDir(tmp_path), make_plan(), record, 1, PatientRequests())
+    hub = Wire(hub_end)
+    if reports:
+        examined._examine()
+    else:
+        with pytest.raises(MachineError, match="without a report"):
+            examined._examine()
+    assert hub.receive() == reports
+    hub.close()
+
+
+def test_a_node_that_lacks_something_refuses_and_leaves(
+    tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent_end, hub_end = socket.socketpair()
+    hub, wire = Wire(hub_end), Wire(agent_end)
+    record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
+
+    def lack(self: Agent) -> int:
+        raise MachineError("no GPU\nhere")
+
+    monkeypatch.setattr(agent, "call_hub", lambda address, secret: wire)
+    monkeypatch.setattr(agent, "read_secret", lambda path: b"")
+    monkeypatch.setattr(Agent, "work", lack)
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    assert agent._serve(RunDir(tmp_path), make_plan(), record, 1, PatientRequests()) == agent.UNFIT
+    assert hub.receive() == [Hello(1, "node7"), NodeRefuses("no GPU here"), Goodbye()]
+    hub.close()
+
+
+def unreachable(cause: OSError) -> MachineError:
+    error = MachineError("no way")
+    error.__cause__ = cause
+    return error
+
+
+def serving(*ends: int | MachineError) -> Callable[[], int]:
+    """Each call ends as said; one call more than that fails the test."""
+    left = list(ends)
+
+    def serve() -> int:
+        end = left.pop(0)
+        if isinstance(end, MachineError):
+            raise end
+        return end
+
+    return serve
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ((0,), 0),
+        ((CUT_OFF, 0), 0),
+        ((CUT_OFF, unreachable(TimeoutError()), CUT_OFF, unreachable(OSError()), 0), 0),
+        ((CUT_OFF, unreachable(ConnectionRefusedError())), CUT_OFF),
+    ],
+)
+def test_who_was_cut_off_comes_back_while_there_is_a_hub(ends: tuple[int | MachineError, ...], code: int) -> None:
+    assert agent._keep_serving(serving(*ends), lambda: True, 60.0) == code
+
+
+def test_nobody_comes_back_to_a_run_that_is_over() -> None:
+    assert agent._keep_serving(serving(CUT_OFF), lambda: False, 60.0) == CUT_OFF
+
+
+def test_the_first_nodes_word_is_waited_for_and_a_folder_that_is_not_shared_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, now = RunDir(tmp_path), [0.0]
+    record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        if seconds and now[0] < 1.0:
+            generations.begin(run)
+
+    monkeypatch.setattr(agent.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(agent.time, "sleep", sleep)
+    with pytest.raises(MachineError, match=r"does not see .*00000009\.json") as raised:
+        agent.await_record(run, 9)
+    assert raised.value.problems[0].code == "not_shared"
+    assert now[0] == pytest.approx(agent.APPEAR_TIMEOUT_S, abs=2 * agent.POLL_S)
+    monkeypatch.setattr(agent.time, "sleep", lambda seconds: generations.describe(run, record))
+    assert agent.await_record(run, 1) == record
+
+
+def test_a_hub_that_is_not_reached_is_named_with_the_way_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def call_hub(address: tuple[str, int], secret: bytes) -> Wire:
+        assert (address, secret) == (("10.0.0.1", 77), b"secret")
+        raise ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(agent, "call_hub", call_hub)
+    record = GenerationRecord(1, 0.0, "a", "10.0.0.1", 77, {}, 2, "id", "logs", ("worker",), ())
+    with pytest.raises(MachineError, match=r"cannot reach the first node at 10\.0\.0\.1:77: refused") as raised:
+        agent.connect(record, b"secret", 1)
+    assert raised.value.problems[0].code == "hub_unreachable"
+    assert isinstance(raised.value.__cause__, ConnectionRefusedError), "by it the agent knows that the hub is gone"
+
+
+def test_an_examination_without_an_end_is_given_up(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    sleeper = ("-c", "import time; time.sleep(600)")
+    lab.agent._record = replace(lab.record, examine=sleeper)
+
+    def sleep(seconds: float) -> None:
+        assert now[0] < 2 * agent.EXAMINE_TIMEOUT_S, "it waits without end"
+        now[0] += 10.0
+        lab.hub.send(Beat())
+
+    monkeypatch.setattr(agent.time, "sleep", sleep)
+    monkeypatch.setattr(agent.time, "monotonic", lambda: now[0])
+    with pytest.raises(MachineError, match=f"without a report within {agent.EXAMINE_TIMEOUT_S:g} s"):
+        lab.agent._examine()
+    assert now[0] >= agent.EXAMINE_TIMEOUT_S
+
+
+@pytest.mark.parametrize("ending", ["another start", "a result", "a request to stop"])
+def test_an_agent_comes_back_until_its_start_is_over(
+    tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    run = RunDir(tmp_path)
+    write_json(run.plan_json, to_plain(replace(make_plan(), replica_groups=2)))
+    record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
+    generations.describe(run, replace(record, generation=generations.begin(run)))
+    went_on: list[bool] = []
+
+    def keep_serving(serve: object, goes_on: Callable[[], bool], return_timeout_s: float) -> int:
+        assert return_timeout_s == 300.0
+        went_on.append(goes_on())
+        if ending == "another start":
+            generations.begin(run)
+        elif ending == "a result":
+            write_json(run.result_json, {})
+        else:
+            signal.raise_signal(signal.SIGTERM)
+        went_on.append(goes_on())
+        return 7
+
+    monkeypatch.setattr(agent, "_keep_serving", keep_serving)
+    assert agent.run_agent(run, 1, 1) == 7
+    assert went_on == [True, False]
+
+
+def test_an_agent_of_one_replica_group_serves_once(tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path)
+    write_json(run.plan_json, to_plain(make_plan()))
+    record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), ())
+    generations.describe(run, replace(record, generation=generations.begin(run)))
+    monkeypatch.setattr(agent, "_serve", lambda run, plan, record, node, requests: CUT_OFF if node == 5 else 0)
+    monkeypatch.setattr(agent, "_keep_serving", lambda *_: pytest.fail("a step cannot go on without it"))
+    assert agent.run_agent(run, 1, 5) == CUT_OFF
+
+
+def test_a_node_has_its_place_in_each_start_or_stands_by(
+    tmp_path: Path, make_plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the nodes 0 to 3 two take part; node 3 has the place of node 1, which was left out."""
+    run = RunDir(tmp_path)
+    write_json(run.plan_json, to_plain(make_plan()))
+    record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(tmp_path), ("worker",), (), (0, 3, 2, 1))
+    generations.describe(run, replace(record, generation=generations.begin(run)))
+    found: list[tuple[str, int]] = []
+    monkeypatch.setattr(agent, "read_secret", lambda path: b"")
+    monkeypatch.setattr(agent, "connect", lambda record, secret, place: socket.socket())
+    monkeypatch.setattr(Agent, "work", lambda self: found.append(("works", self._node)))
+    monkeypatch.setattr(Agent, "stand_by", lambda self: found.append(("stands by", self._node)))
+    for node in range(4):
+        agent.run_agent(run, 1, node)
+    assert found == [("works", 0), ("stands by", 3), ("stands by", 2), ("works", 1)]
+
+
+def test_an_agent_whose_number_is_taken_starts_and_kills_nothing(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent.processes, "kill", lambda launch_id: pytest.fail("they are another agent's"))
+    lab.hub.send(NumberTaken("elsewhere"))
+    with pytest.raises(RecipeError, match="--node-rank 1 is given twice: elsewhere has it"):
+        lab.agent.work()
+    assert lab.processes.calls == []

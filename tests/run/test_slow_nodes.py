@@ -1,0 +1,327 @@
+"""The search for a node that a run is faster without, on a run folder that the tests write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab.events import stepped, write_event
+
+from trainspec_cli.balance.decisions.speeds import SKIPPED_STEPS
+from trainspec_cli.core.environment_names import LAUNCH_ID
+from trainspec_cli.recipe.canonical import ABSENT, to_plain
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run import slow_nodes as module
+from trainspec_cli.run.folder.event_types.decisions import NodesAchievedEvent, NodesEvent
+from trainspec_cli.run.folder.events import read_log
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.record import read_plan, read_plan_of_all_nodes
+from trainspec_cli.run.folder.speeds import SpeedsReport, write_speeds
+from trainspec_cli.run.job.job import Job
+from trainspec_cli.run.recovery.run_state import NodeSlow
+from trainspec_cli.run.slow_nodes import MEASURED_STEPS, SlowNodes
+
+STEP_S = 5.0
+"""Of which the slow node computes 4."""
+
+
+class AtOnce(Executor):
+    """Plans when it is asked to, or `later`."""
+
+    def __init__(self) -> None:
+        self.later: list[Callable[[], None]] = []
+        self.waits = False
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+
+        def make() -> None:
+            try:
+                done.set_result(work(*args, **kwargs))
+            except Exception as error:
+                done.set_exception(error)
+
+        self.later.append(make)
+        if not self.waits:
+            self.later.pop()()
+        return done
+
+
+class Lab:
+    """Three nodes of a device each, and a spare one; every rank has one of three samples."""
+
+    def __init__(self, root: Path, plan: Plan, mode: str = "auto", spares: int = 0, **scheduler: object):
+        batching = replace(plan.spec.batching, global_batch_size=3)
+        train = replace(plan.spec.train, max_steps=1000)
+        wanted = SchedulerSpec(mode=mode, **scheduler)  # type: ignore[arg-type]
+        spec = replace(plan.spec, batching=batching, scheduler=wanted, train=train)
+        plan = replace(plan, spec=spec, layout=Layout(dp_replicate=3), num_nodes=3, devices_per_node=1)
+        self.plan = replace(plan, micro_batch_size=1, grad_accum_steps=1)
+        logs = root / "logs"
+        nodes = tuple(range(3 + spares))
+        self.job = Job(root, ("agents",), {LAUNCH_ID: "x"}, 3, 30.0, logs, nodes=nodes)
+        write_json(self.job.run.plan_json, to_plain(self.plan))
+        self.asked: list[int] = []
+        self.has_fewer, self.reports, self.step = True, list[str](), 0
+        self.executor = executor = AtOnce()
+        self.slow_nodes = SlowNodes(self.job, self.plan, self.replan, self.reports.append, executor)
+
+    def replan(self, plan: Plan, nodes: int) -> Plan | None:
+        self.asked.append(nodes)
+        fewer = replace(plan, num_nodes=nodes, layout=Layout(dp_replicate=nodes), micro_batch_size=2)
+        return fewer if self.has_fewer else None
+
+    def open(self, job: Job | None = None, plan: Plan | None = None) -> None:
+        self.slow_nodes.open(job or self.job, plan or self.plan)
+        self.slow_nodes.see(tuple(f"host{number}" for number in (job or self.job).nodes))
+
+    def report_speeds(self, *samples_s: float) -> None:
+        """Each rank takes so long for its sample."""
+        layout, zeros = Layout(dp_replicate=len(samples_s)), (0.0,) * len(samples_s)
+        report = SpeedsReport(
+            step=self.step,
+            step_s=max(samples_s),
+            layout=layout,
+            micro_batches=1,
+            samples=(1,) * len(samples_s),
+            fixed_s=zeros,
+            per_sample_s=samples_s,
+        )
+        write_speeds(self.job.run, report)
+
+    def make_steps(self, steps: int, step_s: float = STEP_S) -> list[NodeSlow]:
+        for _ in range(steps):
+            self.step += 1
+            write_event(self.job.run.events(0), replace(stepped(self.step), step_time_s=step_s))
+        return self.slow_nodes.poll()
+
+    def become_slow(self) -> None:
+        """The second node computes four times as long, from the third step on."""
+        self.make_steps(SKIPPED_STEPS)
+        self.report_speeds(1.0, 4.0, 1.0)
+
+    def until_decided(self) -> NodeSlow:
+        for _ in range(100):
+            if found := self.make_steps(1):
+                return found[0]
+        raise AssertionError("no node was found")
+
+    @property
+    def directives(self) -> list[NodesEvent | NodesAchievedEvent]:
+        path = self.job.run.directives
+        return list(read_log(path)) if path.exists() else []  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.fixture
+def make_lab(tmp_path: Path, make_plan: Callable[..., Plan]) -> Callable[..., Lab]:
+    return lambda **about: Lab(tmp_path, make_plan(), **about)
+
+
+def test_a_node_is_found_once_as_much_was_lost_as_the_start_took(make_lab, clock: list[float]) -> None:
+    """The start took 20 s, and each step loses two: without the node, where one of two ranks has two samples, it would
+    take three seconds and not five. The first step that is read with the report may be one before it."""
+    lab = make_lab()
+    lab.open()
+    clock[0] += 20.0
+    lab.become_slow()
+    assert [lab.make_steps(1) for _ in range(MEASURED_STEPS + 9)] == [[]] * (MEASURED_STEPS + 9)
+    (found,) = lab.make_steps(1)
+    assert (found.node, found.hostname) == (1, "host1")
+    assert found.why == (
+        "node 1 (host1) computes 4.0 times as long as usual; a step takes 5.0 s, and 3.0 s are expected without it: "
+        "the run starts again without it"
+    )
+    assert lab.make_steps(100) == [], "that is decided"
+    assert (lab.directives, lab.asked) == ([], [2])
+
+
+def test_the_run_goes_on_with_fewer_nodes_and_its_effect_is_measured(make_lab, clock: list[float]) -> None:
+    lab = make_lab()
+    lab.open()
+    lab.become_slow()
+    assert lab.until_decided().node == 1
+    step = lab.step
+    job, plan = lab.slow_nodes.leave_out(1)
+    assert (job.nodes, job.left_out, job.world_size) == ((0, 2), (1,), 2)
+    assert (plan.num_nodes, plan.layout) == (2, Layout(dp_replicate=2))
+    assert read_plan(lab.job.run) == plan
+    assert read_plan_of_all_nodes(lab.job.run) == lab.plan
+    clock[0] += 30.0
+    lab.open(job, plan)
+    lab.make_steps(SKIPPED_STEPS, step_s=9.0)
+    clock[0] += 30.0
+    lab.make_steps(MEASURED_STEPS - 1, step_s=3.2)
+    assert len(lab.directives) == 1
+    lab.make_steps(1, step_s=3.2)
+    given, achieved = lab.directives
+    assert given == NodesEvent(
+        step=step,
+        number=1,
+        applied=True,
+        node=1,
+        host="host1",
+        num_nodes=2,
+        layout=Layout(dp_replicate=2),
+        pace=4.0,
+        before_s=5.0,
+        expected_s=3.0,
+        cost_s=0.0,
+        time=given.time,
+    )
+    assert isinstance(achieved, NodesAchievedEvent)
+    assert (achieved.number, achieved.achieved_s, achieved.restart_s) == (1, 3.2, 30.0)
+    assert lab.asked == [2, 1], "and so on, with one node less"
+
+
+def test_a_spare_node_that_is_there_takes_the_place(make_lab) -> None:
+    lab = make_lab(spares=2)
+    lab.open()
+    lab.slow_nodes.see(("host0", "host1", "host2", "", "host4"))
+    lab.become_slow()
+    assert "2.0 s are expected" in lab.until_decided().why
+    job, plan = lab.slow_nodes.leave_out(1)
+    assert (job.nodes, job.left_out, job.world_size) == ((0, 2, 4, 3), (1,), 3)
+    assert plan == lab.plan == read_plan(job.run)
+    assert not job.run.plan_of_all_nodes.exists(), "nothing is left out of the plan"
+    (given,) = lab.directives
+    assert isinstance(given, NodesEvent)
+    assert (given.spare, given.num_nodes, given.expected_s) == (4, 3, 2.0)
+    lab.open(job, plan)
+    lab.slow_nodes.see(("host0", "host2", "host4", "", "host1"))
+    lab.report_speeds(1.0, 1.0, 4.0)
+    assert lab.until_decided().node == 4, "by its number"
+    job, _ = lab.slow_nodes.leave_out(4)
+    assert (job.nodes, job.left_out) == ((0, 2, 3), (1, 4)), "one that was left out is no spare"
+
+
+def test_a_spare_node_that_goes_meanwhile(make_lab) -> None:
+    lab = make_lab(spares=1)
+    lab.has_fewer = False
+    lab.open()
+    lab.become_slow()
+    lab.until_decided()
+    lab.slow_nodes.see(("host0", "host1", "host2", ""))
+    assert lab.slow_nodes.leave_out(1) == (lab.job, lab.plan)
+    assert lab.reports == ["no spare node is there any more: the run starts again with node 1"]
+    assert lab.directives == []
+
+
+def test_where_there_is_no_plan_for_fewer_nodes_none_is_left_out(make_lab) -> None:
+    lab = make_lab()
+    lab.has_fewer = False
+    lab.open()
+    lab.become_slow()
+    assert lab.make_steps(500) == []
+
+
+def test_nothing_waits_for_the_plan(make_lab) -> None:
+    lab = make_lab()
+    lab.executor.waits = True
+    lab.open()
+    lab.become_slow()
+    assert lab.make_steps(500) == []
+    lab.executor.later.pop()()
+    assert lab.until_decided().node == 1
+
+
+def test_no_training_ends_for_a_fault_of_the_planner(make_lab) -> None:
+    lab = make_lab()
+    lab.replan = lab.slow_nodes._replan = lambda plan, nodes: 1 // 0
+    lab.open()
+    lab.become_slow()
+    assert (lab.make_steps(100), lab.make_steps(100)) == ([], [])
+    assert lab.reports == ["no plan for 2 nodes is found: ZeroDivisionError: integer division or modulo by zero"]
+
+
+def test_advice_is_written_and_reported_once(make_lab) -> None:
+    lab = make_lab(mode="advise")
+    lab.open()
+    lab.become_slow()
+    for _ in range(50):
+        assert lab.make_steps(1) == []
+    (advice,) = lab.directives
+    assert isinstance(advice, NodesEvent)
+    assert (advice.applied, advice.node, advice.number, advice.spare) == (False, 1, 1, ABSENT)
+    assert len(lab.reports) == 1
+    assert lab.reports[0].startswith("advice: scheduler=auto would leave a node out: node 1 (host1) computes 4.0 times")
+    assert read_plan(lab.job.run) == lab.plan
+
+
+def test_directives_are_numbered_over_the_starts_of_a_run(make_lab, make_plan, tmp_path: Path) -> None:
+    for number in (1, 2):
+        lab = make_lab(mode="advise")
+        lab.open()
+        lab.become_slow()
+        lab.make_steps(50)
+        lab.make_steps(50)
+        assert [event.number for event in lab.directives] == list(range(1, number + 1))
+
+
+@pytest.mark.parametrize(
+    "about",
+    [{"mode": "off"}, {"may_change": ("shares", "layers", "layout")}],
+    ids=["scheduler=off", "nodes may not change"],
+)
+def test_where_it_is_not_allowed_nothing_is_planned_or_decided(make_lab, about: dict[str, object]) -> None:
+    lab = make_lab(**about)
+    lab.open()
+    lab.become_slow()
+    assert (lab.make_steps(500), lab.asked) == ([], [])
+
+
+@pytest.mark.parametrize("changed", [{"num_nodes": 1}, {"replica_groups": 3}], ids=["one node", "replica groups"])
+def test_runs_that_cannot_leave_a_node_out(make_lab, changed: dict[str, int]) -> None:
+    lab = make_lab()
+    lab.open(plan=replace(lab.plan, **changed))
+    lab.become_slow()
+    assert (lab.make_steps(500), lab.asked) == ([], [])
+
+
+def test_a_run_with_samples_to_move_is_left_to_its_shares(make_lab) -> None:
+    """Twelve samples over three ranks: the slow one gets one or two of them, and two nodes would have six each."""
+    lab = make_lab()
+    lab.open()
+    lab.make_steps(SKIPPED_STEPS)
+    samples_s = (1.0, 4.0, 1.0)
+    layout = Layout(dp_replicate=3)
+    report = SpeedsReport(
+        step=2,
+        step_s=16.0,
+        layout=layout,
+        micro_batches=4,
+        samples=(4, 4, 4),
+        fixed_s=(0.0,) * 3,
+        per_sample_s=samples_s,
+    )
+    write_speeds(lab.job.run, report)
+    lab.make_steps(1, step_s=17.0)
+    assert lab.make_steps(200, step_s=17.0) == []
+
+
+def test_a_report_of_another_start_or_a_damaged_one_decides_nothing(make_lab) -> None:
+    lab = make_lab()
+    lab.report_speeds(1.0, 4.0, 1.0)
+    lab.open()
+    assert lab.make_steps(100) == [], "it was there before"
+    lab.report_speeds(1.0, 4.0)
+    assert lab.make_steps(100) == [], "it is of other ranks"
+    lab.job.run.speeds_json.unlink()
+    lab.job.run.speeds_json.write_text("{")
+    assert lab.make_steps(100) == []
+    assert lab.reports[0].startswith("no node is left out any more: UnreadableFileError: ")
+    assert "speeds.json" in lab.reports[0]
+    lab.report_speeds(1.0, 4.0, 1.0)
+    assert (lab.make_steps(100), len(lab.reports)) == ([], 1)

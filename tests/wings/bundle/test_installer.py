@@ -1,0 +1,187 @@
+"""The script that a bundle brings: it needs nothing, compares every file, and leaves nothing half-made."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab.wheels import make_wheel
+
+from trainspec_cli.wings.bundle import (
+    BundleFault,
+    examine,
+    installer,
+    platform_here,
+    python_here,
+    read_bundle,
+    unfit_machine,
+)
+
+COMMAND = "trainspec bundle OUT recipe=mine"
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    """A bundle of two wheels and a recipe; pip is none."""
+    folder = tmp_path / "bundle"
+    for name in ("wheels", "recipes"):
+        (folder / name).mkdir(parents=True)
+    make_wheel(folder / "wheels", "trainspec", "0.1.0")
+    make_wheel(folder / "wheels", "pip", "26.0")
+    (folder / "recipes" / "mine.yaml").write_text("train:\n  max_steps: 3\n")
+    shutil.copy(installer.__file__, folder / "install.py")
+    write_record(folder)
+    return folder
+
+
+def write_record(folder: Path, **changed: Any) -> None:
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "bundle.json"]
+    digests = {
+        str(path.relative_to(folder)): {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": 1}
+        for path in files
+    }
+    about = {
+        "schema": "trainspec.bundle/1",
+        "date": "2026-01-02",
+        "version": "0.1.0",
+        "python": python_here(),
+        "extras": [],
+    }
+    places = {"platforms": [platform_here()], "command": COMMAND, "launches": {}, "files": digests}
+    (folder / "bundle.json").write_text(json.dumps({**about, **places, **changed}))
+
+
+def faults_by_code(folder: Path) -> dict[str, BundleFault]:
+    return {fault.code: fault for fault in examine(folder)}
+
+
+def run_script(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-I", str(folder / "install.py"), *map(str, arguments)]
+    return subprocess.run(command, cwd=folder.parent, capture_output=True, text=True)
+
+
+def test_the_script_imports_the_standard_library_alone() -> None:
+    tree = ast.parse(Path(installer.__file__).read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    assert {str(name).partition(".")[0] for name in modules} <= sys.stdlib_module_names
+
+
+def test_a_bundle_as_it_was_made_has_no_fault(bundle: Path) -> None:
+    assert examine(bundle) == []
+    checked = run_script(bundle, "--check")
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert checked.stdout == "4 files are as bundle.json says\n"
+    assert not (bundle.parent / "venv").exists()
+
+
+def test_a_missing_wheel_is_named_with_how_to_get_it(bundle: Path) -> None:
+    (bundle / "wheels" / "trainspec-0.1.0-py3-none-any.whl").unlink()
+    fault = faults_by_code(bundle)["missing_file"]
+    assert fault.message.endswith("wheels/trainspec-0.1.0-py3-none-any.whl is missing")
+    assert "copy wheels/trainspec-0.1.0-py3-none-any.whl again from where" in fault.hint and COMMAND in fault.hint
+    assert run_script(bundle).returncode == 4
+
+
+def test_one_altered_byte_of_a_wheel_is_found_and_nothing_is_installed(bundle: Path) -> None:
+    wheel = bundle / "wheels" / "trainspec-0.1.0-py3-none-any.whl"
+    content = bytearray(wheel.read_bytes())
+    content[len(content) // 2] ^= 1
+    wheel.write_bytes(content)
+    ended = run_script(bundle, "new")
+    assert ended.returncode == 4
+    assert f"{wheel.name} is altered: its sha256 is {hashlib.sha256(content).hexdigest()}" in ended.stderr
+    assert "hint: copy wheels/trainspec" in ended.stderr and "Traceback" not in ended.stderr
+    assert not (bundle.parent / "new").exists()
+
+
+def test_every_fault_is_told_at_once(bundle: Path) -> None:
+    (bundle / "recipes" / "mine.yaml").unlink()
+    (bundle / "install.py").write_text("")
+    (bundle / "wheels" / "other-1-py3-none-any.whl").touch()
+    assert sorted(faults_by_code(bundle)) == ["altered_file", "extra_file", "missing_file"]
+
+
+def test_a_wheel_that_nobody_vouches_for_is_found_and_runs_beside_the_folders_are_not(bundle: Path) -> None:
+    (bundle / "wheels" / "numpy-9-py3-none-any.whl").touch()
+    (bundle / "runs").mkdir()
+    (bundle / "runs" / "run.json").touch()
+    (fault,) = examine(bundle)
+    assert fault.code == "extra_file" and "numpy-9" in fault.message and "rm " in fault.hint
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(bundle: Path, tmp_path: Path) -> None:
+    recipe = bundle / "recipes" / "mine.yaml"
+    recipe.rename(tmp_path / "elsewhere.yaml")
+    recipe.symlink_to(tmp_path / "elsewhere.yaml")
+    assert list(faults_by_code(bundle)) == ["unreadable_file"]
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hold_it_up(bundle: Path) -> None:
+    recipe = bundle / "recipes" / "mine.yaml"
+    recipe.unlink()
+    os.mkfifo(recipe)
+    assert list(faults_by_code(bundle)) == ["unreadable_file"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "",
+        "[]",
+        "{}",
+        "{" * 100_000,
+        '{"schema": "trainspec.bundle/2"}',
+        "\x00",
+        '{"schema": "trainspec.bundle/1"}',
+    ],
+)
+def test_a_damaged_record_is_one_clear_error(bundle: Path, content: str | None) -> None:
+    record = bundle / "bundle.json"
+    record.unlink() if content is None else record.write_text(content)
+    (fault,) = examine(bundle)
+    assert fault.code == "bad_bundle" and "bundle.json" in fault.message and fault.hint
+    ended = run_script(bundle)
+    assert ended.returncode == 4 and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../secret", "wheels/../../secret", "", "a//b"])
+def test_a_record_that_names_files_elsewhere_is_refused(bundle: Path, name: str) -> None:
+    write_record(bundle, files={name: {"sha256": "0", "bytes": 1}})
+    (fault,) = examine(bundle)
+    assert fault.code == "bad_bundle" and "leads out" in fault.message
+
+
+def test_another_python_or_machine_is_told_before_anything_is_made(bundle: Path) -> None:
+    write_record(bundle, python="3.8", platforms=["manylinux_2_28_riscv64", "macosx_99_0_arm64"])
+    ended = run_script(bundle, "new")
+    assert ended.returncode == 4
+    assert "the bundle is for Python 3.8" in ended.stderr and "type python3.8 install.py" in ended.stderr
+    assert f"make a bundle with --platform {platform_here()}" in ended.stderr
+    assert not (bundle.parent / "new").exists()
+    write_record(bundle, platforms=["riscv", platform_here()])
+    assert unfit_machine(read_bundle(bundle)) == []
+
+
+def test_an_environment_that_exists_is_left_alone(bundle: Path) -> None:
+    (bundle.parent / "venv").mkdir()
+    ended = run_script(bundle)
+    assert ended.returncode == 2 and "venv exists" in ended.stderr and "rm -r venv" in ended.stderr
+    assert list((bundle.parent / "venv").iterdir()) == []
+
+
+def test_an_installation_that_fails_leaves_nothing(bundle: Path) -> None:
+    """The pip of this bundle is none, so it ends with an error."""
+    ended = run_script(bundle, "new")
+    assert ended.returncode == 4
+    assert "new could not be made: pip ended with exit code" in ended.stderr and "Traceback" not in ended.stderr
+    assert not (bundle.parent / "new").exists()

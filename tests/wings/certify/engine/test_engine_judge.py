@@ -1,0 +1,112 @@
+"""Another engine's answers under the clauses: what keeps them, what breaks them, and what counts as neither."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainspec_cli.data.huggingface.tensors import parameters
+from trainspec_cli.recipe.results.certificate import Finding, NotOffered
+from trainspec_cli.wings.certify.families import plain_decoder
+from trainspec_cli.wings.certify.other_engine import (
+    SCHEMA,
+    Answered,
+    EngineAnswer,
+    EngineCheck,
+    Gradients,
+    ProtocolRun,
+    References,
+    engine_checks,
+    judge_answers,
+    to_hugging_face,
+    weights_sha256,
+)
+
+A, B = np.linspace(1, 2, 6, dtype=np.float32), np.linspace(3, 4, 4, dtype=np.float32)
+LOSSES = [5.0 - step / 10 for step in range(20)]
+OWN = References(
+    Gradients({"a": A, "b": B}),
+    LOSSES,
+    Gradients({"a": A * 1.01, "b": B * 1.01}),
+    Gradients({"a": A, "b": B}),
+)
+TRAINED = ProtocolRun(asks=("gradients", "losses"))
+WHOLE = ProtocolRun(optimizer="adamw", asks=("losses", "weights"), saves=True)
+RESUMED = replace(WHOLE, saves=False, resumes=WHOLE)
+
+
+class Given(Answered):
+    """An answer whose tensors are at hand."""
+
+    def __init__(self, scale: float = 1.0, losses: list[float] = LOSSES, declined: str = ""):
+        super().__init__(Path(), EngineAnswer(SCHEMA, declined, tuple(losses)), {})
+        self.__dict__["gradients"] = self.__dict__["weights"] = {"a": A * np.float32(scale), "b": B}
+
+
+def judged(clause: str, run: ProtocolRun, found: Given, beside: tuple[ProtocolRun, Given] | None = None) -> Finding:
+    check = EngineCheck(clause, run, beside[0] if beside else None)
+    finding = judge_answers(check, {run: found, **(dict([beside]) if beside else {})}, OWN)
+    assert isinstance(finding, Finding)
+    return finding
+
+
+@pytest.mark.parametrize("clause", ["NUM-1", "NUM-4", "NUM-5"])
+def test_gradients_within_the_bound_are_kept(clause: str) -> None:
+    assert judged(clause, TRAINED, Given(1 + 5e-6)).passed
+    broken = judged(clause, TRAINED, Given(1 + 5e-5))
+    assert not broken.passed and broken.bound == 1e-5
+    assert broken.figures["parameter"] == "a" and broken.measured == pytest.approx(5e-5, rel=0.01)
+
+
+def test_losses_of_every_step_count() -> None:
+    assert judged("NUM-2", TRAINED, Given()).passed
+    assert not judged("NUM-2", TRAINED, Given(losses=[*LOSSES[:-1], LOSSES[-1] * 1.0001])).passed
+
+
+def test_a_format_may_cost_twice_what_it_costs_one_process() -> None:
+    run = ProtocolRun(compute="bf16")
+    assert judged("NUM-3", run, Given(1.019)).measured == pytest.approx(1.9, rel=0.01)
+    assert not judged("NUM-3", run, Given(1.021)).passed
+
+
+def test_the_same_run_and_a_resumed_one_are_held_to_the_bit() -> None:
+    again = replace(WHOLE, take=1)
+    assert judged("NUM-6", again, Given(), (WHOLE, Given())).passed
+    assert not judged("NUM-6", again, Given(1 + 2e-7), (WHOLE, Given())).passed
+    assert judged("CKPT-1", RESUMED, Given(losses=LOSSES[10:]), (WHOLE, Given())).passed
+    other = [LOSSES[10] * (1 + 1e-15), *LOSSES[11:]]
+    assert other != LOSSES[10:]
+    assert not judged("CKPT-1", RESUMED, Given(losses=other), (WHOLE, Given())).passed
+
+
+def test_a_checkpoint_of_another_layout_is_held_to_the_losses() -> None:
+    near = [loss * (1 + 1e-6) for loss in LOSSES[10:]]
+    assert judged("CKPT-2", RESUMED, Given(3.0, near), (WHOLE, Given())).passed
+    assert not judged("CKPT-2", RESUMED, Given(losses=LOSSES[:10]), (WHOLE, Given())).passed
+
+
+def test_what_is_declined_is_neither_kept_nor_broken() -> None:
+    check = EngineCheck("CKPT-1", RESUMED, WHOLE)
+    told = judge_answers(check, {WHOLE: Given(), RESUMED: Given(declined="it cannot resume")}, OWN)
+    assert told == NotOffered("CKPT-1", RESUMED.name, "it cannot resume")
+
+
+def test_every_clause_that_an_engine_is_asked_for_is_judged() -> None:
+    clauses = {check.clause for check in engine_checks(2)}
+    assert clauses == {"NUM-1", "NUM-2", "NUM-3", "NUM-4", "NUM-5", "NUM-6", "CKPT-1", "CKPT-2"}
+
+
+def test_a_digest_is_of_names_and_bits() -> None:
+    assert weights_sha256({"a": A, "b": B}) == weights_sha256({"b": B, "a": A.copy()})
+    assert len({weights_sha256({"a": A}), weights_sha256({"b": A}), weights_sha256({"a": -A})}) == 3
+
+
+def test_parameters_have_hugging_faces_names_and_shapes() -> None:
+    model = plain_decoder()
+    arrays = {one.name: np.zeros(one.shape, np.float32) for one in parameters(model)}
+    found = to_hugging_face(arrays, model)
+    assert found["model.layers.3.mlp.down_proj.weight"].shape == (64, 128)
+    assert found["model.embed_tokens.weight"].shape == (256, 64) and len(found) == len(arrays)

@@ -1,0 +1,75 @@
+"""The folder of a certification that goes on: what it holds, and what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.wings.certify import families
+from trainspec_cli.wings.certify.runs import HEADER, opened, subject_of
+
+CPU = Machine("box", 2, 2**34)
+
+
+def test_it_keeps_the_day_on_which_it_was_begun_and_is_private(tmp_path: Path) -> None:
+    subject, folder = subject_of(CPU), tmp_path / "kept"
+    with opened(folder, subject, "2026-01-01") as since:
+        assert since == "2026-01-01"
+    with opened(folder, subject, "2026-02-02") as since:
+        assert since == "2026-01-01"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"trainspec": "0"}, "trainspec"),
+        ({"code_sha256": "0"}, "code_sha256"),
+        ({"training_spec": "0"}, "training_spec"),
+        ({"versions": {"torch": "0"}}, "versions"),
+        ({"machine_id": "0"}, "machine_id"),
+        ({"machine": replace(CPU, cpu_cores=3)}, "machine"),
+        ({"models_sha256": "0"}, "models_sha256"),
+        ({"engine": "other"}, "engine"),
+    ],
+)
+def test_runs_of_another_version_or_machine_are_not_gone_on_with(tmp_path: Path, change, named: str) -> None:
+    subject = subject_of(CPU)
+    with opened(tmp_path / "kept", subject, "2026-01-01"):
+        pass
+    with pytest.raises(RecipeError, match=f"of another certification: {named} differ"):
+        opened(tmp_path / "kept", replace(subject, **change), "2026-01-01").__enter__()
+
+
+def test_another_model_is_another_certification(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = subject_of(CPU)
+    monkeypatch.delitem(families.FAMILIES, "moe")
+    assert subject_of(CPU).models_sha256 != before.models_sha256
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    for place in (tmp_path, tmp_path / "mine.txt"):
+        with pytest.raises(RecipeError, match="holds something else") as error:
+            opened(place, subject_of(CPU), "2026-01-01").__enter__()
+        assert "rm -r" not in error.value.problems[0].hint
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_damaged_header_is_named(tmp_path: Path) -> None:
+    (tmp_path / HEADER).write_text("{}")
+    with pytest.raises(RecipeError, match=r"certification\.json is damaged: it has no `trainspec`"):
+        opened(tmp_path, subject_of(CPU), "2026-01-01").__enter__()
+
+
+def test_two_certifications_do_not_share_a_folder(tmp_path: Path) -> None:
+    subject = subject_of(CPU)
+    with (
+        opened(tmp_path / "kept", subject, "2026-01-01"),
+        pytest.raises(RecipeError, match="another certification goes on"),
+    ):
+        opened(tmp_path / "kept", subject, "2026-01-01").__enter__()

@@ -1,0 +1,280 @@
+"""The matrix of the certification: which case of which clause there is, and what each case trains."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
+from trainspec_cli.recipe.results.certificate import Finding
+from trainspec_cli.wings.certify.cases import (
+    COMBINED,
+    COMM_CLAUSES,
+    COMPRESSED,
+    Case,
+    build_plan,
+    build_spec,
+    cases,
+    layouts,
+    name_layout,
+    refusals,
+    refused,
+    spreads,
+)
+from trainspec_cli.wings.certify.certificate import digest, write_certificate
+from trainspec_cli.wings.certify.clauses import read_clauses, spec_version
+from trainspec_cli.wings.certify.families import FAMILIES, SAMPLES, SEQ_LEN
+from trainspec_cli.wings.certify.judge import KEPT, MOVES, ClauseCheck, checks, judge_refusals
+from trainspec_cli.wings.certify.runs import Measured, Run
+
+TWO = 2
+
+
+@cache
+def matrix(processes: int) -> tuple[ClauseCheck, ...]:
+    return tuple(checks(processes))
+
+
+@cache
+def cases_for(processes: int) -> dict[str, list[Case]]:
+    return cases(processes)
+
+
+def test_every_layout_of_the_matrix_is_there_once_and_takes_eight_processes_at_most() -> None:
+    found = list(layouts(4))
+    assert len(found) == len(set(found)) == len({name_layout(layout) for layout in found})
+    assert {layout.world_size for layout in found} == {2, 4, 8}
+    assert {layout.stage_layers for layout in found} == {None, (3, 1)}
+    assert {layout.zero_stage for layout in found if layout.dp_shard > 1} == {1, 2, 3}
+    assert set(COMBINED) <= set(found) and set(KEPT) <= set(found)
+
+
+ALONE = """dp_replicate2 dp_shard2.zero1 dp_shard2.zero2 dp_shard2 tp2 tp2.plain cp2.ring cp2.ulysses pp2.gpipe pp2.1f1b
+pp2.zero_bubble pp2.zbv pp2.interleaved pp2.1f1b.uneven"""
+TOGETHER = """dp_shard2.ep2 dp_replicate2.dp_shard2 dp_shard2.tp2 dp_shard2.cp2.ring dp_replicate2.pp2.zbv
+dp_shard2.pp2.zero_bubble dp_shard2.pp2.zero2.1f1b cp2.tp2.ring tp2.pp2.1f1b cp2.pp2.ring.interleaved dp_shard4.ep2
+dp_shard2.tp2.ep4 dp_shard2.pp2.ep2.1f1b dp_shard2.tp2.pp2.1f1b dp_replicate2.dp_shard2.tp2 cp2.tp2.pp2.ring.1f1b
+dp_shard2.cp2.pp2.ring.zbv dp_shard4.tp2.ep8"""
+
+
+def test_each_axis_is_measured_alone_in_every_manner_and_together_with_others() -> None:
+    assert {name_layout(layout) for layout in layouts(4)} >= {*ALONE.split(), *TOGETHER.split()}
+    interleaved = [layout for layout in layouts(4) if layout.pipeline_schedule == "interleaved"]
+    assert {layout.virtual_stages for layout in interleaved} == {2}
+    assert {name_layout(layout) for layout in COMBINED} >= {
+        *("dp_shard2", "tp2", "cp2.ring", "pp2.1f1b", "pp2.zbv", "dp_shard2.ep2", "dp_shard2.tp2"),
+    }
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_no_case_takes_more_processes_than_there_are(processes: int) -> None:
+    found = [case for of_clause in cases_for(processes).values() for case in of_clause]
+    assert max(case.layout.world_size for case in found) == processes
+    assert max(check.run.case.layout.world_size for check in matrix(processes)) == processes
+
+
+def test_each_legal_layout_of_a_family_is_a_case_of_gradients_and_of_losses() -> None:
+    spread = {(family, layout) for family in FAMILIES for layout in spreads(family, TWO)}
+    for clause in ("NUM-1", "NUM-2"):
+        found = [check.run for check in matrix(TWO) if check.clause == clause]
+        assert Counter((run.case.family, run.case.layout) for run in found) == Counter(spread)
+        assert {run.losses for run in found} == {True} and {run.gradients for run in found} == {True}
+    illegal = {case for family in FAMILIES for case in (Case(family, each) for each in layouts(4)) if refusals(case)}
+    assert not illegal & {Case(family, layout) for family, layout in spread}
+    named = {case.name for case in illegal if case.layout.world_size <= TWO}
+    assert set(refused(TWO)) == named and len(judge_refusals(TWO)) == len(named)
+
+
+def test_formats_recomputation_offload_and_compiling_are_combined_with_some_layouts() -> None:
+    found = cases_for(TWO)
+    assert {case.layout for case in found["NUM-3"]} <= set(COMBINED)
+    dense = {clause: [case for case in of_clause if case.family == "dense"] for clause, of_clause in found.items()}
+    assert {case.compute for case in dense["NUM-3"]} == {"bf16", "fp8"}
+    assert {case.compute for case in found["NUM-3"] if case.family != "dense"} == {"bf16"}
+    manners = Counter((case.recompute, case.offload) for case in dense["NUM-4"])
+    assert set(manners) == {("selective", "none"), ("full", "none"), ("none", "optimizer")}
+    assert len(set(manners.values())) == 1, "each with every layout"
+    assert all(case.compile for case in found["NUM-5"]) and found["NUM-5"]
+    assert {case.layout.pipeline_schedule for case in found["NUM-5"]} == {"1f1b", "zbv"}
+    assert {case.layout.pp for case in found["NUM-5"]} == {1, 2}
+    assert not any(case.compile for clause in ("NUM-1", "NUM-3", "NUM-4") for case in found[clause])
+
+
+def test_without_torchao_nothing_multiplies_in_fp8() -> None:
+    assert {case.compute for case in cases(TWO, with_fp8=False)["NUM-3"]} == {"bf16"}
+
+
+def test_what_is_repeated_resumed_and_moved_trains_by_adamw() -> None:
+    """A move begins at a run that saves in another layout of the family, and ends in one that it has, or in one
+    process."""
+    legal = {family: set(spreads(family, TWO)) for family in FAMILIES}
+    for clause in ("NUM-6", "CKPT-1"):
+        found = [check.run for check in matrix(TWO) if check.clause == clause]
+        assert Counter((run.case.family, run.case.layout) for run in found) == Counter(
+            (family, layout) for family in FAMILIES for layout in KEPT if layout in legal[family]
+        )
+        assert {(run.case.optimizer, run.gradients, run.resume) for run in found} == {
+            ("adamw", False, clause == "CKPT-1")
+        }
+    moves = [check.run for check in matrix(TWO) if check.clause == "CKPT-2"]
+    assert moves
+    for run in moves:
+        assert run.continues is not None and run.continues.resume and not run.resume
+        assert not run.gradients and not run.continues.gradients and run.losses and run.continues.losses
+        assert run.case.optimizer == run.continues.case.optimizer == "adamw"
+        assert (run.continues.case.layout, run.case.layout) in MOVES
+        assert run.case.family == run.continues.case.family
+        assert run.continues.case.layout in legal[run.case.family]
+        assert run.case.layout in legal[run.case.family] | {Layout()}
+    four = [check.run for check in matrix(4) if check.clause == "CKPT-2"]
+    assert any(run.case.layout == Layout() for run in four)
+
+
+@pytest.mark.parametrize(
+    ("clause", "run", "needed"),
+    [
+        ("NUM-1", Run(Case("moe", Layout(tp=2))), [Run(Case("moe", Layout(tp=2))), Run(Case("moe"))]),
+        ("NUM-6", Run(Case("moe")), [Run(Case("moe")), Run(Case("moe"), take=1)]),
+        ("CKPT-1", Run(Case("moe"), resume=True), [Run(Case("moe"), resume=True)]),
+        (
+            "NUM-3",
+            Run(Case("moe", Layout(tp=2), compute="bf16", micro_batch_size=2)),
+            [
+                Run(Case("moe", Layout(tp=2), compute="bf16", micro_batch_size=2)),
+                Run(Case("moe", compute="bf16", micro_batch_size=2), losses=False),
+                Run(Case("moe", compute="fp64", micro_batch_size=2), losses=False),
+            ],
+        ),
+    ],
+)
+def test_the_runs_that_a_clause_needs(clause: str, run: Run, needed: list[Run]) -> None:
+    assert list(ClauseCheck(clause, run).runs) == needed
+
+
+def test_names_of_layouts_tell_what_differs_from_the_usual() -> None:
+    assert name_layout(Layout()) == "one"
+    assert name_layout(Layout(dp_shard=2)) == "dp_shard2"
+    assert name_layout(Layout(dp_shard=2, zero_stage=2)) == "dp_shard2.zero2"
+    assert name_layout(Layout(zero_stage=1, sequence_parallel=False, pipeline_schedule="zbv")) == "one"
+    assert name_layout(Layout(tp=2)) == "tp2"
+    assert name_layout(Layout(cp=2, context_method="ulysses")) == "cp2.ulysses"
+    assert name_layout(Layout(pp=2, pipeline_schedule="gpipe")) == "pp2.gpipe"
+    assert Case("dense", offload="optimizer").name == "dense-fp32-one-offload"
+    assert Case("dense", compile=True).name == "dense-fp32-one-compiled"
+
+
+def test_each_format_is_measured_in_each_layout_that_has_its_exchanges() -> None:
+    found = {clause: [check for check in matrix(4) if check.clause == clause] for clause in COMM_CLAUSES}
+    runs = {clause: [check.run for check in found[clause]] for clause in COMM_CLAUSES}
+    for clause, formats in (("COMM-1", ["bf16", "int8", "int4"]), ("COMM-2", ["int8", "int4"]), ("COMM-3", ["int4"])):
+        formats_of: dict[tuple[str, Layout], list[str]] = {}
+        for run in runs[clause]:
+            formats_of.setdefault((run.case.family, run.case.layout), []).append(run.case.gradients)
+        layouts_of_dense = {layout for family, layout in formats_of if family == "dense"}
+        assert layouts_of_dense == {layout for layout in COMPRESSED if layout.ep == 1}
+        assert {layout for family, layout in formats_of if family == "moe"} == set(COMPRESSED)
+        assert all(sorted(each) == sorted(formats) for each in formats_of.values())
+    assert {(run.exchanges, run.losses, run.resume) for run in runs["COMM-1"]} == {(1, False, False)}
+    assert {(run.exchanges, run.losses, run.resume) for run in runs["COMM-2"]} == {(64, False, False)}
+    resumed = {(run.case.optimizer, run.losses, run.resume) for run in runs["COMM-3"]}
+    assert resumed == {("adamw", True, True)}
+    plan = build_plan(runs["COMM-1"][0].case, "cpu")
+    assert plan.comm.gradients == plan.comm.across_nodes == plan.spec.comm.gradients == "bf16"
+    assert len({run.name for of_clause in runs.values() for run in of_clause}) == sum(map(len, runs.values()))
+
+
+# What a case trains
+
+
+def test_a_case_is_a_recipe_with_its_layout_pinned() -> None:
+    layout = Layout(dp_replicate=2, dp_shard=2, tp=2, zero_stage=2, sequence_parallel=False)
+    case = Case("dense", layout, recompute="full", offload="optimizer", compile=True)
+    spec = build_spec(case)
+    assert spec.model is FAMILIES["dense"]
+    assert {name: getattr(spec.layout, name) for name in LayoutSpec.__dataclass_fields__} == {
+        name: getattr(layout, name) for name in LayoutSpec.__dataclass_fields__
+    }
+    assert (spec.recompute, spec.offload, spec.compile) == ("full", "optimizer", True)
+    assert (spec.precision.compute, spec.precision.matmul) == ("fp32", "compute")
+    assert (spec.data.source, spec.data.seq_len) == ("python_stdlib", SEQ_LEN)
+    assert (spec.batching.global_batch_size, spec.train.max_steps) == (SAMPLES, 20)
+    images = build_spec(Case("resnet"))
+    assert (images.data.source, images.data.seq_len) == ("phantom", 1)
+
+
+def test_plain_descent_is_not_clipped_or_decayed_and_adamw_is_as_usual() -> None:
+    """Descent by a rate of its own shows a gradient that is wrong by a factor; its clipping begins in the worker."""
+    plain, adaptive = (build_spec(Case("dense", optimizer=name)).optim for name in ("sgd", "adamw"))  # type: ignore[arg-type]
+    assert (plain.name, plain.lr, plain.weight_decay, plain.grad_clip_norm) == ("sgd", 0.1, 0.0, None)
+    assert (adaptive.name, adaptive.lr, adaptive.grad_clip_norm) == ("adamw", 1e-3, 1.0)
+    assert plain.schedule.kind == adaptive.schedule.kind == "constant"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_plan_is_of_one_node_with_the_cases_own_settings(device) -> None:
+    case = Case("moe", Layout(dp_shard=2, tp=2), recompute="selective", offload="optimizer", micro_batch_size=2)
+    plan = build_plan(case, device)
+    assert (plan.device, plan.num_nodes, plan.devices_per_node, plan.replica_groups) == (device, 1, 4, 1)
+    assert (plan.recompute, plan.offload, plan.compute) == ("selective", "optimizer", "fp32")
+    assert (plan.micro_batch_size, plan.grad_accum_steps) == (2, 2)
+    assert plan.layout == case.layout and plan.spec == build_spec(case)
+    plain = build_plan(replace(case, layout=Layout(tp=2, sequence_parallel=False)), device)
+    assert not plain.layout.sequence_parallel
+
+
+def test_gradients_of_all_stages_are_read(tmp_path: Path) -> None:
+    np.savez(tmp_path / "gradients.stage0.npz", a=np.ones(2))
+    np.savez(tmp_path / "gradients.stage1.npz", b=np.zeros(3))
+    np.savez(tmp_path / "weights.npz", c=np.zeros(3))
+    assert {name: len(values) for name, values in Measured(tmp_path).gradients.items()} == {"a": 2, "b": 3}
+
+
+# The certificate
+
+MACHINE = Machine("box", 2, 2**34)
+SHOULD = Finding("LEGAL-1", "dense-fp32-tp3", False, {"reason": ""})
+WORSE = Finding("NUM-4", "b", True, {"worst_gradient_error": 9e-6, "parameter": "p"}, 1e-5)
+BETTER = Finding("NUM-4", "a", True, {"worst_gradient_error": 1e-6, "parameter": "p"}, 1e-5)
+
+
+def test_what_should_hold_does_not_break_the_verdict() -> None:
+    assert read_clauses()["LEGAL-1"].level == "SHOULD"
+    over = replace(WORSE, figures={"worst_gradient_error": 1.1e-5})
+    verdicts = [write_certificate(found, MACHINE, date="").verdict for found in ([SHOULD], [], [SHOULD, over])]
+    assert verdicts == ["kept", "kept", "broken"]
+
+
+def test_a_clause_is_summed_up_by_its_worst_case() -> None:
+    body = to_plain(write_certificate([WORSE, BETTER, SHOULD], MACHINE, date="2026-01-01"))
+    by_id = {clause["id"]: clause for clause in body["clauses"]}
+    assert list(by_id) == list(read_clauses())
+    found = by_id["NUM-4"]
+    assert (found["cases"], found["failed"], found["worst"], found["bound"]) == (2, 0, 9e-6, 1e-5)
+    assert (found["worst_case"], found["level"]) == ("b", "MUST")
+    assert found["title"] == read_clauses()["NUM-4"].title
+    assert (by_id["LEGAL-1"]["failed"], by_id["LEGAL-1"]["worst"], by_id["LEGAL-1"]["bound"]) == (1, 1.0, None)
+    empty = by_id["CKPT-1"]
+    assert (empty["cases"], empty["failed"], empty["worst"], empty["bound"], empty["worst_case"]) == (
+        *(0, 0, None, None, None),
+    )
+
+
+def test_a_certificate_says_what_when_and_where() -> None:
+    body = to_plain(write_certificate([WORSE], MACHINE, date="2026-01-01"))
+    assert (body["schema"], body["date"], body["whole"], body["verdict"]) == (
+        "trainspec.certificate/3", "2026-01-01", False, "kept",
+    )  # fmt: skip
+    assert body["spec_version"] == spec_version() and len(body["spec_sha256"]) == 64
+    assert (body["machine"]["hostname"], body["machine"]["cpu_cores"]) == ("box", 2)
+    (finding,) = body["findings"]
+    assert (finding["clause"], finding["case"], finding["passed"]) == ("NUM-4", "b", True)
+    assert finding["figures"] == {"worst_gradient_error": 9e-6, "parameter": "p"}
+    assert body["digest"] == digest(body) == digest({key: body[key] for key in body if key != "digest"})
+    assert digest(body | {"whole": True}) != body["digest"]

@@ -1,0 +1,123 @@
+"""What the runner of the certification asks of its jobs, and what it says of one that fails; no job is started."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainspec_cli.core.errors import MachineError, Problem
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.tools import CertifyRequest, CertifyRunResult, TrainedSteps
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.wings.certify import runs
+from trainspec_cli.wings.certify.cases import Case
+from trainspec_cli.wings.certify.runs import Run, gradient_errors, loss_error, measure
+
+CPU = Machine("box", 2, 2**34)
+ONE, TWO, CUT = Run(Case("dense")), Run(Case("dense", Layout(dp_shard=2))), Run(Case("dense", Layout(tp=2)))
+TRAINED = CertifyRunResult(TrainedSteps((2.0,), 1.0, "ab"), None)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[CertifyRequest]:
+    """The requests of all jobs, each of which leaves a result for every run whose folder is there."""
+    requests: list[CertifyRequest] = []
+
+    def run_tool(tool: Any, request: CertifyRequest, where: Any, *, on_tick: Callable[[], None]) -> None:
+        requests.append(request)
+        on_tick()
+        for name in request.runs:
+            write_json(Path(request.folder) / name / "result.json", to_plain(TRAINED))
+
+    monkeypatch.setattr(runs, "run_tool", run_tool)
+    return requests
+
+
+def test_each_number_of_processes_is_one_job_and_each_run_is_made_once(
+    tmp_path: Path, asked: list[CertifyRequest]
+) -> None:
+    done: list[int] = []
+    found = measure([ONE, TWO, CUT, TWO], tmp_path, CPU, done.append)
+    assert {frozenset(request.runs) for request in asked} == {frozenset({ONE.name}), frozenset({TWO.name, CUT.name})}
+    assert len(asked) == 2
+    assert {request.folder for request in asked} == {str(tmp_path.absolute())}
+    assert asked[0].runs | asked[1].runs == {run.name: run.request("cpu") for run in (ONE, TWO, CUT)}
+    assert set(found) == {ONE, TWO, CUT}
+    assert {run: measured.folder for run, measured in found.items()} == {run: tmp_path / run.name for run in found}
+    assert found[CUT].losses == [2.0] and found[CUT].result == TRAINED
+    assert done == sorted(done) and done[0] == 0 and done[-1] == 3
+
+
+def test_runs_that_have_ended_are_not_made_again(tmp_path: Path, asked: list[CertifyRequest]) -> None:
+    measure([ONE, TWO], tmp_path, CPU, lambda done: None)
+    (tmp_path / TWO.name / "result.json").unlink()
+    (tmp_path / TWO.name / "run").mkdir()
+    asked.clear()
+    done: list[int] = []
+    found = measure([ONE, TWO, CUT], tmp_path, CPU, done.append)
+    assert [name for request in asked for name in request.runs] == [TWO.name, CUT.name]
+    assert not (tmp_path / TWO.name / "run").exists(), "what was left half done is gone"
+    assert done[0] == 1 and done[-1] == 3
+    assert found[ONE].losses == [2.0]
+
+
+def test_a_run_of_the_same_name_that_was_asked_for_something_else_is_made_again(
+    tmp_path: Path, asked: list[CertifyRequest]
+) -> None:
+    measure([ONE], tmp_path, CPU, lambda done: None)
+    asked.clear()
+    other = replace(ONE, gradients=False)
+    assert other.name == ONE.name
+    measure([other], tmp_path, CPU, lambda done: None)
+    assert [name for request in asked for name in request.runs] == [ONE.name]
+
+
+def test_runs_are_made_on_the_gpus_that_there_are(tmp_path: Path, asked: list[CertifyRequest]) -> None:
+    measure([ONE], tmp_path, Machine("box", 2, 2**34, gpu_names=("NVIDIA H200",)), lambda done: None)
+    assert asked[0].runs[ONE.name].plan.device == "cuda"
+
+
+def test_a_job_that_fails_names_the_first_run_without_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_tool(tool: Any, request: CertifyRequest, where: Any, *, on_tick: Callable[[], None]) -> None:
+        first, *_ = request.runs
+        write_json(Path(request.folder) / first / "result.json", to_plain(TRAINED))
+        raise MachineError(Problem("tool_failed", "it broke", hint="read the log"))
+
+    monkeypatch.setattr(runs, "run_tool", run_tool)
+    with pytest.raises(MachineError) as caught:
+        measure([TWO, CUT], tmp_path, CPU, lambda done: None)
+    (problem,) = caught.value.problems
+    assert problem.message == f"the run {CUT.name} failed: it broke"
+    assert (problem.code, problem.hint) == ("tool_failed", f"run it alone: --only {CUT.name}")
+
+
+class Told:
+    def __init__(self, **gradients: list[float]):
+        self.gradients = {name: np.array(values) for name, values in gradients.items()}
+
+
+def errors_of(found: Told, reference: Told) -> dict[str, float]:
+    return gradient_errors(found, reference)  # type: ignore[arg-type]
+
+
+def test_an_error_is_relative_to_the_reference_and_infinite_beside_nothing() -> None:
+    reference = Told(a=[3.0, 4.0], b=[0.0], c=[0.0])
+    found = errors_of(Told(a=[3.0, 5.0], b=[0.0], c=[1e-9]), reference)
+    assert found == {"a": pytest.approx(0.2), "b": 0.0, "c": math.inf}
+    assert errors_of(Told(a=[math.nan, 4.0], b=[0.0], c=[0.0]), reference)["a"] == math.inf
+    missing = errors_of(Told(b=[0.0], c=[0.0, 0.0]), reference)
+    assert (missing["a"], missing["c"]) == (math.inf, math.inf)
+
+
+def test_the_worst_step_counts_relative_to_the_references_loss() -> None:
+    assert loss_error([2.0, 3.0, 4.0], [2.0, 4.0, 5.0]) == pytest.approx(0.25)
+    assert loss_error([-1.0], [-2.0]) == pytest.approx(0.5)
+    assert loss_error([1.0, 2.0], [1.0]) == loss_error([1.0], [math.inf]) == math.inf

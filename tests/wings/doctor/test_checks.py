@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import os
+import platform
+import resource
+from collections import namedtuple
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lab.gpus.machines import play
+
+from trainspec_cli.wings.doctor import checks
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_this_host_is_looked_at_from_all_sides(tmp_path: Path) -> None:
+    found = checks.check_node(tmp_path, "cpu")
+    assert {"versions", "chips", "clock", "open files", "disk"} <= {check.name for check in found}
+    assert all(check.advice for check in found if check.status != "ok")
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+def test_a_host_without_the_gpu_it_should_have_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play("no_gpus", monkeypatch)
+    (chips,) = checks.check_chips("cuda")
+    assert (chips.status, chips.found) == ("fail", "no GPU is visible")
+
+
+@pytest.mark.parametrize(("free", "status"), [(2**26, "warn"), (2**34, "ok")])
+def test_small_shared_memory_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, status: str
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(free, 0, free))
+    (check,) = checks.check_shm(tmp_path)
+    assert check.status == status
+    assert ("--shm-size" in check.advice) == (status == "warn")
+
+
+def test_few_open_files_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    first = next(iter(checks.check_limits()))
+    assert (first.status, first.found) == ("warn", "ulimit -n is 1024")
+
+
+def test_a_full_disk_fails_and_a_slow_one_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "measure_disk", lambda _: 1e6)
+    (slow,) = checks.check_disk(tmp_path)
+    assert slow.status == "warn"
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 2**40, 0))
+    (full,) = checks.check_disk(tmp_path)
+    assert full.status == "fail"
+
+
+def test_the_disk_is_measured_by_what_was_written(tmp_path: Path) -> None:
+    clock = iter([0.0, 2.0])
+    assert checks.measure_disk(tmp_path, lambda: next(clock)) == checks.DISK_BYTES / 2
+
+
+def test_rdma_ports_that_are_down_are_warned_of(tmp_path: Path) -> None:
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state)
+        (port / "rate").write_text("400 Gb/sec (4X NDR)")
+    up, down = checks.check_rdma(tmp_path)
+    assert (up.status, up.found) == ("ok", "mlx5_0 port 1: 400 Gb/sec (4X NDR)")
+    assert (down.status, down.found) == ("warn", "mlx5_1 port 1 is 1: DOWN")
+
+
+def test_the_disk_is_measured_in_no_file_that_a_stranger_has_put_there(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("words")
+    (tmp_path / f".doctor-{platform.node()}-{os.getpid()}").symlink_to(tmp_path / "thesis")
+    checks.measure_disk(tmp_path)
+    assert (tmp_path / "thesis").read_text() == "words"
+
+
+@pytest.mark.parametrize(("received", "sent"), [(3, 0), (0, 3)])
+def test_a_link_that_damages_packets_either_way_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, received: int, sent: int
+) -> None:
+    link = SimpleNamespace(isup=True, speed=10_000, mtu=1500)
+    monkeypatch.setattr(checks.psutil, "net_if_stats", lambda: {"eth0": link, "lo": link})
+    errors = SimpleNamespace(errin=received, errout=sent)
+    monkeypatch.setattr(checks.psutil, "net_io_counters", lambda pernic: {"eth0": errors, "lo": errors})
+    (found,) = checks.check_links()
+    assert (found.status, found.found) == ("warn", "eth0: 10 Gbit/s, 3 damaged packets")
+
+
+def told(found: object) -> list[tuple[str, str, str]]:
+    return [(check.name, check.status, check.found) for check in found]  # type: ignore[attr-defined]
+
+
+def memory(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
+    figures = SimpleNamespace(available=available, total=2**36)
+    monkeypatch.setattr(checks.psutil, "virtual_memory", lambda: figures)
+
+
+@pytest.mark.parametrize(
+    ("available", "needed", "status", "more"),
+    [
+        (2**30, 0, "ok", ""),
+        (2**30 - 1, 0, "warn", ""),
+        (2**31, 2**31, "ok", ""),
+        (2**31, 2**31 + 1, "fail", ", and the run takes 2.00 GiB"),
+    ],
+)
+def test_memory(monkeypatch: pytest.MonkeyPatch, available: int, needed: int, status: str, more: str) -> None:
+    memory(monkeypatch, available)
+    (found,) = checks.check_memory(needed)
+    shown = checks.format_bytes(available)
+    assert told([found]) == [("memory", status, f"{shown} of 64.00 GiB available{more}")]
+    assert bool(found.advice) == (status != "ok")
+
+
+BUILDS = {"cpu": ("2.13.0+cpu", "", ""), "cuda": ("2.13.0+cu128", "12.8", ""), "rocm": ("2.13.0+rocm7", "", "7.0.1")}
+
+
+@pytest.mark.parametrize(
+    ("machine", "build", "expected"),
+    [
+        ("2xh100_sxm", "cuda", [("chips", "ok", "2 x NVIDIA H100 80GB HBM3, 79.65 GiB; driver 570.133.20")]),
+        ("mixed", "cuda", [("chips", "ok"), ("chips", "warn")]),
+        ("amd_visible", "rocm", [("chips", "warn"), ("chips", "ok")]),
+        ("amd_visible", "cuda", [("chips", "warn"), ("chips", "ok"), ("torch", "fail")]),
+        ("2xh100_sxm", "cpu", [("chips", "ok"), ("torch", "fail")]),
+        ("old_driver", "cuda", [("chips", "ok"), ("torch", "fail")]),
+        ("lost", "cuda", [("chips", "fail")]),
+        ("no_gpus", "cuda", [("chips", "fail")]),
+        ("visible_none", "cuda", [("chips", "warn"), ("chips", "fail")]),
+    ],
+)
+def test_gpus_and_the_torch_that_would_use_them(
+    monkeypatch: pytest.MonkeyPatch, machine: str, build: str, expected: list[tuple[str, ...]]
+) -> None:
+    play(machine, monkeypatch)
+    monkeypatch.setattr(checks, "torch_build", lambda: BUILDS[build])
+    found = told(checks.check_chips("cuda"))
+    assert [one[: len(wanted)] for one, wanted in zip(found, expected, strict=True)] == expected
+
+
+def test_the_build_of_torch_is_read_without_loading_it() -> None:
+    version, cuda, hip = checks.torch_build()
+    assert version == metadata.version("torch") or version.startswith(metadata.version("torch"))
+    assert bool(cuda or hip) == ("+cpu" not in version)
+
+
+def test_gpus_are_not_looked_for_on_a_cpu_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    play("lost", monkeypatch)
+    monkeypatch.setattr(checks, "cpu_name", lambda: "a chip")
+    (found,) = told(checks.check_chips("cpu"))
+    assert found[:2] == ("chips", "ok")
+    assert "cores of a chip" in found[2]
+
+
+def test_each_gpu_is_numbered(monkeypatch: pytest.MonkeyPatch) -> None:
+    play("busy", monkeypatch)
+    taken = "GPU 3 (NVIDIA H100 80GB HBM3): 58.59 GiB of 79.65 GiB are taken"
+    assert told(checks.check_gpus()) == [("chips", "warn", taken)]
+    assert told(checks.check_gpus(40.0 * 2**30)) == [("chips", "fail", f"{taken}, and the run takes 40.00 GiB")]
+
+
+@pytest.mark.parametrize(
+    ("speed", "up", "expected"),
+    [
+        (25_000, True, [("link", "ok", "eth0: 25 Gbit/s, mtu 9000")]),
+        (0, True, [("link", "ok", "eth0: speed unknown, mtu 9000")]),
+        (25_000, False, []),
+    ],
+)
+def test_links_that_are_up(monkeypatch: pytest.MonkeyPatch, speed: int, up: bool, expected: list) -> None:
+    link = SimpleNamespace(isup=up, speed=speed, mtu=9000)
+    monkeypatch.setattr(checks.psutil, "net_if_stats", lambda: {"eth0": link, "lo": link, "lo0": link})
+    monkeypatch.setattr(checks.psutil, "net_io_counters", lambda pernic: {})
+    assert told(checks.check_links()) == expected
+
+
+@pytest.mark.parametrize(
+    ("tools", "answer", "found"),
+    [
+        (("chronyc",), "Leap status     : Normal", "kept in time (chronyc)"),
+        (("timedatectl",), "NTPSynchronized=yes", "kept in time (timedatectl)"),
+        (("chronyc", "timedatectl"), "NTPSynchronized=yes", "kept in time (chronyc)"),
+        (("timedatectl",), "NTPSynchronized=no", "nothing here reports whether it is kept in time"),
+        ((), "", "nothing here reports whether it is kept in time"),
+    ],
+)
+def test_who_keeps_the_clock(monkeypatch: pytest.MonkeyPatch, tools: tuple, answer: str, found: str) -> None:
+    monkeypatch.setattr(checks.shutil, "which", lambda name: name if name in tools else None)
+    monkeypatch.setattr(checks.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=answer))
+    assert told(checks.check_clock()) == [("clock", "ok", found)]
+
+
+def test_a_clock_tool_that_hangs_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: tuple, timeout: float, **_: object) -> None:
+        assert timeout == checks.TOOL_TIMEOUT_S
+        raise checks.subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(checks.shutil, "which", lambda name: name)
+    monkeypatch.setattr(checks.subprocess, "run", hang)
+    assert told(checks.check_clock()) == [("clock", "ok", "nothing here reports whether it is kept in time")]
+
+
+@pytest.mark.parametrize(("files", "status"), [(4096, "ok"), (4095, "warn")])
+def test_open_files(monkeypatch: pytest.MonkeyPatch, files: int, status: str) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "RLIM_INFINITY", resource.RLIM_INFINITY)
+    assert told(checks.check_limits())[0] == ("open files", status, f"ulimit -n is {files}")
+
+
+def test_locked_memory_matters_where_there_is_rdma(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (65_536, 65_536))
+    monkeypatch.setattr(Path, "is_dir", lambda folder: True)
+    assert told(checks.check_limits())[1:] == [("locked memory", "warn", "ulimit -l is 64.00 KiB")]
+    monkeypatch.setattr(Path, "is_dir", lambda folder: False)
+    assert len(list(checks.check_limits())) == 1
+
+
+@pytest.mark.parametrize(("free", "status"), [(2**30 - 1, "fail"), (2**30, "ok")])
+def test_space_on_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, status: str) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(2**40, 0, free))
+    monkeypatch.setattr(checks, "measure_disk", lambda _: 20e6)
+    (found,) = checks.check_disk(tmp_path)
+    assert (found.status, bool(found.advice)) == (status, status == "fail")
+
+
+def test_the_written_file_is_on_the_disk_before_the_time_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    written: list[int] = []
+
+    def sync(descriptor: int) -> None:
+        order.append("fsync")
+        written.append(os.fstat(descriptor).st_size)
+
+    def clock() -> float:
+        order.append("clock")
+        return float(len(order))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    assert checks.measure_disk(tmp_path, clock) == checks.DISK_BYTES / 2
+    assert (order, written) == (["clock", "fsync", "clock"], [checks.DISK_BYTES])
+
+
+def test_all_checks_are_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("chips", "memory", "rdma", "links", "clock", "shm", "limits", "disk", "gpus"):
+        check = checks.Check(name, "ok", "")
+        monkeypatch.setattr(checks, f"check_{name}", lambda *_, check=check: [check])
+    shown = ["versions", "chips", "memory", "rdma", "links", "clock", "shm", "limits", "disk"]
+    assert [check.name for check in checks.check_node(tmp_path, "cpu")] == shown
+    assert [check.name for check in checks.check_node(tmp_path, "cuda")] == ["versions", "chips", "gpus", *shown[2:]]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19\nGCC version", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release", "550.54.15"),
+        ("something else", "unknown"),
+        (None, "unknown"),
+    ],
+)
+def test_the_driver_is_told_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, content: str | None, found: str
+) -> None:
+    def read_text(path: Path) -> str:
+        assert str(path) == "/proc/driver/nvidia/version"
+        if content is None:
+            raise FileNotFoundError(path)
+        return content
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert checks.driver() == found
+
+
+def test_shared_memory_and_ports_that_are_not_there_are_passed_over(tmp_path: Path) -> None:
+    assert list(checks.check_shm(tmp_path / "nothing")) == []
+    assert list(checks.check_rdma(tmp_path / "nothing")) == []
+    (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
+    assert told(checks.check_rdma(tmp_path)) == [("rdma", "warn", "mlx5_0 port 1 is unknown")]
+
+
+def test_links_are_told_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = SimpleNamespace(isup=True, speed=1000, mtu=1500)
+    monkeypatch.setattr(checks.psutil, "net_if_stats", lambda: {"eth1": link, "lo": link, "eth0": link})
+    monkeypatch.setattr(checks.psutil, "net_io_counters", lambda pernic: {})
+    assert [found.partition(":")[0] for _, _, found in told(checks.check_links())] == ["eth0", "eth1"]

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from trainspec_cli.core.errors import MachineError
+from trainspec_cli.recipe.canonical import from_plain, to_plain
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.results.doctor import Check, NodeReport
+from trainspec_cli.recipe.results.tools import AllReduceRate, LinksResult, PairRate, PingRate, SpeedResult
+from trainspec_cli.wings.doctor.examine import compare, diagnose, judge_links, refuse_unfit
+
+
+def report(host: str, matmul: float = 1e12, memory: float = 1e11, *checks: Check) -> NodeReport:
+    return NodeReport(host, 0.0, checks, SpeedResult("2.13", None, None, 1, matmul, memory, 0))
+
+
+def test_the_slowest_node_is_named_with_what_it_is_slow_at() -> None:
+    worst, other = compare([report("a"), report("b", matmul=0.9e12), report("c", memory=0.5e11)])
+    assert (worst.host, worst.figure, worst.ratio) == ("c", "memory_bytes_per_s", 0.5)
+    assert worst.sentence == "c is slowest at memory: 50% of what the others do"
+    assert (other.host, other.ratio) == ("b", 0.9)
+
+
+def test_one_node_has_nobody_to_be_compared_with() -> None:
+    assert compare([report("a")]) == []
+
+
+def test_nodes_alike_are_let_in() -> None:
+    refuse_unfit([report("a"), report("b", matmul=0.8e12)])
+
+
+def test_a_node_far_below_the_others_is_refused_by_name() -> None:
+    with pytest.raises(MachineError) as caught:
+        refuse_unfit([report("a"), report("b"), report("c", matmul=0.4e12)])
+    (problem,) = caught.value.problems
+    assert (caught.value.exit_code, problem.code) == (4, "slow_host")
+    assert problem.message == (
+        "c is slowest at matrix products: 40% of what the others do, and every step would wait for it"
+    )
+    assert "cluster.slurm.exclude=c" in problem.hint
+
+
+def test_every_unfit_node_is_reported_at_once() -> None:
+    broken = Check("disk", "fail", "0 bytes free", "free some")
+    with pytest.raises(MachineError) as caught:
+        refuse_unfit([report("a", 1e12, 1e11, broken), report("b", matmul=0.1e12), report("c")])
+    assert [problem.code for problem in caught.value.problems] == ["unfit_host", "slow_host"]
+    assert [problem.environment for problem in caught.value.problems] == [True, True]
+    assert caught.value.problems[0].hint == "free some; or start all the same with run.preflight=false"
+    assert caught.value.problems[0].message == "a is not fit: disk: 0 bytes free"
+
+
+def test_the_diagnosis_has_the_worst_status_and_the_slowest_node() -> None:
+    little = Check("/dev/shm", "warn", "64 MiB free", "give the container more")
+    diagnosis = diagnose([report("a"), report("b", 1e12, 1e11, little), report("c", matmul=0.95e12)], None)
+    assert (diagnosis.status, diagnosis.slowest) == ("warn", "c")
+
+
+def test_a_clock_that_is_off_is_reported() -> None:
+    late = replace(report("a"), time=95.0, heard_at=100.0)
+    on_time = replace(report("b"), time=99.9, heard_at=100.0)
+    (clock,) = [check for check in diagnose([late, on_time], None).between if check.name == "clock"]
+    assert (clock.status, clock.found) == ("warn", "a is 5.0 s behind the first node")
+
+
+def test_a_slow_node_fails_the_diagnosis() -> None:
+    assert diagnose([report("a"), report("b", memory=0.2e11)], None).status == "fail"
+
+
+def test_a_report_crosses_the_wire_as_it_was() -> None:
+    for sent in (report("a", 1e12, 1e11, Check("disk", "warn", "slow")), NodeReport("b", 1.5, (), None, heard_at=2.5)):
+        assert from_plain(NodeReport, json.loads(json_text(to_plain(sent)))) == sent
+
+
+def test_the_json_keeps_its_keys() -> None:
+    here, bare = report("a"), NodeReport("b", 0.0, (Check("speed", "fail", "torch failed"),))
+    plain = diagnose([here, bare], LinksResult((AllReduceRate(4096, 0.001, 4e6),), ())).as_json()
+    assert list(plain) == ["status", "hosts", "between", "slowest", "links"]
+    assert [set(host) for host in plain["hosts"]] == [{"host", "time", "checks", "speed"}] * 2
+    assert set(plain["hosts"][0]["speed"]) > {"matmul_flops", "memory_bytes_per_s", "torch", "slowest_device"}
+    assert plain["hosts"][1]["speed"] == {}, "what was not measured has no figures"
+    assert plain["links"]["all_reduce"] == [{"bytes": 4096, "seconds": 0.001, "bus_bytes_per_s": 4e6}]
+    assert replace(here, heard_at=3.0).as_json()["heard_at"] == 3.0
+
+
+def measured(hosts: str, slow: dict[str, float]) -> LinksResult:
+    """Pairs of one-letter nodes at 1 GB/s, but those of `slow`."""
+    sizes = (PingRate(4096, 8e-5, 4096 / 8e-5),)
+    return LinksResult((), tuple(PairRate((a, b), slow.get(a + b, 1e9), sizes) for a, b in combinations(hosts, 2)))
+
+
+def warnings(hosts: str, slow: dict[str, float]) -> list[str]:
+    return [check.found for check in judge_links(measured(hosts, slow)) if check.status == "warn"]
+
+
+def test_links_alike_are_shown_with_rate_and_latency() -> None:
+    checks = judge_links(measured("abc", {}))
+    assert [check.status for check in checks] == ["ok"] * 3
+    assert checks[0].found == "a - b: 1 GB/s, 4.00 KiB in 0.08 ms"
+
+
+def test_a_bad_cable_names_its_node_though_most_pairs_are_slow() -> None:
+    found = warnings("abc", {"ac": 0.1e9, "bc": 0.12e9})
+    assert [words.partition(":")[0] for words in found[:2]] == ["a - c", "b - c"]
+    assert found[2:] == ["c reaches nobody at more than 120 MB/s, 12% of the usual"]
+
+
+def test_a_bad_way_between_two_nodes_blames_neither() -> None:
+    (pair,) = warnings("abcd", {"bc": 0.3e9})
+    assert pair == "b - c: 300 MB/s, 4.00 KiB in 0.08 ms: 30% of the usual"
+
+
+def test_two_nodes_have_no_other_pair_to_be_held_against() -> None:
+    assert warnings("ab", {"ab": 1e3}) == []
+
+
+def test_one_process_has_no_links() -> None:
+    assert judge_links(None) == []
+
+
+def test_all_reduces_are_shown() -> None:
+    (check,) = judge_links(LinksResult((AllReduceRate(4096, 0.001, 4e6),), ()))
+    assert check.found == "4.00 KiB in 1.00 ms, 4 MB/s"
+
+
+@pytest.mark.parametrize(("ratio", "status"), [(0.85, "ok"), (0.84, "warn"), (0.6, "warn"), (0.59, "fail")])
+def test_how_far_below_the_others_a_node_may_be(ratio: float, status: str) -> None:
+    diagnosis = diagnose([report("a"), report("b", matmul=ratio * 1e12)], None)
+    assert (diagnosis.between[0].name, diagnosis.between[0].status) == ("slowest", status)
+    if status == "fail":
+        with pytest.raises(MachineError, match="b is slowest"):
+            refuse_unfit([report("a"), report("b", matmul=ratio * 1e12)])
+    else:
+        refuse_unfit([report("a"), report("b", matmul=ratio * 1e12)])
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.99, None), (1.0, "1.0 s ahead of"), (-1.0, "1.0 s behind")])
+def test_clocks_may_be_less_than_a_second_apart(seconds: float, said: str | None) -> None:
+    off = replace(report("a"), time=100.0 + seconds, heard_at=100.0)
+    found = [check.found for check in diagnose([off, report("b")], None).between if check.name == "clock"]
+    assert found == ([] if said is None else [f"a is {said} the first node"])
+
+
+def test_each_nodes_own_speeds_are_shown_with_its_checks() -> None:
+    (host,) = diagnose([report("a", 2e12, 3e11, Check("disk", "ok", "fast"))], None).hosts
+    assert [(check.name, check.found) for check in host.checks] == [
+        ("disk", "fast"),
+        ("matrix products", "2 TFLOP/s"),
+        ("memory", "300 GB/s"),
+    ]
+    assert diagnose([NodeReport("a", 0.0, ())], None).hosts[0].checks == ()
+
+
+def test_the_others_median_is_the_measure() -> None:
+    worst, _ = compare([report("a", 1e12), report("b", 3e12), report("c", 10e12), report("d", 4e12)])
+    assert (worst.host, worst.ratio) == ("a", 0.25)

@@ -1,0 +1,145 @@
+"""Tiers of what was found."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.recipe.keys.fabric import TierSpec
+from trainspec_cli.recipe.results.fabric import FoundGpu, Nic
+from trainspec_cli.recipe.results.tools import PairRate, PingRate
+from trainspec_cli.wings.doctor.discover import parse_matrix
+from trainspec_cli.wings.doctor.switches import read_levels
+from trainspec_cli.wings.doctor.tiers import groups_by, network_of, network_tiers, node_tiers, rails, with_measured
+
+DATA = Path(__file__).parents[2] / "data" / "topology"
+TREE = "".join(f"SwitchName=leaf{leaf} Level=0 Nodes=n[{2 * leaf}-{2 * leaf + 1}]\n" for leaf in range(2)) + (
+    "SwitchName=top Level=1 Nodes=n[0-3] Switches=leaf[0-1]\n"
+)
+
+
+def gpus_of(name: str) -> list[FoundGpu]:
+    return parse_matrix((DATA / f"{name}.txt").read_text(), name)
+
+
+def joined(number: int, pairs: str, link: str = "NV4") -> list[FoundGpu]:
+    """GPUs of which some `pairs` (`01 23`) are joined by NVLink."""
+    bridged = [set(pair) for pair in pairs.split()]
+    return [
+        FoundGpu(
+            f"GPU{one}",
+            {f"GPU{far}": link if {str(one), str(far)} in bridged else "SYS" for far in range(number) if far != one},
+            pcie_gbit_per_s=252.1,
+        )
+        for one in range(number)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "tiers", "remark"),
+    [
+        ("dgx_h100", [("nvlink", None)], ""),
+        ("dgx_a100", [("nvlink", None)], ""),
+        ("a100_pcie", [("nvlink", 2), ("pcie", 8)], ""),
+        ("l40s", [("pcie", None)], "{name: pcie, devices: 2}, {name: node, devices: 4, gbit_per_s: ...}"),
+        ("v100_pcie", [("pcie", None)], "among GPU0 to GPU3 and GPU4 to GPU7"),
+        ("rtx_4090", [("pcie", None)], ""),
+        ("rtx_4090_two_sockets", [("pcie", None)], ""),
+    ],
+)
+def test_a_node_has_the_tiers_of_its_links(name: str, tiers: list[tuple[str, int | None]], remark: str) -> None:
+    found, remarks = node_tiers(gpus_of(name), "nvidia-smi", len(gpus_of(name)))
+    assert [(tier.spec.name, tier.spec.devices) for tier in found] == tiers
+    assert len(remarks) == bool(remark) and all(remark in one for one in remarks)
+    assert all("gbit_per_s" in tier.left_out for tier in found), "the matrix says no rate"
+
+
+def test_bridges_are_a_tier_below_pcie_whose_rate_is_that_of_the_link() -> None:
+    (bridge, pcie), remarks = node_tiers(joined(4, "01 23"), "nvidia-smi", 4)
+    assert (bridge.spec, pcie.spec) == (TierSpec("nvlink", 2), TierSpec("pcie", 4, 252.1))
+    assert (remarks, pcie.left_out) == ([], {})
+    of_two, _ = node_tiers(joined(4, "01 23"), "nvidia-smi", 2)
+    assert [tier.spec for tier in of_two] == [TierSpec("nvlink")], "a run of two devices a node crosses no PCIe"
+
+
+@pytest.mark.parametrize(
+    ("number", "pairs", "order"),
+    [(4, "02 13", "0,2,1,3"), (3, "12", "1,2,0"), (5, "14", "1,4,0,2,3")],
+)
+def test_bridges_that_ranks_do_not_follow_are_told_of(number: int, pairs: str, order: str) -> None:
+    (only,), (remark,) = node_tiers(joined(number, pairs), "nvidia-smi", number)
+    assert only.spec == TierSpec("pcie", gbit_per_s=252.1)
+    assert f"CUDA_VISIBLE_DEVICES={order} " in remark
+
+
+def test_a_mesh_with_missing_pairs_is_one_domain() -> None:
+    """A DGX-1: no GPU is joined to all others."""
+    (only,), (remark,) = node_tiers(joined(4, "01 12 23 30"), "nvidia-smi", 4)
+    assert only.spec == TierSpec("nvlink")
+    assert "4 of the 6 pairs" in remark
+    assert groups_by(joined(4, "03 12"), lambda link: link != "SYS") == [["GPU0", "GPU3"], ["GPU1", "GPU2"]]
+
+
+def test_rails_are_the_nics_below_the_switch_of_each_gpu() -> None:
+    nics = [f"NIC{number}" for number in range(12)]
+    assert list(rails(gpus_of("dgx_h100"), nics).values()) == [
+        [f"NIC{number}"] for number in (0, 3, 4, 5, 6, 9, 10, 11)
+    ]
+    pairs = rails(gpus_of("dgx_a100"), [f"mlx5_{number}" for number in range(12)])
+    assert pairs["GPU6"] == pairs["GPU7"] == ["mlx5_8", "mlx5_9"]
+    assert rails(gpus_of("l40s"), ["mlx5_0", "mlx5_1"]) == {}
+    assert rails(gpus_of("dgx_h100"), nics[1:]) == {}, "the NIC of GPU0 is down"
+
+
+def test_a_devices_share_is_that_of_the_nics_beside_gpus() -> None:
+    """Four of a DGX H100's twelve NICs are for storage."""
+    nics = [Nic(f"NIC{number}", 400 if number not in (1, 2, 7, 8) else 200, kind="infiniband") for number in range(12)]
+    network = network_of(gpus_of("dgx_h100"), nics, [], 8, "nothing")
+    assert network.tier == TierSpec("network", gbit_per_s=400.0, kind="infiniband")
+    assert (network.rdma_nics, network.found.endswith("besides them NIC1, NIC2, NIC7, NIC8")) == (8, True)
+
+
+def test_without_rails_nics_of_the_kind_that_carries_most_are_shared_at_the_rate_of_the_least() -> None:
+    nics = [Nic("a", 200, kind="roce"), Nic("b", 100, kind="roce"), Nic("c", 200, kind="infiniband")]
+    assert network_of([], nics, [], 8, "nothing").tier == TierSpec("network", gbit_per_s=25.0, kind="roce")
+
+
+def test_without_rdma_one_interface_carries_all() -> None:
+    interfaces = [Nic("eth0", 10.0), Nic("eth1", 100.0), Nic("eth2", None)]
+    network = network_of([], [], interfaces, 4, "nothing")
+    assert (network.tier, network.rdma_nics) == (TierSpec("network", gbit_per_s=25.0, kind="ethernet"), 0)
+    unknown = network_of([], [], interfaces[2:], 4, "/sys/class")
+    assert (unknown.tier, unknown.source) == (TierSpec("network"), "/sys/class")
+    assert "gbit_per_s" in network_tiers(unknown, [], "", 4)[0].left_out
+
+
+def pairs_of(near: float, far: float) -> list[PairRate]:
+    """n0 and n1, n2 and n3 at `near` bytes a second, all others at `far`."""
+    rates = {("n0", "n1"): near, ("n2", "n3"): near}
+    ping = (PingRate(4096, 20e-6, 4096 / 20e-6),)
+    return [PairRate(pair, rates.get(pair, far), ping) for pair in combinations(["n0", "n1", "n2", "n3"], 2)]
+
+
+def test_slurms_levels_are_tiers_and_measured_pairs_belong_to_the_lowest_that_joins_them() -> None:
+    levels = read_levels(TREE)
+    network = network_of([], [Nic("mlx5_0", 200.0)], [], 2, "")
+    leaf, top = network_tiers(network, levels, "Slurm", 2)
+    assert (leaf.spec, top.spec) == (
+        TierSpec("level0", 4, 100.0, kind="infiniband"),
+        TierSpec("network", None, 100.0, kind="infiniband"),
+    )
+    assert ("oversubscription" in leaf.left_out, "oversubscription" in top.left_out) == (False, True)
+    near, far = with_measured([leaf, top], pairs_of(20e9, 15e9), levels, "doctor.json", 2, 1)
+    assert (near.spec.devices, near.spec.gbit_per_s, far.spec.gbit_per_s) == (4, 80.0, 60.0)
+    assert (far.spec.latency_us, far.left_out) == (20.0, {})
+    only_near = [pair for pair in pairs_of(20e9, 15e9) if pair.hosts in (("n0", "n1"), ("n2", "n3"))]
+    assert with_measured([leaf, top], only_near, levels, "doctor.json", 2, 1)[1] == top
+
+
+def test_without_slurm_measured_links_group_the_nodes() -> None:
+    plain = network_tiers(network_of([], [], [], 2, ""), [], "", 2)
+    near, far = with_measured(plain, pairs_of(20e9, 5e9), [], "doctor.json", 2, 2)
+    assert (near.spec.name, near.spec.devices, near.spec.gbit_per_s) == ("near", 4, 160.0)
+    assert (far.spec.name, far.spec.devices, far.spec.gbit_per_s) == ("network", None, 40.0)

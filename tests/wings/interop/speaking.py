@@ -1,0 +1,105 @@
+"""Runs that are said in engines' words, and the engines' own parsers, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab.other_frameworks import NOT_IN_CI
+
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.json_value import JsonValue
+from trainspec_cli.session.planning.emit import resolved
+from trainspec_cli.session.planning.plan import plan_recipe
+from trainspec_cli.wings.interop import TARGETS, Container, RunValues, Spoken, run_values, speak
+
+JUDGES = Path(__file__).parent / "judges"
+PINNED = (
+    "layout=fsdp",
+    "recipe=llama3_8b",
+    "cluster.num_nodes=2",
+    "layout.dp_shard=auto",
+    "batching.micro_batch_size=1",
+)
+
+
+@cache
+def run_of(*arguments: str) -> RunValues:
+    """Return a resolved run; Llama 3 8B on 16 H100 unless the arguments say otherwise."""
+    given = {argument.partition("=")[0] for argument in arguments}
+    named = [argument for argument in PINNED if argument.partition("=")[0] not in given]
+    container = Container("registry/trainspec:1", "shared")
+    return run_values("llama3_8b", resolved(plan_recipe([*named, *arguments])), (*named, *arguments), container)
+
+
+def spoken_in(engine: str, *arguments: str) -> Spoken:
+    return speak(TARGETS[engine], run_of(*arguments))
+
+
+def refused_by(engine: str, **changes: JsonValue) -> list[Problem]:
+    """Return what an engine refuses of the pinned run with these values, whose keys have `__` for dots."""
+    run = run_of()
+    values = {**run.values, **{key.replace("__", "."): value for key, value in changes.items()}}
+    with pytest.raises(RecipeError) as refused:
+        speak(TARGETS[engine], replace(run, values=values))
+    return list(refused.value.problems)
+
+
+def files_in(engine: str, *arguments: str) -> dict[str, str]:
+    run = run_of(*arguments)
+    return TARGETS[engine].render(speak(TARGETS[engine], run), run)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    error: str | None
+    """What the parser refused."""
+    keys: dict[str, Any] = field(default_factory=dict)
+    """The engine's dotted key -> the value that the parser has after reading the files."""
+
+
+@dataclass(frozen=True)
+class Case:
+    files: dict[str, str]
+    keys: list[str]
+    """The keys that are looked for in what the parser made of the files."""
+    world_size: int = 16
+    about: dict[str, Any] = field(default_factory=dict)
+    """What else the parser is told."""
+
+
+def judge(engine: str, cases: list[Case], *, package: str | None = None) -> list[Judgement]:
+    """Let the engine's own parser read each case, in one process. Skips where the engine is not installed."""
+    package = package or engine
+    python = judging_python(engine)
+    found = subprocess.run([python, "-c", f"import importlib.util as i, sys; sys.exit(not i.find_spec('{package}'))"])
+    if found.returncode:
+        pytest.skip(f"{package} {NOT_IN_CI}: .ci/interop {engine} installs and asks it")
+    ran = subprocess.run(
+        [python, "-P", JUDGES / f"{engine}.py"],
+        input=json.dumps([vars(case) for case in cases]),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return [Judgement(**one) for one in json.loads(ran.stdout.splitlines()[-1])]
+
+
+def judging_python(engine: str) -> str:
+    """Return the Python whose packages judge: some engines want other packages, or another Python, than trainspec."""
+    named = os.environ.get(f"INTEROP_PYTHON_{engine.upper()}") or os.environ.get("INTEROP_PYTHON")
+    return named or sys.executable
+
+
+def mistyped(key: str) -> str:
+    """Return a key with its last letter doubled."""
+    name, bracket, index = key.partition("[")
+    return f"{name}{name[-1]}{bracket}{index}"

@@ -1,0 +1,66 @@
+"""Accelerate's YAML: what is said and refused, and what `accelerate launch` and its processes make of it."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+from wings.interop.speaking import Case, files_in, judge, mistyped, refused_by, spoken_in
+
+from trainspec_cli.wings.interop import nest
+
+RUNS = (
+    (),
+    ("layout.zero_stage=2", "layout.tp=2", "layout.sequence_parallel=false", "recompute=full", "compile=false"),
+    ("layout.dp_shard=4", "layout.dp_replicate=2", "layout.cp=2", "precision=fp32", "model=qwen3_0_6b"),
+    ("model=qwen3_0_6b", "data.seq_len=1024", "layout.dp_shard=1", "layout.dp_replicate=16", "recompute=none"),
+)
+UNSEEN = "compute_environment"
+"""Only `accelerate config` asks for it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS)
+def test_accelerate_reads_every_key(run: tuple[str, ...]) -> None:
+    keys = spoken_in("accelerate", *run).keys_of("config")
+    (judgement,) = judge("accelerate", [Case(files_in("accelerate", *run), list(keys))])
+    assert judgement.error is None
+    read = {key: str(value) for key, value in judgement.keys.items()}
+    assert read == {key: str(value) for key, value in keys.items() if key != UNSEEN}
+
+
+@pytest.mark.slow
+def test_accelerate_notices_a_mistyped_key() -> None:
+    keys = spoken_in("accelerate", *RUNS[1]).keys_of("config")
+    wrong = [{mistyped(key) if key == one else key: value for key, value in keys.items()} for one in keys]
+    cases = [Case({"accelerate.yaml": yaml.safe_dump(nest(one))}, list(keys)) for one in wrong]
+    (right, *judged) = judge("accelerate", [Case(files_in("accelerate", *RUNS[1]), list(keys)), *cases])
+    unseen = {key for key, judgement in zip(keys, judged, strict=True) if judgement == right}
+    assert unseen <= {UNSEEN, *DEFAULTS}
+
+
+DEFAULTS = {
+    "num_machines",
+    "use_cpu",
+    "distributed_type",
+    "fsdp_config.fsdp_offload_params",
+    "fsdp_config.fsdp_state_dict_type",
+    "fsdp_config.fsdp_version",
+    "parallelism_config.parallelism_config_dp_replicate_size",
+    "parallelism_config.parallelism_config_cp_size",
+}
+"""Keys that may say what Accelerate would take without them."""
+
+
+def test_plain_data_parallelism_needs_no_fsdp() -> None:
+    keys = spoken_in("accelerate", *RUNS[3]).keys_of("config")
+    assert keys["distributed_type"] == "MULTI_GPU"
+    assert not [key for key in keys if key.startswith(("fsdp_config", "parallelism_config"))]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("layout.zero_stage", 1), ("layout.pp", 2), ("recompute", "selective"), ("offload", "optimizer")]
+)
+def test_what_accelerate_cannot_say_is_refused_alone(key: str, value: object) -> None:
+    (problem,) = refused_by("accelerate", **{key.replace(".", "__"): value})  # type: ignore[arg-type]
+    assert problem.path == key
+    assert problem.hint.startswith(f"type {key}=")

@@ -1,0 +1,195 @@
+"""axolotl's YAML: what is said and refused, and what its own parser makes of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from wings.interop.speaking import Case, files_in, judge, mistyped, refused_by, run_of, spoken_in
+
+from trainspec_cli.wings.interop import TARGETS, guess_engine, listen, read_source
+from trainspec_cli.wings.interop.targets.axolotl import config_text
+
+MODEL = f"init.from=hf:{Path(__file__).parent / 'llama3_8b'}"
+TEXT = (MODEL, "data=jsonl", "data.path=corpus/text.jsonl", "data.seq_len=4096")
+CHAT = (MODEL, "data=chat", "data.path=corpus/chat.jsonl", "data.seq_len=4096")
+RUNS = (
+    (*TEXT, "recompute=full"),
+    (*CHAT, "layout.zero_stage=2", "layout.tp=2", "layout.sequence_parallel=false", "optim.schedule.kind=wsd"),
+    (*TEXT, "layout.dp_shard=4", "layout.dp_replicate=2", "layout.cp=2", "precision=fp32", "recompute=full"),
+    (
+        *CHAT,
+        "layout=ddp",
+        "lora.rank=16",
+        "lora.targets=[q,v]",
+        "lora.base=nf4",
+        "data.chat_template=chatml",
+        "data.loss_on=all",
+        "train.eval_interval_steps=50",
+        "optim.schedule.kind=constant",
+    ),
+    (
+        *TEXT,
+        "optim=adamw8bit",
+        "optim.grad_clip_norm=null",
+        "checkpoint.interval_steps=null",
+        "data.source=parquet",
+        "precision.compute=tf32",
+        "compile=false",
+    ),
+)
+
+
+def case_of(run: tuple[str, ...]) -> Case:
+    return Case(files_in("axolotl", *run), list(spoken_in("axolotl", *run).keys_of("config")))
+
+
+@pytest.mark.slow
+def test_axolotl_reads_every_key() -> None:
+    for run, judgement in zip(RUNS, judge("axolotl", [case_of(run) for run in RUNS]), strict=True):
+        assert judgement.error is None, run
+        planned = run_of(*run)
+        axes = [planned[f"layout.{axis}"] for axis in ("dp_replicate", "dp_shard", "tp", "cp")]
+        assert judgement.keys.pop("axes") == axes or planned["derived.is_ddp"], run
+        assert judgement.keys.pop("batch_size") == planned["batching.global_batch_size"], run
+        assert judgement.keys == spoken_in("axolotl", *run).keys_of("config"), run
+
+
+@pytest.mark.slow
+def test_axolotl_makes_something_else_of_a_mistyped_key() -> None:
+    cases, typos = [], []
+    for run in (RUNS[0], RUNS[1], RUNS[3]):
+        keys = spoken_in("axolotl", *run).keys_of("config")
+        typos.append(keys)
+        wrong = [{mistyped_within(key) if key == one else key: value for key, value in keys.items()} for one in keys]
+        cases += [case_of(run), *(Case({"axolotl.yml": config_text(one)}, list(keys)) for one in wrong)]
+    judged = iter(judge("axolotl", cases))
+    unseen: set[str] = set()
+    for keys in typos:
+        right = next(judged)
+        assert right.error is None
+        unseen |= {key for key in keys if next(judged) == right}
+    assert unseen == DEFAULTS
+
+
+DEFAULTS = {
+    "context_parallel_size",
+    "datasets[0].chat_template",
+    "gradient_checkpointing",
+    "lr_scheduler",
+    "micro_batch_size",
+    "optimizer",
+    "pad_to_sequence_len",
+    "tensor_parallel_size",
+    "train_on_inputs",
+}
+"""Keys that may say what axolotl would take without them."""
+
+
+def mistyped_within(key: str) -> str:
+    """Return a key with its last name mistyped: the item of a list that it belongs to stays."""
+    before, dot, name = key.rpartition(".")
+    return f"{before}{dot}{mistyped(name)}"
+
+
+@pytest.mark.slow
+def test_what_axolotl_takes_without_a_word() -> None:
+    """An optimizer that it does not have: the table must be right."""
+    text = files_in("axolotl", *RUNS[0])["axolotl.yml"]
+    wrong = text.replace("optimizer: adamw_torch_fused", "optimizer: adamw_torch_fusedd")
+    (judgement,) = judge("axolotl", [Case({"axolotl.yml": wrong}, ["optimizer"])])
+    assert (judgement.error, judgement.keys["optimizer"]) == (None, "adamw_torch_fusedd")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_import_after_emit_is_the_identity(run: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(files_in("axolotl", *run)["axolotl.yml"])
+    assert guess_engine(file) == "axolotl"
+    heard = listen(TARGETS["axolotl"], read_source(file, "axolotl"))
+    assert heard.unread == {}
+    said = [one.ours for one in spoken_in("axolotl", *run).said if one.theirs and one.place == "config"]
+    wanted = {ours: run_of(*run)[ours] for ours in said if not ours.startswith("derived.")}
+    read = {ours: heard.values.get(ours, "missing") for ours in wanted}
+    assert {ours: (read[ours], value) for ours, value in wanted.items() if not same(read[ours], value)} == {}
+
+
+def same(one: object, other: object) -> bool:
+    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
+    return one == pytest.approx(other, rel=1e-4) if numbers else one == other
+
+
+def test_a_file_of_ones_own_is_read_and_the_rest_is_listed(tmp_path: Path) -> None:
+    file = tmp_path / "lora.yml"
+    file.write_text(
+        "base_model: org/model\nadapter: lora\nlora_r: 8\nlora_alpha: 16\nmicro_batch_size: 2\nsequence_len: 2048\n"
+        "datasets:\n- path: chat.jsonl\n  type: chat_template\n  roles_to_train: [assistant]\n- path: more.jsonl\n"
+    )
+    heard = listen(TARGETS["axolotl"], read_source(file, guess_engine(file)))
+    assert (heard.values["init.from"], heard.values["lora.rank"], heard.values["data.source"]) == (
+        "hf:org/model",
+        8,
+        "chat",
+    )
+    assert set(heard.unread) == {"datasets[0].roles_to_train[0]", "datasets[1].path"}
+
+
+def test_the_script_starts_the_planned_processes() -> None:
+    script = files_in("axolotl", *RUNS[0])["launch.sh"]
+    assert "--nnodes 2 --nproc-per-node 8" in script and "-m axolotl.cli.train" in script
+
+
+def test_values_that_axolotl_names_in_another_way() -> None:
+    by_stage = [spoken_in("axolotl", *run).keys_of("config")["fsdp_config.reshard_after_forward"] for run in RUNS[:2]]
+    assert by_stage == [True, False]
+    keys = spoken_in("axolotl", *RUNS[1]).keys_of("config")
+    assert keys["lr_scheduler_kwargs.num_decay_steps"] == round(0.2 * int(str(keys["max_steps"])))
+    adapted = spoken_in("axolotl", *RUNS[3]).keys_of("config")
+    assert adapted["lora_target_modules"] == ["q_proj", "v_proj"] and adapted["adapter"] == "qlora"
+    assert (adapted["train_on_inputs"], adapted["bf16"], "fsdp_version" in adapted) == (True, True, False)
+
+
+def test_packed_samples_are_divided_over_cp_one_by_one() -> None:
+    refused = refused_by(
+        "axolotl",
+        init__from="hf:org/model",
+        data__source="jsonl",
+        layout__cp=2,
+        batching__micro_batch_size=2,
+    )
+    assert [problem.path for problem in refused] == ["batching.micro_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "others"),
+    [
+        ("init.from", None, {}),
+        ("init.from", "runs/mine", {}),
+        ("data.source", "tokens", {}),
+        ("data.path", "text/*.jsonl", {}),
+        ("layout.zero_stage", 1, {}),
+        ("layout.pp", 2, {}),
+        ("layout.sequence_parallel", True, {"layout__tp": 2}),
+        ("layout.context_method", "ulysses", {"layout__cp": 2}),
+        ("recompute", "selective", {}),
+        ("optim.name", "muon", {}),
+        ("lora.targets", ["z"], {"lora__rank": 8}),
+        ("lora.alpha", 16.5, {"lora__rank": 8}),
+        ("offload", "optimizer", {}),
+    ],
+)
+def test_what_axolotl_cannot_say_is_refused_alone(key: str, value: object, others: dict[str, object]) -> None:
+    usual = {"init__from": "hf:org/model", "data__source": "jsonl", "data__path": "text.jsonl"}
+    changes = {**usual, **others, key.replace(".", "__"): value}
+    assert key in [problem.path for problem in refused_by("axolotl", **changes)]  # type: ignore[arg-type]
+
+
+def test_the_sizes_of_a_mesh_are_the_devices() -> None:
+    keys = spoken_in("axolotl", *RUNS[2]).keys_of("config")
+    axes = ("dp_replicate_size", "dp_shard_size", "tensor_parallel_size", "context_parallel_size")
+    assert math.prod(int(str(keys[axis])) for axis in axes) == 16
+    assert yaml.safe_load(files_in("axolotl", *RUNS[2])["axolotl.yml"])["datasets"] == [
+        {"path": "corpus/text.jsonl", "ds_type": "json", "field": "text", "type": "completion"}
+    ]

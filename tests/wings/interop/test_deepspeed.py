@@ -1,0 +1,105 @@
+"""DeepSpeed's configuration: what is said and refused, and what DeepSpeed's own parser makes of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from wings.interop.speaking import Case, files_in, judge, mistyped, refused_by, run_of, spoken_in
+
+from trainspec_cli.wings.interop import RunValues, nest
+
+RUNS = (
+    (),
+    (
+        "layout.zero_stage=2",
+        "layout.tp=2",
+        "layout.sequence_parallel=false",
+        "optim.schedule.kind=constant",
+        "optim.grad_clip_norm=0.5",
+    ),
+    ("optim.grad_clip_norm=null",),
+    ("layout.cp=2", "layout.context_method=ulysses", "recompute=full", "precision.reduce=bf16"),
+    ("layout.zero_stage=1", "offload=optimizer", "optim.schedule.kind=constant", "optim.schedule.warmup_steps=0"),
+    ("model=qwen3_0_6b", "data.seq_len=1024", "layout.dp_shard=1", "layout.dp_replicate=16", "recompute=none"),
+)
+
+
+FOLLOW = {
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    "communication_data_type",
+}
+"""Keys that DeepSpeed fills in, as they are, from others."""
+
+
+def ranks_of(run: RunValues) -> int:
+    return run.whole("derived.data_parallel_size")
+
+
+def case_of(arguments: tuple[str, ...], keys: dict[str, object]) -> Case:
+    files = {"ds_config.json": json.dumps(nest(keys))}  # type: ignore[arg-type]
+    return Case(files, list(keys), about={"ranks": ranks_of(run_of(*arguments))})
+
+
+@pytest.mark.slow
+def test_deepspeed_reads_every_key() -> None:
+    said = [spoken_in("deepspeed", *run).keys_of("config") for run in RUNS]
+    judged = judge("deepspeed", [case_of(run, keys) for run, keys in zip(RUNS, said, strict=True)])
+    for keys, judgement in zip(said, judged, strict=True):
+        assert judgement.error is None
+        assert {key: lowered(value) for key, value in judgement.keys.items()} == {
+            key: lowered(value) for key, value in keys.items() if key != "sequence_parallel_size"
+        }
+
+
+@pytest.mark.slow
+def test_deepspeed_notices_a_mistyped_key() -> None:
+    keys = spoken_in("deepspeed", *RUNS[1]).keys_of("config")
+    named = [key for key in keys if "[" not in key]
+    wrong = [{mistyped(key) if key == one else key: value for key, value in keys.items()} for one in named]
+    right, *judged = judge("deepspeed", [replace(case_of(RUNS[1], case), keys=list(keys)) for case in (keys, *wrong)])
+    unseen = {key for key, judgement in zip(named, judged, strict=True) if judgement == right}
+    assert unseen <= FOLLOW
+
+
+@pytest.mark.slow
+def test_deepspeed_checks_the_product_of_the_batch() -> None:
+    keys = spoken_in("deepspeed").keys_of("config")
+    (judgement,) = judge("deepspeed", [case_of((), {**keys, "train_batch_size": 500})])
+    assert judgement.error is not None and "train_batch_size" in judgement.error
+
+
+def test_no_clipping_is_a_norm_of_zero() -> None:
+    assert spoken_in("deepspeed", *RUNS[2]).keys_of("config")["gradient_clipping"] == 0.0
+
+
+def test_the_command_starts_every_process() -> None:
+    script = files_in("deepspeed")["launch.sh"]
+    assert "--num_nodes 2" in script and "--num_gpus 8" in script
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "others"),
+    [
+        ("optim.name", "muon", {}),
+        ("layout.pp", 2, {"layout__pipeline_schedule": "1f1b", "layout__stage_layers": [16, 16]}),
+        ("recompute", "selective", {}),
+        ("layout.context_method", "ring", {"layout__cp": 2}),
+        ("layout.sequence_parallel", True, {"layout__tp": 2}),
+        ("optim.schedule.kind", "wsd", {}),
+        ("comm.gradients", "int8", {}),
+        ("layout.dp_replicate", 2, {}),
+    ],
+)
+def test_what_deepspeed_cannot_say_is_refused_alone(key: str, value: object, others: dict[str, object]) -> None:
+    (problem,) = refused_by("deepspeed", **{key.replace(".", "__"): value}, **others)  # type: ignore[arg-type]
+    assert problem.path == key
+    assert problem.hint.startswith(f"type {key}=")
+
+
+def lowered(value: object) -> object:
+    """DeepSpeed folds the names of its own optimizers and of data types."""
+    return (
+        {"fp32": "float32", "bf16": "bfloat16"}.get(value.lower(), value.lower()) if isinstance(value, str) else value
+    )

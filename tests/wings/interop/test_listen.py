@@ -1,0 +1,123 @@
+"""Engines' files read back: what was emitted is the same recipe, and the rest is listed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from wings.interop import test_accelerate, test_deepspeed, test_megatron, test_torchtitan
+from wings.interop.speaking import files_in, spoken_in
+
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.core.json_value import JsonValue
+from trainspec_cli.session.recipe.import_recipe import import_file, write_recipe
+from trainspec_cli.session.recipe.load import load_for_planning
+from trainspec_cli.wings.interop import READERS, TARGETS, Heard, guess_engine, listen, read_source
+
+FILES = {
+    "deepspeed": "ds_config.json",
+    "accelerate": "accelerate.yaml",
+    "torchtitan": "trainspec_run.py",
+    "megatron": "pretrain.sh",
+}
+RUNS = {
+    "deepspeed": test_deepspeed.RUNS,
+    "accelerate": test_accelerate.RUNS,
+    "torchtitan": test_torchtitan.RUNS,
+    "megatron": test_megatron.RUNS,
+}
+CASES = [(engine, run) for engine, runs in RUNS.items() for run in runs[:4]]
+
+
+def heard_of(engine: str, text: str, folder: Path) -> Heard:
+    file = folder / FILES[engine]
+    file.write_text(text)
+    return listen(TARGETS[engine], read_source(file, engine))
+
+
+@pytest.mark.parametrize(("engine", "run"), CASES)
+def test_import_after_emit_is_the_identity(engine: str, run: tuple[str, ...], tmp_path: Path) -> None:
+    heard = heard_of(engine, files_in(engine, *run)[FILES[engine]], tmp_path)
+    said = [one for one in spoken_in(engine, *run).said if one.place == "config" and one.theirs]
+    wanted = {one.ours: one.value for one in said if not one.ours.startswith("derived.")}
+    read = {key: heard.values.get(key, MISSING) for key in wanted}
+    assert {key: (read[key], value) for key, value in wanted.items() if not same(read[key], value)} == {}
+    assert set(heard.unread) <= {"loss.loss_fn"}
+
+
+MISSING: JsonValue = "missing"
+
+
+def same(one: JsonValue, other: JsonValue) -> bool:
+    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
+    return one == pytest.approx(other, rel=1e-3) if numbers else one == other
+
+
+def test_every_reader_has_a_table() -> None:
+    assert set(READERS) <= set(TARGETS)
+    told_by_what_they_say = {"maxtext", "axolotl", "megatron-bridge"}
+    assert {guess_engine(Path(name)) for name in FILES.values()} == set(READERS) - told_by_what_they_say
+
+
+def test_what_has_no_key_is_listed(tmp_path: Path) -> None:
+    config = {"train_batch_size": 8, "zero_optimization": {"stage": 3, "overlap_comm": True}, "gradient_clippin": 1.0}
+    config["optimizer"] = {"type": "Lion", "params": {"lr": 1e-3}}
+    heard = heard_of("deepspeed", json.dumps(config), tmp_path)
+    assert set(heard.unread) == {"zero_optimization.overlap_comm", "gradient_clippin", "optimizer.type"}
+    assert "AdamW" in heard.unread["optimizer.type"]
+    assert heard.values["optim.lr"] == 1e-3
+
+
+def test_two_keys_that_disagree_are_told(tmp_path: Path) -> None:
+    text = "torchrun pretrain_gpt.py --seq-length 4096 --max-position-embeddings 8192"
+    heard = heard_of("megatron", text, tmp_path)
+    assert heard.values["data.seq_len"] == 4096
+    assert "another key says 4096" in heard.unread["--max-position-embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "text"),
+    [
+        ("deepspeed", "{"),
+        ("deepspeed", "[1]"),
+        ("accelerate", "a: [b"),
+        ("accelerate", "just text"),
+        ("torchtitan", "def f(:"),
+        ("torchtitan", "import os\n"),
+        ("megatron", "echo 'unclosed"),
+        ("megatron", "echo nothing"),
+        ("deepspeed", "[" * 100_000),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(engine: str, text: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=f"is no configuration of {engine}"):
+        heard_of(engine, text, tmp_path)
+
+
+def test_a_module_is_not_run(tmp_path: Path) -> None:
+    text = files_in("torchtitan")["trainspec_run.py"] + f"\nopen({str(tmp_path / 'ran')!r}, 'w')\n"
+    assert heard_of("torchtitan", text, tmp_path).values["train.max_steps"]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_the_recipe_asks_for_what_the_file_does_not_say(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(files_in("deepspeed")["ds_config.json"])
+    imported = import_file(tmp_path / "ds.json")
+    assert imported.missing == ("model", "cluster", "data.seq_len")
+    write_recipe(imported, tmp_path / "ds.yaml")
+    recipe = f"recipe={tmp_path / 'ds.yaml'}"
+    with pytest.raises(RecipeError) as refused:
+        load_for_planning([recipe])
+    assert {"model", "cluster"} <= {problem.path for problem in refused.value.problems}
+    spec = load_for_planning([recipe, "model=llama3_8b", "cluster=h100", "data.seq_len=8192"]).spec
+    assert (spec.batching.global_batch_size, spec.optim.lr, spec.layout.zero_stage) == (512, 3e-4, 3)
+    with pytest.raises(RecipeError, match="exists"):
+        write_recipe(imported, tmp_path / "ds.yaml")
+
+
+def test_a_script_names_its_model(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(files_in("megatron", *test_megatron.RUNS[2])["pretrain.sh"])
+    write_recipe(import_file(tmp_path / "run.sh"), tmp_path / "mine.yaml")
+    spec = load_for_planning([f"recipe={tmp_path / 'mine.yaml'}", "cluster=h100"]).spec
+    assert (spec.model.num_layers, spec.layout.tp, spec.layout.pp, spec.cluster.num_nodes) == (32, 4, 2, 2)

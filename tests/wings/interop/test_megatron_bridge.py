@@ -1,0 +1,138 @@
+"""Megatron-Bridge's module: what is said and refused, and what its own checks make of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from wings.interop import test_megatron
+from wings.interop.speaking import Case, files_in, judge, mistyped, refused_by, run_of, spoken_in
+
+from trainspec_cli.wings.interop import TARGETS, guess_engine, listen, read_source
+from trainspec_cli.wings.interop.targets import megatron, megatron_bridge
+
+ENGINE = "megatron-bridge"
+FILE = "trainspec_bridge.py"
+RUNS = (
+    *test_megatron.RUNS,
+    (*test_megatron.DATA, "layout.zero_stage=1", "model=qwen3_1_7b", "precision=fp32", "optim.grad_clip_norm=null"),
+)
+
+
+def case_of(run: tuple[str, ...]) -> Case:
+    spoken = spoken_in(ENGINE, *run)
+    environment = {name: str(value) for name, value in spoken.keys_of("environment").items()}
+    return Case(files_in(ENGINE, *run), list(spoken.keys_of("config")), about={"environment": environment})
+
+
+def judged(cases: list[Case]) -> list:
+    return judge("megatron_bridge", cases, package="megatron.bridge")
+
+
+@pytest.mark.slow
+def test_megatron_bridge_reads_every_key() -> None:
+    for run, judgement in zip(RUNS, judged([case_of(run) for run in RUNS]), strict=True):
+        assert judgement.error is None, run
+        assert judgement.keys.pop("data_parallel_size") == run_of(*run)["derived.data_parallel_size"], run
+        keys = spoken_in(ENGINE, *run).keys_of("config")
+        wrong = {key: (one, keys[key]) for key, one in judgement.keys.items() if one != keys[key]}
+        assert set(wrong) <= {"model.pipeline_model_parallel_layout"}, run
+
+
+@pytest.mark.slow
+def test_megatron_bridge_refuses_a_mistyped_key() -> None:
+    case = case_of(RUNS[2])
+    text = case.files[FILE]
+    cases = []
+    for key in case.keys:
+        section, _, name = key.partition(".")
+        before, opened, inside = text.partition(f"        {section}={megatron_bridge.CALLS[section]}(\n")
+        cases.append(
+            replace(case, files={FILE: before + opened + inside.replace(f" {name}=", f" {mistyped(name)}=", 1)})
+        )
+    accepted = [key for key, one in zip(case.keys, judged(cases), strict=True) if not one.error]
+    assert accepted == []
+
+
+@pytest.mark.slow
+def test_megatron_bridge_refuses_what_does_not_divide() -> None:
+    """The batch by the ranks, and the environment by FSDP; it takes sequence parallelism without tp, and drops it."""
+    case, by_fsdp = case_of(RUNS[5]), case_of(RUNS[0])
+    text = case.files[FILE]
+    cases = [
+        replace(case, files={FILE: text.replace("global_batch_size=512", "global_batch_size=500")}),
+        replace(by_fsdp, about={"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}),
+        replace(
+            case,
+            files={FILE: text.replace("context_parallel_size=1,", "context_parallel_size=1, sequence_parallel=True,")},
+            keys=["model.sequence_parallel"],
+        ),
+    ]
+    batch, environment, dropped = judged(cases)
+    assert batch.error and "global_batch_size" in batch.error
+    assert environment.error and "CUDA_DEVICE_MAX_CONNECTIONS" in environment.error
+    assert (dropped.error, dropped.keys["model.sequence_parallel"]) == (None, False)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_import_after_emit_is_the_identity(run: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(files_in(ENGINE, *run)[FILE])
+    assert guess_engine(file) == ENGINE
+    heard = listen(TARGETS[ENGINE], read_source(file, ENGINE))
+    assert heard.unread == {}
+    said = [one.ours for one in spoken_in(ENGINE, *run).said if one.theirs and one.place == "config"]
+    read = {ours: heard.values.get(ours, "missing") for ours in said}
+    wrong = {ours: (one, run_of(*run)[ours]) for ours, one in read.items() if not same(one, run_of(*run)[ours])}
+    assert wrong == {}
+
+
+def same(one: object, other: object) -> bool:
+    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
+    return one == pytest.approx(other, rel=1e-4) if numbers else one == other
+
+
+def test_every_argument_of_megatron_has_its_field() -> None:
+    """What is said on the command line is named here, or listed as said in another way."""
+    said = {
+        one.theirs
+        for one in (*megatron.LINES, *megatron.FIXED)
+        if one.theirs.startswith("--") and one.place == "config"
+    }
+    assert said == set(megatron_bridge.NAMES) | set(megatron_bridge.SAID_OTHERWISE)
+    assert {name.partition(".")[0] for name in megatron_bridge.NAMES.values()} <= set(megatron_bridge.CALLS)
+
+
+def test_values_whose_field_says_the_opposite_of_the_argument() -> None:
+    keys = spoken_in(ENGINE, *RUNS[5]).keys_of("config")
+    assert (keys["mixed_precision.grad_reduce_in_fp32"], keys["model.share_embeddings_and_output_weights"]) == (
+        False,
+        True,
+    )
+    assert spoken_in(ENGINE, *RUNS[0]).keys_of("config")["model.share_embeddings_and_output_weights"] is False
+    assert keys["scheduler.end_weight_decay"] == keys["optimizer.weight_decay"] == 0.1
+
+
+def test_the_module_trains_where_it_is_started() -> None:
+    files = files_in(ENGINE, *RUNS[0])
+    assert 'if __name__ == "__main__":' in files[FILE] and "pretrain(trainspec_run(), forward_step)" in files[FILE]
+    assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in files["launch.sh"] and FILE in files["launch.sh"]
+    assert "import torch" not in files_in(ENGINE, *RUNS[6])[FILE]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "others"),
+    [
+        ("data.source", "tokens", {}),
+        ("optim.name", "muon", {}),
+        ("layout.pipeline_schedule", "zbv", {"layout__pp": 2}),
+        ("layout.dp_replicate", 2, {}),
+        ("checkpoint.mode", "async", {}),
+        ("model.sliding_window", 4096, {}),
+    ],
+)
+def test_what_megatron_bridge_cannot_say_is_refused_alone(key: str, value: object, others: dict[str, object]) -> None:
+    usual = {"data__source": "megatron", "data__path": "text.bin", "checkpoint__mode": "sync"}
+    changes = {**usual, **others, key.replace(".", "__"): value}
+    assert key in [problem.path for problem in refused_by(ENGINE, **changes)]  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""torchtitan's module: what is said and refused, and what torchtitan's own parser makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from wings.interop.speaking import Case, files_in, judge, mistyped, refused_by, run_of, spoken_in
+
+from trainspec_cli.wings.interop.targets.torchtitan import FLAVORS
+
+RUNS = (
+    (),
+    ("layout.pp=2", "layout.pipeline_schedule=1f1b", "layout.zero_stage=2", "recompute=selective"),
+    ("layout.tp=4", "layout.cp=2", "recompute=full", "optim.schedule.kind=wsd", "checkpoint.mode=sync"),
+    ("layout.dp_shard=8", "layout.dp_replicate=2", "optim.schedule.kind=constant", "compile=false"),
+    ("model=qwen3_1_7b", "checkpoint.interval_steps=null", "precision=fp32", "recompute=full"),
+)
+NAMED = ("model", "activation_checkpoint")
+"""Keys that are calls in the module."""
+RECOMPUTES = {None: None, "full": "FullAC.Config", "selective": "SelectiveAC.Config"}
+
+
+def case_of(*run: str) -> Case:
+    keys = spoken_in("torchtitan", *run).keys_of("config")
+    return Case(files_in("torchtitan", *run), [key for key in keys if key not in NAMED])
+
+
+@pytest.mark.slow
+def test_torchtitan_reads_every_key() -> None:
+    for run, judgement in zip(RUNS, judge("torchtitan", [case_of(*run) for run in RUNS]), strict=True):
+        assert judgement.error is None
+        keys = spoken_in("torchtitan", *run).keys_of("config")
+        sizes = [run_of(*run)[f"model.{size}"] for size in ("num_layers", "hidden_size", "vocab_size")]
+        recompute = RECOMPUTES[keys.pop("activation_checkpoint")]  # type: ignore[index]
+        del keys["model"]
+        assert judgement.keys == {**keys, "activation_checkpoint": recompute, "sizes": sizes}
+
+
+@pytest.mark.slow
+def test_torchtitan_refuses_a_mistyped_key() -> None:
+    case = case_of(*RUNS[1])
+    text = case.files["trainspec_run.py"]
+    names = {key: key.rpartition(".")[2].partition("[")[0] for key in case.keys}
+    cases = [
+        replace(case, files={"trainspec_run.py": text.replace(f" {name}=", f" {mistyped(name)}=")})
+        for name in names.values()
+    ]
+    accepted = [key for key, one in zip(names, judge("torchtitan", cases), strict=True) if not one.error]
+    assert [key for key in accepted if not key.startswith("optimizer.")] == []
+
+
+@pytest.mark.slow
+def test_every_size_of_the_registry_is_the_one_that_the_table_says() -> None:
+    text = files_in("torchtitan")["trainspec_run.py"]
+    cases = []
+    for name in FLAVORS:
+        family, _, size = name.partition(".")
+        named = text.replace("models.llama3 ", f"models.{family} ").replace(
+            "model_registry('8B')", f"model_registry('{size}')"
+        )
+        cases.append(Case({"trainspec_run.py": named}, []))
+    for (name, sizes), judgement in zip(FLAVORS.items(), judge("torchtitan", cases), strict=True):
+        assert judgement.error is None, name
+        assert judgement.keys["sizes"] == [sizes[key] for key in ("num_layers", "hidden_size", "vocab_size")], name
+
+
+def test_a_pipeline_gets_a_rank_s_whole_batch() -> None:
+    keys = spoken_in("torchtitan", *RUNS[1]).keys_of("config")
+    assert keys["training.local_batch_size"] == 512 // 8
+    assert keys["parallelism.pipeline_parallel_microbatch_size"] == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "others"),
+    [
+        ("model.num_layers", 31, {}),
+        ("optim.grad_clip_norm", None, {}),
+        ("layout.context_method", "ulysses", {"layout__cp": 2}),
+        ("precision.reduce", "bf16", {}),
+        ("checkpoint.keep_last", 1, {}),
+    ],
+)
+def test_what_torchtitan_cannot_say_is_refused_alone(key: str, value: object, others: dict[str, object]) -> None:
+    (problem,) = refused_by("torchtitan", **{key.replace(".", "__"): value}, **others)  # type: ignore[arg-type]
+    assert problem.path == key

@@ -1,0 +1,57 @@
+"""The Trainer's arguments: what is said and refused, and what transformers' own parser makes of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from wings.interop.speaking import Case, files_in, judge, mistyped, refused_by, spoken_in
+
+from trainspec_cli.wings.interop import nest
+
+RUNS = (
+    (),
+    ("optim.schedule.kind=wsd", "optim=adamw8bit", "recompute=full", "train.eval_interval_steps=50"),
+    ("optim.schedule.kind=constant", "optim.grad_clip_norm=null", "checkpoint.interval_steps=null", "precision=fp32"),
+)
+ON_CPU = {"use_cpu": True, "bf16": False, "output_dir": "output"}
+"""What transformers wants of a machine without GPUs."""
+
+
+@pytest.mark.slow
+def test_transformers_reads_every_key() -> None:
+    said = [spoken_in("transformers", *run).keys_of("config") for run in RUNS]
+    cases = [
+        Case(files_in("transformers", *run), list(keys), about=ON_CPU) for run, keys in zip(RUNS, said, strict=True)
+    ]
+    for keys, judgement in zip(said, judge("transformers", cases), strict=True):
+        assert judgement.error is None
+        assert judgement.keys == {**keys, **{key: value for key, value in ON_CPU.items() if key in keys}}
+
+
+@pytest.mark.slow
+def test_transformers_refuses_a_mistyped_key() -> None:
+    keys = spoken_in("transformers").keys_of("config")
+    top = [key for key in keys if "." not in key]
+    wrong = [{mistyped(key) if key == one else key: value for key, value in keys.items()} for one in top]
+    cases = [Case({"training_args.json": json.dumps(nest(one))}, [], about=ON_CPU) for one in wrong]
+    assert [key for key, one in zip(top, judge("transformers", cases), strict=True) if not one.error] == []
+
+
+def test_accelerate_starts_the_trainer() -> None:
+    files = files_in("transformers", "layout.zero_stage=2", "recompute=full")
+    launcher = yaml.safe_load(files["accelerate.yaml"])
+    assert launcher["fsdp_config"]["fsdp_reshard_after_forward"] is False
+    assert "fsdp_activation_checkpointing" not in launcher["fsdp_config"]
+    assert json.loads(files["training_args.json"])["gradient_checkpointing"] is True
+
+
+def test_the_steps_of_a_decay_are_counted() -> None:
+    keys = spoken_in("transformers", *RUNS[1]).keys_of("config")
+    assert keys["lr_scheduler_kwargs.num_decay_steps"] == round(0.2 * int(str(keys["max_steps"])))
+
+
+def test_what_the_trainer_cannot_say_is_refused_alone() -> None:
+    refused = refused_by("transformers", checkpoint__keep_best=True, optim__name="muon", train__eval_interval_steps=10)
+    assert [problem.path for problem in refused] == ["optim.name", "checkpoint.keep_best"]

@@ -1,0 +1,223 @@
+"""The hook in the user's Python: what it writes is what is read, and without a launch of its own it does nothing."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lab.waiting import wait_for
+
+from trainspec_cli.core.environment_names import LAUNCH_ID, PROGRESS
+from trainspec_cli.wings.own_script import progress
+from trainspec_cli.wings.own_script.hang import main_stack, place_of, read_stacks
+from trainspec_cli.wings.own_script.job import HOOK
+
+STAND_IN = Path(__file__).parents[2] / "lab" / "own_commands" / "standin"
+
+
+@pytest.fixture
+def program(tmp_path: Path):
+    """program(TEXT): a process that runs it under the hook, with a torch that has optimizers alone."""
+    (tmp_path / "progress").mkdir()
+
+    def start(text: str, launch: str = "one", **environment: str) -> subprocess.Popen[str]:
+        (tmp_path / "program.py").write_text("from torch.optim.optimizer import Optimizer\n" + text)
+        variables = {
+            LAUNCH_ID: "one",
+            PROGRESS: f"{launch}:{tmp_path / 'progress'}",
+            "PYTHONPATH": f"{HOOK}:{STAND_IN}",
+        }
+        return subprocess.Popen(
+            [sys.executable, "program.py"],
+            cwd=tmp_path,
+            env=os.environ | variables | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.PIPE,
+            text=True,
+        )
+
+    return start
+
+
+def counted(tmp_path: Path) -> tuple[progress.CountedProcess, list[progress.CountedStep]]:
+    (path,) = progress.step_files(tmp_path / "progress")
+    process, steps = progress.StepFile(path).read()
+    assert process is not None
+    return process, steps
+
+
+def test_names_and_layout_are_those_of_the_reader() -> None:
+    tree = ast.parse((HOOK / "sitecustomize.py").read_text())
+    said = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    assert (said["LAUNCH_ID"], said["PROGRESS"]) == (LAUNCH_ID, PROGRESS)
+    assert (said["MAGIC"], said["HEADER"], said["SLOT"]) == (
+        progress.MAGIC,
+        progress.HEADER.format,
+        progress.SLOT.format,
+    )
+    assert (said["HEADER_BYTES"], said["SLOT_BYTES"], said["SLOTS"]) == (64, progress.SLOT.size, progress.SLOTS)
+    assert said["MAGIC_ATTACHED"] == progress.MAGIC_ATTACHED
+    assert progress.HEADER.size <= progress.HEADER_BYTES
+
+
+def test_steps_are_counted_with_their_times_and_nothing_is_printed(program, tmp_path) -> None:
+    said = program(
+        "o = Optimizer({'step': 41})\nfor _ in range(600): o.step()", RANK="3", WORLD_SIZE="8"
+    ).communicate()[0]
+    assert said == ""
+    process, steps = counted(tmp_path)
+    assert (process.rank, process.world_size, process.updates_before) == (3, 8, 40)
+    assert [step.number for step in steps] == list(range(1, 601))
+    times = [step.at for step in steps]
+    assert times == sorted(times) and times[-1] - times[0] < 60
+
+
+def test_optimizers_that_step_in_turn_make_one_step_together(program, tmp_path) -> None:
+    program("every = [Optimizer() for _ in range(4)]\nfor _ in range(7):\n  for one in every: one.step()").wait()
+    process, steps = counted(tmp_path)
+    assert len(steps) == 7
+    assert process.updates_before == 0 and process.rank is None
+
+
+@pytest.mark.parametrize(("state", "before"), [("", 0), ("o.load_state_dict({})\n", None), ("{'step': 41}", 40)])
+def test_an_optimizer_without_a_count_begins_anew_unless_a_state_was_loaded(program, tmp_path, state, before) -> None:
+    counts = state.startswith("{")
+    program(f"o = Optimizer({state if counts else ''})\n{'' if counts else state}o.step()").wait()
+    assert counted(tmp_path)[0].updates_before == before
+
+
+def test_an_optimizer_that_steps_for_each_of_its_groups_makes_one_step(program, tmp_path) -> None:
+    """As DeepSpeed's ZeRO steps it."""
+    text = (
+        "o = Optimizer({'step': 1}, {'step': 1})\nevery = o.param_groups\n"
+        "for _ in range(7):\n  for one in every:\n    o.param_groups = [one]\n    o.step()\n"
+    )
+    program(text).wait()
+    process, steps = counted(tmp_path)
+    assert (len(steps), process.updates_before) == (7, 0)
+
+
+def test_the_rank_is_the_one_that_torch_distributed_has(program, tmp_path) -> None:
+    text = (
+        "import sys, types\nsys.modules['torch'].distributed = types.SimpleNamespace("
+        "get_rank=lambda: 2, get_world_size=lambda: 5)\nOptimizer().step()\n"
+    )
+    program(text, RANK="0", WORLD_SIZE="1").wait()
+    process, _ = counted(tmp_path)
+    assert (process.rank, process.world_size) == (2, 5)
+
+
+def test_a_step_that_makes_an_optimizers_state_for_a_checkpoint_is_none(program, tmp_path) -> None:
+    text = (
+        "o = Optimizer({'step': 1})\ndef _init_optim_state(): o.step()\n_init_optim_state()\n"
+        "o.state[0]['step'] = 11\nfor _ in range(3): o.step()\n"
+    )
+    program(text).wait()
+    process, steps = counted(tmp_path)
+    assert (len(steps), process.updates_before) == (3, 10)
+
+
+def test_a_program_that_attaches_itself_again_still_writes_its_stack(program, tmp_path) -> None:
+    """`attach` begins a file when it takes the counting over, and another one when it knows the step."""
+    process = program(
+        "import sys\nhook = sys.modules['_trainspec_steps']\nhook.attach(0, 1, 2)\nhook.attach(7, 1, 2)\n"
+        "hook.attached_step()\nprint('here', flush=True)\ninput()"
+    )
+    assert process.stdout.readline() == "here\n"
+    found, steps = progress.StepFile(progress.step_files(tmp_path / "progress")[-1]).read()
+    assert (found.rank, found.world_size, found.updates_before, len(steps)) == (1, 2, 7, 1)
+    wait_for(lambda: place_of(main_stack(read_stacks([found])[found.pid], found)) == "<module>, program.py:8")
+    process.communicate("\n")
+
+
+def test_a_program_without_its_handler_is_not_ended_by_the_signal(program, tmp_path) -> None:
+    """Lightning sets all handlers back that Python knows of."""
+    process = program(
+        "import signal\nOptimizer().step()\nsignal.signal(signal.SIGUSR2, signal.SIG_DFL)\n"
+        "print('here', flush=True)\ninput()"
+    )
+    assert process.stdout.readline() == "here\n"
+    found, _ = counted(tmp_path)
+    assert found.answers and read_stacks([found]) == {}
+    process.communicate("\n")
+    assert process.returncode == 0
+
+
+def test_a_forked_process_counts_for_itself(program, tmp_path) -> None:
+    text = (
+        "import os\no = Optimizer()\no.step()\nchild = os.fork()\no.step()\nif not child: o.step()\nelse: os.wait()\n"
+    )
+    program(text).wait()
+    made = [progress.StepFile(path).read()[1] for path in progress.step_files(tmp_path / "progress")]
+    assert sorted(map(len, made)) == [2, 2]
+
+
+@pytest.mark.parametrize("launch", ["another", ""])
+def test_without_its_own_launch_it_does_nothing(program, tmp_path, launch) -> None:
+    text = "import sys\nOptimizer().step()\nprint([place for place in sys.path if 'hook' in place])"
+    assert program(text, launch).communicate()[0] == "[]\n"
+    assert list((tmp_path / "progress").iterdir()) == []
+
+
+def test_a_folder_that_takes_no_file_is_passed_over(program, tmp_path) -> None:
+    text = "import os\nos.rmdir('progress')\no = Optimizer()\no.step()\no.step()\nprint('well')"
+    assert program(text).communicate()[0] == "well\n"
+
+
+def test_a_process_writes_its_stack_when_it_is_asked(program, tmp_path) -> None:
+    process = program("Optimizer().step()\nprint('here', flush=True)\ninput()")
+    assert process.stdout.readline() == "here\n"
+    found, _ = counted(tmp_path)
+    wait_for(lambda: place_of(main_stack(read_stacks([found])[found.pid], found)) == "<module>, program.py:4")
+    process.communicate("\n")
+    assert process.returncode == 0
+
+
+def test_a_process_that_inherits_an_ignored_signal_writes_its_stack(program, tmp_path) -> None:
+    """The agents of several nodes ignore SIGUSR2, and so does what they start."""
+    process = program(
+        "import signal\nsignal.signal(signal.SIGUSR2, signal.SIG_IGN)\no = Optimizer()\no.step()\no.step()\n"
+        "print('here', flush=True)\ninput()"
+    )
+    assert process.stdout.readline() == "here\n"
+    found, steps = counted(tmp_path)
+    assert found.answers and len(steps) == 2
+    wait_for(lambda: place_of(main_stack(read_stacks([found])[found.pid], found)) == "<module>, program.py:8")
+    process.communicate("\n")
+    assert process.returncode == 0
+
+
+def test_a_handler_of_the_program_itself_is_left_alone(program, tmp_path) -> None:
+    text = "import signal\nsignal.signal(signal.SIGUSR2, lambda *_: print('mine', flush=True))\n"
+    process = program(text + "Optimizer().step()\nprint('here', flush=True)\ninput()")
+    process.stdout.readline()
+    assert not counted(tmp_path)[0].answers
+    process.send_signal(signal.SIGUSR2)
+    assert process.stdout.readline() == "mine\n"
+    process.communicate("\n")
+
+
+def test_a_handler_that_comes_later_is_noticed(program, tmp_path) -> None:
+    text = "import signal\no = Optimizer()\no.step()\nsignal.signal(signal.SIGUSR2, lambda *_: None)\no.step()"
+    program(text).wait()
+    assert not counted(tmp_path)[0].answers
+
+
+def test_errors_of_the_users_own_sitecustomize_are_shown_as_ever(program, tmp_path) -> None:
+    own = tmp_path / "site"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text("raise ValueError('mine')")
+    said = program("print('goes on')", PYTHONPATH=f"{HOOK}:{STAND_IN}:{own}").communicate()[0]
+    assert "ValueError: mine" in said and said.endswith("goes on\n")

@@ -1,0 +1,172 @@
+"""What is set for a command of the user's own, and what is seen of it beforehand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.run.folder.generations import GenerationRecord, OwnCommandRecord
+from trainspec_cli.run.job.place import NodePlace
+from trainspec_cli.wings.own_script.job import (
+    HOOK,
+    Wanted,
+    build_own_job,
+    build_own_node_job,
+    check_command,
+    check_for_nodes,
+    command_on_node,
+    process_count,
+    script_name,
+    what_it_opens,
+    why_uncounted,
+)
+
+MACHINE = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=True)
+WANTED = Wanted(max_restarts=2, grace_s=90.0, hang_s=600.0, silent_s=1800.0, work_s=300.0, join_timeout_s=900.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "processes", "name"),
+    [
+        ("python train.py --lr 1", None, "train.py"),
+        ("torchrun --nproc-per-node 4 a/train.py", 4, "train.py"),
+        ("torchrun --nproc_per_node=2 -m pack.train", 2, "pack.train"),
+        ("python -m torch.distributed.run --nproc-per-node auto train.py", None, "train.py"),
+        ("accelerate launch --num_processes 3 train.py", 3, "train.py"),
+        ("bash job.sh", None, "job.sh"),
+        ("./train", None, "train"),
+    ],
+)
+def test_processes_and_script_are_read_off_the_command(line: str, processes: int | None, name: str) -> None:
+    assert process_count(line.split()) == processes
+    assert script_name(line.split()) == name
+
+
+@pytest.mark.parametrize(
+    ("line", "option"),
+    [
+        ("python -I train.py", "-I"),
+        ("python3.12 -u -E train.py", "-E"),
+        ("env A=b python -uS train.py", "-uS"),
+        ("python train.py -I", ""),
+        ("python -m train -E", ""),
+        ("torchrun train.py", ""),
+    ],
+)
+def test_a_python_that_reads_no_path_is_named(line: str, option: str) -> None:
+    assert why_uncounted(line.split()).startswith(f"python {option} reads no PYTHONPATH" if option else "") is True
+    assert bool(why_uncounted(line.split())) is bool(option)
+
+
+def test_torchruns_open_store_is_warned_of() -> None:
+    assert "torchrun opens a store" in what_it_opens(["torchrun", "train.py"])
+    assert "torchrun opens a store" in what_it_opens(
+        ["env", "A=b", "python", "-m", "torch.distributed.run", "train.py"]
+    )
+    assert what_it_opens(["python", "train.py", "torchrun"]) == ""
+
+
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("MASTER_PORT", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    environment = build_own_job(["torchrun", "--nproc-per-node", "4", "a.py"], tmp_path, MACHINE, WANTED).environment
+    assert "OMP_NUM_THREADS" not in environment
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    environment = build_own_job(["torchrun", "--nproc-per-node", "4", "a.py"], tmp_path, MACHINE, WANTED).environment
+    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["PYTHONPATH"] == f"{HOOK}:mine"
+    assert environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "90"
+    assert environment["MASTER_PORT"] == environment["PET_MASTER_PORT"]
+    several = build_own_job(["torchrun", "--nnodes", "2", "a.py"], tmp_path, MACHINE, WANTED).environment
+    assert "GLOO_SOCKET_IFNAME" not in several and "MASTER_PORT" not in several
+
+
+def test_what_cannot_be_started_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    for command, message, hint in (
+        ([], "there is no command to run", "trainspec run -- python train.py"),
+        (["./train.py"], "./train.py is a file that cannot be executed", "python ./train.py"),
+        (["no_such_program"], "no_such_program is no program here", "whole path"),
+    ):
+        with pytest.raises(RecipeError, match=message) as raised:
+            check_command(command)
+        assert hint in raised.value.problems[0].hint
+
+
+# Several nodes
+
+
+def node_environment(tmp_path: Path, line: str) -> dict[str, str]:
+    own = OwnCommandRecord(tuple(line.split()), "train.py", 2950, 60.0, None, None, 300.0, "/their/modules", "")
+    record = GenerationRecord(
+        *(3, 0.0, "host", "127.0.0.1", 1, {}, 4, "launch", str(tmp_path / "logs"), (), ()), own=own
+    )
+    return dict(build_own_node_job(tmp_path, MACHINE, NodePlace(2, 4, "127.0.0.1"), record).environment)
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PET_NNODES", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_node_of_torchrun_is_told_of_the_others(tmp_path: Path, bare: None) -> None:
+    given = node_environment(tmp_path, "torchrun --nproc-per-node 4 train.py")
+    assert (given["PET_NNODES"], given["PET_NODE_RANK"]) == ("4", "2")
+    assert (given["PET_MASTER_ADDR"], given["PET_MASTER_PORT"]) == ("127.0.0.1", "2950")
+    assert given["OMP_NUM_THREADS"] == "2"
+    assert given["PYTHONPATH"] == f"{HOOK}:/their/modules" and given["PYTHONSAFEPATH"] == ""
+    assert not {"RANK", "WORLD_SIZE"} & given.keys(), "torchrun gives each of its processes a rank"
+
+
+def test_a_node_without_a_launcher_is_a_rank(tmp_path: Path, bare: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = node_environment(tmp_path, "python train.py")
+    assert [given[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")] == ["2", "4", "0", "2950"]
+    monkeypatch.setenv("MASTER_PORT", "77")
+    assert "MASTER_PORT" not in node_environment(tmp_path, "python train.py"), "what the user has set stays"
+
+
+def test_accelerate_is_told_in_its_own_words(tmp_path: Path, bare: None) -> None:
+    line = "python -u -m accelerate.commands.launch --num_processes 8 --main-process-port 9 train.py"
+    assert list(command_on_node(line.split(), NodePlace(1, 2, "head"), 5)) == (
+        [
+            "python",
+            "-u",
+            "-m",
+            "accelerate.commands.launch",
+            "--num_machines",
+            "2",
+            "--machine_rank",
+            "1",
+            "--main_process_ip",
+            "head",
+            "--num_processes",
+            "8",
+            "--main-process-port",
+            "9",
+            "train.py",
+        ]
+    )
+    assert node_environment(tmp_path, "accelerate launch --num_processes 8 train.py")["OMP_NUM_THREADS"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("torchrun --node-rank=1 train.py", "the command has --node-rank"),
+        ("accelerate launch --machine_rank 1 train.py", "the command has --machine_rank"),
+        ("torchrun --standalone train.py", "--standalone is of one node, and --nnodes is 2"),
+        ("torchrun --nnodes 3 train.py", "the command is of 3 nodes, and --nnodes is 2"),
+        ("/bin/deepspeed train.py", "deepspeed's launcher starts the other nodes itself, by ssh"),
+    ],
+)
+def test_a_command_that_says_otherwise_is_refused(line: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        check_for_nodes(line.split(), 2)
+    check_for_nodes(["torchrun", "--nnodes", "2", "train.py"], 2)

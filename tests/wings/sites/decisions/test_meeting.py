@@ -1,0 +1,212 @@
+"""The meeting of the sites under every history: samples are taken once, and nobody waits for long."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from trainspec_cli.recipe.canonical import from_plain, to_plain
+from trainspec_cli.wings.sites.decisions.meeting import Meeting, MeetingRules, MeetingState
+from trainspec_cli.wings.sites.decisions.round import Contribution, RoundRecord
+from trainspec_cli.wings.sites.decisions.schedule import SiteSchedule
+
+SITES, BATCH, GRACE_S, RETURN_S = 3, 4, 5.0, 60.0
+SCHEDULE = SiteSchedule(total_steps=60, interval_steps=8, fragments=2, delay_steps=2)
+LONG = SiteSchedule(total_steps=240, interval_steps=8, fragments=2, delay_steps=2)
+RULES = MeetingRules(SITES, quorum=1, grace_s=GRACE_S, return_s=RETURN_S, change=0.2)
+
+
+def work(digest: str = "same", tokens: int = 100, rate: float = 0.0) -> Contribution:
+    return Contribution(tokens, steps=4, rate=rate, digests=(digest,), saved_round=0)
+
+
+def begun(sites: int = SITES, rules: MeetingRules = RULES, schedule: SiteSchedule = SCHEDULE) -> Meeting:
+    meeting = Meeting(rules, schedule)
+    for site in range(sites):
+        meeting.connect(site, BATCH)
+    assert meeting.decide(0.0) is not None
+    return meeting
+
+
+def test_it_begins_when_all_sites_are_there() -> None:
+    meeting = Meeting(RULES, SCHEDULE)
+    meeting.connect(0, BATCH)
+    assert meeting.decide(1000.0) is None
+    meeting.connect(1, BATCH)
+    meeting.connect(2, BATCH)
+    record = meeting.decide(1000.0)
+    assert record is not None and record.members == (0, 1, 2)
+    assert record.pieces(1)[0] == (BATCH, BATCH)
+
+
+def test_a_round_waits_for_sites_that_are_connected_as_long_as_its_grace() -> None:
+    meeting = begun()
+    meeting.contribute(0, 1, work())
+    meeting.contribute(1, 1, work())
+    assert meeting.decide(100.0) is None
+    assert meeting.decide(100.0 + GRACE_S / 2) is None
+    record = meeting.decide(100.0 + GRACE_S)
+    assert record is not None and record.included == (0, 1) and record.members == (0, 1, 2)
+
+
+def test_a_site_that_is_gone_is_not_waited_for_and_its_samples_are_taken_by_the_others() -> None:
+    meeting = begun()
+    meeting.disconnect(2)
+    meeting.contribute(0, 1, work())
+    meeting.contribute(1, 1, work())
+    record = meeting.decide(1.0)
+    assert record is not None and record.lost == (2,) and record.members == (0, 1), "not even just after the beginning"
+    assert record.pieces(0)[0] == (2 * BATCH, BATCH), "what site 2 was to take in the first step"
+
+
+def test_it_waits_for_members_when_it_begins_again() -> None:
+    meeting = begun()
+    again = Meeting(RULES, SCHEDULE, from_plain(MeetingState, to_plain(meeting.state)))
+    again.connect(0, BATCH)
+    again.contribute(0, 1, work())
+    assert again.decide(0.0) is None
+    assert again.decide(RETURN_S / 2) is None
+    assert again.decide(RETURN_S) is not None
+
+
+def test_a_site_that_comes_back_follows_first() -> None:
+    meeting = begun(2, MeetingRules(2, 1, GRACE_S, RETURN_S, 0.2))
+    meeting.disconnect(1)
+    meeting.contribute(0, 1, work())
+    assert meeting.decide(RETURN_S + 1) is not None
+    assert not meeting.connect(1, BATCH)
+    meeting.contribute(0, 2, work())
+    record = meeting.decide(RETURN_S + 2)
+    assert record is not None and record.members == (0,), "it has not followed yet"
+    meeting.follow(1, 2)
+    meeting.contribute(0, 3, work())
+    record = meeting.decide(RETURN_S + 3)
+    assert record is not None and record.joined == (1,) and record.members == (0, 1)
+
+
+def test_a_quorum_is_waited_for() -> None:
+    meeting = begun(3, MeetingRules(3, 2, GRACE_S, RETURN_S, 0.2))
+    meeting.disconnect(1)
+    meeting.disconnect(2)
+    meeting.contribute(0, 1, work())
+    assert meeting.decide(10 * RETURN_S) is None
+
+
+def test_a_site_whose_shared_weights_differ_is_named() -> None:
+    meeting = begun()
+    for site, digest in enumerate(("a", "b", "a")):
+        meeting.contribute(site, 1, work(digest))
+    record = meeting.decide(0.0)
+    assert record is not None and record.diverged == (1,)
+
+
+def test_a_slow_site_takes_fewer_samples() -> None:
+    meeting = begun(2, MeetingRules(2, 1, GRACE_S, RETURN_S, 0.2))
+    meeting.contribute(0, 1, work(rate=100.0))
+    meeting.contribute(1, 1, work(rate=50.0))
+    record = meeting.decide(0.0)
+    assert record is not None and record.pieces(0)[0][1] == BATCH and record.pieces(1)[0][1] == BATCH // 2
+
+
+def test_a_meeting_that_begins_again_decides_as_one_that_went_on() -> None:
+    rules = MeetingRules(2, 1, GRACE_S, RETURN_S, 0.2)
+    whole = begun(2, rules)
+    again = begun(2, rules)
+    for number in range(1, 7):
+        again = Meeting(rules, SCHEDULE, from_plain(MeetingState, to_plain(again.state)))
+        for site in range(2):
+            again.connect(site, BATCH)
+            again.contribute(site, number, work(rate=10.0 * (site + 1)))
+            whole.contribute(site, number, work(rate=10.0 * (site + 1)))
+        decided = again.decide(0.0)
+        assert decided is not None and decided == whole.decide(0.0)
+
+
+class Histories(RuleBasedStateMachine):
+    """Sites that come, go, are late and come back, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meeting = begun(schedule=LONG)
+        self.now_s = RETURN_S + 1
+        self.records = [self.meeting.state.records[0]]
+        self.merged: dict[int, int] = {}
+
+    @rule(site=st.integers(0, SITES - 1))
+    def goes(self, site: int) -> None:
+        if len(self.meeting.connected) > 1:
+            self.meeting.disconnect(site)
+
+    @rule(site=st.integers(0, SITES - 1))
+    def comes(self, site: int) -> None:
+        if not self.meeting.connect(site, BATCH):
+            self.meeting.follow(site, self.meeting.state.round)
+
+    @rule(site=st.integers(0, SITES - 1))
+    def contributes(self, site: int) -> None:
+        if site in self.meeting.connected:
+            self.meeting.contribute(site, self.meeting.state.round + 1, work())
+
+    @rule()
+    def time_passes(self) -> None:
+        self.now_s += GRACE_S
+        self.decided(self.meeting.decide(self.now_s))
+
+    @precondition(lambda self: not self.meeting.is_over)
+    @rule()
+    def all_that_are_there_contribute(self) -> None:
+        for site in self.meeting.connected:
+            self.meeting.contribute(site, self.meeting.state.round + 1, work())
+        record = self.meeting.decide(self.now_s)
+        if self.meeting.came or record:
+            assert record is not None, "nobody is waited for"
+        self.decided(record)
+
+    @precondition(lambda self: not self.meeting.is_over)
+    @rule()
+    def all_exchange_for_a_while(self) -> None:
+        for site in range(SITES):
+            self.comes(site)
+        for _ in range(5):
+            if not self.meeting.is_over:
+                self.all_that_are_there_contribute()
+
+    def decided(self, record: RoundRecord | None) -> None:
+        if record:
+            self.records.append(record)
+
+    @invariant()
+    def every_position_is_taken_once(self) -> None:
+        """Of what was planned, the pieces of lost sites after their last merged step are planned again."""
+        taken: list[int] = []
+        for record in self.records:
+            for site in record.members:
+                until = self.lost_at(site, record.round)
+                for step, (start, samples) in zip(record.window, record.pieces(site), strict=True):
+                    if step < until:
+                        taken.extend(range(start, start + samples))
+        left = [p for start, samples in self.meeting.state.left for p in range(start, start + samples)]
+        assert sorted([*taken, *left]) == list(range(self.meeting.state.position))
+
+    @invariant()
+    def every_step_is_planned_once(self) -> None:
+        steps = [step for record in self.records for step in record.window]
+        assert steps == list(range(self.records[-1].window.stop))
+
+    def lost_at(self, site: int, since: int) -> int:
+        """Return the step up to which the work of a site, a member since then, was merged when it was lost next."""
+        merged = self.records[self.joined_at(site, since)].window.start
+        for record in self.records[self.joined_at(site, since) + 1 :]:
+            if site in record.included:
+                merged = record.exchange.sent_at
+            if site in record.lost:
+                return merged
+        return LONG.total_steps
+
+    def joined_at(self, site: int, until: int) -> int:
+        return max((r.round for r in self.records[: until + 1] if site in r.joined), default=0)
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

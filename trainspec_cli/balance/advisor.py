@@ -1,0 +1,249 @@
+"""The supervisor's part of the scheduler: it follows a run's speeds, and proposes another layout where that pays.
+
+The workers know their speeds and tell them (`rundir/speeds.py`); the planner, which they do not have, finds the layout
+that is fastest at these speeds; the workers take it up between two steps (`rundir/proposals.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Protocol
+
+from trainspec_cli.balance.decisions.link_paces import LinkPaces, LinkPaceTracker
+from trainspec_cli.balance.decisions.other_layout import LayoutScheduler
+from trainspec_cli.balance.decisions.paces import PaceTracker
+from trainspec_cli.core.units import format_duration
+from trainspec_cli.recipe.canonical import Absent
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.plan import LayoutProposal, Plan
+from trainspec_cli.run.folder.event_types.decisions import AchievedEvent, DirectiveEvent
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.event_types.training import StartEvent, StepEvent
+from trainspec_cli.run.folder.events import EventTail
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.proposals import ProposalRecord, read_proposal, write_proposal
+from trainspec_cli.run.folder.record import read_plan
+from trainspec_cli.run.folder.speeds import SpeedsReport, SpeedsWatch
+
+MEASURED_STEPS = 5
+"""A step takes the median of the last so many."""
+
+
+class Layouts(Protocol):
+    """The layouts that a run may have, of which it knows the one in force and the one that was planned."""
+
+    def after(self, layout: Layout, micro_batch_size: int) -> Layouts:
+        """Return the same with this layout in force."""
+
+    def propose(self, paces: Sequence[float], links: LinkPaces) -> LayoutProposal | None:
+        """Return the layout that is worth a change at these paces, by global rank; where all are 1, the planned one.
+        None where none is."""
+
+
+def decides_layouts(plan: Plan) -> bool:
+    """Return whether the scheduler may change a run's layout. Replica groups and sites keep theirs."""
+    scheduler, alone = plan.spec.scheduler, plan.replica_groups == 1 and not plan.spec.resilience.keeps_layout
+    return scheduler.mode != "off" and "layout" in scheduler.may_change and alone and plan.world_size > 1
+
+
+class LayoutAdvisor:
+    """`look` is to be called again and again; the search runs in a thread of its own, and nothing waits for it."""
+
+    def __init__(self, run: RunDir, plan: Plan, layouts: Callable[[Plan], Layouts], executor: Executor | None = None):
+        """`layouts` makes what finds other layouts for a plan; it is called when a rank is slow for the first time."""
+        self._run, self._plan, self._make = run, plan, layouts
+        self._executor = executor or ThreadPoolExecutor(1, "other layouts")
+        self._events, self._speeds = EventTail(run.events(0)), SpeedsWatch(run)
+        before = read_proposal(run)
+        self._number = before.number if before else 0
+        self._home = plan
+        """The plan whose layout is gone back to."""
+        self._layouts: dict[Layout, Layouts] = {}
+        """Finders of other layouts, by the layout that is gone back to."""
+        self._timing, self._is_over = LayoutScheduler(), False
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with a start of the workers: others may compute now, at other speeds."""
+        spec = self._plan.spec
+        self._paces = PaceTracker(spec.scheduler.change)
+        domain_ranks = spec.cluster.scaleup_devices or self._plan.devices_per_node
+        self._links = LinkPaceTracker(spec.scheduler.change, domain_ranks)
+        self._in_force: Layout | None = None
+        """The layout that the last report speaks of; None from a change until the next report."""
+        self._changed_to: Layout | None = None
+        """The layout of the last change that the workers made in this start."""
+        self._wanted: Callable[[], LayoutProposal | None] | None = None
+        """The search that is to be made next."""
+        self._searching: Future[LayoutProposal | None] | None = None
+        self._proposed: Layout | None = None
+        """The layout that was proposed last, until it is in force or refused."""
+        self._watched: DirectiveEvent | None = None
+        """The change whose effect is not known yet."""
+        self._is_usual = True
+        """True where all ranks compute as usual, over links that are as fast as usual."""
+        self._home_s = math.inf
+        """Time of a step in the planned layout then, measured."""
+        self._lost: AchievedEvent | None = None
+        """The effect of the change to the layout in force, where that was no gain."""
+        self._step, self._new_steps = 0, 0
+        self._step_s: deque[float] = deque(maxlen=MEASURED_STEPS)
+        self._pause_s: float | None = None
+        self._timing.want(None)
+
+    def look(self, report: Callable[[str], None] = lambda _: None) -> None:
+        """Take in what is new, and propose what is due. A run needs none of that to go on: where it fails, `report`
+        hears of it once, and nothing more is proposed."""
+        if self._is_over:
+            return
+        try:
+            for event in self._events.read():
+                self._take(event)
+            if speeds := self._speeds.poll():
+                self._take_speeds(speeds)
+            self._search()
+            self._propose()
+        except Exception as error:  # also a fault of the search itself: no training ends for it
+            self._is_over = True
+            report(f"no other layout is looked for any more: {type(error).__name__}: {error}")
+
+    # What the workers do
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case StartEvent():
+                if event.world_size != self._plan.world_size:  # a node was left out
+                    self._plan = self._home = read_plan(self._run)
+                    self._layouts.clear()
+                self._begin()
+            case StepEvent():
+                self._step, self._new_steps = event.step, self._new_steps + 1
+                self._step_s.append(event.step_time_s - event.time_s.get("checkpoint", 0.0))
+            case DirectiveEvent(kind="layers" | "layout"):
+                self._take_change(event)
+            case AchievedEvent() if self._watched and event.number == self._watched.number:
+                self._take_effect(self._watched, event)
+
+    def _take_change(self, event: DirectiveEvent) -> None:
+        if event.applied:
+            self._watched = event if event.layout == self._proposed else None
+            self._pause_s = event.pause_s or None
+            self._in_force = self._wanted = self._searching = self._proposed = self._lost = None
+            self._changed_to, self._new_steps = event.layout or None, 0
+            self._step_s.clear()
+            self._timing.want(None)
+        elif self._plan.spec.scheduler.mode == "auto" and event.layout == self._proposed:
+            self._timing.refuse(_layout(event.layout))
+            self._proposed = None
+
+    def _take_effect(self, change: DirectiveEvent, effect: AchievedEvent) -> None:
+        """A layout that was no gain is not proposed again, and the planned one is gone back to."""
+        self._watched, layout = None, _layout(change.layout)
+        if effect.achieved_s >= effect.before_s and not _is_alike(layout, self._home.layout):
+            self._lost = effect
+            self._timing.refuse(layout)
+
+    # What is best for them
+
+    def _take_speeds(self, report: SpeedsReport) -> None:
+        if self._changed_to not in (None, report.layout):
+            return  # it was written before the change
+        paces = self._paces.note(report.layout, report.even_s)
+        links = self._links.note(report.layout, report.links)
+        self._in_force, self._is_usual = report.layout, set(paces) == {1.0} and links.is_usual
+        self._follow_plan(report.layout)
+        self._wanted = self._searching = None
+        if self._is_usual and (self._is_home or self._home_s < math.inf):
+            self._timing.want(None)
+        else:
+            self._wanted = partial(self._find, self._home, report, paces, links)
+
+    @property
+    def _is_home(self) -> bool:
+        return self._in_force is not None and _is_alike(self._in_force, self._home.layout)
+
+    def _follow_plan(self, layout: Layout) -> None:
+        """Go back to the layout that the recipe has changed to, if it has."""
+        planned = [change for change in self._plan.changes if _is_alike(change.layout, layout)]
+        if planned and not self._is_home:
+            self._home, self._home_s = self._plan.with_layout(planned[-1]), math.inf
+
+    def _find(
+        self, home: Plan, report: SpeedsReport, paces: Sequence[float], links: LinkPaces
+    ) -> LayoutProposal | None:
+        """Return what is worth a change; called in the thread of the search."""
+        layouts = self._layouts.get(home.layout) or self._layouts.setdefault(home.layout, self._make(home))
+        return layouts.after(report.layout, _micro_batch_size(report)).propose(paces, links)
+
+    def _search(self) -> None:
+        """Take in what the search has found, and begin the next one."""
+        if self._searching is not None and self._searching.done():
+            found, self._searching = self._searching.result(), None
+            if self._wanted is None:
+                self._timing.want(found)
+        if self._searching is None and self._wanted is not None:
+            self._searching, self._wanted = self._executor.submit(self._wanted), None
+
+    def _propose(self) -> None:
+        """Write down what is due."""
+        steps, self._new_steps = self._new_steps, 0
+        if not steps or self._in_force is None:
+            return
+        step_s = median(self._step_s)
+        if self._is_usual and self._is_home and len(self._step_s) == MEASURED_STEPS:
+            self._home_s = min(self._home_s, step_s)
+        self._look_back(step_s)
+        due = self._timing.note_steps(steps, step_s, self._plan.total_steps - self._step, self._pause_s)
+        if due is not None:
+            self._number, self._proposed = self._number + 1, due.layout
+            write_proposal(self._run, ProposalRecord(number=self._number, before=self._in_force, **vars(due)))
+
+    def _look_back(self, step_s: float) -> None:
+        """Want the planned layout, where it was measured to be faster than the present one, whose step takes
+        `step_s`."""
+        layout, home = self._in_force, self._home.layout.describe()
+        if layout is None or self._is_home:
+            return
+        if self._lost is not None:
+            expected_s, was_s = self._lost.before_s, format_duration(self._lost.before_s)
+            reason = f"as {layout.describe()} a step takes {format_duration(step_s)}, and it took {was_s} before"
+        elif self._is_usual and self._home_s < math.inf:
+            expected_s = self._home_s
+            reason = f"all ranks compute as usual again, and the run was planned as {home}"
+        else:
+            return
+        self._timing.want(_home(self._home, step_s, expected_s, reason) if expected_s < step_s else None)
+
+
+def _home(plan: Plan, step_s: float, expected_s: float, reason: str) -> LayoutProposal:
+    return LayoutProposal(
+        layout=plan.layout,
+        micro_batch_size=plan.micro_batch_size,
+        grad_accum_steps=plan.grad_accum_steps,
+        largest_micro_batch_size=plan.largest_micro_batch_size or plan.micro_batch_size,
+        largest_stage_layers=plan.largest_stage_layers,
+        before_s=step_s,
+        expected_s=expected_s,
+        reason=reason,
+    )
+
+
+def _is_alike(one: Layout, other: Layout) -> bool:
+    """Return whether two layouts differ in nothing but the cut into stages."""
+    return replace(one, stage_layers=other.stage_layers) == other
+
+
+def _layout(layout: Layout | Absent) -> Layout:
+    assert isinstance(layout, Layout), "a change of layout has one"
+    return layout
+
+
+def _micro_batch_size(report: SpeedsReport) -> int:
+    """Return the samples of a micro-batch where all ranks have equally many."""
+    return math.ceil(math.ceil(sum(report.samples) / len(report.samples)) / report.micro_batches)

@@ -1,0 +1,208 @@
+"""Divide a step's samples over replica groups, data-parallel ranks and micro-batches: pure functions of the position.
+
+A step's samples follow those of the step before it, so every sample is used exactly once, whatever failed before, and
+however unevenly the samples are divided. Any number of samples can be divided over any number of ranks: parts differ
+by at most one sample where nothing else is asked for, and a part may be empty.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from trainspec_cli.recipe.keys.batching import BatchingSpec, ShrinkRule
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.plan import Plan
+
+ROUNDING = 1e-9
+"""A share that is so little below a whole number of samples is that number."""
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The samples of one replica group in a step."""
+
+    start: int
+    """The position of its first sample in the run."""
+    samples: int
+    step_samples: int
+    """Samples of all replica groups together."""
+
+
+@dataclass(frozen=True)
+class OwnSamples:
+    """The samples of one data-parallel rank in a step: neighbouring positions of the run for each micro-batch."""
+
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def samples(self) -> int:
+        return sum(self.sizes)
+
+    def moved(self, positions: int) -> OwnSamples:
+        """Return the same samples, so many positions later."""
+        return OwnSamples(tuple(start + positions for start in self.starts), self.sizes)
+
+
+@dataclass(frozen=True)
+class Division:
+    """How a replica group divides its samples over its data-parallel ranks."""
+
+    weights: tuple[float, ...]
+    """The share of each rank, in any unit."""
+    micro_batch_size: int
+    """The most samples of a rank that are processed together."""
+    turns: int = 1
+    """The number of micro-batches is a multiple of it."""
+    micro_batches: int = 1
+    """The least number of micro-batches, a multiple of `turns`."""
+    in_step: bool = False
+    """Ranks wait for one another in each micro-batch, so all of them take their larger ones in the same turns."""
+    bubble: float = 0.0
+    """A pipeline fills and drains for as long as so many of its micro-batches take."""
+
+    def of_rank(self, rank: int, start: int, samples: int) -> OwnSamples:
+        """Return one rank's part of `samples` samples from position `start` on.
+
+        All ranks get the same number of micro-batches, since they exchange gradients and parameters in each.
+        """
+        return _from_zero(self, samples)[rank].moved(start)
+
+    def count_micro_batches(self, samples: int) -> int:
+        return max(
+            self.micro_batches, count_micro_batches(max(self.counts(samples)), self.micro_batch_size, self.turns)
+        )
+
+    def counts(self, samples: int) -> tuple[int, ...]:
+        """Return the samples of each rank."""
+        return _counts(self, samples)
+
+
+@lru_cache(maxsize=8)
+def _counts(division: Division, samples: int) -> tuple[int, ...]:
+    return weighted_counts(samples, division.weights)
+
+
+@lru_cache(maxsize=8)
+def _from_zero(division: Division, samples: int) -> tuple[OwnSamples, ...]:
+    return divide(division.counts(samples), division.count_micro_batches(samples), in_step=division.in_step)
+
+
+def even_division(layout: Layout, micro_batch_size: int, *, keeps_micro_batches: bool) -> Division:
+    """Return the division over ranks that are equally fast.
+
+    `keeps_micro_batches`: what a step computes depends on which samples share a micro-batch (batch norm), so that all
+    ranks together make those that one alone would make.
+    """
+    in_step = waits_in_micro_batches(layout) and not keeps_micro_batches
+    bubble = (layout.pp - 1) * layout.bubble_part
+    return Division((1.0,) * layout.data_parallel_size, micro_batch_size, turns_of(layout), 1, in_step, bubble)
+
+
+def even_division_of(plan: Plan) -> Division:
+    """Return the division of `plan` over ranks that are equally fast."""
+    keeps_micro_batches = plan.spec.model.unit == "samples"
+    return even_division(plan.layout, plan.micro_batch_size, keeps_micro_batches=keeps_micro_batches)
+
+
+def waits_in_micro_batches(layout: Layout) -> bool:
+    """Return whether data-parallel ranks wait for one another in every micro-batch: they gather parameters, reduce
+    gradients or exchange tokens of experts. In a pipeline its stages overlap."""
+    experts = layout.ep * layout.etp > layout.cp * layout.tp
+    return layout.pp == 1 and (layout.shards_parameters or layout.exchanges_every_backward or experts)
+
+
+def turns_of(layout: Layout) -> int:
+    """The interleaved schedule takes micro-batches in turns of pp (arXiv:2104.04473, section 2.2)."""
+    return layout.pp if layout.pipeline_schedule == "interleaved" else 1
+
+
+def count_micro_batches(samples: int, micro_batch_size: float, turns: int) -> int:
+    """Return how many micro-batches of at most that size a rank needs for its samples, in whole turns."""
+    return math.ceil(max(1, math.ceil(samples / micro_batch_size)) / turns) * turns
+
+
+def weighted_counts(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
+    """Return whole numbers in proportion to `weights` that sum to `samples`: largest remainders, first ones first.
+
+    Where there are samples enough, no rank goes without: one that does nothing shows no speed. The others then share
+    the rest in proportion.
+    """
+    single = _given_one(samples, weights) if samples >= len(weights) else set()
+    total = sum(weight for rank, weight in enumerate(weights) if rank not in single)
+    left = samples - len(single)
+    exact = [1.0 if rank in single else left * weight / total for rank, weight in enumerate(weights)]
+    counts = [math.floor(part + ROUNDING) for part in exact]
+    by_remainder = sorted(range(len(counts)), key=lambda rank: (counts[rank] - exact[rank], rank))
+    for rank in by_remainder[: samples - sum(counts)]:
+        counts[rank] += 1
+    return tuple(counts)
+
+
+def _given_one(samples: int, weights: Sequence[float]) -> set[int]:
+    """Return the ranks whose share is less than one sample, beside those weaker than they that have one each."""
+    total, given = sum(weights), set[int]()
+    for rank in sorted(range(len(weights)), key=weights.__getitem__):
+        if (samples - len(given)) * weights[rank] / total + ROUNDING >= 1:
+            break
+        given.add(rank)
+        total -= weights[rank]
+    return given
+
+
+def largest_that_fits(usual: int, most: int, fits: Callable[[int], bool]) -> int:
+    """Return the samples of the largest micro-batch, from `usual` to `most`, that `fits`; `usual` is not tried."""
+    larger = range(usual + 1, most + 1)
+    return usual + bisect_left(larger, True, key=lambda size: not fits(size))
+
+
+def micro_batches_of(layout: Layout, micro_batch_size: float, samples: int) -> int:
+    """Return the micro-batches of each rank in a step of `samples`, over ranks that are equally fast."""
+    return count_micro_batches(math.ceil(samples / layout.data_parallel_size), micro_batch_size, turns_of(layout))
+
+
+def divide(counts: Sequence[int], micro_batches: int, *, in_step: bool = False) -> tuple[OwnSamples, ...]:
+    """Divide `sum(counts)` samples from position 0 on, of which rank i takes `counts[i]`.
+
+    Each micro-batch consists of neighbouring samples, over all ranks; the sizes of any two of a rank's differ by
+    at most one, and so do those of the whole group's, unless `in_step` has every rank's larger ones come first.
+    """
+    sizes, spare_before = [], 0
+    for count in counts:
+        each, spare = divmod(count, micro_batches)
+        sizes.append(tuple(each + ((turn - spare_before) % micro_batches < spare) for turn in range(micro_batches)))
+        spare_before += 0 if in_step else spare
+    starts: list[list[int]] = [[] for _ in counts]
+    position = 0
+    for turn in range(micro_batches):
+        for rank, own in enumerate(sizes):
+            starts[rank].append(position)
+            position += own[turn]
+    return tuple(OwnSamples(tuple(begun), own) for begun, own in zip(starts, sizes, strict=True))
+
+
+def take_portion(
+    batching: BatchingSpec, samples: int, weights: Sequence[float], replica_groups: int, position: int, rank: int
+) -> Portion:
+    """Return the portion, of the step of `samples` that begins at `position`, of group number `rank`.
+
+    `weights` has one share for each group that takes part, of `replica_groups`; a batch that shrinks with them keeps
+    one sample a group, where it had as many.
+    """
+    present = len(weights)
+    if batching.on_loss == "shrink":
+        samples = max(min(present, samples), samples * present // replica_groups)
+    counts = weighted_counts(samples, weights)
+    before = [0, *accumulate(counts)]
+    return Portion(position + before[rank], counts[rank], samples)
+
+
+def lr_factor(rule: ShrinkRule, step_samples: int, global_batch_size: int) -> float:
+    """Return the factor on the learning rate for a step of fewer samples."""
+    share = step_samples / global_batch_size
+    return {"linear": share, "sqrt": math.sqrt(share), "none": 1.0}[rule]

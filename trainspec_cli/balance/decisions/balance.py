@@ -1,0 +1,346 @@
+"""Divide samples over ranks of different speeds so that the slowest of them is done as early as possible."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, cycle
+from typing import NamedTuple
+
+from trainspec_cli.balance.batch.division import Division, count_micro_batches
+from trainspec_cli.balance.decisions.speeds import Speed
+
+EVEN_ENOUGH = 0.02
+"""An even division is kept, and gone back to, where the best one is no more than this fraction faster."""
+SAME = 1e-9
+"""Relative: times that differ by less are the same, for they are sums of rounded numbers."""
+TRIED = 8
+"""The most numbers of micro-batches below the usual one that are tried."""
+MORE_TURNS = 4
+"""Where memory does not hold a fast rank's share in the usual number of micro-batches, so many turns more are tried."""
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """A division and what it is expected to take."""
+
+    division: Division
+    compute_s: float
+    """The slowest rank's own computing in a step, and the exchanges of all micro-batches."""
+
+
+def compute_s(division: Division, samples: int, speeds: Sequence[Speed], exchange_s: float) -> float:
+    """Return the time that the slowest rank computes in a step of `samples`, with the exchanges of micro-batches.
+
+    `exchange_s` is what the ranks exchange for each micro-batch (the gathering of sharded parameters, say).
+    """
+    counts, micro_batches = division.counts(samples), division.count_micro_batches(samples)
+    if division.in_step:
+        return _in_step_s(((*_line(speed), n) for speed, n in zip(speeds, counts, strict=True)), micro_batches) + (
+            micro_batches * exchange_s
+        )
+    times_s = (speed.time_s(count, micro_batches) for speed, count in zip(speeds, counts, strict=True))
+    return max(times_s) + micro_batches * exchange_s
+
+
+def _with_bubble(compute_s: float, division: Division, micro_batches: int) -> float:
+    """Return what the slowest rank computes and waits while its pipeline fills and drains, whose stages take as long.
+
+    Fewer and larger micro-batches leave more of a pipeline idle.
+    """
+    return compute_s * (1 + division.bubble / micro_batches)
+
+
+def _line(speed: Speed) -> tuple[float, float]:
+    return speed.fixed_s, speed.per_sample_s
+
+
+def _in_step_s(ranks: Iterable[tuple[float, float, int]], micro_batches: int) -> float:
+    """Return the time of ranks (fixed_s, per_sample_s, samples) that wait for the slowest in each micro-batch, of which
+    the larger ones come first: the sum of the slowest in each turn."""
+    larger_s, smaller_s = [0.0] * (micro_batches + 1), [0.0] * (micro_batches + 1)
+    """Seconds that a larger, and a smaller one, takes the slowest rank, by how many larger ones it has."""
+    for fixed_s, sample_s, samples in ranks:
+        each, larger = divmod(samples, micro_batches)
+        own_s = fixed_s + each * sample_s
+        smaller_s[larger] = max(smaller_s[larger], own_s)
+        larger_s[larger] = max(larger_s[larger], own_s + sample_s)
+    in_larger_s = list(accumulate(reversed(larger_s), max))[-2::-1]  # of ranks with more larger ones than the turn
+    in_smaller_s = list(accumulate(smaller_s, max))
+    return sum(max(in_larger_s[turn], in_smaller_s[turn]) for turn in range(micro_batches))
+
+
+def solve_counts(samples: int, micro_batches: int, speeds: Sequence[Speed], most: int) -> tuple[int, ...]:
+    """Return the samples of each rank that make the slowest one fastest: exact for whole samples.
+
+    Each rank gets one at least where there are enough, and at most `most`. Raises ValueError where these do not hold
+    all samples.
+
+    The real-valued optimum gives all ranks the same time; rounded down it is no more than one sample a rank short, and
+    each of these goes to the rank that ends first with it.
+    """
+    kinds = _Kinds.of(speeds)
+    return kinds.of_ranks(_solve(samples, micro_batches, kinds, most))
+
+
+def solve_in_step(samples: int, micro_batches: int, speeds: Sequence[Speed], largest: int) -> tuple[int, ...]:
+    """Return the samples of each rank that make the sum of the slowest micro-batches small, where ranks wait for one
+    another in each, and none is of more than `largest` samples: the least there is in 97 of 100 small cases, and
+    at most a quarter over it.
+
+    Each rank gets one sample at least where there are enough. Raises ValueError where micro-batches do not hold all.
+    """
+    kinds = _Kinds.of(speeds)
+    return kinds.of_ranks(_solve_in_step(samples, micro_batches, kinds, largest))
+
+
+class _Solved(NamedTuple):
+    """The samples of each rank of a kind; the first `ahead` ranks of the kind `odd` have one more."""
+
+    counts: list[int]
+    odd: int
+    ahead: int
+
+    @property
+    def most(self) -> int:
+        return max(max(self.counts), self.counts[self.odd] + (self.ahead > 0))
+
+
+class _Kinds(NamedTuple):
+    """Ranks by their speeds, of which thousands of ranks have few."""
+
+    fixed_s: list[float]
+    sample_s: list[float]
+    ranks: list[list[int]]
+    sizes: list[int]
+
+    @classmethod
+    def of(cls, speeds: Sequence[Speed]) -> _Kinds:
+        found: dict[tuple[float, float], list[int]] = {}
+        for rank, speed in enumerate(speeds):
+            found.setdefault((speed.fixed_s, speed.per_sample_s), []).append(rank)
+        fixed_s, sample_s = zip(*found, strict=True)
+        ranks = list(found.values())
+        return cls(list(fixed_s), list(sample_s), ranks, list(map(len, ranks)))
+
+    def of_ranks(self, solved: _Solved) -> tuple[int, ...]:
+        """Return the count of each rank."""
+        counts = [0] * sum(self.sizes)
+        for ranks, count in zip(self.ranks, solved.counts, strict=True):
+            for rank in ranks:
+                counts[rank] = count
+        for rank in self.ranks[solved.odd][: solved.ahead]:
+            counts[rank] += 1
+        return tuple(counts)
+
+    def slowest_s(self, solved: _Solved, micro_batches: int) -> float:
+        """Return when the last rank ends."""
+        each = zip(self.fixed_s, self.sample_s, solved.counts, strict=True)
+        last_s = max(micro_batches * fixed_s + count * sample_s for fixed_s, sample_s, count in each)
+        fixed_s, sample_s, count = self.fixed_s[solved.odd], self.sample_s[solved.odd], solved.counts[solved.odd]
+        return max(last_s, micro_batches * fixed_s + (count + (solved.ahead > 0)) * sample_s)
+
+    def in_step_s(self, solved: _Solved, micro_batches: int) -> float:
+        """Return when all end that wait for one another in each micro-batch."""
+        odd = self.fixed_s[solved.odd], self.sample_s[solved.odd], solved.counts[solved.odd] + (solved.ahead > 0)
+        whole = zip(self.fixed_s, self.sample_s, solved.counts, strict=True)
+        return _in_step_s((*whole, odd), micro_batches)
+
+    def without(self, left_out: Collection[int]) -> _Kinds:
+        kept = [kind for kind in range(len(self.sizes)) if kind not in left_out]
+        return _Kinds(*([column[kind] for kind in kept] for column in self))  # type: ignore[arg-type]
+
+
+def _solve_in_step(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
+    """Return what `solve_in_step` does, by kinds: turns filled alike, or shares by speed where these do better."""
+    filled = _leave_out_idle(samples, micro_batches, kinds, largest)
+    shared = _solve(samples, micro_batches, kinds, micro_batches * largest)
+    return min(filled, shared, key=lambda solved: kinds.in_step_s(solved, micro_batches))
+
+
+def _leave_out_idle(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
+    """Return filled turns, in which ranks too slow for a share have one sample, and the others the rest."""
+    solved = _fill_turns(samples, micro_batches, kinds, largest)
+    idle = {kind for kind, count in enumerate(solved.counts) if not count}
+    if not idle or samples < sum(kinds.sizes):
+        return solved
+    given = sum(kinds.sizes[kind] for kind in idle)
+    busy = [kind for kind in range(len(kinds.sizes)) if kind not in idle]
+    if not busy or samples - given > micro_batches * largest * sum(kinds.sizes[kind] for kind in busy):
+        return _solve(samples, micro_batches, kinds, micro_batches * largest)
+    rest = _leave_out_idle(samples - given, micro_batches, kinds.without(idle), largest)
+    counts = [1] * len(kinds.sizes)
+    for kind, count in zip(busy, rest.counts, strict=True):
+        counts[kind] = count
+    return _Solved(counts, busy[rest.odd], rest.ahead)
+
+
+def _fill_turns(samples: int, micro_batches: int, kinds: _Kinds, largest: int) -> _Solved:
+    """Give each turn's micro-batches what all ranks do in the least time for their part of the samples; as many turns
+    as can are shorter, by the samples that end last."""
+    turn = _solve(math.ceil(samples / micro_batches), 1, kinds, largest, least=0)
+    limit_s = kinds.slowest_s(turn, 1)
+    lines = list(zip(kinds.fixed_s, kinds.sample_s, kinds.sizes, strict=True))
+    longer = [min(largest, max(0, math.floor((limit_s * (1 + SAME) - fixed) / each))) for fixed, each, _ in lines]
+    shorter = [min(largest, max(0, math.ceil((limit_s * (1 - SAME) - fixed) / each) - 1)) for fixed, each, _ in lines]
+    held = sum(count * size for count, (*_, size) in zip(shorter, lines, strict=True))
+    more = sum((high - low) * size for high, low, (*_, size) in zip(longer, shorter, lines, strict=True))
+    turns = max(0, math.ceil((samples - micro_batches * held) / more)) if more else 0
+    counts = [micro_batches * low + turns * (high - low) for high, low in zip(longer, shorter, strict=True)]
+    over = micro_batches * held + turns * more - samples
+    order = sorted(range(len(lines)), key=lambda kind: (shorter[kind] - longer[kind], -lines[kind][1]))
+    for kind in cycle(order):
+        if not over:
+            break
+        if not counts[kind]:
+            continue
+        counts[kind] -= 1
+        if over < kinds.sizes[kind]:
+            return _Solved(counts, kind, kinds.sizes[kind] - over)
+        over -= kinds.sizes[kind]
+    return _Solved(counts, 0, 0)
+
+
+def _solve(samples: int, micro_batches: int, kinds: _Kinds, most: int, least: int | None = None) -> _Solved:
+    """Return what `solve_counts` does, by kinds; `least`: of each rank."""
+    ranks = sum(kinds.sizes)
+    if samples > most * ranks:
+        raise ValueError(f"{samples} samples are more than {most} on each of {ranks} ranks")
+    if least is None:
+        least = 1 if samples >= ranks else 0
+    lines = [
+        _Line(micro_batches * fixed_s, sample_s, size)
+        for fixed_s, sample_s, size in zip(kinds.fixed_s, kinds.sample_s, kinds.sizes, strict=True)
+    ]
+    level_s = _common_time_s(samples, lines, most)
+    counts = [min(most, max(least, int((level_s - start_s) // sample_s))) for start_s, sample_s, _ in lines]
+    missing = samples - sum(count * size for count, size in zip(counts, kinds.sizes, strict=True))
+    if missing >= 0:
+        return _shift(counts, kinds.sizes, missing, most, 1, lambda n: lines[n].end_s(counts[n] + 1))
+    return _shift(counts, kinds.sizes, -missing, least, -1, lambda n: -lines[n].end_s(counts[n]))
+
+
+class _Line(NamedTuple):
+    """The time of a kind's ranks by their samples."""
+
+    start_s: float
+    sample_s: float
+    ranks: int
+
+    def end_s(self, samples: int) -> float:
+        return self.start_s + samples * self.sample_s
+
+
+def _shift(
+    counts: list[int], sizes: Sequence[int], samples: int, limit: int, change: int, key: Callable[[int], float]
+) -> _Solved:
+    """Change the counts by so many samples together, each of a rank with the least key; none beyond `limit`."""
+    queue = [(key(kind), kind) for kind in range(len(counts)) if counts[kind] != limit] if samples else []
+    heapq.heapify(queue)
+    while samples:
+        kind = queue[0][1]
+        if samples < sizes[kind]:
+            counts[kind] -= change < 0
+            return _Solved(counts, kind, samples if change > 0 else sizes[kind] - samples)
+        samples -= sizes[kind]
+        counts[kind] += change
+        if counts[kind] != limit:
+            heapq.heapreplace(queue, (key(kind), kind))
+        else:
+            heapq.heappop(queue)
+    return _Solved(counts, 0, 0)
+
+
+def _common_time_s(samples: int, lines: Sequence[_Line], most: int) -> float:
+    """Return the time in which all ranks together compute `samples`, where no rank takes less than 0 or over `most`.
+
+    What the ranks compute grows with the time, in pieces: each round leaves out those that are at an end of their
+    range, until the others' common time leaves none beyond it.
+    """
+    free, left = list(lines), float(samples)
+    while free:
+        work = sum(ranks / sample_s for _, sample_s, ranks in free)
+        time_s = (left + sum(ranks * start_s / sample_s for start_s, sample_s, ranks in free)) / work
+        below = [line for line in free if line[0] + most * line[1] >= time_s]
+        if len(below) < len(free):
+            left -= most * (sum(line[2] for line in free) - sum(line[2] for line in below))
+            free = below
+            continue
+        busy = [line for line in free if line[0] <= time_s]
+        if len(busy) == len(free):
+            return time_s
+        free = busy
+    return max(line.end_s(most) for line in lines)
+
+
+def best_division(
+    even: Division,
+    samples: int,
+    speeds: Sequence[Speed],
+    largest_micro_batch: int,
+    exchange_s: float,
+    *,
+    keeps_micro_batches: bool = False,
+) -> Balanced:
+    """Return the fastest division of `samples` over ranks of these speeds, of which none holds more than
+    `largest_micro_batch` samples at a time; the even one where another is hardly faster.
+
+    `exchange_s`: as of `compute_s`. `keeps_micro_batches`: their number stays as it is.
+    """
+    best = Balanced(even, compute_s(even, samples, speeds, exchange_s))
+    usual = even.count_micro_batches(samples)
+    best_s = _with_bubble(best.compute_s, even, usual)
+    kept_s = best_s * (1 - EVEN_ENOUGH)
+    kinds, found = _Kinds.of(speeds), None
+    tried = [usual] if keeps_micro_batches else _numbers(usual, even, samples, kinds, largest_micro_batch)
+    for micro_batches in tried:
+        most = micro_batches * largest_micro_batch
+        if even.in_step:
+            solved = _solve_in_step(samples, micro_batches, kinds, largest_micro_batch)
+            found_s = kinds.in_step_s(solved, micro_batches) + micro_batches * exchange_s
+        else:
+            solved = _solve(samples, micro_batches, kinds, most)
+            found_s = kinds.slowest_s(solved, micro_batches) + micro_batches * exchange_s
+        filled_s = _with_bubble(found_s, even, micro_batches)
+        if filled_s < min(best_s, kept_s):
+            best, found, best_s = Balanced(even, found_s), (solved, micro_batches), filled_s
+        if solved.most < most and not even.in_step and not even.bubble:
+            break  # memory holds nobody back
+    if found is None:
+        return best
+    weights, micro_batches = tuple(map(float, kinds.of_ranks(found[0]))), found[1]
+    division = replace(even, weights=weights, micro_batch_size=largest_micro_batch, micro_batches=micro_batches)
+    return Balanced(division, best.compute_s)
+
+
+def _numbers(usual: int, even: Division, samples: int, kinds: _Kinds, largest_micro_batch: int) -> list[int]:
+    """Return the numbers of micro-batches that are worth a try: the usual one, some more, and as many as the fastest
+    rank needs for its share; in a pipeline those between as well, in which its micro-batches grow less."""
+    if even.in_step:
+        return _numbers_in_step(usual, even.turns, samples, kinds, largest_micro_batch)
+    if not even.bubble and largest_micro_batch * usual >= samples:
+        return [usual]
+    share = _solve(samples, usual, kinds, samples).most
+    if even.bubble:
+        needed = count_micro_batches(share, min(even.micro_batch_size, largest_micro_batch), even.turns)
+        stride = max(1, math.ceil((needed - usual) / even.turns / TRIED)) * even.turns
+        return [*range(usual, needed, stride), max(usual, needed)]
+    needed = count_micro_batches(share, largest_micro_batch, even.turns)
+    numbers = {first + turn * even.turns for first in (usual, needed) for turn in range(1 + MORE_TURNS)}
+    return sorted(number for number in numbers if number >= usual)
+
+
+def _numbers_in_step(usual: int, turns: int, samples: int, kinds: _Kinds, largest_micro_batch: int) -> list[int]:
+    """Return those that are worth a try where ranks wait for one another in each micro-batch: also fewer and larger
+    ones, in which a slow rank's can be smaller, and as many as the faster ranks alone need."""
+    ranks = sum(kinds.sizes)
+    fewest = count_micro_batches(math.ceil(samples / ranks), largest_micro_batch, turns)
+    stride = max(1, math.ceil((usual - fewest) / turns / TRIED)) * turns
+    numbers = {usual, *range(fewest, usual + MORE_TURNS * turns + 1, stride)}
+    for kind in sorted(range(len(kinds.sizes)), key=lambda kind: -kinds.sample_s[kind])[:TRIED]:
+        ranks -= kinds.sizes[kind]
+        if ranks:
+            numbers.add(count_micro_batches(math.ceil(samples / ranks), largest_micro_batch, turns))
+    return sorted(numbers)

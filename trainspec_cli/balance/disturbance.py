@@ -1,0 +1,219 @@
+"""A disturbance: what is slower, narrower or away, from which step of a simulated run on and for how long."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Annotated, Any
+
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.plan.time.samples import Tier
+from trainspec_cli.recipe.field_types import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from trainspec_cli.recipe.rules.values import forget_out_of_range
+from trainspec_cli.recipe.structure import build
+
+MAX_STEPS = 100_000
+MAX_EVENTS = 1_000
+Slowdown = Annotated[float, Range(1, 1000, includes_low=False)]
+"""Times as long as usual."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spell:
+    """The steps in which an event is felt; null is to the end."""
+
+    from_step: PositiveInt = 1
+    """Steps are counted from 1."""
+    steps: PositiveInt | None = None
+
+    def holds(self, step: int) -> bool:
+        return self.from_step <= step and (self.steps is None or step < self.from_step + self.steps)
+
+    def describe(self) -> str:
+        if self.steps is None:
+            return f"from step {self.from_step} on"
+        return f"steps {self.from_step} to {self.from_step + self.steps - 1}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowDevice(Spell):
+    device: NonNegativeInt
+    """Counted over the whole cluster, from 0, node by node."""
+    factor: Slowdown
+    """Its computing takes so many times as long."""
+
+    def describe(self) -> str:
+        return f"device {self.device:,} computes {self.factor:g} times as long, {super().describe()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowNode(Spell):
+    node: NonNegativeInt
+    factor: Slowdown
+
+    def describe(self) -> str:
+        return f"node {self.node:,} computes {self.factor:g} times as long, {super().describe()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NarrowLink(Spell):
+    node: NonNegativeInt | None = None
+    """null: of every node."""
+    tier: Tier = "network"
+    factor: Slowdown
+    """What goes over these links takes so many times as long."""
+
+    def describe(self) -> str:
+        where = "every node" if self.node is None else f"node {self.node:,}"
+        return f"the {self.tier} links of {where} take {self.factor:g} times as long, {super().describe()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leave(Spell):
+    """A node is away, and with it its replica group."""
+
+    node: NonNegativeInt
+
+    def describe(self) -> str:
+        return f"node {self.node:,} is away, {super().describe()}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByChance:
+    """Fail-slows drawn by chance: when and where they begin is uniform, how long they last is so on a log scale."""
+
+    count: Annotated[int, Range(1, MAX_EVENTS)]
+    shortest_s: PositiveFloat
+    longest_s: PositiveFloat
+    least_factor: Slowdown
+    most_factor: Slowdown
+    """Factors are uniform from the least to the most."""
+    network_share: Fraction = 0.0
+    """The part of them that narrows a node's network; the others slow a device."""
+
+
+Event = SlowDevice | SlowNode | NarrowLink | Leave
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    description: str = ""
+    steps: Annotated[int, Range(1, MAX_STEPS)] = 300
+    """Of the simulated run."""
+    noise: Annotated[float, Range(0, 0.5)] = 0.02
+    """Standard deviation of a rank's measured time, as a fraction of it."""
+    seed: NonNegativeInt = 0
+    slow_devices: tuple[SlowDevice, ...] = ()
+    slow_nodes: tuple[SlowNode, ...] = ()
+    narrow_links: tuple[NarrowLink, ...] = ()
+    leaves: tuple[Leave, ...] = ()
+    by_chance: ByChance | None = None
+
+    @property
+    def events(self) -> tuple[Event, ...]:
+        return (*self.slow_devices, *self.slow_nodes, *self.narrow_links, *self.leaves)
+
+    def drawn(self, step_s: float, num_nodes: int, devices_per_node: int) -> Disturbance:
+        """Return it with the events that chance brings written out, for a run whose steps take `step_s`."""
+        if self.by_chance is None:
+            return self
+        wanted, chance = self.by_chance, random.Random(f"disturbance {self.seed}")
+        devices, links = list(self.slow_devices), list(self.narrow_links)
+        for _ in range(wanted.count):
+            lasts_s = math.exp(chance.uniform(math.log(wanted.shortest_s), math.log(wanted.longest_s)))
+            from_step, steps = chance.randint(1, self.steps), max(1, round(lasts_s / step_s))
+            factor = chance.uniform(wanted.least_factor, wanted.most_factor)
+            node, place = chance.randrange(num_nodes), chance.randrange(devices_per_node)
+            if chance.random() < wanted.network_share:
+                links.append(NarrowLink(from_step=from_step, steps=steps, node=node, factor=factor))
+            else:
+                device = node * devices_per_node + place
+                devices.append(SlowDevice(from_step=from_step, steps=steps, device=device, factor=factor))
+        return replace(self, slow_devices=tuple(devices), narrow_links=tuple(links), by_chance=None)
+
+
+# Reading
+
+
+def build_disturbance(content: Mapping[str, object], path: str) -> tuple[Disturbance, list[Problem]]:
+    """Return a draft, with UNKNOWN for what is wrong, and every problem with its path, which begins with `path`."""
+    draft, problems = build(Disturbance, content, f"{path}.")
+    draft, wrong = _forget_out_of_range(draft, f"{path}.")
+    return draft, [*problems, *wrong, *(_inside_out(draft, path) if not problems and not wrong else ())]
+
+
+def _forget_out_of_range(section: Any, prefix: str) -> tuple[Any, list[Problem]]:
+    """Replace values out of their range by unknown ones, as for a recipe, in lists of sections too."""
+    section, problems = forget_out_of_range(section, prefix)
+    for field in fields(section):
+        items = getattr(section, field.name)
+        if isinstance(items, tuple):
+            for number, item in enumerate(items):
+                if is_dataclass(item):
+                    problems += forget_out_of_range(item, f"{prefix}{field.name}.{number}.")[1]
+    return section, problems
+
+
+def _inside_out(disturbance: Disturbance, path: str) -> Iterator[Problem]:
+    """Bounds the wrong way round."""
+    chance = disturbance.by_chance
+    if chance is None:
+        return
+    for least, most in (("shortest_s", "longest_s"), ("least_factor", "most_factor")):
+        low, high = getattr(chance, least), getattr(chance, most)
+        if low > high:
+            name = f"{path}.by_chance.{least}"
+            message = f"`{name}` is {low:g}, and `{most}` is {high:g}"
+            yield Problem("out_of_range", message, name, f"type {name}={high:g} or less")
+
+
+def check_cluster(
+    disturbance: Disturbance, path: str, num_nodes: int, devices_per_node: int, replica_groups: int, min_groups: int
+) -> Iterator[Problem]:
+    """Yield a problem for each event that names what the cluster has not, or that is never felt."""
+    devices = num_nodes * devices_per_node
+    for kind in ("slow_devices", "slow_nodes", "narrow_links", "leaves"):
+        for number, event in enumerate(getattr(disturbance, kind)):
+            place = f"{path}.{kind}.{number}"
+            name, there_are = ("device", devices) if kind == "slow_devices" else ("node", num_nodes)
+            value = getattr(event, name)
+            if value is not None and value >= there_are:
+                message = f"`{place}.{name}` is {value:,}, and the cluster has {there_are:,} {name}s"
+                hint = f"type {place}.{name}={there_are - 1} or less; they are counted from 0"
+                yield Problem("out_of_range", message, f"{place}.{name}", hint)
+            if event.from_step > disturbance.steps:
+                message = (
+                    f"`{place}.from_step` is {event.from_step:,}, and the run ends with step {disturbance.steps:,}"
+                )
+                hint = f"type {place}.from_step={disturbance.steps} or less"
+                yield Problem("out_of_range", message, f"{place}.from_step", hint)
+    yield from _check_leaves(disturbance, path, num_nodes, replica_groups, min_groups)
+
+
+def _check_leaves(
+    disturbance: Disturbance, path: str, num_nodes: int, replica_groups: int, min_groups: int
+) -> Iterator[Problem]:
+    if disturbance.leaves and replica_groups == 1:
+        message = "a node can leave where replica groups go on without it, and this run has none"
+        hint = "type resilience=elastic on the command line, or leave `leaves` out"
+        yield Problem("unsupported", message, f"{path}.leaves", hint)
+        return
+    for number, leave in enumerate(disturbance.leaves):
+        away = {
+            group
+            for other in disturbance.leaves
+            if other.holds(leave.from_step)
+            for group in groups_of_node(other.node, num_nodes, replica_groups)
+        }
+        if replica_groups - len(away) < min_groups:
+            there = f"{replica_groups - len(away)} of {replica_groups} replica groups are left at step"
+            message = f"{there} {leave.from_step:,}, and the run waits for {min_groups}"
+            yield Problem("unsupported", message, f"{path}.leaves.{number}", "let fewer nodes be away at once")
+
+
+def groups_of_node(node: int, num_nodes: int, replica_groups: int) -> range:
+    """Return the replica groups that run on a node: one of some whole nodes, or several on one."""
+    first, end = node * replica_groups // num_nodes, -(-(node + 1) * replica_groups // num_nodes)
+    return range(first, end)

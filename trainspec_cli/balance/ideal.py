@@ -1,0 +1,115 @@
+"""The best that could be made of a disturbed cluster: shares by the true speeds, in real numbers and whole samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainspec_cli.balance.batch.division import Division, weighted_counts
+from trainspec_cli.balance.cluster import Cluster, Condition, Floats
+from trainspec_cli.balance.decisions.balance import solve_counts, solve_in_step
+from trainspec_cli.balance.decisions.speeds import Speed
+
+TRIED = 64
+"""Numbers of micro-batches, of which the `ROUNDED` best are solved for whole samples."""
+ROUNDED = 4
+HALVINGS = 60
+
+
+@dataclass(frozen=True)
+class Ideal:
+    whole_s: float
+    real_s: float
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """The data-parallel ranks of a replica group."""
+
+    rows: slice
+    size: int
+
+
+def best_step(
+    cluster: Cluster,
+    condition: Condition,
+    groups: Sequence[RankRows],
+    samples: int,
+    even: Division,
+    largest_micro_batch: int,
+    *,
+    keeps_micro_batches: bool,
+) -> Ideal:
+    """Return the shortest step of `samples` over the groups that are there, of any share and number of micro-batches
+    of at most `largest_micro_batch` samples; `even` is each group's usual division."""
+    ranks = sum(group.size for group in groups)
+    _, each_s = cluster.lines(condition, even.count_micro_batches(samples // len(groups)), samples / ranks)
+    rates = [float((1 / each_s[group.rows]).sum()) for group in groups]
+    whole, real = np.zeros((2, cluster.ranks)), np.zeros((2, cluster.ranks))  # samples, and micro-batches
+    for group, own in zip(groups, weighted_counts(samples, rates), strict=True):
+        exact, usual = samples * rates[groups.index(group)] / sum(rates), even.count_micro_batches(own)
+        wanted = list(_numbers(own, group.size, usual, largest_micro_batch, even.turns))
+        wanted = [usual] if keeps_micro_batches else wanted
+        best_whole, best_real = math.inf, math.inf
+        found = [
+            (number, *_in_reals(cluster, condition, group, exact, number, largest_micro_batch)) for number in wanted
+        ]
+        for rank, (number, seconds_s, counts) in enumerate(sorted(found, key=lambda item: item[1])):
+            if seconds_s < best_real:
+                best_real, real[:, group.rows] = seconds_s, (counts, np.full(group.size, number))
+            if rank < ROUNDED and own <= number * largest_micro_batch * group.size:
+                speeds = _speeds(cluster, condition, group, number, samples / ranks)
+                if even.in_step:
+                    rounded = solve_in_step(own, number, speeds, largest_micro_batch)
+                else:
+                    rounded = solve_counts(own, number, speeds, number * largest_micro_batch)
+                taken_s = _group_s(cluster, condition, group, np.array(rounded, float), number, in_step=even.in_step)
+                if taken_s < best_whole:
+                    best_whole, whole[:, group.rows] = taken_s, (rounded, np.full(group.size, number))
+    whole_s = cluster.seconds(condition, *whole, in_step=even.in_step).total_s
+    return Ideal(whole_s, cluster.seconds(condition, *real).total_s)
+
+
+def _numbers(samples: int, ranks: int, usual: int, largest: int, turns: int) -> Iterator[int]:
+    """Numbers of micro-batches, in whole turns: from the fewest that hold the samples to twice the usual number."""
+    fewest = math.ceil(math.ceil(samples / (largest * ranks)) / turns) * turns
+    most = max(2 * usual, fewest + turns)
+    stride = max(1, math.ceil((most - fewest) / turns / TRIED)) * turns
+    yield from range(fewest, most + 1, stride)
+    if (usual - fewest) % stride and usual >= fewest:
+        yield usual
+
+
+def _in_reals(
+    cluster: Cluster, condition: Condition, group: RankRows, samples: float, number: int, largest: int
+) -> tuple[float, Floats]:
+    """Return a step's seconds and the shares, in real numbers of samples, with which all ranks end at once."""
+    lines = cluster.lines(condition, number, samples / group.size)
+    fixed_s, each_s = (part[group.rows] for part in lines)
+    low_s, high_s = float(fixed_s.min()), float((fixed_s + number * largest * each_s).max())
+    for _ in range(HALVINGS):
+        middle_s = (low_s + high_s) / 2
+        held = float(np.clip((middle_s - fixed_s) / each_s, 0, number * largest).sum())
+        low_s, high_s = (low_s, middle_s) if held >= samples else (middle_s, high_s)
+    counts = np.clip((high_s - fixed_s) / each_s, 0, number * largest)
+    if counts.sum() < samples * (1 - 1e-9):
+        return math.inf, counts  # so few micro-batches do not hold them
+    return _group_s(cluster, condition, group, counts, number), counts
+
+
+def _speeds(cluster: Cluster, condition: Condition, group: RankRows, number: int, samples: float) -> list[Speed]:
+    lines = cluster.lines(condition, number, samples)
+    fixed_s, each_s = (part[group.rows].tolist() for part in lines)
+    return [Speed(fixed / number, each) for fixed, each in zip(fixed_s, each_s, strict=True)]
+
+
+def _group_s(
+    cluster: Cluster, condition: Condition, group: RankRows, counts: Floats, number: int, *, in_step: bool = False
+) -> float:
+    """Return a step's seconds as the ranks of one group alone would make it."""
+    division = np.zeros((2, cluster.ranks))
+    division[:, group.rows] = counts, np.full(group.size, number)
+    return cluster.seconds(condition, *division, in_step=in_step).total_s

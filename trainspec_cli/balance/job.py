@@ -1,0 +1,179 @@
+"""A planned run as its simulation knows it, in each layout that it may have, and a step with any division of the
+samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+import numpy as np
+
+from trainspec_cli.balance.batch.division import Division, Portion, even_division, take_portion
+from trainspec_cli.balance.cluster import Cluster, Condition, StepSeconds
+from trainspec_cli.balance.decisions.link_paces import LinkPaces
+from trainspec_cli.balance.decisions.moved_layers import LayerScheduler, expected_pause_s, with_stages
+from trainspec_cli.balance.decisions.shares import reporting_interval
+from trainspec_cli.balance.ideal import RankRows
+from trainspec_cli.balance.other_layout import OtherLayouts
+from trainspec_cli.balance.paced_step import Paces
+from trainspec_cli.plan.capacity import largest_micro_batch, setup_of
+from trainspec_cli.plan.hardware.cluster import efficiency_of
+from trainspec_cli.plan.hardware.topology import group_of
+from trainspec_cli.plan.partition.cut import Counts
+from trainspec_cli.plan.search.space import one_group
+from trainspec_cli.plan.setup import Setup
+from trainspec_cli.plan.time.samples import step_parts
+from trainspec_cli.recipe.keys.batching import BatchingSpec
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.plan import LayoutProposal
+from trainspec_cli.recipe.results.prediction import Candidate
+
+READ_S = 1.0
+"""A step's text is read in this time where it was not read ahead: an assumption."""
+
+
+@dataclass(frozen=True)
+class DisturbedJob:
+    """A planned run as the simulation knows it, in one layout."""
+
+    cluster: Cluster
+    layout: Layout
+    """Each replica group has it."""
+    even: Division
+    """A replica group divides its samples so where its ranks are equally fast."""
+    batching: BatchingSpec
+    groups: tuple[RankRows, ...]
+    largest_micro_batch: int
+    change: float
+    """A change of a speed is confirmed from this fraction on."""
+    change_s: float
+    """A change of shares costs so much, and `COST_STEPS` at most."""
+    keeps_micro_batches: bool
+    num_nodes: int
+    devices_per_node: int
+    shares_change: bool = True
+    """The scheduler may change the ranks' and groups' shares."""
+    layouts: JobLayouts | None = None
+    """The cuts and layouts that it may change to; None where it keeps its own."""
+
+    def interval(self, step_s: float) -> int:
+        """Return how many steps of `step_s` lie between two exchanges of the ranks' speeds."""
+        return reporting_interval(self.layout.world_size, step_s)
+
+    def portions(self, weights: Sequence[float]) -> list[Portion]:
+        """Return the samples of each group that is there."""
+        total, groups = self.batching.global_batch_size, len(self.groups)
+        return [take_portion(self.batching, total, weights, groups, 0, place) for place in range(len(weights))]
+
+
+def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -> DisturbedJob:
+    """Return the job of a candidate that was planned for this spec."""
+    setup = setup_of(candidate, spec, machine)
+    _, number = one_group(spec, candidate.layout)
+    most = largest_micro_batch(candidate, setup, spec.scheduler.max_micro_batch_size)
+    job = _job_of(spec, setup, number, most)
+    if number > 1 or spec.resilience.keeps_layout:
+        return job  # replica groups and sites keep their layout
+    others = OtherLayouts.of_candidate(spec, candidate, machine)
+    return replace(job, layouts=JobLayouts(spec, others, others.memory.largest_stage_layers(setup)))
+
+
+def _job_of(spec: RunSpec, setup: Setup, replica_groups: int, largest: int) -> DisturbedJob:
+    layout, fabric = setup.layout, setup.fabric
+    own = replace(layout, dp_replicate=layout.dp_replicate // replica_groups)
+    size, keeps = own.data_parallel_size, spec.model.unit == "samples"
+    compiles = spec.compile and largest > setup.micro_batch_size
+    return DisturbedJob(
+        cluster=Cluster(
+            step_parts(setup, efficiency_of(spec.cluster)),
+            layout,
+            spec.cluster.num_nodes,
+            fabric.devices_per_node,
+            replica_groups,
+        ),
+        layout=own,
+        even=even_division(own, int(setup.micro_batch_size), keeps_micro_batches=keeps),
+        batching=spec.batching,
+        groups=tuple(RankRows(slice(group * size, (group + 1) * size), size) for group in range(replica_groups)),
+        largest_micro_batch=largest,
+        change=spec.scheduler.change,
+        change_s=inf if compiles or keeps else READ_S,
+        keeps_micro_batches=keeps,
+        num_nodes=spec.cluster.num_nodes,
+        devices_per_node=fabric.devices_per_node,
+        shares_change="shares" in spec.scheduler.may_change,
+    )
+
+
+@dataclass(frozen=True)
+class JobLayouts:
+    """The cuts and layouts that a simulated run may change to, from the one in force."""
+
+    spec: RunSpec
+    others: OtherLayouts
+    most_layers: int | None
+    """Layers that a pipeline rank may hold; None where none move."""
+
+    def layer_scheduler(self, job: DisturbedJob) -> LayerScheduler | None:
+        """Return what decides on moved layers in the layout in force."""
+        if self.most_layers is None or "layers" not in self.spec.scheduler.may_change:
+            return None
+        times = self.others.steps.layer_times(self.others.present)
+        return LayerScheduler(job.layout, times, self.most_layers, job.even, job.largest_micro_batch, job.change)
+
+    def propose(self, paces: Sequence[float], links: LinkPaces) -> LayoutProposal | None:
+        return self.others.propose(paces, links) if "layout" in self.spec.scheduler.may_change else None
+
+    def best_cut(self, paces: Sequence[float], links: LinkPaces) -> Counts | None:
+        """Return the cut into stages that is best at these paces; None for the even one."""
+        return self.others.in_present(Paces(paces, links)).step.setup.layout.stage_layers
+
+    def with_cut(self, counts: Counts) -> DisturbedJob:
+        """Return the job with other layers in its stages."""
+        present = self.others.present
+        layout = with_stages(present.layout, counts)
+        return self._job(replace(present, layout=layout), self.others.memory.largest_micro_batch(present))
+
+    def with_layout(self, proposal: LayoutProposal) -> DisturbedJob:
+        setup = self.others.setup_of(proposal.layout, proposal.micro_batch_size)
+        return self._job(setup, proposal.largest_micro_batch_size)
+
+    def _job(self, setup: Setup, largest: int) -> DisturbedJob:
+        others = self.others.after(setup.layout, int(setup.micro_batch_size))
+        layouts = JobLayouts(self.spec, others, others.memory.largest_stage_layers(setup))
+        return replace(_job_of(self.spec, setup, 1, largest), layouts=layouts)
+
+    def pause_s(self, after: JobLayouts, step_s: float) -> float:
+        """Return what the change to another cut or layout takes: the bytes of state that a rank gets, over the links
+        between all ranks, and what building the new stages and a slower first step take."""
+        before, setup = self.others.present, after.others.present
+        fabric = setup.fabric
+        links = group_of(fabric, fabric.num_devices, 1, efficiency_of(self.spec.cluster))
+        bytes_per_s = links.nic_bytes_per_s if links.crosses else links.link_bytes_per_s
+        return self.others.memory.moved_bytes(before, setup) / bytes_per_s + expected_pause_s(step_s)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The samples of a present group's data-parallel ranks in a step."""
+
+    counts: tuple[int, ...]
+    micro_batches: int
+
+
+def take(portions: Sequence[Portion], divisions: Sequence[Division]) -> list[Taken]:
+    return [
+        Taken(division.counts(portion.samples), division.count_micro_batches(portion.samples))
+        for portion, division in zip(portions, divisions, strict=True)
+    ]
+
+
+def seconds_of(job: DisturbedJob, condition: Condition, present: Sequence[int], taken: Sequence[Taken]) -> StepSeconds:
+    """Return the times of a step; ranks of a group that is away process nothing."""
+    counts, micro_batches = np.zeros((2, job.cluster.ranks))
+    for group, own in zip(present, taken, strict=True):
+        counts[job.groups[group].rows], micro_batches[job.groups[group].rows] = own.counts, own.micro_batches
+    return job.cluster.seconds(condition, counts, micro_batches, in_step=job.even.in_step)

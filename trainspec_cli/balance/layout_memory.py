@@ -1,0 +1,132 @@
+"""The limits of memory for other layouts of a run: the layouts themselves, the way to them, and the ranks' layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import floor
+
+from trainspec_cli.balance.batch.division import largest_that_fits
+from trainspec_cli.balance.decisions.moved_layers import largest_stage
+from trainspec_cli.plan.capacity import SLACK
+from trainspec_cli.plan.cut import rough_room
+from trainspec_cli.plan.memory.frameworks import LayerMemory, memory_limit_bytes, peak_of
+from trainspec_cli.plan.memory.predict import layer_memory, predict_memory
+from trainspec_cli.plan.partition.problem import Room
+from trainspec_cli.plan.pipeline import cut_layers
+from trainspec_cli.plan.search.costs import axes_of_layer
+from trainspec_cli.plan.setup import Setup
+from trainspec_cli.plan.this_machine import MOVING_BYTES
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+from trainspec_cli.recipe.results.prediction import MemoryBreakdown
+
+
+class LayoutMemory:
+    """The memory of setups that differ in layout and micro-batches alone."""
+
+    def __init__(self, scheduler: SchedulerSpec, recompute: str):
+        self._scheduler, self.recompute = scheduler, recompute
+        self._layers: dict[tuple[object, ...], LayerMemory] = {}
+        self._stages: dict[Setup, int | None] = {}
+        self._known: dict[tuple[Layout, float, int], tuple[MemoryBreakdown, ...]] = {}
+
+    def fits(self, setup: Setup) -> bool:
+        return self._fullest_bytes(setup) <= memory_limit_bytes(setup.fabric.chip)
+
+    def may_fit(self, setup: Setup) -> bool:
+        """Return whether a layout fits by the rough estimate of the planner's search, its layers cut evenly."""
+        key = (*axes_of_layer(setup.layout), setup.micro_batch_size, id(setup.software))
+        if key not in self._layers:
+            self._layers[key] = layer_memory(setup, self.recompute)
+        return peak_of(setup, self._layers[key]) <= SLACK * memory_limit_bytes(setup.fabric.chip)
+
+    def of_stages(self, setup: Setup) -> tuple[MemoryBreakdown, ...]:
+        """Return the memory of each pipeline rank."""
+        key = setup.layout, setup.micro_batch_size, setup.grad_accum
+        if key not in self._known:
+            self._known[key] = predict_memory(setup, self.recompute)
+        return self._known[key]
+
+    def _fullest_bytes(self, setup: Setup) -> float:
+        return max(stage.total_bytes for stage in self.of_stages(setup))
+
+    # Micro-batches
+
+    def most_samples(self, setup: Setup) -> int:
+        """Return the samples of a micro-batch that the recipe allows; for auto twice the setup's own."""
+        usual, wanted = int(setup.micro_batch_size), self._scheduler.max_micro_batch_size
+        return 2 * usual if wanted == AUTO else max(usual, int(wanted))
+
+    def largest_micro_batch(self, setup: Setup) -> int:
+        """Return the samples of the largest micro-batch that fits, up to what the recipe allows."""
+        usual = int(setup.micro_batch_size)
+        return largest_that_fits(
+            usual, self.most_samples(setup), lambda size: self.fits(replace(setup, micro_batch_size=float(size)))
+        )
+
+    # Stages
+
+    def room(self, setup: Setup) -> Room:
+        """Return the layers that each pipeline rank may hold, roughly: by how the estimate grows with a layer."""
+        room = rough_room(setup, self.of_stages(setup))
+        wanted, layers = self._scheduler.max_stage_layers, setup.model.num_layers
+        most = layers if wanted == AUTO else int(wanted)
+        rows = zip(room.layer_bytes, room.capacity_bytes, strict=True)
+        return even_room(layers, [min(most, floor(capacity_bytes / each[0])) for each, capacity_bytes in rows])
+
+    def largest_stage_layers(self, setup: Setup) -> int | None:
+        """Return the layers of the fullest pipeline rank that fits, wherever in the pipeline it is; None where no
+        layers move."""
+        if setup not in self._stages:
+            self._stages[setup] = largest_stage(
+                setup.layout,
+                setup.model.num_layers,
+                self._scheduler.max_stage_layers,
+                lambda layout: self.fits(replace(setup, layout=layout)),
+            )
+        return self._stages[setup]
+
+    # The way to another layout
+
+    def may_move(self, before: Setup, after: Setup) -> bool:
+        """Return whether every rank holds its old and its new state together, as it may have to for a moment."""
+        limit_bytes = memory_limit_bytes(before.fabric.chip)
+        return all(
+            _kept_bytes(old) + _state_bytes(new) + MOVING_BYTES <= limit_bytes
+            for old, new in _of_ranks(self.of_stages(before), self.of_stages(after))
+        )
+
+    def moved_bytes(self, before: Setup, after: Setup) -> float:
+        """Return the bytes of state that a rank gets at most: of its new layers where the cut alone changes, else all
+        of it."""
+        old, new = before.layout, after.layout
+        states = [_state_bytes(stage) for stage in self.of_stages(after)]
+        if replace(old, stage_layers=new.stage_layers) != new or new.num_stages > new.pp:
+            return max(states)
+        layers = after.model.num_layers
+        pairs = zip(cut_layers(layers, old), cut_layers(layers, new), states, strict=True)
+        return max(size * len(set(then) - set(now)) / len(then) for now, then, size in pairs)
+
+
+def even_room(num_layers: int, most: Sequence[int]) -> Room:
+    """Return the room of pipeline ranks that hold so many layers each at most, whichever these are."""
+    return Room([[1.0] * num_layers] * len(most), [float(held) for held in most])
+
+
+def _kept_bytes(stage: MemoryBreakdown) -> float:
+    """Return what a rank holds between two steps."""
+    return _state_bytes(stage) + stage.fragmentation_bytes + stage.context_bytes
+
+
+def _state_bytes(stage: MemoryBreakdown) -> float:
+    return stage.parameters_bytes + stage.optimizer_bytes
+
+
+def _of_ranks(
+    before: Sequence[MemoryBreakdown], after: Sequence[MemoryBreakdown]
+) -> set[tuple[MemoryBreakdown, MemoryBreakdown]]:
+    """Return the stages that a rank has before and after, of all ranks; pipeline ranks are neighbours."""
+    parts = len(before) * len(after)
+    return {(before[place // len(after)], after[place // len(before)]) for place in range(parts)}

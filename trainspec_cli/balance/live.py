@@ -1,0 +1,187 @@
+"""The live run in simulation: the decisions of `policy`, on measured times with noise.
+
+Every rank's tracker measures that rank's computing, the scheduler of each replica group sees the confirmed speeds as
+often as the engine exchanges them, and a change holds from the next step on, as in the engine's `StepScheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trainspec_cli.balance.batch.division import Division, Portion, weighted_counts
+from trainspec_cli.balance.cluster import Condition, Floats, StepSeconds
+from trainspec_cli.balance.decisions.shares import (
+    COST_STEPS,
+    ShareChange,
+    ShareScheduler,
+    describe_rates,
+    exchange_each_s,
+    group_weights,
+    samples_per_s,
+)
+from trainspec_cli.balance.decisions.speeds import SETTLING_S, Speed, SpeedTracker, slowest
+from trainspec_cli.balance.disturbance import Disturbance, Event
+from trainspec_cli.balance.job import DisturbedJob, Taken, seconds_of, take
+from trainspec_cli.balance.live_layouts import LiveLayouts
+from trainspec_cli.balance.situation import Situation
+from trainspec_cli.recipe.results.simulation import SimulatedDecision
+
+
+class LiveGroup:
+    """A replica group of the live run: its ranks' trackers, and its scheduler."""
+
+    def __init__(self, job: DisturbedJob, group: int, interval: int):
+        self._job, self._interval = job, interval
+        stages = len(job.cluster.parts.stages)
+        self.trackers = [
+            [SpeedTracker(job.change, SETTLING_S) for _ in range(stages)] for _ in range(job.groups[group].size)
+        ]
+        self._scheduler = ShareScheduler(
+            job.even, job.largest_micro_batch, job.change, keeps_micro_batches=job.keeps_micro_batches
+        )
+        self.division = self._scheduler.division
+        """The division in force; a decision holds from the next step on."""
+        self.due: ShareChange | None = None
+        self.rate = 0.0
+
+    def begin_step(self) -> ShareChange | None:
+        """Return the change that this step begins with."""
+        change, self.due = self.due, None
+        self.division = self._scheduler.division
+        return change
+
+    def end_step(self, taken: Taken, measured_s: list[list[float]], exchanged_s: float, *, reports: bool) -> None:
+        """Take in what each stage (inner) of each rank (outer) measured. The speeds that are exchanged in a step are
+        those before it."""
+        stages = [[tracker.estimate for tracker in trackers] for trackers in self.trackers] if reports else []
+        slowest_s = max(map(max, measured_s))
+        for trackers, samples, row_s in zip(self.trackers, taken.counts, measured_s, strict=True):
+            for tracker, own_s in zip(trackers, row_s, strict=True):
+                tracker.note(samples, taken.micro_batches, own_s, slowest_s - own_s + exchanged_s)
+        if reports and self._job.shares_change:
+            speeds = [slowest(row, samples) for row, samples in zip(stages, taken.counts, strict=True)]
+            settled = all(speed is not None and speed.is_settled for row in stages for speed in row)
+            self.rate = samples_per_s(speeds) if settled else 0.0
+            each_s = exchange_each_s(self._job.layout, exchanged_s / taken.micro_batches)
+            samples, steps, change_s = sum(taken.counts), self._interval, self._job.change_s
+            self.due = self._scheduler.note_step(samples, speeds, each_s, steps, change_s)
+
+    def stage_speeds(self) -> list[list[Speed | None]]:
+        """Return the settled speed of each stage (inner) of each data-parallel rank (outer)."""
+        found = [[tracker.estimate for tracker in trackers] for trackers in self.trackers]
+        return [[speed if speed is not None and speed.is_settled else None for speed in row] for row in found]
+
+
+class LiveRun:
+    """The run with the scheduler."""
+
+    def __init__(self, job: DisturbedJob, disturbance: Disturbance, interval: int):
+        """`interval`: steps between two exchanges of the ranks' speeds."""
+        self._job, self._noise, self._interval = job, disturbance.noise, interval
+        self._random = np.random.default_rng(disturbance.seed)
+        self._groups = {group: LiveGroup(job, group, interval) for group in range(len(job.groups))}
+        self._layouts = LiveLayouts(job, disturbance, interval) if job.layouts else None
+        self._weights: tuple[float, ...] = ()
+        self._present: tuple[int, ...] = tuple(self._groups)
+        self._conditions: dict[tuple[Event, ...], Condition] = {}
+        self._made: tuple[tuple[object, ...], list[Taken], StepSeconds, Floats] | None = None
+        self.decisions: list[SimulatedDecision] = []
+
+    def make_step(self, step: int, situation: Situation) -> float:
+        """Return the seconds that the step takes."""
+        present = situation.present
+        self._welcome(present)
+        moved = self._layouts.begin_step() if self._layouts else None
+        if moved is not None:
+            self._adopt(moved.job)
+        job = self._job
+        portions = job.portions(self._weigh(step, situation))
+        changes = {group: self._groups[group].begin_step() for group in present}
+        divisions = [self._groups[group].division for group in present]
+        taken, seconds, computed_s = self._make(situation, portions, divisions)
+        self._measure(step, situation, taken, seconds, computed_s)
+        paid_s = 0.0
+        if moved is not None:
+            self.decisions.append(moved.decision(step, seconds))
+            paid_s = moved.pause_s
+        for group, own in zip(present, taken, strict=True):
+            if change := changes[group]:
+                self._note(step, group, change, own, seconds)
+                paid_s = max(paid_s, min(job.change_s, COST_STEPS * change.after_s))
+        return seconds.total_s + paid_s
+
+    def _welcome(self, present: tuple[int, ...]) -> None:
+        """A group that comes back has been started anew: it knows no speeds."""
+        for group in set(present) - set(self._present):
+            self._groups[group] = LiveGroup(self._job, group, self._interval)
+        self._present = present
+
+    def _adopt(self, job: DisturbedJob) -> None:
+        """Go on in another cut or layout, in which speeds are learnt anew."""
+        self._job = job
+        self._groups = {0: LiveGroup(job, 0, self._interval)}
+        self._conditions, self._made = {}, None
+
+    def _weigh(self, step: int, situation: Situation) -> tuple[float, ...]:
+        """Return the shares of the groups that are there, as they agree on them."""
+        present = situation.present
+        rates = group_weights([self._groups[group].rate for group in present], self._job.change)
+        before, self._weights = self._weights, rates
+        if len(before) == len(present):
+            was, now = (weighted_counts(situation.samples, weights) for weights in (before, self._weights))
+            if was != now:
+                before_s, after_s = (max(n / rate for n, rate in zip(own, rates, strict=True)) for own in (was, now))
+                reason = describe_rates(present, rates)
+                self.decisions.append(
+                    SimulatedDecision(step, "group_shares", None, reason, None, None, before_s, after_s, after_s)
+                )
+        return self._weights
+
+    def _make(
+        self, situation: Situation, portions: Sequence[Portion], divisions: Sequence[Division]
+    ) -> tuple[list[Taken], StepSeconds, Floats]:
+        """Return who processes what, the step's true times, and what each stage of each rank computes, apart from how
+        long links take; most steps are as the one before."""
+        key = (id(situation), *portions, *map(id, divisions))
+        if self._made is None or self._made[0] != key:
+            if situation.events not in self._conditions:
+                self._conditions[situation.events] = self._job.cluster.condition(situation.events)
+            taken = take(portions, divisions)
+            condition = self._conditions[situation.events]
+            seconds = seconds_of(self._job, condition, situation.present, taken)
+            computed = seconds_of(self._job, condition.over_usual_links, situation.present, taken)
+            self._made = key, taken, seconds, computed.passes_s
+        return self._made[1:]
+
+    def _measure(
+        self, step: int, situation: Situation, taken: Sequence[Taken], seconds: StepSeconds, computed_s: Floats
+    ) -> None:
+        noise = self._random.normal(1.0, self._noise, computed_s.shape)
+        measured_s = (computed_s * noise).T
+        reports = step % self._interval == 0
+        if self._layouts is not None:
+            self._layouts.measure_links(step, seconds.total_s, situation.events)
+            if reports:
+                self._layouts.note_step(step, self._groups[0], taken[0], seconds)
+        for group, own in zip(situation.present, taken, strict=True):
+            own_s = measured_s[self._job.groups[group].rows].tolist()
+            self._groups[group].end_step(own, own_s, seconds.exchanged_s, reports=reports)
+
+    def _note(self, step: int, group: int, change: ShareChange, taken: Taken, seconds: StepSeconds) -> None:
+        rows, micro_batches = self._job.groups[group].rows, taken.micro_batches
+        each_s = exchange_each_s(self._job.layout, seconds.exchanged_s / micro_batches)
+        self.decisions.append(
+            SimulatedDecision(
+                step=step,
+                kind="shares",
+                group=group if len(self._job.groups) > 1 else None,
+                reason=change.reason,
+                micro_batch_size=change.division.micro_batch_size,
+                micro_batches=micro_batches,
+                before_s=change.before_s,
+                expected_s=change.after_s,
+                achieved_s=float(seconds.passes_s[:, rows].max()) + micro_batches * each_s,
+            )
+        )

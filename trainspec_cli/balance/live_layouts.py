@@ -1,0 +1,151 @@
+"""The decisions of the simulated live run on its layout: layers that move between stages, and other layouts.
+
+The decisions are those of `policy` and of the planner's search, as in `scheduler/advisor.py` and the engine, on
+measured speeds. Each device knows how long it computes itself, without waiting for those that work on the same samples:
+one that no event slows computes as usual, and one that some event slows as its group is seen to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from trainspec_cli.balance.batch.division import Division
+from trainspec_cli.balance.cluster import LEAST_S, StepSeconds
+from trainspec_cli.balance.decisions.link_paces import LinkPaces
+from trainspec_cli.balance.decisions.moved_layers import LayerChange
+from trainspec_cli.balance.decisions.other_layout import LayoutScheduler
+from trainspec_cli.balance.decisions.paces import PaceTracker
+from trainspec_cli.balance.decisions.speeds import Speed
+from trainspec_cli.balance.disturbance import Disturbance, Event
+from trainspec_cli.balance.job import DisturbedJob, Taken
+from trainspec_cli.balance.measured_links import MeasuredLinks
+from trainspec_cli.recipe.results.plan import LayoutProposal
+from trainspec_cli.recipe.results.simulation import SimulatedDecision
+
+STEP = 0.05
+"""Paces are rounded to steps of this size: a search for each refined digit would find the same layout."""
+
+
+class Measures(Protocol):
+    """A replica group, as far as its speeds go."""
+
+    @property
+    def division(self) -> Division:
+        """The division in force."""
+
+    def stage_speeds(self) -> list[list[Speed | None]]:
+        """Return the speed of each stage (inner) of each data-parallel rank (outer)."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A change to another cut or layout, with which the next step begins."""
+
+    job: DisturbedJob
+    change: LayerChange | LayoutProposal
+    pause_s: float
+
+    def decision(self, step: int, seconds: StepSeconds) -> SimulatedDecision:
+        """Return the decision, with what the step came to whose times these are."""
+        change = self.change
+        if isinstance(change, LayerChange):
+            layers = ", ".join(map(str, change.stage_layers))
+            reason = f"{change.reason}; stages of {layers} layers"
+            times_s = change.before_s, change.after_s, float(seconds.passes_s.max())
+            return SimulatedDecision(step, "layers", None, reason, None, None, *times_s)
+        return SimulatedDecision(
+            step=step,
+            kind="layout",
+            group=None,
+            reason=change.reason,
+            micro_batch_size=change.micro_batch_size,
+            micro_batches=change.grad_accum_steps,
+            before_s=change.before_s,
+            expected_s=change.expected_s,
+            achieved_s=seconds.total_s,
+        )
+
+
+class LiveLayouts:
+    """Follows the layout of the live run, of one replica group."""
+
+    def __init__(self, job: DisturbedJob, disturbance: Disturbance, interval: int):
+        """`interval`: steps between two exchanges of the ranks' speeds."""
+        self._steps, self._events, self._interval = disturbance.steps, disturbance.events, interval
+        self._paces = PaceTracker(job.change)
+        self._links = MeasuredLinks(disturbance, job.num_nodes, job.devices_per_node, job.change)
+        self._pause_s: float | None = None
+        """Time that the last change took."""
+        self._due: Moved | None = None
+        self._begin(job)
+
+    def _begin(self, job: DisturbedJob) -> None:
+        assert job.layouts is not None, "a run that keeps its layout has nothing to follow"
+        self._job, self._layouts = job, job.layouts
+        self._layers = job.layouts.layer_scheduler(job)
+        self._timing = LayoutScheduler()
+        self._known: tuple[tuple[float, ...], LinkPaces] | None = None
+        cluster = job.cluster
+        self._undisturbed = cluster.condition(())
+        slowed = cluster.paces(self._events) > 1
+        self._waiting = (cluster.of_devices(cluster.condition(self._events).compute) > 1) & ~slowed
+        """Devices that no event slows, beside one that some event does."""
+
+    def begin_step(self) -> Moved | None:
+        """Return the change that this step begins with."""
+        due, self._due = self._due, None
+        if due is not None:
+            self._pause_s = due.pause_s
+            self._begin(due.job)
+            self._links.begin()
+        return due
+
+    def measure_links(self, step: int, step_s: float, events: Sequence[Event]) -> None:
+        """Take in a step in which these events are felt."""
+        self._links.note(step, step_s, self._interval, self._job.cluster, events)
+
+    def note_step(self, step: int, group: Measures, taken: Taken, seconds: StepSeconds) -> None:
+        """Take in the speeds that are exchanged in a step."""
+        stages = group.stage_speeds()
+        speeds = [[speed for speed in row if speed is not None] for row in stages]
+        if any(len(known) < len(row) for known, row in zip(speeds, stages, strict=True)):
+            return
+        left, step_s = self._steps - step, seconds.total_s
+        if self._layers is not None:
+            samples = sum(taken.counts)
+            change = self._layers.note_step(samples, group.division, stages, left, self._pause_s, self._interval)
+            if change is not None:
+                self._move(self._layouts.with_cut(change.stage_layers), change, step_s)
+                return
+        self._want(speeds, taken)
+        proposal = self._timing.note_steps(self._interval, step_s, left, self._pause_s)
+        if proposal is not None:
+            self._move(self._layouts.with_layout(proposal), proposal, step_s)
+
+    def _move(self, job: DisturbedJob, change: LayerChange | LayoutProposal, step_s: float) -> None:
+        assert job.layouts is not None, "it may change its layout again"
+        self._due = Moved(job, change, self._layouts.pause_s(job.layouts, step_s))
+
+    def _want(self, speeds: Sequence[Sequence[Speed]], taken: Taken) -> None:
+        """Look for the layout that suits the paces of devices and links, where these are others than before."""
+        paces = self._paces.note(self._job.layout, self._device_times_s(speeds, taken))
+        known = tuple(round(pace / STEP) * STEP for pace in paces), self._links.paces
+        if known != self._known:
+            self._known = known
+            self._timing.want(self._layouts.propose(*known))
+
+    def _device_times_s(self, speeds: Sequence[Sequence[Speed]], taken: Taken) -> list[float]:
+        """Return what each device computes in a step of evenly many samples, without what its layers exchange."""
+        cluster, number = self._job.cluster, taken.micro_batches
+        share = sum(taken.counts) / cluster.ranks
+        exchanged_s = [stage.exchanges_s(share, number) for stage in cluster.parts.stages]
+        measured_s = np.array([[speed.time_s(share, number) for speed in row] for row in speeds]).T
+        division = np.array([[share], [number]]) * np.ones(cluster.ranks)
+        usual_s = cluster.seconds(self._undisturbed, *division).passes_s
+        own_s = [cluster.of_devices(passes_s - np.array([exchanged_s]).T) for passes_s in (usual_s, measured_s)]
+        times_s: list[float] = np.maximum(np.where(self._waiting, *own_s), LEAST_S).tolist()
+        return times_s

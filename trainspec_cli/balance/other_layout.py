@@ -1,0 +1,273 @@
+"""Find the layout in which a run with slow ranks is fastest, of all that the planner knows and the engine can change
+to.
+
+The search is exact by branch and bound: layouts are looked at in the order of a bound that no shares and no cut can
+beat, until that bound is no less than the fastest step found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import chain
+from math import inf
+from statistics import median_low
+
+from trainspec_cli.balance.batch.division import micro_batches_of
+from trainspec_cli.balance.decisions.link_paces import LinkPaces
+from trainspec_cli.balance.decisions.moved_layers import with_stages
+from trainspec_cli.balance.layout_memory import LayoutMemory, even_room
+from trainspec_cli.balance.paced_step import PacedStep, PacedSteps, Paces, describe
+from trainspec_cli.plan import this_machine
+from trainspec_cli.plan.capacity import setup_of, softwares_of
+from trainspec_cli.plan.cut import cut_on_chip
+from trainspec_cli.plan.hardware.cluster import efficiency_of
+from trainspec_cli.plan.partition.problem import Room
+from trainspec_cli.plan.run.batches import main_size
+from trainspec_cli.plan.search.auto import pin_layout
+from trainspec_cli.plan.search.space import Space, open_layout
+from trainspec_cli.plan.setup import Setup
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.plan import LayoutProposal, Plan
+from trainspec_cli.recipe.results.prediction import Candidate
+from trainspec_cli.recipe.rules.batching import measurable_noise
+from trainspec_cli.recipe.rules.engine import BUILT
+from trainspec_cli.recipe.rules.kernels import KERNEL_RULES
+from trainspec_cli.recipe.rules.optim import describe_other_blocks
+
+WORTHWHILE = 0.1
+"""A layout is changed where that saves at least this fraction of a step: planned times of layouts are rough."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout with its step at measured speeds."""
+
+    step: PacedStep
+    largest_micro_batch: int
+
+
+class OtherLayouts:
+    """The layouts that a run may change to. Made once for a run, it keeps what does not depend on speeds."""
+
+    def __init__(
+        self, spec: RunSpec, setup: Setup, recompute: str, samples: int | None = None, *, is_rough: bool = False
+    ):
+        """`setup` is of the layout in force; `samples`: of a step (by default of those that train most of the run).
+        `is_rough`: planned times of these devices are no more than a rough description, as of a CPU."""
+        self._is_rough = is_rough
+        self._spec, self._samples = spec, samples or main_size(spec)
+        self._keeps = spec.model.unit == "samples"
+        self._softwares = softwares_of(spec)
+        self._template = setup
+        self.memory = LayoutMemory(spec.scheduler, recompute)
+        self.steps = PacedSteps(efficiency_of(spec.cluster), self._samples, keeps_micro_batches=self._keeps)
+        self._legal: dict[tuple[Layout, int], bool] = {}
+        self._cut: dict[Setup, Setup] = {}
+        self.present = self.setup_of(setup.layout, int(setup.micro_batch_size))
+        self._home = self.present
+        """The layout that the run was planned in."""
+
+    @classmethod
+    def of_plan(cls, plan: Plan, machine: Machine, samples: int | None = None) -> OtherLayouts:
+        """Return the layouts of a run on this machine's devices, of which `plan` has the one in force."""
+        spec = replace(plan.spec, kernels=plan.kernels)
+        is_rough = not this_machine.is_known(plan, machine)
+        return cls(spec, this_machine.setup_of(plan, machine), plan.recompute, samples, is_rough=is_rough)
+
+    @classmethod
+    def of_candidate(cls, spec: RunSpec, candidate: Candidate, machine: Machine | None) -> OtherLayouts:
+        """Return the layouts of a planned run, of which `candidate` has the one in force."""
+        return cls(spec, setup_of(candidate, spec, machine), candidate.recompute)
+
+    def after(self, layout: Layout, micro_batch_size: int) -> OtherLayouts:
+        """Return the layouts of the same run, with this one in force. The one that the run was planned in is gone back
+        to when all ranks are equally fast."""
+        changed = copy(self)  # what is known of layouts is shared
+        changed.present = self.setup_of(layout, micro_batch_size)
+        return changed
+
+    def propose(self, paces: Sequence[float], links: LinkPaces | None = None) -> LayoutProposal | None:
+        """Return the layout in which a step is expected to be fastest, where it is worth the change; None where none
+        is, or all ranks are equally fast.
+
+        `paces`: how many times as long as usual each global rank computes, in the order of ranks; the median counts as
+        usual, and so do those within `scheduler.change` of it. `links`: the same of exchanges, where they are not as
+        fast as planned. What another layout would save on equally fast ranks does not count: that was known when the
+        run was planned.
+        """
+        if self._spec.resilience.keeps_layout:
+            return None  # replica groups and sites exchange part by part
+        relative = equalise_paces(paces, self._spec.scheduler.change)
+        if set(relative) == {1.0} and (links is None or links.is_usual):
+            return self._go_home()
+        paced = Paces(relative, links)
+        before = self.in_present(paced)
+        if self.steps.planned_s(self.present) >= before.step.step_s * (1 - WORTHWHILE):
+            return None  # even a layout that the slow ranks do not slow saves too little
+        found = self._fastest(paced, before.step.step_s)
+        if found is None:
+            return None
+        return self._proposal(before, found, self._expected_s(found.step), describe(paced, before.step, found.step))
+
+    def _go_home(self) -> LayoutProposal | None:
+        if axes_of(self._home.layout) == axes_of(self.present.layout):
+            return None
+        usual = Paces([1.0] * self._template.fabric.num_devices)
+        before, home = self.in_present(usual), self.in_layout(self._home, usual)
+        if home is None or home.step.step_s >= before.step.step_s:
+            return None
+        reason = f"all ranks are equally fast again, and the run was planned as {self._home.layout.describe()}"
+        return self._proposal(before, home, home.step.step_s, reason)
+
+    def _proposal(self, before: Found, found: Found, expected_s: float, reason: str) -> LayoutProposal:
+        setup = found.step.setup
+        return LayoutProposal(
+            layout=setup.layout,
+            micro_batch_size=int(setup.micro_batch_size),
+            grad_accum_steps=setup.grad_accum,
+            largest_micro_batch_size=found.largest_micro_batch,
+            largest_stage_layers=self.memory.largest_stage_layers(setup),
+            before_s=before.step.step_s,
+            expected_s=expected_s,
+            reason=reason,
+        )
+
+    # The search
+
+    @cached_property
+    def others(self) -> tuple[Setup, ...]:
+        """Every layout with every size of micro-batches that the planner's search looks at, that the engine builds and
+        that may fit; layers uncut."""
+        wanted = replace(open_layout(self._spec), stage_layers=None)
+        batching = replace(self._spec.batching, global_batch_size=self._samples)
+        fabric = self._template.fabric
+        space = Space(replace(self._spec, layout=wanted, batching=batching), fabric.num_devices, fabric.scaleup_devices)
+        setups = (self.setup_of(layout, micro) for layout, micro, _ in space.layouts())
+        return tuple(setup for setup in dict.fromkeys(setups) if self.memory.may_fit(setup) and self.is_legal(setup))
+
+    def setup_of(self, layout: Layout, micro_batch_size: int) -> Setup:
+        return replace(
+            self._template,
+            layout=layout,
+            micro_batch_size=float(micro_batch_size),
+            grad_accum=micro_batches_of(layout, micro_batch_size, self._samples),
+            software=self._softwares[layout.sharding],
+        )
+
+    def _fastest(self, paces: Paces, before_s: float) -> Found | None:
+        """Return the fastest of the other layouts that are worth the change from a step of `before_s`."""
+        best, enough_s = None, before_s * (1 - WORTHWHILE)
+        own = axes_of(self.present.layout)
+        others = [setup for setup in self.others if axes_of(setup.layout) != own]
+        bounds_s = [self.steps.bound_s(setup, paces, self.memory.most_samples(setup)) for setup in others]
+        queue = [(bound_s, place, False) for place, bound_s in enumerate(bounds_s)]
+        heapify(queue)
+        while queue and queue[0][0] < enough_s:
+            bound_s, place, is_planned = heappop(queue)
+            setup = others[place]
+            if not is_planned:  # the planned time bounds a step more closely, and takes longer to find
+                bound_s = max(bound_s, self.steps.planned_s(setup))
+                if bound_s * self._faster_anyhow(setup) < before_s * (1 - WORTHWHILE):
+                    heappush(queue, (bound_s, place, True))
+            elif found := self.worth(setup, paces, before_s, enough_s):
+                best, enough_s = found, found.step.step_s
+        return best
+
+    def worth(self, setup: Setup, paces: Paces, before_s: float, enough_s: float) -> Found | None:
+        """Return the step in another layout where that takes less than `enough_s`, is worth the change from a step of
+        `before_s`, and the engine can change to it."""
+        worthwhile_s = before_s * (1 - WORTHWHILE) / self._faster_anyhow(setup)
+        found = self.in_layout(setup, paces, min(enough_s, worthwhile_s))
+        return found if found and self.memory.may_move(self.present, found.step.setup) else None
+
+    def _expected_s(self, step: PacedStep) -> float:
+        """Return what a step in another layout is expected to take: where planned times are rough, as if that layout
+        were planned to be no faster than the present one."""
+        return step.step_s * (self._faster_anyhow(step.setup) if self._is_rough else 1.0)
+
+    def _faster_anyhow(self, setup: Setup) -> float:
+        """Return how many times as fast as the present layout another one is planned to be for ranks of the usual
+        speed, 1 at least. That is not counted: the present one was chosen for all that."""
+        uncut = replace(setup, layout=replace(setup.layout, stage_layers=None))
+        return max(1.0, self.steps.planned_s(self.present) / self.steps.planned_s(uncut))
+
+    def is_legal(self, setup: Setup) -> bool:
+        """Return whether the engine builds the layout, and reads the state of the present one in it, as it checks for
+        those of `scheduler.changes`."""
+        key = setup.layout, setup.grad_accum
+        if key not in self._legal:
+            spec = pin_layout(self._spec, setup.layout)
+            problems = (problem for rule in (*BUILT, *KERNEL_RULES) for problem in rule(spec))
+            keeps_blocks = not describe_other_blocks(spec, self.present.layout.tp, setup.layout.tp)
+            self._legal[key] = keeps_blocks and not any(
+                chain(problems, measurable_noise(spec, setup.layout, 1, key[1]))
+            )
+        return self._legal[key]
+
+    # A layout with its best cut and shares
+
+    def in_present(self, paces: Paces) -> Found:
+        """Return the step in the layout in force, whose layers may move as far as the scheduler moves them."""
+        found = self._best_cut([self.present, *self._moved(paces)], self.present, paces, inf)
+        assert found is not None, "it is in force, so that its cut fits"
+        return found
+
+    def _moved(self, paces: Paces) -> Iterator[Setup]:
+        most = self.memory.largest_stage_layers(self.present)
+        if most is not None:
+            layers = self.present.model.num_layers
+            yield from self._cuts(self.present, paces, even_room(layers, [most] * self.present.layout.pp))
+
+    def in_layout(self, setup: Setup, paces: Paces, enough_s: float = inf) -> Found | None:
+        """Return the step in a layout whose layers are uncut: with the planned cut, or one by the paces where each rank
+        has one stage. None where it does not fit, or takes `enough_s`."""
+        if setup not in self._cut:
+            self._cut[setup], _ = cut_on_chip(setup, self.memory.recompute, efficiency_of(self._spec.cluster))
+        planned, layout = self._cut[setup], setup.layout
+        setups = [planned]
+        if layout.pp > 1 and layout.num_stages == layout.pp:
+            setups += self._cuts(planned, paces, self.memory.room(planned))
+        return self._best_cut(setups, None, paces, enough_s)
+
+    def _cuts(self, setup: Setup, paces: Paces, room: Room) -> Iterator[Setup]:
+        """Yield the setup with the cuts that suit the paces."""
+        for counts in self.steps.cuts(setup, paces, room):
+            yield replace(setup, layout=with_stages(setup.layout, counts))
+
+    def _best_cut(self, setups: Sequence[Setup], in_force: Setup | None, paces: Paces, enough_s: float) -> Found | None:
+        """Return the fastest step of cuts that fit, as the one in force does, and of less than `enough_s`."""
+        tried = [self.steps.best(setup, paces, self.memory.most_samples(setup)) for setup in dict.fromkeys(setups)]
+        best = None
+        for hoped in sorted(tried, key=lambda step: step.step_s):
+            if hoped.step_s >= enough_s:
+                break
+            if hoped.setup != in_force and not self.memory.fits(hoped.setup):
+                continue
+            largest = self.memory.largest_micro_batch(hoped.setup)
+            step = self.steps.best(hoped.setup, paces, largest)
+            if step.step_s < enough_s:
+                best, enough_s = Found(step, largest), step.step_s
+        return best
+
+
+def axes_of(layout: Layout) -> Layout:
+    """Return the layout without its cut, and without what means nothing where an axis is 1."""
+    if layout.dp_shard == 1:
+        layout = replace(layout, zero_stage=1)
+    if layout.pp == 1:
+        layout = replace(layout, pipeline_schedule="1f1b", virtual_stages=1)
+    if layout.tp == 1:
+        layout = replace(layout, sequence_parallel=False)
+    return replace(layout, stage_layers=None)
+
+
+def equalise_paces(paces: Sequence[float], change: float) -> tuple[float, ...]:
+    """Return paces relative to the median one, with 1 for all that differ from it by no more than `change`."""
+    usual = median_low(paces)
+    return tuple(1.0 if abs(pace / usual - 1) <= change else pace / usual for pace in paces)

@@ -1,0 +1,60 @@
+"""A disturbed run, step by step on the times that the planner expects: with the live decisions (`live`), and beside it
+with even shares, and with the best there are (`situation`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainspec_cli.balance.disturbance import Disturbance
+from trainspec_cli.balance.job import DisturbedJob
+from trainspec_cli.balance.live import LiveRun
+from trainspec_cli.balance.situation import Situations
+from trainspec_cli.recipe.results.simulation import SimulatedPace, Simulation
+
+WORTH_TELLING = 1e-3
+"""Where less than this part of the time can be won back, no share of it is reported."""
+
+
+def simulate(job: DisturbedJob, disturbance: Disturbance, name: str) -> Simulation:
+    """Run the steps of a disturbance. It was checked against the cluster (`check_cluster`)."""
+    usual = Situations(job, Disturbance()).at(1)
+    drawn = disturbance.drawn(usual.even_s, job.num_nodes, job.devices_per_node)
+    interval = job.interval(usual.even_s)
+    situations, live = Situations(job, drawn), LiveRun(job, drawn, interval)
+    met = [situations.at(step) for step in range(1, drawn.steps + 1)]
+    on_s = [live.make_step(step, situation) for step, situation in enumerate(met, 1)]
+    samples = [situation.samples for situation in met]
+    off = _pace([situation.even_s for situation in met], samples)
+    ideal = _pace([situation.ideal.whole_s for situation in met], samples)
+    real = _pace([situation.ideal.real_s for situation in met], samples)
+    on = _pace(on_s, samples)
+    return Simulation(
+        name=name,
+        description=drawn.description,
+        steps=drawn.steps,
+        step_s=usual.even_s,
+        global_batch_size=job.batching.global_batch_size,
+        data_parallel_ranks=job.cluster.ranks,
+        replica_groups=len(job.groups),
+        micro_batch_size=job.even.micro_batch_size,
+        largest_micro_batch_size=job.largest_micro_batch,
+        report_interval=interval,
+        events=tuple(event.describe() for event in drawn.events),
+        off=off,
+        on=on,
+        ideal=ideal,
+        ideal_real=real,
+        won_back=_won_back(off, on, ideal),
+        won_back_of_real=_won_back(off, on, real),
+        decisions=tuple(live.decisions),
+    )
+
+
+def _pace(seconds: Sequence[float], samples: Sequence[int]) -> SimulatedPace:
+    by_step = tuple(count / taken_s for count, taken_s in zip(samples, seconds, strict=True))
+    return SimulatedPace(sum(seconds), sum(samples) / sum(seconds), by_step)
+
+
+def _won_back(off: SimulatedPace, on: SimulatedPace, ideal: SimulatedPace) -> float | None:
+    lost_s = off.wall_s - ideal.wall_s
+    return (off.wall_s - on.wall_s) / lost_s if lost_s > WORTH_TELLING * off.wall_s else None

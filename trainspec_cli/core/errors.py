@@ -1,0 +1,113 @@
+"""The errors that users see, and the exit code that each ends the program with.
+
+    TrainspecError
+    ├── RecipeError        2   the recipe or the command line is wrong (carries every problem found)
+    ├── PlanError          3   the plan cannot fit
+    ├── MachineError       4   the environment lacks something (a GPU, disk space, a package)
+    ├── WorkerError        5   a worker failed
+    ├── Stopped            6   stopped on request, with a checkpoint written
+    └── Interrupted      130   interrupted before there was a checkpoint
+
+The command line catches `TrainspecError`, prints it for people (or as JSON) and exits with `exit_code`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+from trainspec_cli.core.intentions import closest as closest
+from trainspec_cli.core.json_value import JsonObject
+
+EXIT_DONE = 0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, and what to do about it."""
+
+    code: str
+    """A stable identifier for programs: `unknown_key`, `wrong_type`, `not_divisible`, ..."""
+    message: str
+    """The value found, and what is allowed."""
+    path: str = ""
+    """The dotted key that it concerns, such as `optim.lr`."""
+    hint: str = ""
+    """The command or key to type next."""
+    file: str | None = None
+    """The YAML file, or `command line`."""
+    line: int | None = None
+    """Counted from 1; on the command line, the number of the argument."""
+    column: int | None = None
+    excerpt: str = ""
+    """The text of that line or argument, for display."""
+    environment: bool = False
+    """True if the recipe is valid and the machine lacks something."""
+
+    def as_json(self) -> JsonObject:
+        fields = asdict(self)
+        del fields["excerpt"], fields["environment"]
+        return fields
+
+    def where(self) -> str:
+        """Return `file:line:column`, as far as it is known."""
+        return ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
+
+
+class TrainspecError(Exception):
+    """The root of all errors meant for users; never raised itself."""
+
+    exit_code = 1
+
+    def __init__(self, problems: str | Problem | Sequence[Problem], *, code: str = "error", hint: str = ""):
+        if isinstance(problems, str):
+            problems = Problem(code=code, message=problems, hint=hint)
+        self.problems: tuple[Problem, ...] = (problems,) if isinstance(problems, Problem) else tuple(problems)
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        """Return the messages, also of an error that is an OSError with a file name."""
+        return "; ".join(problem.message for problem in self.problems)
+
+
+class RecipeError(TrainspecError):
+    exit_code = 2
+
+
+class PlanError(TrainspecError):
+    exit_code = 3
+
+
+class MachineError(TrainspecError):
+    exit_code = 4
+
+
+class WorkerError(TrainspecError):
+    exit_code = 5
+
+
+class Stopped(TrainspecError):  # noqa: N818 - a request fulfilled, not an error
+    exit_code = 6
+
+
+class Interrupted(TrainspecError):  # noqa: N818 - likewise
+    exit_code = 130
+
+
+ERRORS_OF_RUNS = {kind.exit_code: kind for kind in (RecipeError, PlanError, MachineError, WorkerError)}
+"""The errors that end a run, by the exit code of its process."""
+EXIT_CODES = {
+    EXIT_DONE: "done",
+    RecipeError.exit_code: "the recipe or the command line is wrong",
+    PlanError.exit_code: "the plan cannot fit",
+    MachineError.exit_code: "the environment lacks something",
+    WorkerError.exit_code: "a worker failed",
+    Stopped.exit_code: "stopped on request with a checkpoint written",
+    Interrupted.exit_code: "interrupted before there was a checkpoint",
+}
+
+
+def did_you_mean(got: str, allowed: Iterable[str]) -> str:
+    """Return a hint, or "" if nothing is near."""
+    word = closest(got, allowed)
+    return f"did you mean `{word}`?" if word else ""

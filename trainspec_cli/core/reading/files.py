@@ -1,0 +1,295 @@
+"""Read bytes and text of files that other programs wrote: regular files of a bounded size, or a precise error.
+
+A named pipe or a device in place of a file would block the reader, or never end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import stat
+import struct
+import types
+import zlib
+from pathlib import Path
+from tokenize import TokenError
+from typing import BinaryIO, TypeVar, get_origin, overload
+
+from trainspec_cli.core.errors import MachineError, Problem
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.units import format_bytes
+
+MAX_BYTES = 64 * 2**20
+"""The default limit for a file that is read whole."""
+
+ANY_DAMAGE = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    SyntaxError,
+    TokenError,
+    ArithmeticError,
+    EOFError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+)
+"""Errors that parsers raise on damaged files: numpy evaluates a header (SyntaxError, TokenError), Pillow unpacks bytes
+(struct.error), nibabel looks up codes (KeyError)."""
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+MAX_DEPTH = 64
+"""The deepest nesting of lists and objects."""
+MAX_DIGITS = 30
+"""The most digits of a number that is read as a whole number; a longer one is read as a float."""
+
+_REMOTE = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.+)")
+
+T = TypeVar("T")
+Kind = type | types.UnionType
+_KIND_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    dict: "an object",
+    list: "a list",
+    types.NoneType: "null",
+}
+
+
+class UnreadableFileError(MachineError, ValueError):
+    """A file exists but cannot be read: its kind, size or content is not what the reader accepts."""
+
+
+class MissingFileError(UnreadableFileError, FileNotFoundError):
+    """The file does not exist."""
+
+
+class ClosedFileError(UnreadableFileError, PermissionError):
+    """This user has no permission to read the file."""
+
+
+def unreadable(
+    path: Path | str, why: str, hint: str = "", *, line: int | None = None, column: int | None = None
+) -> UnreadableFileError:
+    """Return an error that names `path` and says `why` it cannot be read."""
+    return UnreadableFileError(
+        Problem(
+            code="unreadable_file",
+            message=f"{path} {why}",
+            hint=hint,
+            file=str(path),
+            line=line,
+            column=column,
+            environment=True,
+        )
+    )
+
+
+def expand(path: str | Path) -> Path:
+    """Expand `~` and `~NAME`; return the path unchanged if there is no such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
+def how_to_copy(path: str) -> str:
+    """Return what to type to have a remote path (`s3://...`) on this machine; "" for a local path."""
+    found = _REMOTE.fullmatch(path)
+    if found is None:
+        return ""
+    scheme = found[1].lower()
+    place = found[2]
+    recursive = "" if Path(place).suffix else "--recursive "
+    if scheme in ("http", "https") and place.startswith("huggingface.co/"):
+        scheme = "hf"
+        place = place.removeprefix("huggingface.co/")
+    if scheme == "file":
+        return f"leave out file://: {place}"
+    if scheme == "hf":
+        repository = shlex.quote("/".join(place.removeprefix("datasets/").split("/")[:2]))
+        of_data = " --repo-type dataset" if place.startswith("datasets/") else ""
+        command = f"hf download {repository}{of_data} --local-dir FOLDER"
+    elif scheme == "s3":
+        command = f"aws s3 cp {recursive}{shlex.quote(path)} FOLDER"
+    elif scheme in ("gs", "gcs"):
+        command = f"gcloud storage cp {recursive}{shlex.quote(path)} FOLDER"
+    elif scheme in ("http", "https"):
+        command = f"curl -LO {shlex.quote(path)}"
+    else:
+        command = f"with the program for {scheme}://"
+    return f"copy it to this machine first ({command}), and name the copy; remote paths are not read"
+
+
+def exists(path: Path) -> bool:
+    """Return True if `path` is anything but a folder; False also for a path that no file can have."""
+    try:
+        return path.exists() and not path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file without ever blocking.
+
+    Raises UnreadableFileError, or MissingFileError if it does not exist.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise MissingFileError(Problem("missing_file", f"there is no file {path}", file=str(path))) from error
+    except PermissionError as error:
+        closed = ClosedFileError(Problem("closed_file", f"{path} is closed to this user", environment=True))
+        closed.filename = str(path)
+        raise closed from error
+    except OSError as error:
+        raise unreadable(path, f"cannot be opened: {error.strerror}") from error
+    except ValueError as error:  # a NUL byte
+        raise unreadable(repr(str(path)), f"is no path: {error}") from error
+    try:
+        _check_regular(descriptor, path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def check_regular(path: Path) -> None:
+    """Raise as `open_regular` does. Use it before a library opens the file by name."""
+    open_regular(path).close()
+
+
+def _check_regular(descriptor: int, path: Path) -> None:
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        raise unreadable(path, f"is {_KINDS.get(kind, 'no regular file')}; a regular file is needed")
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Return the content of a file of at most `max_bytes`. Raises as `open_regular` does."""
+    try:
+        with open_regular(path) as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        if isinstance(error, UnreadableFileError):
+            raise
+        raise unreadable(path, f"cannot be read: {error.strerror}") from error
+    if len(content) > max_bytes:
+        raise unreadable(path, f"is larger than the {format_bytes(max_bytes)} that are read from such a file")
+    return content
+
+
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """Return UTF-8 text without its byte order mark. Raises as `open_regular` does."""
+    content = read_bytes(path, max_bytes)
+    try:
+        return content.decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        why = f"is not UTF-8: byte {error.start} is 0x{content[error.start]:02x}"
+        raise unreadable(path, why, "convert it: iconv -f LATIN1 -t UTF-8", line=line) from error
+
+
+def parse_json(text: str | bytes) -> JsonValue:
+    """Parse JSON. Raises ValueError (JSONDecodeError if it is not JSON) that says what is wrong."""
+    try:
+        content: JsonValue = json.loads(text, parse_int=parse_whole)
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
+    check_depth(content)
+    return content
+
+
+TOO_DEEP = f"it is nested more than {MAX_DEPTH} levels deep"
+
+
+def read_json(path: Path) -> JsonValue:
+    """Read a JSON file. Raises UnreadableFileError with file, line and column, MissingFileError if there is no file."""
+    text = read_text(path)
+    try:
+        return parse_json(text)
+    except json.JSONDecodeError as error:
+        why = f"is not JSON: {error.msg} (line {error.lineno}, column {error.colno})"
+        raise unreadable(path, why, line=error.lineno, column=error.colno) from error
+    except ValueError as error:
+        raise unreadable(path, f"cannot be read: {error}") from error
+
+
+def read_object(path: Path) -> JsonObject:
+    """Return the JSON object in `path`. Raises as `read_json` does."""
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise unreadable(path, f"holds {show_kind(content)}; a JSON object is needed")
+    return content
+
+
+@overload
+def read_field(path: Path, content: JsonObject, name: str, kind: type[JsonObject]) -> JsonObject: ...
+@overload
+def read_field(path: Path, content: JsonObject, name: str, kind: type[T]) -> T: ...
+def read_field(path: Path, content: JsonObject, name: str, kind: type) -> object:
+    """Return a field of an object in `path`. Raises UnreadableFileError where it is missing or of another kind."""
+    if name not in content:
+        raise unreadable(path, f"has no `{name}`; {describe_kind(kind)} is needed")
+    if not is_kind(content[name], kind):
+        raise unreadable(path, f"has {show_kind(content[name])} as `{name}`; {describe_kind(kind)} is needed")
+    return content[name]
+
+
+def is_kind(value: object, kind: Kind) -> bool:
+    """Return True if `value` is of `kind` by JSON's rules: a whole number is also a number, and true is not."""
+    kinds = _members(kind)
+    allowed = (*kinds, int) if float in kinds else kinds
+    return type(value) in allowed
+
+
+def describe_kind(kind: Kind) -> str:
+    """`int | None` -> `a whole number or null`."""
+    return " or ".join(_KIND_NAMES[one] for one in _members(kind))
+
+
+def _members(kind: Kind) -> tuple[type, ...]:
+    """`int | None` -> (int, NoneType); `dict[str, object]` -> (dict,)."""
+    kinds = kind.__args__ if isinstance(kind, types.UnionType) else (kind,)
+    return tuple(get_origin(one) or one for one in kinds)
+
+
+def show_kind(value: object) -> str:
+    """Describe a value briefly: `a list`, `null`, `7`, `'abc'`."""
+    if value is None or isinstance(value, (list, dict)):
+        return _KIND_NAMES[type(value)]
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def parse_whole(digits: str) -> int | float:
+    """Return a whole number of JSON; as the nearest float if it has more than `MAX_DIGITS` digits.
+
+    Transformers writes int(1e30), which has 31 digits, as `model_max_length` of a tokenizer without a limit, so a long
+    number is no reason to refuse a file. As a float it never overflows in arithmetic, and no field that needs a whole
+    number takes it.
+    """
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
+
+
+def check_depth(content: JsonValue) -> None:
+    """Raise ValueError for lists and objects that are nested too deep."""
+    level, depth = [content], 0
+    while level := [node for node in level if isinstance(node, (dict, list))]:
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError(TOO_DEEP)
+        level = [item for node in level for item in (node.values() if isinstance(node, dict) else node)]

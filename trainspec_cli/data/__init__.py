@@ -1,0 +1,1 @@
+"""Text and images to token shards; tokenizers; weights of other tools, in and out."""

@@ -1,0 +1,196 @@
+"""Documents that one's own code gives (`data.source=FILE.py:NAME`), prepared as those of other sources are.
+
+The code is called once: its documents are written aside, since preparing reads text three times.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.data.corpus.manifest import SCHEMA, Dtype, ShardManifest, Split, SplitSummary, write_manifest
+from trainspec_cli.data.corpus.mistakes import excerpt
+from trainspec_cli.data.corpus.shards import ShardWriter
+from trainspec_cli.data.corpus.sources import check_encodable
+from trainspec_cli.data.corpus.split import hold_out
+from trainspec_cli.recipe.extensions.load import load, own_errors
+from trainspec_cli.recipe.extensions.source import Extension, find, source_sha256
+from trainspec_cli.recipe.extensions.source import source_files as files_of
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.own_code import own_source
+
+ALLOWED = "text, {'text': text} or a list of token ids is needed"
+ID_TYPE: Dtype = "uint32"
+MAX_ID = 2**31 - 1
+TextWriter = Callable[[DataSpec, Path], None]
+"""Takes a file of JSON lines, and the settings by which it is read."""
+
+
+@dataclass(frozen=True)
+class OwnDocument:
+    """One document, either as text or as ids."""
+
+    number: int
+    """Counted from 1."""
+    text: str | None = None
+    ids: np.ndarray | None = None
+
+
+def source_files(data: DataSpec) -> list[Path]:
+    """Return the files of the code, where it has some that can be read."""
+    return files_of(find(own_source(data)))
+
+
+def source_facts(data: DataSpec) -> dict[str, object]:
+    """Return what the prepared data depends on: the code by its digest, its options, and the field that is read."""
+    files = [source_sha256(file) for file in source_files(data)]
+    name = data.source.rpartition(":")[2]
+    return {"name": name, "code": files, "options": data.options, "text_field": data.text_field}
+
+
+def write_own(data: DataSpec, folder: Path, write_text: TextWriter) -> None:
+    """Write the documents that the code gives into `folder`, as tokens; `write_text` turns a file of JSON lines into
+    them. Raises RecipeError for what the code raises, and for documents that are none."""
+    extension = own_source(data)
+    documents = _limited(_documents(extension, data), data.max_bytes)
+    first = next(documents, None)
+    if first is None:
+        raise RecipeError(Problem("empty_data", f"`data.source`: {data.source} gave no document", "data.source"))
+    every = chain([first], documents)
+    if first.text is None:
+        _write_ids(extension, data, every, folder)
+        return
+    aside, has_text = folder / "documents.jsonl", False
+    with aside.open("w", encoding="utf-8") as file:
+        for document in every:
+            if document.text is None:
+                raise _mixed(extension, document)
+            has_text = has_text or bool(document.text)
+            file.write(json.dumps({"text": document.text}, allow_nan=False) + "\n")
+    if not has_text:
+        message = f"`{extension.path}`: all documents of {data.source} are empty"
+        raise RecipeError(Problem("empty_data", message, extension.path, "yield text"))
+    write_text(replace(data, source="jsonl", path=str(aside), text_field="text"), aside)
+    aside.unlink()
+
+
+def _documents(extension: Extension, data: DataSpec) -> Iterator[OwnDocument]:
+    call, number = load(extension), 0
+    with own_errors(extension, "when it was called", RecipeError):
+        made = call(**data.options)
+    if not isinstance(made, Iterable) or isinstance(made, (str, bytes, Mapping)):
+        message = f"`{extension.path}`: {extension.text} returned {type(made).__name__}; documents are needed"
+        raise RecipeError(Problem("wrong_type", message, extension.path, "yield them one by one"))
+    given: Iterator[Any] = iter(made)
+    while True:
+        number += 1
+        with own_errors(extension, f"at document {number}", RecipeError):
+            try:
+                document = next(given)
+            except StopIteration:
+                return
+        yield _read(extension, data, document, number)
+
+
+def _read(extension: Extension, data: DataSpec, given: object, number: int) -> OwnDocument:
+    value = given
+    if isinstance(given, Mapping):
+        if data.text_field not in given:
+            fields = excerpt(", ".join(map(str, given))) or "none"
+            raise _refuse(extension, number, f"has no field `{data.text_field}`; it has: {fields}")
+        value = given[data.text_field]
+    if isinstance(value, str):
+        try:
+            check_encodable(value, "it")
+        except ValueError as error:
+            raise _refuse(extension, number, f"cannot be written: {error}") from error
+        return OwnDocument(number, text=value)
+    ids = np.asarray(value) if isinstance(value, (list, tuple, np.ndarray)) else None
+    if ids is None or ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise _refuse(extension, number, f"is {excerpt(repr(given))}; {ALLOWED}")
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= MAX_ID:
+        raise _refuse(extension, number, f"has ids from {ids.min()} to {ids.max()}; 0 to {MAX_ID} are allowed")
+    return OwnDocument(number, ids=ids.astype(np.int64))
+
+
+def _refuse(extension: Extension, number: int, what: str) -> RecipeError:
+    message = f"`{extension.path}`: document {number} of {extension.text} {what}"
+    return RecipeError(Problem("bad_document", message, extension.path, f"{ALLOWED} for each document"))
+
+
+def _mixed(extension: Extension, document: OwnDocument) -> RecipeError:
+    kinds = ("text", "token ids") if document.text is not None else ("token ids", "text")
+    return _refuse(extension, document.number, f"is {kinds[0]}, and the first one is {kinds[1]}")
+
+
+def _limited(documents: Iterable[OwnDocument], max_bytes: int | None) -> Iterator[OwnDocument]:
+    """Yield documents up to the one that reaches `max_bytes` of text, so that the code may go on for ever."""
+    left_bytes = sys.maxsize if max_bytes is None else max_bytes
+    for document in documents:
+        yield document
+        left_bytes -= len((document.text or "").encode())
+        if left_bytes <= 0:
+            return
+
+
+def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocument], folder: Path) -> None:
+    """Write ids one after another, as the code gave them. Documents are held out by a hash of their ids; the ids have
+    no tokenizer, so nothing is known of the text."""
+    given = {
+        "data.max_bytes": data.max_bytes is not None,
+        "data.tokenizer.path": data.tokenizer.path is not None,
+        "data.tokenizer.code": data.tokenizer.code != "",
+    }
+    for path in (path for path, is_given in given.items() if is_given):
+        message = f"`{path}` is given, and {extension.text} gives token ids, whose text is not known"
+        raise RecipeError(Problem("unsupported", message, path, f"leave it out: ~{path}"))
+    aside, lengths, names, largest = folder / "documents.bin", list[int](), list[str](), 0
+    with aside.open("wb") as file:
+        for document in documents:
+            if document.ids is None:
+                raise _mixed(extension, document)
+            content = document.ids.astype("<u4").tobytes()
+            file.write(content)
+            lengths.append(len(document.ids))
+            names.append(hashlib.sha256(content).hexdigest())
+            largest = max(largest, int(document.ids.max(initial=0)))
+    chosen = hold_out(names, data.heldout_fraction)
+    is_heldout = [name in chosen for name in names]
+    if not chosen:  # all are alike: the end of the last one
+        rest = min(max(round(lengths[-1] * data.heldout_fraction), 1), lengths[-1])
+        lengths[-1:], is_heldout[-1:] = [lengths[-1] - rest, rest], [False, True]
+    summaries = _split_ids(aside, lengths, is_heldout, folder)
+    aside.unlink()
+    manifest = ShardManifest(
+        schema=SCHEMA,
+        dtype=ID_TYPE,
+        vocab_size=largest + 1,
+        vocab_size_asked=largest + 1,
+        end_of_document_id=-1,
+        tokenizer_sha256="",
+        source={"source": data.source},
+        heldout_fraction=data.heldout_fraction,
+        xz_bits_per_byte=None,
+        train=summaries["train"],
+        heldout=summaries["heldout"],
+    )
+    write_manifest(folder, manifest)
+
+
+def _split_ids(aside: Path, lengths: list[int], is_heldout: list[bool], folder: Path) -> dict[Split, SplitSummary]:
+    every, start = np.memmap(aside, dtype="<u4", mode="r"), 0
+    with ShardWriter(folder, "train", ID_TYPE) as train, ShardWriter(folder, "heldout", ID_TYPE) as heldout:
+        for length, held in zip(lengths, is_heldout, strict=True):
+            writer = heldout if held else train
+            writer.append(every[start : start + length], text_bytes=0, documents=1)  # type: ignore[arg-type]
+            start += length
+        return {"train": train.finish(), "heldout": heldout.finish()}

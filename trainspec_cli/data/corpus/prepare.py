@@ -1,0 +1,215 @@
+"""Prepare the data of a DataSpec: a token folder, made once and cached."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from trainspec_cli.core.cache import make_cache
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.reading.files import expand
+from trainspec_cli.data.corpus import token_files
+from trainspec_cli.data.corpus.bpe import MIN_VOCAB_SIZE, load
+from trainspec_cli.data.corpus.cache import cached_folder
+from trainspec_cli.data.corpus.chat_formats import ChatFormat
+from trainspec_cli.data.corpus.collection import write_collection
+from trainspec_cli.data.corpus.manifest import TOKENIZER_FILE
+from trainspec_cli.data.corpus.own_source import source_files, write_own
+from trainspec_cli.data.corpus.publish import publishing
+from trainspec_cli.data.corpus.rows import Packed
+from trainspec_cli.data.corpus.samples import num_samples
+from trainspec_cli.data.corpus.shards import TokenFolder
+from trainspec_cli.data.corpus.source_files import find_files
+from trainspec_cli.data.corpus.sources import READERS, documents
+from trainspec_cli.data.corpus.tokenise import OnProgress, tokens_before_reply, write_tokens
+from trainspec_cli.recipe.keys.data import DataSpec
+
+
+def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
+    """Return the folder that `data` is read from: a token folder, or a collection of several (see collection.py).
+
+    Raises as `prepare_one` does, and RecipeError if the parts' tokenizers differ.
+    """
+    parts = {name: _prepare_part(data, "mixture", name, on_progress) for name in data.parts}
+    if data.source != "mixture" and not data.validation:
+        return parts[""]
+    tokenizer = TokenFolder.open(next(iter(parts.values()))).path / TOKENIZER_FILE
+    # A tokenizer file that the recipe names stays: conversations need the chat template that stands next to it.
+    is_named = data.tokenizer.path is not None or not tokenizer.is_file()
+    same = data if is_named else replace(data, tokenizer=replace(data.tokenizer, path=str(tokenizer)))
+    validation = {name: _prepare_part(same, "validation", name, on_progress) for name in data.validation}
+    return write_collection({name: (parts[name], part.weight) for name, part in data.parts.items()}, validation)
+
+
+def _prepare_part(data: DataSpec, group: str, name: str, on_progress: OnProgress | None) -> Path:
+    """Prepare one of several sources. What its own code does wrong is said of the key that names it."""
+    part = data.parts[name] if group == "mixture" else data.validation[name]
+    try:
+        return prepare_one(data.with_part(part), on_progress)
+    except RecipeError as error:
+        if not name or not part.is_own:
+            raise
+        raise RecipeError([_at_part(problem, f"data.{group}.{name}") for problem in error.problems]) from error
+
+
+def _at_part(problem: Problem, where: str) -> Problem:
+    """Return the problem of a source, as that of one of several."""
+    keys = ("data.source", "data.options", "data.text_field")
+    if problem.path not in keys:
+        return problem
+    key = f"{where}{problem.path.removeprefix('data')}"
+    return replace(problem, path=key, message=problem.message.replace(f"`{problem.path}`", f"`{key}`"))
+
+
+def prepare_one(data: DataSpec, on_progress: OnProgress | None = None) -> Path:
+    """Return the token folder of one source: the user's own for `tokens`, else one in the cache, made if it is missing.
+
+    Raises RecipeError (no such file, malformed text, too little for one sample of `seq_len`) and MachineError (disk
+    full, damaged folder). Several processes may ask for the same data at once.
+    """
+    folder = _token_folder(data) if data.source == "tokens" else _prepare_cached(data, on_progress)
+    _check_length(TokenFolder.open(folder), data)
+    return folder
+
+
+def prepared_folder(data: DataSpec) -> Path | None:
+    """Return the folder of one's own source where its documents are in the cache already; nothing is run."""
+    folder = cached_folder(data, source_files(data))
+    return folder if folder.exists() else None
+
+
+def prepare_into(data: DataSpec, folder: Path, on_progress: OnProgress | None = None) -> None:
+    """Write `folder`, which must not exist or be empty. Raises as `prepare` does, and FileExistsError."""
+    check_options(data)
+    files = source_files(data) if data.is_own else find_files(data)
+    with publishing(folder.expanduser().resolve()) as temporary:
+        if data.is_own:
+            report = on_progress or (lambda phase, done, rows: None)
+            described: dict[str, str | int | None] = {"source": data.source, "max_bytes": data.max_bytes}
+            write_own(data, temporary, lambda text, file: write_tokens(text, [file], temporary, report, described))
+        elif data.source in token_files.SOURCES:
+            token_files.write_foreign(data, files, temporary)
+        else:
+            write_tokens(data, files, temporary, on_progress or (lambda phase, done, rows: None))
+
+
+def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
+    """Read the first `max_bytes` of each source's text, or see that its token folder is whole; return the formats of
+    its conversations. Raises as `prepare` does, but makes nothing."""
+    formats: set[ChatFormat] = set()
+    problems: list[Problem] = []
+    for part in (*data.parts.values(), *data.validation.values()):
+        one = data.with_part(part)
+        try:
+            if one.source == "tokens":
+                _check_length(TokenFolder.open(_token_folder(one)), one)
+            elif one.source in READERS and one.source != "python_stdlib":
+                check_options(one)
+                limited = replace(one, max_bytes=min(max_bytes, one.max_bytes or max_bytes))
+                formats |= _check_conversations(limited)
+        except RecipeError as error:
+            problems += error.problems
+    if problems:
+        raise RecipeError(problems)
+    return formats
+
+
+def _check_conversations(data: DataSpec) -> set[ChatFormat]:
+    """Read the documents of a source and return the formats of its conversations. Raises RecipeError if every reply
+    begins behind `data.seq_len`, as far as the tokenizer is known."""
+    formats: set[ChatFormat] = set()
+    has_file = data.source == "chat" and data.tokenizer.path is not None
+    tokenizer = load(expand(data.tokenizer.path or "")) if has_file else None
+    silenced: list[tuple[str, int]] = []
+    for document in documents(data, find_files(data)):
+        if document.conversation:
+            formats.add(document.conversation.format)
+        if document.conversation and tokenizer is not None:
+            before = tokens_before_reply(document.conversation, tokenizer)
+            if before is not None and before <= data.seq_len:
+                tokenizer = None  # one reply is enough, and tells nothing of the others
+            elif before is not None:
+                silenced.append((document.name, before))
+    if silenced and tokenizer is not None:
+        raise _all_silenced(data, len(silenced), silenced)
+    return formats
+
+
+def check_options(data: DataSpec) -> None:
+    """Raise RecipeError with everything that is wrong with the numbers and the tokenizer's file."""
+    spec = data.tokenizer
+    problems = []
+    if not 0 < data.heldout_fraction < 1:
+        got = f"heldout_fraction is {data.heldout_fraction:g}; it must lie between 0 and 1, such as 0.02"
+        problems.append(Problem("out_of_range", got, "data.heldout_fraction"))
+    if data.max_bytes is not None and data.max_bytes <= 0:
+        got = f"max_bytes is {data.max_bytes}; it must be positive, or null to read all"
+        problems.append(Problem("out_of_range", got, "data.max_bytes"))
+    if spec.is_trained and spec.vocab_size < MIN_VOCAB_SIZE:
+        got = f"vocab_size is {spec.vocab_size}; a byte-level BPE needs at least {MIN_VOCAB_SIZE}"
+        problems.append(Problem("out_of_range", got, "data.tokenizer.vocab_size"))
+    if spec.path is not None and not expand(spec.path).is_file():
+        got = f"{expand(spec.path).absolute()} does not exist"
+        problems.append(Problem("missing_file", got, "data.tokenizer.path", "name a tokenizer.json"))
+    if problems:
+        raise RecipeError(problems)
+
+
+def _token_folder(data: DataSpec) -> Path:
+    if not data.path:
+        hint = "data.path=FOLDER names one that `trainspec data prepare` wrote"
+        raise RecipeError(Problem("missing_file", "source tokens needs a path", "data.path", hint))
+    return expand(data.path)
+
+
+def _prepare_cached(data: DataSpec, on_progress: OnProgress | None) -> Path:
+    check_options(data)
+    folder = cached_folder(data, source_files(data) if data.is_own else find_files(data))
+    if not folder.exists():
+        make_cache()
+        with suppress(FileExistsError):  # another process made the same folder meanwhile
+            prepare_into(data, folder, on_progress)
+    return folder
+
+
+def _check_length(folder: TokenFolder, data: DataSpec) -> None:
+    """Check that there is a sample to train on. Held-out text may be shorter: it is evaluated in padded windows."""
+    seq_len = data.seq_len
+    if folder.manifest.learns_parts:  # documents are packed into as many rows as they need
+        rows = Packed(folder, "train", seq_len)
+        if rows.is_empty:
+            raise _all_silenced(data, rows.silenced, _silenced_of(folder, data))
+        return
+    tokens = folder.num_tokens("train")
+    if num_samples(tokens, seq_len) == 0:
+        got = f"{tokens:,} training tokens are too few for one sample of {seq_len:,} and its last target"
+        raise RecipeError(Problem("too_little_data", got, "data.seq_len", "lower data.seq_len, or give more text"))
+
+
+def _silenced_of(folder: TokenFolder, data: DataSpec) -> list[tuple[str, int]]:
+    """Return the conversations whose replies begin behind `data.seq_len`, each with the tokens in front of its first
+    reply; none for a token folder, which does not keep where its text came from."""
+    if data.source != "chat":
+        return []
+    tokenizer = load(folder.path / TOKENIZER_FILE)
+    read = (one for one in documents(data, find_files(data)) if one.conversation)
+    found = [(one.name, tokens_before_reply(one.conversation, tokenizer)) for one in read if one.conversation]
+    return [(name, before) for name, before in found if before is not None and before > data.seq_len]
+
+
+def _all_silenced(data: DataSpec, count: int, silenced: list[tuple[str, int]]) -> RecipeError:
+    """Return the error for a source of which nothing can be learnt within `data.seq_len`."""
+    got = f"each of {count:,} conversations has its first reply behind data.seq_len={data.seq_len:,}: no row has a "
+    got += "token to learn"
+    if not silenced:
+        hint = "raise data.seq_len, or prepare the folder again from shorter conversations"
+        return RecipeError(Problem("too_little_data", got, "data.seq_len", hint))
+    name, before = silenced[0]
+    file, _, line = name.rpartition(":")
+    least = min(before for _, before in silenced)
+    most = max(before for _, before in silenced)
+    got += f"; the reply of the first begins after {before:,} tokens"
+    hint = f"replies begin after {least:,} to {most:,} tokens: raise data.seq_len well above that, or shorten what "
+    hint += "precedes them (a long system prompt?)"
+    return RecipeError(Problem("too_little_data", got, "data.seq_len", hint, file=file, line=int(line)))

@@ -1,0 +1,147 @@
+"""The order of samples: a pure function of seed and position, for one source or a weighted mixture of several.
+
+A position counts the samples of a run from 0, over all ranks and epochs; sample i of a split is its tokens
+[i * seq_len, (i + 1) * seq_len], the last of which is only predicted. Each epoch visits every sample exactly once, in
+its own order, whatever the number of ranks. Any position is found in O(1), so a run can resume anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from trainspec_cli.data.corpus.rows import Row, Rows
+
+ROUNDS = 8
+"""Half rounds of the Feistel network, alternating between the two coordinates."""
+
+
+def num_samples(num_tokens: int, seq_len: int) -> int:
+    """Return the number of whole samples in a split (the last target is the next sample's first input)."""
+    return max(0, (num_tokens - 1) // seq_len)
+
+
+def locate(positions: np.ndarray, samples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the epoch, and the index of the sample within the split, at each position (all int64).
+
+    Raises ValueError if there are no samples.
+    """
+    if samples <= 0:  # no index would ever land inside, and `permute` would not end
+        raise ValueError(f"there is no order of {samples} samples")
+    epochs, within = np.divmod(np.asarray(positions, dtype=np.int64), samples)
+    indices = np.empty_like(within)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        indices[here] = permute(within[here], samples, seed, int(epoch))
+    return epochs, indices
+
+
+def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+    """Map `indices` by the permutation of range(size) that seed and epoch choose.
+
+    A Feistel network over the smallest near-square grid of at least `size` cells; an index that lands outside of `size`
+    is mapped again until it lands inside (cycle walking; Black and Rogaway 2002).
+    """
+    keys = _round_keys(seed, epoch)
+    width = max(1, math.isqrt(max(size - 1, 0)) + 1)
+    height = -(-size // width)
+    out = _feistel(np.asarray(indices).astype(np.uint64), width, height, keys)
+    while len(outside := np.flatnonzero(out >= size)):
+        out[outside] = _feistel(out[outside], width, height, keys)
+    return out.astype(np.int64)
+
+
+def _round_keys(seed: int, epoch: int) -> np.ndarray:
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest()
+    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
+
+
+def _feistel(cells: np.ndarray, width: int, height: int, keys: np.ndarray) -> np.ndarray:
+    """Permute cells: each round adds to one coordinate a keyed hash of the other, which is invertible."""
+    row, column = np.divmod(cells, np.uint64(width))
+    for key in keys.reshape(-1, 2):
+        row = (row + _mix(column, key[0]) % np.uint64(height)) % np.uint64(height)
+        column = (column + _mix(row, key[1]) % np.uint64(width)) % np.uint64(width)
+    return row * np.uint64(width) + column
+
+
+def _mix(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    """Return a 64-bit hash of each value: the finaliser of splitmix64 (Steele et al. 2014), keyed by an offset."""
+    mixed = values + key
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+class SampleOrder(Protocol):
+    """A stream of rows. Positions count the samples of a run from 0, over all ranks and epochs."""
+
+    def rows(self, positions: np.ndarray) -> list[Row]: ...
+
+    def counted(self, positions: np.ndarray) -> int:
+        """Return the number of targets that count, over all these rows."""
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """A stream that visits every row once per epoch, each time in another order."""
+
+    source: Rows
+    seed: int
+
+    def rows(self, positions: np.ndarray) -> list[Row]:
+        return [self.source.read(index) for index in self._indices(positions)]
+
+    def counted(self, positions: np.ndarray) -> int:
+        return sum(self.source.counted(index) for index in self._indices(positions))
+
+    def _indices(self, positions: np.ndarray) -> list[int]:
+        _, indices = locate(positions, len(self.source), self.seed)
+        found: list[int] = indices.tolist()
+        return found
+
+
+BLOCK = 1000
+"""The number of positions over which a mixture's shares are exact, up to rounding."""
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A mixture of streams by weight. Each stream advances only when it is drawn from.
+
+    Positions are cut into blocks; in each, every stream has its share of slots, which a permutation spreads.
+    """
+
+    streams: Sequence[SampleOrder]
+    weights: Sequence[float]
+    seed: int
+
+    def rows(self, positions: np.ndarray) -> list[Row]:
+        return [self.streams[stream].rows(np.array([own]))[0] for stream, own in map(self.locate, positions)]
+
+    def counted(self, positions: np.ndarray) -> int:
+        return sum(self.streams[stream].counted(np.array([own])) for stream, own in map(self.locate, positions))
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return the stream at `position`, and the position within that stream."""
+        block, within = divmod(int(position), BLOCK)
+        slot = int(permute(np.array([within]), BLOCK, self.seed, block)[0])
+        stream = int(np.searchsorted(self._bounds, slot, side="right")) - 1
+        before = slot - int(self._bounds[stream])
+        return stream, block * int(self._bounds[stream + 1] - self._bounds[stream]) + before
+
+    @cached_property
+    def _bounds(self) -> np.ndarray:
+        """The first slot of each stream in a block, by largest remainders, with at least one slot each."""
+        shares = np.array(self.weights) / sum(self.weights) * BLOCK
+        slots = np.maximum(1, np.floor(shares).astype(np.int64))
+        for stream in np.argsort(np.floor(shares) - shares, kind="stable")[: max(0, BLOCK - int(slots.sum()))]:
+            slots[stream] += 1
+        slots[int(np.argmax(slots))] += BLOCK - int(slots.sum())
+        return np.concatenate(([0], np.cumsum(slots)))

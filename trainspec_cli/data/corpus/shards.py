@@ -1,0 +1,230 @@
+"""Token shards: little-endian files of at most 100M ids, written once and read memory-mapped.
+
+Beside the shards of conversations lies an index of documents: `train_documents.npy` holds the first token of each
+document and the end of the last (int64), `train_learnt.npy` one byte per token, 1 if it is learnt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import numpy as np
+
+from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.reading.files import ANY_DAMAGE, expand
+from trainspec_cli.data.corpus.manifest import (
+    SPLITS,
+    TOKENIZER_FILE,
+    Dtype,
+    Shard,
+    ShardManifest,
+    Split,
+    SplitSummary,
+    prepare_again,
+    read_manifest,
+)
+
+MAX_SHARD_TOKENS = 100_000_000
+
+
+def choose_dtype(vocab_size: int) -> Dtype:
+    """Return the smallest integer type that holds every id."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def _on_disk(dtype: Dtype) -> np.dtype:
+    return np.dtype(dtype).newbyteorder("<")
+
+
+class ShardWriter:
+    """Writes the tokens of one split into `train_00000.bin`, `train_00001.bin`, ..."""
+
+    def __init__(self, folder: Path, split: Split, dtype: Dtype, max_shard_tokens: int = MAX_SHARD_TOKENS):
+        self._folder, self._split, self._dtype = folder, split, _on_disk(dtype)
+        self._max_shard_tokens = max_shard_tokens
+        self._shards: list[Shard] = []
+        self._text_bytes = self._documents = 0
+        self._file: BinaryIO | None = None
+        self._shard_tokens = 0
+        self._digest = hashlib.sha256()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        self._close_shard()
+
+    def append(self, ids: Sequence[int], text_bytes: int, documents: int) -> None:
+        """Add ids that encode `text_bytes` of text and end `documents` documents."""
+        self._text_bytes += text_bytes
+        self._documents += documents
+        tokens = np.asarray(ids, dtype=self._dtype)
+        while len(tokens):
+            if self._file is None:
+                self._open_shard()
+            room = self._max_shard_tokens - self._shard_tokens
+            self._write(tokens[:room])
+            tokens = tokens[room:]
+
+    def finish(self) -> SplitSummary:
+        """Close the last shard and return a summary of all."""
+        self._close_shard()
+        tokens = sum(shard.tokens for shard in self._shards)
+        return SplitSummary(tokens, self._text_bytes, self._documents, tuple(self._shards))
+
+    def _open_shard(self) -> None:
+        self._file = (self._folder / self._next_name()).open("wb")
+        self._shard_tokens = 0
+        self._digest = hashlib.sha256()
+
+    def _next_name(self) -> str:
+        return f"{self._split}_{len(self._shards):05d}.bin"
+
+    def _write(self, tokens: np.ndarray) -> None:
+        assert self._file is not None
+        content = tokens.tobytes()  # not ndarray.tofile, which hides the errno of a full disk
+        self._file.write(content)
+        self._digest.update(content)
+        self._shard_tokens += len(tokens)
+        if self._shard_tokens == self._max_shard_tokens:
+            self._close_shard()
+
+    def _close_shard(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._shards.append(Shard(self._next_name(), self._shard_tokens, self._digest.hexdigest()))
+            self._file = None
+
+
+class TokenFolder:
+    """A folder of token shards, opened for reading."""
+
+    def __init__(self, path: Path, manifest: ShardManifest):
+        self.path = path
+        self.manifest = manifest
+        self._maps = {split: self._map(split) for split in SPLITS}
+        self._starts = {
+            split: np.cumsum([0, *(shard.tokens for shard in manifest.split(split).shards)]) for split in SPLITS
+        }
+
+    @classmethod
+    def open(cls, path: str | Path) -> TokenFolder:
+        """Open a folder and check that every file exists with the right size (`verify` also reads them).
+
+        Raises RecipeError if there is no token folder, MachineError if it is damaged.
+        """
+        path = expand(path)
+        return cls(path, read_manifest(path))
+
+    def num_tokens(self, split: Split) -> int:
+        return self.manifest.split(split).tokens
+
+    def num_bytes(self, split: Split) -> int:
+        """Return the bytes of UTF-8 that the tokens of `split` encode."""
+        return self.manifest.split(split).bytes
+
+    def tokens(self, split: Split, start: int, count: int) -> np.ndarray:
+        """Return a copy of `count` ids from `start` on, as int64, across shards if needed."""
+        stop = start + count
+        if not 0 <= start <= stop <= self.num_tokens(split):
+            raise IndexError(f"tokens {start}:{stop} of {self.num_tokens(split)} in {split} of {self.path}")
+        out = np.empty(count, dtype=np.int64)
+        starts = self._starts[split]
+        shard = int(np.searchsorted(starts, start, side="right")) - 1
+        filled = 0
+        while filled < count:
+            offset = start + filled - starts[shard]
+            part = self._maps[split][shard][offset : offset + count - filled]
+            out[filled : filled + len(part)] = part
+            filled += len(part)
+            shard += 1
+        return out
+
+    def documents(self, split: Split) -> Documents:
+        """Return the index of documents and learnt tokens. Raises MachineError if its files are damaged."""
+        return read_documents(self.path, split, self.num_tokens(split))
+
+    def verify(self) -> None:
+        """Read every file and compare its digest. Raises MachineError that names one that was altered."""
+        digests = {TOKENIZER_FILE: self.manifest.tokenizer_sha256}
+        for split in SPLITS:
+            digests |= {shard.file: shard.sha256 for shard in self.manifest.split(split).shards}
+        for name, expected in ((name, digest) for name, digest in digests.items() if digest):
+            with (self.path / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                    raise self._damaged(name, "was altered: its sha256 is not the manifest's")
+
+    def _map(self, split: Split) -> list[np.ndarray]:
+        dtype = _on_disk(self.manifest.dtype)
+        if self.manifest.tokenizer_sha256 and not (self.path / TOKENIZER_FILE).is_file():
+            raise self._damaged(TOKENIZER_FILE, "is missing")
+        return [self._map_shard(shard, dtype) for shard in self.manifest.split(split).shards]
+
+    def _map_shard(self, shard: Shard, dtype: np.dtype) -> np.ndarray:
+        file, expected_bytes = self.path / shard.file, shard.tokens * dtype.itemsize
+        if not file.is_file():
+            raise self._damaged(shard.file, "is missing")
+        if not shard.sha256:
+            if shard.offset_bytes + expected_bytes > file.stat().st_size:
+                raise self._damaged(shard.file, f"is shorter than the {expected_bytes:,} bytes of the manifest")
+            return np.memmap(file, dtype=dtype, mode="r", offset=shard.offset_bytes, shape=(shard.tokens,))
+        if (got_bytes := file.stat().st_size) != expected_bytes:
+            raise self._damaged(shard.file, f"has {got_bytes:,} bytes, not the {expected_bytes:,} of the manifest")
+        return np.memmap(file, dtype=dtype, mode="r")
+
+    def _damaged(self, name: str, what: str) -> MachineError:
+        return MachineError(f"{self.path / name} {what}", code="bad_token_folder", hint=prepare_again(self.path))
+
+
+@dataclass
+class Documents:
+    """The index of a split's documents."""
+
+    starts: np.ndarray
+    """(documents + 1,) of int64."""
+    mask: np.ndarray
+    """(tokens,) of uint8, memory-mapped: 1 if the token is learnt."""
+
+    def learnt(self, start: int, count: int) -> np.ndarray:
+        """Return (count,) of bool: which tokens from `start` on are learnt."""
+        learnt: np.ndarray = np.asarray(self.mask[start : start + count]) != 0
+        return learnt
+
+    def learnt_before(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the number of learnt tokens before each of `tokens`."""
+        before: np.ndarray = self._sums[tokens]
+        return before
+
+    @cached_property
+    def _sums(self) -> np.ndarray:
+        return np.concatenate(([0], np.cumsum(self.mask, dtype=np.int64)))
+
+
+def write_documents(folder: Path, split: str, masks: Sequence[np.ndarray]) -> None:
+    """Write the index of documents; `masks` has an array per document, 1 for each token that is learnt."""
+    np.save(folder / f"{split}_documents.npy", np.cumsum([0, *map(len, masks)], dtype=np.int64))
+    mask = np.concatenate([np.zeros(0, dtype=np.uint8), *masks])
+    np.save(folder / f"{split}_learnt.npy", mask.astype(np.uint8))
+
+
+def read_documents(folder: Path, split: str, num_tokens: int) -> Documents:
+    try:
+        starts = np.load(folder / f"{split}_documents.npy", mmap_mode="r")
+        mask = np.load(folder / f"{split}_learnt.npy", mmap_mode="r")
+        if starts.ndim != 1 or starts.dtype != np.int64 or mask.ndim != 1 or mask.dtype != np.uint8:
+            raise ValueError(
+                f"its arrays are {starts.dtype} and {mask.dtype}, of {starts.ndim} and {mask.ndim} dimensions"
+            )
+        if not len(starts) or starts[0] != 0 or (np.diff(starts) < 0).any():
+            raise ValueError("its documents do not follow one another")
+        if starts[-1] != num_tokens or len(mask) != num_tokens:
+            raise ValueError(f"it covers {len(mask):,} tokens, the shards hold {num_tokens:,}")
+    except ANY_DAMAGE as error:
+        message = f"{folder}: the index of its documents cannot be read: {error}"
+        raise MachineError(message, code="bad_token_folder", hint=f"remove it: rm -r {folder}") from error
+    return Documents(starts, mask)

@@ -1,0 +1,150 @@
+"""Token files of nanoGPT and Megatron, read in place.
+
+Both are ids one after another, as in a shard, so only a manifest that names the files is written.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.core.reading.files import expand, open_regular, read_bytes
+from trainspec_cli.data.corpus import bpe
+from trainspec_cli.data.corpus.manifest import (
+    SCHEMA,
+    TOKENIZER_FILE,
+    Dtype,
+    Shard,
+    ShardManifest,
+    SplitSummary,
+    write_manifest,
+)
+from trainspec_cli.recipe.keys.data import DataSpec
+
+LLMC_MAGIC, LLMC_HEADER_BYTES = 20240520, 1024
+"""llm.c's files of the same kind begin with a header of 256 int32."""
+MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
+MEGATRON_DTYPES: dict[int, Dtype] = {4: "uint32", 8: "uint16"}
+"""Megatron's dtype code -> type on disk (4 is int32, whose ids are not negative)."""
+MAX_INDEX_BYTES = 2**33
+TOKEN_BYTES = {"uint16": 2, "uint32": 4}
+
+
+@dataclass(frozen=True)
+class _TokenFiles:
+    dtype: Dtype
+    train: Sequence[Shard]
+    heldout: Sequence[Shard]
+
+
+def write_foreign(data: DataSpec, files: Sequence[Path], folder: Path) -> None:
+    """Write a manifest of `files` into `folder`, and the tokenizer if one is named. Raises TrainspecError."""
+    found = _READERS[data.source](data, files)
+    tokenizer, end_id, vocab_size = None, -1, 0
+    if data.tokenizer.path is not None:
+        tokenizer = bpe.load(expand(data.tokenizer.path))
+        (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), encoding="utf-8")
+        end_id, vocab_size = bpe.find_end_of_document(tokenizer, data.tokenizer), bpe.count_vocab(tokenizer)
+    manifest = ShardManifest(
+        schema=SCHEMA,
+        dtype=found.dtype,
+        vocab_size=vocab_size,
+        vocab_size_asked=vocab_size,
+        end_of_document_id=end_id,
+        tokenizer_sha256="" if tokenizer is None else bpe.digest(tokenizer),
+        source={"source": data.source, "path": data.path},
+        heldout_fraction=data.heldout_fraction,
+        xz_bits_per_byte=None,
+        train=_summary(found.train),
+        heldout=_summary(found.heldout),
+    )
+    write_manifest(folder, manifest)
+
+
+def _summary(shards: Sequence[Shard]) -> SplitSummary:
+    return SplitSummary(sum(shard.tokens for shard in shards), 0, 0, tuple(shards))
+
+
+def _read_nanogpt(data: DataSpec, files: Sequence[Path]) -> _TokenFiles:
+    """Hold out the files with `val` in their name; if there are none, the end of the last file."""
+    shards = [(file, _nanogpt_shard(file)) for file in files]
+    heldout = [shard for file, shard in shards if "val" in file.stem]
+    train = [shard for file, shard in shards if "val" not in file.stem]
+    if not train:
+        raise RecipeError(Problem("missing_file", f"{data.path} holds no file to train on", "data.path"))
+    if not heldout:
+        *train, last = train
+        at = round(last.tokens * (1 - data.heldout_fraction))
+        first, rest = _split(last, at, "uint16")
+        train, heldout = [*train, first], [rest]
+    return _TokenFiles("uint16", train, heldout)
+
+
+def _nanogpt_shard(file: Path) -> Shard:
+    with open_regular(file) as content:
+        begin = content.read(4)
+    header = LLMC_HEADER_BYTES if begin == struct.pack("<i", LLMC_MAGIC) else 0
+    size = file.stat().st_size - header
+    if size % TOKEN_BYTES["uint16"]:
+        raise MachineError(f"{file} has {size:,} bytes, not a whole number of uint16 ids", code="bad_token_file")
+    return Shard(str(file.absolute()), size // TOKEN_BYTES["uint16"], "", header)
+
+
+def _split(shard: Shard, at: int, dtype: Dtype) -> tuple[Shard, Shard]:
+    offset = shard.offset_bytes + at * TOKEN_BYTES[dtype]
+    return Shard(shard.file, at, "", shard.offset_bytes), Shard(shard.file, shard.tokens - at, "", offset)
+
+
+def _read_megatron(data: DataSpec, files: Sequence[Path]) -> _TokenFiles:
+    """Read each NAME.bin by its NAME.idx. The last documents are held out."""
+    read = [_read_index(file.with_suffix(".idx")) for file in files]
+    dtypes = {dtype for dtype, _ in read}
+    if len(dtypes) > 1:
+        message = f"{data.path} holds ids of different sizes ({', '.join(sorted(dtypes))})"
+        raise RecipeError(Problem("unsupported", message, "data.path", "mix them as separate sources"))
+    dtype = dtypes.pop()
+    shards = [_megatron_shard(file, ends, dtype) for file, (_, ends) in zip(files, read, strict=True)]
+    *train, last = shards
+    ends = read[-1][1]
+    cut = int(np.searchsorted(ends, last.tokens * (1 - data.heldout_fraction)))
+    first, rest = _split(last, int(ends[min(cut, len(ends) - 2)]), dtype)
+    return _TokenFiles(dtype, [*train, first], [rest])
+
+
+def _megatron_shard(file: Path, ends: np.ndarray, dtype: Dtype) -> Shard:
+    tokens = int(ends[-1])
+    if (size := file.stat().st_size) != tokens * TOKEN_BYTES[dtype]:
+        message = f"{file} has {size:,} bytes, and its index lists {tokens:,} {dtype} ids"
+        raise MachineError(message, code="bad_token_file")
+    return Shard(str(file.absolute()), tokens, "")
+
+
+def _read_index(file: Path) -> tuple[Dtype, np.ndarray]:
+    """Return the ids' type, and the end of each document in tokens."""
+    if not file.is_file():
+        raise RecipeError(Problem("missing_file", f"there is no {file}: a .bin file needs its index", "data.path"))
+    content = read_bytes(file, MAX_INDEX_BYTES)
+    try:
+        version, code, sequences, documents = struct.unpack_from("<QBQQ", content, len(MEGATRON_MAGIC))
+        if not content.startswith(MEGATRON_MAGIC) or version != 1 or code not in MEGATRON_DTYPES:
+            raise ValueError(f"version {version}, type {code}")
+        start = len(MEGATRON_MAGIC) + struct.calcsize("<QBQQ")
+        lengths = np.frombuffer(content, "<i4", sequences, start).astype(np.int64)
+        bounds = np.frombuffer(content, "<i8", documents, start + 12 * sequences)
+        if lengths.size and lengths.min() < 0:
+            raise ValueError("a sequence has a length below 0")
+        ends = np.concatenate(([0], np.cumsum(lengths)))[bounds[1:]]
+        if len(ends) < 2 or (np.diff(ends) < 0).any() or (bounds < 0).any():
+            raise ValueError("its documents do not follow one another")
+    except (ValueError, IndexError, OverflowError, struct.error) as error:
+        raise MachineError(f"{file} is not a Megatron index: {error}", code="bad_token_file") from error
+    return MEGATRON_DTYPES[code], ends
+
+
+_READERS = {"nanogpt": _read_nanogpt, "megatron": _read_megatron}
+SOURCES = tuple(_READERS)

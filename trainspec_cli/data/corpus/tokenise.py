@@ -1,0 +1,335 @@
+"""Turn documents into a token folder, in three passes over the text: scan, train the tokenizer, encode.
+
+Conversations are encoded with a mark on each token that is learnt.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.reading.files import expand
+from trainspec_cli.data.corpus import bpe
+from trainspec_cli.data.corpus.chat import Conversation
+from trainspec_cli.data.corpus.chat_formats import ANY_SHAPE, ChatFormat, describe_formats
+from trainspec_cli.data.corpus.manifest import (
+    SCHEMA,
+    SPLITS,
+    TOKENIZER_FILE,
+    ShardManifest,
+    Split,
+    SplitSummary,
+    write_manifest,
+)
+from trainspec_cli.data.corpus.own_tokenizer import OwnTokenizer, tokenizer_sha256
+from trainspec_cli.data.corpus.shards import ShardWriter, choose_dtype, write_documents
+from trainspec_cli.data.corpus.sources import Document, documents
+from trainspec_cli.data.corpus.split import HeldoutRule, SplitScan, pieces
+from trainspec_cli.data.huggingface.chat_template import CHATML_TOKENS, Span
+from trainspec_cli.recipe.keys.data import DataSpec
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding, Tokenizer
+
+OnProgress = Callable[[str, float, int], None]
+"""Called with the phase, the fraction of the whole that is done, from 0 to 1, and the phase's documents so far."""
+
+PHASES = {"reading": (0.0, 0.1), "learning the tokenizer": (0.1, 0.5), "encoding": (0.5, 1.0)}
+REPORTED_S = 1.0
+TOKENIZER_SAMPLE_BYTES = 64 * 2**20
+"""Text that the tokenizer is trained on, taken evenly from the whole; more hardly changes the vocabulary."""
+BATCH_CHARS = 2 * 2**20
+"""Characters encoded in one call, over all cores."""
+BATCH_CONVERSATIONS = 512
+"""Conversations encoded in one call, over all cores."""
+
+
+def write_tokens(
+    data: DataSpec,
+    files: list[Path],
+    folder: Path,
+    on_progress: OnProgress,
+    described: dict[str, str | int | None] | None = None,
+) -> None:
+    """Write shards, tokenizer and manifest into `folder`. Raises RecipeError if the text is empty or malformed.
+    `described`: what the manifest says of the source; None: what `data` does."""
+    scan = _scan(data, files, on_progress)
+    rule = HeldoutRule.from_scan(scan, data.heldout_fraction)
+    encoder = _build_encoder(data, files, scan, rule, on_progress)
+    if encoder.tokenizer is not None:
+        (folder / TOKENIZER_FILE).write_text(encoder.tokenizer.to_str(), encoding="utf-8")
+    read = _read(data, files, "encoding", scan.bytes, on_progress)
+    formats: set[ChatFormat] = set()
+    if data.source == "chat":
+        assert encoder.tokenizer is not None, "one's own tokenizer is refused beside conversations"
+        conversations = _conversations(read, formats)
+        written = write_conversations(conversations, encoder.tokenizer, encoder.end_id, rule, folder)
+        summaries, xz_bits_per_byte = written, None
+    else:
+        texts = (document.text for document in read)
+        summaries, xz_bits_per_byte = _encode(_cut(texts, rule), encoder, folder)
+    manifest = ShardManifest(
+        schema=SCHEMA,
+        dtype=choose_dtype(encoder.vocab_size),
+        vocab_size=encoder.vocab_size,
+        vocab_size_asked=data.tokenizer.vocab_size if data.tokenizer.is_trained else encoder.vocab_size,
+        end_of_document_id=encoder.end_id,
+        tokenizer_sha256=bpe.digest(encoder.tokenizer) if encoder.tokenizer is not None else "",
+        own_tokenizer_sha256=tokenizer_sha256(data) if encoder.tokenizer is None else "",
+        source=described or _describe_source(data, formats),
+        heldout_fraction=data.heldout_fraction,
+        xz_bits_per_byte=xz_bits_per_byte,
+        train=summaries["train"],
+        heldout=summaries["heldout"],
+        learns_parts=data.source == "chat",
+    )
+    write_manifest(folder, manifest)
+
+
+def _conversations(read: Iterable[Document], formats: set[ChatFormat]) -> Iterator[Conversation]:
+    """Yield the conversations, and add their formats to `formats`."""
+    for document in read:
+        if document.conversation:
+            formats.add(document.conversation.format)
+            yield document.conversation
+
+
+def _describe_source(data: DataSpec, formats: set[ChatFormat]) -> dict[str, str | int | None]:
+    if data.source == "python_stdlib":
+        return {"source": data.source, "python": platform.python_version(), "max_bytes": data.max_bytes}
+    path = str(expand(data.path or "").absolute())
+    of_chats: dict[str, str | int | None] = {"format": describe_formats(formats)} if formats else {}
+    return {"source": data.source, "path": path, "max_bytes": data.max_bytes, **of_chats}
+
+
+def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_progress: OnProgress) -> Iterator[Document]:
+    """Yield each document, and report progress every hundredth of the phase, and at least every `REPORTED_S`: a packed
+    file has more text than bytes, so that its end is not known."""
+    begin, end = PHASES[phase]
+    done_bytes = count = 0
+    reported, reported_s = -1.0, time.monotonic()
+    for count, document in enumerate(documents(data, files), 1):
+        yield document
+        done_bytes += len(document.text.encode())
+        done = min(1.0, done_bytes / max(1, num_bytes))
+        if done - reported >= 0.01 or time.monotonic() - reported_s >= REPORTED_S:
+            on_progress(phase, begin + done * (end - begin), count)
+            reported, reported_s = done, time.monotonic()
+    on_progress(phase, end, count)
+
+
+def _scan(data: DataSpec, files: list[Path], on_progress: OnProgress) -> SplitScan:
+    scan = SplitScan()
+    for document in _read(data, files, "reading", sum(file.stat().st_size for file in files), on_progress):
+        scan.add(document.text)
+    if not scan.documents:
+        message = f"there is no text in {data.path or data.source} ({len(files)} files, all empty)"
+        raise RecipeError(Problem("empty_data", message, "data.path", "name files that hold text"))
+    return scan
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What turns text into tokens, and how many there are."""
+
+    encode_batch: Callable[[list[str]], list[list[int]]]
+    vocab_size: int
+    end_id: int
+    tokenizer: Tokenizer | None
+    """The tokenizer of the library; None for one's own."""
+
+
+def _build_encoder(
+    data: DataSpec, files: list[Path], scan: SplitScan, rule: HeldoutRule, on_progress: OnProgress
+) -> Encoder:
+    if data.tokenizer.code:
+        own = OwnTokenizer(data)
+        return Encoder(lambda texts: [own.encode(text) for text in texts], own.vocab_size, own.end_of_document, None)
+    tokenizer = _build_tokenizer(data, files, scan, rule, on_progress)
+
+    def encode_batch(texts: list[str]) -> list[list[int]]:
+        return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+    end_id = bpe.find_end_of_document(tokenizer, data.tokenizer)
+    return Encoder(encode_batch, bpe.count_vocab(tokenizer), end_id, tokenizer)
+
+
+def _build_tokenizer(
+    data: DataSpec, files: list[Path], scan: SplitScan, rule: HeldoutRule, on_progress: OnProgress
+) -> Tokenizer:
+    if data.tokenizer.path is not None:
+        return bpe.load(expand(data.tokenizer.path))
+    documents = _read(data, files, "learning the tokenizer", scan.bytes, on_progress)
+    to_learn_from = (piece for document in documents for piece in pieces(rule.parts(document.text)[0]))
+    sample = _take_evenly(to_learn_from, TOKENIZER_SAMPLE_BYTES / scan.bytes)
+    return bpe.train(sample, data.tokenizer.vocab_size, CHATML_TOKENS if data.source == "chat" else ())
+
+
+def _take_evenly(texts: Iterable[str], fraction: float) -> Iterator[str]:
+    """Yield about `fraction` of the text, spread over the whole, the first one included."""
+    seen = taken = 0
+    for text in texts:
+        if taken <= seen * fraction:
+            taken += len(text)
+            yield text
+        seen += len(text)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A text to encode in one call."""
+
+    split: Split
+    text: str
+    ends_document: bool
+
+
+def _cut(texts: Iterable[str], rule: HeldoutRule) -> Iterator[_Piece]:
+    for text in texts:
+        for split, part in zip(SPLITS, rule.parts(text), strict=True):
+            if part:
+                *before, last = pieces(part)
+                yield from (_Piece(split, piece, False) for piece in before)
+                yield _Piece(split, last, True)
+
+
+def _batches(cut: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    batch: list[_Piece] = []
+    num_chars = 0
+    for piece in cut:
+        batch.append(piece)
+        num_chars += len(piece.text)
+        if num_chars >= BATCH_CHARS:
+            yield batch
+            batch, num_chars = [], 0
+    yield batch
+
+
+def _encode(cut: Iterable[_Piece], encoder: Encoder, folder: Path) -> tuple[dict[Split, SplitSummary], float | None]:
+    """Write the shards of both splits; also return the xz bits per byte of the held-out text."""
+    dtype = choose_dtype(encoder.vocab_size)
+    xz = XzMeter()
+    with ShardWriter(folder, "train", dtype) as train, ShardWriter(folder, "heldout", dtype) as heldout:
+        writers: dict[Split, ShardWriter] = {"train": train, "heldout": heldout}
+        for batch in _batches(cut):
+            encoded = encoder.encode_batch([piece.text for piece in batch])
+            for piece, ids in zip(batch, encoded, strict=True):
+                text = piece.text.encode()
+                ids = [*ids, encoder.end_id] if piece.ends_document else ids
+                writers[piece.split].append(ids, text_bytes=len(text), documents=int(piece.ends_document))
+                if piece.split == "heldout":
+                    xz.add(text)
+        return {split: writer.finish() for split, writer in writers.items()}, xz.finish()
+
+
+class XzMeter:
+    """Measure the compressed size of a text under `xz -9e`, a baseline for the model's bits per byte."""
+
+    def __init__(self) -> None:
+        try:
+            import lzma
+        except ImportError:  # a Python built without liblzma; the manifest records null
+            self._compressor = None
+        else:
+            self._compressor = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME)
+        self._text_bytes = self._xz_bytes = 0
+
+    def add(self, text: bytes) -> None:
+        if self._compressor is not None:
+            self._text_bytes += len(text)
+            self._xz_bytes += len(self._compressor.compress(text))
+
+    def finish(self) -> float | None:
+        """Return bits per byte of all text added; None if Python lacks lzma or nothing was added."""
+        if self._compressor is None or not self._text_bytes:
+            return None
+        self._xz_bytes += len(self._compressor.flush())
+        return 8 * self._xz_bytes / self._text_bytes
+
+
+@dataclass
+class _WrittenSplit:
+    """The shards and learnt-token masks of a split so far."""
+
+    writer: ShardWriter
+    masks: list[np.ndarray] = field(default_factory=list)
+
+
+def write_conversations(
+    conversations: Iterable[Conversation], tokenizer: Tokenizer, end_id: int, rule: HeldoutRule, folder: Path
+) -> dict[Split, SplitSummary]:
+    """Write shards and document indices of both splits. Raises RecipeError if no token is to be learnt."""
+    tokenizer.encode_special_tokens = False  # the template's own special tokens are meant
+    special = frozenset(i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    dtype = choose_dtype(bpe.count_vocab(tokenizer))
+    with ShardWriter(folder, "train", dtype) as train, ShardWriter(folder, "heldout", dtype) as heldout:
+        written: dict[Split, _WrittenSplit] = {"train": _WrittenSplit(train), "heldout": _WrittenSplit(heldout)}
+        rest = iter(conversations)
+        while batch := list(islice(rest, BATCH_CONVERSATIONS)):
+            for conversation, encoding in zip(batch, _encode_conversations(batch, tokenizer), strict=True):
+                train_text, _ = rule.parts(conversation.text)
+                _write_conversation(
+                    written["train" if train_text else "heldout"], conversation, encoding, end_id, special
+                )
+        for split in SPLITS:
+            write_documents(folder, split, written[split].masks)
+        if not any(mask.any() for mask in written["train"].masks):
+            raise RecipeError(Problem("empty_data", "no conversation holds a reply to learn", "data.path", ANY_SHAPE))
+        return {split: written[split].writer.finish() for split in SPLITS}
+
+
+def tokens_before_reply(conversation: Conversation, tokenizer: Tokenizer) -> int | None:
+    """Return the number of tokens in front of the first one that is learnt; None if none is."""
+    tokenizer.encode_special_tokens = False
+    (encoding,) = _encode_conversations([conversation], tokenizer)
+    learnt = _learnt(conversation.spans, encoding)
+    return int(learnt.argmax()) if learnt.any() else None
+
+
+def _encode_conversations(batch: Sequence[Conversation], tokenizer: Tokenizer) -> list[Encoding]:
+    """Encode a batch with offsets. Templates already contain special tokens; completions get the tokenizer's own."""
+    encodings = {}
+    for is_chat in (True, False):
+        texts = [conversation.text for conversation in batch if conversation.is_chat == is_chat]
+        encodings[is_chat] = iter(tokenizer.encode_batch(texts, add_special_tokens=not is_chat))
+    return [next(encodings[conversation.is_chat]) for conversation in batch]
+
+
+def _write_conversation(
+    written: _WrittenSplit, conversation: Conversation, encoding: Encoding, end_id: int, special: frozenset[int]
+) -> None:
+    ids, learnt = list(encoding.ids), _learnt(conversation.spans, encoding)
+    if conversation.is_chat:
+        learnt = _with_ends(learnt, ids, special)
+    elif ids[-1:] != [end_id]:
+        ids.append(end_id)
+        learnt = np.append(learnt, True)
+    else:
+        learnt[-1] = True
+    num_bytes = sum(len(conversation.text[start:end].encode()) for start, end in conversation.spans)
+    written.writer.append(ids, text_bytes=num_bytes, documents=1)
+    written.masks.append(learnt.astype(np.uint8))
+
+
+def _learnt(spans: Sequence[Span], encoding: Encoding) -> np.ndarray:
+    """Mark the tokens that overlap a span."""
+    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+    learnt = np.zeros(len(offsets), dtype=bool)
+    for start, end in spans:
+        learnt |= (offsets[:, 1] > start) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
+    return learnt
+
+
+def _with_ends(learnt: np.ndarray, ids: Sequence[int], special: frozenset[int]) -> np.ndarray:
+    """Also mark a special token right after a reply: it ends the turn, which the model must learn."""
+    is_special = np.array([token in special for token in ids], dtype=bool)
+    marked: np.ndarray = learnt | (np.concatenate(([False], learnt[:-1])) & is_special)
+    return marked

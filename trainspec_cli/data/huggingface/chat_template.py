@@ -1,0 +1,212 @@
+"""Chat templates: render a conversation as the text its model was trained on, and find the assistant's replies in it.
+
+Templates are untrusted programs: they run in Jinja's sandbox, which keeps them from changing or reaching anything, in
+a process of their own with bounded time and memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.reading.files import UnreadableFileError, exists, expand, how_to_copy, read_object, read_text
+from trainspec_cli.data.huggingface.folder import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The template of `data.chat_template=chatml`."""
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+MAX_TEMPLATE_BYTES = 2**20
+SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens that transformers gives to a template by name."""
+
+Message = Mapping[str, object]
+Span = tuple[int, int]
+WORKER = Path(__file__).with_name("template_worker.py")
+CPU_LIMIT_S = 10.0
+"""Processor time allowed for one conversation."""
+
+
+@dataclass(frozen=True)
+class TemplateAnswer:
+    """A line of the template's process: a rendered text and the spans of its replies, or the fault that kept it."""
+
+    text: str = ""
+    spans: Sequence[Span] = ()
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    source: str
+    tokens: Mapping[str, str]
+    """Special tokens by name, which templates may use."""
+
+    def render(self, messages: Sequence[Message], *, asks: bool = False, **extra: object) -> str:
+        """Render a conversation; with `asks`, up to where the assistant's reply begins.
+
+        Raises ValueError with the template's own message if it refuses the conversation, fails, or exceeds the limits
+        of time or memory.
+        """
+        return self._ask(messages, {"add_generation_prompt": asks, **self.tokens, **extra}).text
+
+    def replies(self, messages: Sequence[Message], **extra: object) -> tuple[str, list[Span]]:
+        """Return the whole text, and the spans of the assistant's replies. Raises as `render` does.
+
+        A reply is found as the text that changes with its content, so templates may trim it or leave out thoughts.
+        """
+        answer = self._ask(messages, {"add_generation_prompt": False, **self.tokens, **extra}, replies=True)
+        return answer.text, [(start, end) for start, end in answer.spans]
+
+    def _ask(
+        self, messages: Sequence[Message], values: Mapping[str, object], *, replies: bool = False
+    ) -> TemplateAnswer:
+        answer = self._process.ask({"messages": messages, "values": values, "replies": replies})
+        if answer.fault is not None:
+            raise ValueError(f"the chat template failed: {answer.fault}")
+        return answer
+
+    @cached_property
+    def _process(self) -> TemplateProcess:
+        process = TemplateProcess(self.source)
+        if process.fault:
+            raise _bad_template(f"the chat template is not valid Jinja: {process.fault}")
+        return process
+
+
+def find_template(tokenizer: Path | None, wanted: str | None) -> ChatTemplate:
+    """Return the template `wanted` (`chatml`, or a file), else the one beside `tokenizer`.
+
+    Raises RecipeError if none.
+    """
+    folder = tokenizer.parent if tokenizer else None
+    config = _read_config(folder / TOKENIZER_CONFIG) if folder else {}
+    # Folders that transformers wrote before 2024 may name their special tokens in this file alone.
+    older = _read_config(folder / SPECIAL_TOKENS) if folder else {}
+    special = {key: value for key in SPECIAL_KEYS if (value := config.get(key) or older.get(key))}
+    tokens = {key: str(t.get("content", "") if isinstance(t, Mapping) else t) for key, t in special.items()}
+    if wanted is not None:
+        return ChatTemplate(_read_wanted(wanted), tokens)
+    source = None
+    if folder is not None:
+        beside = folder / CHAT_TEMPLATE
+        source = _read_template(beside) if exists(beside) else _default(config.get("chat_template"))
+    if source is None:
+        got = f"there is no chat template beside {tokenizer}" if tokenizer else "there is no tokenizer with a template"
+        raise RecipeError(Problem("missing_file", got, "data.chat_template", _HINT))
+    return ChatTemplate(source, tokens)
+
+
+_HINT = "type data.chat_template=chatml, or name a Jinja file; or begin with a chat model's folder (init.from)"
+
+
+def _read_wanted(wanted: str) -> str:
+    if wanted == "chatml":
+        return CHATML
+    file = expand(wanted)
+    if not exists(file):
+        hint = how_to_copy(wanted) or _HINT
+        raise RecipeError(Problem("missing_file", f"there is no file {file.absolute()}", "data.chat_template", hint))
+    return _read_template(file)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return read_text(file, MAX_TEMPLATE_BYTES)
+    except UnreadableFileError as error:
+        raise _bad_template(str(error)) from error
+
+
+def _read_config(file: Path) -> JsonObject:
+    if not exists(file):
+        return {}
+    try:
+        return read_object(file)
+    except UnreadableFileError as error:
+        raise _bad_template(str(error)) from error
+
+
+def _default(template: JsonValue) -> str | None:
+    """Return the default template; some tokenizers have several by name, for tools or retrieval."""
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _bad_template(message: str) -> RecipeError:
+    return RecipeError(Problem("bad_template", message, "data.chat_template", _HINT))
+
+
+class TemplateProcess:
+    """The process; started at first use, and again after the kernel has ended it for exceeding a limit."""
+
+    def __init__(self, source: str):
+        self._source = source
+        self._process: subprocess.Popen[str] | None = None
+        self.fault = self._start().fault
+        """The reason why the template cannot be run at all; empty if it can."""
+
+    def ask(self, question: Mapping[str, object]) -> TemplateAnswer:
+        if self._process is None:
+            self._start()
+        answer = self._exchange(json.dumps(question, default=str, allow_nan=True))
+        if answer is None:
+            return TemplateAnswer(fault=f"it took more than {CPU_LIMIT_S:g} s for one conversation")
+        return answer
+
+    def _start(self) -> TemplateAnswer:
+        environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(
+            [sys.executable, str(WORKER), str(CPU_LIMIT_S)],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            encoding="utf-8",
+            start_new_session=True,
+        )
+        answer = self._exchange(json.dumps(self._source, allow_nan=False))
+        if answer is None:
+            fault = f"it took more than {CPU_LIMIT_S:g} s to compile, or its process does not start"
+            return TemplateAnswer(fault=fault)
+        return answer
+
+    def _exchange(self, line: str) -> TemplateAnswer | None:
+        """Send a line and return its answer; None if the process ended instead."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(f"{line}\n")
+            self._process.stdin.flush()
+            reply = self._process.stdout.readline()
+        except BrokenPipeError:
+            reply = ""
+        if not reply:
+            self.close()
+            return None
+        return TemplateAnswer(**json.loads(reply))
+
+    def close(self) -> None:
+        """End the process. It would also end by itself when its standard input is closed."""
+        process, self._process = self._process, None
+        if process is not None:
+            for pipe in (process.stdin, process.stdout):
+                with contextlib.suppress(OSError):
+                    pipe.close()  # type: ignore[union-attr]
+            process.kill()
+            process.wait()
+
+    def __del__(self) -> None:
+        self.close()

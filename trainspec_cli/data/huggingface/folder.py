@@ -1,0 +1,116 @@
+"""A folder as `from_pretrained` takes it: check that it holds exactly the tensors that the model needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from trainspec_cli.core.environment_names import HUB_MIRROR
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.reading.files import UnreadableFileError, read_object
+from trainspec_cli.core.reading.hub_cache import hub_cache, hub_name
+from trainspec_cli.data.huggingface.config import model_type
+from trainspec_cli.data.huggingface.safetensors import StoredTensor, open_checkpoint
+from trainspec_cli.data.huggingface.tensors import HEAD, Shape, parameters
+from trainspec_cli.recipe.keys.model import DecoderModel
+
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+SPECIAL_TOKENS = "special_tokens_map.json"
+SMALL_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS)
+"""Files that an export copies from the folder that the run began with."""
+MAX_TENSORS = 200_000
+SHOWN = 8
+"""The most tensors named in one message."""
+_COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
+"""Tensors of old checkpoints that can be computed from config.json."""
+
+
+def read_config(folder: Path, name: str = CONFIG) -> JsonObject:
+    """Read a JSON file of the folder. Raises RecipeError if it is missing or not JSON."""
+    file = folder / name
+    if not file.is_file():
+        raise RecipeError(_missing(folder, name))
+    try:
+        return read_object(file)
+    except UnreadableFileError as error:
+        found = error.problems[0]
+        problem = Problem("bad_checkpoint", found.message, "init.from", file=found.file, line=found.line)
+        raise RecipeError(problem) from error
+
+
+def _missing(folder: Path, name: str) -> Problem:
+    hint = "type init.from=hf:<a checkpoint's folder>"
+    if folder.is_dir():
+        return Problem("missing_file", f"{folder} holds no {name}", "init.from", hint)
+    got = f"there is no folder {folder.absolute()}"
+    if named := hub_name(str(folder)):
+        got += f", and the Hub's cache {hub_cache()} does not hold {named.name} ({named.revision})"
+        revision = "" if named.revision == "main" else f" --revision {named.revision}"
+        hint = (
+            f"where there is a network, type hf download {named.name}{revision}; HF_HOME names another cache, "
+            f"{HUB_MIRROR} a folder that holds {named.name}"
+        )
+    return Problem("missing_file", got, "init.from", hint)
+
+
+def open_weights(folder: Path, model: DecoderModel) -> dict[str, StoredTensor]:
+    """Return the tensors that make up `model`.
+
+    Raises RecipeError that names missing, superfluous or misshapen tensors, MachineError if a file is damaged.
+    """
+    model_type(model)
+    check_count(model)
+    entries = open_checkpoint(folder)
+    if problems := find_faults(entries, model, folder):
+        raise RecipeError(problems)
+    return entries
+
+
+def check_count(model: DecoderModel) -> None:
+    """Raise RecipeError if a model has too many tensors to be checked by name."""
+    experts = model.experts.num_experts if model.experts else 0
+    if model.num_layers * (experts + 1) > MAX_TENSORS:
+        message = f"{model.num_layers:,} layers of {experts:,} experts are too many tensors for one checkpoint"
+        hint = f"layers x experts may be at most {MAX_TENSORS:,}"
+        raise RecipeError(Problem("out_of_range", message, "model.num_layers", hint))
+
+
+def find_faults(entries: Mapping[str, StoredTensor], model: DecoderModel, folder: Path) -> list[Problem]:
+    wanted = {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
+    shapes = {name: entry.shape for name, entry in entries.items() if not _COMPUTED.search(name)}
+    return compare_tensors(wanted, shapes, {HEAD} if model.tied_embeddings else set(), folder)
+
+
+def compare_tensors(
+    wanted: Mapping[str, Shape], shapes: Mapping[str, Shape], allowed: Collection[str], folder: Path
+) -> list[Problem]:
+    """Name the tensors that `folder` lacks, those that are neither wanted nor `allowed`, and those of wrong shapes."""
+    missing = [name for name in wanted if name not in shapes]
+    extra = [name for name in shapes if name not in wanted and name not in allowed]
+    misshapen = [
+        f"{name} is {_show(shapes[name])} and should be {_show(shape)}"
+        for name, shape in wanted.items()
+        if name in shapes and shapes[name] != shape
+    ]
+    faults = {"lacks": missing, "holds tensors that the model lacks:": extra, "has wrong shapes:": misshapen}
+    return [
+        Problem("bad_checkpoint", f"{folder} {what} {list_names(names)}", "init.from", _HINT)
+        for what, names in faults.items()
+        if names
+    ]
+
+
+_HINT = "its tensors do not match its config.json: download it again, or name another folder"
+
+
+def list_names(names: list[str]) -> str:
+    """Join the first names, and say how many more there are."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _show(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "a scalar"

@@ -1,0 +1,121 @@
+"""A folder of another project's weights: which project's it is, its model, and where each tensor lies."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.reading.files import exists
+from trainspec_cli.data.huggingface.config_reading import read_model
+from trainspec_cli.data.huggingface.folder import CONFIG, check_count, compare_tensors, list_names, read_config
+from trainspec_cli.data.huggingface.tensors import parameters
+from trainspec_cli.data.weights import litgpt_config
+from trainspec_cli.data.weights.dcp import Checkpoint
+from trainspec_cli.data.weights.naming import Naming, OtherTensor, other_spellings, other_tensors
+from trainspec_cli.data.weights.select import select
+from trainspec_cli.data.weights.stored import PartedTensor, Shape
+from trainspec_cli.data.weights.torch_file import read_state
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.run import DCP_FILE, LITGPT_FILE
+
+_FIRST: Mapping[Naming, str] = {
+    "hf": "model.embed_tokens.weight",
+    "torchtitan": "tok_embeddings.weight",
+    "megatron": "embedding.word_embeddings.weight",
+}
+"""The tensor by which the names of a distributed checkpoint are recognised."""
+_PREFIXES = ("", "model.", "module.", "model.module.")
+"""What stands before the names where the model was saved within something."""
+_TRAINING = re.compile(
+    r"^(optimizer|optim|lr_scheduler|opt_param_scheduler|dataloader|train_state|rng_state|chained_\d+)\b"
+    r"|_extra_state\b|rotary_emb\.inv_freq$|^freqs_cis$"
+)
+"""Tensors that are no weights."""
+
+
+def config_file(folder: Path) -> Path:
+    """Return the file that describes the model, which need not exist."""
+    return folder / (CONFIG if exists(folder / DCP_FILE) else litgpt_config.CONFIG)
+
+
+def read_other_model(folder: Path) -> JsonObject:
+    """Return the `model` section that the folder describes. Raises RecipeError."""
+    _refuse_nanogpt(folder)
+    file = config_file(folder)
+    if not exists(file):
+        message = f"{folder} holds weights without {file.name}, so that nothing says what model they are"
+        raise RecipeError(Problem("missing_file", message, "init.from", "name the model: model=llama_1b, or another"))
+    if file.name == CONFIG:
+        return read_model(read_config(folder), str(file))
+    return litgpt_config.read_model(file)
+
+
+def _refuse_nanogpt(folder: Path) -> None:
+    if not exists(folder / DCP_FILE) and not exists(folder / LITGPT_FILE):
+        message = (
+            f"{folder} holds a checkpoint of nanoGPT, whose layers have LayerNorm and learned positions; the engine's "
+            "decoder has RMSNorm and rotary positions"
+        )
+        raise RecipeError(Problem("unsupported", message, "init.from", "name other weights"))
+
+
+def open_other(folder: Path, model: DecoderModel) -> dict[str, PartedTensor]:
+    """Return the tensors that make up `model`, under Hugging Face's names.
+
+    Raises RecipeError that names missing, superfluous or misshapen tensors, MachineError if a file is damaged.
+    """
+    _refuse_nanogpt(folder)
+    check_count(model)
+    if exists(folder / DCP_FILE):
+        return _open_distributed(folder, model)
+    state = read_state(folder / LITGPT_FILE, ("model",))
+    wanted = other_tensors(model, "litgpt")
+    names = _match(wanted, "litgpt", "", {name: held.shape for name, held in state.items()}, folder)
+    return select(wanted, {name: state[theirs] for name, theirs in names.items()}, _shapes(model))
+
+
+def _open_distributed(folder: Path, model: DecoderModel) -> dict[str, PartedTensor]:
+    checkpoint = Checkpoint(folder)
+    naming, prefix = _recognise(checkpoint.shapes, folder)
+    wanted = other_tensors(model, naming)
+    names = _match(wanted, naming, prefix, checkpoint.shapes, folder)
+    needed = {one.name for one in wanted if not one.is_copy}
+    held = {name: checkpoint.open(theirs) for name, theirs in names.items() if name in needed}
+    return select(wanted, held, _shapes(model))
+
+
+def _recognise(shapes: Mapping[str, Shape], folder: Path) -> tuple[Naming, str]:
+    """-> whose names these are, and what stands before each of them"""
+    for naming, first in _FIRST.items():
+        for prefix in _PREFIXES:
+            if prefix + first in shapes:
+                numbered = naming == "megatron" and any(re.search(r"layers\.\d", name) for name in shapes)
+                return ("megatron_layers" if numbered else naming), prefix
+    known = ", ".join(_FIRST.values())
+    message = f"{folder} holds none of {known}, but {list_names(list(shapes)) or 'no tensor'}"
+    hint = "weights are read under the names of Hugging Face, torchtitan and Megatron"
+    raise RecipeError(Problem("bad_checkpoint", message, "init.from", hint))
+
+
+def _match(
+    wanted: list[OtherTensor], naming: Naming, prefix: str, shapes: Mapping[str, Shape], folder: Path
+) -> dict[str, str]:
+    """-> each tensor's name -> its name in the folder, which has all of them but for copies. Raises RecipeError."""
+    names = {one.name: _spelled(one.name, naming, prefix, shapes) for one in wanted}
+    asked = {names[one.name]: one.shape for one in wanted if not one.is_copy or names[one.name] in shapes}
+    found = {name: shape for name, shape in shapes.items() if not _TRAINING.search(name.removeprefix(prefix))}
+    if problems := compare_tensors(asked, found, (), folder):
+        raise RecipeError(problems)
+    return {name: theirs for name, theirs in names.items() if theirs in shapes}
+
+
+def _spelled(name: str, naming: Naming, prefix: str, shapes: Mapping[str, Shape]) -> str:
+    spellings = [prefix + one for one in other_spellings(name, naming)]
+    return next((one for one in spellings if one in shapes), spellings[0])
+
+
+def _shapes(model: DecoderModel) -> dict[str, Shape]:
+    return {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}

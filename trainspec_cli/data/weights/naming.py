@@ -1,0 +1,247 @@
+"""The tensors of other projects' checkpoints, by the rows of Hugging Face's tensors that make them up.
+
+The table serves both directions. A project may name a tensor otherwise, put several into one (litgpt's and Megatron's
+queries, keys and values), order the rows of each head otherwise (torchtitan rotates neighbouring pairs, Hugging Face
+halves), or stack all layers (Megatron). Each of these is rows of one tensor that are rows of another, a constant step
+apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.data.huggingface.config import model_type
+from trainspec_cli.data.huggingface.tensors import EMBED, HEAD, parameters
+from trainspec_cli.data.weights.stored import Shape
+from trainspec_cli.recipe.keys.model import DecoderModel
+
+Naming = Literal["hf", "torchtitan", "megatron", "megatron_layers", "litgpt"]
+"""`megatron` stacks the layers of each tensor, `megatron_layers` numbers them; both are Megatron's."""
+SUPPORTED: Mapping[Naming, tuple[str, ...]] = {
+    "torchtitan": ("llama", "qwen3"),
+    "megatron": ("llama", "qwen2", "qwen3"),
+    "megatron_layers": ("llama", "qwen2", "qwen3"),
+    "litgpt": ("llama", "qwen2", "qwen3"),
+}
+"""The types of models (as Hugging Face calls them) that a project's names are known of."""
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Neighbouring rows of a Hugging Face tensor, and where another project's tensor has them."""
+
+    tensor: str
+    """The Hugging Face tensor."""
+    start: int
+    """The first of the rows in the Hugging Face tensor."""
+    count: int
+    at: int
+    """The first of them in the other tensor."""
+    step: int = 1
+    """RowRange between two of them in the other tensor."""
+    layer: int | None = None
+    """The index along the other tensor's first dim, where it stacks layers."""
+
+
+@dataclass(frozen=True)
+class OtherTensor:
+    """A tensor of another project's checkpoint."""
+
+    name: str
+    shape: Shape
+    rows: tuple[RowRange, ...]
+    is_copy: bool = False
+    """True if other tensors hold all of it too: the head of a model whose head is its embedding."""
+
+
+def other_tensors(model: DecoderModel, naming: Naming) -> list[OtherTensor]:
+    """Return every tensor of `model` under the names of a project. Raises RecipeError where that has none for it."""
+    kind = model_type(model)
+    shapes = {piece.tensor: piece.tensor_shape for parameter in parameters(model) for piece in parameter.pieces}
+    if naming == "hf":
+        return [_whole(name, name, shape) for name, shape in shapes.items()]
+    problem = _misfit(model, kind, naming)
+    if problem is not None:
+        raise RecipeError(problem)
+    return list(_TABLES[naming](model, shapes))
+
+
+def _misfit(model: DecoderModel, kind: str, naming: Naming) -> Problem | None:
+    if kind not in SUPPORTED[naming]:
+        known = ", ".join(SUPPORTED[naming])
+        message = f"the model is of type {kind}; {naming}'s names are known of {known}"
+        return Problem("unsupported", message, "model", "take Hugging Face's names or format")
+    if model.attention_bias == "all":
+        message = f"`model.attention_bias` is all, which {naming}'s {kind} does not have"
+        return Problem("unsupported", message, "model.attention_bias", "take Hugging Face's names or format")
+    return None
+
+
+def _whole(name: str, tensor: str, shape: Shape, *, is_copy: bool = False) -> OtherTensor:
+    return OtherTensor(name, shape, (RowRange(tensor, 0, shape[0], 0),), is_copy)
+
+
+_TITAN = {
+    "self_attn.q_proj": "attention.qkv_linear.wq",
+    "self_attn.k_proj": "attention.qkv_linear.wk",
+    "self_attn.v_proj": "attention.qkv_linear.wv",
+    "self_attn.o_proj": "attention.wo",
+    "self_attn.q_norm": "attention.q_norm",
+    "self_attn.k_norm": "attention.k_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_ENDS = {
+    "torchtitan": {EMBED: "tok_embeddings.weight", "model.norm.weight": "norm.weight", HEAD: "lm_head.weight"},
+    "litgpt": {EMBED: "transformer.wte.weight", "model.norm.weight": "transformer.ln_f.weight", HEAD: "lm_head.weight"},
+    "megatron": {
+        EMBED: "embedding.word_embeddings.weight",
+        "model.norm.weight": "decoder.final_layernorm.weight",
+        HEAD: "output_layer.weight",
+    },
+}
+
+
+def _ends(
+    model: DecoderModel, shapes: Mapping[str, Shape], naming: Naming, *, copies_head: bool
+) -> Iterator[OtherTensor]:
+    """Yield what lies before and behind the layers."""
+    for tensor, name in _ENDS[naming].items():
+        if tensor in shapes:
+            yield _whole(name, tensor, shapes[tensor])
+    if model.tied_embeddings and copies_head:
+        yield _whole(_ENDS[naming][HEAD], EMBED, shapes[EMBED], is_copy=True)
+
+
+def _in_layer(tensor: str) -> tuple[str, str, str] | None:
+    """`model.layers.3.mlp.up_proj.weight` -> ("3", "mlp.up_proj", "weight"); None outside the layers."""
+    if not tensor.startswith("model.layers."):
+        return None
+    layer, _, rest = tensor.removeprefix("model.layers.").partition(".")
+    module, _, leaf = rest.rpartition(".")
+    return layer, module, leaf
+
+
+def _torchtitan(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
+    yield from _ends(model, shapes, "torchtitan", copies_head=True)
+    for tensor, shape in shapes.items():
+        if (place := _in_layer(tensor)) is None:
+            continue
+        layer, module, leaf = place
+        name = f"layers.{layer}.{_TITAN[module]}.{leaf}"
+        is_rotated = module in ("self_attn.q_proj", "self_attn.k_proj") and not model.qk_norm
+        rows = _pairs(tensor, shape[0], model.head_dim) if is_rotated else _whole(name, tensor, shape).rows
+        yield OtherTensor(name, shape, tuple(rows))
+
+
+def _pairs(tensor: str, rows: int, head_dim: int) -> Iterator[RowRange]:
+    """Yield the halves of each head, whose rows alternate in the other tensor."""
+    half = head_dim // 2
+    for head in range(0, rows, head_dim):
+        yield RowRange(tensor, head, half, head, step=2)
+        yield RowRange(tensor, head + half, half, head + 1, step=2)
+
+
+_LITGPT = {
+    "self_attn.o_proj": "attn.proj",
+    "self_attn.q_norm": "attn.norm_q",
+    "self_attn.k_norm": "attn.norm_k",
+    "mlp.gate_proj": "mlp.fc_1",
+    "mlp.up_proj": "mlp.fc_2",
+    "mlp.down_proj": "mlp.proj",
+    "input_layernorm": "norm_1",
+    "post_attention_layernorm": "norm_2",
+}
+
+
+def _litgpt(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
+    """litgpt's models have a head of their own always."""
+    yield from _ends(model, shapes, "litgpt", copies_head=True)
+    for layer in range(model.num_layers):
+        theirs, ours = f"transformer.h.{layer}", f"model.layers.{layer}"
+        for leaf in ("weight", "bias"):
+            parts = [f"{ours}.self_attn.{matrix}_proj.{leaf}" for matrix in "qkv"]
+            if parts[0] in shapes:
+                yield _joined(f"{theirs}.attn.qkv.{leaf}", parts, shapes)
+        for module, name in _LITGPT.items():
+            if (tensor := f"{ours}.{module}.weight") in shapes:
+                yield _whole(f"{theirs}.{name}.weight", tensor, shapes[tensor])
+
+
+def _joined(name: str, parts: list[str], shapes: Mapping[str, Shape]) -> OtherTensor:
+    """Return a tensor that holds others one below the other."""
+    rows, at = [], 0
+    for tensor in parts:
+        rows.append(RowRange(tensor, 0, shapes[tensor][0], at))
+        at += shapes[tensor][0]
+    return OtherTensor(name, (at, *shapes[parts[0]][1:]), tuple(rows))
+
+
+_MEGATRON = {
+    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
+    "self_attention.linear_qkv.weight": tuple(f"self_attn.{matrix}_proj.weight" for matrix in "qkv"),
+    "self_attention.linear_qkv.bias": tuple(f"self_attn.{matrix}_proj.bias" for matrix in "qkv"),
+    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
+    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+    "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
+    "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
+}
+
+
+def _megatron(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
+    """All layers of a tensor are stacked."""
+    yield from _ends(model, shapes, "megatron", copies_head=False)
+    layers = [list(_megatron_layer(model, layer, shapes)) for layer in range(model.num_layers)]
+    for stacked in zip(*layers, strict=True):
+        rows = tuple(replace(rows, layer=layer) for layer, one in enumerate(stacked) for rows in one.rows)
+        yield OtherTensor(f"decoder.layers.{stacked[0].name}", (model.num_layers, *stacked[0].shape), rows)
+
+
+def _megatron_layers(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
+    yield from _ends(model, shapes, "megatron", copies_head=False)
+    for layer in range(model.num_layers):
+        for one in _megatron_layer(model, layer, shapes):
+            yield replace(one, name=f"decoder.layers.{layer}.{one.name}")
+
+
+def _megatron_layer(model: DecoderModel, layer: int, shapes: Mapping[str, Shape]) -> Iterator[OtherTensor]:
+    """Each group of heads has its queries, then its key and its value."""
+    for name, modules in _MEGATRON.items():
+        parts = [f"model.layers.{layer}.{module}" for module in modules]
+        if parts[0] in shapes:
+            joined = _joined(name, parts, shapes)
+            yield replace(joined, rows=tuple(_groups(model, parts))) if len(parts) == 3 else joined
+
+
+def _groups(model: DecoderModel, parts: list[str]) -> Iterator[RowRange]:
+    head, queries = model.head_dim, model.num_heads // model.num_kv_heads
+    at = 0
+    for group in range(model.num_kv_heads):
+        for tensor, heads in zip(parts, (queries, 1, 1), strict=True):
+            yield RowRange(tensor, group * heads * head, heads * head, at)
+            at += heads * head
+
+
+_TABLES: Mapping[Naming, Callable[[DecoderModel, Mapping[str, Shape]], Iterator[OtherTensor]]] = {
+    "torchtitan": _torchtitan,
+    "litgpt": _litgpt,
+    "megatron": _megatron,
+    "megatron_layers": _megatron_layers,
+}
+
+
+def other_spellings(name: str, naming: Naming) -> Iterator[str]:
+    """Yield the names under which releases of a project have written a tensor, the one that is exported first."""
+    yield name
+    if naming == "torchtitan":
+        yield name.replace(".qkv_linear.", ".")
+        if name == "lm_head.weight":
+            yield "output.weight"

@@ -1,0 +1,460 @@
+"""Reverse-mode differentiation of sizes: what a block allocates, saves and frees, forward and backward.
+
+A `Value` stands for a tensor and a `Storage` for its memory, which is live as long as something holds it, as in the
+engine: a local variable, a saved input of a node, a gradient on its way. So a block written down here with the
+operations of the engine's block has the same peaks. Sizes are bytes; elements carry their width.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal
+
+from trainspec_cli.recipe.keys.lora import NF4_BLOCK, NF4_CHUNK
+
+PRECISE = 4.0
+"""Bytes of an element in which scores, decays and statistics are taken."""
+INDEX = 8.0
+"""Bytes of an index."""
+NF4_INDEX = 2.0
+"""Bytes of the index of a 4-bit weight, two of which share one of 4 bytes."""
+Event = Literal["gather", "free", "gather_again", "reduce"]
+"""Events of experts sharded by themselves within a block: before and after their forward, and their backward."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A block's work from one event to the next, or to its end."""
+
+    peak: float
+    """Bytes, as the block alone counts them."""
+    live: float
+    """Bytes that are live at its end."""
+    then: Event | None = None
+
+
+class Meter:
+    """Bytes live now, and the most there were."""
+
+    def __init__(self) -> None:
+        self.live = self.peak = 0.0
+
+    def grow(self, size: float) -> None:
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+class Storage:
+    """Memory that is freed when the last that holds it lets go."""
+
+    __slots__ = ("_meter", "size")
+
+    def __init__(self, meter: Meter, size: float):
+        self._meter, self.size = meter, size
+        meter.grow(size)
+
+    def __del__(self) -> None:
+        self._meter.live -= self.size
+
+
+class JoinedStorage(Storage):
+    """Several of them, held as one."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, meter: Meter, *parts: Storage):
+        super().__init__(meter, 0.0)
+        self._parts = parts
+
+
+Backward = Callable[["Value"], Sequence["Value | None"]]
+"""The gradient of an operation's output -> those of its inputs; None where an input needs none."""
+
+
+class Node:
+    """An operation that was recorded, or (without inputs) a leaf, which adds up its gradient."""
+
+    def __init__(
+        self, number: int, inputs: Sequence[Node | None], backward: Backward | None, *, has_views: bool = False
+    ):
+        self.number, self.inputs, self.backward = number, inputs, backward
+        self.has_views = has_views
+        """Its outputs are parts of one value: their gradients are put side by side and not added."""
+        self.gradient: Value | None = None
+
+    def __lt__(self, other: Node) -> bool:
+        return self.number > other.number  # the latest first
+
+
+class Value:
+    """`elements` of `width` bytes each in a storage; `node` made it, where it needs a gradient."""
+
+    __slots__ = ("elements", "node", "storage", "width")
+
+    def __init__(self, storage: Storage, elements: float, width: float, node: Node | None = None):
+        self.storage, self.elements, self.width, self.node = storage, elements, width, node
+
+
+class Tape:
+    """Records operations on values of `width` bytes an element."""
+
+    def __init__(self, width: float, *, fp8: bool = False, frozen: bool = False, fuses: bool = False):
+        """`frozen`: parameters need no gradient unless stated otherwise. `fuses`: a compiler makes one kernel of
+        element-wise operations that follow one another, so that what is between them takes no memory."""
+        self.width, self.meter, self.fp8, self.frozen, self.fuses = width, Meter(), fp8, frozen, fuses
+        self.is_saving = True
+        """False: nothing is saved for a backward, as in a forward that will be done again."""
+        self.recomputes = False
+        """The forward runs for the second time, for a backward."""
+        self.recalls = False
+        """Costly results of the first time are at hand then."""
+        self.kept: list[Storage] | None = None
+        """The place of kept results of costly operations, for a selective recomputation; None: they are not kept."""
+        self.recalled: deque[Storage] = deque()
+        """Such results, which the second forward takes instead of making them."""
+        self.put_off: list[tuple[Storage, Storage]] | None = None
+        """Storages that the weights' gradients need, where they are computed later; None: at once."""
+        self.saves_left = float("inf")
+        """After so many saves the second forward ends: nothing more is allocated."""
+        self.saves = 0
+        self.stretches: list[Stretch] = []
+        self._inner_leaves: list[Node] | None = None
+        """Leaves of the part that is sharded by itself, while it is worked on."""
+        self._numbers = count()
+
+    def new(self, elements: float, width: float | None = None) -> Value:
+        width = self.width if width is None else width
+        return Value(Storage(self.meter, elements * width), elements, width)
+
+    def leaf(self, elements: float, *, frozen: bool | None = None) -> Value:
+        """A parameter, or what comes in: its own memory is counted elsewhere."""
+        if self.frozen if frozen is None else frozen:
+            return Value(Storage(Meter(), 0.0), elements, self.width)
+        node = Node(next(self._numbers), (), None)
+        if self._inner_leaves is not None:
+            self._inner_leaves.append(node)
+        return Value(Storage(Meter(), 0.0), elements, self.width, node)
+
+    def backward(self, node: Node, gradient: Value) -> None:
+        """Run the backward from `node` to the leaves. Gradients that meet are added into new memory."""
+        arrived = {node: gradient}
+        del gradient
+        waiting = [node]
+        while waiting:
+            node = heapq.heappop(waiting)
+            gradient = arrived.pop(node)
+            if node.backward is None:
+                node.gradient = gradient if node.gradient is None else self.new(gradient.elements)
+                continue
+            for source, part in zip(node.inputs, self._run(node, gradient), strict=True):
+                if source is not None and part is not None:
+                    if source not in arrived:
+                        heapq.heappush(waiting, source)
+                    arrived[source] = self._meet(source, arrived.get(source), part)
+            del gradient
+            part = None
+
+    def _meet(self, source: Node, first: Value | None, second: Value) -> Value:
+        if first is None:
+            return second
+        if self.fuses:  # the sum takes the place of what it is summed from
+            return first
+        if source.has_views:
+            both = JoinedStorage(self.meter, first.storage, second.storage)
+            return Value(both, first.elements + second.elements, second.width)
+        return self.new(second.elements, second.width)
+
+    def _run(self, node: Node, gradient: Value) -> Sequence[Value | None]:
+        assert node.backward is not None
+        gradients = node.backward(gradient)
+        node.backward = None
+        return gradients
+
+    # What happens to parameters besides
+
+    def mark(self, then: Event | None = None) -> None:
+        """Here a stretch ends."""
+        self.stretches.append(Stretch(self.meter.peak, self.meter.live, then))
+        self.meter.peak = self.meter.live
+
+    def enter(self, x: Value) -> Value:
+        """Into what is sharded by itself. When its backward is done, its gradients are no more the tape's."""
+        self.mark("gather")
+        leaves: list[Node] = []
+        self._inner_leaves = leaves
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            for leaf in leaves:
+                leaf.gradient = None
+            self.mark("reduce")
+            return (gradient,)
+
+        return self._recorded(x, (x,), backward)
+
+    def leave(self, y: Value) -> Value:
+        self.mark("free")
+        self._inner_leaves = None
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            self.mark("gather_again")
+            return (gradient,)
+
+        return self._recorded(y, (y,), backward)
+
+    # Operations
+
+    def apply(
+        self,
+        inputs: Sequence[Value],
+        elements: float,
+        *,
+        saved: Sequence[Value] = (),
+        saves_output: bool = False,
+        width: float | None = None,
+        scratch: tuple[float, float] = (0.0, 0.0),
+        costly: bool = False,
+    ) -> Value:
+        """A new value from `inputs`, and in the backward a new gradient for each; `scratch` bytes are live besides
+        while the forward and the backward run."""
+        if not any(value.node for value in inputs):
+            return self._result(elements, width, scratch[0], costly, stopped=self.saves >= self.saves_left)
+        if self.fuses and self.recomputes and self.recalls and not costly:
+            return self._made_late(inputs, elements, saved, saves_output, width, scratch)
+        held = [value.storage for value in saved] if self.is_saving else []
+        self.saves += len(saved) + saves_output
+        stopped = self.saves > self.saves_left or (self.saves == self.saves_left and not saves_output)
+        out = self._result(elements, width, 0.0 if stopped else scratch[0], costly, stopped)
+        if saves_output and self.is_saving:
+            held.append(out.storage)
+        sizes = [(value.elements, value.width) if value.node else None for value in inputs]
+        deferred = [value for value in saved if self.recalls and isinstance(value.storage, JoinedStorage)]
+        late_bytes = sum(value.elements * value.width for value in deferred)
+
+        def backward(_gradient: Value, held: object = held) -> Sequence[Value | None]:
+            room = Storage(self.meter, scratch[1] + late_bytes)
+            gradients = [self.new(*size) if size else None for size in sizes]
+            del room
+            return gradients
+
+        return self._recorded(out, inputs, backward)
+
+    def _result(self, elements: float, width: float | None, scratch: float, costly: bool, stopped: bool) -> Value:
+        width = self.width if width is None else width
+        if stopped:
+            return Value(Storage(Meter(), 0.0), elements, width)
+        if costly and self.recalled:
+            return Value(self.recalled.popleft(), elements, width)
+        room = Storage(self.meter, scratch)
+        out = self.new(elements, width)
+        del room
+        if costly and self.kept is not None:
+            self.kept.append(out.storage)
+        return out
+
+    def keep(self, size: float) -> None:
+        """Results of costly operations within one that is recorded as a whole."""
+        if self.recalled:
+            self.recalled.popleft()
+        elif self.kept is not None:
+            self.kept.append(Storage(self.meter, size))
+
+    def _recorded(self, out: Value, inputs: Sequence[Value], backward: Backward) -> Value:
+        if not any(value.node for value in inputs):
+            return out
+        node = Node(next(self._numbers), [value.node for value in inputs], backward)
+        return Value(out.storage, out.elements, out.width, node)
+
+    def linear(self, x: Value, weight: Value, elements: float) -> Value:
+        """Saves its input, for the gradient of the weight, which is FSDP2's; if that is frozen, the weight alone."""
+        x = self.settle(x)
+        scratch = casts_to_fp8(x.elements, weight.elements, elements, self.width) if self.fp8 else (0.0, 0.0)
+        out = self.apply((x, weight), elements, saved=(x if weight.node else weight,), costly=True, scratch=scratch)
+        if self.put_off is None or out.node is None:
+            return out
+        put_off, inner = self.put_off, x.elements
+
+        def backward(gradient: Value, held: Storage = x.storage) -> Sequence[Value | None]:
+            put_off.append((held, gradient.storage))
+            return self.new(inner), None
+
+        out.node.backward = backward
+        return out
+
+    def dequantised_linear(self, x: Value, weights: float, elements: float) -> Value:
+        """Multiply by a frozen matrix that is dequantised for it, forward and again backward."""
+        whole = weights * self.width
+        scales = PRECISE * weights / NF4_BLOCK
+        peak = whole + scales + min(weights, NF4_CHUNK) * (PRECISE + NF4_INDEX)
+        if self.saves < self.saves_left:
+            self._pass(peak)
+        out = self.apply((x,), elements, saved=(self.leaf(weights),), costly=True, scratch=(whole, whole))
+        if out.node is None or out.node.backward is None:
+            return out
+        multiply = out.node.backward
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            self._pass(peak)
+            return multiply(gradient)
+
+        out.node.backward = backward
+        return out
+
+    def _pass(self, size: float) -> None:
+        """Hold so many bytes for a moment."""
+        self.meter.grow(size)
+        self.meter.grow(-size)
+
+    def norm(self, x: Value, weight: Value, rows: float) -> Value:
+        """Record a norm of one kernel, which saves its input and a number a row."""
+        return self.apply((x, weight), x.elements, saved=(x, self.new(rows, 4.0)))
+
+    def unary(self, x: Value) -> Value:
+        if self.fuses:
+            return self._deferred(x)
+        return self.apply((x,), x.elements, saved=(x,), width=x.width)
+
+    def mul(self, left: Value, right: Value) -> Value:
+        if self.fuses:
+            return self._fused_product(left, right)
+        return self.apply((left, right), left.elements, saved=(left, right), width=left.width)
+
+    def add(self, left: Value, right: Value) -> Value:
+        if self.fuses:
+            return self._deferred(left, right)
+        out = self._result(left.elements, left.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
+        return self._recorded(out, (left, right), lambda gradient: (gradient, gradient))
+
+    # Of a compiler that fuses
+
+    def _made_late(
+        self,
+        inputs: Sequence[Value],
+        elements: float,
+        saved: Sequence[Value],
+        saves_output: bool,
+        width: float | None,
+        scratch: tuple[float, float],
+    ) -> Value:
+        """Where costly results are at hand, a cheap one is made anew when the backward reads it."""
+        self.saves += len(saved) + saves_output
+        held = JoinedStorage(self.meter, *(value.storage for value in (*inputs, *saved)))
+        sizes = [(value.elements, value.width) if value.node else None for value in inputs]
+
+        def backward(_gradient: Value, held: object = held) -> Sequence[Value | None]:
+            room = Storage(self.meter, scratch[1])
+            gradients = [self.new(*size) if size else None for size in sizes]
+            del room
+            return gradients
+
+        out = Value(held, elements, self.width if width is None else width)
+        return self._recorded(out, inputs, backward)
+
+    def _deferred(self, *inputs: Value) -> Value:
+        """The result of an element-wise operation as its readers have it: they hold its inputs and compute it again.
+
+        Backward, gradients of the inputs stand in the place of the one that comes.
+        """
+        held, count = JoinedStorage(self.meter, *(value.storage for value in inputs)), len(inputs)
+        out = Value(held, inputs[0].elements, inputs[0].width)
+        return self._recorded(out, inputs, lambda gradient: (gradient,) * count)
+
+    def _fused_product(self, left: Value, right: Value) -> Value:
+        """Backward, the gradient of `left` stands in the place of the one that comes.
+
+        In a backward that runs the forward again, one kernel makes the product, which the weights' gradient needs, and
+        both gradients, beside all that it reads.
+        """
+        saved, again = ((left, right) if self.is_saving else ()), self.recomputes
+        if again:
+            self.saves += 2
+            out = self._deferred(left, right)
+        else:
+            out = self.apply((left, right), left.elements, saved=saved, width=left.width)
+        size, room_bytes = (right.elements, right.width), 2 * left.elements * left.width * again
+        if out.node is not None:
+            storages = [value.storage for value in saved]
+
+            def backward(gradient: Value, held: object = storages) -> Sequence[Value | None]:
+                room = Storage(self.meter, room_bytes)
+                second = self.new(*size)
+                del room
+                return gradient, second
+
+            out.node.backward = backward
+        return out
+
+    def settle(self, x: Value) -> Value:
+        """Write down what was deferred, for a reader that is no element-wise operation."""
+        if self.recomputes or not isinstance(x.storage, JoinedStorage):
+            return x
+        out = self._result(x.elements, x.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
+        return self._recorded(out, (x,), lambda gradient: (gradient,))
+
+    def copy(self, x: Value, elements: float | None = None, scratch: tuple[float, float] = (0.0, 0.0)) -> Value:
+        """Another of perhaps another size, as collectives make; saves nothing."""
+        return self.apply((x,), x.elements if elements is None else elements, width=x.width, scratch=scratch)
+
+    def cast(self, x: Value, width: float) -> Value:
+        return x if x.width == width else self.apply((x,), x.elements, width=width)
+
+    def split(self, x: Value, *sizes: float) -> list[Value]:
+        """Views of parts; backward, their gradients are copied into one."""
+        size = x.elements, x.width
+        node = Node(next(self._numbers), (x.node,), lambda _: (self.new(*size),), has_views=True)
+        passing: Backward = lambda gradient: (gradient,)  # noqa: E731
+        return [Value(x.storage, size, x.width, Node(next(self._numbers), (node,), passing)) for size in sizes]
+
+    def part(self, x: Value, elements: float) -> Value:
+        """A view; backward, its gradient is copied into zeros."""
+        size = x.elements, x.width
+        return self._view(x, elements, lambda _: (self.new(*size),))
+
+    def expand(self, x: Value, elements: float, width: float | None = None) -> Value:
+        """A view in which `x` is repeated (and read with another width); backward, a sum."""
+        size = x.elements, x.width
+        return self._view(x, elements, lambda _: (self.new(*size),), width)
+
+    def cat(self, *parts: Value) -> Value:
+        """Copied into one; backward, gradients are views of the one that comes."""
+        width, sizes = parts[0].width, [part.elements for part in parts]
+        out = self._result(sum(sizes), width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
+
+        def backward(gradient: Value) -> Sequence[Value | None]:
+            return [Value(gradient.storage, size, width) for size in sizes]
+
+        return self._recorded(out, parts, backward)
+
+    def with_side(self, x: Value, loss: Value) -> Value:
+        """`x` itself; backward, the scalar `loss` is minimised too."""
+        return self._recorded(x, (x, loss), lambda gradient: (gradient, self.new(1, 4.0)))
+
+    def negated(self, x: Value) -> Value:
+        """Negate the right side of a difference: it takes no memory of its own but for its gradient."""
+        width = x.width
+        return self._view(x, x.elements, lambda gradient: (self.new(gradient.elements, width),))
+
+    def _view(self, x: Value, elements: float, backward: Backward, width: float | None = None) -> Value:
+        width = x.width if width is None else width
+        node = Node(next(self._numbers), (x.node,), backward) if x.node else None
+        return Value(x.storage, elements, width, node)
+
+    def copy_in_backward(self, x: Value) -> Value:
+        return self._recorded(x, (x,), lambda gradient: (self.new(gradient.elements, gradient.width),))
+
+    def copy_in_forward(self, x: Value) -> Value:
+        out = self._result(x.elements, x.width, 0.0, costly=False, stopped=self.saves >= self.saves_left)
+        return self._recorded(out, (x,), lambda gradient: (gradient,))
+
+
+def casts_to_fp8(x: float, weight: float, out: float, width: float) -> tuple[float, float]:
+    """Elements of a product -> bytes that torchao's eager casts take besides, (forward, backward).
+
+    A cast holds the scaled tensor in fp32, that clamped, and the result: 9 bytes an element, of which one stays.
+    """
+    held = 2 * out + weight + x * width
+    backward = (9 * out, out + 9 * weight, held + 8 * out, held + 9 * x)
+    return max(9 * x, x + 9 * weight), max(backward)

@@ -1,0 +1,110 @@
+"""Fit the efficiencies to measured runs: robust Gauss-Newton on the logarithm of the step time.
+
+Each parameter is pulled towards its present value, so that a handful of runs moves only what they measure
+(a Bayesian's prior, a ridge in logarithms). Huber's weights keep outliers from steering (Huber 1964).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainspec_cli.plan.hardware.rates import FRACTIONS, Efficiency
+from trainspec_cli.plan.setup import Setup
+from trainspec_cli.plan.time.step import estimate_step
+
+HUBER = 0.08
+"""Errors beyond 8% count linearly: identical configurations already differ by 4% on average."""
+STEP = 0.05
+"""Relative change by which a derivative is taken."""
+
+
+@dataclass(frozen=True)
+class FittedRow:
+    setup: Setup
+    step_time_s: float
+    weight: float = 1.0
+
+
+def fit(
+    cases: Sequence[FittedRow], start: Efficiency, prior: float = 0.3, iterations: int = 8, derivatives: Any = None
+) -> Efficiency:
+    """The efficiencies nearest to the measurements. `prior`: the relative change of a parameter that costs as much
+    as one run's error of one Huber width. `derivatives`: the cases' at `start`, which then serve every iteration;
+    deriving takes nearly all the time.
+    """
+    import numpy as np
+
+    origin = log_values(start)
+    theta = origin.copy()
+    case_weights = np.array([case.weight for case in cases])
+    best, best_cost, best_theta = start, math.inf, theta
+    damping = 1.0
+    for iteration in range(iterations + 1):
+        current = moved_to(start, theta)
+        errors = log_errors(cases, current)
+        cost = _cost(errors, case_weights, theta - origin, prior, np)
+        if cost < best_cost:
+            best, best_cost, best_theta = current, cost, theta
+            damping = max(0.1, damping / 2)
+        else:
+            theta, damping = best_theta, damping * 4
+            current, errors = best, log_errors(cases, best)
+        if iteration < iterations:
+            jacobian = derive(cases, current) if derivatives is None else derivatives
+            theta = theta - newton_step(jacobian, errors, case_weights, theta - origin, prior, damping)
+    return best
+
+
+def newton_step(jacobian: Any, errors: Any, case_weights: Any, shift: Any, prior: float, damping: float = 0.0) -> Any:
+    """Return by how much the logarithms of the efficiencies, `shift` from where the prior has them, are to fall."""
+    import numpy as np
+
+    weights = case_weights * np.minimum(1.0, HUBER / np.maximum(abs(errors), 1e-9))
+    ridge = (HUBER / prior) ** 2
+    normal = (jacobian * weights[:, None]).T @ jacobian + ridge * np.eye(len(shift))
+    normal += damping * 0.02 * np.diag(np.diag(normal))
+    gradient = (jacobian * weights[:, None]).T @ errors + ridge * shift
+    return np.clip(np.linalg.solve(normal, gradient), -0.4, 0.4)
+
+
+def log_values(eff: Efficiency) -> Any:
+    import numpy as np
+
+    return np.log(np.array([max(value, 1e-9) for value in eff.as_dict().values()]))
+
+
+def moved_to(start: Efficiency, theta: Sequence[float]) -> Efficiency:
+    """Return efficiencies whose logarithms are `theta`, fractions kept below 1."""
+    values = {name: math.exp(float(value)) for name, value in zip(start.as_dict(), theta, strict=True)}
+    return replace(start, **{name: min(v, 0.98) if name in FRACTIONS else v for name, v in values.items()})
+
+
+def log_errors(cases: Sequence[FittedRow], eff: Efficiency) -> Any:
+    """Return the logarithm of predicted over measured, of each case."""
+    import numpy as np
+
+    return np.array([math.log(estimate_step(case.setup, eff).total_s / case.step_time_s) for case in cases])
+
+
+def _cost(errors, case_weights, shift, prior: float, np) -> float:  # type: ignore[no-untyped-def]
+    size = abs(errors)
+    huber = np.where(size < HUBER, 0.5 * size**2, HUBER * (size - 0.5 * HUBER))
+    return float((case_weights * huber).sum() + 0.5 * (HUBER / prior) ** 2 * (shift**2).sum())
+
+
+def derive(cases: Sequence[FittedRow], at: Efficiency) -> Any:
+    """Derivatives of each case's logarithm of the step time by the logarithm of each efficiency: cases x efficiencies.
+    What was measured has no part in them."""
+    import numpy as np
+
+    theta = log_values(at)
+    errors = log_errors(cases, at)
+    columns = []
+    for index in range(len(theta)):
+        moved = theta.copy()
+        moved[index] += STEP
+        columns.append((log_errors(cases, moved_to(at, moved)) - errors) / STEP)
+    return np.stack(columns, axis=1)

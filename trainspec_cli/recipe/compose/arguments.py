@@ -1,0 +1,183 @@
+"""Parse the command line's `key=value` arguments with Hydra's grammar; all faults are collected, none raised."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.core.json_value import JsonValue
+from trainspec_cli.recipe.compose.folders import DISTURB
+from trainspec_cli.recipe.compose.origins import COMMAND_LINE, RECIPE
+
+TEXTS = (RECIPE, DISTURB, "fault")
+"""Keys whose value is taken as plain text, without Hydra's grammar for brackets."""
+TEXTS_OF_DIGITS = ("cluster.slurm.time", "cluster.slurm.mem", "cluster.slurm.gpus_per_node")
+"""Keys of text that sbatch takes as a bare number too: `time=90` are minutes. In a file they are quoted, because YAML
+reads 2:00:00 as the number 7200."""
+MAX_CHARS = 16_384
+"""The longest argument: Hydra's grammar reads some thousand characters per second."""
+SHOWN_CHARS = 60
+_KEY = re.compile(r"[A-Za-z_][\w-]*([./][A-Za-z_0-9][\w-]*)*")
+_BRACKETS = {"[": "]", "{": "}", "(": ")"}
+
+
+@dataclass(frozen=True)
+class Argument:
+    number: int
+    """Counted from 1."""
+    text: str
+    key: str
+    value: JsonValue = None
+    deletes: bool = False
+    """True for `~key`, which deletes the key from the recipe."""
+
+
+def parse_arguments(texts: Sequence[str]) -> tuple[list[Argument], list[Problem]]:
+    """Parse all arguments. If a key is given twice, the last one is kept and a problem names both."""
+    arguments: dict[str, Argument] = {}
+    given: dict[str, Argument] = {}
+    problems: list[Problem] = []
+    for number, text in enumerate(texts, start=1):
+        read = _parse(number, text)
+        if isinstance(read, Problem):
+            problems.append(read)
+            continue
+        whole = isinstance(read.value, dict)
+        paths = [path for path in value_paths(read.key, read.value) if not (whole and path == read.key)]
+        problems += [_duplicate(path, given[path], read) for path in paths if path in given]
+        given.update(dict.fromkeys(paths, read))
+        arguments[read.key] = read
+    return list(arguments.values()), problems
+
+
+def find_argument(texts: Sequence[str], key: str) -> Argument | None:
+    """Return the argument that gives `key`; None where none does."""
+    return next((argument for argument in parse_arguments(texts)[0] if argument.key == key), None)
+
+
+def problem_at(number: int, code: str, message: str, hint: str = "", path: str = "") -> Problem:
+    return Problem(code=code, message=message, hint=hint, path=path, file=COMMAND_LINE, line=number)
+
+
+def _parse(number: int, text: str) -> Argument | Problem:
+    key, equals, value = text.partition("=")
+    if len(text) > MAX_CHARS:
+        return _too_long(number, key, text)
+    if not equals and not text.startswith("~"):
+        return _no_assignment(number, text)
+    name = key.strip().lstrip("+~")
+    if name in TEXTS:
+        value = value.strip()
+        quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
+        return Argument(number, text, name, value[1:-1] if quoted else value)
+    if not _KEY.fullmatch(name):
+        return _bad_key(number, key)
+    if name.partition(".")[0].partition("/")[0] == "hydra":
+        message = f"`{name}` belongs to Hydra's own launcher, which is not used here"
+        return problem_at(number, "unknown_key", message, "leave it out", name)
+    try:
+        return _from_override(number, text, OverridesParser.create().parse_override(text))
+    except (HydraException, RecursionError, ValueError):
+        return _bad_value(number, name, value)
+
+
+def _from_override(number: int, text: str, override: Override) -> Argument | Problem:
+    key = override.key_or_group
+    if override.is_sweep_override():
+        message = f"`{key}` is given several values; a run takes one"
+        one = shlex.quote(assign(key, text.partition("=")[2]))
+        hint = f"for a run of each, type --sweep {shlex.quote(text)}; if it is one text, type {one}"
+        return problem_at(number, "bad_override", message, hint, key)
+    value = cast("JsonValue", override.value())
+    if key in TEXTS_OF_DIGITS and type(value) is int:
+        value = text.partition("=")[2].strip()
+    if override.is_delete() and value is not None:
+        return problem_at(number, "bad_override", f"`~{key}` takes no value", f"type ~{key}, or {key}=...", key)
+    return Argument(number, text, key, value, deletes=override.is_delete())
+
+
+def _too_long(number: int, key: str, text: str) -> Problem:
+    shown = key if len(key) <= SHOWN_CHARS else f"{key[:SHOWN_CHARS]}..."
+    message = f"the argument `{shown}` has {len(text):,} characters; at most {MAX_CHARS:,} are read"
+    return problem_at(number, "bad_override", message, "write the value into a recipe: recipe=FILE.yaml")
+
+
+def assign(key: str, text: str) -> str:
+    """Return `key="text"`, quoted for Hydra's grammar."""
+    return f"{key}={QuotedString(text, Quote.double).with_quotes()}"
+
+
+def _no_assignment(number: int, text: str) -> Problem:
+    message = f"`{text}` is not of the form key=value"
+    key, colon, value = text.partition(":")
+    if not text:
+        return problem_at(number, "bad_override", "an argument is empty", "leave it out, or write key=value")
+    if text.startswith("-"):
+        return problem_at(number, "bad_override", message, "options come before the first `--`")
+    if colon and _KEY.fullmatch(key):
+        return problem_at(number, "bad_override", message, f"type {key}={value.strip()}", key)
+    if "." in text and _KEY.fullmatch(text):
+        return problem_at(number, "bad_override", message, f"type {text}=<value>, without spaces", text)
+    return problem_at(number, "bad_override", message, f"to choose a recipe, type recipe={text}")
+
+
+def _bad_key(number: int, key: str) -> Problem:
+    message = f"`{key}` is not a key: words joined by dots are, such as optim.lr"
+    bare = key.strip().lstrip("+~-").strip(".")
+    item = re.fullmatch(r"(.+)\[\d+]", bare)
+    if "@" in key:
+        hint = "write the key alone: packages (`@`) are not used here"
+    elif item:
+        hint = f"give the whole list: {item[1]}=[...]"
+    elif _KEY.fullmatch(bare):
+        hint = f"did you mean `{bare}`?"
+    else:
+        hint = "write key=value without spaces"
+    return problem_at(number, "bad_override", message, hint)
+
+
+def _bad_value(number: int, key: str, value: str) -> Problem:
+    unclosed = _unclosed(value)
+    if unclosed:
+        return problem_at(
+            number, "bad_override", f"`{unclosed}` is not closed in {value}", f"close the {unclosed}", key
+        )
+    message = f"the value {value} holds characters that must be quoted"
+    return problem_at(number, "bad_override", message, f"type {shlex.quote(assign(key, value))}", key)
+
+
+def _unclosed(value: str) -> str | None:
+    """Return the bracket or quote that is opened but not closed."""
+    expected: list[tuple[str, str]] = []
+    quote = ""
+    for character in value:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        elif character in _BRACKETS:
+            expected.append((character, _BRACKETS[character]))
+        elif expected and character == expected[-1][1]:
+            expected.pop()
+    return quote or (expected[-1][0] if expected else None)
+
+
+def _duplicate(path: str, first: Argument, second: Argument) -> Problem:
+    message = f"`{path}` is given twice: {first.text} (argument {first.number}) and {second.text}"
+    return problem_at(second.number, "duplicate_override", message, "keep one of them", path)
+
+
+def value_paths(key: str, value: JsonValue) -> Iterator[str]:
+    """Yield `key`, and every dotted path inside a mapping given as its value (`model={num_layers: 3}`)."""
+    yield key
+    if isinstance(value, dict):
+        for inner, item in value.items():
+            yield from value_paths(f"{key}.{inner}", item)

@@ -1,0 +1,184 @@
+"""The layout: sizes of the mesh axes. Their product is the world size (ep divides dp_shard x cp x tp)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from trainspec_cli.recipe.field_types import AUTO, Auto, AutoInt, PositiveInt
+
+MESH_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""Outermost first: neighbouring ranks share the innermost axis, which needs the fastest links."""
+
+ZeroStage = Literal[1, 2, 3]
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"]
+Sharding = Literal["replicated", "zero1", "zero3"]
+"""What of a parameter data parallelism shards: nothing, the optimizer's state (and gradients), or all of it."""
+SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
+ContextMethod = Literal["ring", "ulysses"]
+SPLIT_SCHEDULES: tuple[PipelineSchedule, ...] = ("zero_bubble", "zbv")
+"""The backward is done in two: the input's gradient at once, the weights' later, where a stage would wait."""
+
+
+@dataclass(frozen=True)
+class LayoutSpec:
+    """The layout as the recipe asks for it; the planner resolves `auto`."""
+
+    dp_replicate: AutoInt = AUTO
+    """Replicas of the shards: data-parallel ranks that each hold all of the state."""
+    dp_shard: AutoInt = AUTO
+    """Data-parallel ranks that the state is sharded over (ZeRO)."""
+    cp: AutoInt = 1
+    """Ranks that a sequence is divided over (context parallelism)."""
+    tp: AutoInt = 1
+    """Ranks that each matrix is divided over (tensor parallelism)."""
+    pp: AutoInt = 1
+    """Stages that the layers are divided into (pipeline parallelism)."""
+    ep: AutoInt = 1
+    """Ranks that the experts are divided over (expert parallelism), out of the data-parallel ones."""
+    zero_stage: ZeroStage | Auto = 3
+    """What dp_shard shards (ZeRO, arXiv:1910.02054): 1 the optimizer state, 2 the gradients too, 3 the parameters too.
+
+    In the engine 3 frees the gathered parameters after each forward; 1 and 2 keep them until the last backward of a
+    step is done.
+    """
+    etp: AutoInt = 1
+    """Tensor parallelism inside each expert."""
+    sequence_parallel: bool = True
+    """With tp: norms and residuals are split along the sequence (arXiv:2205.05198)."""
+    pipeline_schedule: PipelineSchedule | Auto = "1f1b"
+    """The order in which a pipeline's stages process micro-batches."""
+    virtual_stages: AutoInt = 1
+    """Chunks of layers a pipeline stage holds (the interleaved schedule needs 2 or more)."""
+    stage_layers: tuple[PositiveInt, ...] | None = None
+    """Layers of each pipeline stage, in the order of the model; null cuts by planned times, so that the rank with the
+    most work (its layers, the embedding, the head) has as little as possible."""
+    context_method: ContextMethod = "ring"
+    """With cp: keys and values go round a ring (arXiv:2310.01889), or go all-to-all (Ulysses, arXiv:2309.14509)."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A resolved layout: no `auto` left."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    zero_stage: ZeroStage = 3
+    etp: int = 1
+    sequence_parallel: bool = True
+    pipeline_schedule: PipelineSchedule = "1f1b"
+    virtual_stages: int = 1
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of each pipeline stage; None: evenly, spare ones in the first stages."""
+    context_method: ContextMethod = "ring"
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(getattr(self, axis) for axis in MESH_AXES)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    # Sharding
+
+    @property
+    def shards(self) -> int:
+        """Ranks that a parameter is sharded over: those of cp see the same weights, so they share them too."""
+        return self.dp_shard * self.cp
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of one replica and one stage, which `ep` divides."""
+        return self.dp_shard * self.cp * self.tp
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that share the state of one expert."""
+        return max(1, self.expert_ranks // (self.ep * self.etp))
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Each micro-batch gathers the parameters and lets go of them (ZeRO-3)."""
+        return self.zero_stage == 3 and self.dp_shard > 1
+
+    @property
+    def sharding(self) -> Sharding:
+        """What is sharded of the states; ranks of cp share them too."""
+        if self.shards == 1:
+            return "replicated"
+        return "zero3" if self.zero_stage == 3 else "zero1"
+
+    @property
+    def keeps_parameters(self) -> bool:
+        """Parameters are gathered once a step and kept for all of its micro-batches: below ZeRO-3, and where no rank
+        has but a part of them."""
+        return self.zero_stage < 3 or (self.shards == 1 and (self.ep == 1 or self.expert_shards == 1))
+
+    @property
+    def exchanges_every_backward(self) -> bool:
+        """Gradients are reduced after every micro-batch, and not once a step.
+
+        ZeRO-2 and 3 keep them sharded from one micro-batch to the next. With replicas they are exchanged once, since
+        the sum over replicas is the dearer exchange, and so they are where weights' gradients come after their
+        backward.
+        """
+        sharded = self.zero_stage >= 2 and self.dp_shard > 1 and self.dp_replicate == 1
+        return sharded and not self.splits_backward
+
+    # Pipeline stages: chunks of consecutive layers, numbered along the model
+
+    @property
+    def splits_backward(self) -> bool:
+        """One stage has nobody to wait for: its backward is never split, whatever the schedule."""
+        return self.pp > 1 and self.pipeline_schedule in SPLIT_SCHEDULES
+
+    @property
+    def bubble_part(self) -> float:
+        """The part of the other stages' one micro-batch that a stage waits while the pipeline fills and drains.
+
+        1F1B and GPipe: all of it; interleaved divides it by the chunks that a rank holds (arXiv:2104.04473); ZB-H1
+        fills it with weight gradients down to a third (arXiv:2401.10241), given a micro-batch a stage (`bubble_of`).
+        """
+        return 1 / 3 if self.pipeline_schedule == "zero_bubble" else 1 / self.virtual_stages
+
+    def bubble_of(self, micro_batches: int) -> float:
+        """`bubble_part` of a step with this many micro-batches. With fewer than stages, zero bubble has no other
+        micro-batch's weight gradients to fill the wait with: stages wait for one another's forward and input gradients,
+        two thirds of the work."""
+        starved = self.pipeline_schedule == "zero_bubble" and micro_batches < self.pp
+        return 2 / 3 if starved else self.bubble_part
+
+    @property
+    def chunks_per_rank(self) -> int:
+        return 2 if self._is_a_v else self.virtual_stages
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.chunks_per_rank
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Round and round, but for zbv down and up again: a V, so that the first rank also holds the last stage."""
+        if self._is_a_v and stage >= self.pp:
+            return 2 * self.pp - 1 - stage
+        return stage % self.pp
+
+    def stages_of_rank(self, rank: int) -> tuple[int, ...]:
+        if self._is_a_v:
+            return rank, 2 * self.pp - 1 - rank
+        return tuple(range(rank, self.num_stages, self.pp))
+
+    @property
+    def _is_a_v(self) -> bool:
+        return self.pipeline_schedule == "zbv" and self.pp > 1
+
+    def describe(self) -> str:
+        """`dp_replicate=2 tp=4`: the axes that are not 1."""
+        axes = [f"{axis}={getattr(self, axis)}" for axis in (*MESH_AXES, "ep") if getattr(self, axis) > 1]
+        return " ".join(axes) or "one process"

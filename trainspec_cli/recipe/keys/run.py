@@ -1,0 +1,280 @@
+"""The whole run: one RunSpec is one composed recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from trainspec_cli.core.reading.files import exists, expand
+from trainspec_cli.core.reading.hub_cache import HubName, hub_name, locate_checkpoint
+from trainspec_cli.recipe.field_types import (
+    AUTO,
+    Auto,
+    AutoInt,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Option,
+    PositiveFloat,
+    PositiveInt,
+)
+from trainspec_cli.recipe.keys.batching import BatchingSpec
+from trainspec_cli.recipe.keys.cluster import ClusterSpec
+from trainspec_cli.recipe.keys.comm import CommSpec
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.framework import FrameworkSpec
+from trainspec_cli.recipe.keys.kernels import KernelSpec
+from trainspec_cli.recipe.keys.layout import LayoutSpec
+from trainspec_cli.recipe.keys.lora import LoraSpec
+from trainspec_cli.recipe.keys.model import ModelSpec
+from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.resilience import ResilienceSpec
+from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer"]
+ComputeFormat = Literal["bf16", "fp16", "fp32", "tf32"]
+MatmulFormat = Literal["compute", "fp8", "mxfp8", "nvfp4"]
+HUGGING_FACE = "hf:"
+DCP_FILE, LITGPT_FILE, NANOGPT_FILE = ".metadata", "lit_model.pth", "ckpt.pt"
+"""Files by which the weights of other projects are told from a run of trainspec."""
+
+
+@dataclass(frozen=True)
+class CheckpointSpec:
+    interval_steps: AutoInt | None = AUTO
+    """Steps between checkpoints; null writes one only at the end (and on a stop).
+
+    auto: the first after a minute of training, so that shorter runs write the last alone; then as often as the
+    checkpoints' measured cost and the cluster's failure rate ask for (Daly 2006), every one to ten minutes.
+    """
+    mode: Literal["async", "sync"] = "async"
+    """async: training waits for a copy in memory, which is then written in the background; sync: until it is on
+    disk."""
+    memory_interval_steps: PositiveInt | None = None
+    """Steps between copies in the nodes' memory (/dev/shm), each node also keeping its predecessor's; null: none.
+
+    They outlive the workers: a run that restarts on the same nodes, or with one of them replaced, resumes from them.
+    They take twice the state's size (four times with two nodes or more) until the run has ended normally.
+    """
+    keep_last: PositiveInt = 2
+    """Older whole checkpoints are removed."""
+    keep_best: bool = False
+    """Write a checkpoint at each evaluation with the lowest held-out loss so far, and keep it beside the last ones."""
+
+
+@dataclass(frozen=True)
+class PrecisionSpec:
+    compute: ComputeFormat | Auto = AUTO
+    """auto: bf16 if the chip multiplies it natively, else fp32."""
+    reduce: Literal["bf16", "fp32"] = "fp32"
+    """The format in which gradients are summed across ranks."""
+    matmul: MatmulFormat = "compute"
+    """The format in which linear layers multiply; `compute` is the compute format."""
+
+
+@dataclass(frozen=True)
+class InitSpec:
+    from_: str | None = None
+    """`hf:FOLDER`, a Hugging Face checkpoint; `hf:ORG/NAME` or `hf:ORG/NAME@REVISION`, one that the Hub's cache on this
+    machine holds; the folder of a distributed checkpoint of torch (DCP, also torchtitan's and Megatron's) or of litgpt;
+    or the folder of a run of trainspec. null: drawn from the seed.
+
+    Only weights are loaded: the optimizer, the step and the data start from the beginning.
+    """
+
+    @property
+    def hugging_face(self) -> Path | None:
+        """The folder of a Hugging Face checkpoint; None of other weights."""
+        return None if self._named is None else locate_checkpoint(self._named)
+
+    @property
+    def hub_name(self) -> HubName | None:
+        """The name of a checkpoint on the Hub; None of other weights."""
+        return None if self._named is None else hub_name(self._named)
+
+    @property
+    def _named(self) -> str | None:
+        """The text behind `hf:`."""
+        if self.from_ is None or not self.from_.startswith(HUGGING_FACE):
+            return None
+        return self.from_.removeprefix(HUGGING_FACE)
+
+    @property
+    def other(self) -> Path | None:
+        """The folder of weights of a project that is neither Hugging Face nor trainspec; None of others."""
+        folder = self._folder
+        files = (DCP_FILE, LITGPT_FILE, NANOGPT_FILE)
+        return folder if folder is not None and any(exists(folder / name) for name in files) else None
+
+    @property
+    def run(self) -> Path | None:
+        return None if self.other is not None else self._folder
+
+    @property
+    def _folder(self) -> Path | None:
+        """What is named without `hf:`."""
+        return None if self.from_ is None or self._named is not None else expand(self.from_)
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    max_steps: PositiveInt
+    """Steps of `batching.global_batch_size` samples, which together are the run's samples. A batch that changes
+    (`batching.schedule`) trains as many in another number of steps. `tokens` or `epochs` may be given in its place."""
+    tokens: PositiveInt | None = None
+    """In place of `max_steps`: tokens that the run trains (samples, for images and volumes), rounded up to whole steps.
+
+    The run is over when they are trained, also where steps had fewer samples (`batching.on_loss: shrink`).
+    """
+    epochs: PositiveFloat | None = None
+    """In place of `max_steps`: how many times the run trains every sample of the data, which is counted for that; 0.5
+    is half of them. As with `tokens`, the samples say when the run is over."""
+    seed: NonNegativeInt = 0
+    """The seed of the weights and the order of samples."""
+    max_skipped_steps: PositiveInt = 10
+    """A step whose loss or gradients are not finite updates nothing; this many in a row end the run."""
+    eval_interval_steps: PositiveInt | None = None
+    """Steps between evaluations on the held-out text; null: one at the end."""
+    early_stop_evals: PositiveInt | None = None
+    """Evaluations in a row without a new lowest held-out loss that end the run, as done; null: it makes all steps."""
+    sample_interval_steps: PositiveInt | None = None
+    """Steps between samples of text that the model writes (`sample`); null: one at the end."""
+    log_interval_steps: PositiveInt = 10
+    """Steps between log lines if the output is not a terminal."""
+    loss: str = ""
+    """A loss of one's own in place of cross-entropy, called as `loss(logits, targets, **loss_options)`: `FILE.py:NAME`,
+    `package.module:NAME`, or a name that a package registered. The held-out loss stays cross-entropy."""
+    loss_options: dict[str, Option] = field(default_factory=dict)
+    """Further arguments of one's own loss, by name."""
+    callbacks: tuple[str, ...] = ()
+    """Classes of one's own that are told of steps, evaluations and checkpoints: `FILE.py:NAME`, `package.module:NAME`,
+    or a name that a package registered."""
+
+    @property
+    def counts_samples(self) -> bool:
+        """Return whether the run was asked for by what it trains, not by its steps."""
+        return self.tokens is not None or self.epochs is not None
+
+
+@dataclass(frozen=True)
+class SampleSection:
+    """Text that the trained model writes at the end."""
+
+    prompt: str = ""
+    """The text that the sample goes on from."""
+    max_new_tokens: NonNegativeInt = 0
+    """0 writes nothing."""
+    temperature: NonNegativeFloat = 0.8
+    """Divides the logits before a token is drawn; 0 takes the likeliest."""
+
+
+@dataclass(frozen=True)
+class RunSection:
+    dir: str | Auto = AUTO
+    """The run folder; auto is runs/<recipe>/<time>."""
+    name: str = ""
+    """A name by which commands find the run, such as `trainspec report NAME`."""
+    tags: tuple[str, ...] = ()
+    """Words by which `trainspec runs --tag WORD` chooses runs."""
+    stop_grace_s: PositiveFloat = 60.0
+    """A worker that has not ended this long after a stop request is killed."""
+    node_timeout_s: PositiveFloat = 30.0
+    """On several nodes: a node that is silent for this long (off, hung, cut off) is lost, and the job ends."""
+    join_timeout_s: PositiveFloat = 300.0
+    """On several nodes: the time in which nodes must have started after the first (a slow prologue, an image to fetch),
+    in which a lost node may come back, and for which the others wait for the first."""
+    preflight: bool = True
+    """Before the workers start, refuse a node without enough memory or disk. Several nodes are each measured for some
+    seconds, and one far slower than the others is refused."""
+
+
+@dataclass(frozen=True)
+class TrackingSection:
+    """Other places to record events; each needs its own extra."""
+
+    tensorboard: bool = False
+    """Files in the run folder."""
+    wandb: bool = False
+    """Weights & Biases, offline in the run folder unless `WANDB_MODE` is set (`wandb sync` uploads it later)."""
+    mlflow: bool = False
+    """MLflow, in the run folder unless `MLFLOW_TRACKING_URI` names a server."""
+    project: str = "trainspec"
+    """The project name in Weights & Biases and MLflow."""
+    trackers: tuple[str, ...] = ()
+    """Trackers of one's own, which record every event of rank 0: `FILE.py:NAME`, `package.module:NAME`, or a name that
+    a package registered."""
+
+
+@dataclass(frozen=True)
+class ObserveSection:
+    """What a run watches of itself beside its steps."""
+
+    deeper_look: bool = True
+    """When the diagnosis finds what slows the run, the suspected rank profiles itself for three steps (one where steps
+    take seconds), and the verdict names the line of code or the operations.
+
+    It costs nothing before that. A run looks eight times at most, once at each place, and keeps 1 MiB of each look.
+    """
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    model: ModelSpec
+    """The model that is trained: its family and sizes."""
+    data: DataSpec
+    """The data that it is trained on."""
+    optim: OptimSpec
+    """The optimizer and the learning rate."""
+    batching: BatchingSpec
+    """The batch of a step, and its division."""
+    train: TrainSection
+    """How long the run trains, and how often it evaluates."""
+    description: str = ""
+    """One line for `trainspec recipes`."""
+    init: InitSpec = field(default_factory=InitSpec)
+    """The weights that the run begins with."""
+    lora: LoraSpec = field(default_factory=LoraSpec)
+    """Low-rank adapters in place of training all weights."""
+    cluster: ClusterSpec = field(default_factory=ClusterSpec)
+    """The hardware: this machine, or a described cluster."""
+    framework: FrameworkSpec = field(
+        default_factory=lambda: FrameworkSpec(name="trainspec", counted=True, expandable_segments=True)
+    )
+    """The training framework that `trainspec plan` plans for; only trainspec's own engine can be launched."""
+    layout: LayoutSpec = field(default_factory=LayoutSpec)
+    """How the work is distributed over ranks: data, tensor, pipeline, context and expert parallelism."""
+    precision: PrecisionSpec = field(default_factory=PrecisionSpec)
+    """The formats in which the run computes, sums and multiplies."""
+    comm: CommSpec = field(default_factory=CommSpec)
+    """The formats in which gradients and parameters travel."""
+    kernels: KernelSpec = field(default_factory=KernelSpec)
+    """The implementation of each operator."""
+    compile: bool = False
+    """torch.compile each block."""
+    recompute: Recompute | Auto = "none"
+    """Activations recomputed in the backward: `selective` those of the attention core, `full` a whole block's."""
+    offload: Offload | Auto = "none"
+    """The state that is kept in host memory between its uses."""
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    """When checkpoints are written and removed."""
+    resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
+    """How a run survives failures."""
+    scheduler: SchedulerSpec = field(default_factory=SchedulerSpec)
+    """The part that follows the cluster's real speeds while the run goes on."""
+    fault: str = ""
+    """Faults to inject, such as `kill(group=1,step=40)`; several are separated by `;`."""
+    sample: SampleSection = field(default_factory=SampleSection)
+    """Text that the trained model writes."""
+    tracking: TrackingSection = field(default_factory=TrackingSection)
+    """Other places to record events."""
+    observe: ObserveSection = field(default_factory=ObserveSection)
+    """What a run watches of itself beside its steps."""
+    run: RunSection = field(default_factory=RunSection)
+    """The run folder, its name, and limits of its processes."""
+
+    @property
+    def ends_by_samples(self) -> bool:
+        """Return whether the run is over when its samples are trained, in however many steps, and not at `max_steps`:
+        where the batch changes, and where the recipe says how much is trained."""
+        return self.batching.schedule.kind != "constant" or self.train.counts_samples

@@ -1,0 +1,166 @@
+"""Records that trainspec writes and reads: dataclasses whose annotations say which values a field may have on disk.
+
+A record is read leniently where versions differ and strictly where a file is damaged: unknown keys are passed over,
+a missing key is filled from the field's default, and a value of the wrong kind raises FieldError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Annotated, Any, TypeVar
+
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.reading.files import show_kind
+from trainspec_cli.recipe.canonical import Absent
+from trainspec_cli.recipe.structure import is_required, key_of
+
+T = TypeVar("T")
+
+
+class FieldError(ValueError):
+    """A field is missing, or holds a value that is not of its kind."""
+
+
+@dataclass(frozen=True)
+class ValueKind:
+    """The values that a field may have."""
+
+    name: str
+    """The kind as an error names it."""
+    read: Callable[[object], Any]
+    """Returns the value as the record holds it. Raises FieldError where it is not of this kind."""
+    schema: JsonObject = field(default_factory=dict, compare=False)
+    """The JSON Schema of these values; an empty one allows anything."""
+    section: type | None = None
+    """The dataclass that `from_plain` builds of such a value, whose schema it then has."""
+
+
+def number(low: float, high: float, *, whole: bool = False, may_diverge: bool = False) -> ValueKind:
+    """`may_diverge`: accept NaN and infinity too."""
+
+    def read(value: object) -> float:
+        if type(value) is int or (type(value) is float and not whole):
+            if low <= value <= high:
+                return value
+            if may_diverge and not math.isfinite(value):
+                return value
+        raise FieldError
+
+    limits = {"minimum": low, "maximum": high}
+    schema: JsonObject = {"type": "integer" if whole else "number"}
+    schema |= {name: limit for name, limit in limits.items() if math.isfinite(limit)}
+    return ValueKind(f"{'a whole number' if whole else 'a number'} from {low:g} to {high:g}", read, schema)
+
+
+Count = Annotated[int, number(0, 2**53, whole=True)]
+Rank = Annotated[int, number(-1, 1e7, whole=True)]
+"""-1 stands for the supervisor."""
+WorldSize = Annotated[int, number(1, 1e6, whole=True)]
+Seconds = Annotated[float, number(-1e12, 1e12)]
+Rate = Annotated[float, number(0, 1e30)]
+"""A loss or the like is a plain float. The writer puts null for one that is not finite, so its field allows None."""
+
+
+def _exactly(wanted: type[T], value: object) -> T:
+    if type(value) is not wanted:
+        raise FieldError
+    return value
+
+
+PLAIN: dict[Any, ValueKind] = {
+    int: number(-(2**53), 2**53, whole=True),
+    float: number(-1e30, 1e30, may_diverge=True),
+    str: ValueKind("text", partial(_exactly, str), {"type": "string"}),
+    bool: ValueKind("true or false", partial(_exactly, bool), {"type": "boolean"}),
+    object: ValueKind("anything", lambda value: value),
+}
+"""The values of fields whose annotation says nothing of them."""
+
+
+def _list_of(item: ValueKind) -> ValueKind:
+    return ValueKind(f"a list, each item {item.name},", lambda value: tuple(map(item.read, _exactly(list, value))))
+
+
+def _object_of(item: ValueKind) -> ValueKind:
+    def read(value: object) -> dict[str, object]:
+        return {key: item.read(one) for key, one in _exactly(dict, value).items()}
+
+    return ValueKind(f"an object, each value {item.name},", read)
+
+
+def _nullable(kind: ValueKind) -> ValueKind:
+    return ValueKind(f"{kind.name} or null", lambda value: None if value is None else kind.read(value))
+
+
+def _any_of(kinds: Sequence[ValueKind]) -> ValueKind:
+    def read(value: Any) -> Any:
+        for kind in kinds:
+            with suppress(FieldError):
+                return kind.read(value)
+        raise FieldError
+
+    return ValueKind(" or ".join(kind.name for kind in kinds), read)
+
+
+def _kind_of(annotation: Any) -> ValueKind:
+    """Return the values that a field of a type may have. `Absent` in a union says that the key may miss, which the
+    field's default says too."""
+    origin, members = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        kind: ValueKind = annotation.__metadata__[0]
+        return kind
+    if origin in (typing.Union, types.UnionType):
+        kinds = [_kind_of(member) for member in members if member not in (types.NoneType, Absent)]
+        kind = kinds[0] if len(kinds) == 1 else _any_of(kinds)
+        return _nullable(kind) if types.NoneType in members else kind
+    if origin is tuple:
+        return _list_of(_kind_of(members[0]))
+    if origin is dict:
+        return _object_of(_kind_of(members[1]))
+    if origin is typing.Literal:
+        return PLAIN[str]
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        return ValueKind("an object", lambda value: read_record(annotation, _exactly(dict, value)))
+    return PLAIN[annotation]
+
+
+@dataclass(frozen=True)
+class _Field:
+    name: str
+    key: str
+    kind: ValueKind
+    needed: bool
+
+
+@cache
+def _fields_of(cls: type[Any]) -> tuple[_Field, ...]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return tuple(
+        _Field(one.name, key_of(one), _kind_of(hints[one.name]), is_required(one)) for one in dataclasses.fields(cls)
+    )
+
+
+def read_record(cls: type[T], plain: Mapping[str, object]) -> T:
+    """Return the dataclass `cls` with the values of `plain`. Raises FieldError that says what is wrong with the first
+    field that does not fit."""
+    values = {}
+    record: Any = cls
+    for one in _fields_of(record):
+        if one.key in plain:
+            try:
+                values[one.name] = one.kind.read(plain[one.key])
+            except FieldError as error:
+                if inner := str(error):
+                    raise FieldError(f"`{one.key}` does not fit: {inner}") from error
+                wrong = show_kind(plain[one.key])
+                raise FieldError(f"`{one.key}` is {wrong}; {one.kind.name} is needed") from error
+        elif one.needed:
+            raise FieldError(f"it has no `{one.key}`")
+    return cls(**values)

@@ -1,0 +1,53 @@
+"""The doctor's reports: of each node, and of all nodes of a job together. Their JSON is what `doctor --json` prints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.results.tools import LinksResult, SpeedResult
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+    """The remedy."""
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    host: str
+    """The node's name."""
+    time: float
+    """Unix seconds by the node's own clock."""
+    checks: tuple[Check, ...]
+    speed: SpeedResult | None = None
+    """None where it was not measured, or the measurement failed."""
+    heard_at: float | None = None
+    """Unix seconds by the first node's clock when the report came; None for this node's own report."""
+
+    def as_json(self) -> JsonObject:
+        plain = to_plain(self) | {"speed": to_plain(self.speed) if self.speed else {}}
+        return {key: value for key, value in plain.items() if key != "heard_at" or value is not None}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    status: Status
+    """The worst that was found."""
+    hosts: tuple[NodeReport, ...]
+    between: tuple[Check, ...]
+    """Checks that compare nodes, and those of their links."""
+    slowest: str | None
+    links: LinksResult | None
+    """None for a single process."""
+
+    def as_json(self) -> JsonObject:
+        return to_plain(self) | {"hosts": [report.as_json() for report in self.hosts]}

@@ -1,0 +1,98 @@
+"""Rules for training at far-apart sites."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.recipe.keys.resilience import FIRST_SITE
+from trainspec_cli.recipe.structure import MAX_ITEMS
+
+if TYPE_CHECKING:
+    from trainspec_cli.recipe.keys.resilience import SitesSpec
+    from trainspec_cli.recipe.keys.run import RunSpec
+
+PATH = "resilience.sites"
+OTHERWISE = "resilience=restart"
+
+
+def numbers(spec: RunSpec) -> Iterator[Problem]:
+    """The schedule of exchanges, and who takes part."""
+    sites = spec.resilience.sites
+    if spec.resilience.mode != "sites":
+        return
+    if sites.interval_steps % sites.fragments:
+        fitting = [number for number in range(1, sites.fragments) if sites.interval_steps % number == 0]
+        message = f"`{PATH}.interval_steps` is {sites.interval_steps}, no multiple of {sites.fragments} fragments"
+        yield Problem("not_divisible", message, f"{PATH}.fragments", f"type {PATH}.fragments={fitting[-1]}")
+    elif sites.delay_steps > sites.interval_steps // sites.fragments:
+        between = sites.interval_steps // sites.fragments
+        message = f"`{PATH}.delay_steps` is {sites.delay_steps}, and the next exchange is sent after {between} steps"
+        yield Problem("out_of_range", message, f"{PATH}.delay_steps", f"type {PATH}.delay_steps={between} or less")
+    else:
+        yield from _planned_steps(sites)
+    if sites.count == 1:
+        message = f"`{PATH}.count` is 1; one site has no other to exchange with"
+        yield Problem("out_of_range", message, f"{PATH}.count", f"type {PATH}.count=2 or more, or {OTHERWISE}")
+    for key, number, most in (("quorum", sites.quorum, sites.count), ("site", sites.site or 0, sites.count - 1)):
+        if number > most:
+            message = f"`{PATH}.{key}` is {number}, and of {sites.count} sites it is {most} at most"
+            yield Problem("out_of_range", message, f"{PATH}.{key}", f"type {PATH}.{key}={most} or less")
+
+
+def _planned_steps(sites: SitesSpec) -> Iterator[Problem]:
+    """A round plans the steps from when its sum is applied until the next one is."""
+    between = sites.interval_steps // sites.fragments
+    delay = sites.delay_steps
+    if between + delay > MAX_ITEMS:
+        longest = sites.fragments * (MAX_ITEMS - delay if delay < between else MAX_ITEMS // 2)
+        message = f"`{PATH}.interval_steps` has {between:,} steps between exchanges, and sums {delay:,} steps late"
+        message += f": a round plans {MAX_ITEMS:,} steps at most"
+        hint = f"type {PATH}.interval_steps={longest} or less, or more {PATH}.fragments"
+        yield Problem("out_of_range", message, f"{PATH}.interval_steps", hint)
+
+
+def addresses(spec: RunSpec) -> Iterator[Problem]:
+    """Where the sites meet, and where this one is reached."""
+    sites = spec.resilience.sites
+    meanings = {
+        "endpoint": (sites.endpoint, "--sites-endpoint HOST:PORT, as all sites reach site 0"),
+        "listen": (sites.listen, "--site-listen HOST:PORT, as the other sites reach this one"),
+    }
+    for key, (wanted, example) in meanings.items():
+        if wanted is not None and not _is_address(wanted):
+            message = f"`{PATH}.{key}` is `{wanted}`; HOST:PORT is needed"
+            yield Problem("usage", message, f"{PATH}.{key}", f"type {example}")
+    if sites.listen is not None and sites.site == FIRST_SITE:
+        message = f"`{PATH}.listen` is `{sites.listen}`, and site {FIRST_SITE} is reached at `{PATH}.endpoint`"
+        yield Problem("usage", message, f"{PATH}.listen", "leave out --site-listen there; the other sites need it")
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdigit() and 0 < int(port) < 2**16
+
+
+def other_parts(spec: RunSpec) -> Iterator[Problem]:
+    """What sites cannot do together."""
+    if spec.resilience.mode != "sites":
+        return
+    unlike = {
+        "model": (spec.model.unit != "tokens", "exchanges the layers of language models", "choose another model"),
+        "model.experts": (_has_experts(spec), "does not merge the balance of experts", "choose a dense model"),
+        "train": (spec.ends_by_samples, "counts steps, which are the same at all sites", "type train.max_steps alone"),
+        "checkpoint.keep_best": (spec.checkpoint.keep_best, "judges the merged model", "leave it out"),
+        "train.early_stop_evals": (spec.train.early_stop_evals is not None, "ends at its last step", "leave it out"),
+        "scheduler.changes": (bool(spec.scheduler.changes), "keeps the layout it begins with", "leave it out"),
+    }
+    for path, (is_wanted, why, hint) in unlike.items():
+        if is_wanted:
+            yield Problem("unsupported", f"resilience=sites {why}", path, f"{hint}, or type {OTHERWISE}")
+
+
+def _has_experts(spec: RunSpec) -> bool:
+    return any("experts" in layer.mixers for layer in getattr(spec.model, "layer_list", ()))
+
+
+SITES_RULES = (numbers, addresses, other_parts)

@@ -1,0 +1,140 @@
+"""The evidence that verdicts are drawn from: arrays over steps and ranks, (T, R), in seconds unless named otherwise.
+
+A figure that is not known is NaN. Counters of a window of several steps stand at each of its steps, divided by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
+
+import numpy as np
+import numpy.typing as npt
+
+from trainspec_cli.recipe.results.look import Look
+
+Figures = npt.NDArray[np.float64]
+
+OWN_PARTS = ("data_wait", "forward", "backward", "optimizer", "checkpoint", "other")
+"""Parts of a step that a rank spends by itself; in the others it waits for, or exchanges with, its peers."""
+COMPUTE_PARTS = ("forward", "backward", "optimizer")
+COUNTERS = (
+    "cpu_s",
+    "queued_s",
+    "exposed_queued_s",
+    "throttled_s",
+    "steal_s",
+    "memory_stall_s",
+    "major_faults",
+    "gc_s",
+    "compiles",
+    "allocator_retries",
+    "samples",
+    "tokens",
+    "attended",
+    "agreed_s",
+    "rss_bytes",
+    "swap_bytes",
+    "available_bytes",
+)
+READINGS = ("rss_bytes", "swap_bytes", "available_bytes")
+"""Counters that stand at a window's last step alone, as they are read there."""
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A connection between two ranks as its sending end sees it, over the steps (T,)."""
+
+    ranks: tuple[int, int]
+    """(sender, receiver); the sender twice where the other end is not known."""
+    sent_bytes: Figures
+    segments: Figures
+    resent: Figures
+    timeouts: Figures
+    busy_s: Figures
+    rtt_s: Figures
+
+
+@dataclass(frozen=True)
+class Stall:
+    """A rank's own report from a step that takes far longer than usual."""
+
+    step: int
+    waited_s: float
+    usual_s: float
+    waiting: bool
+    waits_in: str | None
+    collectives: Mapping[str, int]
+    stack: str
+
+
+@dataclass(frozen=True)
+class LinkSlowdown:
+    """Exchanges along a link have been measured to be slower than before."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    since_step: int
+    before_bytes_per_s: float
+    now_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class RunEvidence:
+    """Everything that is known of a run, or of its newest steps."""
+
+    steps: npt.NDArray[np.int64]
+    """(T,): the numbers of the steps, ascending."""
+    parts_s: Mapping[str, Figures]
+    """(T, R) by part."""
+    counters: Mapping[str, Figures]
+    """(T, R) by name, of `COUNTERS`; without any where the ranks have none."""
+    nodes: tuple[int, ...]
+    """The node of each rank."""
+    kinds: tuple[int, ...]
+    """Ranks of one kind do the same work: of a pipeline those of one stage."""
+    planned_work: tuple[float, ...] = ()
+    """Work that the plan gives to each kind, in any unit; empty where it does not say."""
+    connections: tuple[Connection, ...] = ()
+    stalls: Mapping[int, Stall] = field(default_factory=dict)
+    """The newest report of each rank from the step after the last one."""
+    link_slowdowns: tuple[LinkSlowdown, ...] = ()
+    retried_steps: tuple[int, ...] = ()
+    """Steps that were made again because an exchange between replica groups had failed, though none of them left or
+    joined."""
+    looks: tuple[Look, ...] = ()
+    """What ranks that looked at themselves have found; the steps that they did so in are left out."""
+    total_steps: int | None = None
+    changed_steps: tuple[int, ...] = ()
+    """Updates before which what a rank does in a step was changed: by a directive, a larger batch, or a new start."""
+    planned_s: Mapping[str, float] = field(default_factory=dict)
+    """The planned seconds of a step by part; empty where nothing is planned."""
+    parts_are_known: bool = True
+    """False for a command of the user's own: a step's time is all `other`."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.nodes)
+
+    def part(self, *names: str) -> Figures:
+        """Return the seconds of these parts together, (T, R)."""
+        return reduce(np.add, (self.parts_s[name] for name in names))
+
+    def counter(self, name: str) -> Figures:
+        """Return a counter (T, R), NaN where it is not known."""
+        found = self.counters.get(name)
+        return np.full((len(self.steps), self.ranks), np.nan) if found is None else found
+
+    @cached_property
+    def shares(self) -> Figures:
+        """Each rank's samples over the mean of the ranks that do the same work, (T, R); 1 where that is not known, or
+        the rank has none."""
+        samples, kinds = self.counter("samples"), np.array(self.kinds)
+        shares = np.ones_like(samples)
+        for kind in np.unique(kinds):
+            of_kind = np.flatnonzero(kinds == kind)
+            mean = samples[:, of_kind].mean(axis=1, keepdims=True)
+            known = (mean > 0) & (samples[:, of_kind] > 0)
+            shares[:, of_kind] = np.where(known, samples[:, of_kind] / np.where(known, mean, 1.0), 1.0)
+        return shares

@@ -1,0 +1,128 @@
+"""Memory that grows from step to step until none is left, and memory that is short already."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from trainspec_cli.core.units import format_bytes
+from trainspec_cli.recipe.results.verdict import RunVerdict
+from trainspec_cli.report.diagnosis.evidence import Figures, RunEvidence
+from trainspec_cli.run.recovery.leak import EIGHTHS, grows_steadily, slope_per_step
+
+SETTLING_STEPS = 10
+"""The first steps allocate what later ones reuse."""
+LEAST_READINGS = 2 * EIGHTHS
+READINGS = 6 * EIGHTHS
+"""A leak is looked for in so many of the newest readings."""
+ALIKE = 0.5
+"""Where each of `EIGHTHS` readings in a row has grown by such a part of what they usually grow by, they are enough: a
+cache that fills grows ever less."""
+LEAST_LEAKING = 4
+"""Readings since a leak began by which its slope is known."""
+LEAST_GROWTH, LEAST_GROWTH_BYTES = 0.05, 32 * 2**20
+"""Memory that grows by less, as a fraction of what it was and in all, is no leak."""
+SWAPPED_BYTES = 16 * 2**20
+
+
+def find_memory(evidence: RunEvidence) -> list[RunVerdict]:
+    return [*_leaks(evidence), *_pressure(evidence)]
+
+
+def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
+    slopes: dict[int, tuple[int, float, float]] = {}
+    held = evidence.counter("rss_bytes")
+    grown = np.fmax.reduce(held, axis=0) - np.fmin.reduce(held, axis=0)
+    for rank in np.flatnonzero(grown > LEAST_GROWTH_BYTES).tolist():
+        if (leak := _leak_of(evidence, rank)) is not None:
+            slopes[rank] = leak
+    of_node = defaultdict[int, float](float)
+    for rank, (_, slope, _) in slopes.items():
+        of_node[evidence.nodes[rank]] += slope
+    verdicts = []
+    for rank, (since, slope, grown_bytes) in slopes.items():
+        left = _last(evidence.counter("available_bytes")[:, rank])
+        full = None if left is None else int(evidence.steps[-1] + left / of_node[evidence.nodes[rank]])
+        end = "" if full is None else f", and {format_bytes(left or 0)} are left: none at about step {full:,}"
+        verdicts.append(
+            RunVerdict(
+                cause="memory_leak",
+                rank=rank,
+                since_step=since,
+                confidence=0.9,
+                full_step=full,
+                evidence=(
+                    f"the memory of rank {rank} grows by {format_bytes(slope)} a step, by {format_bytes(grown_bytes)} "
+                    f"so far{end}",
+                ),
+            )
+        )
+    return verdicts
+
+
+def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | None:
+    """Return (first step, bytes a step, bytes so far) of a rank that leaks."""
+    steps, held = _readings(evidence, evidence.counter("rss_bytes")[:, rank])
+    for count in sorted({min(READINGS, len(steps)), min(LEAST_READINGS, len(steps)), EIGHTHS}, reverse=True):
+        if count > len(steps) or (count < LEAST_READINGS and not _grows_evenly(held[-count:])):
+            continue
+        recent_steps, recent = steps[-count:].tolist(), held[-count:].tolist()
+        slope, grown_bytes = slope_per_step(recent_steps, recent), recent[-1] - recent[0]
+        if grown_bytes > max(LEAST_GROWTH * recent[0], LEAST_GROWTH_BYTES) and grows_steadily(recent) and slope > 0:
+            base = float(held[0])
+            begun = int(np.argmax(held > base + LEAST_GROWTH_BYTES / 4))
+            leaking = slice(max(begun, len(held) - count), None)  # what was read before it began would flatten it
+            if len(held[leaking]) >= LEAST_LEAKING:
+                slope = slope_per_step(steps[leaking].tolist(), held[leaking].tolist())
+            before = max(0, leaking.start - 1)
+            if slope * (steps[-1] - steps[before]) > ALIKE * (held[-1] - held[before]):  # not one jump
+                return int(steps[begun]), slope, float(held[-1] - base)
+    return None
+
+
+def _grows_evenly(held: Figures) -> bool:
+    grown = np.diff(held)
+    return len(held) >= EIGHTHS and bool((grown > ALIKE * np.median(grown)).all() and np.median(grown) > 0)
+
+
+def _readings(evidence: RunEvidence, series: Figures) -> tuple[Figures, Figures]:
+    """Return the steps at which a state was read since a rank's work was changed last, and the readings: other work
+    takes other memory."""
+    begun = max([int(evidence.steps[0]), *(step for step in evidence.changed_steps if step <= evidence.steps[-1])])
+    known = np.isfinite(series) & (evidence.steps > begun + SETTLING_STEPS)
+    return evidence.steps[known].astype(np.float64), series[known]
+
+
+def _last(series: Figures) -> float | None:
+    known = series[np.isfinite(series)]
+    return float(known[-1]) if known.size else None
+
+
+def _pressure(evidence: RunEvidence) -> list[RunVerdict]:
+    """Return the ranks whose memory is swapped out, or whose GPU's allocator must give back what it holds."""
+    verdicts = []
+    is_short = np.fmax.reduce(evidence.counter("swap_bytes"), axis=0) > SWAPPED_BYTES
+    is_short |= np.nan_to_num(evidence.counter("allocator_retries")).any(axis=0)
+    for rank in np.flatnonzero(is_short).tolist():
+        swapped = evidence.counter("swap_bytes")[:, rank]
+        retries = np.nan_to_num(evidence.counter("allocator_retries")[:, rank])
+        known = np.isfinite(swapped)
+        if known.any() and np.nanmax(swapped) - swapped[known][0] > SWAPPED_BYTES:
+            since = int(np.argmax(np.nan_to_num(swapped) > swapped[known][0] + SWAPPED_BYTES / 4))
+            what = f"{format_bytes(float(np.nanmax(swapped)))} of rank {rank} are swapped out to disk"
+        elif (retries > 0).sum() >= 3:
+            since = int(np.argmax(retries > 0))
+            what = f"the allocator of rank {rank} gave back what it held in {(retries > 0).sum()} steps"
+        else:
+            continue
+        verdicts.append(
+            RunVerdict(
+                cause="memory_pressure",
+                rank=rank,
+                since_step=int(evidence.steps[since]),
+                confidence=0.8,
+                evidence=(what,),
+            )
+        )
+    return verdicts

@@ -1,0 +1,86 @@
+"""The progress of a running run, from the events of rank 0 as they come in."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from trainspec_cli.run.folder.accounting import WARMUP_STEPS, measure_throughput
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.event_types.observed import UsageEvent
+from trainspec_cli.run.folder.event_types.training import CheckpointEvent, EndEvent, EvalEvent, StartEvent, StepEvent
+
+RECENT_STEPS = 20
+"""The steps that a shown speed is taken over."""
+
+
+@dataclass
+class Progress:
+    """The state of a run that is watched. Figures are None until they mean something."""
+
+    max_steps: int | None
+    """None where nobody knows."""
+    begin: StartEvent | None = None
+    """The start event of rank 0; None until the workers are ready."""
+    step: int = 0
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    time_left_s: float | None = None
+    usage: UsageEvent | None = None
+    """The newest, of a command of the user's own."""
+    evaluated_step: int = -1
+    saved_step: int = -1
+    """The step of the newest evaluation, and of the newest checkpoint."""
+    has_ended: bool = False
+    _recent: deque[StepEvent] = field(default_factory=lambda: deque(maxlen=WARMUP_STEPS + RECENT_STEPS))
+
+    @property
+    def unit(self) -> str:
+        """Return what speed counts: tokens, or samples."""
+        return self.begin.unit if self.begin else "tokens"
+
+    @property
+    def has_stepped(self) -> bool:
+        return bool(self._recent)
+
+    @property
+    def after_last_step(self) -> str:
+        """Say what the workers do after the last step; empty before it."""
+        if not self.has_stepped or self.max_steps is None or self.step < self.max_steps:
+            return ""
+        if self.has_ended:
+            return "ending the workers"
+        if self.evaluated_step < self.step:
+            return "evaluating"
+        return "writing the checkpoint" if self.saved_step < self.step else "writing the result"
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, StartEvent):
+            self.begin = event
+            self.has_ended = False
+            self.step = event.step
+        elif isinstance(event, UsageEvent):
+            self.usage = event
+        elif isinstance(event, EvalEvent):
+            self.evaluated_step = event.step
+        elif isinstance(event, CheckpointEvent):
+            self.saved_step = event.step
+        elif isinstance(event, EndEvent):
+            self.has_ended = True
+        elif isinstance(event, StepEvent):
+            self.step, self.loss = event.step, event.loss
+            self._recent.append(event)
+            if self.begin and len(self._recent) > WARMUP_STEPS:
+                self._measure(self.begin)
+
+    def _measure(self, begin: StartEvent) -> None:
+        recent = list(self._recent)
+        throughput = measure_throughput(
+            recent, flops_per_token=begin.flops_per_token, peak_flops=begin.peak_flops, world_size=begin.world_size
+        )
+        steady = recent[WARMUP_STEPS:]
+        step_time_s = sum(step.step_time_s for step in steady) / len(steady)
+        self.tokens_per_s, self.mfu = throughput.tokens_per_s, throughput.mfu
+        if self.max_steps is not None:
+            self.time_left_s = max(0, self.max_steps - self.step) * step_time_s

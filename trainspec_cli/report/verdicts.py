@@ -1,0 +1,62 @@
+"""Verdicts on a run as text: a line for the live view, and what `diagnose` and `report` show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainspec_cli.core.units import format_duration, format_seconds
+from trainspec_cli.recipe.results.verdict import RunVerdict
+from trainspec_cli.report.rich_text import Text
+from trainspec_cli.run.folder.event_types.observed import VerdictEvent
+
+NO_VERDICTS = "too few steps were made to say anything"
+NO_OWN_VERDICTS = (
+    "no hang and no leak of memory was seen, and no steps that became twice as slow; a command's steps show no more"
+)
+
+
+def describe_verdict(verdict: RunVerdict) -> str:
+    """`slow device, rank 2, since step 120: 35 ms a step (93% sure)`."""
+    place = _place(verdict)
+    words = [verdict.cause.replace("_", " "), *([place] if place else []), f"since step {verdict.since_step}"]
+    if verdict.until_step is not None:
+        words[-1] = f"steps {verdict.since_step} to {verdict.until_step}"
+    cost = f"{format_duration(verdict.cost_s)} a step, " if verdict.cost_s and verdict.cause != "hang" else ""
+    full = f", memory ends at about step {verdict.full_step:,}" if verdict.full_step is not None else ""
+    return f"{', '.join(words)}: {cost}{verdict.confidence:.0%} sure{full}"
+
+
+def describe_event(event: VerdictEvent) -> str:
+    """Describe a verdict that was found while a run went on, or is over."""
+    verdict = event.verdict
+    place = f", at {verdict.code}" if verdict.code else ""
+    return f"{'over: ' if event.is_over else ''}{describe_verdict(verdict)}{place}"
+
+
+def _place(verdict: RunVerdict) -> str:
+    places = []
+    if verdict.rank is not None:
+        places.append(f"rank {verdict.rank}")
+    if verdict.node is not None:
+        places.append(f"node {verdict.node}")
+    if verdict.link is not None:
+        places.append(f"link of ranks {', '.join(map(str, verdict.link))}")
+    return ", ".join(places)
+
+
+def render_verdicts(verdicts: Sequence[RunVerdict]) -> Text:
+    """Show verdicts with their evidence and what to do, heaviest first."""
+    text = Text()
+    if not verdicts:
+        return text.append(f"{NO_VERDICTS}\n")
+    for verdict in verdicts:
+        text.append(f"{describe_verdict(verdict)}\n", style="bold")
+        if verdict.code:
+            text.append(f"  line of code: {verdict.code}\n")
+        for sentence in verdict.evidence:
+            text.append("".join(f"  {line}\n" for line in sentence.splitlines()))
+        for one in verdict.what_if:
+            text.append(f"  {one.change}: {format_seconds(one.step_s)} a step, {format_seconds(one.saved_s)} less\n")
+        if verdict.advice:
+            text.append(f"  what to do: {verdict.advice}\n", style="dim")
+    return text

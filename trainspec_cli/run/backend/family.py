@@ -1,0 +1,116 @@
+"""The processes of a launch, as the process that starts them knows them: by descent.
+
+torchrun starts every worker in a session of its own, and what a killed process had started goes to its next living
+ancestor that adopts orphans: on Linux that is this process, for as long as a family lives. Elsewhere orphans go to the
+first process of the system, and are found by their environment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Mapping
+
+import psutil
+
+from trainspec_cli.core.environment_names import GROUP, LAUNCH_ID
+from trainspec_cli.run.backend import processes
+from trainspec_cli.run.backend.processes import EXEC_TIMEOUT_S, environ, parent_id
+from trainspec_cli.run.backend.spawn import is_own_child
+from trainspec_cli.run.job.job import Job
+
+ADOPTS = sys.platform == "linux"
+PR_SET_CHILD_SUBREAPER = 36
+
+
+class Family:
+    """All processes of a job, or of one of its replica groups while the job has a family too. No method waits, except
+    `kill`."""
+
+    _open = 0
+    """Jobs whose orphans this process adopts."""
+
+    def __init__(self, job: Job, group: int | None = None):
+        self._launch_id = job.launch_id
+        self._marks = {LAUNCH_ID: job.launch_id} | ({} if group is None else {GROUP: str(group)})
+        self._seen: set[psutil.Process] = set()
+        if group is None:
+            Family._open += 1
+            _adopt_orphans(True)
+
+    def members(self) -> list[psutil.Process]:
+        """Return the processes that live: what carries the marks of the job in its environment, what descends from
+        that, and what did when it was last seen."""
+        if not ADOPTS:
+            of_launch = processes.members(self._launch_id, wait_s=0.0)
+            return [process for process in of_launch if self._is_marked(environ(process))]
+        found: dict[int, psutil.Process] = {}
+        for process in psutil.Process().children(recursive=True):  # parents come before their children
+            if _has_ended(process):
+                continue
+            if process in self._seen or parent_id(process) in found or self._carries_marks(process):
+                found[process.pid] = process
+        self._reap(found)
+        return list(found.values())
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes that have a rank, without those they started."""
+        return processes.workers_among(self.members())
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to the workers; torchrun ends by itself when they have ended."""
+        processes.terminate(self.workers())
+
+    def kill_once(self) -> list[psutil.Process]:
+        """SIGKILL to everything; -> what was still there."""
+        left = self.members()
+        processes.kill_once(left)
+        return left
+
+    def kill(self) -> list[psutil.Process]:
+        """SIGKILL to everything until nothing is left; -> what outlived `KILL_TIMEOUT_S`."""
+        return processes.kill_all(self.members)
+
+    def close(self) -> None:
+        """Adopt no orphans any more; called once for a job, when nothing is left."""
+        Family._open -= 1
+        if not Family._open:
+            _adopt_orphans(False)
+
+    def _carries_marks(self, process: psutil.Process) -> bool:
+        """One in the midst of an exec has no environment yet: until that is over it may be one of the job."""
+        variables = environ(process)
+        return self._is_marked(variables) if variables else _is_new(process)
+
+    def _is_marked(self, variables: Mapping[str, str]) -> bool:
+        return all(variables.get(name) == value for name, value in self._marks.items())
+
+    def _reap(self, living: Mapping[int, psutil.Process]) -> None:
+        """Adopted processes that have ended leave the process table; those started here belong to their Popen."""
+        self._seen.update(living.values())
+        for process in self._seen - set(living.values()):
+            if parent_id(process) == os.getpid() and not is_own_child(process.pid):
+                os.waitpid(process.pid, os.WNOHANG)
+            if not process.is_running():
+                self._seen.discard(process)
+
+
+def _adopt_orphans(adopt: bool) -> None:
+    if ADOPTS:
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _is_new(process: psutil.Process) -> bool:
+    try:
+        return time.time() - process.create_time() < EXEC_TIMEOUT_S
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,38 @@
+"""`python -m trainspec_cli.run.backend.guard LAUNCH_ID GRACE_S RUN GENERATION SPOKEN_BYTES`: nothing
+outlives a supervisor that was killed.
+
+Reads its standard input, whose other end only the supervisor holds. A supervisor that has seen its job end writes
+`DONE`; when the input ends without it, the supervisor is dead (`kill -9`, out of memory). The workers are then asked to
+stop, and killed after GRACE_S; workers that have not begun (their events are still SPOKEN_BYTES long) have nothing to
+save and are killed at once. Works alike on Linux and macOS, and outside torchrun, which may itself be stuck.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from trainspec_cli.run.backend import processes
+from trainspec_cli.run.folder.events import spoken_bytes
+from trainspec_cli.run.folder.generations import note_stop
+from trainspec_cli.run.folder.paths import RunDir
+
+DONE = b"done"
+
+
+def main() -> None:
+    launch_id, grace_s, root, generation, spoken_before = sys.argv[1:]
+    run = RunDir(root)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):  # the last is Slurm's warning
+        signal.signal(number, signal.SIG_IGN)
+    if sys.stdin.buffer.read() == DONE:
+        return
+    if float(grace_s) and spoken_bytes(run) > int(spoken_before):
+        note_stop(run, int(generation))
+        processes.stop(launch_id, float(grace_s))
+    else:
+        processes.kill(launch_id)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The local backend: all of a run's processes are on this node."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+
+from trainspec_cli.core.environment_names import GENERATION
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.backend.node_processes import NodeProcesses
+from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, Start, poll_starts
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.generations import create_secret
+from trainspec_cli.run.job.job import LOOPBACK, Job
+from trainspec_cli.run.recovery.run_state import Event, PresenceChanged
+from trainspec_cli.run.rendezvous.address import Rendezvous
+
+HERE = 0
+"""This node's number."""
+
+
+class LocalBackend:
+    def __init__(self, job: Job, plan: Plan | None):
+        self.generation = generations.begin(job.run)
+        self._job = replace(job, environment={**job.environment, GENERATION: str(self.generation)})
+        self._plan = plan
+        self._groups = plan.replica_groups if plan else 1
+        self._rendezvous: Rendezvous | None = None
+        self._rendezvous_watch: RendezvousWatch | None = None
+        if plan and self._groups > 1:
+            self._open_rendezvous(plan)
+        self._processes = NodeProcesses(self._job, plan)
+        self._starts: dict[int, Start] = {}
+        self._unreported: list[Event] = [PresenceChanged(group, "there") for group in range(self._groups)]
+
+    def start(self, group: int, number: int) -> None:
+        self._starts[group] = GroupStart(self._job, self._plan, group, number)
+        self._processes.start(group, number)
+
+    def poll(self) -> list[Event]:
+        events, self._unreported = self._unreported, []
+        for message in self._processes.poll():
+            events += self._starts[message.group].hear(HERE, socket.gethostname(), message)
+        events += poll_starts(self._starts)
+        return events + (self._rendezvous_watch.poll() if self._rendezvous_watch else [])
+
+    def stop(self, group: int | None = None) -> None:
+        self._processes.stop(group)
+
+    def kill(self, group: int | None = None) -> tuple[int, ...]:
+        if group is not None:
+            self._processes.kill(group)
+            return ()
+        left_behind = self._processes.close()
+        if self._rendezvous:
+            self._rendezvous.close()
+        return left_behind
+
+    def _open_rendezvous(self, plan: Plan) -> None:
+        """Groups meet there; the processes of one group meet in a file."""
+        secret_file = self._job.run.secret(self.generation)
+        create_secret(secret_file)
+        self._rendezvous = Rendezvous(self._job, plan.spec.resilience, secret_file, LOOPBACK)
+        self._rendezvous_watch = RendezvousWatch(self._rendezvous, self._job.run, plan)
+        environment = {**self._job.environment, **self._rendezvous.environment}
+        self._job = replace(self._job, environment=environment)

@@ -1,0 +1,284 @@
+"""`python -m trainspec_cli.run.backend.nodes.agent [--node I] RUN GENERATION`: the agent of one node of a job.
+
+It runs the workers of this node as the hub asks it to, and reports what becomes of them. The agent of a node that takes
+no part, as a spare one or since it was too slow, is there and runs nothing. When the hub is silent for too
+long this node is cut off: what runs here is ended, since the job goes on elsewhere; to a run of replica groups it comes
+back when it can. Under Slurm the node's number is the task's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
+from trainspec_cli.core.node import node_name
+from trainspec_cli.core.reading.files import parse_json
+from trainspec_cli.core.trust import private_files
+from trainspec_cli.recipe.canonical import from_plain
+from trainspec_cli.recipe.results.doctor import NodeReport
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.rules.check import check_machine
+from trainspec_cli.run.backend import processes
+from trainspec_cli.run.backend.node_processes import NodeProcesses
+from trainspec_cli.run.backend.nodes import messages
+from trainspec_cli.run.backend.nodes.backend import run_section
+from trainspec_cli.run.backend.nodes.wire import Wire, call_hub
+from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.generations import GenerationRecord, read_secret
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan
+from trainspec_cli.run.job.job import Job, build_node_job
+from trainspec_cli.run.job.machine import detect
+from trainspec_cli.run.job.place import NodePlace
+from trainspec_cli.run.signals import PatientRequests, on_stop_signal
+from trainspec_cli.wings.own_script.job import build_own_node_job, device_name
+from trainspec_cli.wings.own_script.node import OwnNode
+
+APPEAR_TIMEOUT_S = 60.0
+"""A network file system may show a new file this late on another node."""
+EXAMINE_TIMEOUT_S = 180.0
+RETURN_INTERVAL_S = 1.0
+"""How often an agent that was cut off tries to come back."""
+CUT_OFF, UNFIT = 3, 4
+"""Exit codes of an agent: it no longer heard the hub, or the node lacks something."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--node", type=int, default=os.environ.get("SLURM_PROCID"))
+    parser.add_argument("run", type=RunDir)
+    parser.add_argument("generation", type=int)
+    options = parser.parse_args()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm warns every process of a step; the supervisor heeds it
+    sys.exit(run_agent(options.run, options.generation, int(options.node)))
+
+
+def run_agent(
+    run: RunDir, generation: int, node: int, begin: Callable[[GenerationRecord], None] = lambda _: None
+) -> int:
+    """Take part in one generation of a run; -> 0 when the hub has ended it, else `CUT_OFF` or `UNFIT`. `begin` is
+    called once it is known what the first node runs, before anything is started.
+
+    Raises MachineError where the hub cannot be reached, RecipeError where another agent has the number.
+    """
+    record = await_record(run, generation)
+    begin(record)
+    plan = None if record.own else read_plan(run)
+    requests = PatientRequests()
+    serve = partial(_serve, run, plan, record, record.place_of(node), requests)
+
+    def goes_on() -> bool:
+        return not requests.count and not run.result_json.is_file() and generations.newest(run) == generation
+
+    with on_stop_signal(requests.add), private_files():
+        if plan and plan.replica_groups > 1:
+            return _keep_serving(serve, goes_on, plan.spec.run.join_timeout_s)
+        return serve()
+
+
+def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_timeout_s: float) -> int:
+    """An agent of replica groups that was cut off comes back when there is a way again, and tries for that long."""
+    code, deadline = serve(), time.monotonic() + return_timeout_s
+    while code == CUT_OFF and goes_on() and time.monotonic() < deadline:
+        time.sleep(RETURN_INTERVAL_S)
+        try:
+            code, deadline = serve(), time.monotonic() + return_timeout_s
+        except MachineError as error:
+            if isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError)):
+                break  # the first node is there, and its hub, or this start's secret, is not
+    return code
+
+
+def _serve(run: RunDir, plan: Plan | None, record: GenerationRecord, place: int, requests: PatientRequests) -> int:
+    wire = connect(record, read_secret(run.secret(record.generation)), place)
+    try:
+        agent = Agent(wire, run, plan, record, place, requests)
+        return agent.work() if place < record.num_nodes else agent.stand_by()
+    except MachineError as error:
+        wire.send(messages.NodeRefuses(" ".join(str(error).split())))
+        wire.send(messages.Goodbye())
+        return UNFIT
+    finally:
+        wire.close()
+
+
+def await_record(run: RunDir, generation: int) -> GenerationRecord:
+    """Return what the first node has written of this generation. Raises MachineError where it is not seen here."""
+    deadline = time.monotonic() + APPEAR_TIMEOUT_S
+    while not (record := generations.read(run, generation)):
+        if time.monotonic() > deadline:
+            message = f"{socket.gethostname()} does not see {run.generation(generation)}"
+            hint = "keep the folder of the run on a file system that all nodes share"
+            raise MachineError(Problem("not_shared", message, hint=hint, environment=True))
+        time.sleep(POLL_S)
+    return record
+
+
+def connect(record: GenerationRecord, secret: bytes, node: int) -> Wire:
+    """Raises MachineError."""
+    address = (record.head, record.hub_port)
+    try:
+        wire = call_hub(address, secret)
+    except OSError as error:
+        message = f"{socket.gethostname()} cannot reach the first node at {address[0]}:{address[1]}: {error}"
+        hint = "open the way between the job's nodes (a firewall), or look at the cable"
+        raise MachineError(Problem("hub_unreachable", message, hint=hint, environment=True)) from error
+    wire.send(messages.Hello(node, node_name()))
+    return wire
+
+
+class Agent:
+    def __init__(
+        self, wire: Wire, run: RunDir, plan: Plan | None, record: GenerationRecord, node: int, requests: PatientRequests
+    ):
+        """`plan`: None for a command of the user's own."""
+        self._wire, self._run, self._plan, self._record, self._node = wire, run, plan, record, node
+        self._requests, self._is_stopping, self._is_ended = requests, False, False
+        self._machine = detect(look_for_gpus=plan is None or plan.device != "cpu")
+        self._received: deque[messages.Message] = deque()
+        self._numbers: dict[int, int] = {}
+        """The newest start of each group that runs, or ran, here."""
+
+    def work(self) -> int:
+        """Examine the node, and run workers until the hub ends that. Raises MachineError for what this node lacks."""
+        self._take_in()
+        while not self._wire.was_heard and not self._is_cut_off:  # another agent may have the number, and its processes
+            self._listen()
+        if self._is_cut_off:
+            return CUT_OFF
+        if self._plan and (problems := check_machine(self._plan.spec, self._machine)):
+            raise MachineError(problems)
+        if self._record.examine:
+            self._examine()
+        job = self._build_job()
+        processes.kill(job.launch_id)  # what an agent that was killed here has left
+        running = self._open(job)
+        try:
+            while self._listen():
+                while self._received:
+                    self._obey(self._received.popleft(), running)
+                self._pass_on_request(running)
+                for message in running.poll():
+                    self._wire.send(message)
+        finally:
+            running.close()
+        self._take_in()
+        if self._is_cut_off:
+            return CUT_OFF
+        self._wire.send(messages.Goodbye())
+        return 0
+
+    def stand_by(self) -> int:
+        """Be there until the hub ends this start, or somebody here asks the agent to stop."""
+        while self._listen() and not self._requests.count:
+            self._received.clear()
+        if self._is_cut_off:
+            return CUT_OFF
+        self._wire.send(messages.Goodbye())
+        return 0
+
+    def _open(self, job: Job) -> NodeProcesses | OwnNode:
+        if self._plan:
+            return NodeProcesses(job, self._plan, self._place)
+        return OwnNode(job, self._record.generation, device_name(self._machine))
+
+    def _obey(self, message: messages.Message, running: NodeProcesses | OwnNode) -> None:
+        if isinstance(message, messages.StartGroup):
+            self._numbers[message.group] = message.number
+            running.start(message.group, message.number)
+        elif isinstance(message, messages.KillGroup):
+            if self._numbers.get(message.group) == message.number:
+                running.kill(message.group)
+            else:  # an agent that came back knows nothing of it
+                self._wire.send(messages.GroupExited(message.group, message.number, None))
+        elif isinstance(message, messages.HangFound) and isinstance(running, OwnNode):
+            running.record_hang(message.late)
+        elif isinstance(message, messages.StopWorkers) and message.group is not None:
+            running.stop(message.group)
+        elif isinstance(message, messages.StopWorkers):
+            self._stop(running)
+
+    def _pass_on_request(self, running: NodeProcesses | OwnNode) -> None:
+        if self._requests.count and not self._is_stopping:
+            self._wire.send(messages.StopAsked())
+            self._stop(running)
+
+    def _stop(self, running: NodeProcesses | OwnNode) -> None:
+        """Ask the workers once: Slurm and the hub may both want it."""
+        if not self._is_stopping:
+            self._is_stopping = True
+            running.stop()
+
+    @property
+    def _place(self) -> NodePlace:
+        return NodePlace(self._node, self._record.num_nodes, self._record.head)
+
+    def _build_job(self) -> Job:
+        """Return the job of this node. Where the agent of a replica group dies its workers are killed without being
+        asked to stop: they would ask those of all groups to."""
+        if self._plan is None:
+            return build_own_node_job(self._run.root, self._machine, self._place, self._record)
+        job = build_node_job(self._plan, self._run.root, self._machine, self._node, self._record)
+        return job if self._plan.replica_groups == 1 else replace(job, stop_grace_s=0.0)
+
+    def _examine(self) -> None:
+        """Report to the hub what this node can do."""
+        with tempfile.TemporaryFile() as output:
+            command = (sys.executable, *self._record.examine)
+            examining = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output)
+            deadline = time.monotonic() + EXAMINE_TIMEOUT_S
+            while examining.poll() is None and self._listen() and time.monotonic() < deadline:
+                pass
+            examining.kill()
+            examining.wait()
+            output.seek(0)
+            lines = output.read().decode(errors="replace").splitlines()
+        try:
+            report = from_plain(NodeReport, parse_json(lines[-1] if lines else ""))
+        except (ValueError, RecipeError) as error:
+            if self._is_ended:
+                return
+            message = f"the examination of {node_name()} ended without a report within {EXAMINE_TIMEOUT_S:g} s"
+            raise MachineError(Problem("examination_failed", message, hint=f"look at {self._record.logs}")) from error
+        self._wire.send(messages.NodeExamined(report))
+
+    def _listen(self) -> bool:
+        """Hear the hub and be heard, for an instant; False where it has ended this agent, or is gone."""
+        time.sleep(POLL_S)
+        self._take_in()
+        self._wire.beat()
+        return not self._is_ended and not self._is_cut_off
+
+    def _take_in(self) -> None:
+        """Receive what has come; only then can it be known that nothing did."""
+        self._received.extend(self._wire.receive())
+        if taken := next((one for one in self._received if isinstance(one, messages.NumberTaken)), None):
+            message = f"--node-rank {self._node} is given twice: {taken.hostname} has it"
+            hint = "give each node a number of its own, from 0 to --nnodes less 1"
+            raise RecipeError(Problem("usage", message, "--node-rank", hint))
+        self._is_ended = self._is_ended or any(isinstance(message, messages.EndAgent) for message in self._received)
+
+    @property
+    def _is_cut_off(self) -> bool:
+        timeout_s = run_section(self._plan).node_timeout_s
+        return not self._is_ended and (self._wire.closed or self._wire.silent_s > timeout_s)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except TrainspecError as error:
+        print(f"{error}\n{error.problems[0].hint}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,375 @@
+"""The backend of a run on several nodes starts their agents, and reaches the workers through them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainspec_cli.core.environment_names import LAUNCH_ID
+from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.units import format_duration
+from trainspec_cli.recipe.keys.run import RunSection
+from trainspec_cli.recipe.results.doctor import NodeReport
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.backend.family import Family
+from trainspec_cli.run.backend.node_processes import close_family
+from trainspec_cli.run.backend.nodes import messages
+from trainspec_cli.run.backend.nodes.hub import Came, Hub, Lost, News, RemoteNode, max_knocks
+from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, Start, poll_starts
+from trainspec_cli.run.backend.processes import POLL_S
+from trainspec_cli.run.backend.spawn import start_guard
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.generations import Fence, GenerationRecord, create_secret
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.job import ENGINE, Job, next_log_folder, own_modules
+from trainspec_cli.run.job.place import allow_connections, listen, listening_address
+from trainspec_cli.run.recovery import run_state
+from trainspec_cli.run.rendezvous.address import Rendezvous
+from trainspec_cli.wings.own_script.job import describe_own_command
+from trainspec_cli.wings.own_script.start import OwnStart
+
+AGENT = ("-m", "trainspec_cli.run.backend.nodes.agent")
+"""Arguments of Python; the run's folder and the generation follow them."""
+END_TIMEOUT_S = 12.0
+"""An agent that was asked to end and has not after this long is given up: it ends what it runs by itself when it no
+longer hears the hub."""
+JOIN_KEY, JOIN_OPTION = "run.join_timeout_s", "--join-timeout-s"
+"""Set how long nodes wait for one another: a recipe's key, and the option of a command of the user's own."""
+DRAIN_S = 5.0
+"""srun may take this long to end when all agents have."""
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How the nodes of a job are reached."""
+
+    head: str
+    """The first node's name or address; this process runs there."""
+    start: tuple[str, ...]
+    """A command that runs an agent on every node (srun), or on this one alone; it gets RUN and GENERATION appended."""
+    rendezvous_port: int | None = None
+    """None: a free one."""
+    return_timeout_s: float = 0.0
+    """A lost node's agent may be started again: where the others are too few without it, they wait this long."""
+
+
+def reach_from_here(endpoint: str, return_timeout_s: float) -> Reach:
+    """Return how nodes are reached without Slurm: this one is the first, and every other starts its own agent.
+    `endpoint`: HOST:PORT."""
+    host, _, port = endpoint.rpartition(":")
+    return Reach(host, agent_command(node=0), int(port), return_timeout_s=return_timeout_s)
+
+
+def agent_command(node: int | None = None) -> tuple[str, ...]:
+    """Return the command of an agent; without a number it takes that of its Slurm task."""
+    number = () if node is None else ("--node", str(node))
+    return (sys.executable, *AGENT, *number)
+
+
+def build_nodes_job(plan: Plan, root: Path, reach: Reach) -> Job:
+    """Return the job on paper; `NodesBackend` starts it."""
+    root = root.absolute()
+    return Job(
+        root=root,
+        command=reach.start,
+        environment={LAUNCH_ID: secrets.token_hex(8), **own_modules()},
+        world_size=plan.world_size,
+        stop_grace_s=plan.spec.run.stop_grace_s,
+        logs=next_log_folder(RunDir(root).logs),
+        nodes=tuple(range(plan.num_nodes + (plan.spec.cluster.reliability.spare_nodes or 0))),
+    )
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Every node is examined before its workers start."""
+
+    command: tuple[str, ...]
+    """Arguments of Python, which runs with them on each node; prints its report as JSON in its last line."""
+    judge: Callable[[Sequence[NodeReport]], None]
+    """Takes the reports of all nodes, by number. Raises MachineError where one is not fit."""
+
+
+class NodesBackend:
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan | None,
+        *,
+        reach: Reach,
+        worker: Sequence[str] = ENGINE,
+        examination: Examination | None = None,
+    ):
+        """Own the run, open the hub and the rendezvous server, start the agents. Without a plan it is the job of a
+        command of the user's own, whose processes meet by themselves."""
+        assert (plan is None) == (job.own is not None), "a recipe has a plan"
+        self._job, self._plan, self._reach, self._examination = job, plan, reach, examination
+        self._num_nodes = plan.num_nodes if plan else len(job.nodes)
+        self._num_groups = plan.replica_groups if plan else 1
+        self._places = (*job.nodes, *job.left_out)
+        """The numbers of the job's nodes; those beyond the plan's stand by."""
+        job.logs.mkdir(parents=True, exist_ok=True)
+        self.generation = generations.begin(job.run)
+        self._fence = Fence(job.run, self.generation)
+        secret_file = job.run.secret(self.generation)
+        address, port = listening_address(reach.head), reach.rendezvous_port or 0
+        self._hub = self._open_hub(create_secret(secret_file), address)
+        self._rendezvous: Rendezvous | None = None
+        self._rendezvous_watch: RendezvousWatch | None = None
+        self._port = 0
+        """Where the processes of a command of the user's own meet."""
+        if plan:
+            self._rendezvous = Rendezvous(job, plan.spec.resilience, secret_file, address, port, name=reach.head)
+            self._rendezvous_watch = RendezvousWatch(self._rendezvous, job.run, plan)
+        else:
+            with listen(address, port) as found:  # where somebody listens there already, it is said now
+                self._port = int(found.getsockname()[1])
+        generations.describe(job.run, self._record(worker))
+        # Where this process is killed, groups agree on their last step through the rendezvous server: a guard ends it.
+        self._guarded = (start_guard(job), Family(job)) if self._num_groups > 1 else None
+        self._starter = _start_agents(job, self.generation)
+        self._starts: dict[int, Start] = {}
+        self._presence: dict[int, run_state.Presence] = {}
+        self._hostnames: tuple[str, ...] = ()
+        self._lost: set[int] = set()
+        self._agents_failed = False
+
+    def start(self, group: int, number: int) -> None:
+        nodes = self._nodes_of(group)
+        if self._plan:
+            self._starts[group] = GroupStart(self._job, self._plan, group, number, nodes)
+        else:
+            self._starts[group] = OwnStart(self._job, number, nodes, self._name_hang)
+        self._send(group, messages.StartGroup(group, number))
+
+    def poll(self) -> list[run_state.Event]:
+        """Raises MachineError for a node that is unfit from the beginning, WorkerError where the run was begun anew
+        elsewhere."""
+        self._fence.check_now_and_then()
+        events = [event for news in self._hub.poll() for event in self._handle(news)]
+        events += [*self._admit(), *self._find_failed_starter(), *self._find_presence(), *self._find_nodes()]
+        events += poll_starts(self._starts)
+        return events + (self._rendezvous_watch.poll() if self._rendezvous_watch else [])
+
+    def stop(self, group: int | None = None) -> None:
+        if group is None:
+            self._hub.send(messages.StopWorkers(None))
+        else:
+            self._send(group, messages.StopWorkers(group))
+
+    def kill(self, group: int | None = None) -> tuple[int, ...]:
+        """A lost node is fenced off, and ends by itself what it runs."""
+        if group is None:
+            return self._close()
+        if group in self._starts:
+            self._send(group, messages.KillGroup(group, self._starts[group].number))
+        return ()
+
+    # What comes from the agents
+
+    def _handle(self, news: News) -> list[run_state.Event]:
+        node, message = news
+        if node.node >= self._num_nodes:  # it stands by: whether it is there is all that counts
+            return []
+        if isinstance(message, Came):
+            returned = node.node in self._lost
+            self._lost.discard(node.node)
+            return [run_state.NodeBack(self._number(node))] if returned else []
+        if isinstance(message, Lost):
+            return [self._lose(node, node.loss)]
+        if isinstance(message, messages.NodeRefuses):
+            node.refusal = message.why
+            lost = [self._lose(node, message.why)] if self._starts_on(node) else []
+            return [*lost, run_state.NodeUnfit(self._number(node), node.hostname, message.why)]
+        if isinstance(message, messages.StopAsked):
+            return [run_state.NodeStopRequested(self._number(node))]
+        if isinstance(message, messages.ProcessMessage):
+            start = self._starts.get(message.group)
+            if start and start.number == message.number:  # else it belongs to an earlier start
+                return start.hear(node.node, node.hostname, message)
+        return []
+
+    def _lose(self, node: RemoteNode, why: str) -> run_state.NodeLost:
+        self._lost.add(node.node)
+        there = self._starts_on(node)
+        for start in there:
+            start.lose(node.node, self._number(node), node.hostname, why)
+        return run_state.NodeLost(self._number(node), node.hostname, why, tuple(start.group for start in there))
+
+    def _number(self, node: RemoteNode) -> int:
+        """Return the job's number of a node, by which people know it; the hub knows it by its place."""
+        return self._places[node.node] if self._places else node.node
+
+    def _nodes_of(self, group: int) -> range:
+        return self._plan.nodes_of_group(group) if self._plan else range(self._num_nodes)
+
+    def _name_hang(self, late: tuple[int, ...]) -> None:
+        self._hub.send(messages.HangFound(late))
+
+    def _starts_on(self, node: RemoteNode) -> list[Start]:
+        return [start for start in self._starts.values() if node.node in self._nodes_of(start.group)]
+
+    def _admit(self) -> list[run_state.Event]:
+        """Let workers start once every node that is there has been examined; later, on one that came back."""
+        here = [node for node in self._hub.nodes[: self._num_nodes] if not node.is_gone and not node.refusal]
+        new = [node for node in here if node.wire and not node.admitted]
+        if self._examination and any(node.report is None for node in here):
+            return []
+        if new and self._examination:
+            reports = [node.report for node in here if node.report is not None]
+            write_json(self._job.root / "preflight.json", [report.as_json() for report in reports])
+            try:
+                self._examination.judge(reports)
+            except MachineError as error:
+                if len(new) == len(here):
+                    raise
+                return [self._refuse(node, error) for node in new]
+        for node in new:
+            node.admitted = True
+        return []
+
+    def _refuse(self, node: RemoteNode, error: MachineError) -> run_state.Event:
+        node.refusal = str(error)
+        node.send(messages.EndAgent())
+        return run_state.NodeUnfit(self._number(node), node.hostname, node.refusal)
+
+    def _find_failed_starter(self) -> list[run_state.Event]:
+        if self._agents_failed or any(node.wire for node in self._hub.nodes) or not self._starter.poll():
+            return []
+        self._agents_failed = True
+        return [run_state.AgentsFailed(self._starter.returncode)]
+
+    def _find_presence(self) -> list[run_state.Event]:
+        found = {group: self._presence_of(group) for group in range(self._num_groups)}
+        changed = [group for group, presence in found.items() if self._presence.get(group) != presence]
+        self._presence = found
+        return [run_state.PresenceChanged(group, found[group]) for group in changed]
+
+    def _find_nodes(self) -> list[run_state.Event]:
+        hostnames = tuple(node.hostname if node.is_connected else "" for node in self._hub.nodes)
+        if hostnames == self._hostnames or not self._places:
+            return []
+        self._hostnames = hostnames
+        missing = [str(self._number(node)) for node in self._hub.nodes[: self._num_nodes] if not node.is_connected]
+        waiting = ""
+        # The agent of node 0 starts here by itself, and may come later than that of another node.
+        if missing and self._hub.nodes[0].is_connected:
+            waiting = (
+                f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes are here; waiting for node "
+                f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} at {self._reach.head} "
+                f"(up to {format_duration(self._join_timeout_s)} after the start; {self._join_key})"
+            )
+        return [run_state.NodesSeen(hostnames, waiting)]
+
+    def _presence_of(self, group: int) -> run_state.Presence:
+        nodes = [self._hub.nodes[node] for node in self._nodes_of(group)]
+        if all(node.admitted and not node.is_gone for node in nodes):
+            return "there"
+        return "awaited" if all(self._may_come(node) for node in nodes) else "away"
+
+    def _may_come(self, node: RemoteNode) -> bool:
+        return not node.is_gone or time.monotonic() < node.lost_at_s + self._reach.return_timeout_s
+
+    # Opening and closing
+
+    @property
+    def _join_timeout_s(self) -> float:
+        return self._job.own.join_timeout_s if self._job.own else run_section(self._plan).join_timeout_s
+
+    @property
+    def _join_key(self) -> str:
+        """What sets that time, as it is typed."""
+        return JOIN_OPTION if self._job.own else JOIN_KEY
+
+    def _open_hub(self, secret: bytes, address: str) -> Hub:
+        nodes = max(self._num_nodes, len(self._places))
+        allow_connections(max_knocks(nodes) + nodes)
+        welcomes_back = self._num_groups > 1
+        return Hub(
+            nodes,
+            secret,
+            listen(address),
+            timeout_s=run_section(self._plan).node_timeout_s,
+            join_timeout_s=self._join_timeout_s,
+            join_key=self._join_key,
+            welcomes_back=welcomes_back,
+        )
+
+    def _record(self, worker: Sequence[str]) -> GenerationRecord:
+        return GenerationRecord(
+            generation=self.generation,
+            at=time.time(),
+            host=socket.gethostname(),
+            head=self._reach.head,
+            hub_port=self._hub.port,
+            rendezvous=self._rendezvous.environment if self._rendezvous else {},
+            num_nodes=self._num_nodes,
+            launch_id=self._job.launch_id,
+            logs=str(self._job.logs),
+            worker=tuple(worker),
+            examine=self._examination.command if self._examination else (),
+            nodes=self._places,
+            own=None if self._plan else describe_own_command(self._job, self._port),
+        )
+
+    def _send(self, group: int, message: messages.StartGroup | messages.StopWorkers | messages.KillGroup) -> None:
+        for node in self._nodes_of(group):
+            self._hub.nodes[node].send(message)
+
+    def _close(self) -> tuple[int, ...]:
+        """Have every agent end what it runs, then end what started them."""
+        self._hub.send(messages.EndAgent())
+        deadline_s = time.monotonic() + END_TIMEOUT_S
+        while time.monotonic() < deadline_s and any(node.is_connected for node in self._hub.nodes):
+            self._hub.poll()
+            time.sleep(POLL_S)
+        own, others = self._hub.nodes[: self._num_nodes], self._hub.nodes[self._num_nodes :]
+        in_order = all(node.has_left for node in [*own, *(node for node in others if node.wire)])
+        self._hub.close()
+        if self._rendezvous:
+            self._rendezvous.close()
+        self._end_starter(in_order=in_order)
+        return close_family(self._guarded[1], self._guarded[0]) if self._guarded else ()
+
+    def _end_starter(self, *, in_order: bool) -> None:
+        """One that has nothing more to do ends by itself. At SIGTERM srun has Slurm end the step by its number, and the
+        step of a newer start has the same one."""
+        signals = (signal.SIGKILL,) if self._fence.is_closed() else (signal.SIGTERM, signal.SIGKILL)
+        for number in (None, *signals) if in_order else signals:
+            if self._starter.poll() is not None:
+                return
+            if number is not None:
+                os.killpg(self._starter.pid, number)
+            try:
+                self._starter.wait(DRAIN_S)
+            except subprocess.TimeoutExpired:
+                continue
+
+
+def run_section(plan: Plan | None) -> RunSection:
+    """Return the section that has the time limits of nodes; a command of the user's own has the defaults."""
+    return plan.spec.run if plan else RunSection()
+
+
+def _start_agents(job: Job, generation: int) -> subprocess.Popen[bytes]:
+    """Start them in a session of their own: a terminal's Ctrl-C reaches the supervisor alone."""
+    environment = {**os.environ, **job.environment}
+    del environment[LAUNCH_ID]  # agents are not among those they end
+    with job.torchrun_log.open("ab") as log:
+        return subprocess.Popen(
+            (*job.command, str(job.root), str(generation)),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )

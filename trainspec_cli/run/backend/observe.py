@@ -1,0 +1,211 @@
+"""Events that `policy.recovery` decides on, made of what the nodes report and the run folder shows."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from trainspec_cli.recipe.canonical import Absent
+from trainspec_cli.recipe.keys.fault import parse_faults
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.memory import MemorySetting, Shortage
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.backend.node_processes import group_job
+from trainspec_cli.run.backend.nodes.messages import GroupExited, ProcessMessage, WorkerExited
+from trainspec_cli.run.failure import WorkerFailure, explain, explain_end, find_failures, first_causes
+from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.event_types.failures import RetryEvent
+from trainspec_cli.run.folder.event_types.training import StepEvent
+from trainspec_cli.run.folder.events import EventTail, read_sound
+from trainspec_cli.run.folder.memory import newest_copy
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_result
+from trainspec_cli.run.folder.shortages import read_sound_reliefs
+from trainspec_cli.run.job.job import Job
+from trainspec_cli.run.recovery import run_state
+from trainspec_cli.run.recovery.memory import settle
+from trainspec_cli.run.rendezvous.address import Rendezvous
+from trainspec_cli.wings.own_script.start import OwnStart
+
+
+class GroupStart:
+    """One start of a replica group, on one node or several; it has ended when its nodes have all reported so."""
+
+    def __init__(self, job: Job, plan: Plan | None, group: int, number: int, nodes: Sequence[int] = (0,)):
+        self.group, self.number = group, number
+        self.job = group_job(job, plan, group, number)
+        self._is_alone = self.job.ranks is None
+        self._exit_codes: dict[int, int | None] = dict.fromkeys(nodes)
+        self._running = set(nodes)
+        self._left_behind: list[int] = []
+        self._plan = plan
+        self._oom_kills, self._memory_bytes = 0, 0
+        self._failure: WorkerFailure | None = None
+        """A failure that was seen from outside."""
+        self._events = EventTail(job.run.events(0) if self._is_alone else job.run.group_events(group, 0))
+        self._has_begun = self._has_failed = False
+        self._step = 0
+        """The newest of this start."""
+
+    def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
+        if isinstance(message, WorkerExited):
+            self._failure = self._failure or WorkerFailure(
+                message.rank, hostname, message.summary, was_killed=message.was_killed
+            )
+            return self._fail()
+        if isinstance(message, GroupExited):
+            self._exit_codes[node] = message.exit_code
+            self._left_behind += message.left_behind
+            self._oom_kills += message.oom_kills
+            self._memory_bytes = message.memory_bytes if message.oom_kills else self._memory_bytes
+            self._running.discard(node)
+            return []
+        return [run_state.Orphaned(self.group)]
+
+    def lose(self, node: int, number: int, hostname: str, why: str) -> None:
+        """A lost node ends by itself what it runs. A run of one group cannot go on without it. `number`: by which the
+        job knows it."""
+        self._failure = WorkerFailure(number, hostname, why, time=0.0, whole_node=True, foreseen=self._is_alone)
+        self._running.discard(node)
+
+    def poll(self) -> Iterator[run_state.Event]:
+        events = self._events.read()
+        if events and not self._has_begun:
+            self._has_begun = True
+            yield run_state.Begun(self.group)
+        if any(isinstance(event, StepEvent) for event in events):
+            self._step = newest_step(events)
+            yield run_state.Stepped(self.group)
+        if any(isinstance(event, RetryEvent) for event in events):
+            yield run_state.Retried(self.group)
+        if self._is_alone and not self._has_failed and any(self.job.run.errors_folder.glob("*.json")):
+            yield from self._fail()
+        if self.has_ended:
+            yield self._end()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._running
+
+    def _fail(self) -> list[run_state.Event]:
+        if self._has_failed:
+            return []
+        self._has_failed = True
+        return [run_state.WorkerFailed(self.group)]
+
+    def _end(self) -> run_state.GroupEnded:
+        codes = self._exit_codes.values()
+        exit_code = next((code for code in codes if code), None if None in codes else 0)
+        failures = self.failures()
+        causes = [failure for failure in failures if not failure.consequence]
+        own_error = any(failure.self_reported for failure in causes)
+        from_outside = (bool(causes) or (exit_code or 0) < 0) and not own_error
+        shortage = next((failure.shortage for failure in causes if failure.shortage), None)
+        headline = self._explain(failures, exit_code)
+        killed = [failure for failure in causes if failure.was_killed]
+        was_killed = from_outside and (bool(killed) or -signal.SIGKILL in codes)
+        if self._oom_kills and was_killed:
+            shortage = self._find_shortage()
+            headline = _killed_by_kernel(killed)
+        return run_state.GroupEnded(
+            group=self.group,
+            done=_is_done(self.job.run) if self._is_alone else exit_code == 0,
+            headline=headline,
+            exit_code=exit_code,
+            own_error=own_error,
+            foreseen=any(failure.foreseen for failure in causes),
+            from_outside=from_outside,
+            was_killed=was_killed,
+            checkpoint_step=newest_checkpoint(self.job.run),
+            left_behind=tuple(self._left_behind),
+            shortage=shortage,
+        )
+
+    def _find_shortage(self) -> Shortage | None:
+        """Return the shortage for which the kernel has killed a process: it is of the setting in force."""
+        if self._plan is None:
+            return None
+        layout, setting = _in_force(self.job.run, self._plan, max(self._step, newest_checkpoint(self.job.run)))
+        return Shortage(setting, layout, limit_bytes=self._memory_bytes or None, was_killed=True)
+
+    def _explain(self, failures: list[WorkerFailure], exit_code: int | None) -> str:
+        if self._is_alone:
+            return explain_end(self.job, exit_code, failures).headline
+        return explain(failures).headline if failures else "it lives, and the others had to go on without it"
+
+    def failures(self) -> list[WorkerFailure]:
+        """Why it failed, as reported by the workers where they could; a node that is lost is where it began."""
+        reported, seen = find_failures(self.job), self._failure
+        if seen is not None and seen.whole_node:  # it may be written down already
+            return [seen, *(other for other in reported if not (other.whole_node and other.rank == seen.rank))]
+        if seen is None or self._is_alone:
+            return reported
+        if any(failure.rank == seen.rank for failure in reported):
+            return reported
+        return first_causes([seen, *reported])
+
+
+def _in_force(run: RunDir, plan: Plan, step: int) -> tuple[str, MemorySetting]:
+    """Return the axes of the layout that a run has after `step` updates, and the setting that it has taken there."""
+    layout = plan.layout
+    setting = settle(plan.memory_setting, read_sound_reliefs(run, layout.describe()))
+    for event in read_sound(run.directives):
+        if not isinstance(event, DirectiveEvent) or not event.applied or event.step > step:
+            continue
+        if event.before == layout and isinstance(event.layout, Layout):
+            layout = event.layout
+            if not isinstance(event.micro_batch_size, Absent):
+                setting = replace(setting, micro_batch_size=event.micro_batch_size)
+            setting = settle(setting, read_sound_reliefs(run, layout.describe()))
+    return layout.describe(), setting
+
+
+def _killed_by_kernel(killed: Sequence[WorkerFailure]) -> str:
+    who = f"{killed[0].who} ({killed[0].host or 'hostname unknown'})" if killed else "torchrun"
+    return f"{who} was killed by the kernel, because the host's memory had run out"
+
+
+Start = GroupStart | OwnStart
+"""One start of a replica group of a recipe, or of a command of the user's own."""
+
+
+def poll_starts(starts: dict[int, Start]) -> list[run_state.Event]:
+    """Return what the starts show; those that have ended leave `starts`."""
+    events = [event for start in starts.values() for event in start.poll()]
+    for group in [group for group, start in starts.items() if start.has_ended]:
+        del starts[group]
+    return events
+
+
+class RendezvousWatch:
+    """Keeps the rendezvous server alive, and kills it where the recipe asks for that fault."""
+
+    def __init__(self, rendezvous: Rendezvous, run: RunDir, plan: Plan):
+        self._rendezvous, self._events = rendezvous, EventTail(run.events(0))
+        faults = parse_faults(plan.spec.fault)
+        self._kill_at_steps = sorted(fault.step for fault in faults if fault.kind == "lighthouse")
+
+    def poll(self) -> list[run_state.Event]:
+        step = newest_step(self._events.read())
+        while self._kill_at_steps and step >= self._kill_at_steps[0]:
+            self._kill_at_steps.pop(0)
+            self._rendezvous.kill()
+        return [run_state.RendezvousRestarted()] if self._rendezvous.keep_alive() else []
+
+
+def newest_step(events: Iterable[Event]) -> int:
+    """Return the newest step that the events show; 0 where there is none."""
+    return max((event.step for event in events if isinstance(event, StepEvent)), default=0)
+
+
+def newest_checkpoint(run: RunDir) -> int:
+    """Return its step, on disk or in this node's memory; 0 where there is none."""
+    return max(newest_copy(run), *run.checkpoint_steps(), 0)
+
+
+def _is_done(run: RunDir) -> bool:
+    """A result with the status `stopped` is none: nobody may have wanted that."""
+    result = read_result(run)
+    return result is not None and result.status == "done"

@@ -1,0 +1,168 @@
+"""Find and end processes of a launch from outside: by an environment variable that all of them inherit.
+
+This is for those who have not started them: the guard, and code that asks whether a dead supervisor has left workers
+behind. It reads the environment of every process of this user, so it is for the few moments when that is needed. The
+process that starts a launch knows its own by descent (`family.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from trainspec_cli.core.environment_names import LAUNCH_ID, RANK, titled_rank
+
+POLL_S = 0.1
+KILL_TIMEOUT_S = 10.0
+"""A killed process that is still there after this hangs in the kernel (a device, a network disk)."""
+EXEC_TIMEOUT_S = 1.0
+"""All processes that have no environment yet are waited for this long together: they may be in the midst of an exec."""
+YOUNG_S = 10.0
+"""One that is older is not in the midst of it."""
+
+_without_environment: set[psutil.Process] = set()
+"""Processes that were waited for in vain (slurmstepd has cleared its own); they are not waited for again."""
+
+
+def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Process]:
+    """Every living process of the launch: torchrun, the workers, and what those started.
+
+    Processes that have no environment yet are waited for together, `wait_s` at most.
+    """
+    found: list[psutil.Process] = []
+    unsure = _candidates()
+    deadline = time.monotonic() + wait_s
+    while unsure:
+        environs = [(process, environ(process)) for process in unsure]
+        found += [process for process, variables in environs if variables.get(LAUNCH_ID) == launch_id]
+        unsure = [process for process, variables in environs if not variables and _may_be_in_exec(process)]
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.001 if unsure else 0)
+    if wait_s:
+        _without_environment.update(unsure)
+    return found
+
+
+def workers(launch_id: str) -> list[psutil.Process]:
+    """The processes that have a rank, without those they started."""
+    return workers_among(members(launch_id))
+
+
+def workers_among(processes: list[psutil.Process]) -> list[psutil.Process]:
+    ranked = {process.pid: process for process in processes if rank_of(process) is not None}
+    return [process for process in ranked.values() if parent_id(process) not in ranked]
+
+
+def rank_of(process: psutil.Process) -> int | None:
+    """Return the rank of a worker within its torchrun; None for any other process, and for one that has ended."""
+    try:
+        rank = titled_rank(process.name())
+    except psutil.Error:
+        return None
+    rank = environ(process).get(RANK) if rank is None else rank
+    return None if rank is None else int(rank)
+
+
+def terminate(processes: list[psutil.Process]) -> None:
+    """SIGTERM to each that still lives."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+
+
+def kill(launch_id: str) -> list[psutil.Process]:
+    """SIGKILL to everything, again and again until nothing is left; returns what outlived `KILL_TIMEOUT_S`."""
+    return kill_all(lambda: members(launch_id))
+
+
+def kill_all(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+    """Kill what `find` finds, as `kill` does."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while (left := find()) and time.monotonic() < deadline:
+        kill_once(left)
+        time.sleep(POLL_S)
+    return left
+
+
+def kill_once(processes: list[psutil.Process]) -> None:
+    """SIGKILL to each that still lives; waits for none."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def stop(launch_id: str, grace_s: float) -> None:
+    """Ask the workers to end (torchrun ends when they have), wait, kill."""
+    terminate(workers(launch_id))
+    deadline = time.monotonic() + grace_s
+    while members(launch_id) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    kill(launch_id)
+
+
+def unread_exit_code(process: psutil.Process) -> int | None:
+    """Return the exit code of a process that has ended, but whose parent has not read it yet (on Linux only);
+    negative for a signal."""
+    try:
+        state, *_, status = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return os.waitstatus_to_exitcode(int(status)) if state == "Z" else None
+
+
+def environ(process: psutil.Process) -> dict[str, str]:
+    """Empty for one that has ended, belongs to others, or is in the midst of an exec."""
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):
+        return {}
+
+
+def parent_id(process: psutil.Process) -> int | None:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _candidates() -> list[psutil.Process]:
+    """This user's processes, without this one and its ancestors: nobody looks for a launch that it belongs to."""
+    ancestors = _with_ancestors(psutil.Process())
+    return [
+        process
+        for process in psutil.process_iter()
+        if process not in ancestors and process not in _without_environment and _is_of_this_user(process)
+    ]
+
+
+def _with_ancestors(process: psutil.Process) -> set[psutil.Process]:
+    """Return the process and those that it descends from. A parent may end while they are looked up: the guard does so
+    at the moment at which its supervisor dies."""
+    while True:
+        try:
+            return {process, *process.parents()}
+        except psutil.NoSuchProcess as error:
+            if error.pid == process.pid:
+                raise
+
+
+def _is_of_this_user(process: psutil.Process) -> bool:
+    try:
+        return process.uids().real == os.getuid()
+    except psutil.Error:
+        return False
+
+
+def _may_be_in_exec(process: psutil.Process) -> bool:
+    """Return whether a process may be in the midst of execve: it has its program already, and no environment yet;
+    kernel threads have neither."""
+    try:
+        return time.time() - process.create_time() < YOUNG_S and bool(process.exe())
+    except (psutil.Error, OSError):
+        return False

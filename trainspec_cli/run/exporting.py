@@ -1,0 +1,253 @@
+"""A run's weights as a Hugging Face folder: the engine writes the tensors, this writes what stands beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.data.corpus.bpe import decode, load
+from trainspec_cli.data.corpus.chat import keep_template
+from trainspec_cli.data.corpus.collection import Collection
+from trainspec_cli.data.corpus.manifest import read_manifest
+from trainspec_cli.data.corpus.publish import publishing
+from trainspec_cli.data.huggingface.chat_template import CHATML_TOKENS
+from trainspec_cli.data.huggingface.config import write_config
+from trainspec_cli.data.huggingface.folder import (
+    CHAT_TEMPLATE,
+    CONFIG,
+    GENERATION,
+    SMALL_FILES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    read_config,
+)
+from trainspec_cli.data.huggingface.tensors import ADAPTER_CONFIG, adapter_config
+from trainspec_cli.data.weights import litgpt_config
+from trainspec_cli.data.weights.naming import other_tensors
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tools import ExportRequest
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.heldout import best_checkpoint
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_data_dir, read_plan
+from trainspec_cli.run.tools import EXPORT, run_tool
+
+DTYPES = {"fp32": ("F32", "float32"), "bf16": ("BF16", "bfloat16"), "fp16": ("F16", "float16")}
+"""-> (as safetensors names it, as config.json does)"""
+BASE = "base"
+"""The folder of the weights below the adapters, where no other folder holds them."""
+CARD = "README.md"
+"""The model card of adapters whose base was quantised."""
+OtherFormat = Literal["dcp", "megatron", "litgpt"]
+DcpNaming = Literal["hf", "torchtitan"]
+OtherNaming = Literal["hf", "torchtitan", "megatron", "litgpt"]
+MEGATRON_METADATA = "metadata.json"
+_MEGATRON_BACKENDS: JsonObject = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+"""What Megatron's loader asks of a folder before it reads it."""
+KEPT_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+"""Keys that are taken from the config.json that a run began with."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """The checkpoint of a run that is exported, and how."""
+
+    run: RunDir
+    step: int
+    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
+    max_file_bytes: int = 5 * 10**9
+
+
+def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int:
+    """Return `step`, or the newest where it is None; with `best` that of the lowest held-out loss. Raises RecipeError
+    where the run has no such whole checkpoint."""
+    if best and step is not None:
+        raise RecipeError(Problem("usage", "--best and --step each name a checkpoint", "--best", "leave one out"))
+    steps = run.checkpoint_steps()
+    if not steps:
+        raise RecipeError(Problem("no_checkpoint", f"{run.root} holds no whole checkpoint", hint="train it first"))
+    if best and (step := best_checkpoint(run)) is None:
+        message, hint = "no checkpoint was evaluated on what is held out", "type checkpoint.keep_best=true in a launch"
+        raise RecipeError(Problem("no_checkpoint", message, "--best", hint))
+    if step is not None and step not in steps:
+        message, hint = f"there is no checkpoint of step {step}", ", ".join(map(str, steps))
+        raise RecipeError(Problem("no_checkpoint", message, "--step", hint))
+    return steps[-1] if step is None else step
+
+
+def write_folder(wanted: Export, output: Path) -> str:
+    """Make `output`, which must not exist or be empty; -> its model_type. Raises RecipeError and MachineError."""
+    plan = read_plan(wanted.run)
+    model = plan.spec.model
+    config = _config(plan, wanted)
+    assert isinstance(model, DecoderModel), "write_config refuses others"
+    with publishing(output.expanduser().resolve()) as temporary:
+        _write_beside(plan, wanted.run, config, temporary)
+        _write_tensors(wanted, temporary, "merged")
+    return str(config["model_type"])
+
+
+def write_other(wanted: Export, output: Path, format_: OtherFormat, naming: DcpNaming) -> str:
+    """Make `output` with a run's weights as another project's checkpoint; -> what it is. Raises RecipeError where that
+    project has no such model, and MachineError."""
+    plan = read_plan(wanted.run)
+    model = plan.spec.model
+    config = _config(plan, wanted)
+    assert isinstance(model, DecoderModel), "write_config refuses others"
+    names: OtherNaming = naming if format_ == "dcp" else format_
+    other_tensors(model, names)
+    described = litgpt_config.write_config(model, plan.spec.data.seq_len) if format_ == "litgpt" else None
+    with publishing(output.expanduser().resolve()) as temporary:
+        _write_beside(plan, wanted.run, config, temporary)
+        if described is not None:
+            (temporary / litgpt_config.CONFIG).write_text(described, encoding="utf-8")
+        _write_tensors(wanted, temporary, "merged", "litgpt" if format_ == "litgpt" else "dcp", names)
+        if format_ == "megatron":
+            write_json(temporary / MEGATRON_METADATA, _MEGATRON_BACKENDS)
+    return f"{config['model_type']} with the names of {names}"
+
+
+def _config(plan: Plan, wanted: Export) -> JsonObject:
+    config = write_config(plan.spec.model, plan.spec.data.seq_len, DTYPES[wanted.dtype][1])  # type: ignore[arg-type]
+    original = wanted.run.huggingface
+    if (original / CONFIG).is_file():
+        began = read_config(original)
+        config |= {key: began[key] for key in KEPT_KEYS if key in began}
+    return config
+
+
+def _write_beside(plan: Plan, run: RunDir, config: JsonObject, folder: Path) -> None:
+    """config.json, tokenizer, chat template and generation config: those the run began with, or made from its data's
+    tokenizer."""
+    for name in SMALL_FILES:
+        if (run.huggingface / name).is_file():
+            shutil.copyfile(run.huggingface / name, folder / name)
+    keep_template(plan.spec.data, folder)
+    data_dir = read_data_dir(run)
+    kept = (folder / TOKENIZER).is_file()
+    token_folder = Collection.open(data_dir).tokenizer_folder if data_dir is not None and not kept else None
+    if token_folder is not None:
+        config |= {"eos_token_id": _write_tokenizer(token_folder, plan.spec.data.seq_len, folder)}
+    if not (folder / GENERATION).is_file():
+        ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+        write_json(folder / GENERATION, ids)
+    write_json(folder / CONFIG, config)
+
+
+def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> JsonValue:
+    """-> the ids that end a text: the end of a document, and before it that of a message in ChatML."""
+    document_end = read_manifest(token_folder).end_of_document_id
+    shutil.copyfile(token_folder / TOKENIZER, folder / TOKENIZER)
+    template, message_end = folder / CHAT_TEMPLATE, None
+    if template.is_file() and CHATML_TOKENS[1] in template.read_text(encoding="utf-8"):
+        message_end = load(token_folder / TOKENIZER).token_to_id(CHATML_TOKENS[1])
+    end = document_end if message_end is None else message_end
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": decode(token_folder, [end]),
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    write_json(folder / TOKENIZER_CONFIG, settings)
+    return document_end if message_end is None else [message_end, document_end]
+
+
+def write_adapters(wanted: Export, output: Path) -> str:
+    """Make `output` with a run's LoRA adapters as PEFT reads them, and the tokenizer. Their base is the Hugging Face
+    folder that the run began with; of any other run its frozen weights are written too, in `output`/base. Raises
+    RecipeError where it trained none."""
+    plan = read_plan(wanted.run)
+    if not plan.spec.lora.rank:
+        message = f"{wanted.run.root} trained whole weights, and no adapters"
+        raise RecipeError(Problem("unsupported", message, "--format", "type --format hf"))
+    output, config = output.expanduser().resolve(), _config(plan, wanted)
+    base = plan.spec.init.hugging_face
+    with publishing(output) as temporary:
+        _write_beside(plan, wanted.run, config, temporary)
+        if base is None:
+            (temporary / BASE).mkdir()
+            _write_beside(plan, wanted.run, config, temporary / BASE)
+            _write_tensors(wanted, temporary / BASE, "base")
+        for name in (CONFIG, GENERATION):  # the base's
+            (temporary / name).unlink()
+        named = plan.spec.init.hub_name
+        by_name = named.name if named and named.revision == "main" else None
+        above = by_name or str((base or output / BASE).absolute())
+        write_json(temporary / ADAPTER_CONFIG, adapter_config(plan.spec.lora, above))
+        if plan.spec.lora.is_quantised:
+            (temporary / CARD).write_text(_card(plan, above, is_dequantised=base is None), encoding="utf-8")
+        _write_tensors(wanted, temporary, "adapters")
+    return "LoRA adapters"
+
+
+def _card(plan: Plan, base: str, *, is_dequantised: bool) -> str:
+    """Return a model card that says what the adapters were trained beside."""
+    lines = ["---", "library_name: peft", f"base_model: {json.dumps(base, allow_nan=False)}", "---", ""]
+    lines += [
+        "LoRA adapters that were trained beside a base in 4-bit NormalFloat (nf4, blocks of 64, double quantisation;"
+    ]
+    lines += [
+        "QLoRA, arXiv:2305.14314). The matrices of the blocks were quantised; embedding, head and norms were not."
+    ]
+    if is_dequantised:
+        lines += ["The weights of the base here are those that they were trained beside, dequantised."]
+    else:
+        compute = DTYPES[plan.compute][1] if plan.compute in DTYPES else "float32"
+        lines += ["The base is named in full precision. To load it as it was in training:", "", "```python"]
+        lines += [
+            "BitsAndBytesConfig(",
+            '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,',
+        ]
+        lines += [f"    bnb_4bit_compute_dtype=torch.{compute},", ")", "```"]
+    return "\n".join([*lines, ""])
+
+
+def how_to_load(output: Path, format_: str = "hf") -> list[str]:
+    """Return lines that say what loads the folder."""
+    loaded = f"from_pretrained({str(output)!r})"
+    lines = [f"load it with transformers: AutoModelForCausalLM.{loaded}"]
+    if (output / ADAPTER_CONFIG).is_file():
+        lines = [f"load it with peft: AutoPeftModelForCausalLM.{loaded}"]
+    if format_ in _LOADERS:
+        lines = [f"load it with {_LOADERS[format_].format(folder=repr(str(output)))}"]
+    if (output / CHAT_TEMPLATE).is_file():
+        lines.append(f"chat template: AutoTokenizer.{loaded}.apply_chat_template(messages)")
+    return lines
+
+
+_LOADERS = {
+    "dcp": "torch: torch.distributed.checkpoint.load(model.state_dict(), checkpoint_id={folder})",
+    "megatron": "megatron-core: dist_checkpointing.load(model.sharded_state_dict(), {folder})",
+    "litgpt": "litgpt: litgpt.LLM.load({folder})",
+}
+
+
+def _write_tensors(
+    wanted: Export,
+    folder: Path,
+    what: Literal["merged", "adapters", "base"],
+    format_: Literal["safetensors", "dcp", "litgpt"] = "safetensors",
+    naming: OtherNaming = "hf",
+) -> None:
+    request = ExportRequest(
+        plan_json=str(wanted.run.plan_json.absolute()),
+        checkpoint=str(wanted.run.checkpoint(wanted.step).absolute()),
+        output=str(folder),
+        dtype=DTYPES[wanted.dtype][0],
+        max_file_bytes=wanted.max_file_bytes,
+        what=what,
+        format=format_,
+        naming=naming,
+    )
+    run_tool(EXPORT, request)

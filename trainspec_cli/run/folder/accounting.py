@@ -1,0 +1,298 @@
+"""Figures reckoned from a run's events: its speed, what its failures cost, and where its wall time went.
+
+The wall time over all attempts is read from the events of rank 0 and the supervisor's marks; time that neither accounts
+for is `other`. An attempt begins with a launch and ends with its last event. Steps that a later attempt made again were
+lost, so their first making is `recomputed`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+
+from trainspec_cli.recipe.canonical import Absent
+from trainspec_cli.run.folder.columns import StepColumns
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.event_types.failures import EndedMark, FailureMark, LaunchMark, RecoveryEvent
+from trainspec_cli.run.folder.event_types.training import CheckpointEvent, EndEvent, EvalEvent, StartEvent, StepEvent
+from trainspec_cli.run.folder.events import read_sound
+from trainspec_cli.run.folder.paths import RunDir
+
+WARMUP_STEPS = 3
+"""The first steps after a start compile and allocate; they are left out where more than these were made."""
+
+
+@dataclass(frozen=True)
+class Throughput:
+    tokens_per_s: float
+    """Samples a second, where the steps count no tokens."""
+    mfu: float
+    """Model FLOPs a second, as a part of all devices' peak; recomputed work does not count."""
+    steps: int
+    """Steps it is taken over."""
+    left_out: int
+    """Steps before them that were left out."""
+
+
+def measure_throughput(
+    steps: Sequence[StepEvent], *, flops_per_token: float, peak_flops: float, world_size: int
+) -> Throughput:
+    """Return the speed over the steps since one start, in order: one definition, for result.json, report and live view.
+    `peak_flops` is one device's."""
+    times_s, units = [step.step_time_s for step in steps], [step.units for step in steps]
+    return throughput_of(times_s, units, flops_per_token=flops_per_token, peak_flops=peak_flops, world_size=world_size)
+
+
+def throughput_of(
+    times_s: Sequence[float], units: Sequence[float], *, flops_per_token: float, peak_flops: float, world_size: int
+) -> Throughput:
+    """Return the same of steps whose times and units stand in columns."""
+    left_out = WARMUP_STEPS if len(times_s) > WARMUP_STEPS else 0
+    seconds = sum(times_s[left_out:])
+    tokens_per_s = sum(units[left_out:]) / seconds if seconds else 0.0
+    mfu = tokens_per_s * flops_per_token / (world_size * peak_flops) if peak_flops else 0.0
+    return Throughput(tokens_per_s, mfu, len(times_s) - left_out, left_out)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """The cost of one failure."""
+
+    kind: str
+    """left, joined, retried or restart."""
+    group: int | None
+    step: int
+    stall_s: float | None
+    lost_steps: int | None
+
+
+def read_recoveries(events: Iterable[Event]) -> list[Recovery]:
+    """Return what each failure of a run cost. A restart's stall lasts from the failure to the first new work. Of a
+    command of the user's own the next start shows what was lost, where its optimizer counts its updates."""
+    log = RecoveryLog()
+    for event in events:
+        log.take(event)
+    return log.recoveries
+
+
+class RecoveryLog:
+    """Takes in the events of rank 0 one after another, and keeps what each failure cost."""
+
+    def __init__(self) -> None:
+        self.recoveries: list[Recovery] = []
+        self._open_restart: tuple[int, float] | None = None
+        self._last_time = 0.0
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, RecoveryEvent):
+            if event.change == "restart":
+                self._open_restart = len(self.recoveries), self._last_time
+            self.recoveries.append(recovery_of(event))
+        elif isinstance(event, StartEvent) and self._open_restart is not None:
+            place, _ = self._open_restart
+            failed = self.recoveries[place]
+            if failed.lost_steps is None and event.step < failed.step:
+                self.recoveries[place] = replace(failed, lost_steps=failed.step - event.step)
+        elif isinstance(event, StepEvent):
+            if self._open_restart is not None:
+                place, failed_at = self._open_restart
+                stall_s = event.time - event.step_time_s - failed_at
+                self.recoveries[place] = replace(self.recoveries[place], stall_s=stall_s)
+                self._open_restart = None
+            self._last_time = event.time
+
+
+def recovery_of(event: RecoveryEvent) -> Recovery:
+    return Recovery(event.change, event.group, event.step, event.stall_s, event.lost_steps)
+
+
+@dataclass
+class WallTime:
+    """Seconds by what they were spent on; they sum to the time from the first launch to the last sign of life."""
+
+    productive: float = 0.0
+    """Steps that count, without the parts below."""
+    data_wait: float = 0.0
+    """Steps waited for their data."""
+    checkpoint: float = 0.0
+    """Training was held up by saving."""
+    evaluation: float = 0.0
+    start_up: float = 0.0
+    """The time from a launch to the first step."""
+    detection: float = 0.0
+    """The time from a failure until it was known."""
+    recovery: float = 0.0
+    """The time from then until training went on."""
+    recomputed: float = 0.0
+    """Steps that were made, lost and made again."""
+    idle: float = 0.0
+    """The time between a stop and the next launch."""
+    other: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return math.fsum(getattr(self, bucket) for bucket in BUCKETS)
+
+    @property
+    def goodput(self) -> float | None:
+        """The productive part; None where no time has passed."""
+        return self.productive / self.total_s if self.total_s else None
+
+    def put(self, bucket: str, seconds: float) -> None:
+        setattr(self, bucket, getattr(self, bucket) + seconds)
+
+    def add(self, spent: WallTime) -> None:
+        for bucket in BUCKETS:
+            self.put(bucket, getattr(spent, bucket))
+
+
+BUCKETS = tuple(bucket.name for bucket in fields(WallTime))
+
+
+class Attempt:
+    """Keeps what lies between two launches: its steps as numbers, the rest as sums."""
+
+    def __init__(self, launched: float, begin: StartEvent, *, restarted: bool):
+        self.launched, self.begin = launched, begin
+        """`launched` is in Unix seconds, as all times."""
+        self.restarted = restarted
+        """True where the supervisor has restarted the run after a failure."""
+        self.last_time, self.has_ended = begin.time, False
+        self._steps = StepColumns("step_time_s", "data_wait_s", "checkpoint_s")
+        self._others = WallTime()
+
+    def take(self, event: Event) -> None:
+        self.last_time = event.time
+        if isinstance(event, StepEvent):
+            parts_s = event.time_s
+            own_s = parts_s.get("data_wait", 0.0), parts_s.get("checkpoint", 0.0)
+            self._steps.add(event.step, event.step_time_s, *own_s)
+        elif isinstance(event, EvalEvent):
+            self._others.evaluation += event.seconds
+        elif isinstance(event, CheckpointEvent) and not isinstance(event.waited_s, Absent):
+            self._others.checkpoint += event.waited_s or 0.0
+        elif isinstance(event, RecoveryEvent):
+            self._others.recovery += event.stall_s or 0.0  # it lies within a step; a restart's lies between attempts
+            self._others.productive -= event.stall_s or 0.0
+        elif isinstance(event, EndEvent):
+            self.has_ended = True
+
+    def spent(self, kept_until: float) -> WallTime:
+        """Account from the `start` event to the last, of which steps after `kept_until` were lost; time between the
+        events' own is `other`."""
+        spent = replace(self._others)
+        steps = self._steps
+        columns = (steps["step_time_s"], steps["data_wait_s"], steps["checkpoint_s"])
+        for step, step_time_s, data_wait_s, checkpoint_s in zip(steps.steps, *columns, strict=True):
+            if step > kept_until:
+                spent.recomputed += step_time_s
+                continue
+            spent.data_wait += data_wait_s
+            spent.checkpoint += checkpoint_s
+            spent.productive += step_time_s - data_wait_s - checkpoint_s
+        whole_s = max(0.0, self.last_time - self.begin.time)
+        spent.other = whole_s - spent.total_s
+        if spent.other < 0:  # two clocks differ by their jitter
+            spent.productive += spent.other
+            spent.other = 0.0
+        if spent.productive < 0:  # a clock was set back: the parts keep their proportions
+            spent.productive = 0.0
+            scale = whole_s / spent.total_s if spent.total_s else 0.0
+            spent = WallTime(*(getattr(spent, bucket) * scale for bucket in BUCKETS))
+        return spent
+
+
+def account_run(run: RunDir, now: float | None = None) -> WallTime:
+    """Account for a run folder's time; `now` is the time of a run that is still going."""
+    return account(read_sound(run.events(0)), list(read_sound(run.supervisor_events)), now)
+
+
+def account(events: Iterable[Event], marks: Sequence[Event], now: float | None = None) -> WallTime:
+    """Account for the time from the first launch to the last sign of life (or `now`)."""
+    accounts = RunAccount(marks)
+    for event in events:
+        accounts.take(event)
+    return accounts.spent(now)
+
+
+class RunAccount:
+    """Takes in the events of rank 0 one after another, and keeps their figures alone."""
+
+    def __init__(self, marks: Sequence[Event]):
+        """`marks`: those of the supervisor, in their order."""
+        self._marks = marks
+        self._launches = [mark.time for mark in marks if isinstance(mark, LaunchMark)]
+        self._attempts: list[Attempt] = []
+        self._restarted = False
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, StartEvent):
+            self._begin(event)
+        elif isinstance(event, RecoveryEvent) and event.change == "restart":
+            self._restarted = True
+        elif self._attempts:
+            self._attempts[-1].take(event)
+
+    def _begin(self, event: StartEvent) -> None:
+        since = self._attempts[-1].last_time if self._attempts else 0.0
+        launched = [time for time in self._launches if since <= time <= event.time]
+        if self._attempts and self._marks and not launched:
+            return  # another replica group leads from here on
+        self._attempts.append(Attempt(launched[-1] if launched else event.time, event, restarted=self._restarted))
+        self._restarted = False
+
+    def spent(self, now: float | None = None) -> WallTime:
+        """Return the time up to the last sign of life, or to `now`."""
+        whole, attempts = WallTime(), self._attempts
+        for index, attempt in enumerate(attempts):
+            until_begin_s = attempt.begin.time - attempt.launched
+            if index > 0 and not attempts[index - 1].has_ended:
+                whole.recovery += until_begin_s
+            else:
+                whole.start_up += until_begin_s
+            kept_until = min((later.begin.step for later in attempts[index + 1 :]), default=math.inf)
+            whole.add(attempt.spent(kept_until))
+            following = attempts[index + 1] if index + 1 < len(attempts) else None
+            whole.add(_spent_after(attempt, following, self._marks, now))
+        return whole
+
+
+def _spent_after(attempt: Attempt, following: Attempt | None, marks: Sequence[Event], now: float | None) -> WallTime:
+    """Account from an attempt's last event to the next launch that began, or to the last sign of life.
+
+    The marks between cut this time into intervals, each of which counts once. Launches that ended before their workers
+    began are among them: a failure of theirs was not noticed late by the attempt before.
+    """
+    spent = WallTime()
+    until = following.launched if following else math.inf
+    is_restarted = following is not None and following.restarted
+    place, came_from = attempt.last_time, "work"
+    for mark in marks:
+        if not attempt.last_time < mark.time < until:
+            continue
+        seconds = mark.time - place
+        if isinstance(mark, LaunchMark):
+            spent.put(_before_launch(came_from, is_restarted=is_restarted), seconds)
+            came_from = "launch"
+        elif isinstance(mark, FailureMark):
+            spent.put({"work": "detection", "launch": "start_up"}.get(came_from, "other"), seconds)
+            came_from = "failure"
+        elif isinstance(mark, EndedMark):
+            spent.put({"failure": "recovery", "launch": "start_up"}.get(came_from, "other"), seconds)
+            came_from = "end"
+        else:
+            continue
+        place = mark.time
+    if following is not None:
+        spent.put(_before_launch(came_from, is_restarted=is_restarted), following.launched - place)
+    elif now is not None and came_from != "end":
+        spent.put("start_up" if came_from == "launch" else "other", max(0.0, now - place))
+    return spent
+
+
+def _before_launch(came_from: str, *, is_restarted: bool) -> str:
+    """Return what the time before a launch was spent on: a launch that never began was starting up until the next."""
+    if came_from == "launch":
+        return "start_up"
+    return "recovery" if is_restarted else "idle"

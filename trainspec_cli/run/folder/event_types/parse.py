@@ -1,0 +1,92 @@
+"""Reads the event that a line of a file holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainspec_cli.recipe.records import FieldError, read_record
+from trainspec_cli.run.folder.event_types.decisions import (
+    AchievedEvent,
+    BucketsEvent,
+    DirectiveEvent,
+    MemoryEvent,
+    NodesAchievedEvent,
+    NodesEvent,
+)
+from trainspec_cli.run.folder.event_types.event import Event, UnknownEvent
+from trainspec_cli.run.folder.event_types.failures import EndedMark, FailureMark, LaunchMark, RecoveryEvent, RetryEvent
+from trainspec_cli.run.folder.event_types.observed import (
+    CountersEvent,
+    HangEvent,
+    LinkEvent,
+    LinksEvent,
+    LookEvent,
+    StallEvent,
+    UsageEvent,
+    VerdictEvent,
+)
+from trainspec_cli.run.folder.event_types.sites import ExchangeEvent
+from trainspec_cli.run.folder.event_types.training import (
+    CadenceEvent,
+    CheckpointEvent,
+    EndEvent,
+    EvalEvent,
+    FirstTextEvent,
+    SampleEvent,
+    StartEvent,
+    StepEvent,
+    WarningEvent,
+)
+
+EVENT_TYPES: dict[str, type[Event]] = {
+    "start": StartEvent,
+    "step": StepEvent,
+    "eval": EvalEvent,
+    "checkpoint": CheckpointEvent,
+    "cadence": CadenceEvent,
+    "hang": HangEvent,
+    "sample": SampleEvent,
+    "first_text": FirstTextEvent,
+    "warning": WarningEvent,
+    "retry": RetryEvent,
+    "exchange": ExchangeEvent,
+    "recovery": RecoveryEvent,
+    "directive": DirectiveEvent,
+    "achieved": AchievedEvent,
+    "buckets": BucketsEvent,
+    "memory": MemoryEvent,
+    "nodes": NodesEvent,
+    "nodes_achieved": NodesAchievedEvent,
+    "links": LinksEvent,
+    "link": LinkEvent,
+    "counters": CountersEvent,
+    "stall": StallEvent,
+    "usage": UsageEvent,
+    "verdict": VerdictEvent,
+    "look": LookEvent,
+    "end": EndEvent,
+    "launch": LaunchMark,
+    "failure": FailureMark,
+    "ended": EndedMark,
+}
+
+
+ONE_OF = {
+    "step": ("tokens", "samples", "steps"),
+    "eval": ("heldout_bits_per_byte", "heldout_accuracy", "heldout_dice"),
+}
+"""Fields of which an event of each type has at least one."""
+
+
+def parse_event(plain: Mapping[str, object]) -> Event:
+    """Return the event that a line holds. Raises FieldError where a field that readers count on is missing, or one is
+    not of its kind."""
+    for key in ("type", "time"):
+        if key not in plain:
+            raise FieldError(f"it has no `{key}`")
+    kind = plain["type"]
+    event = read_record(EVENT_TYPES.get(kind, UnknownEvent) if isinstance(kind, str) else UnknownEvent, plain)
+    choices = ONE_OF.get(event.type)
+    if choices and not any(choice in plain for choice in choices):
+        raise FieldError(f"it has none of {', '.join(f'`{choice}`' for choice in choices)}")
+    return event

@@ -1,0 +1,178 @@
+"""The files of events: one JSON object a line, one file a rank.
+
+A line reaches the kernel in one `write`, so a crash of the process loses no whole line; a half line can only be
+the last, and a reader passes over it. A resumed run appends: where a step occurs twice the later line is true.
+
+The first line of each writer states the version of the training spec, which holds up to the next line that does. Lines
+before the first statement are of 0.1.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.reading.files import open_regular, parse_json, unreadable
+from trainspec_cli.core.reading.spec_version import KEY, check_version, with_version
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.records import FieldError
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.event_types.parse import parse_event
+from trainspec_cli.run.folder.paths import RunDir
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+KEPT_BYTES = 2**20
+"""Events that a full disk does not take are kept up to this size, and written when there is room again."""
+TAIL_BYTES = 2**16
+MAX_LINE_BYTES = 2**22
+"""No event is longer."""
+
+
+class EventWriter:
+    """Appends events of one rank, from any thread. A file that ends in half a line (a crash) is closed with a newline
+    first; a full disk does not stop the run."""
+
+    def __init__(self, path: Path, rank: int):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._rank, self._unwritten, self._lock = rank, b"", threading.Lock()
+        self._has_stated_version = False
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            os.write(self._descriptor, b"\n")
+
+    def write(self, event: Event, at: float | None = None) -> None:
+        """Append `event`, with this writer's rank and the time: now, or where it is known to have been at `at`."""
+        stamped: JsonObject = {
+            **to_plain(event),
+            "time": time.time() if at is None else at,
+            "rank": self._rank,
+        }
+        with self._lock:
+            if not self._has_stated_version:
+                stamped, self._has_stated_version = with_version(stamped), True
+            self._unwritten += json_text(stamped, indent=None).encode() + b"\n"
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._descriptor, self._unwritten) :]
+        except OSError as error:
+            if error.errno not in FULL or len(self._unwritten) > KEPT_BYTES:
+                raise
+
+    def close(self) -> None:
+        with self._lock:
+            self._flush()
+        os.close(self._descriptor)
+
+
+class EventTail:
+    """Reads what was appended to a file since the last call; half a line waits for its other half."""
+
+    def __init__(self, path: Path, last_bytes: int | None = 0):
+        """Begin at the end of the file, or `last_bytes` before it (None: at its start); a line that is cut there is
+        passed over."""
+        self._path = path
+        size = path.stat().st_size if path.is_file() else 0
+        self._offset = 0 if last_bytes is None else max(0, size - last_bytes)
+
+    def read(self) -> list[Event]:
+        """Return the new events, without damaged ones."""
+        return list(self.new_events())
+
+    def new_events(self) -> Iterator[Event]:
+        """Yield the new events, without damaged ones, line by line: of a long file none is held longer."""
+        yield from _sound(parse_lines(self._new_lines()))
+
+    def _new_lines(self) -> Iterator[bytes]:
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            while line := file.readline(MAX_LINE_BYTES):
+                is_whole = line.endswith(b"\n")
+                if not is_whole and len(line) < MAX_LINE_BYTES:
+                    return
+                self._offset += len(line)
+                if is_whole:
+                    yield line
+
+
+def spoken_bytes(run: RunDir) -> int:
+    """Return the length of the first workers' event files, those of the replica groups included. A start whose workers
+    have added nothing to it has not begun to train."""
+    files = [run.events(0), *run.events_folder.glob("group*/rank00000.jsonl")]
+    return sum(path.stat().st_size for path in files if path.is_file())
+
+
+def read_events(path: Path) -> Iterator[JsonObject]:
+    """Yield the JSON object of each whole line, unchecked; a line cut by a crash is passed over."""
+    yield from (plain for _, plain in _numbered(path))
+
+
+def read_log(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
+    """Yield the events of a file that anybody may have written; with `last_bytes` those at the end of a long file.
+
+    Raises UnreadableFileError that names the line of a damaged event, and of one that a newer trainspec wrote.
+    """
+    for number, plain in _numbered(path, last_bytes):
+        line = number if last_bytes is None else None
+        if KEY in plain:
+            check_version(path, plain[KEY], line)
+        try:
+            yield parse_event(plain)
+        except FieldError as fault:
+            hint = f"to look at the run without it, take the line out of {path}"
+            raise unreadable(path, f"holds an event that no worker writes: {fault}", hint, line=line) from fault
+
+
+def read_sound(path: Path) -> Iterator[Event]:
+    """Yield the events of a file without the damaged ones: how a run ended is written down whatever its folder holds,
+    and `report` names the damage."""
+    yield from _sound(read_events(path))
+
+
+def tail_events(path: Path) -> Iterator[Event]:
+    """Yield the newest sound events, as far as the file's last `TAIL_BYTES` reach."""
+    yield from _sound(plain for _, plain in _numbered(path, TAIL_BYTES))
+
+
+def _sound(lines: Iterable[JsonObject]) -> Iterator[Event]:
+    for plain in lines:
+        try:
+            event = parse_event(plain)
+        except FieldError:
+            continue
+        yield event
+
+
+def _numbered(path: Path, last_bytes: int | None = None) -> Iterator[tuple[int, JsonObject]]:
+    """Yield (line number, JSON object)."""
+    if not path.exists():
+        return
+    with open_regular(path) as file:
+        if last_bytes is not None:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - last_bytes))
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
+            yield from ((number, plain) for plain in parse_lines([line]))
+
+
+def parse_lines(lines: Iterable[bytes]) -> Iterator[JsonObject]:
+    """Yield the JSON objects of whole lines; other lines are passed over."""
+    for line in lines:
+        if not line.endswith(b"\n"):
+            return
+        try:
+            plain = parse_json(line)
+        except ValueError:
+            continue
+        if isinstance(plain, dict):
+            yield plain

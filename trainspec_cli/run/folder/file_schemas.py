@@ -1,0 +1,32 @@
+"""The JSON Schemas of what a run and a certification write, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.recipe.record_schema import events_schema, plan_schema, record_schema
+from trainspec_cli.recipe.results.certificate import Certificate
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES, ONE_OF
+from trainspec_cli.run.folder.record import RunRecord, RunResult
+
+OF_DIRECTIVES = ("directive", "achieved", "buckets", "memory", "nodes", "nodes_achieved")
+"""Types of events that are lines of directives.jsonl."""
+
+
+def _directive_schema() -> JsonObject:
+    kinds = {name: EVENT_TYPES[name] for name in OF_DIRECTIVES}
+    return events_schema("a line of directives.jsonl", Event, kinds, ONE_OF, closed=True)
+
+
+FILE_SCHEMAS: Mapping[str, Callable[[], JsonObject]] = {
+    "plan": lambda: plan_schema("plan.json", Plan),
+    "run": lambda: record_schema("run.json", RunRecord, left_out=("others",)),
+    "result": lambda: record_schema("result.json", RunResult),
+    "event": lambda: events_schema("a line of a file of events", Event, EVENT_TYPES, ONE_OF),
+    "directive": _directive_schema,
+    "certificate": lambda: record_schema("a certificate", Certificate, is_versioned=False),
+}
+"""Name -> its schema, which is of the current version."""

@@ -1,0 +1,100 @@
+"""The kinds of files that one trainspec writes and another reads, and how each is brought to the current version.
+
+Each states its version as `spec_version`: JSON objects and recipes as a key, files of events in the first line of each
+writer. What is under a digest states a schema of its own, and is never rewritten. Between versions a step turns what a
+file holds into what the next version would have written; where there is none, the version alone is stated anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Literal
+
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.reading.spec_version import KEY, UNSTATED, VERSIONS, with_version, without_version
+
+Step = Callable[[JsonObject], JsonObject]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One kind of file."""
+
+    kind: str
+    patterns: tuple[str, ...]
+    """Paths in a run folder; * stands for anything within a name."""
+    notation: Literal["json", "jsonl", "yaml"]
+    about: str
+    steps: Mapping[str, Step] = field(default_factory=dict)
+    """What is to be done to a file of a version, for the next one."""
+    schema: str = ""
+    """The schema that a file under a digest states in place of a version."""
+
+    needs: tuple[str, ...] = ()
+    """Keys without which a JSON file is of another kind."""
+
+    def holds(self, path: PurePath) -> bool:
+        """Return whether a path ends like one of this kind in a run folder."""
+        return any(path.match(pattern) for pattern in self.patterns)
+
+
+def _without_own_number(content: JsonObject) -> JsonObject:
+    """0.1 numbered the forms of some files one by one."""
+    return {key: value for key, value in content.items() if key != "version"}
+
+
+NUMBERED: Mapping[str, Step] = {UNSTATED: _without_own_number}
+RECIPE = Form("recipe", ("composed.yaml",), "yaml", "a recipe, also the composed one of a run")
+PROFILE = Form("profile", (), "yaml", "what `trainspec calibrate` has learned of a cluster")
+FORMS = (
+    RECIPE,
+    PROFILE,
+    Form("run", ("run.json",), "json", "where a run comes from", needs=("recipe", "created_at")),
+    Form("plan", ("plan.json", "plan_all_nodes.json"), "json", "what the workers run", needs=("spec", "layout")),
+    Form("result", ("result.json",), "json", "how a run ended", needs=("status",)),
+    Form("events", ("events/*.jsonl", "events/group*/*.jsonl"), "jsonl", "what happened, a line for each event"),
+    Form("directives", ("directives.jsonl",), "jsonl", "what the scheduler has changed"),
+    Form("verdicts", ("verdicts.jsonl",), "jsonl", "what slowed a run"),
+    Form("speeds", ("speeds.json",), "json", "how fast the ranks compute", NUMBERED, needs=("layout", "samples")),
+    Form(
+        "proposal",
+        ("proposal.json",),
+        "json",
+        "the layout that is proposed",
+        NUMBERED,
+        needs=("before", "layout"),
+    ),
+    Form("looks", ("looks.json",), "json", "deeper looks at ranks that were asked for", NUMBERED, needs=("orders",)),
+    Form("kernels", ("kernels.json",), "json", "kernels that were measured", needs=("figures",)),
+    Form("code", ("code.json",), "json", "files of one's own code, with digests", needs=("files",)),
+    Form(
+        "error",
+        ("errors/rank*.json", "errors/node*.json"),
+        "json",
+        "the report of a worker, or of a lost node",
+        needs=("host", "message"),
+    ),
+    Form("own job", ("own_job.json",), "json", "the Slurm job of a command of one's own", needs=("wanted",)),
+    Form("job", ("slurm.json",), "json", "the Slurm job that a run was given to", needs=("job_id",)),
+    Form("meeting", ("sites/meeting.json",), "json", "the state of far-apart sites"),
+    Form(
+        "own checkpoint",
+        ("own_checkpoints/step_*/manifest.json",),
+        "json",
+        "a checkpoint of a script of one's own",
+        needs=("step", "ranks"),
+    ),
+    Form("checkpoint", ("checkpoints/step_*/manifest.json",), "json", "a checkpoint", schema="trainspec.checkpoint"),
+    Form("certificate", (), "json", "what `trainspec certify` has measured", schema="trainspec.certificate"),
+)
+"""By kind; RECIPE and PROFILE are told from one another by their keys."""
+
+
+def bring_to_current(form: Form, content: JsonObject) -> JsonObject:
+    """Return what a file of the current version holds in the place of `content`, whose version is one of `VERSIONS`."""
+    for version in VERSIONS[VERSIONS.index(str(content.get(KEY, UNSTATED))) : -1]:
+        if step := form.steps.get(version):
+            content = step(content)
+    return with_version(without_version(content))

@@ -1,0 +1,194 @@
+"""The starts of a run: which one owns its folder, what its processes share, and whether it was asked to stop.
+
+Every launch and every resume begins a new generation: RUN/generations/00000003.json exists from the third start on. A
+worker of an older one that comes back (a healed cable, a node that was thought dead) finds it there and writes no more:
+it is fenced off.
+
+The process that asks the workers of a start to stop notes it first, in RUN/stops/00000003.json. Workers also write a
+checkpoint and end when a signal comes from elsewhere, or torchrun dies and its workers are ended; the run has then
+failed, since nothing asked it to stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainspec_cli.core.environment_names import GENERATION
+from trainspec_cli.core.errors import MachineError, Problem, WorkerError
+from trainspec_cli.core.trust import create_private, read_private
+from trainspec_cli.recipe.canonical import from_plain, to_plain
+from trainspec_cli.run.folder.files import read_json, write_json
+from trainspec_cli.run.folder.paths import RunDir
+
+FENCED = "fenced"
+"""The code of the error that ends what belongs to an older start."""
+LOOK_INTERVAL_S = 1.0
+SECRET_BYTES = 32
+
+
+def newest(run: RunDir) -> int:
+    """0 before the first start. Listing the folder makes a network file system ask its server."""
+    try:
+        numbers = [int(path.stem) for path in run.generations.iterdir() if path.stem.isdigit()]
+    except FileNotFoundError:
+        return 0
+    return max(numbers, default=0)
+
+
+def begin(run: RunDir) -> int:
+    """Own the run from now on, and return the number. Of two that begin at once each gets a number of its own."""
+    run.generations.mkdir(parents=True, exist_ok=True)
+    while True:
+        number = newest(run) + 1
+        try:
+            os.close(os.open(run.generation(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except FileExistsError:
+            continue
+        return number
+
+
+@dataclass(frozen=True)
+class OwnCommandRecord:
+    """A command of the user's own, as every node is to run it."""
+
+    command: tuple[str, ...]
+    """As it was typed on the first node."""
+    name: str
+    port: int
+    """Of the first node, at which its processes meet."""
+    grace_s: float
+    hang_s: float | None
+    silent_s: float | None
+    work_s: float
+    python_path: str
+    """PYTHONPATH of the shell on the first node."""
+    python_safe_path: str
+    """PYTHONSAFEPATH likewise."""
+
+
+@dataclass(frozen=True)
+class GenerationRecord:
+    """The file of a generation: where its processes find one another. The fields from
+    `num_nodes` on are what every node is to run."""
+
+    generation: int
+    at: float
+    """Unix seconds."""
+    host: str
+    """The first node's own hostname."""
+    head: str
+    """The name or address by which the others reach it."""
+    hub_port: int
+    rendezvous: dict[str, str]
+    """Environment variables."""
+    num_nodes: int
+    launch_id: str
+    logs: str
+    worker: tuple[str, ...]
+    examine: tuple[str, ...]
+    """Arguments of Python, each node's own; empty: the nodes are not examined."""
+    nodes: tuple[int, ...] = ()
+    """The job's numbers of its nodes, in the order of their places: from `num_nodes` on they stand by. Empty: each has
+    the place of its number."""
+    own: OwnCommandRecord | None = None
+    """None for a recipe."""
+
+    def place_of(self, node: int) -> int:
+        """Return the place of the job's node with this number."""
+        return self.nodes.index(node) if node in self.nodes else node
+
+
+def describe(run: RunDir, record: GenerationRecord) -> None:
+    """Written once it is known; a file of that number is there already."""
+    write_json(run.generation(record.generation), to_plain(record))
+
+
+def read(run: RunDir, number: int) -> GenerationRecord | None:
+    """Return the record of a generation; None until it is described."""
+    try:
+        return from_plain(GenerationRecord, read_json(run.generation(number)))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+class Fence:
+    """The owner of the run, as a worker or supervisor of one start sees it. Without a generation (no launch started it)
+    everything is allowed."""
+
+    def __init__(self, run: RunDir, generation: int | None):
+        self._run, self._generation = run, generation
+        self._looked_at = -LOOK_INTERVAL_S
+
+    @staticmethod
+    def of_worker(run: RunDir) -> Fence:
+        generation = os.environ.get(GENERATION)
+        return Fence(run, int(generation) if generation else None)
+
+    def is_closed(self) -> bool:
+        """Return whether a newer start owns the run."""
+        return self._generation is not None and newest(self._run) > self._generation
+
+    def check(self) -> None:
+        """Check before anything that lasts is written. Raises WorkerError where the run belongs to a newer start."""
+        self._looked_at = time.monotonic()
+        if self.is_closed():
+            owner = newest(self._run)
+            message = f"fenced off: start {owner} owns the run now, and this one, {self._generation}, writes no more"
+            raise WorkerError(message, code=FENCED)
+
+    def check_now_and_then(self) -> None:
+        """Call `check` at most once in `LOOK_INTERVAL_S`: for what is written often."""
+        if time.monotonic() - self._looked_at >= LOOK_INTERVAL_S:
+            self.check()
+
+
+# The secret, in a file that the user alone may read
+
+
+def create_secret(path: Path) -> bytes:
+    """Write a fresh secret to a file that must not exist yet, and return it. Raises MachineError where the file system
+    does not keep it private."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    create_private(path, secrets.token_bytes(SECRET_BYTES))
+    return read_secret(path)
+
+
+def read_secret(path: Path) -> bytes:
+    """Raises MachineError where the file is not the user's own, or others may read it."""
+    try:
+        secret = read_private(path, SECRET_BYTES + 1)
+    except OSError as error:
+        raise _unusable(path, f"cannot be read: {error.strerror}") from error
+    if len(secret) != SECRET_BYTES:
+        raise _unusable(path, f"holds {len(secret)} bytes instead of {SECRET_BYTES}")
+    return secret
+
+
+def _unusable(path: Path, what: str) -> MachineError:
+    hint = "keep the folder of the run on a file system that all nodes share and that keeps owners and permissions"
+    return MachineError(Problem("secret", f"the job's secret, {path}, {what}", hint=hint, environment=True))
+
+
+# Requests to stop
+
+
+def note_stop(run: RunDir, generation: int) -> None:
+    """A full disk does not keep the workers from being asked; the supervisor knows of its own requests without this."""
+    with contextlib.suppress(OSError):
+        write_json(run.stop(generation), {"generation": generation, "host": socket.gethostname(), "at": time.time()})
+
+
+def was_stop_noted(run: RunDir, generation: int) -> bool:
+    return run.stop(generation).is_file()
+
+
+def may_stop(run: RunDir) -> bool:
+    """Return True if this worker's start was asked to stop. Where no launch started it, a signal is request enough."""
+    generation = os.environ.get(GENERATION)
+    return generation is None or was_stop_noted(run, int(generation))

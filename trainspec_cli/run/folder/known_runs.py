@@ -1,0 +1,80 @@
+"""The user's runs, wherever their folders are: a line for each in a small file, appended when a run is written down.
+
+The file is an index and nothing depends on it. An entry that is lost (a full disk, a home that cannot be written, two
+processes that shorten the file at once) costs no more than a run that `last` does not find.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainspec_cli.core.cache import state_dir
+from trainspec_cli.core.errors import MachineError, TrainspecError
+from trainspec_cli.core.trust import PRIVATE_FILE, make_folder
+from trainspec_cli.recipe.canonical import from_plain, to_plain
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.run.folder.events import parse_lines
+from trainspec_cli.run.folder.files import write_text
+from trainspec_cli.run.folder.paths import RunDir
+
+FILE = "runs.jsonl"
+MOST_BYTES = 256 * 1024
+"""About a thousand runs; the older half is dropped when the file grows beyond this."""
+
+
+@dataclass(frozen=True)
+class KnownRun:
+    path: str
+    launched_from: str
+    """The folder in which the command was given."""
+    name: str
+    """As `run.name` says."""
+    at: float
+    """Unix seconds."""
+
+    def is_of(self, folder: Path) -> bool:
+        """Return whether the run lies below `folder`, or was launched from it."""
+        return self.launched_from == str(folder) or Path(self.path).is_relative_to(folder)
+
+
+def remember_run(run: RunDir, name: str = "") -> None:
+    """Add a run that was just written down."""
+    known = KnownRun(str(run.root.resolve()), str(Path.cwd()), name, time.time())
+    line = json_text(to_plain(known), indent=None).encode() + b"\n"
+    with suppress(OSError, MachineError):  # see the module's docstring: a run does not fail for its index
+        path = state_dir() / FILE
+        make_folder(path.parent, "")
+        # One write to a file opened for appending: lines of processes that write at once do not mix.
+        descriptor = os.open(path, os.O_APPEND | os.O_CREAT | os.O_WRONLY | os.O_NOFOLLOW, PRIVATE_FILE)
+        try:
+            os.write(descriptor, line)
+            is_too_long = os.fstat(descriptor).st_size > MOST_BYTES
+        finally:
+            os.close(descriptor)
+        if is_too_long:
+            newer = path.read_bytes()[-MOST_BYTES // 2 :].partition(b"\n")[2]
+            write_text(path, newer.decode(errors="replace"))
+
+
+def known_runs() -> list[KnownRun]:
+    """Return the runs that were remembered and still exist, newest first; a damaged line is passed over."""
+    found: dict[str, KnownRun] = {}
+    with suppress(OSError, MachineError):
+        with (state_dir() / FILE).open("rb") as file:
+            lines = file.read(2 * MOST_BYTES).splitlines(keepends=True)
+        for plain in parse_lines(lines):
+            with suppress(TrainspecError):
+                known = from_plain(KnownRun, plain)
+                found[known.path] = known
+    newest_first = sorted(found.values(), key=lambda known: known.at, reverse=True)
+    return [known for known in newest_first if _exists(known)]
+
+
+def _exists(known: KnownRun) -> bool:
+    with suppress(OSError, ValueError):
+        return RunDir(known.path).run_json.exists()
+    return False

@@ -1,0 +1,121 @@
+"""Copies of a run's state in a node's memory: a folder that outlives the run's processes, but not the node.
+
+Every user may make files in /dev/shm, so the folder's name hangs on a random word that only run.json holds, in the
+run's own folder, and the folder is used only where it belongs to this user and is open to no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainspec_cli.core.reading.files import read_field, read_object
+from trainspec_cli.core.trust import PRIVATE_FOLDER, check_private
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.paths import RunDir
+
+MEMORY = Path("/dev/shm")
+PREFIX = "trainspec-"
+SECRET = "memory_secret"
+"""The key of run.json that holds the random word."""
+OWNER = "run.json"
+"""The file in the folder that says which run it is of."""
+BLOCK_BYTES = 512
+"""The unit of `st_blocks`, whatever the file system's own is."""
+HINT = "type checkpoint.memory_interval_steps=null, or ask this machine's administrator to remove it"
+
+
+def new_secret() -> str:
+    return secrets.token_hex(16)
+
+
+def newest_copy(run: RunDir) -> int:
+    """The newest step that any rank of this node holds a copy of; 0 where there is none."""
+    folder = find_copies(run)
+    return _newest_in(folder) if folder else 0
+
+
+def find_copies(run: RunDir) -> Path | None:
+    """The run's folder on this node; None where it has none. Raises MachineError where others could use it."""
+    if not run.run_json.is_file() or SECRET not in read_object(run.run_json):
+        return None
+    folder = memory_folder(run)
+    if not os.path.lexists(folder):
+        return None
+    check_private(folder, HINT)
+    return folder
+
+
+def make_memory_folder(run: RunDir) -> Path:
+    """The run's folder on this node, made where it has none. Raises MachineError as `find_copies`."""
+    folder = memory_folder(run)
+    try:
+        folder.mkdir(PRIVATE_FOLDER)
+    except FileExistsError:
+        check_private(folder, HINT)
+    write_json(folder / OWNER, {"run": str(run.root.resolve())})
+    return folder
+
+
+def memory_folder(run: RunDir) -> Path:
+    """The same for every start of a run, on every node; of no other run, not even of a copy of this one's folder."""
+    key = json.dumps(
+        [str(run.root.resolve()), read_field(run.run_json, read_object(run.run_json), SECRET, str)], allow_nan=False
+    )
+    return MEMORY / f"{PREFIX}{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+
+
+def own_folders() -> Iterator[Path]:
+    """The folders of all runs of this user on this node, each with an `OWNER` in it unless it was cut short."""
+    for folder in sorted(MEMORY.glob(f"{PREFIX}*")):
+        found = folder.lstat()
+        if found.st_uid == os.geteuid() and folder.is_dir() and not folder.is_symlink():
+            yield folder
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The copies that one run, or one whose folder is gone, keeps in this node's memory."""
+
+    folder: Path
+    run: RunDir | None
+    """None where nothing says whose they are."""
+    step: int
+    """The step of the newest copy; 0 where none was finished."""
+    bytes: int
+
+
+def list_copies() -> list[Copies]:
+    """List the copies that this user has on this node, the largest first."""
+    return sorted(map(_describe, own_folders()), key=lambda copies: copies.bytes, reverse=True)
+
+
+def remove_copies(run: RunDir) -> None:
+    """Remove the copies of a run that resumes from its disk, or not at all."""
+    if folder := find_copies(run):
+        remove_folder(folder)
+
+
+def remove_folder(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _describe(folder: Path) -> Copies:
+    note = folder / OWNER
+    run = RunDir(read_field(note, read_object(note), "run", str)) if note.is_file() else None
+    taken = sum(path.stat().st_blocks * BLOCK_BYTES for path in folder.rglob("*") if path.is_file())
+    return Copies(folder, run, _newest_in(folder), taken)
+
+
+def _newest_in(folder: Path) -> int:
+    return max(map(_step_of, folder.glob("slot*/rank*.json")), default=0)
+
+
+def _step_of(mark: Path) -> int:
+    return read_field(mark, read_field(mark, read_object(mark), "about", dict), "step", int)

@@ -1,0 +1,267 @@
+"""The records of a run folder: run.json, plan.json and result.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.reading.files import read_field, read_text, show_kind, unreadable
+from trainspec_cli.recipe.canonical import ABSENT, Absent, canonical_json, from_plain, to_plain
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.records import Count, FieldError, number, read_record
+from trainspec_cli.recipe.results.memory import Shortage
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.accounting import Recovery, WallTime
+from trainspec_cli.run.folder.event_types.training import SetFigures
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.versioned import read_versioned, read_versioned_record, write_versioned
+
+ErrorRecord = TypeVar("ErrorRecord", "WorkerErrorRecord", "NodeErrorRecord")
+PLAN_DIGEST = "sha256"
+"""The key of plan.json that has the digest of all others, in plans since 1.0."""
+COMPOSED_BYTES = 2**18
+"""A composed recipe is no longer."""
+UnixSeconds = Annotated[float, number(0, 1e11)]
+
+
+@dataclass(frozen=True)
+class Resume:
+    """One `trainspec resume` of a run."""
+
+    argv: tuple[str, ...]
+    trainspec: str
+    at: float
+    from_step: int
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """run.json: where the run comes from."""
+
+    recipe: str
+    created_at: UnixSeconds
+    digest: str | Absent = ABSENT
+    """Digest of the plan's spec."""
+    argv: tuple[str, ...] | Absent = ABSENT
+    trainspec: str | Absent = ABSENT
+    """The version that made the run."""
+    data_dir: str | Absent | None = ABSENT
+    """The folder that the run reads its data from; None where it makes it up."""
+    git: object = ABSENT
+    """The state of the repository that the run was started in, None where there was none, or what another version
+    wrote."""
+    resumes: tuple[object, ...] = ()
+    """Each a `Resume`, or what another version wrote."""
+    command: tuple[str, ...] | Absent = ABSENT
+    """The user's own command, of a run that has no recipe."""
+    memory_secret: str | Absent = ABSENT
+    """The random word that the folder of copies in memory is named by."""
+    others: dict[str, object] = field(default_factory=dict)
+    """Keys of other versions, which are kept."""
+
+
+def write_plan(run: RunDir, plan: Plan) -> None:
+    """Write the plan that the workers are to run, with its digest."""
+    content = to_plain(plan)
+    write_versioned(run.plan_json, {**content, PLAN_DIGEST: _digest(content)})
+
+
+def read_run_record(run: RunDir) -> RunRecord:
+    """Read run.json. Raises UnreadableFileError."""
+    plain = read_versioned(run.run_json)
+    try:
+        record = read_record(RunRecord, {key: plain[key] for key in plain.keys() - {"others"}})
+    except FieldError as fault:
+        raise unreadable(run.run_json, f"is no record of a run: {fault}") from fault
+    known = to_plain(record).keys() - {"others"}
+    return replace(record, others={key: value for key, value in plain.items() if key not in known})
+
+
+def write_run_record(run: RunDir, record: RunRecord) -> None:
+    plain = to_plain(record)
+    del plain["others"]
+    write_versioned(run.run_json, {**plain, **record.others})
+
+
+def read_composed(run: RunDir) -> str:
+    """Return the composed recipe as it was written down; empty where it was not. Raises UnreadableFileError."""
+    return read_text(run.composed_yaml, COMPOSED_BYTES) if run.composed_yaml.exists() else ""
+
+
+def read_data_dir(run: RunDir) -> str | None:
+    """Return the folder that the run reads its data from; None where it makes it up."""
+    data_dir = read_run_record(run).data_dir
+    if isinstance(data_dir, Absent):
+        raise unreadable(run.run_json, "has no `data_dir`; text or null is needed")
+    return data_dir
+
+
+def has_own_command(run: RunDir) -> bool:
+    """Return whether the run is a command of the user's own, which has no plan. Raises UnreadableFileError."""
+    return run.run_json.is_file() and not isinstance(read_run_record(run).command, Absent)
+
+
+def read_plan(run: RunDir) -> Plan:
+    """Return the plan that the workers ran. Raises UnreadableFileError with everything that is wrong with plan.json."""
+    return read_plan_file(run.plan_json)
+
+
+def read_plan_of_all_nodes(run: RunDir) -> Plan:
+    """Return the plan that a start of the run begins with, before any node is left out. Raises as `read_plan`."""
+    all_nodes = run.plan_of_all_nodes
+    return read_plan_file(all_nodes if all_nodes.is_file() else run.plan_json)
+
+
+def read_plan_file(path: Path) -> Plan:
+    """Read a plan.json, wherever it lies. Raises as `read_plan`, and where its content is not that of its digest."""
+    plain = read_versioned(path)
+    read_field(path, plain, "spec", dict)
+    stated = plain.pop(PLAN_DIGEST, None)
+    if stated is not None and stated != _digest(plain):
+        hint = "undo the change, and give what is to differ to trainspec resume: key=value"
+        raise unreadable(path, "was altered: its digest is not that of its content", hint)
+    try:
+        return from_plain(Plan, plain)
+    except RecipeError as error:
+        hint = "it is damaged, or another version of trainspec wrote it"
+        raise unreadable(path, f"is no plan of this version: {error}", hint) from error
+
+
+def _digest(content: Mapping[str, object]) -> str:
+    """Return the SHA-256 of a plan's content as it is on disk."""
+    return hashlib.sha256(canonical_json(json.loads(json_text(content))).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class PlanOutline:
+    """The parts of plan.json that are read of any version; all empty where there is no plan."""
+
+    spec: JsonObject = field(default_factory=dict)
+    total_steps: int | None = None
+    """As `Plan.total_steps`; None where the plan does not say."""
+    prediction: JsonValue = None
+    kernels: JsonValue = field(default_factory=dict)
+    replica_groups: int = 1
+
+
+def read_plan_outline(run: RunDir) -> PlanOutline:
+    """Read plan.json, of any version. Raises UnreadableFileError."""
+    path = run.plan_json
+    if not path.exists():
+        return PlanOutline()
+    plan = read_versioned(path)
+    spec = read_field(path, plan, "spec", dict)
+    train = spec.get("train", {})
+    if not isinstance(train, dict):
+        raise unreadable(path, "has no section `spec.train`")
+    max_steps = read_field(path, train, "max_steps", int) if "max_steps" in train else None
+    steps = max_steps if plan.get("steps") is None else read_field(path, plan, "steps", int)
+    groups = read_field(path, plan, "replica_groups", int) if "replica_groups" in plan else 1
+    return PlanOutline(spec, steps, plan.get("prediction"), plan.get("kernels", {}), groups)
+
+
+def read_section(run: RunDir, name: str) -> JsonObject:
+    """Return a section of the run's recipe, of any version; empty where it has none. Raises UnreadableFileError."""
+    section = read_plan_outline(run).spec.get(name) or {}
+    if not isinstance(section, dict):
+        raise unreadable(run.plan_json, f"has {show_kind(section)} as `spec.{name}`; an object is needed")
+    return section
+
+
+def read_max_steps(run: RunDir) -> int | None:
+    """Return the steps that the run was to make; None where no plan says."""
+    return read_plan_outline(run).total_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """result.json: how the run ended. The workers write it; where they left none, the supervisor does, with null for
+    figures that only they could know."""
+
+    status: str
+    """done, stopped or failed."""
+    exit_code: int | None = None
+    """That of the supervisor's process; of a command of the user's own, the command's."""
+    reason: str | Absent = ABSENT
+    """Why it failed; absent where it did not."""
+    hint: str | Absent = ABSENT
+    """What to do about that, where it is known."""
+    steps: Count = 0
+    final_loss: float | None = None
+    heldout_loss: float | Absent | None = ABSENT
+    heldout_bits_per_byte: float | Absent | None = ABSENT
+    xz_bits_per_byte: float | Absent | None = ABSENT
+    sets: dict[str, SetFigures] | Absent = ABSENT
+    heldout_accuracy: float | Absent | None = ABSENT
+    heldout_dice: float | Absent | None = ABSENT
+    """As in the last `eval` event."""
+    tokens_per_s: float | Absent | None = ABSENT
+    samples_per_s: float | Absent | None = ABSENT
+    mfu: float | None = None
+    peak_memory_bytes: Count | None = None
+    wire_bytes: dict[str, Count] | Absent = ABSENT
+    """Bytes that the ranks (of one replica group) have written to one another's connections in the last start, by
+    purpose: gradients, parameters, other. Counted by the kernel at their sockets; absent for GPUs, which have other
+    ways."""
+    weights_sha256: str | None = None
+    goodput: float | None = None
+    time_s: WallTime | Absent = ABSENT
+    recoveries: tuple[Recovery, ...] | Absent = ABSENT
+    """The supervisor adds them."""
+
+
+def read_result(run: RunDir) -> RunResult | None:
+    """Read result.json; None where the run has not ended. Raises UnreadableFileError."""
+    if not run.result_json.exists():
+        return None
+    return read_versioned_record(run.result_json, RunResult, "result of a run")
+
+
+def write_result(run: RunDir, result: RunResult) -> None:
+    write_versioned(run.result_json, to_plain(result))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerErrorRecord:
+    """errors/rank00000.json: a failing worker's own report."""
+
+    rank: Count
+    host: str
+    type: str
+    """The exception's name."""
+    message: str
+    traceback: str
+    time: UnixSeconds | None = None
+    code: str | None = None
+    """The code of an error that was foreseen; `hang` has a traceback for all that."""
+    hint: str | None = None
+    step: Count | None = None
+    exit_code: int | None = None
+    shortage: Shortage | None = None
+    """The memory that ran out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeErrorRecord:
+    """errors/node00001.json: a node that was lost, or could not start."""
+
+    node: Count
+    host: str
+    message: str
+    lost: bool
+    time: UnixSeconds | None = None
+
+
+def write_error(path: Path, error: WorkerErrorRecord | NodeErrorRecord) -> None:
+    write_versioned(path, to_plain(error))
+
+
+def read_error(path: Path, cls: type[ErrorRecord]) -> ErrorRecord:
+    """Read a file of the run's errors folder. Raises UnreadableFileError."""
+    return read_versioned_record(path, cls, "error of a run")

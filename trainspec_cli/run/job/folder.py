@@ -1,0 +1,259 @@
+"""Makes a run's folder and writes down what is started in it."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainspec_cli import __version__
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.core.reading.files import UnreadableFileError, read_text
+from trainspec_cli.core.reading.spec_version import VERSION_LINE
+from trainspec_cli.core.trust import PRIVATE_FOLDER, check_folder, private_files
+from trainspec_cli.recipe.canonical import Absent, digest, to_plain
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.kernels import KernelTable
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder import memory
+from trainspec_cli.run.folder.files import write_json, write_text
+from trainspec_cli.run.folder.known_runs import remember_run
+from trainspec_cli.run.folder.own_code import keep_code
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import (
+    Resume,
+    RunRecord,
+    has_own_command,
+    read_run_record,
+    write_plan,
+    write_run_record,
+)
+from trainspec_cli.run.folder.versioned import write_versioned
+from trainspec_cli.run.job.communication import write_communication
+from trainspec_cli.run.job.job import Job, render_command
+from trainspec_cli.run.job.provenance import git_state, versions
+
+RUNS = Path("runs")
+
+_STORAGE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP)
+
+
+@dataclass(frozen=True)
+class LaunchOrigin:
+    """The recipe and command line that a run comes from."""
+
+    recipe: str
+    argv: Sequence[str]
+    """The command line, without the program's name."""
+    composed_yaml: str
+
+
+def check_free(run_dir: str, named_by: str = "run.dir") -> None:
+    """Raises RecipeError where the folder is in use, MachineError where others could write in it; it is not made yet.
+    `named_by`: the key or option that names it."""
+    root = Path(run_dir)
+    if run_dir == AUTO or not root.exists():
+        return
+    hint = f"choose another {named_by}, or leave it out"
+    check_folder(root, hint)
+    _check_no_run(root, named_by)
+    if not root.is_dir() or any(root.iterdir()):
+        raise RecipeError(Problem("run_exists", f"{root} exists and is not an empty folder", named_by, hint))
+
+
+def _is_own_run(run: RunDir) -> bool:
+    try:
+        return has_own_command(run)
+    except UnreadableFileError:  # `resume` says what is wrong with it
+        return False
+
+
+def _check_no_run(root: Path, named_by: str = "run.dir") -> None:
+    if RunDir(root).run_json.exists():
+        run = RunDir(root)
+        hint = f"go on with it: trainspec resume {shlex.quote(str(root))}; or choose another {named_by}"
+        if run.job_sbatch.is_file():
+            hint = f"go on with it: sbatch {shlex.quote(str(run.job_sbatch))}; or choose another {named_by}"
+        elif _is_own_run(run):
+            hint = f"choose another folder with {named_by}; the command continues from its own checkpoint"
+        raise RecipeError(Problem("run_exists", f"{root} holds a run already", named_by, hint))
+
+
+def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
+    """Make the folder that is named, or a new one of its own below ./runs; for this user alone, where it is new. Raises
+    as `check_free`."""
+    if run_dir != AUTO:
+        check_free(run_dir, named_by)
+        Path(run_dir).mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+        return Path(run_dir)
+    parent = RUNS / re.sub(r"[^\w.-]+", "_", recipe)
+    parent.mkdir(parents=True, exist_ok=True)
+    return _make_unique(parent / time.strftime("%Y%m%d-%H%M%S"))
+
+
+def _make_unique(root: Path) -> Path:
+    """Two launches of one second get folders of their own: making one fails for all but the first."""
+    for number in itertools.count(1):
+        candidate = root if number == 1 else root.with_name(f"{root.name}-{number}")
+        try:
+            candidate.mkdir(PRIVATE_FOLDER)
+        except FileExistsError:
+            continue
+        return candidate
+    raise AssertionError("counting has no end")
+
+
+def write_launch(
+    job: Job, plan: Plan, origin: LaunchOrigin, data_folder: Path | None, kernels: KernelTable | None = None
+) -> None:
+    """Write what the workers need, and what is needed to do it again. run.json is last: with it the run exists.
+
+    To be called while the run is claimed; raises RecipeError where another launch was there before.
+    """
+    run = job.run
+    _check_no_run(run.root)
+    write_text(run.composed_yaml, VERSION_LINE + origin.composed_yaml)
+    write_json(run.versions_json, versions())
+    _keep_small_files(plan.spec, run)
+    _write_start(job, plan, kernels)
+    record = RunRecord(
+        recipe=origin.recipe,
+        digest=digest(plan.spec),
+        argv=tuple(origin.argv),
+        trainspec=__version__,
+        created_at=time.time(),
+        data_dir=str(data_folder.absolute()) if data_folder else None,
+        git=git_state(Path.cwd()),
+        memory_secret=memory.new_secret(),
+    )
+    write_run_record(run, record)
+    remember_run(run, plan.spec.run.name)
+
+
+def write_own_launch(job: Job, name: str, argv: Sequence[str]) -> None:
+    """Write what a command of the user's own is started with, as `write_launch` does for a recipe."""
+    run = job.run
+    _check_no_run(run.root, "--dir")
+    write_json(run.versions_json, versions())
+    write_text(run.command_txt, render_command(job.command, job.environment, Path.cwd()))
+    assert job.own is not None, "it is the user's own"
+    record = RunRecord(
+        recipe=name,
+        argv=tuple(argv),
+        trainspec=__version__,
+        created_at=time.time(),
+        data_dir=None,
+        git=git_state(Path.cwd()),
+        command=job.own.command,
+    )
+    write_run_record(run, record)
+    remember_run(run)
+
+
+def write_own_resume(job: Job, argv: Sequence[str], from_step: int) -> None:
+    """Write down that a command of the user's own is started again in its run; what the last start left of its end is
+    cleared away."""
+    run = job.run
+    _clear_end(run)
+    write_text(run.command_txt, render_command(job.command, job.environment, Path.cwd()))
+    record = read_run_record(run)
+    resume = Resume(tuple(argv), __version__, time.time(), from_step)
+    write_run_record(run, replace(record, resumes=(*record.resumes, resume)))
+
+
+def _clear_end(run: RunDir) -> None:
+    for report in run.errors_folder.glob("*.json"):
+        report.unlink()
+    run.result_json.unlink(missing_ok=True)
+
+
+def _keep_small_files(spec: RunSpec, run: RunDir) -> None:
+    """Keep what an export needs beside the weights, since its files need not be there for ever: the chat template that
+    the data names, and config and tokenizer of the Hugging Face folder that the run begins with, at once or through
+    other runs."""
+    from trainspec_cli.data.corpus.chat import keep_template
+    from trainspec_cli.data.huggingface.folder import CHAT_TEMPLATE, SMALL_FILES
+
+    init = spec.init
+    source = init.hugging_face or init.other or (init.run and RunDir(init.run).huggingface)
+    if source is not None and source.is_dir():
+        run.huggingface.mkdir(exist_ok=True)
+        for name in SMALL_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, run.huggingface / name)
+    if spec.data.chat_template is not None:
+        run.huggingface.mkdir(exist_ok=True)
+        (run.huggingface / CHAT_TEMPLATE).unlink(missing_ok=True)
+        keep_template(spec.data, run.huggingface)
+
+
+def write_resume(
+    job: Job,
+    plan: Plan,
+    argv: Sequence[str],
+    from_step: int | None,
+    kernels: KernelTable | None = None,
+    data_folder: Path | None = None,
+) -> None:
+    """Write down that the run goes on under `plan`; what the last start left of its end is cleared away. `from_step`:
+    None for a run that was written down and never started, which begins. `data_folder`: of other data than before."""
+    run = job.run
+    record = read_run_record(run)
+    if from_step is not None:
+        resume = Resume(tuple(argv), __version__, time.time(), from_step)
+        record = replace(record, resumes=(*record.resumes, resume))
+    secret = memory.new_secret() if isinstance(record.memory_secret, Absent) else record.memory_secret
+    record = replace(record, digest=digest(plan.spec), memory_secret=secret)
+    if data_folder is not None:
+        record = replace(record, data_dir=str(data_folder.absolute()))
+    _clear_end(run)
+    _write_start(job, plan, kernels)
+    write_run_record(run, record)
+
+
+def _write_start(job: Job, plan: Plan, kernels: KernelTable | None) -> None:
+    """`kernels`: what was measured for this start; None leaves what an earlier one has written."""
+    if kernels is not None:
+        write_versioned(job.run.kernels_json, to_plain(kernels))
+    write_plan(job.run, plan)
+    keep_code(plan.spec, job.run)
+    write_communication(plan, job.run)
+    job.run.plan_of_all_nodes.unlink(missing_ok=True)
+    write_text(job.run.command_txt, render_command(job.command, job.environment, Path.cwd()))
+
+
+def write_fewer_nodes(run: RunDir, plan: Plan) -> None:
+    """Write the plan of the next start, which is without a node. The first one's is kept: a resume goes back to it."""
+    if not run.plan_of_all_nodes.exists():
+        write_text(run.plan_of_all_nodes, read_text(run.plan_json))
+    write_plan(run, plan)
+
+
+@contextmanager
+def storage(run_dir: str, named_by: str = "run.dir") -> Iterator[None]:
+    """Cover all that is written in a run's folder: it is for this user alone, and what the disk refuses becomes a
+    MachineError that names the file, or the folder. `named_by`: as of `check_free`."""
+    try:
+        with private_files():
+            yield
+    except OSError as error:
+        if error.errno not in _STORAGE_ERRORS:
+            raise
+        place = error.filename or (RUNS if run_dir == AUTO else run_dir)
+        hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "look at its owner and mode"
+        problem = Problem(
+            code="cannot_write",
+            message=f"cannot write {place}: {error.strerror}",
+            path=named_by,
+            hint=f"{hint}, or choose another place with {named_by}{' ' if named_by.startswith('-') else '='}<folder>",
+            environment=True,
+        )
+        raise MachineError(problem) from error

@@ -1,0 +1,454 @@
+"""The GPUs that a process of this node would see, as their drivers report them: NVIDIA by NVML, AMD by amdsmi or /sys.
+
+Nothing here falls back to the CPU silently. A driver that does not answer, a GPU that is lost, a choice of devices that
+names none, and an accelerator that trainspec does not run on are a problem with advice, which a run on `device: auto`
+or `cuda` is refused with.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trainspec_cli.core.errors import MachineError, Problem
+from trainspec_cli.recipe.keys.cluster import Gpu
+
+SYS, DEV = Path("/sys"), Path("/dev")
+
+CPU_HINT = "or type cluster.device=cpu"
+NVLINK_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
+"""NVLink generation -> GB/s of one link, one direction (NVIDIA's architecture papers)."""
+HIDING = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES (HIP_..., ROCR_...) by which a user hides all GPUs."""
+MOST_NVLINKS = 18
+PCIE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+"""PCIe generation -> GB/s of one lane, one direction."""
+AMD_VENDOR = 0x1002
+AMD_NAMES = {
+    0x738C: "AMD Instinct MI100",
+    0x7408: "AMD Instinct MI250X",
+    0x740C: "AMD Instinct MI250X",
+    0x740F: "AMD Instinct MI210",
+    0x74A0: "AMD Instinct MI300A",
+    0x74A1: "AMD Instinct MI300X",
+    0x74A5: "AMD Instinct MI325X",
+    0x75A0: "AMD Instinct MI350X",
+    0x75A3: "AMD Instinct MI355X",
+}
+"""PCI device -> name (amdgpu.ids of libdrm); /sys itself has no names."""
+UNTESTED_AMD = "trainspec was never run on an AMD GPU: this path is built after ROCm's documents alone"
+OTHER_VENDORS = {"0x1da3": "Habana Gaudi", "0x1ae0": "Google TPU", "0x1d0f": "AWS Neuron"}
+"""PCI vendors of accelerators in /sys/class/accel that trainspec plans for and does not run on."""
+INTEL_MAX = frozenset({"0x0bd4", "0x0bd5", "0x0bd6", "0x0bd7", "0x0bd8", "0x0bd9", "0x0bda", "0x0bdb"})
+"""PCI devices of the Intel Data Center GPU Max series."""
+
+
+@dataclass(frozen=True)
+class FoundGpus:
+    gpus: tuple[Gpu, ...] = ()
+    problem: Problem | None = None
+    """Why the GPUs of this node cannot be used. Then `gpus` is empty."""
+    notes: tuple[str, ...] = ()
+    """Facts that a user should know, and that stop nothing."""
+
+
+def _unusable(message: str, hint: str) -> MachineError:
+    return MachineError(Problem("no_gpu", message, "cluster.device", f"{hint}; {CPU_HINT}", environment=True))
+
+
+def find_gpus(sys: Path = SYS, dev: Path = DEV) -> FoundGpus:
+    """Return the GPUs that CUDA or ROCm would show this process, in its order."""
+    try:
+        for look in (_nvidia_gpus, _amd_gpus):
+            found = look(sys, dev)
+            if found.gpus or found.notes:
+                return found
+        _refuse_others(sys, dev)
+    except MachineError as error:
+        return FoundGpus(problem=error.problems[0])
+    return FoundGpus()
+
+
+# NVIDIA
+
+
+@contextmanager
+def opened_nvml(sys: Path = SYS) -> Iterator[Any]:
+    """Yield NVML (the module pynvml), initialised; None on a node without an NVIDIA driver.
+
+    Raises MachineError where a driver is there and does not answer.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        yield None
+        return
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        missing = error.value == pynvml.NVML_ERROR_LIBRARY_NOT_FOUND
+        unused = error.value == pynvml.NVML_ERROR_DRIVER_NOT_LOADED and not _has_pci_gpu(sys, "0x10de")
+        if not missing and not unused:
+            raise _not_answering("NVIDIA's driver", error) from error
+        yield None
+        return
+    try:
+        yield pynvml
+    except pynvml.NVMLError as error:
+        raise _not_answering("NVIDIA's driver", error) from error
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nvidia_gpus(sys: Path, dev: Path) -> FoundGpus:
+    try:
+        with opened_nvml(sys) as nvml:
+            if nvml is not None:
+                return _describe_all(nvml)
+    except MachineError:
+        if os.environ.get("CUDA_VISIBLE_DEVICES") not in HIDING:
+            raise
+        return FoundGpus(notes=("CUDA_VISIBLE_DEVICES hides this node's GPUs, whose driver does not answer",))
+    if (dev / "nvidiactl").exists():
+        message = "this node has an NVIDIA driver (/dev/nvidiactl), and its library NVML (libnvidia-ml.so.1) is missing"
+        raise _unusable(message, "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility")
+    return FoundGpus()
+
+
+def _not_answering(what: str, error: Any, others: Sequence[int] = ()) -> MachineError:
+    """`error`: NVML's. `others`: the GPUs that remain without the one that does not answer."""
+    by_code = {
+        4: "let this user read /dev/nvidia* (the container's --gpus, or the group that owns the devices)",
+        9: "load the driver (sudo modprobe nvidia), or install it again after an update of the kernel",
+        15: "the GPU fell off the bus: dmesg | grep -i xid, then reset or reboot the node",
+        16: "reset the GPU (sudo nvidia-smi --gpu-reset), or reboot the node",
+        18: "the driver was updated while its kernel module stayed loaded: reboot, or reload the module",
+    }
+    hint = by_code.get(error.value, "nvidia-smi shows whether the driver works")
+    if others:
+        hint += f"; CUDA_VISIBLE_DEVICES={','.join(map(str, others))} leaves it out"
+    return _unusable(f"{what} does not answer: {error} (NVML error {error.value})", hint)
+
+
+def _has_pci_gpu(sys: Path, vendor: str) -> bool:
+    devices = (sys / "bus/pci/devices").glob("*")
+    return any(_text(one / "vendor") == vendor and _text(one / "class").startswith("0x03") for one in devices)
+
+
+def _describe_all(nvml: Any) -> FoundGpus:
+    count = nvml.nvmlDeviceGetCount()
+    chosen, notes = _chosen(nvml, count)
+    gpus = []
+    for index, handle in chosen:
+        try:
+            gpus.append(_describe(nvml, handle))
+        except nvml.NVMLError as error:
+            others = [other for other, _ in chosen if other != index]
+            raise _not_answering(f"GPU {index}", error, others) from error
+    return FoundGpus(tuple(gpus), notes=notes)
+
+
+def _chosen(nvml: Any, count: int) -> tuple[list[tuple[int, Any]], tuple[str, ...]]:
+    """Return the number and handle of each GPU that CUDA shows, and notes on what it leaves out.
+
+    CUDA's rule: numbers or UUIDs in order, ending before the first that names no device. Where a GPU is divided (MIG),
+    a process sees one slice, the first that it is given, and no whole GPU.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    notes: list[str] = []
+    if visible is None:
+        entries = [str(index) for index in range(count)]
+    else:
+        entries = [part.strip() for part in visible.split(",") if part.strip()]
+        if count and visible.strip() in HIDING:
+            return [], (f"CUDA_VISIBLE_DEVICES={visible!r} hides the {count} GPUs of this node",)
+        if len(set(entries)) < len(entries):
+            message = f"CUDA_VISIBLE_DEVICES={visible} names a GPU twice, and CUDA then shows none"
+            raise _unusable(message, "name each once, or unset CUDA_VISIBLE_DEVICES")
+    chosen: list[tuple[int, Any]] = []
+    for place, entry in enumerate(entries):
+        named = _named(nvml, entry, count)
+        if named is None and not chosen and count:
+            message = f"CUDA_VISIBLE_DEVICES={visible}: {entry} names none of the {count} GPUs of this node"
+            raise _unusable(message, "nvidia-smi -L lists them; unset CUDA_VISIBLE_DEVICES")
+        if named is None:
+            ignored = ",".join(entries[place:])
+            notes.append(
+                f"CUDA_VISIBLE_DEVICES: {entry} names no GPU, and CUDA ignores it and what follows ({ignored})"
+            )
+            break
+        chosen.append(named)
+    return _with_slices(nvml, chosen, notes), tuple(notes)
+
+
+def _named(nvml: Any, entry: str, count: int) -> tuple[int, Any] | None:
+    """Return the GPU of a number, of the start of a UUID, or the MIG slice of a whole UUID; None where none has it.
+
+    Raises MachineError for a GPU that has the number and does not answer.
+    """
+    if entry.lstrip("-").isdigit():
+        if not 0 <= int(entry) < count:
+            return None
+        try:
+            return int(entry), nvml.nvmlDeviceGetHandleByIndex(int(entry))
+        except nvml.NVMLError as error:
+            others = [other for other in range(count) if other != int(entry)]
+            raise _not_answering(f"GPU {entry}", error, others) from error
+    if entry.startswith("MIG-"):
+        try:
+            return 0, nvml.nvmlDeviceGetHandleByUUID(entry)
+        except nvml.NVMLError:
+            return None
+    for index in range(count):
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            if nvml.nvmlDeviceGetUUID(handle).startswith(entry):
+                return index, handle
+        except nvml.NVMLError:
+            continue  # a GPU that is lost and was not asked for
+    return None
+
+
+def _with_slices(nvml: Any, chosen: list[tuple[int, Any]], notes: list[str]) -> list[tuple[int, Any]]:
+    """Return the one MIG slice that CUDA shows where one was chosen, or a GPU that is divided; else the GPUs."""
+    divided = False
+    for index, handle in chosen:
+        if _is_slice(nvml, handle):
+            if len(chosen) > 1:
+                notes.append("CUDA shows a process one MIG slice, the first of those that are named")
+            return [(index, handle)]
+        if _ask(nvml, "nvmlDeviceGetMigMode", handle, default=(0, 0))[0]:
+            divided = True
+            if (first := _ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, 0)) is not None:
+                notes.append("this node's GPUs are divided (MIG), and CUDA shows a process one slice, the first")
+                return [(index, first)]
+    if divided:
+        message = "MIG is enabled, and no slice was made: CUDA shows no GPU"
+        raise _unusable(
+            message, "sudo nvidia-smi mig -cgi PROFILE -C makes slices, sudo nvidia-smi -mig 0 disables MIG"
+        )
+    return chosen
+
+
+def _is_slice(nvml: Any, handle: Any) -> bool:
+    return bool(_ask(nvml, "nvmlDeviceIsMigDeviceHandle", handle, default=0))
+
+
+def _ask(nvml: Any, query: str, *arguments: Any, default: Any = None) -> Any:
+    """Return an answer of NVML, or `default` where this driver, this module or this GPU has none."""
+    try:
+        return getattr(nvml, query)(*arguments)
+    except (AttributeError, nvml.NVMLError):
+        return default
+
+
+def _describe(nvml: Any, handle: Any) -> Gpu:
+    """Describe a GPU, or a slice. Raises NVMLError where it says neither what it is nor what memory it has."""
+    name = nvml.nvmlDeviceGetName(handle)
+    capability = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        memory_bytes = int(memory.total)
+        free_bytes = int(memory.free)
+    except nvml.NVMLError as error:
+        if error.value != 3:  # not supported: the GPU computes in the memory of the system (GB10, Jetson)
+            raise
+        system = psutil.virtual_memory()
+        memory_bytes = int(system.total)
+        free_bytes = int(system.available)
+    whole, processors, part = handle, 0, 1.0
+    if _is_slice(nvml, handle):
+        whole = _ask(nvml, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle, default=handle)
+        attributes = _ask(nvml, "nvmlDeviceGetAttributes_v2", handle)
+        processors = int(attributes.multiprocessorCount) if attributes else 0
+        of_whole = _ask(nvml, "nvmlDeviceGetMemoryInfo", whole)
+        part = memory_bytes / of_whole.total if of_whole else 1.0
+    elif cores := _ask(nvml, "nvmlDeviceGetNumGpuCores", handle):
+        processors = cores // cores_per_processor(tuple(capability))
+    bus_bits = _ask(nvml, "nvmlDeviceGetMemoryBusWidth", whole, default=0)
+    memory_mhz = _ask(nvml, "nvmlDeviceGetMaxClockInfo", whole, nvml.NVML_CLOCK_MEM, default=0)
+    lanes = _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", whole, default=0)
+    generation = _ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", whole, default=0)
+    return Gpu(
+        name=name,
+        memory_bytes=memory_bytes,
+        compute_capability=tuple(capability),
+        free_bytes=free_bytes,
+        processors=processors,
+        clock_mhz=_ask(nvml, "nvmlDeviceGetMaxClockInfo", whole, nvml.NVML_CLOCK_SM, default=0),
+        memory_gb_per_s=2 * memory_mhz * 1e6 * bus_bits / 8 / 1e9 * part,
+        power_w=_ask(nvml, "nvmlDeviceGetPowerManagementLimit", whole, default=0) / 1000,
+        nvlink_gb_per_s=_nvlink_gb_per_s(nvml, handle),
+        pcie_gb_per_s=lanes * PCIE_GB_PER_S.get(min(generation, max(PCIE_GB_PER_S)), 0.0),
+    )
+
+
+def cores_per_processor(capability: tuple[int, int]) -> int:
+    """Return the fp32 cores of a multiprocessor (CUDA programming guide, by compute capability)."""
+    return 64 if capability in ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0)) else 128
+
+
+def _nvlink_gb_per_s(nvml: Any, handle: Any) -> float | None:
+    """Return the rate of the links that are up; 0 where all are down, None where the driver speaks of none."""
+    states = []
+    for link in range(MOST_NVLINKS):
+        state = _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
+        if state is None:
+            break
+        states.append(int(state))
+    if not states:
+        return None
+    version = _ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, 0, default=1)
+    return sum(states) * NVLINK_GB_PER_S.get(int(version), NVLINK_GB_PER_S[max(NVLINK_GB_PER_S)])
+
+
+# AMD
+
+
+def _amd_gpus(sys: Path, dev: Path) -> FoundGpus:
+    found = _by_amdsmi(sys)
+    if found is None:
+        found = _by_kfd(sys)
+    if not found:
+        return FoundGpus()
+    shown = found
+    for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        visible = os.environ.get(variable)
+        if visible is None and variable.startswith("HIP"):
+            variable, visible = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is None:
+            continue
+        entries = [part.strip() for part in visible.split(",") if part.strip()]
+        if visible.strip() in HIDING:
+            return FoundGpus(notes=(f"{variable}={visible!r} hides the {len(found)} GPUs of this node",))
+        shown = _amd_chosen(shown, entries, f"{variable}={visible}")
+    return FoundGpus(tuple(gpu for _, gpu in shown), notes=(UNTESTED_AMD,))
+
+
+def _amd_chosen(gpus: list[tuple[str, Gpu]], entries: list[str], said: str) -> list[tuple[str, Gpu]]:
+    """Return the GPUs of these numbers or UUIDs (`GPU-<unique id>`)."""
+    chosen = []
+    for entry in entries:
+        if entry.isdigit():
+            named = gpus[int(entry)] if int(entry) < len(gpus) else None
+        else:
+            named = next((gpu for gpu in gpus if entry.lower() in (gpu[0], f"gpu-{gpu[0]}")), None)
+        if named is None:
+            message = f"{said}: {entry} names none of the {len(gpus)} AMD GPUs of this node"
+            raise _unusable(message, "rocm-smi lists them; unset the variable")
+        chosen.append(named)
+    return chosen
+
+
+def _by_amdsmi(sys: Path) -> list[tuple[str, Gpu]] | None:
+    """Return each AMD GPU with its unique id, as amdsmi reports them; None without amdsmi or its library."""
+    try:
+        import amdsmi  # type: ignore[import-not-found, unused-ignore]
+    except (ImportError, OSError, KeyError, AttributeError, RuntimeError):  # the module, or the library that it loads
+        return None
+    try:
+        amdsmi.amdsmi_init()
+    except amdsmi.AmdSmiException as error:
+        if (sys / "class/kfd").is_dir():
+            message = f"AMD's driver does not answer: {' '.join(str(error).split())}"
+            raise _unusable(message, "amd-smi list, and the groups render and video of this user") from error
+        return None
+    try:
+        return [_amd_described(amdsmi, handle) for handle in amdsmi.amdsmi_get_processor_handles()]
+    except amdsmi.AmdSmiException as error:
+        message = f"an AMD GPU does not answer: {' '.join(str(error).split())}"
+        raise _unusable(message, "amd-smi list, and dmesg | grep amdgpu") from error
+    finally:
+        amdsmi.amdsmi_shut_down()
+
+
+def _amd_described(amdsmi: Any, handle: Any) -> tuple[str, Gpu]:
+    chip = amdsmi.amdsmi_get_gpu_asic_info(handle)
+    total = int(amdsmi.amdsmi_get_gpu_memory_total(handle, amdsmi.AmdSmiMemoryType.VRAM))
+    used = int(amdsmi.amdsmi_get_gpu_memory_usage(handle, amdsmi.AmdSmiMemoryType.VRAM))
+    target = str(chip.get("target_graphics_version", "")).removeprefix("gfx")
+    units = chip.get("num_compute_units", 0)
+    gpu = Gpu(
+        name=str(chip["market_name"]),
+        memory_bytes=total,
+        compute_capability=_gfx(target),
+        free_bytes=total - used,
+        vendor="amd",
+        processors=units if isinstance(units, int) else 0,
+    )
+    return str(chip.get("asic_serial", "")).lower().removeprefix("0x"), gpu
+
+
+def _gfx(target: str) -> tuple[int, int]:
+    """942 -> (9, 0x42), 1100 -> (11, 0x00): the last two digits are hexadecimal."""
+    try:
+        return int(target[:-2]), int(target[-2:], 16)
+    except ValueError:
+        return 0, 0
+
+
+def _by_kfd(sys: Path) -> list[tuple[str, Gpu]]:
+    """Return each AMD GPU with its unique id, as the amdgpu driver lists them for computing."""
+    found = []
+    nodes = (sys / "class/kfd/kfd/topology/nodes").glob("*")
+    for node in sorted(nodes, key=lambda path: int(path.name) if path.name.isdigit() else 0):
+        facts = _facts(node / "properties")
+        if facts.get("vendor_id") != AMD_VENDOR or not facts.get("simd_count"):
+            continue
+        device = sys / f"class/drm/renderD{facts.get('drm_render_minor', 0)}/device"
+        total = _text(device / "mem_info_vram_total")
+        used = _text(device / "mem_info_vram_used")
+        if not total.isdigit():
+            raise _unusable(f"the memory of an AMD GPU cannot be read from {device}", "amd-smi list; ls -l /dev/dri")
+        bank = _facts(node / "mem_banks/0/properties")
+        version = facts.get("gfx_target_version", 0)
+        gpu = Gpu(
+            name=AMD_NAMES.get(facts.get("device_id", 0), f"AMD GPU 0x{facts.get('device_id', 0):04x}"),
+            memory_bytes=int(total),
+            compute_capability=(version // 10000, version // 100 % 100 * 16 + version % 100),
+            free_bytes=int(total) - (int(used) if used.isdigit() else 0),
+            vendor="amd",
+            processors=facts["simd_count"] // max(1, facts.get("simd_per_cu", 4)),
+            clock_mhz=facts.get("max_engine_clk_fcompute", 0),
+            memory_gb_per_s=2 * bank.get("mem_clk_max", 0) * 1e6 * bank.get("width", 0) / 8 / 1e9,
+        )
+        found.append((f"{facts.get('unique_id', 0):016x}", gpu))
+    return found
+
+
+def _facts(path: Path) -> dict[str, int]:
+    """Read `key value` lines."""
+    pairs = (line.split() for line in _text(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+# Others
+
+
+def _refuse_others(sys: Path, dev: Path) -> None:
+    """Raises MachineError for an accelerator that is certainly there, and that trainspec does not run on."""
+    vendors = {_text(one / "device/vendor") for one in (sys / "class/accel").glob("accel*")}
+    names = [name for vendor, name in OTHER_VENDORS.items() if vendor in vendors]
+    if not names and (dev / "neuron0").exists():
+        names.append("AWS Neuron")
+    pci = list((sys / "bus/pci/devices").glob("*"))
+    if not names and any(_text(one / "vendor") == "0x8086" and _text(one / "device") in INTEL_MAX for one in pci):
+        names.append("Intel Data Center GPU Max")
+    if names:
+        message = f"this node has accelerators ({names[0]}) on which trainspec does not run"
+        raise _unusable(
+            message, "trainspec plans such clusters (trainspec list shows them), and runs on NVIDIA and AMD"
+        )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

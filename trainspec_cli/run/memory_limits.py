@@ -1,0 +1,148 @@
+"""The limits of memory that runs on this machine have learned: settings that did not fit, for the launches that follow.
+
+One file for each plan, in the cache. Its name changes with all that decides a plan's memory but for the settings
+themselves: the machine, the model, the layout, formats and versions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainspec_cli.core.cache import cache_dir, make_cache
+from trainspec_cli.core.errors import MachineError, RecipeError
+from trainspec_cli.recipe.canonical import Absent, from_plain, to_plain
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.results.memory import Relief
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.event_types.decisions import MemoryEvent
+from trainspec_cli.run.folder.events import EventTail
+from trainspec_cli.run.folder.files import read_json, write_json
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.measuring import figures_path
+
+KIND = "memory"
+
+
+@dataclass(frozen=True)
+class Learned:
+    """One shortage."""
+
+    relief: Relief
+    run: str
+    """The folder of the run that it happened in."""
+    at: float
+    """Unix seconds."""
+    predicted_bytes: float | None = None
+    """Memory that the plan was predicted to take of the device, or of the process."""
+    used_bytes: int | None = None
+    limit_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryLimits:
+    """All that was learned of one plan, oldest first."""
+
+    model: str
+    device: str
+    layout: str
+    learned: tuple[Learned, ...] = ()
+
+    @property
+    def reliefs(self) -> list[Relief]:
+        return [learned.relief for learned in self.learned]
+
+
+def read_limits(plan: Plan, machine: Machine) -> MemoryLimits:
+    """Return what is known of `plan` on `machine`, which may be nothing."""
+    known = _read(_path(plan, machine))
+    return known or MemoryLimits(plan.spec.model.name or plan.spec.model.family, _device(machine), _layout(plan))
+
+
+def list_limits() -> list[tuple[Path, MemoryLimits]]:
+    """List what this user's runs have learned on this machine, the newest first."""
+    found = ((path, _read(path)) for path in (cache_dir() / "machine").glob(f"{KIND}-*.json"))
+    known = [(path, limits) for path, limits in found if limits is not None and limits.learned]
+    return sorted(known, key=lambda pair: -pair[1].learned[-1].at)
+
+
+def forget_limits() -> int:
+    """Forget all of it, and return how many plans it was about."""
+    paths = [path for path, _ in list_limits()]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    return len(paths)
+
+
+class LimitsWatch:
+    """Remembers what a run learns while it goes on; `look` is to be called again and again.
+
+    Faults that a recipe injects teach nothing.
+    """
+
+    def __init__(self, run: RunDir, plan: Plan, machine: Machine, now: Callable[[], float] = time.time):
+        self._run, self._machine, self._now = run, machine, now
+        changed = [replace(plan.with_layout(change), prediction=None) for change in plan.changes]
+        self._plans = {one.layout.describe(): one for one in (*changed, plan)}
+        """The plans by the axes of their layouts."""
+        self._tail = None if plan.spec.fault else EventTail(run.directives)
+
+    def look(self, report: Callable[[str], None] = lambda _: None) -> None:
+        """Remember what is new. Where the cache cannot be read or written, `report` hears of it once, and this run is
+        remembered no further: the run itself needs none of that."""
+        if self._tail is None:
+            return
+        try:
+            for event in self._tail.read():
+                if isinstance(event, MemoryEvent) and event.layout in self._plans:
+                    self._remember(event, self._plans[event.layout])
+        except (MachineError, OSError) as error:
+            self._tail = None
+            report(f"later launches will not know of this shortage of memory: {error}")
+
+    def _remember(self, event: MemoryEvent, plan: Plan) -> None:
+        limits, prediction = read_limits(plan, self._machine), plan.prediction
+        learned = Learned(
+            Relief(event.failed, event.taken),
+            run=str(self._run.root.absolute()),
+            at=self._now(),
+            predicted_bytes=prediction.needed_bytes if prediction else None,
+            used_bytes=_known(event.used_bytes),
+            limit_bytes=_known(event.limit_bytes),
+        )
+        others = [one for one in limits.learned if one.relief.failed != learned.relief.failed]
+        make_cache()
+        write_json(_path(plan, self._machine), to_plain(replace(limits, learned=(*others, learned))))
+
+
+def _known(value: int | Absent | None) -> int | None:
+    return None if isinstance(value, Absent) else value
+
+
+def _device(machine: Machine) -> str:
+    return machine.gpu_names[0] if machine.gpu_names else machine.hostname
+
+
+def _layout(plan: Plan) -> str:
+    return plan.as_one_group.layout.describe()
+
+
+def _path(plan: Plan, machine: Machine) -> Path:
+    spec, whole = to_plain(plan.spec), to_plain(plan)
+    facts = {key: spec[key] for key in ("model", "lora", "compile", "precision", "kernels")}
+    facts |= {key: whole[key] for key in ("layout", "device", "replica_groups", "num_nodes")}
+    return figures_path(
+        KIND, plan, machine, {"plan": facts, "seq_len": plan.spec.data.seq_len, "optimizer": plan.spec.optim.name}
+    )
+
+
+def _read(path: Path) -> MemoryLimits | None:
+    """Return None where there are none, or where another version of trainspec has written them."""
+    if not path.is_file():
+        return None
+    try:
+        return from_plain(MemoryLimits, read_json(path))
+    except (RecipeError, ValueError):
+        return None

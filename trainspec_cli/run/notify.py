@@ -1,0 +1,123 @@
+"""Say elsewhere how a run has ended: to a command, or to a web address. What fails of that is said, and no more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from tempfile import TemporaryFile
+
+from trainspec_cli.core.environment_names import MESSAGE, RUN, STATUS
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import RunResult
+
+COMMAND_S, WEB_S = 30.0, 10.0
+"""A command, or a server, that has not ended or answered by then is given up."""
+
+
+@dataclass(frozen=True)
+class Notify:
+    """The command and the address that hear of a run's end; both empty for nobody."""
+
+    command: str = ""
+    """A line of shell."""
+    webhook: str = ""
+    """An http or https address."""
+
+    def __post_init__(self) -> None:
+        if self.webhook and not self.webhook.startswith(("http://", "https://")):
+            message = f"--webhook is `{self.webhook}`; an address that begins with https:// or http:// is needed"
+            raise RecipeError(
+                Problem("usage", message, "--webhook", "such as --webhook https://hooks.example.org/T0/B0")
+            )
+
+    @property
+    def options(self) -> list[str]:
+        """Return the options of a command line that ask for the same."""
+        given = (("--notify", self.command), ("--webhook", self.webhook))
+        return [word for name, value in given if value for word in (name, value)]
+
+
+NOBODY = Notify()
+
+
+def notify(wanted: Notify, run: RunDir, recipe: str, result: RunResult, reason: str) -> Iterator[str]:
+    """Report how the run has ended; yield a line for each who could not be notified. `reason`: of a failure."""
+    about = _describe(run, recipe, result, reason)
+    if wanted.command and (why := _call(wanted.command, about)):
+        yield f"warning: --notify {wanted.command}: {why}"
+    if wanted.webhook and (why := _post(wanted.webhook, about)):
+        yield f"warning: --webhook {wanted.webhook}: {why}"
+
+
+def _describe(run: RunDir, recipe: str, result: RunResult, reason: str) -> JsonObject:
+    """`text` is the key that chat services show."""
+    host = socket.gethostname()
+    text = f"trainspec: {recipe} ({run.root} on {host}): {result.status} after {result.steps} steps"
+    return {
+        "text": f"{text}: {reason}" if reason else text,
+        "run": str(run.root),
+        "host": host,
+        "recipe": recipe,
+        "status": result.status,
+        "exit_code": result.exit_code,
+        "steps": result.steps,
+        "loss": result.final_loss,
+    }
+
+
+def _call(command: str, about: JsonObject) -> str:
+    """Run a line of shell, with the facts as JSON on its input; return why it failed, or nothing.
+
+    Its input and output are files: nobody waits for what it leaves in the background.
+    """
+    facts = {RUN: str(about["run"]), STATUS: str(about["status"]), MESSAGE: str(about["text"])}
+    try:
+        with TemporaryFile() as given, TemporaryFile() as said:
+            given.write(json_text(about).encode())
+            given.seek(0)
+            shell = subprocess.Popen(
+                ["/bin/sh", "-c", command],
+                env={**os.environ, **facts},
+                stdin=given,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                start_new_session=True,
+            )
+            code = _await(shell)
+            said.seek(0)
+            lines = said.read().decode(errors="replace").strip().splitlines()
+    except (OSError, ValueError) as error:
+        return str(error)
+    if code is None:
+        return f"it did not end within {COMMAND_S:.0f} s"
+    return "" if code == 0 else f"exit code {code}{f': {lines[-1]}' if lines else ''}"
+
+
+def _await(shell: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit code of a command in a session of its own; None where it and all it has started was killed."""
+    try:
+        return shell.wait(COMMAND_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(shell.pid, signal.SIGKILL)
+        shell.wait()
+        return None
+
+
+def _post(address: str, about: JsonObject) -> str:
+    """Post the facts as JSON; return why that failed, or nothing."""
+    from http.client import HTTPException
+    from urllib.request import Request, urlopen  # takes a while to load, and is seldom needed
+
+    try:
+        request = Request(address, json_text(about).encode(), {"Content-Type": "application/json"})
+        with urlopen(request, timeout=WEB_S):
+            return ""
+    except (OSError, HTTPException, ValueError) as error:  # a URLError is an OSError
+        return str(error) or type(error).__name__

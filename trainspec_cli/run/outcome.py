@@ -1,0 +1,116 @@
+"""Decide how a run ended once its processes have: done, stopped or failed; write a missing `result.json`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trainspec_cli.core.errors import ERRORS_OF_RUNS, EXIT_DONE, Interrupted, Stopped, WorkerError
+from trainspec_cli.recipe.canonical import ABSENT, Absent
+from trainspec_cli.run.failure import Explanation, explain_end, find_failures
+from trainspec_cli.run.folder.accounting import account_run, read_recoveries
+from trainspec_cli.run.folder.event_types.training import EvalEvent, StepEvent
+from trainspec_cli.run.folder.events import read_sound
+from trainspec_cli.run.folder.memory import newest_copy, remove_copies
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import RunResult, read_result, write_result
+from trainspec_cli.run.job.job import Job
+from trainspec_cli.run.supervise import Ending
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    result: RunResult
+    explanation: Explanation | None = None
+    """The explanation of a failure; None where there was none."""
+    command_code: int | None = None
+    """The exit code of this command; None: the one that the result has, which may be the user's own command's."""
+
+    @property
+    def exit_code(self) -> int:
+        if self.command_code is not None:
+            return self.command_code
+        assert self.result.exit_code is not None, "a run that has ended has an exit code"
+        return self.result.exit_code
+
+
+def conclude(job: Job, ending: Ending) -> RunOutcome:
+    """Return how the run ended, with what its failures cost. Copies in this node's memory are dropped where the run has
+    ended and the disk has as much."""
+    outcome = _conclude(job, ending)
+    if outcome.result.status != "failed" and job.run.newest_step >= newest_copy(job.run):
+        remove_copies(job.run)
+    recoveries = tuple(read_recoveries(read_sound(job.run.events(0))))
+    result = replace(outcome.result, recoveries=recoveries)
+    if result.status == "failed" and outcome.explanation:
+        result = replace(result, reason=outcome.explanation.headline, hint=outcome.explanation.hint or ABSENT)
+    write_result(job.run, result)
+    return replace(outcome, result=result)
+
+
+def _conclude(job: Job, ending: Ending) -> RunOutcome:
+    """Take the workers' own result where they left one; else make one from what remains.
+
+    Workers that stopped though nobody had wanted it have failed. A worker that fails after the run was done changes
+    nothing, unless it reported an error of its own; one that fails while the others stop because torchrun asked them to
+    is a failure, and no stop on request.
+    """
+    if job.own:
+        return _conclude_own(job, ending)
+    if ending.given_up:
+        result = _result_from_events(job.run, "failed", WorkerError.exit_code)
+        return RunOutcome(result, Explanation(ending.given_up))
+    failures = find_failures(job)
+    causes = [failure for failure in failures if not failure.consequence]
+    explanation = explain_end(job, ending.exit_code, failures) if failures or ending.exit_code else None
+    left = read_result(job.run)
+    if left is not None:
+        self_reported = any(failure.self_reported for failure in causes)
+        if not self_reported if left.status == "done" else ending.stop_requested and not causes:
+            return RunOutcome(left, explanation)
+    elif ending.stop_requested and not causes:
+        exit_code = Stopped.exit_code if job.run.newest_step else Interrupted.exit_code
+        return RunOutcome(_result_from_events(job.run, "stopped", exit_code))
+    code = causes[0].exit_code if causes else WorkerError.exit_code
+    result = _result_from_events(job.run, "failed", code if code in ERRORS_OF_RUNS else WorkerError.exit_code)
+    return RunOutcome(result, explanation or explain_end(job, ending.exit_code, failures))
+
+
+def _conclude_own(job: Job, ending: Ending) -> RunOutcome:
+    """Take the exit code of the user's own command for its result. A command that was asked to stop has done so, with
+    whatever code; what it has saved, nobody knows."""
+    failures = find_failures(job)
+    if ending.stop_requested:
+        stepped = any(isinstance(event, StepEvent) for event in read_sound(job.run.events(0)))
+        code = Stopped.exit_code if stepped and ending.exit_code is not None else Interrupted.exit_code
+        return RunOutcome(_result_from_events(job.run, "stopped", ending.exit_code), None, code)
+    if ending.exit_code == 0 and not failures:
+        return RunOutcome(_result_from_events(job.run, "done", ending.exit_code), None, EXIT_DONE)
+    result = _result_from_events(job.run, "failed", ending.exit_code)
+    return RunOutcome(result, explain_end(job, ending.exit_code, failures), WorkerError.exit_code)
+
+
+def _result_from_events(run: RunDir, status: str, exit_code: int | None) -> RunResult:
+    """Return the result as far as the events of rank 0 reach; what only the workers could know is null."""
+    step: StepEvent | None = None
+    evaluation: EvalEvent | None = None
+    for event in read_sound(run.events(0)):
+        if isinstance(event, StepEvent):
+            step = event
+        elif isinstance(event, EvalEvent):
+            evaluation = event
+    time_s = account_run(run)
+    return RunResult(
+        status=status,
+        exit_code=exit_code,
+        steps=step.step if step else 0,
+        final_loss=step.loss if step else None,
+        heldout_bits_per_byte=_present(evaluation.heldout_bits_per_byte) if evaluation else None,
+        xz_bits_per_byte=_present(evaluation.xz_bits_per_byte) if evaluation else None,
+        tokens_per_s=None,
+        goodput=time_s.goodput,
+        time_s=time_s,
+    )
+
+
+def _present(value: float | Absent | None) -> float | None:
+    return None if isinstance(value, Absent) else value

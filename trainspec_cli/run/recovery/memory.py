@@ -1,0 +1,110 @@
+"""The changes of a run whose memory runs out: a smaller micro-batch, then recomputation, then offloading.
+
+The global batch stays as it is, and with it the loss and the gradients, up to rounding: only the number of passes and
+the place of the optimizer state change. Settings are ordered by the memory that they leave free, and each shortage
+leads to a later one, so a run takes every setting once at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from trainspec_cli.balance.batch.division import micro_batches_of
+from trainspec_cli.recipe.keys.run import Offload, Recompute
+from trainspec_cli.recipe.results.memory import MemorySetting, Relief
+from trainspec_cli.recipe.results.plan import Plan
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+OFFLOAD: tuple[Offload, ...] = ("none", "optimizer")
+
+
+def rank_setting(setting: MemorySetting) -> tuple[int, int, int]:
+    """Return where a setting stands among all of them: the later, the less memory it takes."""
+    return OFFLOAD.index(setting.offload), RECOMPUTE.index(setting.recompute), -setting.micro_batch_size
+
+
+def build_ladder(
+    start: MemorySetting,
+    *,
+    keeps_micro_batches: bool = False,
+    may_offload: bool = True,
+    needed_bytes: Callable[[MemorySetting], float | None] = lambda _: None,
+) -> tuple[MemorySetting, ...]:
+    """Return `start`, which is what the plan asks for, and the settings to take in turn where its memory runs out.
+
+    `keeps_micro_batches`: the samples of a micro-batch share statistics (batch norm). `may_offload`: the optimizer
+    state does not lie in host memory anyway. `needed_bytes` is the memory that a setting is predicted to take, None
+    where nobody knows: one that takes no less than the setting before it is left out.
+    """
+    ladder, least = [start], needed_bytes(start)
+    for setting in _below(start, keeps_micro_batches=keeps_micro_batches, may_offload=may_offload):
+        needed = needed_bytes(setting)
+        if needed is None or least is None or needed < least:
+            ladder.append(setting)
+            least = needed
+    return tuple(ladder)
+
+
+def _below(start: MemorySetting, *, keeps_micro_batches: bool, may_offload: bool) -> Iterator[MemorySetting]:
+    """Halve the micro-batch down to one sample, then recompute, then offload."""
+    setting = start
+    while setting.micro_batch_size > 1 and not keeps_micro_batches:
+        setting = replace(setting, micro_batch_size=math.ceil(setting.micro_batch_size / 2))
+        yield setting
+    for recompute in RECOMPUTE[RECOMPUTE.index(start.recompute) + 1 :]:
+        setting = replace(setting, recompute=recompute)
+        yield setting
+    if may_offload and start.offload == "none":
+        yield replace(setting, offload="optimizer")
+
+
+def next_setting(
+    ladder: Sequence[MemorySetting], failed: MemorySetting, taken: MemorySetting | None = None
+) -> MemorySetting | None:
+    """Return the first setting of `ladder` that comes after `failed`, whose memory ran out, and after `taken`, which
+    was taken last; None where none is left."""
+    last = max(rank_setting(setting) for setting in (failed, taken or failed))
+    return next((setting for setting in ladder if rank_setting(setting) > last), None)
+
+
+def settle(setting: MemorySetting, reliefs: Sequence[Relief]) -> MemorySetting:
+    """Return the setting that `reliefs` lead to from `setting`: one that asks for as much as what failed is given up
+    for what was taken instead."""
+    while True:
+        found = [relief for relief in reliefs if _asks_as_much(setting, relief)]
+        if not found:
+            return setting
+        setting = max((relief.taken for relief in found), key=rank_setting)
+
+
+def _asks_as_much(setting: MemorySetting, relief: Relief) -> bool:
+    """A relief that leads nowhere, as only a damaged file has one, is passed over."""
+    leads_on = rank_setting(relief.taken) > rank_setting(setting)
+    asks_as_much = setting.micro_batch_size >= relief.failed.micro_batch_size
+    return _is_alike(relief.failed, setting) and asks_as_much and leads_on
+
+
+def with_reliefs(plan: Plan, reliefs: Sequence[Relief]) -> Plan:
+    """Return `plan` as the shortages so far have left it; from the first of them on no rank is given more samples at a
+    time than the others."""
+    setting = settle(plan.memory_setting, reliefs)
+    if setting == plan.memory_setting and not any(_is_alike(relief.failed, setting) for relief in reliefs):
+        return plan
+    return replace(with_setting(plan, setting), largest_micro_batch_size=setting.micro_batch_size)
+
+
+def _is_alike(failed: MemorySetting, setting: MemorySetting) -> bool:
+    return (failed.recompute, failed.offload) == (setting.recompute, setting.offload)
+
+
+def with_setting(plan: Plan, setting: MemorySetting) -> Plan:
+    samples = math.ceil(plan.spec.batching.global_batch_size / plan.replica_groups)
+    return replace(
+        plan,
+        micro_batch_size=setting.micro_batch_size,
+        grad_accum_steps=micro_batches_of(plan.layout, setting.micro_batch_size, samples),
+        recompute=setting.recompute,
+        offload=setting.offload,
+    )

@@ -1,0 +1,488 @@
+"""Recovery from failures: a pure state machine over its replica groups; an ordinary run is one group.
+
+`next_action(state, event)` is called by the supervisor with what its backend observes, and by the simulation of goodput
+with what chance brings. A replica group passes through these phases:
+
+    waiting -> running -> done                 it ended well
+                  |
+                  +----> ending -> waiting     it failed, and is started again when its pause is over and its nodes
+                             |                 are there
+                             +---> gone        it is not started again
+
+A run of one group keeps its state in checkpoints alone. After a failure its workers have a grace time to report, and
+it starts again as a new generation, from its newest checkpoint, where that promises progress. Of several groups a
+failed one is killed at once: the others hold the state, step on, and heal it when it is back. Where memory ran out, the
+next start has a setting that takes less (`memory.py`), and the run ends where there is none.
+
+A node that is too slow (`leave_out.py`) is left out of a run of one group, which writes a checkpoint, ends and starts
+again without it. Several groups keep theirs, and give it fewer samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from trainspec_cli.recipe.keys.resilience import ResilienceSpec
+from trainspec_cli.recipe.results.memory import MemorySetting
+from trainspec_cli.run.recovery.memory import next_setting
+from trainspec_cli.run.recovery.run_state import (
+    Action,
+    AgentsFailed,
+    ArchiveErrors,
+    BeginGeneration,
+    Begun,
+    Decision,
+    Event,
+    Expect,
+    GroupEnded,
+    GroupState,
+    Inform,
+    Kill,
+    Launch,
+    LeaveOut,
+    MarkFailure,
+    NodeBack,
+    NodeLost,
+    NodeSlow,
+    NodesSeen,
+    NodeStopRequested,
+    NodeUnfit,
+    Orphaned,
+    Presence,
+    PresenceChanged,
+    RecordLosses,
+    Refuse,
+    RendezvousRestarted,
+    Retried,
+    RunState,
+    Stepped,
+    Stop,
+    StopRequested,
+    TakeSetting,
+    Tick,
+    WorkerFailed,
+)
+
+FAILURE_GRACE_S = 10
+"""Workers may take this long to end once one of them has failed, or their torchrun has."""
+LISTING_S = 2.0
+"""torchrun ends its workers within `FAILURE_GRACE_S` itself, and then lists how each of them ended."""
+RESTART_WINDOW_S = 3600.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+STUCK = 0.9
+"""Part of `resilience.exchange_timeout_s` that the others must have waited: clocks are read ten times a second."""
+ANSWER_S = 2.0
+"""A group whose exchange failed retries within this time."""
+
+
+def begin(
+    resilience: ResilienceSpec,
+    groups: int = 1,
+    stop_grace_s: float = 0.0,
+    checkpoint_step: int = 0,
+    presence: Presence = "awaited",
+    memory_ladder: tuple[MemorySetting, ...] = (),
+    own_restarts: int | None = None,
+) -> RunState:
+    """Return the state of a run of which nothing has been started yet."""
+    every = (GroupState(presence=presence),) * groups
+    return RunState(
+        *(resilience, every, stop_grace_s, checkpoint_step), memory_ladder=memory_ladder, own_restarts=own_restarts
+    )
+
+
+def next_action(state: RunState, event: Event) -> Decision:
+    """Return the state after `event`, and what is to be done now, in this order."""
+    after, actions = _HANDLERS[type(event)](state, event)
+    if isinstance(event, (PresenceChanged, GroupEnded)) and _counts_anew(state, after, event.group):
+        after, more = _count_groups(after)
+        return after, (*actions, *more)
+    return after, actions
+
+
+def may_restart(resilience: ResilienceSpec, restarts_s: tuple[float, ...], now_s: float) -> bool:
+    """Return whether what failed may be started again, having been started again at `restarts_s`."""
+    recent = [at for at in restarts_s if now_s - at < RESTART_WINDOW_S]
+    return resilience.mode != "none" and len(recent) < resilience.max_restarts_per_hour
+
+
+def pause_s(failures_in_a_row: int) -> float:
+    """Return the pause before the next start: none after a failure of what had worked, then doubling."""
+    if failures_in_a_row <= 1:
+        return 0.0
+    return float(min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(failures_in_a_row - 2, 30)))
+
+
+def enough_groups(resilience: ResilienceSpec, groups_left: int) -> bool:
+    """Return whether the run goes on with the groups that are there or can come back."""
+    return groups_left >= resilience.min_groups
+
+
+# Time passes, groups start and step
+
+
+def _tick(state: RunState, event: Tick) -> Decision:
+    state = state._replace(now_s=event.now_s)
+    if event.now_s > state.deadline_s:
+        return state._replace(killed=True), ()
+    actions: list[Action] = []
+    newest_step_s = max(group.stepped_s for group in state.groups)
+    newest_retry_s = max(group.retried_s for group in state.groups)
+    for number, group in enumerate(state.groups):
+        stuck = group.stepped_s > 0 and _is_stuck(state, group, newest_step_s, newest_retry_s)
+        if group.phase == "running" and (stuck or event.now_s > group.kill_at_s):
+            state = _change(state, number, phase="ending")
+            actions.append(Kill(number))
+        elif group.phase == "waiting":
+            state, started = _start_if_due(state, number)
+            actions += started
+    return state, tuple(actions)
+
+
+def _start_if_due(state: RunState, number: int) -> Decision:
+    group = state.groups[number]
+    if group.phase != "waiting" or state.now_s < group.start_at_s:
+        return state, ()
+    if group.needs_generation:
+        state = _change(state, number, needs_generation=False, presence="awaited")
+        return state._replace(has_begun=False, exit_code=None), (BeginGeneration(),)
+    if group.presence != "there":
+        return state, ()
+    starts, restarts_s = group.starts + 1, group.restarts_s
+    if group.starts and not group.is_planned:
+        restarts_s = (*(at for at in restarts_s if state.now_s - at < RESTART_WINDOW_S), state.now_s)
+    state = _change(
+        *(state, number),
+        phase="running",
+        starts=starts,
+        restarts_s=restarts_s,
+        is_planned=False,
+        kill_at_s=math.inf,
+        checkpoint_step=state.checkpoint_step,
+        stepped_s=0.0,
+        retried_s=0.0,
+    )
+    return state, (Launch(number, starts),)
+
+
+def _is_stuck(state: RunState, group: GroupState, newest_step_s: float, newest_retry_s: float) -> bool:
+    """Return whether the others have waited for a group as long as they may, while it neither stepped nor retried.
+
+    They may not be able to go on without it: a quorum is more than half of those that live. `newest_step_s`: when any
+    group last made a step; a group does not wait for itself.
+    """
+    allowed_until_s = max(group.stepped_s, group.retried_s) + STUCK * state.resilience.exchange_timeout_s
+    asked = newest_retry_s > allowed_until_s and state.now_s - newest_retry_s > ANSWER_S
+    return newest_step_s > allowed_until_s or asked
+
+
+def _presence_changed(state: RunState, event: PresenceChanged) -> Decision:
+    return _start_if_due(_change(state, event.group, presence=event.presence), event.group)
+
+
+def _begun(state: RunState, event: Begun) -> Decision:
+    return state._replace(has_begun=True), ()
+
+
+def _stepped(state: RunState, event: Stepped) -> Decision:
+    state = state._replace(has_stepped=True, has_begun=True)
+    return _change(state, event.group, stepped_s=state.now_s, failures_in_a_row=0), ()
+
+
+def _retried(state: RunState, event: Retried) -> Decision:
+    return _change(state, event.group, retried_s=state.now_s), ()
+
+
+# Workers and groups fail
+
+
+def _worker_failed(state: RunState, event: WorkerFailed) -> Decision:
+    """Kill the group, whose state the others hold; those of a run of one group may report and end by themselves."""
+    if state.groups[event.group].phase != "running":
+        return state, ()
+    if not state.is_alone:
+        return _change(state, event.group, phase="ending"), (Kill(event.group),)
+    return _kill_within(state, event.group, FAILURE_GRACE_S + LISTING_S)
+
+
+def _orphaned(state: RunState, event: Orphaned) -> Decision:
+    """Let workers without a torchrun save what they hold."""
+    if state.groups[event.group].phase != "running":
+        return state, ()
+    state, actions = _kill_within(state, event.group, FAILURE_GRACE_S)
+    return state, (*actions, Stop(event.group))
+
+
+def _kill_within(state: RunState, number: int, seconds: float) -> Decision:
+    kill_at_s = state.groups[number].kill_at_s
+    known = kill_at_s < math.inf
+    state = _change(state, number, kill_at_s=min(kill_at_s, state.now_s + seconds))
+    return state, () if known else (MarkFailure(),)
+
+
+def _group_ended(state: RunState, event: GroupEnded) -> Decision:
+    group = state.groups[event.group]
+    if group.phase not in ("running", "ending"):
+        return state, ()
+    state = state._replace(exit_code=event.exit_code, checkpoint_step=event.checkpoint_step)
+    only_orphans_killed = group.kill_at_s < math.inf
+    if event.done and (state.is_alone or group.phase == "running" or only_orphans_killed):
+        return _drop_waiting(_change(state, event.group, phase="done")), ()
+    state = _change(state, event.group, phase="gone", failures_in_a_row=group.failures_in_a_row + 1)
+    if state.leaving is not None:
+        return _after_leaving(state, event)
+    state = state._replace(last_failure=event.headline)
+    return (_after_failure_of_run if state.is_alone else _after_failure_of_group)(state, event)
+
+
+def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
+    """Start again from the newest checkpoint, or leave it at that: how the run ended is reported by others."""
+    group = state.groups[0]
+    over = state.stop_requested or state.stopping or bool(event.left_behind)
+    if not over and (taken := _less_memory(state, event)):
+        state, actions, words = _take(state, event, taken)
+        state = _change(state, 0, needs_generation=True)
+        return state, (*actions, Inform(f"{event.headline}; the run goes on from step {event.checkpoint_step} {words}"))
+    over = over or _comes_again(group, event, is_own=state.own_restarts is not None)
+    if state.own_restarts is not None:
+        return (state, ()) if over else _run_own_again(state, event)
+    if over or not may_restart(state.resilience, group.restarts_s, state.now_s):
+        return state, ()
+    state, _ = _wait(state, 0)
+    state = _change(state, 0, needs_generation=True)
+    place = f"step {event.checkpoint_step}" if event.checkpoint_step else "the beginning"
+    return state, (Inform(f"{event.headline}; the run starts again from {place}"),)
+
+
+def _run_own_again(state: RunState, event: GroupEnded) -> Decision:
+    """Start a command of the user's own again, where its budget has a start left. The same exception at the same place,
+    twice without a further step in between, is a bug of the program: it would come again."""
+    left = state.own_restarts or 0
+    group = state.groups[0]
+    if event.cause == group.cause != "" and event.reached_step <= group.reached_step and not event.has_worked:
+        why = "the start before failed at the same place, and no step further, so that it is not started again"
+        return state, (Inform(f"{event.headline}; {why}"),)
+    if not left:
+        return state, ()
+    state = _change(state, 0, cause=event.cause, reached_step=event.reached_step)
+    state, _ = _wait(state._replace(own_restarts=left - 1), 0)
+    state = _change(state, 0, needs_generation=True)
+    after = "no other start is left to it" if left == 1 else f"{left - 1} more are left to it"
+    return state, (Inform(f"{event.headline}; the command starts again, and {after}"),)
+
+
+def _comes_again(group: GroupState, event: GroupEnded, *, is_own: bool) -> bool:
+    """Return whether another start would most likely end in the same way: an error that was foreseen, or one of the
+    run's own that came before a checkpoint was written. What came from outside need not come again: it is followed by
+    a start from any checkpoint. SIGKILL is followed by a start from the beginning too, unless the kernel sent it for
+    want of memory, or the start before has ended without a step as well."""
+    if event.has_worked or event.foreseen:
+        return event.foreseen
+    if not event.from_outside:
+        return event.checkpoint_step <= group.checkpoint_step
+    if is_own:
+        return event.checkpoint_step <= 0
+    may_begin_anew = event.was_killed and event.shortage is None and group.failures_in_a_row <= 1
+    return event.checkpoint_step <= 0 and not may_begin_anew
+
+
+def _after_failure_of_group(state: RunState, event: GroupEnded) -> Decision:
+    """Start it again, go on without it, or end the run."""
+    failure = f"group {event.group}: {event.headline}"
+    if not state.is_ending and (taken := _less_memory(state, event)):
+        state, actions, words = _take(state, event, taken)
+        return state, (ArchiveErrors(event.group), *actions, Inform(f"{failure}; it starts again {words}"))
+    if event.foreseen or (event.own_error and not state.has_stepped):
+        state, actions = _stop(state)
+        return state, (Inform(failure), *actions)
+    archive = ArchiveErrors(event.group)
+    if state.is_ending:
+        return state, (archive,)
+    if not may_restart(state.resilience, state.groups[event.group].restarts_s, state.now_s):
+        return state, (archive, Inform(f"{failure}; it stays away, it failed too often"))
+    state, follows = _wait(state, event.group)
+    return state, (archive, Inform(f"{failure}; {follows}"))
+
+
+def _less_memory(state: RunState, event: GroupEnded) -> MemorySetting | None:
+    """Return what to take after a shortage of memory; None where there was none, or nothing is left to take.
+
+    Such starts are no restarts that `max_restarts_per_hour` ends: each setting is taken once.
+    """
+    if event.shortage is None or state.resilience.mode == "none":
+        return None
+    return next_setting(state.memory_ladder, event.shortage.failed, state.groups[event.group].taken)
+
+
+def _take(state: RunState, event: GroupEnded, taken: MemorySetting) -> tuple[RunState, tuple[Action, ...], str]:
+    """Let a group wait for its next start, with less memory; -> how it then differs, for people."""
+    assert event.shortage is not None, "its memory ran out"
+    state = _change(state, event.group, taken=taken, is_planned=True, failures_in_a_row=0)
+    state, _ = _wait(state, event.group)
+    words = f"with {taken.describe(event.shortage.failed)}"
+    return state, (TakeSetting(event.group, event.shortage, taken, event.headline),), words
+
+
+def _wait(state: RunState, number: int) -> tuple[RunState, str]:
+    """Let a group wait for its next start; -> what follows, for people."""
+    group = state.groups[number]
+    pause = pause_s(group.failures_in_a_row)
+    state = _change(state, number, phase="waiting", start_at_s=state.now_s + pause)
+    if group.presence != "there":
+        return state, "it starts again when its nodes are back"
+    return state, f"it starts again after {pause:.0f} s" if pause else "it starts again"
+
+
+# Nodes come and go
+
+
+def _node_lost(state: RunState, event: NodeLost) -> Decision:
+    """A run of one group cannot go on without any of its nodes; of several, those that ran there are away."""
+    losses = (RecordLosses(),) if state.is_alone else ()
+    hit = [number for number in event.groups if state.groups[number].phase == "running"]
+    groups = list(state.groups)
+    for number in hit:
+        groups[number] = groups[number]._replace(phase="ending")
+    state = state._replace(groups=tuple(groups))
+    return (_drop_waiting(state) if state.is_alone else state), (*losses, *map(Kill, hit))
+
+
+def _node_back(state: RunState, event: NodeBack) -> Decision:
+    return state, ()
+
+
+def _node_unfit(state: RunState, event: NodeUnfit) -> Decision:
+    name = f"node {event.node} ({event.hostname})" if event.hostname else f"node {event.node}"
+    if state.is_alone:
+        return _drop_waiting(state)._replace(exit_code=1), (RecordLosses(),)
+    if not any(group.starts for group in state.groups):
+        return state._replace(killed=True), (Refuse("unfit_host", f"{name}: {event.why}"),)
+    return state, (Inform(f"{name} came back and stays away: {event.why}"),)
+
+
+def _node_slow(state: RunState, event: NodeSlow) -> Decision:
+    """Leave a node out of a run of one group that is well: ask its workers to write a checkpoint and end, within the
+    time that they have for a stop. What fails is made good first, and a run that ends is left alone."""
+    group = state.groups[0]
+    over = state.is_over or state.is_ending or state.stop_requested or state.resilience.mode == "none"
+    over = over or not state.is_alone or event.node in state.left_out or state.leaving is not None
+    if over or not state.has_stepped or group.phase != "running" or group.kill_at_s < math.inf:
+        return state, ()
+    state = _change(state, 0, kill_at_s=state.now_s + state.stop_grace_s)
+    return state._replace(leaving=event), (Inform(event.why), Stop())
+
+
+def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
+    """Start again without the slow node. That is a failure where the workers did not end as they were asked to."""
+    leaving, group = state.leaving, state.groups[0]
+    assert leaving is not None, "a node is being left out"
+    state = state._replace(leaving=None, left_out=(*state.left_out, leaving.node))
+    without = LeaveOut(leaving.node)
+    over = state.stop_requested or state.stopping or bool(event.left_behind)
+    failed = event.own_error or event.foreseen or event.checkpoint_step <= group.checkpoint_step
+    if over or failed:
+        state, actions = _after_failure_of_run(state._replace(last_failure=event.headline), event)
+        return state, (without, *actions) if state.groups[0].phase == "waiting" else actions
+    state = _change(state, 0, is_planned=True, needs_generation=True, failures_in_a_row=0)
+    state, _ = _wait(state, 0)
+    return state, (without,)
+
+
+def _nodes_seen(state: RunState, event: NodesSeen) -> Decision:
+    return state, ()
+
+
+def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:
+    if state.is_alone:
+        return _drop_waiting(state)._replace(exit_code=event.exit_code), ()
+    if any(group.starts for group in state.groups):
+        return state, ()
+    message = f"what starts the nodes' agents ended with exit code {event.exit_code}"
+    return state._replace(killed=True), (Refuse("agents_failed", message),)
+
+
+def _rendezvous_restarted(state: RunState, event: RendezvousRestarted) -> Decision:
+    return state, (Inform("the rendezvous server ended; it starts again"),)
+
+
+# The run ends
+
+
+def _stop_requested(state: RunState, event: StopRequested) -> Decision:
+    """Kill workers that have written nothing yet: there is nothing to save. A second request kills as well."""
+    state = state._replace(stop_requested=True)
+    if event.times > 1 or not state.has_begun:
+        return _drop_waiting(state)._replace(killed=True), ()
+    return _stop(state)
+
+
+def _node_stop_requested(state: RunState, event: NodeStopRequested) -> Decision:
+    return _stop(state._replace(stop_requested=True))
+
+
+def _stop(state: RunState) -> Decision:
+    """Ask the workers to write a checkpoint and end; groups that wait stay away."""
+    if state.stopping:
+        return state, ()
+    deadline_s = min(state.deadline_s, state.now_s + state.stop_grace_s)
+    return _drop_waiting(state)._replace(stopping=True, deadline_s=deadline_s), (Stop(),)
+
+
+def _drop_waiting(state: RunState) -> RunState:
+    groups = tuple(group._replace(phase="gone") if group.phase == "waiting" else group for group in state.groups)
+    return state._replace(groups=groups)
+
+
+def _count_groups(state: RunState) -> Decision:
+    """End a run of several groups where too few of them run or may come."""
+    if state.is_alone or state.is_ending or state.killed:
+        return state, ()
+    left = sum(map(_may_come, state.groups))
+    actions: tuple[Action, ...] = ()
+    if left != state.expected_groups:
+        state, actions = state._replace(expected_groups=left), (Expect(left),)
+    if enough_groups(state.resilience, left):
+        return state, actions
+    given_up = (
+        f"{left} of {len(state.groups)} replica groups are left, and resilience.min_groups is "
+        f"{state.resilience.min_groups}; the last failure: {state.last_failure}"
+    )
+    state, stop = _stop(state._replace(given_up=given_up))
+    return state, (*actions, RecordLosses(), *stop)
+
+
+def _counts_anew(before: RunState, after: RunState, number: int) -> bool:
+    return not before.expected_groups or _may_come(before.groups[number]) != _may_come(after.groups[number])
+
+
+def _may_come(group: GroupState) -> bool:
+    return group.phase in ("running", "ending") or (group.phase == "waiting" and group.presence != "away")
+
+
+def _change(state: RunState, number: int, **changes: Any) -> RunState:
+    groups = state.groups
+    changed = groups[number]._replace(**changes)
+    return state._replace(groups=(*groups[:number], changed, *groups[number + 1 :]))
+
+
+_HANDLERS: dict[type, Callable[[RunState, Any], Decision]] = {
+    Tick: _tick,
+    PresenceChanged: _presence_changed,
+    Begun: _begun,
+    Stepped: _stepped,
+    Retried: _retried,
+    WorkerFailed: _worker_failed,
+    Orphaned: _orphaned,
+    GroupEnded: _group_ended,
+    NodeLost: _node_lost,
+    NodeBack: _node_back,
+    NodeUnfit: _node_unfit,
+    NodeSlow: _node_slow,
+    NodesSeen: _nodes_seen,
+    AgentsFailed: _agents_failed,
+    StopRequested: _stop_requested,
+    NodeStopRequested: _node_stop_requested,
+    RendezvousRestarted: _rendezvous_restarted,
+}

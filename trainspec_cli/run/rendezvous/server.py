@@ -1,0 +1,166 @@
+"""`python -m trainspec_cli.run.rendezvous.server DESCRIPTOR SUPERVISOR SECRET_FILE SILENCE_S PATIENCE_S PAUSE_S
+GRACE_S`: the rendezvous server of a job.
+
+It serves, on an inherited listening socket, a key-value store (torch.distributed's) and the replica groups' quorum.
+No byte of a connection is used before its handshake. Connections in their handshake are few and short-lived, and an
+error on a connection closes that connection alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.wire import rendezvous as messages
+from trainspec_cli.core.wire.client import LINE_BYTES, RENDEZVOUS_PURPOSE
+from trainspec_cli.core.wire.handshake import Challenge
+from trainspec_cli.recipe.records import read_record
+from trainspec_cli.run.folder.generations import read_secret
+from trainspec_cli.run.job.place import BACKLOG, allow_connections
+from trainspec_cli.run.recovery.quorum import ConnectedGroup, QuorumRules, choose_members
+from trainspec_cli.run.rendezvous.door import BAD_REQUEST, Door, prove
+from trainspec_cli.run.rendezvous.key_value import KeyValueStore
+
+TICK_S = 0.05
+"""The interval at which silent replica groups are looked for."""
+MAX_CONNECTIONS = 100_000
+"""The most connections of a job; the system's limit may be lower."""
+Write = Callable[[messages.Answer], None]
+
+
+class Quorums:
+    """The connected replica groups, and the quorums that they form one after another."""
+
+    def __init__(self, rules: QuorumRules, pause_s: float):
+        """Form no quorum for `pause_s`, so that groups can reconnect after the server was restarted."""
+        self._rules, self._begin_s = rules, time.monotonic() + pause_s
+        self._groups: dict[str, ConnectedGroup] = {}
+        self._requests: dict[str, messages.JoinQuorum] = {}
+        self._writers: dict[str, Write] = {}
+        self._previous: list[str] = []
+        self._epoch, self._number = time.time_ns(), 0
+
+    def hear(self, write: Write, request: messages.QuorumRequest) -> None:
+        """Handle a replica group's heartbeat, or its request to join the next step."""
+        name, now_s = request.name, time.monotonic()
+        if self._writers.get(name) is not write:
+            self._groups.pop(name, None)  # it repeats a request of a lost connection
+        self._writers[name] = write
+        self._groups[name] = replace(self._groups.get(name, ConnectedGroup(now_s)), heard_at_s=now_s)
+        if isinstance(request, messages.JoinQuorum):
+            self._requests[name] = request
+            self._groups[name] = ConnectedGroup(now_s, asked_at_s=now_s)
+            self.form()
+
+    def leave(self, name: str, write: Write) -> None:
+        """Forget the replica group if this connection is still its current one."""
+        if self._writers.get(name) is write:
+            del self._writers[name], self._groups[name]
+            self._requests.pop(name, None)
+            self.form()
+
+    def form(self) -> None:
+        """Answer the waiting replica groups, if a quorum can be formed now."""
+        now_s = time.monotonic()
+        members = choose_members(self._groups, self._previous, now_s, self._rules)
+        if not members or now_s < self._begin_s:
+            return
+        requests = [self._requests.pop(name) for name in members]
+        if members != self._previous or any(request.failures for request in requests):
+            self._number += 1
+        self._previous = members
+        quorum, steps = f"{self._epoch}-{self._number}", tuple(request.step for request in requests)
+        for name, request in zip(members, requests, strict=True):
+            self._groups[name] = replace(self._groups[name], asked_at_s=math.inf)
+            self._writers[name](messages.FormedQuorum(quorum, tuple(members), steps, request.number))
+
+
+class RendezvousServer:
+    def __init__(self, secret: bytes, quorums: Quorums):
+        self._secret = secret
+        self.store, self.quorums = KeyValueStore(), quorums
+        self._door = Door()
+        self._proven = 0
+
+    async def serve(self, listener: socket.socket, supervisor: int, grace_s: float) -> None:
+        """Serve until the supervisor kills this process.
+
+        If the supervisor itself is killed, the workers save and end within `grace_s`, and need the server until then.
+        """
+        server = await asyncio.start_server(self._serve_connection, sock=listener, limit=LINE_BYTES, backlog=BACKLOG)
+        orphaned_s = 0.0
+        while not orphaned_s or (self._proven and time.monotonic() < orphaned_s + grace_s):
+            self.quorums.form()
+            await asyncio.sleep(TICK_S)
+            if os.getppid() != supervisor:
+                orphaned_s = orphaned_s or time.monotonic()
+        server.close()
+
+    async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve one connection. An error is logged and closes this connection alone."""
+        try:
+            await self._shake_hands(reader, writer)
+            await self._answer_requests(reader, writer)
+        except (*BAD_REQUEST, OSError, EOFError, asyncio.CancelledError) as error:
+            self._door.note_refusal("rendezvous", writer, error)
+        finally:
+            writer.transport.abort()
+
+    async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with self._door.proving():
+            await prove(reader, writer, Challenge(self._secret, RENDEZVOUS_PURPOSE))
+
+    async def _answer_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        def write(answer: messages.Answer) -> None:
+            writer.write(json.dumps(asdict(answer), allow_nan=False).encode() + b"\n")
+
+        name = ""
+        self._proven += 1
+        try:
+            while line := await reader.readline():
+                request = read_request(json.loads(line))
+                if isinstance(request, messages.QuorumRequest):
+                    name = request.name
+                    self.quorums.hear(write, request)
+                elif isinstance(request, messages.WaitRequest):
+                    write(await self.store.wait(request))
+                else:
+                    write(self.store.answer(request))
+                await writer.drain()
+        finally:
+            self._proven -= 1
+            self.quorums.leave(name, write)
+
+
+def read_request(plain: JsonObject) -> messages.Request:
+    """Raises one of `BAD_REQUEST` where `plain` is no request."""
+    operation = plain[messages.OPERATION]
+    if not isinstance(operation, str):
+        raise TypeError(f"`{messages.OPERATION}` is no text")
+    request: messages.Request = read_record(messages.OPERATIONS[operation], plain)
+    return request
+
+
+def main() -> None:
+    descriptor, supervisor, secret_file, *times_s = sys.argv[1:]
+    silence_s, patience_s, pause_s, grace_s = map(float, times_s)
+    for number in (signal.SIGTERM, signal.SIGINT):  # sent to the whole job, whose workers still need this process
+        signal.signal(number, signal.SIG_IGN)
+    allow_connections(MAX_CONNECTIONS)
+    quorums = Quorums(QuorumRules(silence_s, patience_s), pause_s)
+    server = RendezvousServer(read_secret(Path(secret_file)), quorums)
+    asyncio.run(server.serve(socket.socket(fileno=int(descriptor)), int(supervisor), grace_s))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Run sbatch, squeue and scontrol, each with a timeout: a controller that is down must not block a command."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainspec_cli.core.errors import MachineError, Problem
+
+TIMEOUT_S = 30.0
+NONE = "(null)"
+ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
+
+
+def submit(script: Path) -> str:
+    """Submit a script and return the job's id. Raises MachineError with sbatch's message."""
+    answer = _run(["sbatch", "--parsable", str(script)], hint="check cluster.slurm (sinfo lists partitions and nodes)")
+    return answer.partition(";")[0].strip()
+
+
+def is_alive(job_id: str) -> bool:
+    """Return True if the job is pending or running; False also if Slurm cannot be reached."""
+    try:
+        answer = _run(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T"], hint="")
+    except MachineError:
+        return False
+    return bool(set(answer.split()) - ENDED)
+
+
+def pending() -> frozenset[str]:
+    """Return the user's pending jobs, an array's tasks one by one (`12_3`); none if Slurm cannot be reached."""
+    try:
+        answer = _run(["squeue", "--me", "--noheader", "--array", "--states=PENDING", "--format=%i"], hint="")
+    except MachineError:
+        return frozenset()
+    return frozenset(answer.split())
+
+
+def show(name: str, kind: str = "job") -> dict[str, str]:
+    """Return Slurm's fields of a job (`Restarts`, `PreemptTime`, `ExcNodeList`, ...) or a partition.
+
+    Raises MachineError.
+    """
+    answer = _run(["scontrol", "show", kind, name, "--oneliner"], hint="")
+    words = re.sub(r" JobName=.*? UserId=", " UserId=", answer).split()  # a name may hold blanks, and words like these;
+    return dict(word.split("=", 1) for word in reversed(words) if "=" in word)  # so may paths, which stand at the end
+
+
+def requeue(job_id: str) -> None:
+    """Requeue this job: Slurm ends it, script included, and queues it again. Raises MachineError."""
+    _run(["scontrol", "requeue", job_id], hint="resume it yourself: sbatch job.sbatch in the run's folder")
+
+
+def exclude(job_id: str, hostnames: Sequence[str], always: str | None = None) -> None:
+    """Exclude `hostnames`, and those of the node list `always`, from a pending job.
+
+    Earlier exclusions are kept as far as the partition has nodes enough, the newest first: a node lost long ago may
+    work again, and a job that could never start would wait forever. Raises MachineError.
+    """
+    job = show(job_id)
+    nodes_wanted = int(job["NumNodes"].partition("-")[0])  # of a range the lower end
+    room = int(show(job["Partition"], "partition")["TotalNodes"]) - nodes_wanted
+    kept = _names(always)
+    lost = [*(name for name in _names(job.get("ExcNodeList")) if name not in {*hostnames, *kept}), *hostnames]
+    newest = lost[max(0, len(lost) - max(0, room - len(kept))) :]
+    _run(["scontrol", "update", f"job={job_id}", f"ExcNodeList={','.join([*kept, *newest])}"], hint="")
+
+
+def _names(node_list: str | None) -> list[str]:
+    """Expand a node list: `node[3-5]` -> node3, node4, node5."""
+    if not node_list or node_list == NONE:
+        return []
+    return _run(["scontrol", "show", "hostnames", node_list], hint="").split()
+
+
+def own_address() -> str:
+    """Return the address, as Slurm knows it, of the node that this process runs on: the job's first."""
+    hostname = own_name()
+    found = re.search(r"NodeAddr=(\S+)", _run(["scontrol", "show", "node", hostname], hint=""))
+    return found[1] if found else hostname
+
+
+def own_name() -> str:
+    """Return Slurm's name of the node that this process runs on."""
+    return os.environ.get("SLURMD_NODENAME") or _names(os.environ["SLURM_JOB_NODELIST"])[0]
+
+
+def topology_addresses(num_nodes: int) -> dict[str, str]:
+    """Return the switches above each node of this job, as SLURM_TOPOLOGY_ADDR names them. Raises MachineError."""
+    srun = ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--mpi=none"]
+    answer = _run([*srun, "sh", "-c", 'echo "$SLURMD_NODENAME" "$SLURM_TOPOLOGY_ADDR"'], hint="")
+    lines = (line.split() for line in answer.splitlines())
+    addresses = {words[0]: words[1] if len(words) > 1 else "" for words in lines if words}
+    return {node: addresses[node] for node in _names(os.environ["SLURM_JOB_NODELIST"]) if node in addresses}
+
+
+def show_topology() -> str:
+    """Return what Slurm says of its switches. Raises MachineError."""
+    return _run(["scontrol", "show", "topology"], hint="")
+
+
+def _run(command: Sequence[str], hint: str) -> str:
+    """Run a command and return its output. Raises MachineError."""
+    name = command[0]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
+    except FileNotFoundError as error:
+        hint = "go to a login node of the cluster, or print the script here without --submit"
+        raise _failed("no_slurm", f"there is no {name} on this node", hint) from error
+    except subprocess.TimeoutExpired as error:
+        raise _failed("slurm_silent", f"{name} has not answered for {TIMEOUT_S:g} s", "scontrol ping") from error
+    if done.returncode != 0:
+        answer = done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+        raise _failed("slurm_refused", f"{name} refused: {answer}", hint)
+    return done.stdout
+
+
+def _failed(code: str, message: str, hint: str) -> MachineError:
+    return MachineError(Problem(code, message, hint=hint, environment=True))

@@ -1,0 +1,129 @@
+"""The container in which a job's agents run, and all that they start: by Slurm's pyxis plugin, or by Apptainer.
+
+The supervisor stays outside, since it calls scontrol and srun. Inside, the image's own Python runs this copy of
+trainspec, which is mounted. Options: github.com/NVIDIA/pyxis (`srun --help` shows them), and
+apptainer.org/docs/user/latest/cli/apptainer_exec.html.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import trainspec_cli
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.printable import on_one_line
+from trainspec_cli.recipe.keys.cluster import SlurmSpec
+
+HOME = "/opt/trainspec"
+"""The folder inside the container that holds trainspec, and nothing else that Python could import."""
+INSIDE = {"PYTHONPATH": HOME, "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1"}
+"""The image's Python sees no modules of the Python outside, nor those below a home that is mounted."""
+OF_ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
+"""The marks that a virtual or conda environment has at its root."""
+OF_SYSTEM = (Path("/"), Path("/usr"), Path("/usr/local"))
+"""Folders in which an image has programs of its own."""
+PREFIXES = {"apptainer": "APPTAINERENV_", "singularity": "SINGULARITYENV_"}
+"""Variables that begin so are set inside, without that, over the image's own."""
+
+
+def mounts(slurm: SlurmSpec, needed: Iterable[Path]) -> list[str]:
+    """Return the mounts as SRC:DST[:FLAGS]: trainspec, the folders that the run needs, each at its own path, the
+    environment of the container's Python, and those of the recipe. Raises RecipeError where a folder's name cannot be
+    mounted."""
+    package = Path(trainspec_cli.__file__).resolve().parent
+    own = [_mount(package, f"{HOME}/{package.name}:ro")]
+    folders = [*needed, *_environment_of(slurm.container_python)]
+    return [*own, *(_mount(source, str(target)) for source, target in _places(folders)), *_asked(slurm)]
+
+
+def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, Path]]:
+    """Yield each folder where it really lies, and also by its own name where that leads there by a link outside of all
+    that is mounted. A folder below another is mounted with it."""
+    by_name = {Path(os.path.normpath(folder)): folder.resolve() for folder in folders}
+    real = _outermost(by_name.values())
+    names = _outermost([*real, *(name for name in by_name if name not in real)])
+    yield from ((folder, folder) for folder in real)
+    yield from ((by_name[name], name) for name in names if name in by_name and name != by_name[name])
+
+
+def _asked(slurm: SlurmSpec) -> Iterator[str]:
+    for mount in slurm.container_mounts.split(",") if slurm.container_mounts else ():
+        yield mount if ":" in mount else f"{mount}:{mount}"
+
+
+def _mount(source: Path, target: str) -> str:
+    path = str(source)
+    if source == Path("/") or ":" in path or "," in path:
+        message = f"the container would have to see {on_one_line(path)}, which cannot be mounted by that name"
+        hint = "use a folder below / without colons and commas in its path"
+        raise RecipeError(Problem("bad_mount", message, "cluster.slurm.container_image", hint))
+    return f"{path}:{target}"
+
+
+def _outermost(folders: Iterable[Path]) -> list[Path]:
+    """Return the folders that are not below another of them: mounting that mounts them."""
+    distinct = list(dict.fromkeys(folders))
+    return [folder for folder in distinct if not any(other in folder.parents for other in distinct)]
+
+
+def _environment_of(python: str) -> list[Path]:
+    """Return the environment that a path to a Python is in, where it is one of this machine's, and the installation
+    that a virtual one is made of, where that lies outside the system's folders."""
+    root = Path(python).parent.parent
+    if not Path(python).is_absolute() or not any((root / name).exists() for name in OF_ENVIRONMENT):
+        return []
+    base = (root / "bin" / "python").resolve().parent.parent
+    return [root, *([] if base in (*OF_SYSTEM, root.resolve()) else [base])]
+
+
+def srun_options(slurm: SlurmSpec, folder: Path, mounted: Sequence[str]) -> list[str]:
+    """Return what pyxis wants of srun; nothing without it. `folder`: where the agents start."""
+    if slurm.container_image is None or slurm.container_runtime != "pyxis":
+        return []
+    return [
+        f"--container-image={slurm.container_image}",
+        f"--container-mounts={','.join(mounted)}",
+        f"--container-workdir={folder}",
+        *([f"--container-env={','.join(slurm.container_env)}"] if slurm.container_env else []),
+    ]
+
+
+def program(
+    slurm: SlurmSpec, folder: Path, mounted: Sequence[str], *, uses_gpus: bool, vendor: str | None
+) -> list[str]:
+    """Return the program that runs the rest of the command in the container; nothing where srun does. `vendor`: of the
+    GPUs, None where it is not known."""
+    if slurm.container_image is None or slurm.container_runtime == "pyxis":
+        return []
+    binds = [word for mount in mounted for word in ("--bind", mount)]
+    return [
+        slurm.container_runtime,
+        "exec",
+        *_gpu_option(slurm.container_gpus, vendor, uses_gpus),
+        *binds,
+        "--pwd",
+        str(folder),
+        slurm.container_image,
+    ]
+
+
+def _gpu_option(wanted: str, vendor: str | None, uses_gpus: bool) -> list[str]:
+    if wanted == "auto" and uses_gpus:
+        wanted = "amd" if vendor == "amd" else "nvidia"
+    return {"nvidia": ["--nv"], "amd": ["--rocm"]}.get(wanted, [])
+
+
+def python(slurm: SlurmSpec, variables: dict[str, str]) -> list[str]:
+    """Return the Python inside, with `variables` as they are outside and trainspec's own as they are inside: env sets
+    them whatever the image has."""
+    given = {**variables, **INSIDE}
+    return ["env", *(f"{name}={value}" for name, value in sorted(given.items())), slurm.container_python]
+
+
+def exports(slurm: SlurmSpec) -> Iterator[str]:
+    """Yield the shell lines by which Apptainer takes the variables of `container_env` over the image's."""
+    prefix = PREFIXES.get(slurm.container_runtime)
+    for name in slurm.container_env if prefix and slurm.container_image is not None else ():
+        yield f'[ -z "${{{name}+set}}" ] || export {prefix}{name}="${name}"'

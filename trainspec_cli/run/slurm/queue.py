@@ -1,0 +1,95 @@
+"""The job of a run in Slurm's queue: which it is, whether it is still pending, whether and how it goes back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trainspec_cli.core.errors import EXIT_DONE, Interrupted, Stopped, WorkerError
+from trainspec_cli.core.reading.files import read_field
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import NodeErrorRecord, WorkerErrorRecord, has_own_command, read_error
+from trainspec_cli.run.folder.versioned import read_versioned, write_versioned
+from trainspec_cli.run.slurm import commands as slurm
+
+HUNG = "hang"
+"""The error code of a worker whose step hung."""
+
+
+def note_job(run: RunDir, job_id: str) -> None:
+    """Record the job of a run; `job_id` as squeue shows it: `12`, or `12_3` for a task of an array."""
+    write_versioned(run.slurm_json, {"job_id": job_id})
+
+
+def job_of(run: RunDir) -> str | None:
+    """Return the job that a run was last given to; None where it was given to none."""
+    if not run.slurm_json.is_file():
+        return None
+    return read_field(run.slurm_json, read_versioned(run.slurm_json), "job_id", str)
+
+
+def own_job() -> str:
+    """Return the id of the job that this process is in, as `note_job` wants it.
+
+    A task's plain number would name the whole array in some commands.
+    """
+    task = os.environ.get("SLURM_ARRAY_TASK_ID")
+    return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{task}" if task else os.environ["SLURM_JOB_ID"]
+
+
+class Queue:
+    """Asks Slurm once for all runs, and not at all if none of them was submitted."""
+
+    def __init__(self) -> None:
+        self._pending: frozenset[str] | None = None
+
+    def holds(self, run: RunDir) -> bool:
+        job_id = job_of(run)
+        if job_id is None:
+            return False
+        if self._pending is None:
+            self._pending = slurm.pending()
+        return job_id in self._pending
+
+
+@dataclass(frozen=True)
+class Requeue:
+    reason: str
+    """`the time limit is near`"""
+    avoid: Sequence[str] = ()
+    """Nodes that were lost."""
+
+
+def is_over(job: Mapping[str, str], restarts: int) -> bool:
+    """Return True if Slurm has restarted the job meanwhile (its node was cut off, and came back).
+
+    The start that had `restarts` before it must then do nothing. `job` holds Slurm's fields of it.
+    """
+    return int(job.get("Restarts", restarts)) > restarts
+
+
+def is_preempted(job: Mapping[str, str]) -> bool:
+    """Return True if the job was preempted, by its warning's signal or by SIGTERM (which a scancel sends too)."""
+    return job.get("PreemptTime", "None") not in ("None", "Unknown")
+
+
+def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool, num_nodes: int) -> Requeue | None:
+    """Requeue for causes that a restart fixes: a time limit, a preemption, a lost node, a hang; not for an error. A
+    command of the user's own that hangs has been started again within its job, as often as it may."""
+    if preempted and exit_code != EXIT_DONE:  # workers that had not begun yet die of the signal: that is no failure
+        return Requeue("it was preempted")
+    if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):
+        return Requeue("it was warned of its time limit")
+    if exit_code != WorkerError.exit_code:
+        return None
+    nodes = (read_error(path, NodeErrorRecord) for path in sorted(run.errors_folder.glob("node*.json")))
+    lost = [node for node in nodes if node.lost]
+    if lost:
+        names = ", ".join(f"node {node.node} ({node.host or 'never joined'})" for node in lost)
+        all_at_once = len(lost) == num_nodes  # no single node is at fault
+        return Requeue(f"{names} was lost", [] if all_at_once else [node.host for node in lost if node.host])
+    hung = (read_error(path, WorkerErrorRecord).code == HUNG for path in run.errors_folder.glob("rank*.json"))
+    if not has_own_command(run) and any(hung):
+        return Requeue("a step hung")
+    return None

@@ -1,0 +1,311 @@
+"""The batch script of one run or of a sweep's array: Slurm options, environment, and one srun."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainspec_cli.core.cache import cache_dir
+from trainspec_cli.core.environment_names import CACHE, HUB_MIRROR, OWN_PATH, OWN_SAFE_PATH
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.printable import on_one_line
+from trainspec_cli.core.reading.hub_cache import hub_cache
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, SlurmSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.rules.slurm import gpus_of_node
+from trainspec_cli.run.backend.nodes.backend import AGENT, agent_command
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.communication import describe_communication
+from trainspec_cli.run.job.job import own_modules
+from trainspec_cli.run.slurm import container
+from trainspec_cli.run.slurm.activation import activation_lines
+
+DRIVER = "trainspec_cli.session.slurm_job"
+"""The module that the script finally executes."""
+
+ASKED = ("partition", "account", "qos", "time", "cpus_per_task", "mem", "constraint", "exclude", "dependency")
+"""Fields of `cluster.slurm` that are options of sbatch by the same names."""
+_PLAIN_WORD = re.compile(r"[\w.,:;/@%+=*&|()\[\]{}^~!?<>$-]+", re.ASCII)
+
+TRAP = (
+    """trap 'code=$?; if [ "${BASH_SOURCE[0]-}" = "$script" ]; then """
+    """echo "cluster.slurm.setup failed with exit code $code: $BASH_COMMAND" >&2; exit $code; fi' ERR"""
+)
+"""As `set -e`, but not within functions and sourced files: those of modules and conda hold commands that may fail."""
+KEPT = (CACHE, HUB_MIRROR)
+"""Variables of the submitting shell that the script sets; the rest comes from the site."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a job asks of Slurm, whether it trains a recipe or a command of the user's own."""
+
+    slurm: SlurmSpec
+    num_nodes: int
+    devices_per_node: int | None
+    """None where nobody has said how many."""
+    uses_gpus: bool
+    gpu_vendor: str | None = None
+    """None where the accelerator is not known."""
+    outlives_nodes: bool = False
+    """The run goes on when a node fails, so that Slurm must not kill the job."""
+    by_hostfile: bool = False
+    """Nodes are numbered by the hostfile that the job writes (`placing.py`)."""
+
+    @property
+    def is_in_container(self) -> bool:
+        return self.slurm.container_image is not None
+
+
+def asked_by_plan(plan: Plan) -> Asked:
+    chip = plan.spec.cluster.accelerator
+    return Asked(
+        slurm=plan.spec.cluster.slurm,
+        num_nodes=plan.num_nodes,
+        devices_per_node=plan.devices_per_node,
+        uses_gpus=plan.device == "cuda",
+        gpu_vendor=chip.vendor if chip else None,
+        outlives_nodes=plan.replica_groups > 1,
+        by_hostfile=places_nodes(plan),
+    )
+
+
+def asked_by_cluster(cluster: ClusterSpec) -> Asked:
+    """Return what the job of a command of the user's own asks for: it has no plan, and its cluster says it all."""
+    devices = cluster.devices_per_node
+    return Asked(
+        slurm=cluster.slurm,
+        num_nodes=cluster.num_nodes,
+        devices_per_node=devices if isinstance(devices, int) else None,
+        uses_gpus=cluster.device == "cuda" or cluster.slurm.gpus_per_node is not None,
+        gpu_vendor=cluster.accelerator.vendor if cluster.accelerator else None,
+    )
+
+
+def render_script(
+    plan: Plan,
+    roots: Sequence[Path],
+    recipe: str,
+    argv: Sequence[str],
+    folder: Path,
+    needed: Sequence[Path] = (),
+    *,
+    force: bool = False,
+) -> str:
+    """Return the script. Several `roots` make an array with one task each; the job starts in `folder`. `needed`: what
+    the runs read and a container must see, beside `folder` and their own folders. `force`: train although the plan is
+    predicted not to fit. Raises RecipeError where a container cannot see a folder."""
+    asked, own = asked_by_plan(plan), [root.parent if len(roots) > 1 else root for root in roots]
+    srun, agent = _start(asked, folder, [folder, *own, *needed], _caches())
+    lines = [
+        *_head(asked, roots, recipe, argv, folder),
+        *_exports(_variables()),
+        *_environment(asked, activation_lines(os.environ, sys.prefix, sys.executable)),
+        *_choose_root(roots),
+        *_communication(plan, roots[0]),
+        *_run_driver(["--force"] if force else [], srun, agent),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def render_own_script(asked: Asked, root: Path, name: str, argv: Sequence[str], folder: Path) -> str:
+    """Return likewise the script of a command of the user's own, whose run in `root` is written down. `name`: its
+    program, for people. The command finds PYTHONPATH as the job's shell has it, and not as trainspec needs it."""
+    srun, agent = _start(asked, folder, [folder, root], {})
+    variables = _variables()
+    lines = [
+        *_head(asked, [root], name, argv, folder),
+        *_exports({name: variables[name] for name in KEPT if name in variables}),
+        *_environment(asked, activation_lines(os.environ, sys.prefix, sys.executable, of_command=True)),
+        *_choose_root([root]),
+        f'export {OWN_PATH}="${{PYTHONPATH-}}" {OWN_SAFE_PATH}="${{PYTHONSAFEPATH-}}"',
+        *_exports({name: value for name, value in variables.items() if name not in KEPT}),
+        *_run_driver([], srun, agent),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _head(asked: Asked, roots: Sequence[Path], name: str, argv: Sequence[str], folder: Path) -> Iterator[str]:
+    yield "#!/bin/bash"
+    yield f"# trainspec {on_one_line(shlex.join(argv))}"
+    yield from (f"#SBATCH {option}" for option in _options(asked, roots, name))
+    yield ""
+    yield f"cd {shlex.quote(str(folder))}"
+
+
+def _exports(variables: Mapping[str, str]) -> Iterator[str]:
+    yield from (f"export {name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
+
+
+def _environment(asked: Asked, activation: Iterator[str]) -> Iterator[str]:
+    if asked.slurm.setup:
+        yield "# A line of cluster.slurm.setup that fails ends the job; || true behind it prevents that."
+        yield "script=${BASH_SOURCE[0]-}"
+        yield TRAP
+        yield from asked.slurm.setup
+        yield "trap - ERR"
+    yield from activation
+    yield from container.exports(asked.slurm)
+    yield ""
+
+
+def _communication(plan: Plan, root: Path) -> Iterator[str]:
+    """Say what the agent on each node sets for its workers: the job need not, and its own variables stay."""
+    for line in describe_communication(plan, RunDir(root)):
+        yield line if line.startswith("#") else f"#   {line.replace(str(root), '$run')}"
+
+
+def _run_driver(options: Sequence[str], srun: Sequence[str], agent: Sequence[str]) -> Iterator[str]:
+    yield "# Begins or resumes the run, watches over it, requeues it at the time limit, and ends with its exit code."
+    yield f'exec {shlex.join([sys.executable, "-m", DRIVER, *options])} "$run" \\'
+    yield f"  {shlex.join(srun)} \\"
+    yield f"  {shlex.join(agent)}"
+
+
+def check_folder(root: Path, named_by: str = "run.dir") -> None:
+    """Raise RecipeError if sbatch could not write the log below `root` (`%j` fails beside a backslash), or the script
+    could not name it. `named_by`: the key or option that names the folder."""
+    path = str(root)
+    if "\\" in path or path != on_one_line(path):
+        message = f"sbatch takes no backslash, line break or control character in the run's folder, {on_one_line(path)}"
+        raise RecipeError(
+            Problem("bad_text", message, named_by, f"choose another {named_by}, or work in another folder")
+        )
+
+
+def log_of(root: Path) -> Path:
+    """Return the log's pattern; %j is the job's number, and a requeued job appends."""
+    return root / "logs" / "slurm-%j.log"
+
+
+def array_log(roots: Sequence[Path]) -> Path:
+    """Return the pattern of an array's logs, which lie beside the runs: a script has one pattern for all tasks."""
+    return roots[0].parent / "slurm" / "%A_%a.log"
+
+
+def _options(asked: Asked, roots: Sequence[Path], name: str) -> Iterator[str]:
+    slurm = asked.slurm
+    is_array = len(roots) > 1
+    yield _option("job-name", slurm.job_name or on_one_line(_name_of_job(roots, name)))
+    yield f"--nodes={asked.num_nodes}"
+    yield "--ntasks-per-node=1"
+    yield _option("output", _pattern(array_log(roots) if is_array else log_of(roots[0])))
+    yield "--open-mode=append"
+    if is_array:
+        parallel = f"%{slurm.array_parallel}" if slurm.array_parallel else ""
+        yield f"--array=0-{len(roots) - 1}{parallel}"
+    yield from _asked(asked)
+    if slurm.exclusive:
+        yield "--exclusive"
+    yield from _outliving(asked)
+    yield f"--signal=B:USR2@{slurm.warn_s}"
+    yield "--requeue" if slurm.max_requeues else "--no-requeue"
+    yield from slurm.sbatch_lines
+
+
+def _name_of_job(roots: Sequence[Path], name: str) -> str:
+    """Return the run's folder, where the user has named it, else the recipe or the script: squeue shows eight
+    characters."""
+    is_named = len(roots) == 1 and not re.fullmatch(r"\d{8}-\d{6}(-\d+)?|TIME", roots[0].name)
+    return roots[0].name if is_named else name
+
+
+def _asked(asked: Asked) -> Iterator[str]:
+    given = {name: getattr(asked.slurm, name) for name in ASKED}
+    yield from (_option(name.replace("_", "-"), str(value)) for name, value in given.items() if value is not None)
+    yield from _gpus(asked)
+
+
+def _gpus(asked: Asked) -> Iterator[str]:
+    """Yield the option that asks for a node's GPUs, in the site's own way; srun takes them from the job."""
+    slurm, devices = asked.slurm, asked.devices_per_node
+    wanted = slurm.gpus_per_node or (str(devices) if asked.uses_gpus and devices else None)
+    if wanted is None or slurm.gpu_request == "none":
+        return
+    gpus = gpus_of_node(wanted, devices) or wanted if devices else wanted
+    is_gres = slurm.gpu_request == "gres"
+    yield _option(slurm.gpu_request.replace("_", "-"), f"gpu:{gpus}" if is_gres else gpus)
+
+
+def _option(name: str, value: str) -> str:
+    """Quote an option by sbatch's own rules for `#SBATCH` lines.
+
+    Blanks end a word and `#` begins a comment, except between double quotes; a backslash escapes the next character,
+    between quotes too.
+    """
+    if not _PLAIN_WORD.fullmatch(value):
+        value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    return f"--{name}={value}"
+
+
+def _pattern(log: Path) -> str:
+    """Escape per cent signs of the folder; only the file's name holds patterns such as %j."""
+    return f"{str(log.parent).replace('%', '%%')}/{log.name}"
+
+
+def _variables() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    return {"PYTHONUNBUFFERED": "1", **own_modules(), **kept}
+
+
+def _caches() -> dict[str, str]:
+    """Return the folders of caches by name: a home inside a container need not be that outside."""
+    return {CACHE: str(cache_dir().absolute()), "HF_HUB_CACHE": str(hub_cache().absolute())}
+
+
+def _choose_root(roots: Sequence[Path]) -> Iterator[str]:
+    if len(roots) == 1:
+        yield f"run={shlex.quote(str(roots[0]))}"
+        return
+    yield "runs=("
+    yield from (f"  {shlex.quote(str(root))}" for root in roots)
+    yield ")"
+    yield "run=${runs[$SLURM_ARRAY_TASK_ID]}"
+
+
+def start_command(plan: Plan, folder: Path, needed: Sequence[Path]) -> list[str]:
+    """Return the command that starts an agent on each node, in the container if there is one, which sees `needed`. No
+    hostfile numbers the nodes."""
+    srun, agent = _start(replace(asked_by_plan(plan), by_hostfile=False), folder, needed, _caches())
+    return [*srun, *agent]
+
+
+def _start(
+    asked: Asked, folder: Path, needed: Sequence[Path], inside: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """Return srun with its options, and what it starts on each node. `inside`: variables of a container beside those
+    of the script."""
+    slurm, srun = asked.slurm, srun_command(asked)
+    if not asked.is_in_container:
+        return srun, list(agent_command())
+    mounted = container.mounts(slurm, needed)
+    program = container.program(slurm, folder, mounted, uses_gpus=asked.uses_gpus, vendor=asked.gpu_vendor)
+    python = container.python(slurm, {**_variables(), **inside})
+    return [*srun, *container.srun_options(slurm, folder, mounted)], [*program, *python, *AGENT]
+
+
+def srun_command(asked: Asked) -> list[str]:
+    """Return the srun command with one task per node. A failed task does not end the others; their agents report."""
+    slurm, nodes = asked.slurm, asked.num_nodes
+    return [
+        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
+        *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),
+        *_outliving(asked),
+        *(["--distribution=arbitrary"] if asked.by_hostfile else []),
+        *("--cpu-bind=none", "--kill-on-bad-exit=0", "--unbuffered", "--mpi=none"),
+    ]
+
+
+def places_nodes(plan: Plan) -> bool:
+    """Return whether the plan's cost depends on which nodes stand together: the job then numbers them by a hostfile."""
+    return plan.blueprint is not None and plan.blueprint.sorts_nodes
+
+
+def _outliving(asked: Asked) -> Iterator[str]:
+    if asked.outlives_nodes:
+        yield "--no-kill"

@@ -1,0 +1,464 @@
+"""The matrix: which runs the clauses are measured on. A case is one plan; what is illegal is refused by the rules.
+
+Its axes are the families, the layouts, what saves memory or bits, the kernels that this chip has in place of the
+default ones, and what happens to a run of the trainer while it goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Literal
+
+from trainspec_cli.balance.batch.division import count_micro_batches, turns_of, weighted_counts
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec, RampStage
+from trainspec_cli.recipe.keys.comm import CommSpec, WireFormat
+from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH, KernelSpec
+from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
+from trainspec_cli.recipe.keys.model import ModelSpec, has_layer_list
+from trainspec_cli.recipe.keys.optim import OptimSpec, ScheduleSpec
+from trainspec_cli.recipe.keys.run import CheckpointSpec, Offload, PrecisionSpec, Recompute, RunSpec, TrainSection
+from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
+from trainspec_cli.recipe.rules.check import apply
+from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.kernels import KERNEL_RULES, lacking
+from trainspec_cli.run.recovery.memory import build_ladder
+from trainspec_cli.wings.certify.families import FAMILIES, LOSSES, SAMPLES, SEQ_LEN
+
+Compute = Literal["fp32", "bf16", "fp64", "fp8"]
+"""fp8: linear layers multiply in it, the rest is bf16."""
+Optimizer = Literal["sgd", "adamw", "even_adamw"]
+STEPS = 20
+SAVE_AT = 10
+CLIP_FROM = 10
+"""Plain descent clips from this step on."""
+CLIP_NORM = 0.1
+"""Less than any gradient's norm."""
+RAMP = ((0, 4), (12, 8), (28, 12))
+"""A batch that grows: samples trained, and the samples of the steps from there on."""
+RAMP_SIZES = (4, 4, 4, 8, 8, 12, 12)
+"""The steps that it makes."""
+LIVE_STEPS = 14
+"""Steps of a run of the trainer that meets changes."""
+EVERY_STEPS = 2
+"""Steps between its changes."""
+SAVE_EVERY_STEPS = 3
+"""A run that is killed has a checkpoint of the step before its second change, in the layout after its first."""
+CHANGED_AT = EVERY_STEPS
+KILLED_AT = 2 * EVERY_STEPS
+"""The steps of a change that fails, and of the one in which a run is killed."""
+SHORT_AT = 5
+"""The step from which memory is short."""
+FITTING_SAMPLES = 2
+"""The samples of a micro-batch that fit then."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """The changes that a run of the trainer meets."""
+
+    changes: tuple[Layout, ...] = ()
+    """Its layouts after the first, in turn, each for `EVERY_STEPS` steps and the last one to the end."""
+    disturbance: Literal["none", "killed", "move_oom", "oom"] = "none"
+
+    def fault(self, ranks: int) -> str:
+        """Return the recipe's `fault`."""
+        if self.disturbance == "move_oom":
+            return f"move_oom(step={CHANGED_AT},rank={ranks - 1})"
+        if self.disturbance == "oom":
+            shortages = (f"oom(step={SHORT_AT},rank={rank},above={FITTING_SAMPLES})" for rank in range(ranks))
+            return "; ".join(shortages)
+        return ""
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    layout: Layout = field(default_factory=Layout)
+    compute: Compute = "fp32"
+    recompute: Recompute = "none"
+    offload: Offload = "none"
+    compile: bool = False
+    micro_batch_size: int = 4
+    """Samples of a micro-batch; a rank's samples where they are fewer."""
+    optimizer: Optimizer = "sgd"
+    unequal_shares: bool = False
+    """The first data-parallel rank takes nearly all samples, so that the others have empty micro-batches."""
+    ramp: bool = False
+    """The batch grows while the run goes on."""
+    gradients: WireFormat = "full"
+    """The format in which gradients travel."""
+    kernel: tuple[str, str] | None = None
+    """An operation, and its backend in place of the default one."""
+    live: Live | None = None
+    """The trainer makes the run, as in a launch, and this is what happens to it."""
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The shares of the data-parallel ranks; none where they are equal."""
+        others = self.layout.data_parallel_size - 1
+        return (float(SAMPLES - others), *([1.0] * others)) if self.unequal_shares else ()
+
+    @property
+    def name(self) -> str:
+        """`dense-fp32-tp2.pp2.zbv-full`."""
+        extras = {
+            self.recompute: self.recompute != "none",
+            "offload": self.offload != "none",
+            "compiled": self.compile,
+            self.optimizer: self.optimizer != "sgd" and not self.live,
+            "shares": self.unequal_shares,
+            "ramp": self.ramp,
+            f"{self.gradients}_gradients": self.gradients != "full",
+            ".".join(self.kernel or ()): self.kernel is not None,
+        }
+        shown = [extra for extra, wanted in extras.items() if wanted]
+        if self.live:
+            undisturbed = "changed" if self.live.changes else "kept"
+            shown += ["live", undisturbed if self.live.disturbance == "none" else self.live.disturbance]
+        return "-".join([self.family, self.compute, name_layout(self.layout), *shown])
+
+    @property
+    def reference(self) -> Case:
+        """The same arithmetic in one process."""
+        return Case(
+            self.family,
+            compute=self.compute,
+            micro_batch_size=self.micro_batch_size,
+            optimizer=self.optimizer,
+            ramp=self.ramp,
+        )
+
+
+def name_layout(layout: Layout) -> str:
+    axes = [f"{axis}{getattr(layout, axis)}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")]
+    words = [axis for axis in axes if not axis.endswith("1")] or ["one"]
+    if layout.dp_shard > 1 and layout.zero_stage != 3:
+        words.append(f"zero{layout.zero_stage}")
+    if layout.cp > 1:
+        words.append(layout.context_method)
+    if layout.tp > 1 and not layout.sequence_parallel:
+        words.append("plain")
+    if layout.pp > 1:
+        words.append(layout.pipeline_schedule)
+    if layout.stage_layers:
+        words.append("uneven")
+    return ".".join(words)
+
+
+# The matrix
+
+
+def layouts(num_layers: int) -> Iterator[Layout]:
+    """Every axis alone in every manner, and axes combined."""
+    uneven = (num_layers - 1, 1)
+    yield Layout(dp_replicate=2)
+    yield from (Layout(dp_shard=2, zero_stage=stage) for stage in (1, 2, 3))
+    yield from (Layout(tp=2, sequence_parallel=parallel) for parallel in (True, False))
+    yield Layout(cp=2)
+    yield Layout(cp=2, context_method="ulysses")
+    yield from (Layout(pp=2, pipeline_schedule=schedule) for schedule in ("gpipe", "1f1b", "zero_bubble", "zbv"))
+    yield Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2)
+    yield Layout(pp=2, stage_layers=uneven)
+    yield Layout(dp_shard=2, ep=2)
+    yield Layout(dp_replicate=2, dp_shard=2)
+    yield Layout(dp_shard=2, tp=2)
+    yield Layout(dp_shard=2, cp=2)
+    yield Layout(dp_replicate=2, pp=2, pipeline_schedule="zbv")
+    yield Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble")
+    yield Layout(dp_shard=2, pp=2, zero_stage=2)
+    yield Layout(tp=2, cp=2)
+    yield Layout(tp=2, pp=2)
+    yield Layout(cp=2, pp=2, pipeline_schedule="interleaved", virtual_stages=2)
+    yield Layout(dp_shard=4, ep=2)
+    yield Layout(dp_shard=2, tp=2, ep=4)
+    yield Layout(dp_shard=2, pp=2, ep=2)
+    yield Layout(dp_shard=2, tp=2, pp=2)
+    yield Layout(dp_replicate=2, dp_shard=2, tp=2)
+    yield Layout(tp=2, cp=2, pp=2)
+    yield Layout(dp_shard=2, cp=2, pp=2, pipeline_schedule="zbv")
+    yield Layout(dp_shard=4, tp=2, ep=8)
+
+
+COMBINED = (
+    Layout(dp_shard=2),
+    Layout(tp=2),
+    Layout(cp=2),
+    Layout(pp=2),
+    Layout(pp=2, pipeline_schedule="zbv"),
+    Layout(dp_shard=2, ep=2),
+    Layout(dp_shard=2, tp=2),
+)
+"""Layouts that recomputation, offload, compiling and bf16 are combined with."""
+RAMPED = (
+    Layout(dp_replicate=2),
+    Layout(dp_shard=2),
+    Layout(tp=2),
+    Layout(cp=2),
+    Layout(pp=2, pipeline_schedule="zbv"),
+    Layout(pp=2, pipeline_schedule="interleaved", virtual_stages=2),
+    Layout(dp_shard=2, ep=2),
+    Layout(dp_replicate=2, dp_shard=2),
+)
+"""Layouts of the cases that train a batch which grows."""
+COMPRESSED = (
+    Layout(dp_replicate=2),
+    Layout(dp_shard=2),
+    Layout(dp_shard=2, ep=2),
+    Layout(dp_replicate=2, dp_shard=2),
+    Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble"),
+)
+"""Layouts of the cases whose gradients travel in fewer bits."""
+MOVING = (Layout(pp=2), Layout(dp_shard=2, pp=2, pipeline_schedule="zero_bubble"))
+"""Pipelines whose layers move."""
+TOURS = (
+    (
+        *(Layout(dp_shard=2), Layout(tp=2), Layout(pp=2), Layout(cp=2), Layout(dp_shard=2, ep=2)),
+        *(Layout(dp_shard=2, zero_stage=1), Layout(dp_replicate=2)),
+    ),
+    (
+        *(Layout(dp_replicate=2, dp_shard=2), Layout(tp=2, pp=2), Layout(dp_shard=2, cp=2), Layout(dp_shard=4)),
+        *(Layout(dp_shard=2, pp=2, pipeline_schedule="zbv"), Layout(dp_shard=4, ep=2)),
+    ),
+)
+"""Layouts that a run has in turn, as far as its family has them."""
+SHORT = (Layout(), Layout(dp_shard=2), Layout(pp=2, pipeline_schedule="gpipe"))
+"""Layouts in which memory runs out. In gpipe all messages between stages have arrived before the first backward: the
+processes leave none of them behind when they go on with another start."""
+COMPRESSED_FAMILIES = ("dense", "moe")
+"""Exchanges know rows of numbers and no models: experts alone have exchanges of their own."""
+
+
+LIVE_CLAUSES = ("LIVE-1", "LIVE-2", "LIVE-3", "LIVE-4", "LIVE-5")
+COMM_CLAUSES = ("COMM-1", "COMM-2", "COMM-3")
+OWN_CASES = ("NUM-1", "NUM-3", "NUM-4", "NUM-5", "NUM-7", "NUM-8", *COMM_CLAUSES, *LIVE_CLAUSES)
+FP8_FAMILY = "dense"
+
+
+def cases(max_processes: int, *, with_fp8: bool = True) -> dict[str, list[Case]]:
+    """Return the legal cases of each clause that needs runs of its own, on at most `max_processes`.
+
+    `with_fp8`: torchao is installed, so that linear layers can compute in fp8.
+    """
+    by_clause: dict[str, list[Case]] = {clause: [] for clause in OWN_CASES}
+    for family, spread in ((f, s) for f in FAMILIES for s in spreads(f, max_processes)):
+        by_clause["NUM-1"].append(Case(family, spread))
+        if spread.data_parallel_size > 1:
+            by_clause["NUM-7"].append(Case(family, spread, unequal_shares=True))
+        if spread in RAMPED:
+            by_clause["NUM-8"].append(Case(family, spread, ramp=True))
+        if spread in COMPRESSED and family in COMPRESSED_FAMILIES:
+            by_clause["COMM-1"] += [Case(family, spread, gradients=gradients) for gradients in ("bf16", "int8", "int4")]
+            by_clause["COMM-2"] += [Case(family, spread, gradients=gradients) for gradients in ("int8", "int4")]
+            by_clause["COMM-3"].append(Case(family, spread, optimizer="adamw", gradients="int4"))
+        if spread not in COMBINED:
+            continue
+        by_clause["NUM-3"].append(Case(family, spread, compute="bf16"))
+        if family == FP8_FAMILY and with_fp8:
+            by_clause["NUM-3"].append(Case(family, spread, compute="fp8"))
+        by_clause["NUM-4"] += [Case(family, spread, recompute=again) for again in ("selective", "full")]
+        by_clause["NUM-4"].append(Case(family, spread, offload="optimizer"))
+        by_clause["NUM-5"].append(Case(family, spread, compile=True))
+    for family in FAMILIES:
+        for clause, layout, live in _live_runs(family, max_processes):
+            by_clause[clause].append(Case(family, layout, optimizer="even_adamw", live=live))
+    return {clause: [case for case in found if not refusals(case)] for clause, found in by_clause.items()}
+
+
+def _live_runs(family: str, max_processes: int) -> Iterator[tuple[str, Layout, Live]]:
+    """Yield the runs of a family for each clause: its first layout, and what happens to it."""
+
+    def is_legal(layout: Layout) -> bool:
+        return layout.world_size <= max_processes and not refusals(Case(family, layout))
+
+    for pipeline in filter(is_legal, MOVING):
+        cuts = moves(pipeline, FAMILIES[family].num_layers)
+        if all(map(is_legal, cuts)):
+            yield "LIVE-1", pipeline, Live(cuts)
+            yield "LIVE-4", pipeline, Live(cuts[:1], "move_oom")
+    tours = ([layout for layout in tour if is_legal(layout)] for tour in TOURS)
+    for first, *others in (tour for tour in tours if len(tour) > 1):
+        yield "LIVE-2", first, Live(tuple(others))
+        if len(others) > 1:
+            yield "LIVE-3", first, Live(tuple(others), "killed")
+        yield "LIVE-4", first, Live(tuple(others[:1]), "move_oom")
+    if not _keeps_micro_batches(family):
+        yield from (("LIVE-5", layout, Live(disturbance="oom")) for layout in SHORT if is_legal(layout))
+
+
+def moves(layout: Layout, num_layers: int) -> tuple[Layout, ...]:
+    """Return the cuts that a pipeline of two stages has in turn: layers go one way, the other way, and back."""
+    cuts = ((num_layers - 1, 1), (1, num_layers - 1), None)
+    return tuple(replace(layout, stage_layers=cut) for cut in cuts)
+
+
+def _keeps_micro_batches(family: str) -> bool:
+    """Return whether the samples of a micro-batch share statistics, over all ranks: batch normalisation."""
+    return FAMILIES[family].unit == "samples"
+
+
+def spreads(family: str, max_processes: int) -> list[Layout]:
+    """The layouts that are legal for a family."""
+    return [layout for layout in _sized(family, max_processes) if not refusals(Case(family, layout))]
+
+
+def refused(max_processes: int) -> dict[str, tuple[Problem, ...]]:
+    """The layouts of the matrix that are illegal, by case, with the reasons."""
+    all_cases = [Case(family, layout) for family in FAMILIES for layout in _sized(family, max_processes)]
+    return {case.name: problems for case in all_cases if (problems := refusals(case))}
+
+
+def _sized(family: str, max_processes: int) -> list[Layout]:
+    num_layers = FAMILIES[family].num_layers
+    return [layout for layout in layouts(num_layers) if layout.world_size <= max_processes]
+
+
+@cache
+def refusals(case: Case) -> tuple[Problem, ...]:
+    spec = build_spec(case)
+    return (*check_engine(spec), *(apply(KERNEL_RULES, spec) if case.kernel else ()))
+
+
+# Kernels as an axis of the matrix
+
+UPDATE = "adamw"
+"""The operation that is no part of the gradients."""
+SPREAD_FAMILIES = {"grouped_matmul": "moe", "ssd_scan": "mamba"}
+"""The family that shows an operation in several layouts; dense for all others."""
+FP8 = "fp8"
+
+
+def features_here(*, on_gpu: bool) -> tuple[str, ...]:
+    """Return what this chip and its packages have in place of the defaults: kernels (`attention.math`), and `fp8`."""
+    kernels = [f"{operation}.{backend}" for operation in KERNELS for backend in backends(operation, on_gpu=on_gpu)]
+    return (*kernels, *([FP8] if importlib.util.find_spec("torchao") is not None else []))
+
+
+def kernel_cases(max_processes: int, features: Collection[str], *, of_updates: bool = False) -> Iterator[Case]:
+    """Yield the legal cases of the kernels that gradients depend on, or of the optimizer's.
+
+    What is compiled takes long: it is measured in the family that shows its operation, in one process.
+    """
+    for family, model in FAMILIES.items():
+        for operation in KERNELS:
+            if (operation == UPDATE) != of_updates or not (of_updates or _has(model, operation)):
+                continue
+            shows = family == SPREAD_FAMILIES.get(operation, "dense") or len(FAMILIES) == 1
+            for backend in KERNELS[operation]:
+                compiled = KERNELS[operation][backend].needs_compiler
+                if f"{operation}.{backend}" not in features or (compiled and not shows):
+                    continue
+                spread = COMBINED if shows and not compiled else ()
+                for layout in (Layout(), *(each for each in spread if each.world_size <= max_processes)):
+                    optimizer: Optimizer = "even_adamw" if of_updates else "sgd"
+                    case = Case(family, layout, optimizer=optimizer, kernel=(operation, backend))
+                    if not refusals(case):
+                        yield case
+
+
+def backends(operation: str, *, on_gpu: bool) -> list[str]:
+    """Return the backends beside the default one that this chip and its packages have."""
+    others = ((name, backend) for name, backend in KERNELS[operation].items() if name != TORCH)
+    return [name for name, backend in others if not lacking(backend, on_gpu=on_gpu)]
+
+
+def _has(model: ModelSpec, operation: str) -> bool:
+    """Return whether a model's layers have attention or SwiGLU; the rules of a recipe tell of other operations."""
+    if operation not in ("attention", "swiglu"):
+        return True
+    if not has_layer_list(model):
+        return False
+    mixers = {mixer for layer in model.layer_list for mixer in layer.mixers}
+    if operation == "attention":
+        return bool(mixers & {"attention", "latent"})
+    plain = "feed_forward" in mixers or ("experts" in mixers and model.as_decoder.gate_limit is None)
+    return plain and model.gated_mlp and model.activation == "silu"
+
+
+# A case as a plan
+
+
+_OPTIMIZERS = {
+    "sgd": OptimSpec(name="sgd", lr=0.1, weight_decay=0.0, grad_clip_norm=None, schedule=ScheduleSpec(kind="constant")),
+    "adamw": OptimSpec(name="adamw", lr=1e-3, schedule=ScheduleSpec(kind="constant")),
+    # AdamW turns a gradient of nearly 0 into a whole update. Beside this eps it stays a small one, and moments count.
+    "even_adamw": OptimSpec(
+        name="adamw", lr=1e-3, eps=1e-2, weight_decay=0.0, grad_clip_norm=1.0, schedule=ScheduleSpec(kind="constant")
+    ),
+}
+
+
+def build_spec(case: Case) -> RunSpec:
+    model = FAMILIES[case.family]
+    images = model.unit == "samples"
+    wanted = {name: getattr(case.layout, name) for name in LayoutSpec.__dataclass_fields__}
+    seq_len = 1 if images else SEQ_LEN
+    batching = BatchingSpec(global_batch_size=SAMPLES)
+    steps = LIVE_STEPS if case.live else STEPS
+    if case.ramp:
+        (_, first), *later = RAMP
+        stages = tuple(RampStage(samples * seq_len, size) for samples, size in later)
+        batching = BatchingSpec(global_batch_size=first, schedule=BatchScheduleSpec(kind="ramp", stages=stages))
+        steps = sum(RAMP_SIZES) // RAMP_SIZES[0]
+    train = TrainSection(steps)
+    if (own := LOSSES.get(case.family)) is not None:
+        train = TrainSection(steps, loss=own.loss, loss_options=own.loss_options)
+    is_killed = case.live is not None and case.live.disturbance == "killed"
+    return RunSpec(
+        model=model,
+        data=DataSpec(source="phantom" if images else "python_stdlib", seq_len=seq_len),
+        optim=_OPTIMIZERS[case.optimizer],
+        batching=batching,
+        train=train,
+        layout=LayoutSpec(**wanted),
+        comm=CommSpec(gradients=case.gradients),
+        kernels=KernelSpec(**dict([case.kernel] if case.kernel else [])),
+        precision=PrecisionSpec(compute="fp32", matmul="fp8" if case.compute == "fp8" else "compute"),
+        compile=case.compile,
+        recompute=case.recompute,
+        offload=case.offload,
+        checkpoint=CheckpointSpec(SAVE_EVERY_STEPS, "sync") if is_killed else CheckpointSpec(None),
+        fault=case.live.fault(case.layout.world_size) if case.live else "",
+    )
+
+
+def build_plan(case: Case, device: Literal["cpu", "cuda"]) -> Plan:
+    layout = case.layout
+    spec = build_spec(case)
+    largest = RAMP[-1][1] if case.ramp else SAMPLES
+    most = max(weighted_counts(largest, case.weights or (1.0,) * layout.data_parallel_size))
+    # Batch norm speaks of all samples of a micro-batch, over all ranks: there has to be one of them.
+    keeps_micro_batches = _keeps_micro_batches(case.family)
+    micro = most if keeps_micro_batches else min(case.micro_batch_size, most)
+    plan = Plan(
+        spec=spec,
+        layout=replace(layout, sequence_parallel=layout.sequence_parallel and layout.tp > 1),
+        device=device,
+        num_nodes=1,
+        devices_per_node=layout.world_size,
+        compute="bf16" if case.compute == "fp8" else case.compute,
+        recompute=case.recompute,
+        offload=case.offload,
+        micro_batch_size=micro,
+        grad_accum_steps=count_micro_batches(most, micro, turns_of(layout)),
+        comm=spec.comm.fixed,
+        kernels=spec.kernels,
+        params=0,
+        flops_per_token=0.0,
+    )
+    if case.live is None:
+        return plan
+    changes = []
+    for number, later in enumerate(case.live.changes, 1):
+        then = build_plan(replace(case, layout=later, live=None), "cpu")
+        changes.append(PlannedLayout(EVERY_STEPS * number, then.layout, then.micro_batch_size, then.grad_accum_steps))
+    return replace(
+        plan,
+        peak_flops=1.0,
+        memory_ladder=build_ladder(plan.memory_setting, keeps_micro_batches=keeps_micro_batches, may_offload=False),
+        changes=tuple(changes),
+    )

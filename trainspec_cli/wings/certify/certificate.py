@@ -1,0 +1,364 @@
+"""The certificate: what was measured, under a digest and a signature; and the certificates of others, verified.
+
+Every statement of a certificate that follows from others is computed by `derive`, when it is written and when it is
+read. Signatures are Ed25519. A private key is a PEM file (PKCS 8 or OpenSSH's form) that its user alone may read, as
+`ssh-keygen -t ed25519` makes it; a public key is one line as OpenSSH has it, and its fingerprint is the one that
+`ssh-keygen -l` prints.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import importlib.util
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.reading.files import UnreadableFileError, read_field, read_object, read_text
+from trainspec_cli.core.trust import read_private
+from trainspec_cli.recipe.canonical import canonical_json, to_plain
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.records import FieldError, read_record
+from trainspec_cli.recipe.results.certificate import Certificate, ClauseSummary, Finding, NotOffered, Signer
+from trainspec_cli.run.job.provenance import versions
+from trainspec_cli.wings.certify.cases import refused
+from trainspec_cli.wings.certify.clauses import LEVELS, SECURITY, read_clauses, spec_sha256, spec_version, stand
+from trainspec_cli.wings.certify.judge import checks
+from trainspec_cli.wings.certify.other_engine import engine_checks
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+SCHEMA = "trainspec.certificate/3"
+FIRST_SCHEMA = "trainspec.certificate/1"
+"""A certificate of the first schema has no signer, and its findings lack figures that later ones have."""
+MAY_BE_MISSING = ("PERF-1",)
+"""Not measured where nothing was predicted for the machine."""
+
+
+def write_certificate(
+    findings: Sequence[Finding],
+    machine: Machine,
+    *,
+    date: str,
+    measured_since: str = "",
+    machine_id: str = "",
+    engine: str = "",
+    processes: int = 0,
+    features: tuple[str, ...] = (),
+    recipe: tuple[str, ...] = (),
+    not_offered: tuple[NotOffered, ...] = (),
+) -> Certificate:
+    """Return the certificate of what was measured. The other arguments are the fields of `Certificate`."""
+    raw = Certificate(
+        schema=SCHEMA,
+        spec_version=spec_version(),
+        spec_sha256=spec_sha256(),
+        date=date,
+        measured_since=measured_since,
+        machine=machine,
+        machine_id=machine_id,
+        versions=versions(),
+        engine=engine,
+        processes=processes,
+        features=features,
+        recipe=recipe,
+        not_offered=not_offered,
+        whole=False,
+        verdict="",
+        clauses=(),
+        findings=tuple(findings),
+    )
+    certificate = derive(raw)
+    return replace(certificate, digest=digest(to_plain(certificate)))
+
+
+def derive(raw: Certificate) -> Certificate:
+    """Return the certificate with every statement that follows from others: findings, clauses, verdict, `whole`.
+
+    Measurements (the figures of findings, what was declined, the machine, versions and dates) stay as they are. The
+    findings of the first schema stay too: its figures do not suffice to compute them.
+    """
+    findings = raw.findings
+    levels = {clause.id: (clause.level, clause.title) for clause in raw.clauses}
+    if raw.schema != FIRST_SCHEMA:
+        levels = {clause.id: (clause.level, clause.title) for clause in read_clauses().values()}
+        plain = to_plain(raw)
+        measured_on = {name: plain[name] for name in ("machine", "machine_id", "versions", "features")}
+        machine_sha256 = hashlib.sha256(canonical_json(measured_on).encode()).hexdigest()
+        again = [stand(one.clause, one.case, one.figures, of_engine=bool(raw.engine)) for one in findings]
+        findings = tuple(
+            replace(
+                one,
+                figures={name: _number(value) for name, value in one.figures.items()},
+                machine_sha256=machine_sha256,
+            )
+            for one in again
+        )
+    summaries = []
+    for id, (level, title) in levels.items():
+        own = [finding for finding in findings if finding.clause == id]
+        worst = max(own, key=lambda finding: finding.measured, default=None)
+        summaries.append(
+            ClauseSummary(
+                id=id,
+                level=level,
+                title=title,
+                cases=len(own),
+                failed=sum(not finding.passed for finding in own),
+                worst=_number(worst.measured) if worst else None,
+                bound=worst.bound if worst else None,
+                worst_case=worst.case if worst else None,
+                grade=worst.grade if worst else "",
+            )
+        )
+    is_broken = any(not finding.passed and levels[finding.clause][0] == "MUST" for finding in findings)
+    return replace(
+        raw,
+        whole=is_whole(raw),
+        verdict="not offered" if raw.not_offered and not findings else "broken" if is_broken else "kept",
+        clauses=tuple(summaries),
+        findings=findings,
+    )
+
+
+def _number(value: float | str) -> float | str:
+    """JSON has no infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_whole(made: Certificate) -> bool:
+    """Return whether each case that belongs to the spec, on this many processes, has one finding, and no other has."""
+    launched = set() if made.engine else {*SECURITY, *LEVELS}
+    found = [(finding.clause, finding.case) for finding in made.findings if finding.clause not in launched]
+    of_launches = {finding.clause for finding in made.findings if finding.clause in launched}
+    is_part = launched - of_launches - {*MAY_BE_MISSING} or not found
+    if is_part or made.recipe or made.not_offered or made.schema == FIRST_SCHEMA:
+        return False
+    if made.engine:
+        wanted = [(check.clause, check.run.name) for check in engine_checks(made.processes)]
+    else:
+        wanted = [(check.clause, check.run.name) for check in checks(made.processes, features=made.features)]
+        wanted += [("LEGAL-1", name) for name in refused(made.processes)]
+    return sorted(found) == sorted(wanted)
+
+
+def digest(body: JsonObject) -> str:
+    """Return the SHA-256 of everything but the digest itself and the signature, as canonical JSON."""
+    content = {key: value for key, value in body.items() if key not in ("digest", "signature")}
+    return hashlib.sha256(canonical_json(content).encode()).hexdigest()
+
+
+# Keys and signatures
+
+MAX_KEY_BYTES = 2**14
+FINGERPRINT = "SHA256:"
+PURPOSE = b"trainspec certificate\n"
+"""Stands before what is signed, so that a signature of a certificate is of nothing else."""
+MAKE_KEY = "ssh-keygen -t ed25519 -N '' -f FILE"
+
+
+class NoKeyError(ValueError):
+    """A text is no public key of Ed25519."""
+
+
+def _check_package() -> None:
+    """Raise MachineError where the package that signs is not installed."""
+    if importlib.util.find_spec("cryptography") is None:
+        message = "signatures need the package cryptography, which is not installed"
+        hint = "type pip install 'trainspec[signing]'"
+        raise MachineError(Problem("missing_package", message, hint=hint, environment=True))
+
+
+def read_key(file: Path) -> Ed25519PrivateKey:
+    """Return a private key. Raises MachineError where others may read the file, RecipeError where it holds none."""
+    _check_package()
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    try:
+        content = read_private(file, MAX_KEY_BYTES)
+    except OSError as error:
+        hint = f"type chmod 600 {shlex.quote(str(file))}, or make a key with {MAKE_KEY}"
+        message = f"the key {file} cannot be read: {error.strerror}"
+        raise MachineError(Problem("secret", message, "--key", hint, file=str(file), environment=True)) from error
+    is_openssh = content.startswith(b"-----BEGIN OPENSSH")
+    load = serialization.load_ssh_private_key if is_openssh else serialization.load_pem_private_key
+    try:
+        key = load(content, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise _no_key(file, "holds no private key that is read here, such as one without a password") from error
+    if not isinstance(key, Ed25519PrivateKey):
+        raise _no_key(file, "holds a key of another kind than Ed25519")
+    return key
+
+
+def read_fingerprint(wanted: str) -> str:
+    """Return the fingerprint that `wanted` is, or that of the public key in the file of this name.
+
+    Raises RecipeError where it is neither.
+    """
+    if wanted.startswith(FINGERPRINT):
+        return wanted
+    file = Path(wanted)
+    try:
+        return _fingerprint_of(read_text(file, MAX_KEY_BYTES))
+    except UnreadableFileError as error:
+        hint = f"give the file of a public key, or its fingerprint ({FINGERPRINT}...)"
+        raise RecipeError(Problem("bad_key", f"--key: {error}", "--key", hint)) from error
+    except NoKeyError as error:
+        raise _no_key(file, f"holds no public key: {error}") from error
+
+
+def _no_key(file: Path, why: str) -> RecipeError:
+    return RecipeError(Problem("bad_key", f"{file} {why}", hint=f"make one with {MAKE_KEY}", file=str(file)))
+
+
+def _fingerprint_of(line: str) -> str:
+    """Return `SHA256:...` of a public key as OpenSSH writes it. Raises NoKeyError."""
+    words = line.split()
+    if len(words) < 2 or words[0] != "ssh-ed25519":
+        raise NoKeyError("a public key is a line that begins with ssh-ed25519")
+    try:
+        content = base64.b64decode(words[1], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise NoKeyError("the public key is not base64") from error
+    return FINGERPRINT + base64.b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+
+
+def sign_certificate(certificate: Certificate, key: Ed25519PrivateKey) -> Certificate:
+    """Return the certificate with its signer named, under another digest, and signed."""
+    from cryptography.hazmat.primitives import serialization
+
+    encoding = serialization.Encoding.OpenSSH
+    line = key.public_key().public_bytes(encoding, serialization.PublicFormat.OpenSSH).decode()
+    named = replace(certificate, signer=Signer(line, _fingerprint_of(line)))
+    named = replace(named, digest=digest(to_plain(named)))
+    return replace(named, signature=base64.b64encode(key.sign(_signed_content(to_plain(named)))).decode())
+
+
+def _signed_content(body: JsonObject) -> bytes:
+    """Return what is signed: everything but the signature, as canonical JSON."""
+    return PURPOSE + canonical_json({key: value for key, value in body.items() if key != "signature"}).encode()
+
+
+def is_signed(signer: Signer, body: JsonObject, signature: str) -> bool:
+    """Return whether `signature` is the signer's of this certificate. Raises NoKeyError where the signer has no such
+    key, MachineError where the package is missing that checks it."""
+    _check_package()
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from cryptography.hazmat.primitives import serialization
+
+    if _fingerprint_of(signer.public_key) != signer.fingerprint:
+        raise NoKeyError("the fingerprint is not that of the public key")
+    try:
+        key = serialization.load_ssh_public_key(signer.public_key.encode())
+        key.verify(base64.b64decode(signature, validate=True), _signed_content(body))  # type: ignore[call-arg]
+    except (InvalidSignature, binascii.Error):
+        return False
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise NoKeyError("its public key is none of Ed25519") from error
+    return True
+
+
+# Certificates of others
+
+
+def verify(file: Path, signed_by: str = "") -> Certificate:
+    """Return the certificate in `file`, whose every statement is computed again from its measurements.
+
+    `signed_by`: the fingerprint of the key that it has to be signed by; empty: any, or none. Raises RecipeError where
+    the file is no certificate, was altered, contradicts itself or is signed by another key; MachineError where the
+    package is missing that checks its signature.
+    """
+    try:
+        body = read_object(file)
+        schema = read_field(file, body, "schema", str)
+        stated = read_field(file, body, "digest", str)
+    except UnreadableFileError as error:
+        raise _refused(file, f"is no certificate: {error}") from error
+    if schema not in (SCHEMA, FIRST_SCHEMA):
+        raise _refused(file, f"is of the schema {schema}, this version reads {SCHEMA} and {FIRST_SCHEMA}")
+    try:
+        found = digest(body)
+    except ValueError:  # canonical JSON cannot hold NaN, infinity and half a surrogate pair
+        found = ""
+    if found != stated:
+        raise _refused(file, "was altered: its digest is not that of its content")
+    try:
+        certificate = read_record(Certificate, body)
+    except FieldError as error:  # anybody can put a digest to anything
+        raise _refused(file, f"is damaged: {error}") from error
+    if schema == FIRST_SCHEMA:  # which has no such fields, whatever a file of it holds
+        certificate = replace(certificate, machine_id="", signer=None, signature="")
+    signer = certificate.signer
+    if signer is None and certificate.signature:
+        raise _refused(file, "was altered: it has a signature and names nobody who signed")
+    try:
+        if signer is not None and not is_signed(signer, body, certificate.signature):
+            raise _refused(file, "was altered: the signature is not that of its content")
+    except NoKeyError as error:
+        raise _refused(file, f"is signed by no key that is known here: {error}") from error
+    if contradiction := _contradiction(certificate):
+        raise _refused(file, contradiction)
+    if signed_by and (signer is None or signer.fingerprint != signed_by):
+        by = f"is signed by {signer.fingerprint}" if signer else "is not signed"
+        raise _refused(file, f"{by}; a signature by {signed_by} is needed")
+    return certificate
+
+
+def _contradiction(certificate: Certificate) -> str | None:
+    """Return the first statement that its own measurements contradict; None where all of them agree."""
+    clauses = {clause.id: clause.level for clause in read_clauses().values()}
+    known = {clause.id for clause in certificate.clauses}
+    if certificate.schema != FIRST_SCHEMA:
+        if (certificate.spec_version, certificate.spec_sha256) != (spec_version(), spec_sha256()):
+            made_by = certificate.versions.get("trainspec", "that made it")
+            return (
+                f"is of the training spec {certificate.spec_version} ({certificate.spec_sha256[:16]}), and this "
+                f"trainspec has {spec_version()} ({spec_sha256()[:16]}): verify it with trainspec {made_by}"
+            )
+        known = set(clauses)
+        if certificate.measured_since > certificate.date:  # days, as ISO 8601 has them
+            since, made = certificate.measured_since, certificate.date
+            return f"contradicts itself: measured_since is {since!r}, after date, {made!r}"
+    for number, finding in enumerate(certificate.findings):
+        path = f"findings[{number}]"
+        if finding.clause not in known:
+            return f"contradicts itself: {path}.clause is {finding.clause!r}, which the spec does not have"
+        if certificate.schema == FIRST_SCHEMA and finding.clause in clauses:  # `derive` leaves its findings as they are
+            again = stand(finding.clause, finding.case, finding.figures)
+            if finding.bound != again.bound:
+                return f"contradicts the spec: {path}.bound is {finding.bound}, not {again.bound}"
+            if finding.passed and again.bound is not None and not again.measured <= again.bound:
+                return f"contradicts itself: {path}.passed is True, and its figures are over the bound"
+    for number, clause in enumerate(certificate.clauses):
+        level = clauses.get(clause.id, clause.level)
+        if clause.level != level:
+            return f"contradicts the spec: clauses[{number}].level is {clause.level!r}, not {level!r}"
+    found = _first_difference(to_plain(certificate), to_plain(derive(certificate)))
+    return found and f"contradicts itself: {found}"
+
+
+def _first_difference(stated: JsonValue, follows: JsonValue, path: str = "") -> str | None:
+    """Return the path of the first leaf that differs, with what is stated and what follows from the findings."""
+    if isinstance(stated, dict) and isinstance(follows, dict):
+        pairs = [(f"{path}.{key}" if path else key, stated.get(key), follows.get(key)) for key in stated | follows]
+    elif isinstance(stated, list) and isinstance(follows, list) and len(stated) == len(follows):
+        pairs = [(f"{path}[{number}]", stated[number], follows[number]) for number in range(len(stated))]
+    else:
+        return None if stated == follows else f"{path} is {stated!r}, and {follows!r} follows from its findings"
+    return next((found for name, one, other in pairs if (found := _first_difference(one, other, name))), None)
+
+
+def _refused(file: Path, why: str) -> RecipeError:
+    hint = "make one with trainspec certify --output FILE"
+    return RecipeError(Problem("bad_certificate", f"{file} {why}", file=str(file), hint=hint))

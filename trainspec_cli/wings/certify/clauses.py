@@ -1,0 +1,214 @@
+"""The clauses of SPEC.md, and what follows from the figures of one finding: the bound, kept or broken, the grade.
+
+Judges make findings with `stand`, and the verification of a certificate calls it again on the figures that the
+certificate holds. A certificate can therefore state nothing that its figures contradict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from trainspec_cli.recipe.results.certificate import NOT_FINITE, Figure, Finding
+from trainspec_cli.wings.certify.cases import CLIP_NORM
+
+SPEC = Path(__file__).with_name("SPEC.md")
+_VERSION = re.compile(r"^# The training spec, version (\S+)$", re.MULTILINE)
+_CLAUSE_TEXT = re.compile(r"^## (\S+) (MUST|SHOULD): (.+)\n\n((?:.+\n)+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Clause:
+    id: str
+    level: Literal["MUST", "SHOULD"]
+    title: str
+    text: str
+
+
+@lru_cache
+def spec_version() -> str:
+    found = _VERSION.search(SPEC.read_text(encoding="utf-8"))
+    assert found, "SPEC.md begins with its version"
+    return found.group(1)
+
+
+@lru_cache
+def spec_sha256() -> str:
+    return hashlib.sha256(SPEC.read_bytes()).hexdigest()
+
+
+@lru_cache
+def read_clauses() -> dict[str, Clause]:
+    """Return the clauses by id, in the document's order."""
+    found = _CLAUSE_TEXT.findall(SPEC.read_text(encoding="utf-8"))
+    return {id: Clause(id, level, title, " ".join(text.split())) for id, level, title, text in found}
+
+
+# Bounds
+
+GRADIENT_BOUND = 1e-5
+LOSS_BOUND = 1e-5
+WHOLE_GRADIENT_BOUND = 1e-6
+WEIGHT_BOUND = 1e-4
+"""Bounds of NUM-7 and NUM-8 on all parameters together."""
+LIVE_BOUND = 1e-6
+FORMAT_FACTOR = 2.0
+"""Bound of NUM-3, as a multiple of the format's own error."""
+EXCHANGE_BOUNDS = {"bf16": 4e-3, "int8": 2e-2, "int4": 2e-1}
+"""Bounds of COMM-1 on all parameters together, by the format."""
+EXCHANGES = 64
+"""The exchanges of COMM-2."""
+WAITING = 8
+"""The exchanges whose losses may still wait after those of COMM-2."""
+
+SECURITY = ("SEC-1", "SEC-2", "SEC-3", "SEC-4")
+AS_THEY_MUST_BE = "as they must be"
+FACTS = {
+    "LIVE-1": ("steps", "layouts", "samples", "disk"),
+    "LIVE-2": ("steps", "layouts", "samples", "disk"),
+    "LIVE-3": ("steps", "starts", "layouts", "samples"),
+    "LIVE-4": ("steps", "starts", "layouts"),
+    "LIVE-5": ("steps", "starts", "micro-batches", "samples"),
+}
+"""What must have happened in a run of each live clause, next to its errors."""
+GRADES = ("A", "B", "C")
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The bounds of a figure for each grade, from the best to the last."""
+
+    figure: str
+    bounds: tuple[float, float, float]
+    rises: bool = False
+    """True: more is better."""
+
+    def grade(self, value: float) -> str:
+        """Return A, B or C; `-` for what is below all of them."""
+        for grade, bound in zip(GRADES, self.bounds, strict=True):
+            if (value >= bound) if self.rises else (value <= bound):
+                return grade
+        return "-"
+
+
+LEVELS = {
+    "PERF-1": Levels("ratio_to_plan", (1.15, 1.3, 1.6)),
+    "PERF-2": Levels("efficiency", (0.9, 0.75, 0.5), rises=True),
+    "PERF-3": Levels("all_reduce_gb_per_s", (100.0, 10.0, 1.0), rises=True),
+    "PERF-4": Levels("recovery_s", (30.0, 120.0, 600.0)),
+    "PERF-5": Levels("slower_gb_per_s", (1.0, 0.25, 0.05), rises=True),
+}
+"""The levels of each clause, as the training spec states them."""
+
+_FORMAT = re.compile(r"-(bf16|int8|int4)_gradients(?:-|$)")
+_EXCHANGES = re.compile(r"-(\d+)-exchanges(?:-|$)")
+_PROCESSES = re.compile(r"^(\d+)-processes$")
+
+
+def stand(clause: str, case: str, figures: Mapping[str, Figure], *, of_engine: bool = False) -> Finding:
+    """Return the finding that the figures make; the figure that is held against the bound comes first in it.
+
+    A figure that follows from others is computed here, whatever `figures` says. A figure that is missing breaks the
+    clause. `of_engine`: another engine was measured, of which the protocol shows less.
+    """
+    numbers = _Numbers(figures)
+    finding = Finding(clause, case, passed=False, figures=dict(figures))
+    if clause in LEVELS:
+        levels = LEVELS[clause]
+        value = _level(clause, case, numbers, levels)
+        grade = levels.grade(value)
+        ordered = {levels.figure: value, **{name: one for name, one in figures.items() if name != levels.figure}}
+        return replace(finding, passed=grade != "-", figures=ordered, bound=levels.bounds[-1], grade=grade)
+    if clause in ("NUM-1", "NUM-4", "NUM-5", "KERN-1"):
+        return _bounded(finding, "worst_gradient_error", numbers["worst_gradient_error"], GRADIENT_BOUND)
+    if clause == "NUM-2":
+        # Clipping counts where it bound in each step: what is clipped by the norm of a part differs from there on.
+        clipped = of_engine or CLIP_NORM < numbers["least_clipped_norm"] < math.inf
+        return _bounded(finding, "worst_loss_error", numbers["worst_loss_error"], LOSS_BOUND, kept=clipped)
+    if clause == "CKPT-2":
+        return _bounded(finding, "worst_loss_error", numbers["worst_loss_error"], LOSS_BOUND)
+    if clause == "NUM-3":
+        ratio = _divide(numbers["error"], numbers["error_of_the_format"])
+        return _bounded(finding, "worst_ratio", ratio, FORMAT_FACTOR)
+    if clause in ("NUM-7", "NUM-8", "KERN-2"):
+        bounds = {"worst_loss_error": LOSS_BOUND, "weight_error": WEIGHT_BOUND}
+        bounds |= {"gradient_error": WHOLE_GRADIENT_BOUND} if clause == "NUM-7" else {}
+        worst = max(numbers[name] / bound for name, bound in bounds.items())
+        kept = clause != "NUM-8" or figures.get("samples") == "each once"
+        return _bounded(finding, "worst_of_bound", worst, 1.0, kept=kept)
+    if clause in ("COMM-1", "COMM-2"):
+        # The name of a case states its format and exchanges; nothing keeps the bound of one that states no format.
+        form = _FORMAT.search(case)
+        exchanges = _EXCHANGES.search(case)
+        count = int(exchanges.group(1)) if exchanges else 1
+        allowed = EXCHANGE_BOUNDS[form.group(1)] * min(1.0, WAITING / count) if form and count else math.nan
+        return _bounded(finding, "worst_of_bound", numbers["gradient_error"] / allowed, 1.0)
+    facts = all(figures.get(name) == AS_THEY_MUST_BE for name in FACTS.get(clause, ()))
+    if clause in ("LIVE-1", "LIVE-2", "LIVE-5"):
+        worst = max(numbers[name] for name in ("worst_loss_error", "gradient_error", "weight_error"))
+        return _bounded(finding, "worst_error", worst, LIVE_BOUND, kept=facts)
+    return replace(finding, passed=facts and _keeps_exactly(clause, figures, numbers, of_engine))
+
+
+def _keeps_exactly(clause: str, figures: Mapping[str, Figure], numbers: _Numbers, of_engine: bool) -> bool:
+    """Return whether a clause that allows no error is kept."""
+    if clause == "LEGAL-1":
+        return all(figures.get(name) for name in ("reason", "hint"))
+    if clause == "SEC-1":
+        return 0 < numbers["listening"] < math.inf and figures.get("beyond") == "none"
+    if clause == "SEC-3":
+        return numbers["open"] == 0
+    if clause == "SEC-4":
+        return all(figures.get(name) == "refused" for name in ("certificate", "checkpoint", "plan"))
+    other = "beside" if of_engine else {"NUM-6": "again", "SEC-2": "left_alone"}.get(clause, "resumed")
+    other = "undisturbed" if clause.startswith("LIVE") else other
+    same = figures.get("sha256") == figures.get(other) and figures.get("sha256") not in (None, "", "None")
+    if clause == "SEC-2":
+        quiet = (figures.get("ended"), figures.get("their_code")) == ("well", "was not run")
+        return same and quiet and 0 < numbers["ports"] < math.inf
+    return same and ((clause == "NUM-6" and not of_engine) or numbers["worst_loss_error"] == 0)
+
+
+class _Numbers:
+    """The figures that are numbers; infinite where one is missing, is a text, or is no number."""
+
+    def __init__(self, figures: Mapping[str, Figure]):
+        self._figures = figures
+
+    def __getitem__(self, name: str) -> float:
+        value = self._figures.get(name)
+        number = float(value) if isinstance(value, (int, float)) or value in NOT_FINITE else math.inf
+        return math.inf if math.isnan(number) else number
+
+
+def _bounded(finding: Finding, name: str, value: float, bound: float, *, kept: bool = True) -> Finding:
+    others = {other: figure for other, figure in finding.figures.items() if other != name}
+    passed = kept and math.isfinite(value) and value <= bound
+    return replace(finding, passed=passed, figures={name: value, **others}, bound=bound)
+
+
+def _level(clause: str, case: str, numbers: _Numbers, levels: Levels) -> float:
+    if clause == "PERF-1":
+        ratio = _divide(numbers["step_s"], numbers["planned_s"])
+        return max(ratio, _divide(numbers["planned_s"], numbers["step_s"]))
+    if clause == "PERF-2":
+        processes = _PROCESSES.match(case)
+        alone = numbers["alone_per_s"] * (int(processes.group(1)) if processes else math.nan)
+        value = _divide(numbers["together_per_s"], alone)
+    elif clause == "PERF-5":
+        value = min(numbers["write_gb_per_s"], numbers["read_gb_per_s"])
+    else:
+        value = numbers[levels.figure]
+    return value if math.isfinite(value) or not levels.rises else 0.0
+
+
+def _divide(value: float, by: float) -> float:
+    """Return the quotient; infinite where there is none."""
+    quotient = value / by if by and not math.isinf(by) else math.inf
+    return math.inf if math.isnan(quotient) else quotient

@@ -1,0 +1,83 @@
+"""Small models with everything that a family has: what the clauses are measured on."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, ModelSpec
+from trainspec_cli.recipe.keys.model_parts import ExpertSpec, LatentAttentionSpec
+from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+
+SEQ_LEN = 64
+SAMPLES = 8
+
+_decoder = partial(
+    DecoderModel, num_layers=4, hidden_size=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn_size=128, vocab_size=256
+)
+_hybrid = partial(HybridModel, hidden_size=64, vocab_size=256, mamba_head_dim=16, mamba_state_size=16, mamba_groups=2)
+
+FAMILIES: dict[str, ModelSpec] = {
+    # Llama and Qwen3: grouped-query attention, norms of queries and keys
+    "dense": _decoder(qk_norm=True),
+    "tied": _decoder(tied_embeddings=True),
+    # Mixtral and Qwen3-MoE, balanced by a bias and by a loss
+    "moe": _decoder(
+        experts=ExpertSpec(num_experts=8, top_k=2, expert_ffn_size=48, balance_rate=0.001, balance_loss=0.01),
+    ),
+    # DeepSeek-V3: latent attention, groups of experts, a shared one
+    "latent": _decoder(
+        num_kv_heads=4,
+        mla=LatentAttentionSpec(
+            kv_lora_rank=32, q_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+        ),
+        experts=ExpertSpec(
+            num_experts=8,
+            top_k=2,
+            expert_ffn_size=48,
+            shared_experts=1,
+            first_dense_layers=1,
+            score="sigmoid",
+            num_groups=4,
+            top_groups=2,
+            weight_scale=2.5,
+            balance_rate=0.001,
+        ),
+    ),
+    # gpt-oss: windows, sinks, biases
+    "windowed": _decoder(
+        sliding_window=16,
+        global_attention_every=2,
+        attention_sinks=True,
+        attention_bias="all",
+        gate_limit=7.0,
+        experts=ExpertSpec(num_experts=8, top_k=2, expert_ffn_size=48, bias=True),
+    ),
+    "mamba": _hybrid(mamba_layers=4),
+    # Nemotron-H
+    "hybrid": _hybrid(
+        mamba_layers=2,
+        attention_layers=1,
+        mlp_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        ffn_size=128,
+    ),
+    "resnet": ConvModel("resnet", input_size=(32, 32), widths=(8, 16), blocks=(1, 1), in_channels=1, num_classes=4),
+    "unet": ConvModel("unet", input_size=(16, 16, 16), widths=(4, 8), in_channels=1, num_classes=4),
+}
+
+LOSSES: dict[str, TrainSection] = {}
+"""Families whose loss is one's own, with the section of the recipe that says which."""
+
+
+def plain_decoder() -> DecoderModel:
+    """Return a Llama without any deviation, which every engine knows."""
+    return _decoder()
+
+
+def measure_alone(name: str, spec: RunSpec) -> None:
+    """Let the clauses be measured in this process on a recipe's model and loss alone, under this name."""
+    FAMILIES.clear()
+    LOSSES.clear()
+    FAMILIES[name], LOSSES[name] = spec.model, spec.train

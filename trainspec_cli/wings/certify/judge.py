@@ -1,0 +1,290 @@
+"""Clause by clause: which runs it needs, what they measured, and whether that keeps the clause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.certificate import REFUSALS, Finding
+from trainspec_cli.wings.certify.cases import (
+    COMM_CLAUSES,
+    FITTING_SAMPLES,
+    FP8,
+    KILLED_AT,
+    LIVE_CLAUSES,
+    LIVE_STEPS,
+    RAMP_SIZES,
+    SAVE_AT,
+    SAVE_EVERY_STEPS,
+    SHORT_AT,
+    Case,
+    Live,
+    build_plan,
+    cases,
+    features_here,
+    kernel_cases,
+    refused,
+)
+from trainspec_cli.wings.certify.clauses import AS_THEY_MUST_BE, EXCHANGES, stand
+from trainspec_cli.wings.certify.families import FAMILIES, SAMPLES
+from trainspec_cli.wings.certify.runs import HasGradients, Measured, Run, gradient_errors, loss_error, whole_error
+
+Results = Mapping[Run, Measured]
+Figures = dict[str, float | str]
+
+
+@dataclass(frozen=True)
+class ClauseCheck:
+    """A clause on a case, and the runs that it takes."""
+
+    clause: str
+    run: Run
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        case = self.run.case
+        if self.clause == "NUM-3":
+            return (self.run, *_runs_of_format(case))
+        if self.clause == "NUM-6":
+            return (self.run, replace(self.run, take=1))
+        if self.run.resume:
+            return (self.run,)
+        if case.live:
+            return (self.run, replace(self.run, case=beside(case), take=0))
+        reference = Run(case.reference, gradients=not (case.ramp or self.clause == "KERN-2"))
+        return (self.run, *([self.run.continues] if self.run.continues else []), reference)
+
+
+def beside(case: Case) -> Case:
+    """Return the run that a live one is held against: of one that is killed, the same with no kill; else the one to
+    which nothing happens."""
+    assert case.live is not None
+    killed = case.live.disturbance == "killed"
+    return replace(case, live=Live(case.live.changes if killed else ()))
+
+
+def _runs_of_format(case: Case) -> tuple[Run, Run]:
+    """Return the runs in one process in the case's format, which show what it costs by itself, and in fp64."""
+    exact = Case(case.family, compute="fp64", micro_batch_size=case.micro_batch_size)
+    return Run(case.reference, losses=False), Run(exact, losses=False)
+
+
+def checks(
+    max_processes: int, only: Sequence[str] = (), *, on_gpu: bool = False, features: Collection[str] | None = None
+) -> list[ClauseCheck]:
+    """Return the checks of the matrix, or those whose clause or case is named by a pattern of `only`.
+
+    `features`: the kernels and formats that a machine has, as its certificate states them; None: this machine's.
+    """
+    found = []
+    for check in _all_checks(max_processes, features_here(on_gpu=on_gpu) if features is None else features):
+        names = (check.clause, check.run.name, check.run.case.family)
+        is_wanted = not only or any(fnmatchcase(name, pattern) for name in names for pattern in only)
+        if is_wanted and check.run.case.layout.world_size <= max_processes:
+            found.append(check)
+    return found
+
+
+def _all_checks(max_processes: int, features: Collection[str]) -> Iterator[ClauseCheck]:
+    by_clause = cases(max_processes, with_fp8=FP8 in features)
+    for clause, found in by_clause.items():
+        for case in found:
+            if clause == "COMM-3":
+                yield ClauseCheck(clause, Run(case, gradients=False, resume=True))
+                continue
+            if clause in COMM_CLAUSES:
+                yield ClauseCheck(clause, Run(case, losses=False, exchanges=EXCHANGES if clause == "COMM-2" else 1))
+                continue
+            trains = clause in ("NUM-1", "NUM-7", "NUM-8", *LIVE_CLAUSES)
+            yield ClauseCheck(clause, Run(case, gradients=not case.ramp, losses=trains))
+            if clause == "NUM-1":
+                yield ClauseCheck("NUM-2", Run(case))
+    for family in FAMILIES:
+        legal = [case.layout for case in by_clause["NUM-1"] if case.family == family]
+        for layout in (layout for layout in KEPT if layout in legal):
+            case = Case(family, layout, optimizer="adamw")
+            yield ClauseCheck("NUM-6", Run(case, gradients=False))
+            yield ClauseCheck("CKPT-1", Run(case, gradients=False, resume=True))
+        for before, after in ((b, a) for b, a in MOVES if b in legal and (a in legal or a == Layout())):
+            source = Run(Case(family, before, optimizer="adamw"), gradients=False, resume=True)
+            yield ClauseCheck("CKPT-2", Run(Case(family, after, optimizer="adamw"), gradients=False, continues=source))
+    for case in kernel_cases(max_processes, features):
+        yield ClauseCheck("KERN-1", Run(case, losses=False))
+    for case in kernel_cases(max_processes, features, of_updates=True):
+        yield ClauseCheck("KERN-2", Run(case, gradients=False))
+
+
+KEPT = (Layout(dp_shard=2), Layout(tp=2), Layout(pp=2, pipeline_schedule="zbv"), Layout(dp_shard=2, ep=2))
+"""Repeated, and stopped and resumed."""
+MOVES = (
+    (Layout(dp_shard=2), Layout(tp=2)),
+    (Layout(tp=2), Layout(pp=2, pipeline_schedule="zbv")),
+    (Layout(pp=2), Layout(dp_replicate=2)),
+    (Layout(dp_replicate=2, dp_shard=2), Layout(tp=2, pp=2)),
+    (Layout(tp=2, pp=2), Layout()),
+    (Layout(dp_shard=2, ep=2), Layout()),
+    (Layout(cp=2), Layout(dp_shard=2, ep=2)),
+)
+"""Saved in the first layout, continued in the second."""
+
+
+def judge(check: ClauseCheck, results: Results) -> Finding:
+    """Return what the runs of a check have measured; `stand` says whether that keeps the clause."""
+    return stand(check.clause, check.run.name, _JUDGES[check.clause](check, results))
+
+
+def _judge_gradients(check: ClauseCheck, results: Results) -> Figures:
+    errors = gradient_errors(results[check.run], results[Run(check.run.case.reference)])
+    worst = max(errors, key=lambda name: errors[name])
+    return {"worst_gradient_error": errors[worst], "parameter": worst}
+
+
+def _judge_losses(check: ClauseCheck, results: Results) -> Figures:
+    found = results[check.run]
+    reference = results[Run(check.run.case.reference)]
+    norms = [measured.result.trained.least_clipped_norm for measured in (found, reference)]
+    least = min((0.0 if norm is None else norm) for norm in norms)
+    return {"worst_loss_error": loss_error(found.losses, reference.losses), "least_clipped_norm": least}
+
+
+def _judge_format(check: ClauseCheck, results: Results) -> Figures:
+    own, exact = _runs_of_format(check.run.case)
+    return format_figures(results[check.run], results[own], results[exact])
+
+
+def format_figures(found: HasGradients, own: HasGradients, exact: HasGradients) -> Figures:
+    """Return the error of the parameter with the worst ratio to what the format itself costs it."""
+    ours = gradient_errors(found, exact)
+    of_format = gradient_errors(own, exact)
+    usual = sorted(of_format.values())[len(of_format) // 2]
+    worst = max(ours, key=lambda name: ours[name] / max(of_format[name], usual))
+    return {"parameter": worst, "error": ours[worst], "error_of_the_format": max(of_format[worst], usual)}
+
+
+def _judge_shares(check: ClauseCheck, results: Results) -> Figures:
+    """The sums of a few parameters, such as norms before a convolution, cancel: the whole gradient is judged."""
+    gradient_error = whole_error(results[check.run].gradients, results[check.runs[-1]].gradients)
+    return {"gradient_error": gradient_error, **_judge_training(check, results)}
+
+
+def _judge_ramp(check: ClauseCheck, results: Results) -> Figures:
+    """Every sample is taken once, in steps of the sizes that the ramp has."""
+    steps = results[check.run].result.trained.taken
+    in_order = [position for step in steps for position in step] == list(range(sum(RAMP_SIZES)))
+    once = in_order and tuple(map(len, steps)) == RAMP_SIZES
+    return {**_judge_training(check, results), "samples": "each once" if once else "not each once"}
+
+
+def _judge_exchanges(check: ClauseCheck, results: Results) -> Figures:
+    """The whole gradient is judged: what a block loses is spread over the parameters in it."""
+    found, reference = (results[run].gradients for run in check.runs)
+    return {"gradient_error": whole_error(found, reference)}
+
+
+def _judge_training(check: ClauseCheck, results: Results) -> Figures:
+    """Compare losses and weights with the reference's."""
+    found = results[check.run]
+    reference = results[check.runs[-1]]
+    return {
+        "worst_loss_error": loss_error(found.losses, reference.losses),
+        "weight_error": whole_error(found.weights, reference.weights),
+    }
+
+
+def _judge_repetition(check: ClauseCheck, results: Results) -> Figures:
+    first, second = (results[run].result.trained.weights_sha256 for run in check.runs)
+    return {"sha256": first, "again": second}
+
+
+def _judge_resume(check: ClauseCheck, results: Results) -> Figures:
+    measured = results[check.run]
+    resumed = measured.result.resumed
+    return {
+        "sha256": measured.result.trained.weights_sha256,
+        "resumed": resumed.weights_sha256 if resumed else "",
+        "worst_loss_error": loss_error(measured.resumed_losses, measured.losses[SAVE_AT:]),
+    }
+
+
+def _judge_move(check: ClauseCheck, results: Results) -> Figures:
+    alone = results[Run(check.run.case.reference)].losses
+    return {"worst_loss_error": loss_error(results[check.run].losses, alone[SAVE_AT:])}
+
+
+def _judge_live(check: ClauseCheck, results: Results) -> Figures:
+    """Judge a run of the trainer that meets changes: what must have happened in it, and its errors or bits."""
+    case = check.run.case
+    found, reference = (results[run] for run in check.runs)
+    live = found.result.live
+    assert live is not None, "the trainer made the run"
+    each_once = tuple(tuple(range(first, first + SAMPLES)) for first in range(0, SAMPLES * LIVE_STEPS, SAMPLES))
+    plan = build_plan(case, "cpu")
+    facts = {"steps": len(found.losses) == LIVE_STEPS}
+    if check.clause != "LIVE-4":
+        facts["samples"] = found.result.trained.taken == each_once
+    if check.clause in ("LIVE-1", "LIVE-2", "LIVE-3"):
+        facts["layouts"] = live.layouts == planned_layouts(case)
+    if check.clause in ("LIVE-1", "LIVE-2"):
+        # A change moves the state from process to process.
+        facts["disk"] = live.written_bytes == 0
+    elif check.clause == "LIVE-3":
+        # The second start begins with the newest checkpoint.
+        newest = (KILLED_AT // SAVE_EVERY_STEPS) * SAVE_EVERY_STEPS
+        facts["starts"] = live.starts == (0, newest)
+    elif check.clause == "LIVE-4":
+        # The layout stays as it was.
+        facts["starts"] = live.starts == (0,)
+        facts["layouts"] = set(live.layouts) == {plan.layout}
+    else:
+        # Micro-batches fit from the step on in which memory ran out, and no step is lost.
+        sizes = (plan.micro_batch_size,) * SHORT_AT + (FITTING_SAMPLES,) * (LIVE_STEPS - SHORT_AT)
+        facts["starts"] = live.starts == ((0,) if case.layout.world_size == 1 else (0, SHORT_AT))
+        facts["micro-batches"] = live.largest_micro_batches == sizes
+    shown = {name: AS_THEY_MUST_BE if kept else "not as they must be" for name, kept in facts.items()}
+    if check.clause in ("LIVE-3", "LIVE-4"):
+        return {
+            "sha256": found.result.trained.weights_sha256,
+            "undisturbed": reference.result.trained.weights_sha256,
+            "worst_loss_error": loss_error(found.losses, reference.losses),
+            **shown,
+        }
+    gradient_error = whole_error(found.gradients, reference.gradients)
+    return {**_judge_training(check, results), "gradient_error": gradient_error, **shown}
+
+
+def planned_layouts(case: Case) -> tuple[Layout, ...]:
+    """Return the layout that each step is to be made in."""
+    plan = build_plan(case, "cpu")
+    begun = [(0, plan.layout), *((change.step, change.layout) for change in plan.changes)]
+    return tuple(next(layout for first, layout in reversed(begun) if first <= step) for step in range(LIVE_STEPS))
+
+
+_JUDGES: dict[str, Callable[[ClauseCheck, Results], Figures]] = {
+    "NUM-1": _judge_gradients,
+    "NUM-2": _judge_losses,
+    "NUM-3": _judge_format,
+    "NUM-4": _judge_gradients,
+    "NUM-5": _judge_gradients,
+    "NUM-6": _judge_repetition,
+    "NUM-7": _judge_shares,
+    "NUM-8": _judge_ramp,
+    "COMM-1": _judge_exchanges,
+    "COMM-2": _judge_exchanges,
+    "COMM-3": _judge_resume,
+    "KERN-1": _judge_gradients,
+    "KERN-2": _judge_training,
+    "CKPT-1": _judge_resume,
+    "CKPT-2": _judge_move,
+    **dict.fromkeys(LIVE_CLAUSES, _judge_live),
+}
+
+
+def judge_refusals(max_processes: int) -> list[Finding]:
+    """LEGAL-1: every layout of the matrix either runs (above) or is refused with a reason and what to type."""
+    found = []
+    for name, problems in refused(max_processes).items():
+        shown = next((one for one in problems if not (one.message and one.hint)), problems[0])
+        found.append(stand(REFUSALS, name, {"reason": shown.message, "hint": shown.hint}))
+    return found

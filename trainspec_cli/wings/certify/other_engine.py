@@ -1,0 +1,536 @@
+"""Certify another engine by a small protocol: trainspec's own makes the reference, the other is asked and judged.
+
+A request and its answer are records that travel as JSON, next to tensors in safetensors files; the model and its
+tensors have Hugging Face's names. docs/spec/engine-protocol.md says the same in words. Answers are read without
+trusting them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError, WorkerError
+from trainspec_cli.core.reading.files import UnreadableFileError, read_object
+from trainspec_cli.core.trust import is_plain_name
+from trainspec_cli.data.huggingface.config import write_config
+from trainspec_cli.data.huggingface.safetensors import read_header
+from trainspec_cli.data.huggingface.tensors import parameters
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.run import Recompute
+from trainspec_cli.recipe.records import FieldError, read_record
+from trainspec_cli.recipe.results.certificate import Finding, NotOffered
+from trainspec_cli.recipe.results.tools import Device
+from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.program import Program, run_program
+from trainspec_cli.wings.certify.cases import CLIP_FROM, CLIP_NORM, SAVE_AT, STEPS, Case, name_layout
+from trainspec_cli.wings.certify.clauses import stand
+from trainspec_cli.wings.certify.families import FAMILIES, LOSSES, SEQ_LEN, plain_decoder
+from trainspec_cli.wings.certify.judge import format_figures
+from trainspec_cli.wings.certify.runs import Run, device_of, gradient_errors, loss_error, measure
+
+# The protocol
+
+SCHEMA = "trainspec.engine/1"
+REQUEST = "request.json"
+ANSWER = "answer.json"
+READ = "read.json"
+"""Stands in the folder of a run whose answer was read and found whole."""
+MODEL = "model"
+BATCHES = "batches.safetensors"
+TOKENS = "tokens"
+CHECKPOINT = "checkpoint"
+RUN_S = 1800.0
+"""The most time that an engine has for a run. All runs are of at most 20 steps of a small model: what takes longer,
+compiling included, hangs."""
+
+Asked = Literal["losses", "gradients", "weights"]
+
+
+@dataclass(frozen=True)
+class EngineOptimizer:
+    """An update as torch's optimizer of that name makes it, of all parameters alike."""
+
+    name: Literal["sgd", "adamw"]
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """request.json: a run of a few steps."""
+
+    schema: str
+    name: str
+    """The run's name."""
+    device: Device
+    processes: int
+    layout: Layout
+    """How the work is spread over the processes."""
+    compute: Literal["fp32", "bf16"]
+    recompute: Recompute
+    compile: bool
+    model: str
+    """A folder: the model and its first weights, as Hugging Face has them."""
+    batches: str
+    """A file: `tokens`, (steps, samples, length + 1) in int64; the last length of them are what the others predict."""
+    first_step: int
+    """Steps made before this run begins, by the one whose checkpoint it begins with."""
+    steps: int
+    """The run ends after this many steps, those before it counted."""
+    optimizer: EngineOptimizer
+    clip_from: int | None
+    """From this step on, counted from 0, the whole gradient is clipped to `clip_norm`; null: never."""
+    clip_norm: float
+    asks: tuple[Asked, ...]
+    save_after: int | None = None
+    """Write a checkpoint after this many steps, into the folder `save_to`."""
+    save_to: str = ""
+    resume_from: str = ""
+    """Begin with the checkpoint in this folder."""
+
+
+@dataclass(frozen=True)
+class EngineAnswer:
+    """answer.json: what a run gave, or why it was not made."""
+
+    schema: str
+    declined: str = ""
+    """The reason why this engine makes no such run; empty: it was made."""
+    losses: tuple[float, ...] = ()
+    """The mean loss over all tokens of each step, before its update."""
+    gradients: str = ""
+    """A file: the gradients of the first step's batch, before any update and any clipping, in fp32."""
+    weights: str = ""
+    """A file: the weights after the last step, in fp32."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """The engine and what it stands on, for the record."""
+
+
+# The runs that an engine is asked for
+
+OPTIMIZERS = {"sgd": EngineOptimizer("sgd", 0.1), "adamw": EngineOptimizer("adamw", 1e-3)}
+LAYOUTS = (
+    Layout(),
+    Layout(dp_replicate=2),
+    Layout(dp_shard=2),
+    Layout(tp=2),
+    Layout(cp=2),
+    Layout(pp=2),
+)
+"""Every axis alone, and one process."""
+KEPT = (Layout(), Layout(dp_replicate=2), Layout(dp_shard=2))
+"""Repeated, and stopped and resumed."""
+MOVES = ((Layout(dp_replicate=2), Layout()), (Layout(dp_shard=2), Layout(dp_replicate=2)))
+"""Saved in the first layout, continued in the second."""
+
+
+@dataclass(frozen=True)
+class ProtocolRun:
+    """A run that an engine is asked for."""
+
+    layout: Layout = field(default_factory=Layout)
+    compute: Literal["fp32", "bf16"] = "fp32"
+    recompute: Recompute = "none"
+    compile: bool = False
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    asks: tuple[Asked, ...] = ("gradients",)
+    saves: bool = False
+    resumes: ProtocolRun | None = None
+    """The run whose checkpoint it begins with."""
+    take: int = 0
+    """The number of a repetition."""
+
+    @property
+    def name(self) -> str:
+        words = [self.compute, name_layout(self.layout), self.optimizer]
+        words += [self.recompute] if self.recompute != "none" else []
+        words += ["compiled"] if self.compile else []
+        words += ["one-step"] if self.is_one_step else []
+        words += [f"from-{name_layout(self.resumes.layout)}"] if self.resumes else []
+        words += [f"again{self.take}"] if self.take else []
+        return "-".join(words)
+
+    @property
+    def is_one_step(self) -> bool:
+        return self.asks == ("gradients",)
+
+
+@dataclass(frozen=True)
+class EngineCheck:
+    """A clause on a run; `beside` is the engine's own run that it is held against, and none where it is held against
+    the reference."""
+
+    clause: str
+    run: ProtocolRun
+    beside: ProtocolRun | None = None
+
+    @property
+    def runs(self) -> tuple[ProtocolRun, ...]:
+        """The runs that it takes, in the order in which they are made."""
+        return tuple(run for run in (self.beside, self.run) if run is not None)
+
+
+def engine_checks(max_processes: int) -> list[EngineCheck]:
+    return [check for check in _all_checks() if all(run.layout.world_size <= max_processes for run in check.runs)]
+
+
+def _all_checks() -> Iterator[EngineCheck]:
+    for layout in LAYOUTS:
+        trained = ProtocolRun(layout, asks=("gradients", "losses"))
+        yield EngineCheck("NUM-1", trained)
+        yield EngineCheck("NUM-2", trained)
+    for layout in (Layout(), Layout(dp_replicate=2)):
+        yield EngineCheck("NUM-3", ProtocolRun(layout, "bf16"))
+    yield EngineCheck("NUM-4", ProtocolRun(recompute="full"))
+    yield EngineCheck("NUM-5", ProtocolRun(compile=True))
+    for layout in KEPT:
+        whole = _whole(layout)
+        yield EngineCheck("NUM-6", replace(whole, take=1), whole)
+        yield EngineCheck("CKPT-1", replace(whole, saves=False, resumes=whole), whole)
+    for before, after in MOVES:
+        yield EngineCheck(
+            "CKPT-2", replace(_whole(before), layout=after, saves=False, resumes=_whole(before)), _whole(before)
+        )
+
+
+def _whole(layout: Layout) -> ProtocolRun:
+    return ProtocolRun(layout, optimizer="adamw", asks=("losses", "weights"), saves=True)
+
+
+# Measuring
+
+FAMILY = "llama"
+REFERENCE = Run(Case(FAMILY), inputs=True)
+OWN_BF16 = Run(Case(FAMILY, compute="bf16"), losses=False)
+EXACT = Run(Case(FAMILY, compute="fp64"), losses=False)
+"""The runs of trainspec's own engine, in one process, that others are held against."""
+
+
+@dataclass(frozen=True)
+class EngineWanted:
+    """What another engine is to be measured on."""
+
+    command: tuple[str, ...]
+    checks: tuple[EngineCheck, ...]
+    model: DecoderModel
+
+    @property
+    def runs(self) -> list[ProtocolRun]:
+        """Return each run once, after those whose checkpoints it needs."""
+        return list(dict.fromkeys(run for check in self.checks for run in check.runs))
+
+
+def wanted_of(command: str, only: Sequence[str], processes: int) -> EngineWanted:
+    """Let the clauses be measured in this process on a plain Llama, which other engines know.
+
+    Raises RecipeError where the command cannot be, or a pattern names nothing.
+    """
+    why = ""
+    words: list[str] = []
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        why = f"cannot be read: {error}"
+    if not why and (not words or not command.isprintable()):
+        why = "is no command"
+    elif not why and shutil.which(words[0]) is None:
+        why = f"names {words[0]}, and there is no such program"
+    if why:
+        message = f"--engine {command!r} {why}"
+        raise RecipeError(Problem("usage", message, "--engine", "such as --engine 'python engine.py'"))
+    found = engine_checks(processes)
+    chosen = []
+    for pattern in only or ["*"]:
+        named = [one for one in found if fnmatchcase(one.clause, pattern) or fnmatchcase(one.run.name, pattern)]
+        if not named:
+            names = ", ".join(dict.fromkeys(check.clause for check in found))
+            message = f"--only {pattern} names no clause or case that an engine is asked for"
+            raise RecipeError(Problem("unknown_value", message, "--only", f"clauses: {names}; --list names every case"))
+        chosen += named
+    FAMILIES.clear()
+    LOSSES.clear()
+    model = plain_decoder()
+    FAMILIES[FAMILY] = model
+    return EngineWanted(tuple(words), tuple(check for check in found if check in chosen), model)
+
+
+def measure_engine(
+    wanted: EngineWanted, folder: Path, machine: Machine, on_done: Callable[[int], None]
+) -> tuple[list[Finding], list[NotOffered]]:
+    """Return what was found and what was declined; `on_done` gets the number of the runs that have ended.
+
+    Raises WorkerError where an answer is wrong, MachineError where a run or the command cannot be started, Interrupted
+    where a stop was requested.
+    """
+    results = measure((REFERENCE, OWN_BF16, EXACT), folder / "reference", machine, lambda done: None)
+    place = folder / "engine"
+    # The model with its first weights, and the batches of all steps.
+    (place / MODEL).mkdir(parents=True, exist_ok=True)
+    write_json(place / MODEL / "config.json", write_config(wanted.model, SEQ_LEN, "float32"))
+    first = to_hugging_face(results[REFERENCE].first_weights, wanted.model)
+    save_file(first, place / MODEL / "model.safetensors", {"format": "pt"})
+    save_file({TOKENS: results[REFERENCE].tokens}, place / BATCHES)
+    shapes = {piece.tensor: piece.tensor_shape for parameter in parameters(wanted.model) for piece in parameter.pieces}
+    answers = ask_all(Engine(wanted.command, place, device_of(machine), shapes), wanted.runs, on_done)
+    own = References(
+        Gradients(to_hugging_face(results[REFERENCE].gradients, wanted.model)),
+        results[REFERENCE].losses,
+        Gradients(to_hugging_face(results[OWN_BF16].gradients, wanted.model)),
+        Gradients(to_hugging_face(results[EXACT].gradients, wanted.model)),
+    )
+    judged = [judge_answers(check, answers, own) for check in wanted.checks]
+    found = [one for one in judged if isinstance(one, Finding)]
+    return found, [one for one in judged if isinstance(one, NotOffered)]
+
+
+def to_hugging_face(arrays: Mapping[str, np.ndarray], model: DecoderModel) -> dict[str, np.ndarray]:
+    """Return parameters of the engine as the tensors that Hugging Face has of them."""
+    found = {}
+    for parameter in parameters(model):
+        for piece in parameter.pieces:
+            box = tuple(slice(low, low + size) for low, size in zip(piece.start, piece.shape, strict=True))
+            held = arrays[parameter.name][box].reshape(piece.shape)
+            found[piece.tensor] = np.ascontiguousarray(np.swapaxes(held, -1, -2) if piece.transposed else held)
+    return found
+
+
+# Asking
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Another engine, and where it is asked."""
+
+    command: tuple[str, ...]
+    """The path of a request is appended to it."""
+    folder: Path
+    """Holds the model, the batches, and a folder for each run."""
+    device: Device
+    shapes: Mapping[str, tuple[int, ...]]
+    """The tensors of the model."""
+    timeout_s: float = RUN_S
+    on_tick: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What an engine has answered for a run."""
+
+    folder: Path
+    answer: EngineAnswer
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def declined(self) -> str:
+        return self.answer.declined
+
+    @property
+    def losses(self) -> list[float]:
+        return list(self.answer.losses)
+
+    @cached_property
+    def gradients(self) -> dict[str, np.ndarray]:
+        return _read_tensors(self.folder, "gradients", self.answer.gradients, self.shapes)
+
+    @cached_property
+    def weights(self) -> dict[str, np.ndarray]:
+        return _read_tensors(self.folder, "weights", self.answer.weights, self.shapes)
+
+
+def ask_all(engine: Engine, runs: Sequence[ProtocolRun], on_done: Callable[[int], None]) -> dict[ProtocolRun, Answered]:
+    """Ask for all runs in turn; those that were answered before are not asked again.
+
+    Raises WorkerError where an answer is wrong, MachineError where the command cannot be started, Interrupted where a
+    stop was requested.
+    """
+    answered: dict[ProtocolRun, Answered] = {}
+    for number, run in enumerate(runs):
+        on_done(number)
+        source = answered[run.resumes] if run.resumes else None
+        if source is not None and source.declined:
+            answer = EngineAnswer(SCHEMA, f"the run whose checkpoint it begins with was declined: {source.declined}")
+            answered[run] = Answered(source.folder, answer, engine.shapes)
+        else:
+            answered[run] = ask(engine, run)
+    on_done(len(runs))
+    return answered
+
+
+def ask(engine: Engine, run: ProtocolRun) -> Answered:
+    folder = engine.folder / run.name
+    if not (folder / READ).is_file():
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        write_json(folder / REQUEST, to_plain(request_of(engine, run)))
+        command = (*engine.command, str((folder / REQUEST).absolute()))
+        program = Program(command, folder, f"the engine {engine.command[0]}", engine.timeout_s)
+        end = run_program(program, {"OMP_NUM_THREADS": "1"}, engine.on_tick)
+        if end.exit_code is None:
+            raise _wrong(folder, f"the engine did not answer within {engine.timeout_s:g} s\n\n{end.output}")
+        if end.exit_code != 0:
+            raise _wrong(folder, f"the engine ended with exit code {end.exit_code}\n\n{end.output}")
+    answered = _read_answer(engine, run)
+    write_json(folder / READ, {})
+    return answered
+
+
+def request_of(engine: Engine, run: ProtocolRun) -> EngineRequest:
+    root = engine.folder.absolute()
+    folder = root / run.name
+    steps = 1 if run.is_one_step else STEPS
+    clips = run.optimizer == "sgd" and not run.is_one_step
+    return EngineRequest(
+        schema=SCHEMA,
+        name=run.name,
+        device=engine.device,
+        processes=run.layout.world_size,
+        layout=run.layout,
+        compute=run.compute,
+        recompute=run.recompute,
+        compile=run.compile,
+        model=str(root / MODEL),
+        batches=str(root / BATCHES),
+        first_step=SAVE_AT if run.resumes else 0,
+        steps=steps,
+        optimizer=OPTIMIZERS[run.optimizer],
+        clip_from=CLIP_FROM if clips else None,
+        clip_norm=CLIP_NORM,
+        asks=run.asks,
+        save_after=SAVE_AT if run.saves else None,
+        save_to=str(folder / CHECKPOINT) if run.saves else "",
+        resume_from=str(root / run.resumes.name / CHECKPOINT) if run.resumes else "",
+    )
+
+
+def _read_answer(engine: Engine, run: ProtocolRun) -> Answered:
+    """Read the answer for a run, and all that it names. Raises WorkerError that names the file and the field."""
+    folder = engine.folder / run.name
+    path = folder / ANSWER
+    try:
+        answer = read_record(EngineAnswer, read_object(path))
+    except (UnreadableFileError, FieldError) as error:
+        why = str(error) if isinstance(error, UnreadableFileError) else f"{path}: {error}"
+        raise _wrong(folder, why) from error
+    if answer.schema != SCHEMA:
+        raise _wrong(folder, f"{path}: `schema` is {answer.schema!r}; {SCHEMA!r} is needed")
+    answered = Answered(folder, answer, engine.shapes)
+    if answer.declined:
+        return answered
+    if "losses" in run.asks:
+        steps = STEPS - (SAVE_AT if run.resumes else 0)
+        if len(answer.losses) != steps:
+            message = f"{path}: `losses` has {len(answer.losses)} numbers; {steps} are needed, one for each step"
+            raise _wrong(folder, message)
+        for step, loss in enumerate(answer.losses):
+            if not math.isfinite(loss):
+                raise _wrong(folder, f"{path}: `losses[{step}]` is {loss}; a finite number is needed")
+    # Reading them checks them.
+    if "gradients" in run.asks:
+        _ = answered.gradients
+    if "weights" in run.asks:
+        _ = answered.weights
+    return answered
+
+
+def _read_tensors(folder: Path, field: str, name: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Read a file of whole fp32 tensors. Raises WorkerError that names the file, the field and the tensor."""
+    if not is_plain_name(name):
+        raise _wrong(folder, f"{folder / ANSWER}: `{field}` is {name!r}; the name of a file beside it is needed")
+    file = folder / name
+    if not file.is_file():
+        raise _wrong(folder, f"{folder / ANSWER}: `{field}` names {name}, and there is no such file")
+    try:
+        header = read_header(file)
+    except TrainspecError as error:
+        raise _wrong(folder, f"`{field}`: {error}") from error
+    found = {}
+    for tensor, shape in shapes.items():
+        if (stored := header.get(tensor)) is None:
+            raise _wrong(folder, f"{file} (`{field}`) has no tensor {tensor}")
+        if stored.shape != tuple(shape) or stored.dtype != "F32":
+            got = f"{stored.dtype} of {list(stored.shape)}"
+            raise _wrong(folder, f"{file} (`{field}`): {tensor} is {got}; F32 of {list(shape)} is needed")
+        values = np.fromfile(file, dtype="<f4", count=math.prod(shape), offset=stored.start).reshape(shape)
+        found[tensor] = values.astype(np.float32, copy=False) if sys.byteorder == "big" else values
+        if not np.isfinite(found[tensor]).all():
+            raise _wrong(folder, f"{file} (`{field}`): {tensor} holds numbers that are not finite")
+    return found
+
+
+def _wrong(folder: Path, message: str) -> WorkerError:
+    hint = f"ask for this run alone: COMMAND {folder / REQUEST}; docs/spec/engine-protocol.md says what is needed"
+    return WorkerError(Problem("bad_answer", message, "--engine", hint, file=str(folder)))
+
+
+# Judging
+
+
+@dataclass(frozen=True)
+class Gradients:
+    gradients: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class References:
+    """The runs of trainspec's own engine, in Hugging Face's names."""
+
+    gradients: Gradients
+    losses: list[float]
+    own_bf16: Gradients
+    exact: Gradients
+
+
+def judge_answers(check: EngineCheck, answers: Mapping[ProtocolRun, Answered], own: References) -> Finding | NotOffered:
+    """Return what was found; what the engine has declined is no finding, whatever else was."""
+    for run in check.runs:
+        if reason := answers[run].declined:
+            return NotOffered(check.clause, check.run.name, reason)
+    return stand(check.clause, check.run.name, _figures(check, answers, own), of_engine=True)
+
+
+def _figures(check: EngineCheck, answers: Mapping[ProtocolRun, Answered], own: References) -> dict[str, float | str]:
+    found = answers[check.run]
+    if check.clause in ("NUM-1", "NUM-4", "NUM-5"):
+        errors = gradient_errors(found, own.gradients)
+        worst = max(errors, key=lambda name: errors[name])
+        return {"worst_gradient_error": errors[worst], "parameter": worst}
+    if check.clause == "NUM-2":
+        return {"worst_loss_error": loss_error(found.losses, own.losses)}
+    if check.clause == "NUM-3":
+        return format_figures(found, own.own_bf16, own.exact)
+    assert check.beside is not None, "the others compare the engine with itself"
+    beside = answers[check.beside]
+    others = beside.losses[SAVE_AT:] if check.run.resumes else beside.losses
+    error = loss_error(found.losses, others)
+    if check.clause == "CKPT-2":
+        return {"worst_loss_error": error}
+    digests = [weights_sha256(one.weights) for one in (found, beside)]
+    return {"sha256": digests[0], "beside": digests[1], "worst_loss_error": error}
+
+
+def weights_sha256(weights: Mapping[str, np.ndarray]) -> str:
+    """SHA-256 over the tensors in name order, each as its name and its little-endian bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(f"{name}\n".encode() + weights[name].astype("<f4", copy=False).tobytes())
+    return digest.hexdigest()

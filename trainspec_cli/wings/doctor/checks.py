@@ -1,0 +1,248 @@
+"""Checks of this node, without torch: what it has, how it is set, how fast its disk is."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.node import cpu_name
+from trainspec_cli.core.units import format_bytes
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.results.doctor import Check
+from trainspec_cli.run.job.gpus import find_gpus, opened_nvml
+from trainspec_cli.run.job.machine import detect
+from trainspec_cli.run.job.provenance import versions
+from trainspec_cli.wings.doctor.sysfs import INFINIBAND, own_text, read_nics
+
+SHM_BYTES = 2**30
+"""NCCL and the data loaders talk through /dev/shm; containers often have 64 MiB of it."""
+OPEN_FILES = 4096
+DISK_BYTES = 2**24
+SLOW_DISK_BYTES_PER_S = 20e6
+LITTLE_SPACE_BYTES = 2**30
+LITTLE_MEMORY_BYTES = 2**30
+MOSTLY_FREE = 0.8
+"""A GPU with less of its memory free is in use by somebody else; a driver and a desktop take less than the rest."""
+CLOCK_TOOLS = (("chronyc", "tracking"), ("timedatectl", "show", "--property=NTPSynchronized"))
+TOOL_TIMEOUT_S = 5.0
+
+
+def check_node(folder: Path, device: str, devices: int = 1) -> list[Check]:
+    """Make all checks, in the order they are shown; `folder` is where the run is kept, and `devices` are the node's."""
+    chips = [*check_chips(device), *(check_gpus() if device == "cuda" else ())]
+    links = [*check_rdma(), *check_nics(devices), *check_links(), *check_clock()]
+    python = f"Python {platform.python_version()}, torch {versions().get('torch', 'unknown')}"
+    system = [*check_shm(), *check_limits(), *check_disk(folder)]
+    return [Check("versions", "ok", python), *chips, *check_memory(), *links, *system]
+
+
+def check_chips(device: str) -> Iterator[Check]:
+    """Check that the chips which the run would take can be used, by their driver and by torch."""
+    machine = detect(look_for_gpus=device != "cpu")
+    for note in machine.gpu_notes:
+        yield Check("chips", "warn", note, "nvidia-smi -L, or rocm-smi, lists this node's GPUs")
+    if problem := machine.gpu_problem:
+        yield Check("chips", "fail", problem.message, problem.hint)
+    elif machine.gpu_names:
+        memory = format_bytes(machine.gpu_memory_bytes)
+        yield Check("chips", "ok", f"{len(machine.gpu_names)} x {machine.gpu_names[0]}, {memory}; driver {driver()}")
+        if len(set(machine.gpu_names)) > 1:
+            names = ", ".join(sorted(set(machine.gpu_names)))
+            yield Check("chips", "warn", f"they differ: {names}", "choose alike ones with CUDA_VISIBLE_DEVICES")
+        yield from check_torch(machine)
+    elif device == "cuda":
+        yield Check("chips", "fail", "no GPU is visible", "look at nvidia-smi, and at what the job was given")
+    else:
+        memory = format_bytes(machine.memory_bytes)
+        yield Check("chips", "ok", f"{machine.cpu_cores} cores of {cpu_name()}, {memory}")
+
+
+def check_gpus(needed_bytes: float = 0.0) -> Iterator[Check]:
+    """Check whether somebody else uses them; `needed_bytes` as in `check_memory`, of each."""
+    for number, gpu in enumerate(find_gpus().gpus):
+        taken = gpu.memory_bytes - gpu.free_bytes
+        found = f"GPU {number} ({gpu.name}): {format_bytes(taken)} of {format_bytes(gpu.memory_bytes)} are taken"
+        advice = "nvidia-smi shows by whom; CUDA_VISIBLE_DEVICES leaves a GPU out"
+        if gpu.free_bytes < needed_bytes:
+            yield Check("chips", "fail", f"{found}, and the run takes {format_bytes(needed_bytes)}", advice)
+        elif gpu.free_bytes < MOSTLY_FREE * gpu.memory_bytes:
+            yield Check("chips", "warn", found, advice)
+
+
+def check_torch(machine: Machine) -> Iterator[Check]:
+    """Check that the installed torch was built for these GPUs and for their driver, without loading it."""
+    version, cuda, hip = torch_build()
+    amd = any(gpu.vendor == "amd" for gpu in machine.gpus)
+    if version and not (hip if amd else cuda):
+        wanted = "ROCm" if amd else "CUDA"
+        advice = f"install torch for {wanted} (pytorch.org/get-started/locally), or type cluster.device=cpu"
+        yield Check("torch", "fail", f"torch {version} was built without {wanted}, so it sees no GPU", advice)
+    elif cuda and not amd and 0 < (newest := newest_cuda()) < int(cuda.partition(".")[0]):
+        found = f"torch {version} needs a driver of CUDA {cuda.partition('.')[0]}, and this driver ends at {newest}"
+        yield Check("torch", "fail", found, "update NVIDIA's driver, or install a torch of an older CUDA")
+
+
+def torch_build() -> tuple[str, str, str]:
+    """Return the version of the installed torch and those of CUDA and ROCm (HIP) that it was built with; "" each where
+    it is unknown, or torch has none."""
+    spec = importlib.util.find_spec("torch")
+    try:
+        text = (Path(spec.origin or "").parent / "version.py").read_text() if spec else ""
+    except OSError:
+        text = ""
+    found = {
+        key: re.search(rf"^{key}\b[^=\n]*= '([^']+)'", text, re.MULTILINE) for key in ("__version__", "cuda", "hip")
+    }
+    version, cuda, hip = (match[1] if match else "" for match in found.values())
+    return version, cuda, hip
+
+
+def newest_cuda() -> int:
+    """Return the newest major version of CUDA that NVIDIA's driver runs; 0 where that is unknown."""
+    with suppress(MachineError), opened_nvml() as nvml:
+        return int(nvml.nvmlSystemGetCudaDriverVersion()) // 1000 if nvml else 0
+    return 0
+
+
+def driver() -> str:
+    """Return the version of NVIDIA's driver."""
+    with suppress(MachineError), opened_nvml() as nvml:
+        if nvml:
+            return str(nvml.nvmlSystemGetDriverVersion())
+    try:
+        version = Path("/proc/driver/nvidia/version").read_text()
+        return str(re.findall(r"Kernel Module\s+(?:for \S+\s+)?(\S+)", version)[0])
+    except (OSError, IndexError):
+        return "unknown"
+
+
+def check_memory(needed_bytes: float = 0.0) -> Iterator[Check]:
+    """`needed_bytes`: what a run is predicted to take; 0 where that is not known."""
+    memory = psutil.virtual_memory()
+    found = f"{format_bytes(memory.available)} of {format_bytes(memory.total)} available"
+    advice = "see what holds it (ps aux --sort=-rss), or take less (a smaller batching.micro_batch_size)"
+    if memory.available < needed_bytes:
+        yield Check("memory", "fail", f"{found}, and the run takes {format_bytes(needed_bytes)}", advice)
+    elif memory.available < LITTLE_MEMORY_BYTES:
+        yield Check("memory", "warn", found, advice)
+    else:
+        yield Check("memory", "ok", found)
+
+
+def check_rdma(folder: Path = INFINIBAND) -> Iterator[Check]:
+    """Says nothing where there is no such device: not every cluster has them."""
+    ports = sorted(folder.glob("*/ports/*")) if folder.is_dir() else []
+    for port in ports:
+        name = f"{port.parents[1].name} port {port.name}"
+        state = own_text(port / "state")
+        if "ACTIVE" in state:
+            yield Check("rdma", "ok", f"{name}: {own_text(port / 'rate')}")
+        else:
+            yield Check("rdma", "warn", f"{name} is {state or 'unknown'}", f"ibstat {port.parents[1].name}; its cable")
+
+
+def check_nics(devices: int, folder: Path = INFINIBAND) -> Iterator[Check]:
+    """Say what they make for each of `devices`; nothing where there is no such NIC."""
+    nics = read_nics(folder)
+    if not nics:
+        return
+    together = sum(nic.gbit_per_s or 0.0 for nic in nics)
+    places = sorted({nic.numa_node for nic in nics if nic.numa_node is not None})
+    where = f" on NUMA node{'s' * (len(places) > 1)} {', '.join(map(str, places))}" if places else ""
+    found = f"{len(nics)} NIC{'s' * (len(nics) > 1)}{where}, {together:g} Gbit/s together"
+    if len({nic.gbit_per_s for nic in nics}) > 1:
+        rates = ", ".join(f"{nic.name} {nic.gbit_per_s:g}" for nic in nics)
+        yield Check(
+            "nics", "warn", f"{found}, of different rates: {rates}", "traffic striped over them goes at the least"
+        )
+    else:
+        yield Check("nics", "ok", f"{found}; for {devices} devices cluster.nic_gbit_per_s={together / devices:g}")
+
+
+def check_links() -> Iterator[Check]:
+    """Interfaces that are up, but the loopback."""
+    for name, link in sorted(psutil.net_if_stats().items()):
+        if not link.isup or name == "lo" or name.startswith("lo0"):
+            continue
+        speed = f"{link.speed / 1000:g} Gbit/s" if link.speed > 0 else "speed unknown"
+        errors = psutil.net_io_counters(pernic=True).get(name)
+        dropped = errors.errin + errors.errout if errors else 0
+        if dropped:
+            yield Check("link", "warn", f"{name}: {speed}, {dropped} damaged packets", f"ethtool -S {name}; its cable")
+        else:
+            yield Check("link", "ok", f"{name}: {speed}, mtu {link.mtu}")
+
+
+def check_clock() -> Iterator[Check]:
+    """Check whether something keeps it; how far nodes are apart is seen when they are compared."""
+    for command in CLOCK_TOOLS:
+        if shutil.which(command[0]):
+            try:
+                output = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_TIMEOUT_S).stdout
+            except subprocess.TimeoutExpired:
+                continue
+            if "Leap status     : Normal" in output or "NTPSynchronized=yes" in output:
+                yield Check("clock", "ok", f"kept in time ({command[0]})")
+                return
+    yield Check("clock", "ok", "nothing here reports whether it is kept in time")
+
+
+def check_shm(folder: Path = Path("/dev/shm")) -> Iterator[Check]:
+    if not folder.is_dir():
+        return
+    size = shutil.disk_usage(folder)
+    if size.free < SHM_BYTES:
+        advice = "give the container more: --shm-size=16g, or mount a tmpfs on /dev/shm"
+        yield Check("/dev/shm", "warn", f"{format_bytes(size.free)} free of {format_bytes(size.total)}", advice)
+    else:
+        yield Check("/dev/shm", "ok", f"{format_bytes(size.free)} free")
+
+
+def check_limits() -> Iterator[Check]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < OPEN_FILES:
+        yield Check("open files", "warn", f"ulimit -n is {files}", f"ulimit -n {OPEN_FILES} before the launch")
+    else:
+        yield Check("open files", "ok", f"ulimit -n is {files}")
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if locked != resource.RLIM_INFINITY and INFINIBAND.is_dir():
+        found = f"ulimit -l is {format_bytes(locked)}"
+        yield Check("locked memory", "warn", found, "RDMA pins memory: set memlock to unlimited for Slurm or the user")
+
+
+def check_disk(folder: Path) -> Iterator[Check]:
+    """Space, and the speed of writing what is really on disk (fsync)."""
+    free = shutil.disk_usage(folder).free
+    if free < LITTLE_SPACE_BYTES:
+        yield Check("disk", "fail", f"{format_bytes(free)} free in {folder}", "free some, or choose another run.dir")
+        return
+    speed = measure_disk(folder)
+    found = f"writes {format_bytes(int(speed))}/s in {folder}, {format_bytes(free)} free"
+    slow = speed < SLOW_DISK_BYTES_PER_S
+    advice = "checkpoints will take long: choose a faster file system with run.dir" if slow else ""
+    yield Check("disk", "warn" if slow else "ok", found, advice)
+
+
+def measure_disk(folder: Path, read_clock: Callable[[], float] = time.perf_counter) -> float:
+    """Bytes a second, of one file of `DISK_BYTES`."""
+    block = os.urandom(2**20)
+    started = read_clock()
+    with tempfile.NamedTemporaryFile(prefix=".doctor-", dir=folder) as file:
+        for _ in range(DISK_BYTES // len(block)):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        return DISK_BYTES / max(1e-9, read_clock() - started)

@@ -1,0 +1,132 @@
+"""Read the switches and blocks of nodes that Slurm knows, from `scontrol show topology` or from topology.conf."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from trainspec_cli.recipe.results.doctor import Check
+
+_FIELD = re.compile(r"(\w+)=(\S+)")
+_NAMES = re.compile(r"(?:[^,\[\]]|\[[^\]]*\])+")
+_RANGES = re.compile(r"([^\[]*)\[([^\]]*)\](.*)")
+MOST_NAMES = 1_000_000
+"""Names that a host list is expanded to; no cluster has more nodes."""
+NONE = "(null)"
+"""The word that `scontrol` writes in the place of an empty list."""
+
+
+@dataclass(frozen=True)
+class SwitchLevel:
+    """The elements of one level of the network: leaf switches, the switches above them, or blocks of nodes."""
+
+    name: str
+    elements: tuple[tuple[str, ...], ...]
+    """The nodes below each element."""
+
+    @property
+    def most_nodes(self) -> int:
+        return max(len(element) for element in self.elements)
+
+
+def read_levels(topology: str) -> list[SwitchLevel]:
+    """Return the levels, leaves first, of Slurm's plugins topology/tree and topology/block.
+
+    Levels that join no more nodes than the one below, or one node alone, are left out.
+    """
+    lines = [_fields(line) for line in _whole_lines(topology)]
+    levels = _blocks(lines) or _switches(lines)
+    joining: list[SwitchLevel] = []
+    for level in levels:
+        if level.most_nodes > (joining[-1].most_nodes if joining else 1):
+            joining.append(level)
+    return joining
+
+
+def _whole_lines(text: str) -> list[str]:
+    """Return the lines without comments, those that a backslash continues put together."""
+    without = [line.partition("#")[0].rstrip() for line in text.splitlines()]
+    return "\n".join(without).replace("\\\n", " ").splitlines()
+
+
+def _fields(line: str) -> dict[str, str]:
+    return {key.lower(): value for key, value in _FIELD.findall(line)}
+
+
+def _switches(lines: Sequence[Mapping[str, str]]) -> list[SwitchLevel]:
+    """Return the levels of switches.
+
+    `scontrol` says each one's level and all nodes below it; topology.conf names what is right below.
+    """
+    switches = {line["switchname"]: line for line in lines if "switchname" in line}
+    levels: dict[int, list[tuple[str, ...]]] = {}
+    for name in switches:
+        height, nodes = _below(name, switches, ())
+        if nodes:
+            levels.setdefault(height, []).append(nodes)
+    return [SwitchLevel(f"level{height}", tuple(levels[height])) for height in sorted(levels)]
+
+
+def _below(name: str, switches: Mapping[str, Mapping[str, str]], above: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+    """Return the level of a switch and the nodes below it; a switch that is below itself has none."""
+    line = switches.get(name, {})
+    nodes = expand_hosts(line.get("nodes", ""))
+    if nodes or name in above:
+        return (int(line["level"]) if line.get("level", "").isdigit() else 0), tuple(nodes)
+    lower = [_below(other, switches, (*above, name)) for other in expand_hosts(line.get("switches", ""))]
+    height = 1 + max((height for height, _ in lower), default=0)
+    return height, tuple(dict.fromkeys(node for _, nodes in lower for node in nodes))
+
+
+def _blocks(lines: Sequence[Mapping[str, str]]) -> list[SwitchLevel]:
+    """Return the blocks, and those that Slurm plans with together (AggregatedBlock, or BlockSizes of topology.conf)."""
+    blocks = [tuple(expand_hosts(line["nodes"])) for line in lines if "blockname" in line and "nodes" in line]
+    if not blocks:
+        return []
+    sizes: dict[int, list[tuple[str, ...]]] = {}
+    for line in lines:
+        if "aggregatedblock" in line:
+            nodes = tuple(expand_hosts(line.get("nodes", "")))
+            sizes.setdefault(len(nodes), []).append(nodes)
+    planned = next((line["blocksizes"] for line in lines if "blocksizes" in line), "")
+    base, *larger = [int(size) for size in planned.split(",") if size.isdigit()] or [0]
+    for size in larger if base else ():
+        together = max(1, size // base)
+        groups = [blocks[place : place + together] for place in range(0, len(blocks), together)]
+        sizes.setdefault(size, []).extend(tuple(node for block in group for node in block) for group in groups)
+    aggregated = [SwitchLevel(f"blocks{size}", tuple(sizes[size])) for size in sorted(sizes) if sizes[size]]
+    return [SwitchLevel("block", tuple(blocks)), *aggregated]
+
+
+def expand_hosts(hosts: str) -> list[str]:
+    """Return the names of a Slurm host list: `gpu[001-003,7],login` -> gpu001, gpu002, gpu003, gpu7, login."""
+    if hosts == NONE:
+        return []
+    return list(islice((name for part in _NAMES.findall(hosts) for name in _expand(part)), MOST_NAMES))
+
+
+def _expand(name: str) -> Iterator[str]:
+    match = _RANGES.fullmatch(name)
+    if match is None:
+        yield name
+        return
+    before, ranges, rest = match.groups()
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or not (last or first).isdigit():
+            continue
+        for number in range(int(first), int(last or first) + 1):
+            yield from (f"{before}{number:0{len(first)}d}{tail}" for tail in _expand(rest))
+
+
+def check_switches(topology: str, devices_per_node: int) -> Iterator[Check]:
+    """Say what tiers Slurm's switches would be; nothing where it knows none, or one above all nodes."""
+    levels = read_levels(topology)
+    if len(levels) < 2:
+        return
+    nodes = ", ".join(f"{level.most_nodes:,}" for level in levels)
+    middle = ",".join(f"{{name: {level.name},devices: {level.most_nodes * devices_per_node}}}" for level in levels[:-1])
+    tiers = f"cluster.fabric.tiers=[{{name: domain}},{middle},{{name: top}}]"
+    yield Check("switches", "ok", f"Slurm's switches have up to {nodes} nodes below them, by level: {tiers}")

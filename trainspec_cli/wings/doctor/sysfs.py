@@ -1,0 +1,178 @@
+"""Read what the kernel shows of this node (/sys): NICs and interfaces, GPUs and what PCIe joins them by, NUMA nodes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainspec_cli.recipe.keys.fabric import NetworkKind
+from trainspec_cli.recipe.results.fabric import FoundGpu, Nic, NumaNode
+
+SYS = Path("/sys")
+_SPEED = re.compile(r"([\d.]+) GT/s")
+_MEMORY = re.compile(r"MemTotal:\s+(\d+) kB")
+GPU_VENDORS = ("0x10de", "0x1002")
+"""NVIDIA and AMD."""
+GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
+"""PCI classes of VGA and 3D controllers, other displays, and processing accelerators."""
+CODING = {2.5: 8 / 10, 5.0: 8 / 10, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 242 / 256}
+"""Gigatransfers a second of a PCIe lane -> the part of them that is data (PCI Express Base Specification 1 to 6)."""
+MOST_LANES = 32
+
+# Network
+
+INFINIBAND = Path("/sys/class/infiniband")
+INTERFACES = Path("/sys/class/net")
+_RATE = re.compile(r"([\d.]+) Gb/sec")
+_PCI = re.compile(r"pci[0-9a-f]{4,}:[0-9a-f]{2}|[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+_KIND_OF_DRIVER: dict[str, NetworkKind] = {"efa": "efa", "hfi1": "omnipath"}
+"""Drivers whose ports do not say their kind: link_layer is Unspecified, or InfiniBand."""
+
+
+def read_nics(folder: Path = INFINIBAND) -> list[Nic]:
+    """Return the NICs for RDMA that have an active port, by name; `folder` as the kernel lays it out."""
+    found = []
+    for device in sorted(folder.iterdir()) if folder.is_dir() else ():
+        ports = [port for port in device.glob("ports/*") if "ACTIVE" in own_text(port / "state")]
+        rates = [float(rate[1]) for port in ports if (rate := _RATE.search(own_text(port / "rate")))]
+        if rates:
+            where = device / "device"
+            kind = _KIND_OF_DRIVER.get((where / "driver").resolve().name, "infiniband")
+            if kind == "infiniband" and any(own_text(port / "link_layer") == "Ethernet" for port in ports):
+                kind = "roce"
+            found.append(Nic(device.name, sum(rates), _numa_node(where), kind, pci_path(where)))
+    return found
+
+
+def read_interfaces(folder: Path = INTERFACES) -> list[Nic]:
+    """Return the network interfaces that are up and belong to a device, or bond several; no virtual ones."""
+    found = []
+    for interface in sorted(folder.iterdir()) if folder.is_dir() else ():
+        is_real = (interface / "device").exists() or (interface / "bonding").is_dir()
+        if is_real and not (interface / "master").exists() and own_text(interface / "operstate") == "up":
+            mbit = own_text(interface / "speed")  # of a virtual NIC the kernel says -1, or refuses to say
+            rate = int(mbit) / 1000 if mbit.isdigit() and mbit != "0" else None
+            where = interface / "device"
+            found.append(Nic(interface.name, rate, _numa_node(where), "ethernet", pci_path(where)))
+    return found
+
+
+def _numa_node(device: Path) -> int | None:
+    text = own_text(device / "numa_node")
+    return int(text) if text.isdigit() else None  # the kernel says -1 where there is none
+
+
+def pci_path(device: Path) -> tuple[str, ...]:
+    """Return the PCI addresses from the host bridge down to a device of /sys; empty for one that is not on PCI."""
+    return tuple(part for part in device.resolve().parts if _PCI.fullmatch(part))
+
+
+def own_text(path: Path) -> str:
+    """Return what a file of /sys says, without the line's end; "" where there is none, or it refuses."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+# GPUs, and what joins them
+
+
+@dataclass(frozen=True)
+class PciGpu:
+    """A GPU as PCI shows it, without a driver."""
+
+    path: tuple[str, ...]
+    """The PCI addresses from the host bridge down to it."""
+    numa_node: int | None
+    cores: str
+    gbit_per_s: float | None
+    """The rate of its PCIe link, one direction."""
+
+
+def read_gpus(root: Path = SYS) -> list[PciGpu]:
+    """Return the GPUs by PCI address, the order in which nvidia-smi numbers them."""
+    found = []
+    for folder in sorted((root / "bus/pci/devices").glob("*")):
+        if own_text(folder / "vendor") in GPU_VENDORS and own_text(folder / "class")[:6] in GPU_CLASSES:
+            cores = own_text(folder / "local_cpulist")
+            found.append(PciGpu(pci_path(folder), _numa_node(folder), cores, _link_gbit_per_s(folder)))
+    return found
+
+
+def _link_gbit_per_s(folder: Path) -> float | None:
+    """Return what the link carries: the lanes that are in use, at the most that both of its ends can.
+
+    An idle GPU lowers the speed of its link, and not its width.
+    """
+    above = folder.resolve().parent
+    speeds = [_SPEED.match(own_text(end / "max_link_speed")) for end in (folder, above)]
+    known = [float(speed[1]) for speed in speeds if speed]
+    width = own_text(folder / "current_link_width")
+    if not known or not width.isdigit() or not 0 < int(width) <= MOST_LANES or min(known) not in CODING:
+        return None
+    return round(min(known) * CODING[min(known)] * int(width), 1)
+
+
+def link_between(first: Sequence[str], second: Sequence[str], *, same_numa_node: bool) -> str:
+    """Return the link of two PCI devices by the addresses above them, in the words of `nvidia-smi topo -m`."""
+    shared = next(
+        (place for place, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
+        min(len(first), len(second)),
+    )
+    if shared == 0:
+        return "NODE" if same_numa_node else "SYS"
+    if shared == 1:
+        return "PHB"
+    below_switch = max(len(first), len(second)) - shared  # a port of the switch, and the device
+    return "PIX" if below_switch <= 2 else "PXB"
+
+
+def describe_gpus(found: Sequence[PciGpu], nics: Sequence[Nic]) -> list[FoundGpu]:
+    """Return the GPUs with the links that PCI shows; NVLink is not among them."""
+    names = [f"GPU{number}" for number in range(len(found))]
+    return [
+        FoundGpu(
+            name,
+            links={other: _link(gpu, far.path, far.numa_node) for other, far in zip(names, found, strict=True)
+                   if other != name},
+            nics={nic.name: _link(gpu, nic.pci_path, nic.numa_node) for nic in nics if nic.pci_path},
+            cores=gpu.cores,
+            numa_node=gpu.numa_node,
+            pcie_gbit_per_s=gpu.gbit_per_s,
+        )
+        for name, gpu in zip(names, found, strict=True)
+    ]  # fmt: skip
+
+
+def _link(gpu: PciGpu, path: Sequence[str], numa_node: int | None) -> str:
+    same = gpu.numa_node is not None and gpu.numa_node == numa_node
+    return link_between(gpu.path, path, same_numa_node=same or (gpu.numa_node is None and numa_node is None))
+
+
+def complete(matrix: Sequence[FoundGpu], found: Sequence[PciGpu]) -> list[FoundGpu]:
+    """Add to the GPUs of the matrix what PCI alone says, where both show as many."""
+    if len(matrix) != len(found):
+        return list(matrix)
+    return [
+        replace(
+            gpu,
+            cores=gpu.cores or pci.cores,
+            numa_node=pci.numa_node if gpu.numa_node is None else gpu.numa_node,
+            pcie_gbit_per_s=pci.gbit_per_s,
+        )
+        for gpu, pci in zip(matrix, found, strict=True)
+    ]
+
+
+def read_numa_nodes(root: Path = SYS) -> list[NumaNode]:
+    """Return the NUMA nodes that have cores, by number."""
+    folders = (root / "devices/system/node").glob("node[0-9]*")
+    found = []
+    for number, folder in sorted((int(folder.name.removeprefix("node")), folder) for folder in folders):
+        if cores := own_text(folder / "cpulist"):
+            memory = _MEMORY.search(own_text(folder / "meminfo"))
+            found.append(NumaNode(number, cores, int(memory[1]) * 1024 if memory else None))
+    return found

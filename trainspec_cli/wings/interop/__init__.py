@@ -1,0 +1,69 @@
+"""Other engines' configurations: written from a plan, and read into a recipe. No engine is imported."""
+
+from __future__ import annotations
+
+from trainspec_cli.wings.interop.not_carried import NOT_CARRIED
+from trainspec_cli.wings.interop.sources import READERS, guess_engine, read_source
+from trainspec_cli.wings.interop.table import NO_CONTAINER, Container, RunValues, layout_of, run_values, show
+from trainspec_cli.wings.interop.target import (
+    EMITTED,
+    Heard,
+    Spoken,
+    Target,
+    emitted_json,
+    listen,
+    nest,
+    options,
+    speak,
+)
+from trainspec_cli.wings.interop.targets import (
+    accelerate,
+    axolotl,
+    deepspeed,
+    managers,
+    maxtext,
+    megatron,
+    megatron_bridge,
+    torchtitan,
+    transformers,
+)
+
+__all__ = [
+    "EMITTED",
+    "ENGINES",
+    "LAUNCHERS",
+    "NOT_CARRIED",
+    "NO_CONTAINER",
+    "READERS",
+    "TARGETS",
+    "Container",
+    "Heard",
+    "RunValues",
+    "Spoken",
+    "Target",
+    "emitted_json",
+    "guess_engine",
+    "layout_of",
+    "listen",
+    "nest",
+    "options",
+    "read_source",
+    "run_values",
+    "show",
+    "speak",
+]
+
+ENGINES = (
+    deepspeed.TARGET,
+    accelerate.TARGET,
+    transformers.TARGET,
+    axolotl.TARGET,
+    torchtitan.TARGET,
+    megatron.TARGET,
+    megatron_bridge.TARGET,
+    maxtext.TARGET,
+)
+LAUNCHERS = (managers.JOB, managers.JOB_SET, managers.TRAIN_JOB, managers.SKYPILOT)
+"""Cluster managers, which start trainspec itself."""
+TARGETS: dict[str, Target] = {target.name: target for target in (*ENGINES, *LAUNCHERS)}
+"""Name, as `--for` takes it -> target."""

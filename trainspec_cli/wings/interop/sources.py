@@ -1,0 +1,209 @@
+"""The engines' files as flat keys: JSON, YAML, a Python module (parsed, not run), and the words of a shell script."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import yaml
+
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.wings.interop.target import flat
+
+MEETING = (
+    "--rdzv-backend",
+    "--rdzv-endpoint",
+    "--rdzv-id",
+    "--master-addr",
+    "--master-port",
+    "--node-rank",
+    "--standalone",
+)
+"""Options of torchrun that say where processes meet."""
+MOST_CHARS = 1_000_000
+"""Characters of a file that is read."""
+
+
+def read_source(file: Path, engine: str) -> dict[str, JsonValue]:
+    """Return the engine's keys that a file says. Raises RecipeError where it cannot be read."""
+    text = _text(file)
+    try:
+        return READERS[engine](text)
+    except (ValueError, SyntaxError, yaml.YAMLError, RecursionError, MemoryError) as error:
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        hint = f"engines that are read: {', '.join(READERS)}; name one with --from"
+        raise RecipeError(
+            Problem("unreadable", f"{file} is no configuration of {engine}: {what}", hint=hint)
+        ) from error
+
+
+def guess_engine(file: Path) -> str:
+    """Return the engine whose files end like this one."""
+    engine = {".json": "deepspeed", ".yaml": "accelerate", ".yml": "accelerate", ".py": "torchtitan"}.get(
+        file.suffix, "megatron"
+    )
+    if not file.is_file():
+        return engine
+    if engine == "torchtitan" and "ConfigContainer(" in _text(file):
+        return "megatron-bridge"
+    if engine != "accelerate":
+        return engine
+    top = set(re.findall(r"^(\w+):", _text(file), re.MULTILINE))
+    return next((name for name, keys in KEYS_OF_YAML.items() if keys & top), engine)
+
+
+KEYS_OF_YAML: Mapping[str, set[str]] = {
+    "maxtext": {"base_emb_dim", "per_device_batch_size", "max_target_length", "remat_policy"},
+    "axolotl": {"base_model", "micro_batch_size", "sequence_len"},
+}
+"""Engine -> keys that tell its YAML from Accelerate's and from the others'."""
+
+
+def _text(file: Path) -> str:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise RecipeError(
+            Problem("missing_file", f"{file} cannot be read: {why}", hint="name a file that is there")
+        ) from error
+    if len(text) > MOST_CHARS:
+        raise RecipeError(
+            Problem("unreadable", f"{file} has more than {MOST_CHARS:,} characters", hint="name another file")
+        )
+    return text
+
+
+def _json(text: str) -> dict[str, JsonValue]:
+    return flat(_section(json.loads(text)))
+
+
+def _yaml(text: str) -> dict[str, JsonValue]:
+    return flat(_section(yaml.safe_load(text)))
+
+
+def _flat_yaml(text: str) -> dict[str, JsonValue]:
+    """Return the keys of a file without sections; a list is one value."""
+    return dict(_section(yaml.safe_load(text)))
+
+
+def _yaml_with_items(text: str) -> dict[str, JsonValue]:
+    """Return the keys of a file, those of a section in a list as `name[i].key`; a list of plain values is one value."""
+    keys: dict[str, JsonValue] = {}
+    for name, value in _section(yaml.safe_load(text)).items():
+        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            keys.update(flat({f"{name}[{index}]": item for index, item in enumerate(value)}))
+        else:
+            keys.update({name: value} if isinstance(value, list) else flat({name: value}))
+    return keys
+
+
+def _section(value: object) -> JsonObject:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError("it has no keys at the top")
+    return value
+
+
+def _words(text: str) -> dict[str, JsonValue]:
+    """Return `--name value` and `--name=value` of a script; a name without a value is true."""
+    keys: dict[str, JsonValue] = {}
+    name = ""
+    for word in shlex.split(text.replace("\\\n", " "), comments=True):
+        if word.startswith("--") and len(word) > 2:
+            name, _, value = word.partition("=")
+            keys[name] = _number(value) if value else True
+        elif name and keys[name] is True:
+            keys[name] = _number(word)
+        elif name and word != "$@":
+            before = keys[name]
+            keys[name] = [*(before if isinstance(before, list) else [before]), _number(word)]
+    if not keys:
+        raise ValueError("it has no --options")
+    return {name: value for name, value in keys.items() if name not in MEETING}
+
+
+def _number(word: str) -> JsonValue:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def _torchtitan(text: str) -> dict[str, JsonValue]:
+    """Return the keyword arguments of the `Trainer.Config(...)` that a function returns, by section and name."""
+    tree = ast.parse(text)
+    keys = dict(_model(tree))
+    for name, value in _arguments(tree, "Trainer.Config"):
+        if name == "activation_checkpoint":
+            keys[name] = {"FullAC.Config": "full", "SelectiveAC.Config": "selective"}.get(_called(value))
+        elif isinstance(value, ast.Call):
+            keys.update(_section_of(name, value))
+        elif name != "model_spec":
+            keys[name] = _literal(value)
+    return keys
+
+
+def _megatron_bridge(text: str) -> dict[str, JsonValue]:
+    """Return the keyword arguments of a `ConfigContainer(...)`, by section and name."""
+    keys: dict[str, JsonValue] = {}
+    for name, value in _arguments(ast.parse(text), "ConfigContainer"):
+        keys.update(_section_of(name, value) if isinstance(value, ast.Call) else {name: _literal(value)})
+    return keys
+
+
+def _arguments(tree: ast.Module, called: str) -> list[tuple[str, ast.expr]]:
+    """Return the keyword arguments of the only call of a class."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) == called]
+    if len(calls) != 1:
+        raise ValueError(f"it calls {called} {len(calls)} times, and one is read")
+    return [(argument.arg or "**", argument.value) for argument in calls[0].keywords]
+
+
+def _section_of(name: str, call: ast.Call) -> dict[str, JsonValue]:
+    return flat({name: {one.arg or "**": _literal(one.value) for one in call.keywords}})
+
+
+def _called(node: ast.expr) -> str:
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+
+
+def _literal(node: ast.expr) -> JsonValue:
+    """Return a value that is written out, or the text of what would be computed."""
+    try:
+        value = ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _model(tree: ast.Module) -> Iterator[tuple[str, JsonValue]]:
+    """Yield the model as `family.size`, from the import and the call of `model_registry`."""
+    nodes = list(ast.walk(tree))
+    families = [
+        (node.module or "").rpartition(".")[2]
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and any(alias.name == "model_registry" for alias in node.names)
+    ]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "model_registry"]
+    for family, call in zip(families, calls, strict=False):
+        if call.args:
+            yield "model", f"{family}.{_literal(call.args[0])}"
+
+
+READERS: Mapping[str, Callable[[str], dict[str, JsonValue]]] = {
+    "deepspeed": _json,
+    "accelerate": _yaml,
+    "torchtitan": _torchtitan,
+    "megatron": _words,
+    "maxtext": _flat_yaml,
+    "megatron-bridge": _megatron_bridge,
+    "axolotl": _yaml_with_items,
+}
+"""Engines whose files are read."""

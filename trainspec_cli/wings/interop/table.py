@@ -1,0 +1,349 @@
+"""What an engine's table consists of: a run as flat values, and lines that say a key of the recipe by the engine's.
+
+A line has a key of the recipe, the engine's key, the conditions under which it applies, and the wording by which its
+value is written for the engine and read for the recipe.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import gcd
+from typing import Any, Literal, Protocol
+
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.core.json_value import JsonValue, flatten
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.run import RunSpec
+
+DERIVED = "derived."
+"""The prefix of values that are no keys of a recipe."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """What no recipe says of a container."""
+
+    image: str = ""
+    """An image that has trainspec."""
+    volume: str = ""
+    """A volume that all nodes mount: recipes, data and the run's folder."""
+
+
+NO_CONTAINER = Container()
+
+
+@dataclass(frozen=True)
+class RunValues:
+    recipe: str
+    """The recipe's name, fit for a comment."""
+    values: Mapping[str, JsonValue]
+    """Dotted key of the recipe, or `derived.NAME` -> value."""
+    arguments: tuple[str, ...] = ()
+    """The command line that names the recipe, where trainspec itself is started."""
+    container: Container = NO_CONTAINER
+
+    def __getitem__(self, key: str) -> JsonValue:
+        return self.values.get(key)
+
+    def whole(self, key: str) -> int:
+        value = self.values[key]
+        assert isinstance(value, int), f"{key} is a whole number"
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.values[key]
+        assert isinstance(value, (int, float)), f"{key} is a number"
+        return float(value)
+
+    @property
+    def keys(self) -> Iterable[str]:
+        """The keys of the recipe."""
+        return [key for key in self.values if not key.startswith(DERIVED)]
+
+
+def run_values(
+    recipe: str, spec: RunSpec, arguments: tuple[str, ...] = (), container: Container = NO_CONTAINER
+) -> RunValues:
+    """Return the values of a spec without `auto`."""
+    layout = layout_of(spec)
+    micro = spec.batching.micro_batch_size
+    free = spec.cluster.devices_per_node
+    assert isinstance(micro, int), "a resolved run has a micro-batch size"
+    assert isinstance(free, int), "a resolved run has its devices counted"
+    accumulated = max(1, spec.batching.global_batch_size // (micro * layout.data_parallel_size))
+    accelerator = spec.cluster.accelerator.name.lower() if spec.cluster.accelerator else ""
+    values = {
+        **flatten(to_plain(spec)),
+        f"{DERIVED}grad_accum_steps": accumulated,
+        f"{DERIVED}world_size": layout.world_size,
+        f"{DERIVED}data_parallel_size": layout.data_parallel_size,
+        f"{DERIVED}shards": layout.shards,
+        f"{DERIVED}is_ddp": layout.world_size == layout.dp_replicate,
+        f"{DERIVED}rank_batch_size": micro * accumulated,
+        f"{DERIVED}samples": spec.batching.global_batch_size * spec.train.max_steps,
+        # `hopper` stands for all before it: the environment of some engines depends on this.
+        f"{DERIVED}arch": "blackwell" if any(chip in accelerator for chip in ("b200", "b300")) else "hopper",
+        f"{DERIVED}device_batch_size": micro * layout.data_parallel_size / layout.world_size,
+    }
+    # How much of each axis lies within a node, and across nodes: the innermost axes fill a node first.
+    for axis in ("tp", "cp", "dp_shard", "dp_replicate"):
+        size = getattr(layout, axis)
+        within = gcd(size, free)
+        free //= within
+        values |= {f"{DERIVED}within_node.{axis}": within, f"{DERIVED}across_nodes.{axis}": size // within}
+    return RunValues(re.sub(r"[^\w./ -]", "_", recipe), values, arguments, container)
+
+
+def layout_of(spec: RunSpec) -> Layout:
+    asked = spec.layout
+    assert AUTO not in vars(asked).values(), "a resolved run has no open axis"
+    return Layout(**vars(asked))
+
+
+def batch_problem(run: RunValues) -> Problem | None:
+    """Return what is wrong where ranks have unequal batches, which trainspec alone can do."""
+    samples = run.whole("batching.global_batch_size")
+    micro = run.whole("batching.micro_batch_size")
+    ranks = run.whole(f"{DERIVED}data_parallel_size")
+    each_round = micro * ranks
+    if samples % each_round == 0:
+        return None
+    allowed = [max(1, samples // each_round) * each_round, (samples // each_round + 1) * each_round]
+    message = (
+        f"`batching.global_batch_size` is {samples}, and other engines give every rank as many samples: whole "
+        f"multiples of {each_round} (micro-batches of {micro} on {ranks} data-parallel ranks)"
+    )
+    hint = " or ".join(f"batching.global_batch_size={size}" for size in dict.fromkeys(allowed))
+    return Problem("not_said", message, "batching.global_batch_size", f"type {hint}")
+
+
+# Wordings
+
+Place = Literal["config", "launcher", "command", "environment"]
+"""`launcher`: the configuration of another program, which starts the engine."""
+
+
+class CannotSayError(ValueError):
+    """The engine has no value for this one of the recipe."""
+
+    def __init__(self, allowed: str, hint: str = ""):
+        super().__init__(allowed)
+        self.allowed = allowed
+        """The values that the engine has."""
+        self.hint = hint
+
+
+class Wording(Protocol):
+    """How a value is said: `write` for the engine, `read` for the recipe. Both raise CannotSayError."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue: ...
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue: ...
+
+
+@dataclass(frozen=True)
+class Same:
+    """The value as it is."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        return value
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        return value
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few values, each under the engine's own name."""
+
+    names: Mapping[Any, JsonValue]
+    """The recipe's value -> the engine's."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        for ours, theirs in self.names.items():
+            if ours == value and isinstance(ours, bool) == isinstance(value, bool):
+                return theirs
+        raise CannotSayError(" or ".join(show(ours) for ours in self.names))
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        ours: JsonValue
+        for ours, theirs in self.names.items():
+            if _folded(theirs) == _folded(value):
+                return ours
+        raise CannotSayError(" or ".join(show(theirs) for theirs in self.names.values()))
+
+
+@dataclass(frozen=True)
+class Times:
+    """A ratio, where the engine wants its product with another value of the recipe."""
+
+    key: str
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        assert isinstance(value, (int, float))
+        return float(f"{value * run.number(self.key):.12g}")
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        if not isinstance(value, (int, float)):
+            raise CannotSayError("a number")
+        return float(f"{value / known.number(self.key):.12g}")
+
+
+@dataclass(frozen=True)
+class OrNone:
+    """A number, or the one by which the engine says null."""
+
+    none: JsonValue
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        return self.none if value is None else value
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        return None if value == self.none else value
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """A whole number that the engine wants above some bound."""
+
+    low: int
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        if not isinstance(value, int) or value < self.low:
+            raise CannotSayError(f"{self.low} or more", f"{{key}}={self.low}")
+        return value
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        return value
+
+
+@dataclass(frozen=True)
+class LastSteps:
+    """A fraction of the run, as the steps that it lasts."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        assert isinstance(value, (int, float))
+        start = max(run.whole("optim.schedule.warmup_steps"), round(run.whole("train.max_steps") * (1 - value)))
+        return run.whole("train.max_steps") - start
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        if not isinstance(value, int):
+            raise CannotSayError("a whole number")
+        return float(f"{value / known.whole('train.max_steps'):.12g}")
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The path of a data set without its ending."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        path = str(value)
+        if not path.endswith(".bin") or "*" in path:
+            raise CannotSayError("one .bin file", "data.path=NAME.bin")
+        return path.removesuffix(".bin")
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        return f"{value}.bin"
+
+
+@dataclass(frozen=True)
+class WholeNumber:
+    """A number without a fraction."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        if not isinstance(value, (int, float)) or int(value) != value:
+            raise CannotSayError("a whole number")
+        return int(value)
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        return value
+
+
+# Lines
+
+
+class When(Protocol):
+    """When a line applies."""
+
+    def holds(self, run: RunValues) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Where:
+    """A condition on several values together."""
+
+    predicate: Callable[[RunValues], bool]
+
+    def holds(self, run: RunValues) -> bool:
+        return self.predicate(run)
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """When a line applies: a value of the run is one of some, or none of them."""
+
+    key: str
+    values: tuple[JsonValue, ...]
+    inverted: bool = False
+
+    def holds(self, run: RunValues) -> bool:
+        return (run[self.key] in self.values) != self.inverted
+
+
+def given(key: str, *values: JsonValue) -> OneOf:
+    return OneOf(key, values)
+
+
+def unless(key: str, *values: JsonValue) -> OneOf:
+    return OneOf(key, values, inverted=True)
+
+
+@dataclass(frozen=True)
+class Line:
+    """`ours` is said by `theirs`."""
+
+    ours: str
+    """A key of the recipe, or a derived value."""
+    theirs: str
+    """A dotted key of the engine, `[i]` for an item of a list; empty where other lines imply the value."""
+    codec: Wording = field(default_factory=Same)
+    when: tuple[When, ...] = ()
+    approximate: str = ""
+    """What differs in the engine; empty where it does the same."""
+    place: Place = "config"
+    also: tuple[str, ...] = ()
+    """Further keys of the recipe that the line says."""
+
+    def applies(self, run: RunValues) -> bool:
+        return all(condition.holds(run) for condition in self.when)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A key of the engine whose value belongs to every run, or to every run of a kind."""
+
+    theirs: str
+    value: JsonValue
+    why: str
+    when: tuple[When, ...] = ()
+    place: Place = "config"
+
+    def applies(self, run: RunValues) -> bool:
+        return all(condition.holds(run) for condition in self.when)
+
+
+def show(value: JsonValue) -> str:
+    """Return a value as one types it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"[{','.join(map(show, value))}]" if isinstance(value, list) else str(value)
+
+
+def _folded(value: JsonValue) -> JsonValue:
+    return value.lower() if isinstance(value, str) else value

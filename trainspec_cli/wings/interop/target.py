@@ -1,0 +1,300 @@
+"""An engine to emit for: its table and files; a run said in its keys; and its keys read back into a recipe."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.wings.interop.not_carried import OFF, asks_for_nothing, governing_key, not_carried_as
+from trainspec_cli.wings.interop.table import (
+    DERIVED,
+    CannotSayError,
+    Fixed,
+    Line,
+    OneOf,
+    Place,
+    RunValues,
+    batch_problem,
+    show,
+)
+
+EMITTED = "emitted.json"
+LEFT_OUT = "trainspec has no key for it"
+Keys = Mapping[str, JsonValue]
+
+
+@dataclass(frozen=True)
+class Said:
+    """A value of the recipe in the engine's words."""
+
+    ours: str
+    value: JsonValue
+    theirs: str
+    """Empty where other keys imply the value."""
+    their_value: JsonValue
+    place: Place
+    approximate: str = ""
+
+
+@dataclass(frozen=True)
+class NotCarried:
+    ours: str
+    """A key, or a section of keys that no engine has a use for."""
+    why: str
+    value: JsonValue = None
+    """The value of a key; None of a section."""
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A run in an engine's keys, and what became of every key of the recipe."""
+
+    said: tuple[Said, ...]
+    not_carried: tuple[NotCarried, ...]
+    fixed: tuple[Fixed, ...]
+
+    def keys_of(self, place: Place) -> dict[str, JsonValue]:
+        """Return the engine's dotted keys of one place, those of every run last."""
+        said = {one.theirs: one.their_value for one in self.said if one.place == place and one.theirs}
+        return {**said, **{one.theirs: one.value for one in self.fixed if one.place == place}}
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    title: str
+    version: str
+    """The version whose keys these are."""
+    lines: tuple[Line, ...]
+    render: Callable[[Spoken, RunValues], dict[str, str]]
+    """File name -> text."""
+    fixed: tuple[Fixed, ...] = ()
+    cannot: Mapping[str, str] = field(default_factory=dict)
+    """Key of the recipe -> what the engine allows in its place, and why."""
+    not_carried: Mapping[str, str] = field(default_factory=dict)
+    """Key or section -> why it is not carried, besides those that no engine carries."""
+    rules: tuple[Callable[[RunValues], Iterator[Problem]], ...] = ()
+    """What the engine refuses of several keys together."""
+    settle: Callable[[dict[str, JsonValue], Keys], dict[str, JsonValue]] | None = None
+    """Complete the recipe's values that were read of the engine's keys by what the keys say together, or by absence."""
+    carries_recipe: bool = False
+    """trainspec itself is started, so that the recipe's arguments say all else."""
+
+
+def speak(target: Target, run: RunValues) -> Spoken:
+    """Say a run in a target's keys. Raises RecipeError with every value that the engine cannot say."""
+    said = []
+    problems = []
+    accounted: set[str] = set()
+    for line in (line for line in target.lines if line.applies(run) and line.ours in run.values):
+        accounted |= {line.ours, *line.also}
+        try:
+            their_value = line.codec.write(run[line.ours], run)
+        except CannotSayError as error:
+            problems.append(_cannot(target, line.ours, run, error))
+            continue
+        said.append(Said(line.ours, run[line.ours], line.theirs, their_value, line.place, line.approximate))
+    left = [key for key in run.keys if key not in accounted and not asks_for_nothing(key, run)]
+    left = [] if target.carries_recipe else left
+    listed = {key: not_carried_as(key, target.not_carried) for key in left}
+    problems += [_cannot(target, key, run) for key, name in listed.items() if name is None]
+    not_carried = {ours: NotCarried(ours, why, run[ours]) for ours, why in filter(None, listed.values())}
+    problems += [problem for rule in target.rules for problem in rule(run)]
+    if not target.carries_recipe and (unequal := batch_problem(run)):
+        problems.append(unequal)
+    if problems:
+        # One problem for each key, without those of keys that have a meaning only through another refused one.
+        first = {problem.path: problem for problem in reversed(problems)}
+        raise RecipeError([first[path] for path in reversed(first) if governing_key(path) not in first])
+    return Spoken(
+        tuple(said), tuple(not_carried.values()), tuple(fixed for fixed in target.fixed if fixed.applies(run))
+    )
+
+
+def _cannot(target: Target, key: str, run: RunValues, error: CannotSayError | None = None) -> Problem:
+    allowed = error.allowed if error else show(OFF[key]) if key in OFF else ""
+    why = target.cannot.get(key, "")
+    reason = "; ".join(filter(None, (f"it allows {allowed}" if allowed else "", why)))
+    message = f"`{key}` is {show(run[key])}, which {target.title} cannot say" + (f": {reason}" if reason else "")
+    hint = "another engine may know it: see trainspec emit --help"
+    if error and error.hint:
+        hint = f"type {error.hint.format(key=key)}"
+    elif first := allowed.partition(" or ")[0]:
+        hint = f"type {key}={first}"
+    return Problem("not_said", message, key, hint)
+
+
+def emitted_json(target: Target, spoken: Spoken, run: RunValues, files: list[str]) -> JsonObject:
+    """Return the record that lies next to the files: what is said exactly, what nearly, and what is not carried."""
+    said: list[JsonObject] = [
+        {
+            "ours": one.ours,
+            "value": one.value,
+            "theirs": one.theirs,
+            "their_value": one.their_value,
+            "place": one.place,
+            "reason": one.approximate,
+        }
+        for one in spoken.said
+    ]
+    return {
+        "recipe": run.recipe,
+        "engine": target.name,
+        "engine_version": target.version,
+        "files": [*files],
+        "exact": [one for one in said if not one["reason"]],
+        "approximate": [one for one in said if one["reason"]],
+        "fixed": [{"theirs": one.theirs, "value": one.value, "why": one.why} for one in spoken.fixed],
+        # `value` is null for a section.
+        "not_carried": [{"ours": one.ours, "value": one.value, "why": one.why} for one in spoken.not_carried],
+    }
+
+
+# Keys and files
+
+
+def nest(keys: Keys) -> JsonObject:
+    """Return dotted keys as nested objects; `name[i]` is an item of a list."""
+    nested: JsonObject = {}
+    for key, value in keys.items():
+        *sections, last = key.split(".")
+        inner = nested
+        for section in sections:
+            below = inner.setdefault(section, {})
+            assert isinstance(below, dict), f"{key} lies below a value"
+            inner = below
+        name, _, index = last.partition("[")
+        if not index:
+            inner[name] = value
+            continue
+        items = inner.setdefault(name, [])
+        assert isinstance(items, list) and len(items) == int(index[:-1]), f"{key} is out of order"
+        items.append(value)
+    return nested
+
+
+def flat(nested: JsonObject, prefix: str = "") -> dict[str, JsonValue]:
+    """Return nested objects as dotted keys, the inverse of `nest` for those that a table has."""
+    keys: dict[str, JsonValue] = {}
+    for name, value in nested.items():
+        if isinstance(value, dict):
+            keys.update(flat(value, f"{prefix}{name}."))
+        elif isinstance(value, list):
+            keys.update({f"{prefix}{name}[{index}]": item for index, item in enumerate(value)})
+        else:
+            keys[f"{prefix}{name}"] = value
+    return keys
+
+
+FOLDER = '"$(dirname "$0")"'
+"""The folder of the script, which holds the other files."""
+USER_SCRIPT = ': "${SCRIPT:?set SCRIPT to your training script, such as SCRIPT=train.py}"'
+
+
+def shell_script(
+    about: str, command: Iterable[str], environment: Mapping[str, JsonValue], *, needs: Iterable[str] = ()
+) -> str:
+    """Return a bash script; the words of `command` are shell text already."""
+    exports = [f"export {name}={shlex.quote(str(value))}" for name, value in environment.items()]
+    lines = ["#!/usr/bin/env bash", f"# {about}", "set -euo pipefail", *needs, *exports]
+    return "\n".join([*lines, "exec " + " \\\n  ".join(command) + ' "$@"', ""])
+
+
+def options(keys: Mapping[str, JsonValue]) -> list[str]:
+    """Return `--name value` words; true is a flag alone, false and null are left out, a list is several words."""
+    return [words for name, value in keys.items() if (words := option(name, value))]
+
+
+def option(name: str, value: JsonValue) -> str:
+    if value is None or value is False:
+        return ""
+    if value is True:
+        return name
+    items = value if isinstance(value, list) else [value]
+    return " ".join([name, *(shlex.quote(number(item)) for item in items)])
+
+
+def number(value: JsonValue) -> str:
+    """Return a value as programs read it back."""
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+RENDEZVOUS = '--rdzv-backend c10d --rdzv-endpoint "${RDZV_ENDPOINT:?the first node, as HOST:PORT}"'
+
+
+def torchrun(nodes: int, devices: int) -> list[str]:
+    """Return the words of torchrun for this many nodes."""
+    if nodes == 1:
+        return ["torchrun", f"--standalone --nproc-per-node {devices}"]
+    return ["torchrun", f"--nnodes {nodes} --nproc-per-node {devices}", RENDEZVOUS]
+
+
+# Reading back
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a file of an engine says."""
+
+    values: Mapping[str, JsonValue]
+    """Key of a recipe -> value."""
+    followed: tuple[str, ...]
+    """Keys of the engine that follow from others, or that every emitted file has."""
+    unread: Mapping[str, str]
+    """Key of the engine -> why no key of a recipe says it."""
+
+
+def listen(target: Target, keys: Mapping[str, JsonValue]) -> Heard:
+    """Read an engine's keys. A line is read when the values that its conditions ask for are known."""
+    known: dict[str, JsonValue] = {}
+    why: dict[str, str] = {}
+    lines = [line for line in target.lines if line.theirs in keys]
+    waiting = list(lines)
+    while waiting:
+        ready = [line for line in waiting if _is_decided(line, known, waiting)] or waiting[:1]
+        waiting = [line for line in waiting if line not in ready]
+        for line in ready:
+            _hear(line, keys[line.theirs], known, why)
+    read = {line.theirs for line in lines if line.theirs not in why}
+    fixed = {one.theirs for one in target.fixed if one.theirs in keys and show(keys[one.theirs]) == show(one.value)}
+    derived = {line.theirs for line in lines if line.ours.startswith(DERIVED)}
+    unread = {key: why.get(key, LEFT_OUT) for key in keys if key not in read and key not in fixed}
+    values = {key: value for key, value in known.items() if not key.startswith(DERIVED)}
+    processes = known.get(f"{DERIVED}world_size")
+    nodes = known.get("cluster.num_nodes")
+    if isinstance(processes, int) and isinstance(nodes, int) and nodes >= 1:  # the file counts processes and nodes
+        values["cluster.devices_per_node"] = processes // nodes
+    if target.settle:
+        values = target.settle(values, keys)
+    return Heard(values, tuple(sorted((fixed | derived) - unread.keys())), unread)
+
+
+def _hear(line: Line, value: JsonValue, known: dict[str, JsonValue], why: dict[str, str]) -> None:
+    run = RunValues("", known)
+    if not all(condition.holds(run) for condition in _conditions(line)):
+        return
+    try:
+        ours = line.codec.read(value, run)
+    except (CannotSayError, KeyError, AssertionError, TypeError, ZeroDivisionError) as error:
+        allowed = error.allowed if isinstance(error, CannotSayError) else "what belongs to the keys beside it"
+        if line.ours not in known:
+            why[line.theirs] = f"{show(value)} is not read: {allowed} would be"
+        return
+    if known.setdefault(line.ours, ours) != ours:
+        why[line.theirs] = f"it says {line.ours}={show(ours)}, and another key says {show(known[line.ours])}"
+    else:
+        why.pop(line.theirs, None)
+
+
+def _is_decided(line: Line, known: Mapping[str, JsonValue], waiting: list[Line]) -> bool:
+    """Return whether no line that waits gives a value that a condition of this one asks for."""
+    awaited = {one.ours for one in waiting if one is not line} - known.keys()
+    return not any(condition.key in awaited for condition in _conditions(line))
+
+
+def _conditions(line: Line) -> list[OneOf]:
+    """Return the conditions on single other keys: the codec decides about the line's own."""
+    return [one for one in line.when if isinstance(one, OneOf) and one.key not in (line.ours, f"{DERIVED}shards")]

@@ -1,0 +1,136 @@
+"""Accelerate: the YAML of `accelerate launch --config_file`, with FSDP2, beside one's own script."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import yaml
+
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.wings.interop.not_carried import SCRIPT
+from trainspec_cli.wings.interop.table import Choice, Fixed, Line, RunValues, given, unless
+from trainspec_cli.wings.interop.target import FOLDER, USER_SCRIPT, Keys, Spoken, Target, nest, options, shell_script
+
+CONFIG = "accelerate.yaml"
+BY_FSDP = (unless("derived.is_ddp", True),)
+IN_MESH = "parallelism_config.parallelism_config_"
+REDUCED = "gradients are summed in the format of mixed_precision, unless your script gives a MixedPrecisionPolicy"
+
+LINES = (
+    Line("cluster.num_nodes", "num_machines"),
+    Line("derived.world_size", "num_processes"),
+    Line("cluster.devices_per_node", ""),
+    Line("cluster.device", "use_cpu", Choice({"cuda": False, "cpu": True})),
+    Line("layout.dp_replicate", f"{IN_MESH}dp_replicate_size", when=BY_FSDP),
+    Line("layout.dp_shard", f"{IN_MESH}dp_shard_size", when=BY_FSDP),
+    Line("layout.tp", f"{IN_MESH}tp_size", when=BY_FSDP),
+    Line("layout.cp", f"{IN_MESH}cp_size", when=BY_FSDP),
+    Line("layout.dp_replicate", "", when=(given("derived.is_ddp", True),)),
+    Line("layout.context_method", f"{IN_MESH}cp_backend", Choice({"ring": "torch"}), when=(unless("layout.cp", 1),)),
+    Line(
+        "layout.zero_stage",
+        "fsdp_config.fsdp_reshard_after_forward",
+        Choice({3: True, 2: False}),
+        when=(*BY_FSDP, unless("derived.shards", 1)),
+    ),
+    Line("layout.zero_stage", "", when=(given("derived.shards", 1),)),
+    Line("precision.compute", "mixed_precision", Choice({"bf16": "bf16", "fp16": "fp16", "fp32": "no"})),
+    Line(
+        "precision.reduce",
+        "",
+        Choice({"fp32": None, "bf16": None}),
+        when=(*BY_FSDP, given("precision.compute", "bf16", "fp16")),
+        approximate=REDUCED,
+    ),
+    Line("precision.reduce", "", Choice({"fp32": None}), when=(given("derived.is_ddp", True),)),
+    Line("precision.reduce", "", Choice({"fp32": None}), when=(*BY_FSDP, given("precision.compute", "fp32"))),
+    Line("derived.grad_accum_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", place="environment"),
+    Line("recompute", "fsdp_config.fsdp_activation_checkpointing", Choice({"none": False, "full": True}), when=BY_FSDP),
+    Line("compile", "dynamo_config.dynamo_backend", Choice({True: "INDUCTOR"}), when=(given("compile", True),)),
+)
+
+FIXED = (
+    Fixed("compute_environment", "LOCAL_MACHINE", "this is no cloud service's job"),
+    Fixed("distributed_type", "FSDP", "the state is divided", BY_FSDP),
+    Fixed(
+        "distributed_type",
+        "MULTI_GPU",
+        "every rank has the whole state",
+        (given("derived.is_ddp", True), given("cluster.device", "cuda")),
+    ),
+    Fixed(
+        "distributed_type",
+        "MULTI_CPU",
+        "every rank has the whole state",
+        (given("derived.is_ddp", True), given("cluster.device", "cpu")),
+    ),
+    Fixed(
+        "--rdzv_backend",
+        "c10d",
+        "the launcher does not take it from the file",
+        (unless("cluster.num_nodes", 1),),
+        "command",
+    ),
+    Fixed("fsdp_config.fsdp_version", 2, "a mesh of several axes needs FSDP2", BY_FSDP),
+    Fixed("fsdp_config.fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "blocks are sharded one by one", BY_FSDP),
+    Fixed("fsdp_config.fsdp_state_dict_type", "SHARDED_STATE_DICT", "each rank writes its part", BY_FSDP),
+    Fixed("fsdp_config.fsdp_offload_params", False, "the state stays on the devices", BY_FSDP),
+    Fixed(
+        "dynamo_config.dynamo_use_regional_compilation",
+        True,
+        "trainspec compiles each block",
+        (given("compile", True),),
+    ),
+)
+
+CANNOT = {
+    "layout.zero_stage": "FSDP2 shards gradients always: 2 keeps the parameters after the forward, 3 frees them",
+    "layout.pp": "it has no pipeline",
+    "layout.ep": "it has no expert parallelism",
+    "layout.context_method": "its ring is torch's; Ulysses goes through DeepSpeed (see --for deepspeed)",
+    "precision.matmul": "its fp8 needs a recipe of its own backend",
+    "offload": "FSDP offloads parameters, gradients and optimizer state together",
+    "recompute": "it recomputes whole blocks",
+    "precision.reduce": "DDP sums gradients in the format of the parameters",
+}
+
+OF_SCRIPT = {
+    **{key: why for key, why in SCRIPT.items() if key != "compile"},
+    "optim": "your script makes the optimizer and the schedule",
+    "batching.micro_batch_size": "the batch size of your script's data loader",
+    "batching.global_batch_size": "the data loader's batch size x gradient accumulation x data-parallel ranks",
+}
+
+
+def refused_together(run: RunValues) -> Iterator[Problem]:
+    if run["recompute"] != "none" and run["derived.is_ddp"]:
+        message = f"`recompute` is {run['recompute']}, and Accelerate recomputes under FSDP alone"
+        yield Problem("not_said", message, "recompute", "type recompute=none, or layout=fsdp")
+
+
+def config_text(keys: Keys) -> str:
+    text: str = yaml.safe_dump(nest(keys), sort_keys=False)
+    return text
+
+
+def launch_words(run: RunValues, config: str = CONFIG) -> list[str]:
+    """Return the words of `accelerate launch` up to the script."""
+    words = ["accelerate launch", f"--config_file {FOLDER}/{config}"]
+    if run["cluster.num_nodes"] == 1:
+        return words
+    return [*words, '--machine_rank "${NODE_RANK:?this node, from 0}"', *MASTER]
+
+
+MASTER = ('--main_process_ip "${MASTER_ADDR:?the first node}"', '--main_process_port "${MASTER_PORT:-29500}"')
+
+
+def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
+    about = f"Starts your script under Accelerate, with the configuration of {run.recipe} beside this file."
+    command = [*launch_words(run), *options(spoken.keys_of("command")), '"$SCRIPT"']
+    return {
+        CONFIG: config_text(spoken.keys_of("config")),
+        "launch.sh": shell_script(about, command, spoken.keys_of("environment"), needs=[USER_SCRIPT]),
+    }
+
+
+TARGET = Target("accelerate", "Accelerate", "1.15.0", LINES, render, FIXED, CANNOT, OF_SCRIPT, (refused_together,))

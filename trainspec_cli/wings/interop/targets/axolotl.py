@@ -1,0 +1,355 @@
+"""axolotl: the YAML of `axolotl train`, for weights that are there already, and the command that starts it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import yaml
+
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.core.json_value import JsonValue
+from trainspec_cli.wings.interop.table import (
+    CannotSayError,
+    Choice,
+    Fixed,
+    LastSteps,
+    Line,
+    OrNone,
+    RunValues,
+    WholeNumber,
+    given,
+    show,
+    unless,
+)
+from trainspec_cli.wings.interop.target import FOLDER, Keys, Spoken, Target, nest, shell_script, torchrun
+
+FILE = "axolotl.yml"
+HUGGING_FACE = "hf:"
+"""Before the name of a Hugging Face model, in `init.from`."""
+DATASET = "datasets[0]."
+"""The only data set of an emitted file."""
+TOKENIZER = "/tokenizer.json"
+
+
+@dataclass(frozen=True)
+class BaseModel:
+    """The Hugging Face model that the run begins with."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        if not isinstance(value, str) or not value.startswith(HUGGING_FACE) or "@" in value:
+            raise CannotSayError("hf:FOLDER or hf:ORG/NAME", "{key}=hf:FOLDER")
+        return value.removeprefix(HUGGING_FACE)
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        return f"{HUGGING_FACE}{value}"
+
+
+@dataclass(frozen=True)
+class TokenizerFolder:
+    """The folder of a tokenizer.json."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        if not str(value).endswith(TOKENIZER):
+            raise CannotSayError("FOLDER/tokenizer.json")
+        return str(value).removesuffix(TOKENIZER)
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        return f"{value}{TOKENIZER}"
+
+
+MODULES: Mapping[str, str] = {
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "out": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
+"""A matrix of a block -> its name in Hugging Face's decoders."""
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The matrices that get an adapter."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        assert isinstance(value, list)
+        return [_renamed(one, MODULES) for one in value]
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        if not isinstance(value, list):
+            raise CannotSayError(f"a list of {', '.join(MODULES.values())}")
+        return [_renamed(one, {theirs: ours for ours, theirs in MODULES.items()}) for one in value]
+
+
+def _renamed(name: JsonValue, names: Mapping[str, str]) -> str:
+    if str(name) not in names:
+        raise CannotSayError(", ".join(names))
+    return names[str(name)]
+
+
+@dataclass(frozen=True)
+class OneFile:
+    """The path of one file or folder."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        if not isinstance(value, str) or "*" in value:
+            raise CannotSayError("the path of one file or folder", "{key}=FILE")
+        return value
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        return value
+
+
+KINDS = Choice({"jsonl": "json", "parquet": "parquet", "text": "text"})
+SHARDED = unless("derived.is_ddp", True)
+CHAT = given("data.source", "chat")
+TEXT = given("data.source", "jsonl", "parquet", "text", "arrow")
+ADAPTED = unless("lora.rank", 0)
+ADAM = given("optim.name", "adamw", "adamw8bit")
+COSINE = given("optim.schedule.kind", "cosine")
+WSD = given("optim.schedule.kind", "wsd")
+AT_ALL = unless("checkpoint.interval_steps", None)
+EVALUATED = unless("train.eval_interval_steps", None)
+FILE_TEMPLATE = unless("data.chat_template", None, "chatml")
+
+WARMUP = "its warm-up begins at 0, one update behind trainspec's"
+TWO_STEPS = "it warms up for two steps at least"
+REDUCED = "gradients are summed in the format of the computation"
+WEIGHTS_TOO = "its weights are loaded in this format, and stay in it without FSDP"
+BLOCKS = "torchao scales blocks of its own size"
+AT_RANDOM = "it draws them at random; trainspec chooses them by a hash"
+ONCE = "it evaluates once before the first step all the same"
+AT_THE_END = "it writes the model at the end of the run, and no state to go on from"
+PACKED = "packed documents do not see one another"
+
+MODEL = (
+    Line("init.from", "base_model", BaseModel()),
+    Line("data.tokenizer.path", "tokenizer_config", TokenizerFolder(), when=(unless("data.tokenizer.path", None),)),
+    Line("lora.base", "adapter", Choice({"full": "lora", "nf4": "qlora"}), when=(ADAPTED,)),
+    Line("lora.base", "load_in_4bit", Choice({"full": False, "nf4": True}), when=(ADAPTED,)),
+    Line("lora.rank", "lora_r", when=(ADAPTED,)),
+    Line("lora.alpha", "lora_alpha", WholeNumber(), when=(ADAPTED,)),
+    Line("lora.targets", "lora_target_modules", Modules(), when=(ADAPTED,)),
+)
+DATA = (
+    Line("data.seq_len", "sequence_len"),
+    Line("data.path", f"{DATASET}path", OneFile()),
+    Line("data.source", f"{DATASET}type", Choice({"chat": "chat_template"}), when=(CHAT,)),
+    Line("data.source", f"{DATASET}ds_type", KINDS, when=(unless("data.source", "chat", "arrow"),)),
+    Line("data.source", "", Choice({"arrow": None}), when=(given("data.source", "arrow"),)),
+    Line("data.text_field", f"{DATASET}field", when=(given("data.source", "jsonl", "parquet", "arrow"),)),
+    Line(
+        "data.chat_template",
+        f"{DATASET}chat_template",
+        Choice({None: "tokenizer_default", "chatml": "chatml"}),
+        when=(CHAT, given("data.chat_template", None, "chatml")),
+    ),
+    Line("data.chat_template", f"{DATASET}chat_template_jinja", when=(CHAT, FILE_TEMPLATE)),
+    Line("data.loss_on", "train_on_inputs", Choice({"replies": False, "all": True}), when=(CHAT,)),
+    Line("data.heldout_fraction", "val_set_size", approximate=AT_RANDOM),
+    Line(
+        "data.document_masks",
+        "",
+        Choice({False: None}),
+        when=(TEXT, given("data.document_masks", False)),
+        approximate=PACKED,
+    ),
+    Line("data.document_masks", "", when=(given("data.document_masks", True),)),
+)
+LAYOUT = (
+    Line("layout.dp_replicate", "dp_replicate_size", when=(SHARDED,)),
+    Line("layout.dp_shard", "dp_shard_size", when=(SHARDED,)),
+    Line("layout.dp_replicate", "", when=(given("derived.is_ddp", True),)),
+    Line("layout.tp", "tensor_parallel_size", when=(SHARDED,)),
+    Line("layout.cp", "context_parallel_size", when=(SHARDED,)),
+    Line("layout.context_method", "", Choice({"ring": None}), when=(unless("layout.cp", 1),)),
+    Line(
+        "layout.zero_stage",
+        "fsdp_config.reshard_after_forward",
+        Choice({3: True, 2: False}),
+        when=(SHARDED, unless("derived.shards", 1)),
+    ),
+)
+REST = (
+    Line("batching.micro_batch_size", "micro_batch_size"),
+    Line("derived.grad_accum_steps", "gradient_accumulation_steps"),
+    Line("batching.global_batch_size", ""),
+    Line("train.max_steps", "max_steps"),
+    Line("train.seed", "seed", approximate="its order of samples is its own"),
+    Line("train.log_interval_steps", "logging_steps"),
+    Line("train.eval_interval_steps", "eval_steps", when=(EVALUATED,)),
+    Line(
+        "train.eval_interval_steps",
+        "eval_strategy",
+        Choice({None: "no"}),
+        when=(given("train.eval_interval_steps", None),),
+        approximate=ONCE,
+    ),
+    Line(
+        "precision.compute",
+        "fp16",
+        Choice({"fp16": True}),
+        when=(given("precision.compute", "fp16"),),
+        approximate=WEIGHTS_TOO,
+    ),
+    Line("precision.compute", "tf32", Choice({"tf32": True}), when=(given("precision.compute", "tf32"),)),
+    Line(
+        "precision.compute",
+        "bf16",
+        Choice({"bf16": True}),
+        when=(given("precision.compute", "bf16"),),
+        approximate=WEIGHTS_TOO,
+    ),
+    Line("precision.compute", "", when=(given("precision.compute", "fp32"),)),
+    Line(
+        "precision.reduce",
+        "",
+        Choice({"fp32": None, "bf16": None}),
+        when=(given("precision.compute", "bf16", "fp16"),),
+        approximate=REDUCED,
+    ),
+    Line("precision.reduce", "", Choice({"fp32": None}), when=(unless("precision.compute", "bf16", "fp16"),)),
+    Line(
+        "optim.name",
+        "optimizer",
+        Choice({"adamw": "adamw_torch_fused", "sgd": "sgd"}),
+        when=(unless("optim.name", "adamw8bit"),),
+    ),
+    Line(
+        "optim.name",
+        "optimizer",
+        Choice({"adamw8bit": "adamw_torch_8bit"}),
+        when=(given("optim.name", "adamw8bit"),),
+        approximate=BLOCKS,
+    ),
+    Line("optim.lr", "learning_rate"),
+    Line("optim.beta1", "adam_beta1", when=(ADAM,)),
+    Line("optim.beta2", "adam_beta2", when=(ADAM,)),
+    Line("optim.eps", "adam_epsilon", when=(ADAM,)),
+    Line("optim.weight_decay", "weight_decay"),
+    Line("optim.grad_clip_norm", "max_grad_norm", OrNone(0.0)),
+    Line(
+        "optim.schedule.kind",
+        "lr_scheduler",
+        Choice({"constant": "constant_with_warmup", "cosine": "cosine", "wsd": "warmup_stable_decay"}),
+        approximate=WARMUP,
+    ),
+    Line("optim.schedule.warmup_steps", "warmup_steps", when=(unless("optim.schedule.warmup_steps", 1),)),
+    Line(
+        "optim.schedule.warmup_steps",
+        "warmup_steps",
+        when=(given("optim.schedule.warmup_steps", 1),),
+        approximate=TWO_STEPS,
+    ),
+    Line("optim.schedule.final_lr_ratio", "cosine_min_lr_ratio", when=(COSINE,)),
+    Line("optim.schedule.final_lr_ratio", "lr_scheduler_kwargs.min_lr_ratio", when=(WSD,)),
+    Line("optim.schedule.decay_fraction", "lr_scheduler_kwargs.num_decay_steps", LastSteps(), when=(WSD,)),
+    Line("recompute", "gradient_checkpointing", Choice({"none": False, "full": True})),
+    Line("compile", "torch_compile"),
+    Line("checkpoint.interval_steps", "save_steps", when=(AT_ALL,)),
+    Line(
+        "checkpoint.interval_steps",
+        "save_strategy",
+        Choice({None: "no"}),
+        when=(given("checkpoint.interval_steps", None),),
+        approximate=AT_THE_END,
+    ),
+    Line("checkpoint.keep_last", "save_total_limit"),
+    Line("cluster.num_nodes", "--nnodes", place="command"),
+    Line("cluster.devices_per_node", "--nproc-per-node", place="command"),
+    Line("cluster.device", "", Choice({"cuda": None})),
+)
+FIXED = (
+    Fixed(f"{DATASET}type", "completion", "documents are learnt whole", (TEXT,)),
+    Fixed("sample_packing", True, "samples are filled with several documents"),
+    Fixed("pad_to_sequence_len", True, "every sample has data.seq_len tokens"),
+    Fixed("attn_implementation", "flash_attention_2", "packed samples and its ring of context parallelism want it"),
+    Fixed("fsdp_version", 2, "a mesh of several axes needs FSDP2", (SHARDED,)),
+    Fixed("fsdp_config.auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "blocks are sharded one by one", (SHARDED,)),
+    Fixed("fsdp_config.state_dict_type", "SHARDED_STATE_DICT", "each rank writes its part", (SHARDED,)),
+    Fixed("fsdp_config.offload_params", False, "the state stays on the devices", (SHARDED,)),
+    Fixed("bf16", False, "axolotl would choose bf16", (unless("precision.compute", "bf16"),)),
+    Fixed("gradient_checkpointing_kwargs.use_reentrant", False, "FSDP2 wants it", (given("recompute", "full"),)),
+    Fixed("lr_scheduler_kwargs.decay_type", "linear", "trainspec's decay is linear", (WSD,)),
+    Fixed("output_dir", "output", "checkpoints go there"),
+)
+CANNOT = {
+    "init.from": "it trains the model that base_model names",
+    "data.source": "its data sets are files of text or conversations",
+    "layout.zero_stage": "FSDP2 shards gradients always: 2 keeps the parameters after the forward, 3 frees them",
+    "layout.pp": "it has no pipeline",
+    "layout.ep": "its expert parallelism is a plugin",
+    "layout.sequence_parallel": "its tensor parallelism divides no activations between the matrices",
+    "layout.context_method": "its ring is that of ring-flash-attn",
+    "lora.targets": "other matrices have names of their own in each model: set lora_target_modules yourself",
+    "precision.reduce": "",
+    "precision.matmul": "its fp8 is torchao's, with scales of its own (fp8_config)",
+    "offload": "FSDP offloads parameters, gradients and optimizer state together",
+    "recompute": "its selective_checkpointing keeps the attention and recomputes the rest",
+    "optim.name": "its other optimizers have constants of their own",
+    "train.early_stop_evals": "it needs eval_steps that divide save_steps (early_stopping_patience)",
+    "checkpoint.keep_best": "it needs the name of a metric (metric_for_best_model)",
+    "cluster.device": "it trains on GPUs",
+}
+NOT_CARRIED = {
+    "model": "base_model's own config.json says it",
+    "checkpoint.mode": "it waits for its checkpoints",
+}
+
+
+def refused_together(run: RunValues) -> Iterator[Problem]:
+    if run["layout.cp"] != 1 and run["batching.micro_batch_size"] != 1:
+        size = show(run["batching.micro_batch_size"])
+        message = f"`batching.micro_batch_size` is {size}, and packed samples are divided over cp one by one"
+        yield Problem("not_said", message, "batching.micro_batch_size", "type batching.micro_batch_size=1")
+
+
+def config_text(keys: Keys) -> str:
+    """Return the YAML; what the table says of the data set is the only item of `datasets`."""
+    dataset = {key.removeprefix(DATASET): value for key, value in keys.items() if key.startswith(DATASET)}
+    others = nest({key: value for key, value in keys.items() if not key.startswith(DATASET)})
+    text: str = yaml.safe_dump({**others, "datasets": [dataset]}, sort_keys=False)
+    return text
+
+
+def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
+    about = f"Trains {run.recipe} with axolotl, with the configuration beside this file."
+    command = torchrun(run.whole("cluster.num_nodes"), run.whole("cluster.devices_per_node"))
+    command += ["-m axolotl.cli.train", f"{FOLDER}/{FILE}"]
+    return {FILE: config_text(spoken.keys_of("config")), "launch.sh": shell_script(about, command, {})}
+
+
+def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
+    """Without FSDP every rank has the whole state; a batch is counted where the data-parallel ranks are."""
+    if keys.get("bf16") is False and "precision.compute" not in values:
+        values["precision.compute"] = "fp32"
+    if "fsdp_config" not in {key.partition(".")[0] for key in keys}:
+        values |= {"layout.dp_shard": 1, "layout.dp_replicate": "auto"}
+    counted = (
+        keys.get("micro_batch_size"),
+        keys.get("gradient_accumulation_steps"),
+        keys.get("dp_shard_size"),
+        keys.get("dp_replicate_size", 1),
+    )
+    whole = [one for one in counted if isinstance(one, int)]
+    if len(whole) == len(counted):
+        values["batching.global_batch_size"] = math.prod(whole)
+    return values
+
+
+TARGET = Target(
+    "axolotl",
+    "axolotl",
+    "0.19.0",
+    (*MODEL, *DATA, *LAYOUT, *REST),
+    render,
+    FIXED,
+    CANNOT,
+    NOT_CARRIED,
+    (refused_together,),
+    settle,
+)

@@ -1,0 +1,137 @@
+"""DeepSpeed: the JSON that `deepspeed.initialize(config=...)` takes, beside one's own script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.core.json_value import JsonValue
+from trainspec_cli.wings.interop.not_carried import SCRIPT
+from trainspec_cli.wings.interop.table import AtLeast, Choice, Fixed, Line, OrNone, RunValues, given, unless
+from trainspec_cli.wings.interop.target import FOLDER, USER_SCRIPT, Keys, Spoken, Target, nest, options, shell_script
+
+CONFIG = "ds_config.json"
+SHARDED = unless("derived.shards", 1)
+COSINE = unless("optim.schedule.kind", "constant")
+CONSTANT = given("optim.schedule.kind", "constant")
+WARMS_UP = unless("optim.schedule.warmup_steps", 0)
+ADAM = given("optim.name", "adamw")
+DECAYS_ALL = (
+    "DeepSpeed decays every parameter that your script's groups do not spare; trainspec spares norms and biases"
+)
+COSINE_STEP = "the last step is one later than trainspec's, whose cosine ends on the last update"
+AUTOTP = "AutoTP divides the layers whose module names it knows"
+MODEL_CODE = "the JSON says how; your model's code calls deepspeed.checkpointing where it recomputes"
+
+LINES = (
+    Line("batching.global_batch_size", "train_batch_size"),
+    Line("batching.micro_batch_size", "train_micro_batch_size_per_gpu"),
+    Line("derived.grad_accum_steps", "gradient_accumulation_steps"),
+    Line("layout.zero_stage", "zero_optimization.stage", when=(SHARDED,)),
+    Line("layout.dp_shard", "", when=(SHARDED,)),
+    Line("layout.dp_replicate", "", when=(given("derived.shards", 1),)),
+    Line("layout.tp", "tensor_parallel.autotp_size", when=(unless("layout.tp", 1),), approximate=AUTOTP),
+    Line("layout.cp", "sequence_parallel_size", when=(unless("layout.cp", 1),)),
+    Line("layout.context_method", "", Choice({"ulysses": None}), when=(unless("layout.cp", 1),)),
+    Line("precision.compute", "bf16.enabled", Choice({"bf16": True}), when=(given("precision.compute", "bf16"),)),
+    Line("precision.compute", "fp16.enabled", Choice({"fp16": True}), when=(given("precision.compute", "fp16"),)),
+    Line("precision.compute", "", Choice({"fp32": None}), when=(unless("precision.compute", "bf16", "fp16"),)),
+    Line("precision.reduce", "communication_data_type", Choice({"fp32": "fp32", "bf16": "bf16"})),
+    Line("optim.name", "optimizer.type", Choice({"adamw": "AdamW", "sgd": "SGD"})),
+    Line("optim.lr", "optimizer.params.lr"),
+    Line("optim.beta1", "optimizer.params.betas[0]", when=(ADAM,)),
+    Line("optim.beta2", "optimizer.params.betas[1]", when=(ADAM,)),
+    Line("optim.eps", "optimizer.params.eps", when=(ADAM,)),
+    Line("optim.weight_decay", "optimizer.params.weight_decay", approximate=DECAYS_ALL),
+    Line("optim.grad_clip_norm", "gradient_clipping", OrNone(0.0)),
+    Line(
+        "optim.schedule.kind",
+        "scheduler.type",
+        Choice({"cosine": "WarmupCosineLR"}),
+        when=(unless("optim.schedule.kind", "constant"),),
+        approximate=COSINE_STEP,
+    ),
+    Line("optim.schedule.kind", "scheduler.type", Choice({"constant": "WarmupLR"}), when=(CONSTANT, WARMS_UP)),
+    Line(
+        "optim.schedule.kind", "", Choice({"constant": None}), when=(CONSTANT, given("optim.schedule.warmup_steps", 0))
+    ),
+    Line("optim.schedule.warmup_steps", "scheduler.params.warmup_num_steps", AtLeast(1), when=(COSINE,)),
+    Line("optim.schedule.warmup_steps", "scheduler.params.warmup_num_steps", when=(CONSTANT, WARMS_UP)),
+    Line("optim.schedule.warmup_steps", "", when=(CONSTANT, given("optim.schedule.warmup_steps", 0))),
+    Line("optim.lr", "scheduler.params.warmup_max_lr", when=(CONSTANT, WARMS_UP)),
+    Line("optim.schedule.final_lr_ratio", "scheduler.params.cos_min_ratio", when=(COSINE,)),
+    Line("train.max_steps", "scheduler.params.total_num_steps", when=(COSINE,)),
+    Line(
+        "recompute",
+        "activation_checkpointing.partition_activations",
+        Choice({"full": False}),
+        when=(unless("recompute", "none"),),
+        approximate=MODEL_CODE,
+    ),
+    Line(
+        "offload",
+        "zero_optimization.offload_optimizer.device",
+        Choice({"optimizer": "cpu"}),
+        when=(unless("offload", "none"),),
+    ),
+    Line("train.log_interval_steps", "steps_per_print"),
+    Line("cluster.num_nodes", "--num_nodes", place="command"),
+    Line("cluster.devices_per_node", "--num_gpus", place="command"),
+    Line("cluster.device", "DS_ACCELERATOR", Choice({"cuda": "cuda", "cpu": "cpu"}), place="environment"),
+)
+
+FIXED = (
+    Fixed("zero_optimization.stage", 0, "nothing is sharded", (given("derived.shards", 1),)),
+    Fixed("data_types.grad_accum_dtype", "fp32", "trainspec sums micro-batches in fp32"),
+    Fixed("scheduler.params.warmup_type", "linear", "trainspec's warm-up is linear", (COSINE,)),
+    Fixed("scheduler.params.warmup_type", "linear", "trainspec's warm-up is linear", (CONSTANT, WARMS_UP)),
+    Fixed("zero_allow_untested_optimizer", True, "SGD is torch's", (given("optim.name", "sgd"),)),
+)
+
+CANNOT = {
+    "layout.dp_replicate": "ZeRO shards over all data-parallel ranks",
+    "layout.sequence_parallel": "AutoTP leaves norms and residuals whole",
+    "layout.pp": "its pipeline is a class that your model's code is written in",
+    "layout.ep": "its experts are modules of your model's code",
+    "layout.context_method": "its sequence parallelism is Ulysses",
+    "precision.matmul": "fp8 is a module of your model's code",
+    "optim.schedule.kind": "",
+    "optim.name": "its Muon scales the update in another way",
+    "comm.gradients": "its compressed exchanges belong to optimizers of their own",
+    "offload": "",
+}
+
+
+def refused_together(run: RunValues) -> Iterator[Problem]:
+    if run["offload"] == "optimizer" and run["derived.shards"] == 1:
+        message = "`offload` is optimizer, and DeepSpeed offloads what ZeRO shards: here one rank has all of it"
+        yield Problem("not_said", message, "offload", "type offload=none, or layout.dp_shard=auto")
+    if run["layout.tp"] != 1 and run["layout.cp"] != 1:
+        message = f"`layout.cp` is {run['layout.cp']}, and DeepSpeed joins no sequence parallelism with AutoTP"
+        yield Problem("not_said", message, "layout.cp", "type layout.cp=1 or layout.tp=1")
+
+
+def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
+    hostfile = [] if run["cluster.num_nodes"] == 1 else ['--hostfile "${HOSTFILE:-hostfile}"']
+    command = ["deepspeed", *hostfile, *options(spoken.keys_of("command")), '"$SCRIPT"']
+    command += ["--deepspeed", f"--deepspeed_config {FOLDER}/{CONFIG}"]
+    about = f"Starts your script under DeepSpeed, with the configuration of {run.recipe} beside this file."
+    return {
+        CONFIG: json.dumps(nest(spoken.keys_of("config")), indent=2, allow_nan=False) + "\n",
+        "launch.sh": shell_script(about, command, spoken.keys_of("environment"), needs=[USER_SCRIPT]),
+    }
+
+
+def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
+    """Without ZeRO nothing is sharded; without bf16 and fp16 it computes in fp32."""
+    values.setdefault("precision.compute", "fp32")
+    values.setdefault("optim.schedule.kind", "constant")
+    if values.get("layout.zero_stage", 0) == 0:
+        return {**values, "layout.zero_stage": 3, "layout.dp_shard": 1, "layout.dp_replicate": "auto"}
+    if values.get("layout.cp", 1) != 1:
+        values["layout.context_method"] = "ulysses"
+    return values
+
+
+TARGET = Target("deepspeed", "DeepSpeed", "0.19.8", LINES, render, FIXED, CANNOT, SCRIPT, (refused_together,), settle)

@@ -1,0 +1,263 @@
+"""Cluster managers, which start trainspec itself in containers, with the plan's values pinned: Kubernetes as an indexed
+Job, a JobSet, or a TrainJob of Kubeflow; and SkyPilot as a task on rented nodes.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+
+import yaml
+
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.wings.interop.table import Choice, Line, RunValues, given, show
+from trainspec_cli.wings.interop.target import Spoken, Target
+
+WORKSPACE = "/workspace"
+"""The volume that all nodes share, and the folder in which trainspec is started."""
+PORT = 29500
+PINNED = (
+    *(f"layout.{axis}" for axis in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp")),
+    *("layout.zero_stage", "layout.pipeline_schedule", "layout.virtual_stages"),
+    *("batching.micro_batch_size", "recompute", "offload", "precision.compute"),
+    *("cluster.num_nodes", "cluster.devices_per_node", "cluster.device"),
+)
+"""Keys whose planned value stands on the command line."""
+GPUS: Mapping[str, str] = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "intel": "gpu.intel.com/i915"}
+"""Vendor of the accelerator -> the resource that its device plugin offers."""
+
+
+def dns_label(name: str) -> str:
+    """Return a name that Kubernetes takes: lower-case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
+
+
+def launch_command(run: RunValues, node_rank: str, first_node: str) -> str:
+    """Return the shell command of each node; `node_rank` and `first_node` are shell text."""
+    pinned = [f"{key}={show(run[key])}" for key in PINNED if key in run.values]
+    given = [argument for argument in run.arguments if argument.partition("=")[0] not in (*PINNED, "run.dir")]
+    words = ["trainspec launch", *map(shlex.quote, given), *map(shlex.quote, pinned)]
+    words.append(shlex.quote(f"run.dir={WORKSPACE}/runs/{dns_label(run.recipe)}"))
+    if run["cluster.num_nodes"] != 1:
+        words.append(f"--nnodes {run['cluster.num_nodes']} --node-rank {node_rank} --rdzv-endpoint {first_node}")
+    return " ".join(words)
+
+
+def resources(run: RunValues) -> JsonObject:
+    """Return the devices of a node, as a container's limits."""
+    if run["cluster.device"] == "cpu":
+        return {}
+    vendor = str(run["cluster.accelerator.vendor"])
+    return {"limits": {GPUS[vendor]: run["cluster.devices_per_node"]}}
+
+
+def container_needs(run: RunValues) -> Iterator[Problem]:
+    """Yield what a manifest needs and nobody has said."""
+    for option, value, what in (
+        ("--image", run.container.image, "a container image that has trainspec"),
+        ("--volume", run.container.volume, "a volume that all nodes mount, for recipes, data and the run"),
+    ):
+        if not value:
+            hint = f"add {option} NAME"
+            yield Problem("missing_value", f"{option} is not given: {what}", option, hint)
+    vendor = run["cluster.accelerator.vendor"]
+    if run["cluster.device"] == "cuda" and vendor not in GPUS:
+        message = f"`cluster.accelerator.vendor` is {show(vendor)}, whose device plugin is not known here"
+        yield Problem("not_said", message, "cluster.accelerator.vendor", f"choose one of {', '.join(GPUS)}")
+
+
+LINES = tuple(Line(key, "", place="command") for key in PINNED)
+"""What every manager says by the command."""
+
+# Kubernetes
+
+INDEX = '"$JOB_COMPLETION_INDEX"'
+NODES = "cluster.num_nodes"
+DEVICES = "cluster.devices_per_node"
+
+
+def _volumes(run: RunValues) -> list[JsonValue]:
+    return [
+        {"name": "workspace", "persistentVolumeClaim": {"claimName": run.container.volume}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+
+
+MOUNTS: list[JsonValue] = [
+    {"name": "workspace", "mountPath": WORKSPACE},
+    {"name": "shm", "mountPath": "/dev/shm"},
+]
+
+
+def _pod(run: RunValues, first_node: str, subdomain: str | None = None) -> JsonObject:
+    container: JsonObject = {
+        "name": "trainspec",
+        "image": run.container.image,
+        "workingDir": WORKSPACE,
+        "command": ["bash", "-c", launch_command(run, INDEX, f"{first_node}:{PORT}")],
+        "ports": [{"containerPort": PORT}],
+        "resources": resources(run),
+        "volumeMounts": MOUNTS,
+    }
+    named: JsonObject = {"subdomain": subdomain} if subdomain else {}
+    return {**named, "restartPolicy": "Never", "containers": [container], "volumes": _volumes(run)}
+
+
+def _job_spec(run: RunValues, pod: JsonObject, labels: JsonObject | None = None) -> JsonObject:
+    nodes = run[NODES]
+    template: JsonObject = {"metadata": {"labels": labels}, "spec": pod} if labels else {"spec": pod}
+    return {
+        "completions": nodes,
+        "parallelism": nodes,
+        "completionMode": "Indexed",
+        "backoffLimit": 0,
+        "template": template,
+    }
+
+
+def job(run: RunValues) -> list[JsonObject]:
+    """Return a headless service, by which the first pod is found, and the job."""
+    name = dns_label(run.recipe)
+    labels: JsonObject = {"app": name}
+    service: JsonObject = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name},
+        "spec": {"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True, "ports": [{"port": PORT}]},
+    }
+    pod = _pod(run, f"{name}-0.{name}", subdomain=name)
+    spec = _job_spec(run, pod, labels)
+    return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": spec}]
+
+
+def job_set(run: RunValues) -> list[JsonObject]:
+    name = dns_label(run.recipe)
+    spec = _job_spec(run, _pod(run, f"{name}-node-0-0.{name}"))
+    replicated: JsonObject = {"name": "node", "replicas": 1, "template": {"spec": spec}}
+    return [
+        {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": {"name": name},
+            "spec": {
+                "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
+                "replicatedJobs": [replicated],
+            },
+        }
+    ]
+
+
+def train_job(run: RunValues) -> list[JsonObject]:
+    """Return a TrainJob of the runtime `torch-distributed`, whose variables say which node a pod is."""
+    name = dns_label(run.recipe)
+    command = launch_command(run, '"$PET_NODE_RANK"', '"$PET_MASTER_ADDR:$PET_MASTER_PORT"')
+    trainer: JsonObject = {
+        "image": run.container.image,
+        "command": ["bash", "-c", f"cd {WORKSPACE} && exec {command}"],
+        "numNodes": run[NODES],
+        "numProcPerNode": run[DEVICES],
+        "resourcesPerNode": resources(run),
+    }
+    pod: JsonObject = {"volumes": _volumes(run), "containers": [{"name": "node", "volumeMounts": MOUNTS}]}
+    replicated: JsonObject = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    patch: JsonObject = {
+        "manager": "trainspec/emit",
+        "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [replicated]}}},
+    }
+    return [
+        {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainJob",
+            "metadata": {"name": name},
+            "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer, "runtimePatches": [patch]},
+        }
+    ]
+
+
+def _target(
+    name: str, title: str, version: str, file: str, manifests: Callable[[RunValues], list[JsonObject]]
+) -> Target:
+    def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
+        return {file: yaml.safe_dump_all(manifests(run), sort_keys=False, width=110)}
+
+    lines = tuple(line for line in LINES if line.ours not in (NODES, DEVICES))
+    said = (Line(NODES, NODE_KEYS[name]), Line(DEVICES, DEVICE_KEYS[name]))
+    return Target(name, title, version, (*said, *lines), render, carries_recipe=True, rules=(container_needs,))
+
+
+NODE_KEYS = {
+    "kubernetes": "spec.completions",
+    "jobset": "spec.replicatedJobs[0].template.spec.completions",
+    "trainjob": "spec.trainer.numNodes",
+}
+DEVICE_KEYS = {
+    "kubernetes": "spec.template.spec.containers[0].resources.limits",
+    "jobset": "spec.replicatedJobs[0].template.spec.template.spec.containers[0].resources.limits",
+    "trainjob": "spec.trainer.numProcPerNode",
+}
+
+JOB = _target("kubernetes", "a Kubernetes Job", "1.36", "job.yaml", job)
+JOB_SET = _target("jobset", "a JobSet", "v1alpha2", "jobset.yaml", job_set)
+TRAIN_JOB = _target("trainjob", "a Kubeflow TrainJob", "v1alpha1", "trainjob.yaml", train_job)
+
+
+# SkyPilot
+
+NAMES = {
+    "A100-SXM-40GB": "A100",
+    "A100-PCIe-80GB": "A100-80GB",
+    "A100-SXM-80GB": "A100-80GB",
+    "B200-SXM": "B200",
+    "B300-SXM": "B300",
+    "GB200": "GB200",
+    "GH200": "GH200",
+    "H100-PCIe-80GB": "H100",
+    "H100-SXM-80GB": "H100",
+    "H200-SXM-141GB": "H200",
+    "L4": "L4",
+    "L40": "L40",
+    "L40S": "L40S",
+    "MI300X": "MI300X",
+    "RTX 4090": "RTX4090",
+    "RTX Pro 6000": "RTXPRO6000",
+    "V100-SXM2-16GB": "V100",
+    "V100-SXM2-32GB": "V100-32GB",
+}
+"""The accelerator's name in a recipe -> in SkyPilot's catalogue."""
+FIRST_NODE = f'"$(echo "$SKYPILOT_NODE_IPS" | head -n 1):{PORT}"'
+
+
+def _render_task(spoken: Spoken, run: RunValues) -> dict[str, str]:
+    rented: JsonObject = {"image_id": f"docker:{run.container.image}"}
+    if run["cluster.device"] == "cuda":
+        name = NAMES[str(run["cluster.accelerator.name"])]
+        rented["accelerators"] = f"{name}:{run['cluster.devices_per_node']}"
+    command = launch_command(run, '"$SKYPILOT_NODE_RANK"', FIRST_NODE)
+    task: JsonObject = {
+        "name": dns_label(run.recipe),
+        "num_nodes": run["cluster.num_nodes"],
+        "resources": rented,
+        "volumes": {WORKSPACE: run.container.volume},
+        "run": f"cd {WORKSPACE}\n{command}\n",
+    }
+    return {"task.yaml": yaml.safe_dump(task, sort_keys=False, width=110)}
+
+
+SKYPILOT = Target(
+    "skypilot",
+    "SkyPilot",
+    "0.14.1",
+    (
+        Line(NODES, "num_nodes"),
+        Line(DEVICES, "resources.accelerators"),
+        Line(
+            "cluster.accelerator.name", "resources.accelerators", Choice(NAMES), when=(given("cluster.device", "cuda"),)
+        ),
+        *(line for line in LINES if line.ours not in (NODES, DEVICES)),
+    ),
+    _render_task,
+    carries_recipe=True,
+    rules=(container_needs,),
+)

@@ -1,0 +1,311 @@
+"""Megatron-LM: the arguments of pretrain_gpt.py, as a shell script with the environment that they want."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.core.json_value import JsonValue
+from trainspec_cli.wings.interop.table import (
+    CannotSayError,
+    Choice,
+    Fixed,
+    LastSteps,
+    Line,
+    OrNone,
+    Prefix,
+    RunValues,
+    Times,
+    Where,
+    WholeNumber,
+    given,
+    unless,
+)
+from trainspec_cli.wings.interop.target import Keys, Spoken, Target, options, shell_script, torchrun
+
+FILE = "pretrain.sh"
+
+
+@dataclass(frozen=True)
+class StageLayers:
+    """The layers of each stage: `Et*17|t*15L`, with the embedding before them and the loss behind."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        assert isinstance(value, list)
+        return "E" + "|".join(f"t*{layers}" for layers in value) + "L"
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        stages = str(value).removeprefix("E").removesuffix("L").split("|")
+        if not all(stage.startswith("t*") and stage[2:].isdecimal() for stage in stages):
+            raise CannotSayError("E, then t*N for each stage with | between them, then L")
+        return [int(stage[2:]) for stage in stages]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out fraction, as hundredths of training, validation and test."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        assert isinstance(value, (int, float))
+        return f"{100 * (1 - value):.12g},{100 * value:.12g},0"
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        parts = [float(part) for part in str(value).split(",") if part.replace(".", "", 1).isdecimal()]
+        if len(parts) != 3 or not sum(parts):
+            raise CannotSayError("three numbers: training, validation, test")
+        return float(f"{parts[1] / sum(parts):.12g}")
+
+
+@dataclass(frozen=True)
+class OneMore:
+    """A seed, which must be positive."""
+
+    def write(self, value: JsonValue, run: RunValues) -> JsonValue:
+        assert isinstance(value, int)
+        return value + 1
+
+    def read(self, value: JsonValue, known: RunValues) -> JsonValue:
+        if not isinstance(value, int) or value < 1:
+            raise CannotSayError("a positive whole number")
+        return value - 1
+
+
+def _serial_launches(run: RunValues) -> bool:
+    """Return whether exchanges of tp and cp must be launched before the kernels that hide them."""
+    divided = run["layout.tp"] != 1 or run["layout.cp"] != 1
+    return divided and not _by_fsdp(run) and run["derived.arch"] != "blackwell"
+
+
+def _by_fsdp(run: RunValues) -> bool:
+    return run["layout.zero_stage"] in (2, 3) and run["derived.shards"] != 1
+
+
+SHARDED = unless("derived.shards", 1)
+BY_FSDP = Where(_by_fsdp)
+ZERO_1 = (SHARDED, given("layout.zero_stage", 1))
+IN_PIPELINE = unless("layout.pp", 1)
+COSINE = given("optim.schedule.kind", "cosine")
+WSD = given("optim.schedule.kind", "wsd")
+FALLS = unless("optim.schedule.kind", "constant")
+ADAM = given("optim.name", "adamw")
+AN_UPDATE = "its decay is an update behind trainspec's at most"
+PADDED = "the vocabulary is padded to a multiple of 128 x tp"
+SEED = "its seeds are positive, so this is one more; the weights are drawn in another way"
+ATTENTION = "it recomputes the attention core, by its own list of modules"
+BY_DOCUMENT = "it holds out the last documents; trainspec chooses them by a hash"
+
+MODEL = (
+    Line("model.num_layers", "--num-layers"),
+    Line("model.hidden_size", "--hidden-size"),
+    Line("model.ffn_size", "--ffn-hidden-size"),
+    Line("model.num_heads", "--num-attention-heads"),
+    Line("model.num_kv_heads", "--num-query-groups"),
+    Line("model.head_dim", "--kv-channels"),
+    Line("model.vocab_size", "--vocab-size", approximate=PADDED),
+    Line("model.norm_eps", "--norm-epsilon"),
+    Line("model.rope_theta", "--rotary-base", WholeNumber()),
+    Line(
+        "model.activation",
+        "--swiglu",
+        Choice({"silu": True}),
+        when=(given("model.gated_mlp", True),),
+        also=("model.gated_mlp",),
+    ),
+    Line("model.tied_embeddings", "--untie-embeddings-and-output-weights", Choice({False: True, True: False})),
+    Line("model.attention_bias", "--add-qkv-bias", Choice({"none": False, "qkv": True})),
+    Line("model.qk_norm", "--qk-layernorm"),
+    Line("model.learned_positions", "--position-embedding-type", Choice({0: "rope"})),
+)
+DATA = (
+    Line("data.seq_len", "--seq-length"),
+    Line("data.seq_len", "--max-position-embeddings"),
+    Line("data.source", "", Choice({"megatron": None})),
+    Line("data.path", "--data-path", Prefix()),
+    Line("data.heldout_fraction", "--split", HeldOut(), approximate=BY_DOCUMENT),
+)
+LAYOUT = (
+    Line("layout.tp", "--tensor-model-parallel-size"),
+    Line("layout.sequence_parallel", "--sequence-parallel", when=(unless("layout.tp", 1),)),
+    Line("layout.cp", "--context-parallel-size"),
+    Line(
+        "layout.context_method",
+        "--cp-comm-type",
+        Choice({"ring": "p2p", "ulysses": "a2a"}),
+        when=(unless("layout.cp", 1),),
+    ),
+    Line("layout.pp", "--pipeline-model-parallel-size"),
+    Line("layout.pipeline_schedule", "", Choice({"1f1b": None, "interleaved": None}), when=(IN_PIPELINE,)),
+    Line(
+        "layout.virtual_stages",
+        "--num-virtual-stages-per-pipeline-rank",
+        when=(IN_PIPELINE, unless("layout.virtual_stages", 1), given("layout.stage_layers", None)),
+    ),
+    Line("layout.virtual_stages", "", when=(IN_PIPELINE,)),
+    Line(
+        "layout.stage_layers",
+        "--pipeline-model-parallel-layout",
+        StageLayers(),
+        when=(IN_PIPELINE, unless("layout.stage_layers", None)),
+    ),
+    Line(
+        "layout.zero_stage",
+        "--data-parallel-sharding-strategy",
+        Choice({2: "optim_grads", 3: "optim_grads_params"}),
+        when=(BY_FSDP,),
+    ),
+    Line("layout.zero_stage", "--use-distributed-optimizer", Choice({1: True}), when=ZERO_1),
+    Line("layout.dp_shard", ""),
+    Line(
+        "layout.dp_replicate", "--num-distributed-optimizer-instances", when=(*ZERO_1, unless("layout.dp_replicate", 1))
+    ),
+    Line("layout.dp_replicate", "", when=(given("derived.shards", 1),)),
+)
+REST = (
+    Line("batching.micro_batch_size", "--micro-batch-size"),
+    Line("batching.global_batch_size", "--global-batch-size"),
+    Line("train.max_steps", "--train-iters"),
+    Line("train.max_steps", "--lr-decay-iters"),
+    Line("train.seed", "--seed", OneMore(), approximate=SEED),
+    Line("train.log_interval_steps", "--log-interval"),
+    Line("train.eval_interval_steps", "--eval-interval", when=(unless("train.eval_interval_steps", None),)),
+    Line("precision.compute", "--bf16", Choice({"bf16": True}), when=(given("precision.compute", "bf16"),)),
+    Line("precision.compute", "--fp16", Choice({"fp16": True}), when=(given("precision.compute", "fp16"),)),
+    Line("precision.compute", "", Choice({"fp32": None}), when=(unless("precision.compute", "bf16", "fp16"),)),
+    Line(
+        "precision.reduce",
+        "--accumulate-allreduce-grads-in-fp32",
+        Choice({"fp32": True}),
+        when=(given("precision.reduce", "fp32"),),
+    ),
+    Line(
+        "precision.reduce", "--grad-reduce-in-bf16", Choice({"bf16": True}), when=(given("precision.reduce", "bf16"),)
+    ),
+    Line(
+        "precision.matmul",
+        "--fp8-recipe",
+        Choice({"fp8": "tensorwise", "mxfp8": "mxfp8"}),
+        when=(unless("precision.matmul", "compute"),),
+    ),
+    Line("optim.name", "--optimizer", Choice({"adamw": "adam", "sgd": "sgd"})),
+    Line("optim.lr", "--lr"),
+    Line("optim.beta1", "--adam-beta1", when=(ADAM,)),
+    Line("optim.beta2", "--adam-beta2", when=(ADAM,)),
+    Line("optim.eps", "--adam-eps", when=(ADAM,)),
+    Line("optim.weight_decay", "--weight-decay"),
+    Line("optim.grad_clip_norm", "--clip-grad", OrNone(0.0)),
+    Line(
+        "optim.schedule.kind",
+        "--lr-decay-style",
+        Choice({"constant": "constant", "cosine": "cosine", "wsd": "WSD"}),
+        approximate=AN_UPDATE,
+    ),
+    Line("optim.schedule.warmup_steps", "--lr-warmup-iters"),
+    Line("optim.schedule.final_lr_ratio", "--min-lr", Times("optim.lr"), when=(FALLS,)),
+    Line("optim.schedule.decay_fraction", "--lr-wsd-decay-iters", LastSteps(), when=(WSD,)),
+    Line("recompute", "--recompute-granularity", Choice({"full": "full"}), when=(given("recompute", "full"),)),
+    Line(
+        "recompute",
+        "--recompute-granularity",
+        Choice({"selective": "selective"}),
+        when=(given("recompute", "selective"),),
+        approximate=ATTENTION,
+    ),
+    Line("checkpoint.interval_steps", "--save-interval", when=(unless("checkpoint.interval_steps", None),)),
+    Line("checkpoint.interval_steps", "", when=(given("checkpoint.interval_steps", None),)),
+    Line("checkpoint.mode", "--async-save", Choice({"async": True, "sync": False})),
+    Line("cluster.num_nodes", "--nnodes", place="command"),
+    Line("cluster.devices_per_node", "--nproc-per-node", place="command"),
+    Line("cluster.device", "", Choice({"cuda": None})),
+)
+LINES = (*MODEL, *DATA, *LAYOUT, *REST)
+
+FIXED = (
+    Fixed("--group-query-attention", True, "--num-query-groups says how many"),
+    Fixed("--normalization", "RMSNorm", "trainspec's decoders have RMSNorm"),
+    Fixed("--disable-bias-linear", True, "trainspec's linear layers have no bias"),
+    Fixed("--attention-dropout", 0.0, "trainspec has no dropout"),
+    Fixed("--hidden-dropout", 0.0, "trainspec has no dropout"),
+    Fixed("--tokenizer-type", "NullTokenizer", "the data are token ids"),
+    Fixed("--use-megatron-fsdp", True, "ZeRO 2 and 3 are Megatron-FSDP's", (BY_FSDP,)),
+    Fixed("--use-distributed-optimizer", True, "Megatron-FSDP wants it", (BY_FSDP,)),
+    Fixed("--ckpt-format", "fsdp_dtensor", "Megatron-FSDP's checkpoints", (BY_FSDP,)),
+    Fixed("--lr-wsd-decay-style", "linear", "trainspec's decay is linear", (WSD,)),
+    Fixed("--recompute-method", "uniform", "every block is recomputed", (given("recompute", "full"),)),
+    Fixed("--recompute-num-layers", 1, "each block by itself", (given("recompute", "full"),)),
+    Fixed("--fp8-format", "e4m3", "trainspec's format", (unless("precision.matmul", "compute"),)),
+    Fixed("--eval-iters", 0, "held-out batches are yours to count", (given("train.eval_interval_steps", None),)),
+    Fixed("--save", "checkpoints", "the folder of the checkpoints"),
+    Fixed(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        1,
+        "exchanges of tp and cp are launched in order",
+        (Where(_serial_launches),),
+        "environment",
+    ),
+)
+
+CANNOT = {
+    "data.source": "its data set is NAME.bin with NAME.idx",
+    "layout.pipeline_schedule": "",
+    "layout.dp_replicate": "its FSDP shards over all data-parallel ranks here; zero_stage 1 has replicas",
+    "optim.name": "",
+    "offload": "its offload of the optimizer needs a precision-aware optimizer of Transformer Engine",
+    "cluster.device": "it trains on GPUs",
+}
+NOT_CARRIED = {
+    "checkpoint.keep_last": "it keeps every checkpoint; --save-retain-interval thins them out",
+    "compile": "changes speed alone; its kernels are fused by hand",
+    "data.tokenizer": "the data are token ids",
+}
+
+
+def refused_together(run: RunValues) -> Iterator[Problem]:
+    if run["checkpoint.mode"] == "async" and _by_fsdp(run):
+        message = "`checkpoint.mode` is async, and Megatron-FSDP writes its checkpoints in the foreground"
+        yield Problem("not_said", message, "checkpoint.mode", "type checkpoint.mode=sync")
+
+
+WITHOUT_ORDER = "unset CUDA_DEVICE_MAX_CONNECTIONS  # which FSDP refuses to be 1"
+
+
+def render(spoken: Spoken, run: RunValues) -> dict[str, str]:
+    command = torchrun(run.whole("cluster.num_nodes"), run.whole("cluster.devices_per_node"))
+    command += ['"$MEGATRON/pretrain_gpt.py"', *options(spoken.keys_of("config"))]
+    needs = [': "${MEGATRON:?set MEGATRON to the folder of Megatron-LM}"']
+    needs += [WITHOUT_ORDER] if _by_fsdp(run) else []
+    about = f"Trains {run.recipe} with Megatron-LM, as trainspec planned it."
+    return {FILE: shell_script(about, command, spoken.keys_of("environment"), needs=needs)}
+
+
+WITHOUT_FLAGS: dict[str, JsonValue] = {
+    "precision.compute": "fp32",
+    "model.attention_bias": "none",
+    "model.qk_norm": False,
+    "model.tied_embeddings": True,
+    "checkpoint.mode": "sync",
+    "layout.sequence_parallel": False,
+}
+"""What Megatron does where a flag is not given."""
+
+
+def settle(values: dict[str, JsonValue], keys: Keys) -> dict[str, JsonValue]:
+    """Without a sharding every rank has the whole state; what is not given is Megatron's default."""
+    values = {**WITHOUT_FLAGS, **values}
+    if "--swiglu" in keys:
+        values |= {"model.activation": "silu", "model.gated_mlp": True}
+    if "--data-path" in keys:
+        values["data.source"] = "megatron"
+    return sharded(values)
+
+
+def sharded(values: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Return the values with the layout of a run whose state nobody divides, where none is."""
+    if "layout.zero_stage" not in values:
+        return {**values, "layout.dp_shard": 1, "layout.dp_replicate": "auto"}
+    return values
+
+
+TARGET = Target(
+    "megatron", "Megatron-LM", "core 0.19.2", LINES, render, FIXED, CANNOT, NOT_CARRIED, (refused_together,), settle
+)

@@ -1,0 +1,162 @@
+"""The run as a script sees it: `run = attach()`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, SupportsFloat, TypeVar
+
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.wings.own_script.attachment.batches import ShardedBatches
+from trainspec_cli.wings.own_script.attachment.record import StepRecord
+from trainspec_cli.wings.own_script.attachment.shares import Shares
+from trainspec_cli.wings.own_script.attachment.stopping import ScriptRanks, StopSignal
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader, Dataset
+    from transformers import TrainerCallback
+
+Batch = TypeVar("Batch")
+
+
+class AttachedRun:
+    """`step`: the steps that were made, over all starts; `is_stopping`: the run was asked to stop, and the script is
+    to end. Ranks are those of torch.distributed, or JAX's or TensorFlow's, which a script initialises before it first
+    uses this."""
+
+    def __init__(self, run: RunDir | None, checkpoints: Path | None, progress: Path | None = None):
+        """`progress`: the folder of this start, where its processes count their steps."""
+        self.folder = run.root if run else None
+        self.checkpoints = checkpoints
+        self.step = 0
+        self.is_stopping = False
+        self._run, self._progress = run, progress
+        self._signal = StopSignal()
+        self._ranks: ScriptRanks | None = None
+        self.shares: Shares | None = None
+        """Shares that follow the ranks' speeds; None for equal ones."""
+        self._record: StepRecord | None = None
+
+    # A loop in PyTorch
+
+    def sharded(
+        self,
+        dataset: Dataset[Batch],
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        largest_share: int | None = None,
+        **options: object,
+    ) -> DataLoader[Batch]:
+        """Return a loader whose order depends on `seed` and the epoch alone. `batch_size` is that of one step over all
+        ranks, which each take an equal part of it; `options` are those of torch's DataLoader, such as num_workers.
+
+        With `largest_share`, parts follow the ranks' measured speeds, as those of a recipe's run do; no rank takes more
+        samples of a step than that. The loss is then to be given to `weighted`.
+        """
+        from torch.utils.data import DataLoader
+
+        ranks = self._join()
+        samples = len(dataset)  # type: ignore[arg-type]  # torch's Dataset has no length, those with a place have
+        place = {"rank": ranks.number, "ranks": ranks.count}
+        counts: tuple[int, ...] = ()
+        if largest_share is not None:
+            self.shares = Shares(self._run, ranks, batch_size, largest_share)
+            counts = self.shares.even_counts
+        batches = ShardedBatches(samples, batch_size, **place, seed=seed, shuffle=shuffle, counts=counts)
+        return DataLoader(dataset, batch_sampler=batches, **options)  # type: ignore[arg-type]
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Return the mean loss of this rank's samples, weighted by its share of the step: the mean of all ranks'
+        gradients, which DistributedDataParallel takes, is then that of the mean over all samples. Once in a step."""
+        return self.shares.weighted(loss) if self.shares else loss
+
+    def steps(
+        self,
+        loader: Iterable[Batch],
+        *,
+        model: Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None = None,
+        epochs: int = 1,
+        every: int = 100,
+        keep: int = 2,
+    ) -> Iterator[Batch]:
+        """Yield the batches of all epochs, one step for each, from where the newest checkpoint was. A checkpoint is
+        written after `every` steps, at the end, and when the run is asked to stop, which ends the batches."""
+        from trainspec_cli.wings.own_script.attachment.loop import StepLoop
+
+        return StepLoop(self, self._join(), model, optimizer, scheduler, every, keep).run(loader, epochs)
+
+    # Any framework
+
+    def begin(self, step: int = 0, parameters: int = 0, restored_from: Path | None = None) -> None:
+        """Say that training begins after `step`. Where a script does not, its first `step_done` does."""
+        ranks = self._join()
+        self.step = step
+        self._signal.listen()
+        self._record = StepRecord(self._run, ranks.number, ranks.count)
+        self._record.begin(step, parameters, str(restored_from) if restored_from else None)
+
+    def step_done(self, loss: SupportsFloat | None = None, *, grad_norm: SupportsFloat | None = None) -> bool:
+        """Count a step; return True where the script is to save and end, since the run was asked to stop."""
+        if self._record is None:
+            self.begin(self.step)
+        self.log(loss=loss, grad_norm=grad_norm)
+        self.step += 1
+        self.record.step(self.step)
+        self.is_stopping = self._join().agree(self._signal.was_heard) or self.is_stopping
+        return self.is_stopping
+
+    def log(
+        self,
+        loss: SupportsFloat | None = None,
+        *,
+        grad_norm: SupportsFloat | None = None,
+        lr: SupportsFloat | None = None,
+    ) -> None:
+        """Give figures of the step that is being made. One on a GPU is waited for at the step's end."""
+        given = {"loss": loss, "grad_norm": grad_norm, "lr": lr}
+        self.record.log({name: value for name, value in given.items() if value is not None})
+
+    def evaluated(
+        self, heldout_loss: SupportsFloat, *, accuracy: SupportsFloat | None = None, seconds: float = 0.0
+    ) -> None:
+        """Give the loss on held-out data after the steps made so far, and how long it took."""
+        self.record.evaluated(self.step, heldout_loss, accuracy, seconds)
+
+    # Trainers
+
+    def transformers_callback(self) -> TrainerCallback:
+        """Return a callback for transformers' Trainer: steps, losses, held-out losses; a request to stop makes it save
+        and end."""
+        from trainspec_cli.wings.own_script.attachment.transformers_callback import make_callback
+
+        return make_callback(self)
+
+    def lightning_callback(self) -> Callback:
+        """Return the same for Lightning; the checkpoint of a stop is `stopped.ckpt` in `checkpoints`."""
+        from trainspec_cli.wings.own_script.attachment.lightning_callback import make_callback
+
+        return make_callback(self)
+
+    # Within this room
+
+    @property
+    def record(self) -> StepRecord:
+        if self._record is None:
+            self.begin(self.step)
+        assert self._record is not None, "it has begun"
+        return self._record
+
+    def _join(self) -> ScriptRanks:
+        """Ranks are counted at the first use, which is after the script has initialised them."""
+        if self._ranks is None:
+            self._ranks = ScriptRanks(self._progress)
+        return self._ranks

@@ -1,0 +1,172 @@
+"""The shares of the ranks of an attached script: as a recipe's run has them, they follow the ranks' measured speeds.
+
+A rank's speed is that of its forward passes: the time from a batch to `weighted(loss)`, which no exchange of
+data-parallel ranks is part of. The figures of a step travel beside the next one, all ranks decide on them by the same
+function (`policy/scheduling/shares.py`), and rank 0 writes the directive down before it takes effect. A later start of
+the run follows the directives at the same steps.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trainspec_cli.balance.batch.division import Division
+from trainspec_cli.balance.decisions.shares import ChangeCost, ShareChange, ShareScheduler
+from trainspec_cli.balance.decisions.speeds import SETTLING_S, Speed, SpeedTracker
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.events import EventWriter, read_log
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.wings.own_script.attachment.stopping import ScriptRanks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """Shares that an earlier start was given."""
+
+    step: int
+    counts: tuple[int, ...]
+
+
+class Shares:
+    """The shares of one script; all ranks call it together. `run`: None outside of a run, where nothing is recorded."""
+
+    def __init__(self, run: RunDir | None, ranks: ScriptRanks, batch_size: int, largest: int):
+        """`largest`: a rank takes at most so many samples of a step. Raises RecipeError where that is too few."""
+        if largest * ranks.count < batch_size or batch_size < ranks.count:
+            message = f"{ranks.count} ranks of at most {largest} samples cannot share batch_size={batch_size}"
+            hint = f"give {math.ceil(batch_size / ranks.count)} or more, and a sample for each rank"
+            raise RecipeError(Problem("out_of_range", message, "largest_share", hint))
+        self._run, self._ranks, self._batch_size, self._largest = run, ranks, batch_size, largest
+        change = SchedulerSpec().change
+        self._even = Division((1.0,) * ranks.count, largest)
+        self._scheduler = ShareScheduler(self._even, largest, change, keeps_micro_batches=True)
+        self._tracker, self._cost = SpeedTracker(change, SETTLING_S), ChangeCost()
+        self._decided: ShareChange | None = None
+        earlier = _recall(run, ranks)
+        self._number = len(earlier)
+        self._ahead = [one for one in earlier if len(one.counts) == ranks.count and sum(one.counts) == batch_size]
+        self._clock = _Stopwatch()
+
+    @property
+    def even_counts(self) -> tuple[int, ...]:
+        return self._even.counts(self._batch_size)
+
+    def divide(self, step: int) -> tuple[int, ...]:
+        """Return how many samples each rank takes in the step after update `step`."""
+        if reached := [one for one in self._ahead if one.step <= step]:
+            self._ahead = [one for one in self._ahead if one.step > step]
+            self._scheduler.follow(Division(tuple(map(float, reached[-1].counts)), self._largest))
+        elif self._decided is not None:
+            self._write(step, self._decided)
+            self._decided = None
+        return self._scheduler.division.counts(self._batch_size)
+
+    def begin_step(self) -> None:
+        """This rank has its batch."""
+        self._clock.begin()
+
+    def weighted(self, loss: Tensor) -> Tensor:
+        """Return the mean loss of this rank's samples with the weight by which the mean of all ranks' gradients is the
+        gradient of the mean over all samples."""
+        self._clock.end()
+        factor = self._own * self._ranks.count / self._batch_size
+        return loss if factor == 1.0 else loss * factor
+
+    def end_step(self) -> None:
+        """Take in this rank's time of the step, and decide on the figures of the one before. Raises RecipeError where
+        the loss was not weighted: the gradients would be wrong."""
+        computed_s, passed_s = self._clock.read()
+        if computed_s is None:
+            message = "a step has ended without job.weighted(loss), or with more than one"
+            hint = "where shares differ, call job.weighted(loss).backward() once in a step"
+            raise RecipeError(Problem("not_weighted", message, "largest_share", hint))
+        self._tracker.note(self._own, 1, computed_s, max(0.0, passed_s - computed_s))
+        self._cost.note(self._own, 1, computed_s)
+        speed = self._tracker.estimate or Speed(0.0, 0.0)
+        own = [speed.fixed_s, speed.per_sample_s, speed.noise, float(speed.shown_steps), self._cost.seconds]
+        reported = self._ranks.exchange(own)
+        if not reported or self._ahead:
+            return
+        speeds = [
+            Speed(fixed_s, sample_s, noise, int(shown_steps)) if 0 < sample_s < math.inf else None
+            for fixed_s, sample_s, noise, shown_steps, _ in reported
+        ]
+        change_s = max(one[4] for one in reported)
+        self._decided = self._scheduler.note_step(self._batch_size, speeds, 0.0, change_s=change_s) or self._decided
+
+    @property
+    def _own(self) -> int:
+        return self._scheduler.division.counts(self._batch_size)[self._ranks.number]
+
+    def _write(self, step: int, change: ShareChange) -> None:
+        self._number += 1
+        if self._run is None or self._ranks.number:
+            return
+        directive = DirectiveEvent(
+            step=step,
+            number=self._number,
+            applied=True,
+            counts=change.division.counts(self._batch_size),
+            micro_batch_size=self._largest,
+            micro_batches=1,
+            reason=change.reason,
+            before_s=change.before_s,
+            expected_s=change.after_s,
+        )
+        for path in (self._run.directives, self._run.events(0)):
+            writer = EventWriter(path, 0)
+            writer.write(directive)
+            writer.close()
+
+
+def _recall(run: RunDir | None, ranks: ScriptRanks) -> list[_Followed]:
+    """Return the shares that earlier starts were given, which rank 0 reads for all."""
+    found: Sequence[object] = []
+    if run is not None and ranks.number == 0 and run.directives.is_file():
+        events = (event for event in read_log(run.directives) if isinstance(event, DirectiveEvent))
+        found = [[event.step, list(event.counts)] for event in events]
+    agreed: Any = ranks.gather(found)[0]
+    return [_Followed(step, tuple(counts)) for step, counts in agreed]
+
+
+class _Stopwatch:
+    """The time from a batch to the loss: on a GPU, that of the GPU."""
+
+    def __init__(self) -> None:
+        self._began_s = 0.0
+        self._seconds: float | None = None
+        self._events: tuple[Any, Any] | None = None
+        self._ends = 0
+
+    def begin(self) -> None:
+        self._began_s, self._seconds, self._events, self._ends = time.monotonic(), None, None, 0
+        cuda: Any = sys.modules["torch"].cuda
+        if cuda.is_available() and cuda.is_initialized():
+            self._events = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            self._events[0].record()
+
+    def end(self) -> None:
+        self._ends += 1
+        self._seconds = time.monotonic() - self._began_s
+        if self._events:
+            self._events[1].record()
+
+    def read(self) -> tuple[float | None, float]:
+        """Return the time to the loss, None where it was not ended once; and that of the whole step."""
+        passed_s = time.monotonic() - self._began_s
+        if self._ends != 1:
+            return None, passed_s
+        if self._events:
+            self._events[1].synchronize()
+            self._seconds = self._events[0].elapsed_time(self._events[1]) / 1e3
+        return self._seconds, passed_s

@@ -1,0 +1,110 @@
+"""Requests to stop, on which all ranks act at the same step."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from trainspec_cli.wings.own_script.attachment.other_ranks import FlagFiles, find_place
+
+
+class StopSignal:
+    """Hears SIGTERM, by which `trainspec stop`, Ctrl-C and schedulers ask a run to end."""
+
+    def __init__(self) -> None:
+        self.was_heard = False
+
+    def listen(self) -> None:
+        """Only a main thread can."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._hear)
+
+    def _hear(self, _number: int, _frame: FrameType | None) -> None:
+        self.was_heard = True
+
+
+class ScriptRanks:
+    """This process among those that train together, by torch.distributed where the script has initialised it.
+
+    A request to stop is agreed on by an all-reduce of four bytes on the host, which a step begins and the next step
+    ends: no rank waits for it, and all ranks act on it at the same step. Without torch, files in `folder` (None: each
+    rank decides by itself) say it.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._torch: Any = None  # the module, where the script has it
+        self._group: Any = None
+        self._flags: FlagFiles | None = None
+        self._pending: tuple[Any, Any] | None = None
+        self._figures: tuple[Any, Any] | None = None
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+            self.number, self.count = find_place()
+            if folder and self.count > 1:
+                self._flags = FlagFiles(folder, self.number, self.count)
+            return
+        self.number, self.count = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        if self.count > 1:
+            self._torch, self._group = torch, torch.distributed.new_group(backend="gloo")
+
+    def agree(self, wanted: bool) -> bool:
+        """Return whether any rank wanted this in the step before; of a single process, whether it does now."""
+        if self._flags is not None:
+            return self._flags.agree(wanted)
+        if self._torch is None:
+            return wanted
+        before = self.settle()
+        flag = self._torch.tensor([int(wanted)], dtype=self._torch.int32)
+        maximum = self._torch.distributed.ReduceOp.MAX
+        work = self._torch.distributed.all_reduce(flag, op=maximum, group=self._group, async_op=True)
+        self._pending = (work, flag)
+        return before
+
+    def settle(self) -> bool:
+        """End the exchange that is still going on; return what it says."""
+        if self._figures is not None:
+            self._figures[0].wait()
+        if self._pending is None:
+            return False
+        work, flag = self._pending
+        self._pending = None
+        work.wait()
+        return bool(flag.item())
+
+    def exchange(self, own: list[float]) -> list[list[float]]:
+        """Return the figures that each rank gave in the step before, and begin the exchange of `own`; nothing at first.
+        A single process has its own at once."""
+        if self._torch is None:
+            return [own]
+        figures = self._torch.zeros(self.count, len(own), dtype=self._torch.float64)
+        figures[self.number] = self._torch.tensor(own, dtype=self._torch.float64)
+        before: list[list[float]] = []
+        if self._figures is not None:
+            work, reported = self._figures
+            work.wait()
+            before = reported.tolist()
+        # Zeros of the others are added, so that infinite figures stay as they are.
+        self._figures = self._torch.distributed.all_reduce(figures, group=self._group, async_op=True), figures
+        return before
+
+    def gather(self, value: object) -> list[object]:
+        """Return what each rank gave, in their order: tensors, numbers, text, and lists and dicts of them. They travel
+        as `torch.save` writes them, and no other objects are read (`weights_only`)."""
+        if self._torch is None:
+            return [value]
+        torch, written = self._torch, io.BytesIO()
+        torch.save(value, written)
+        own = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
+        lengths = torch.zeros(self.count, dtype=torch.int64)
+        lengths[self.number] = len(own)
+        torch.distributed.all_reduce(lengths, group=self._group)
+        texts = torch.zeros(self.count, int(lengths.max()), dtype=torch.uint8)
+        texts[self.number, : len(own)] = own
+        torch.distributed.all_reduce(texts, group=self._group)
+        parts = (text[:length].numpy().tobytes() for text, length in zip(texts, lengths.tolist(), strict=True))
+        return [torch.load(io.BytesIO(part), map_location="cpu", weights_only=True) for part in parts]

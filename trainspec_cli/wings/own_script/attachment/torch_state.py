@@ -1,0 +1,185 @@
+"""The state of a training in PyTorch: what a checkpoint of an attached script holds, and its files.
+
+CHECKPOINTS/step_00000100/ holds `state.pt` (tensors and plain values: torch reads it without unpickling code) and
+`manifest.json` with the digest. It is written aside by rank 0, flushed to disk and renamed: it is whole or absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import secrets
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import state_dict as sharded
+from torch.distributed.tensor import DTensor
+
+from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.reading.spec_version import NEWER, UNKNOWN
+from trainspec_cli.run.folder.paths import CHECKPOINT_MANIFEST
+from trainspec_cli.run.folder.versioned import read_versioned, write_versioned
+
+STATE = "state.pt"
+WHOLE = sharded.StateDictOptions(full_state_dict=True, cpu_offload=True)
+PREFIX = "step_"
+
+
+@dataclass
+class Trained:
+    """What a script trains. `others` have `state_dict` and `load_state_dict`: a scheduler, a scaler."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    others: dict[str, torch.optim.lr_scheduler.LRScheduler]
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def is_sharded(self) -> bool:
+        """FSDP2 shards parameters as DTensors."""
+        return any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+
+    def state(self) -> dict[str, object]:
+        """Return the state, whole; of a sharded model all ranks take part, and rank 0 has it."""
+        if self.is_sharded:
+            model = sharded.get_model_state_dict(self.model, options=WHOLE)
+            optimizer = sharded.get_optimizer_state_dict(self.model, self._bare_optimizer(), options=WHOLE)
+        else:
+            model, optimizer = _bare(self.model).state_dict(), self.optimizer.state_dict()
+        return {"model": model, "optimizer": optimizer} | {name: one.state_dict() for name, one in self.others.items()}
+
+    def restore(self, state: dict[str, dict[str, object]]) -> None:
+        if self.is_sharded:
+            model: Any = state["model"]  # as `state` has made it
+            updates: Any = state["optimizer"]
+            sharded.set_model_state_dict(self.model, model, options=WHOLE)
+            sharded.set_optimizer_state_dict(self.model, self._bare_optimizer(), updates, options=WHOLE)
+        else:
+            _bare(self.model).load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        for name, one in self.others.items():
+            one.load_state_dict(state[name])
+
+    def _bare_optimizer(self) -> torch.optim.Optimizer:
+        """Accelerate wraps it."""
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        assert isinstance(inner, torch.optim.Optimizer)
+        return inner
+
+
+def _bare(model: torch.nn.Module) -> torch.nn.Module:
+    return model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
+
+
+# Random numbers
+
+
+def random_state() -> dict[str, object]:
+    """Return the state of Python's, numpy's and torch's random numbers, this process' accelerator included."""
+    version, numbers, gauss = random.getstate()
+    of_numpy: Any = np.random.get_state(legacy=True)
+    kind, keys, place, has_gauss, cached = of_numpy
+    state: dict[str, object] = {
+        "python": [version, list(numbers), gauss],
+        "numpy": [kind, keys.tolist(), int(place), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+    }
+    chip = torch.accelerator.current_accelerator(check_available=True)
+    module: Any = torch.get_device_module(chip) if chip else None
+    if chip and getattr(module, "is_initialized", lambda: True)():
+        state[chip.type] = module.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, object]) -> None:
+    of_python: Any = state["python"]  # as `random_state` has made it
+    version, numbers, gauss = of_python
+    random.setstate((version, tuple(numbers), gauss))
+    of_numpy: Any = state["numpy"]
+    kind, keys, *rest = of_numpy
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])  # type: ignore[arg-type]
+    for kind in state.keys() - {"python", "numpy", "torch"}:
+        module: Any = torch.get_device_module(kind)
+        module.set_rng_state(state[kind])
+
+
+# Files
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdigit())
+
+
+def newest_sound(folder: Path) -> Path | None:
+    """Return the newest checkpoint whose digest is right. A damaged one is named on stderr."""
+    for path in reversed(checkpoints_in(folder)):
+        if not (fault := _fault_of(path)):
+            return path
+        print(f"trainspec: {fault}, and is not used", file=sys.stderr)
+    return None
+
+
+def _fault_of(path: Path) -> str:
+    """Return why a checkpoint is not to be used; empty where its digest is right."""
+    damaged = f"{path} is damaged"
+    try:
+        return "" if read_versioned(path / CHECKPOINT_MANIFEST).get("sha256") == _digest(path / STATE) else damaged
+    except MachineError as error:
+        return str(error) if error.problems[0].code in (NEWER, UNKNOWN) else damaged
+    except OSError:
+        return damaged
+
+
+def read_state(path: Path) -> dict[str, dict[str, object]]:
+    state: dict[str, dict[str, object]] = torch.load(path / STATE, map_location="cpu", weights_only=True)
+    return state
+
+
+def write_state(folder: Path, step: int, state: dict[str, object], ranks: int, keep: int) -> tuple[Path, int]:
+    """Write a checkpoint, and drop the oldest beyond `keep`; return its folder and its bytes."""
+    path = folder / f"{PREFIX}{step:08d}"
+    partial = folder / f".{path.name}.{secrets.token_hex(8)}.partial"
+    partial.mkdir(parents=True)
+    try:
+        torch.save(state, partial / STATE)
+        _flush(partial / STATE)
+        digest, size_bytes = _digest(partial / STATE), (partial / STATE).stat().st_size
+        manifest: JsonObject = {"step": step, "ranks": ranks, "sha256": digest, "bytes": size_bytes}
+        write_versioned(partial / CHECKPOINT_MANIFEST, manifest)
+        _flush(partial)
+        if path.exists():  # of a run that has gone back behind it
+            path.rename(folder / f".{path.name}.{secrets.token_hex(8)}.partial")
+        partial.rename(path)
+        _flush(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    for old in [*checkpoints_in(folder)[:-keep], *folder.glob(".step_*.partial")]:
+        shutil.rmtree(old, ignore_errors=True)
+    return path, size_bytes
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,411 @@
+"""The job of a command of the user's own: what is set in its environment, on paper."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import secrets
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainspec_cli.core.environment_names import GENERATION, LAUNCH_ID, OWN_PATH, OWN_SAFE_PATH, PROGRESS
+from trainspec_cli.core.errors import Problem, RecipeError, closest
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.run import RunSection
+from trainspec_cli.run.folder.generations import GenerationRecord, OwnCommandRecord
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.job.job import (
+    Job,
+    OwnCommand,
+    growing_segments,
+    keep_freed_memory,
+    next_log_folder,
+    own_modules,
+)
+from trainspec_cli.run.job.place import NodePlace, interface_of, own_address
+
+HOOK = Path(__file__).parent / "hook"
+"""The folder on PYTHONPATH."""
+
+PROCESS_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes", "--num_gpus")
+"""Options by which torchrun, accelerate and deepspeed are told how many processes to start here."""
+NODE_OPTIONS = ("--nnodes", "--num_machines", "--num-machines", "--num_nodes", "--hostfile")
+USUAL_PROGRAMS = ("python", "python3", "torchrun", "accelerate", "deepspeed", "bash")
+"""What commands begin with, most often."""
+_PYTHON = re.compile(r"python[0-9.]*$")
+_ISOLATED = re.compile(r"-[a-zA-Z]*[IES][a-zA-Z]*$")
+_LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `trainspec run` is asked for, beside the command."""
+
+    max_restarts: int
+    grace_s: float
+    hang_s: float | None
+    """None: never ended for a hang."""
+    silent_s: float | None
+    """The same where no step is counted, or none yet."""
+    work_s: float
+    """What no step is counted of is started again after it has worked for so long."""
+    join_timeout_s: float = RunSection.join_timeout_s
+    """Of several nodes: how long the first waits for the others, and they for it."""
+
+
+def check_command(command: Sequence[str], before: str = "trainspec run") -> None:
+    """Raise RecipeError where there is no command, or none that can be started, or its script is missing. `before`:
+    what is typed before it."""
+    if not command:
+        hint = f"such as {before} -- python train.py"
+        raise RecipeError(Problem("usage", "there is no command to run; it stands after --", hint=hint))
+    if shutil.which(command[0]):
+        check_script(command)
+        return
+    program = Path(command[0])
+    if program.is_file():
+        message, hint = "is a file that cannot be executed", f"such as {before} -- python {command[0]}"
+        if program.suffix != ".py":
+            hint = f"make it executable: chmod +x {command[0]}"
+    else:
+        message, hint = "is no program here", "give its whole path, or activate the environment that holds it"
+        if "=" in command[0]:
+            hint = f"variables stand before trainspec ({command[0]} {before} ...), and options before --"
+        elif command[0] in USUAL_PROGRAMS:
+            hint = f"{command[0]} is not installed in this environment: install it, or activate the one that holds it"
+        elif near := closest(command[0], USUAL_PROGRAMS):
+            hint = f"did you mean {near}? Else {hint}"
+    raise RecipeError(Problem("no_command", f"{command[0]} {message}", "COMMAND", hint))
+
+
+def check_script(command: Sequence[str]) -> None:
+    """Raise RecipeError where the script that Python, a shell or a launcher is to run is no file: torchrun and a Slurm
+    job would report that late."""
+    script = _script_of(command)
+    if script is None or Path(script).is_file():
+        return
+    folder = Path(script).parent
+    here = [path.name for path in folder.glob(f"*{Path(script).suffix}")] if folder.is_dir() else []
+    near = closest(Path(script).name, here)
+    hint = f"did you mean {folder / near}?" if near else "relative paths are those of the folder that you type this in"
+    raise RecipeError(Problem("no_script", f"{script} is no file", "COMMAND", hint))
+
+
+def _script_of(command: Sequence[str]) -> str | None:
+    """Return the script of a command, None where none can be read off it. What Python or a launcher takes ends with the
+    first word that is a script, and a module (-m) or a line of code (-c) has none."""
+    programs = (*USUAL_PROGRAMS, "sh")
+    at = next(
+        (place for place, word in enumerate(command) if Path(word).name in programs or _PYTHON.fullmatch(word)), None
+    )
+    for place in range(at + 1 if at is not None else len(command), len(command)):
+        word = command[place]
+        if word == "-c" or (word == "-m" and command[place + 1 : place + 2] != ["torch.distributed.run"]):
+            return None
+        if word.endswith((".py", ".sh")) and not word.startswith("-"):
+            return word
+    return None
+
+
+def wasted_gpus(command: Sequence[str], devices: int) -> str:
+    """Return a warning where a job of several GPUs a node starts one process; empty where a launcher, or a program that
+    may be one, starts them."""
+    python = next((place for place, word in enumerate(command) if _PYTHON.fullmatch(Path(word).name)), None)
+    script = _script_of(command)
+    if devices < 2 or has_launcher(command) or python is None or script is None:
+        return ""
+    rest = shlex.join(command[list(command).index(script) :])
+    return (
+        f"the command is one process, and the job reserves {devices} GPUs on its node; for a process on each GPU type "
+        f"-- torchrun --nproc-per-node {devices} {rest}; for one GPU alone "
+        "cluster.devices_per_node=1 cluster.slurm.exclusive=false"
+    )
+
+
+def build_own_job(command: Sequence[str], root: Path, machine: Machine, wanted: Wanted) -> Job:
+    root = root.absolute()
+    return Job(
+        root=root,
+        command=tuple(command),
+        environment={
+            LAUNCH_ID: secrets.token_hex(8),
+            **_hook_path(os.environ.get("PYTHONPATH", "")),
+            **_environment(command, machine, wanted.grace_s, process_count(command)),
+            **(_unless_set(_alone()) if is_on_one_node(command) else {}),
+        },
+        world_size=process_count(command) or 1,
+        stop_grace_s=wanted.grace_s,
+        logs=next_log_folder(RunDir(root).logs),
+        own=_own_command(command, wanted),
+    )
+
+
+def build_own_nodes_job(command: Sequence[str], root: Path, start: Sequence[str], nodes: int, wanted: Wanted) -> Job:
+    """Return the job of several nodes on paper. `start`: what starts the agents that the first node starts itself."""
+    root = root.absolute()
+    return Job(
+        root=root,
+        command=tuple(start),
+        environment={LAUNCH_ID: secrets.token_hex(8), **own_modules()},
+        world_size=nodes * (process_count(command) or 1),
+        stop_grace_s=wanted.grace_s,
+        logs=next_log_folder(RunDir(root).logs),
+        nodes=tuple(range(nodes)),
+        own=_own_command(command, wanted),
+    )
+
+
+def _own_command(command: Sequence[str], wanted: Wanted) -> OwnCommand:
+    return OwnCommand(
+        command=tuple(command),
+        name=script_name(command),
+        max_restarts=wanted.max_restarts,
+        hang_s=wanted.hang_s,
+        silent_s=wanted.silent_s,
+        work_s=wanted.work_s,
+        join_timeout_s=wanted.join_timeout_s,
+    )
+
+
+def describe_own_command(job: Job, port: int) -> OwnCommandRecord:
+    """Return what every node is to run. `port`: of the first node, at which the processes meet."""
+    assert job.own is not None, "it is a command of the user's own"
+    return OwnCommandRecord(
+        command=job.own.command,
+        name=job.own.name,
+        port=port,
+        grace_s=job.stop_grace_s,
+        hang_s=job.own.hang_s,
+        silent_s=job.own.silent_s,
+        work_s=job.own.work_s,
+        python_path=os.environ.get(OWN_PATH, os.environ.get("PYTHONPATH", "")),
+        python_safe_path=os.environ.get(OWN_SAFE_PATH, os.environ.get("PYTHONSAFEPATH", "")),
+    )
+
+
+def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: GenerationRecord) -> Job:
+    """Return the part of one node in a job of several, whose generation `record` describes. Raises MachineError where
+    the first node's name is not known here."""
+    own = record.own
+    assert own is not None, "it is a command of the user's own"
+    processes = process_count(own.command)
+    if processes and takes_all_processes(own.command):
+        processes = max(1, processes // place.num_nodes)
+    job = Job(
+        root=root,
+        command=command_on_node(own.command, place, own.port),
+        environment={
+            LAUNCH_ID: f"{record.launch_id}-{place.node}",
+            GENERATION: str(record.generation),
+            "PYTHONSAFEPATH": own.python_safe_path,
+            **_hook_path(own.python_path),
+            **_environment(own.command, machine, own.grace_s, processes),
+            **_unless_set(_among_several(own.command, place, own.port)),
+        },
+        world_size=place.num_nodes,
+        stop_grace_s=own.grace_s,
+        logs=Path(record.logs) / f"node{place.node:05d}",
+        own=OwnCommand(own.command, own.name, 0, own.hang_s, own.silent_s, own.work_s),
+    )
+    added = start_environment(job, record.generation, f"node{place.node:05d}")
+    return replace(job, environment={**job.environment, **added})
+
+
+def device_name(machine: Machine) -> str:
+    """Return what the ranks of a node run on, for people."""
+    return machine.gpu_names[0] if machine.gpu_names else f"process ({machine.cpu_cores} cores)"
+
+
+def progress_folder(job: Job) -> Path:
+    """Return where the processes of a start's job count their steps."""
+    return Path(job.environment[PROGRESS].partition(":")[2])
+
+
+def start_environment(job: Job, generation: int, node: str = "", *, on_terminal: bool = False) -> dict[str, str]:
+    """Return what one start adds: where its processes count their steps, and where torchrun logs them. `node`: the name
+    of its folders, where the job has several. `on_terminal`: its processes print to the terminal themselves, since
+    torchrun would make lines of what a progress bar writes over."""
+    progress = {PROGRESS: f"{job.launch_id}:{job.run.progress(generation) / node}"}
+    logged = {"PET_LOG_DIR": str(job.logs / "ranks"), "PET_TEE": "3"}
+    return progress if on_terminal else progress | _unless_set(logged)
+
+
+def _environment(command: Sequence[str], machine: Machine, grace_s: float, processes: int | None) -> dict[str, str]:
+    """Return what is set on top of a node's own environment; what the user has set stays. `processes`: those of the
+    node."""
+    environment = {
+        # A crash in native code leaves its Python stack in the log.
+        "PYTHONFAULTHANDLER": "1",
+        # What a program prints is in its log at once, also where it is killed.
+        "PYTHONUNBUFFERED": "1",
+        # torchrun kills workers that save for longer than this.
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(grace_s)),
+    }
+    if processes:
+        environment["OMP_NUM_THREADS"] = str(max(1, machine.cpu_cores // processes))
+    if not machine.gpu_names:
+        environment |= keep_freed_memory()
+    grown = growing_segments(machine) if machine.gpu_names else {}
+    return {**grown, **_unless_set(environment)}
+
+
+def _hook_path(python_path: str) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(HOOK), python_path)))}
+
+
+def _alone() -> dict[str, str]:
+    """Return where the processes of a single node meet."""
+    port = str(_free_port())
+    interface = "lo0" if sys.platform == "darwin" else "lo"
+    return {"MASTER_PORT": port, "PET_MASTER_PORT": port, "GLOO_SOCKET_IFNAME": interface}
+
+
+def _among_several(command: Sequence[str], place: NodePlace, port: int) -> dict[str, str]:
+    """Return where the processes of several nodes meet, and which of the nodes this is. torchrun reads it of PET_...; a
+    command without a launcher is one rank a node. gloo and NCCL take the interface that leads to the first node."""
+    address = own_address(place.head)
+    meeting = {"MASTER_ADDR": place.head, "MASTER_PORT": str(port)}
+    node = {"NNODES": str(place.num_nodes), "NODE_RANK": str(place.node)}
+    torchrun = {f"PET_{name}": value for name, value in {**meeting, **node, "LOCAL_ADDR": address}.items()}
+    interface = interface_of(address)
+    interfaces = {f"{name}_SOCKET_IFNAME": interface for name in ("GLOO", "NCCL") if interface}
+    alone = {"RANK": str(place.node), "WORLD_SIZE": str(place.num_nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return {**meeting, **node, **torchrun, **interfaces, **({} if has_launcher(command) else alone)}
+
+
+def _unless_set(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+# What can be seen of a command without running it
+
+
+def process_count(command: Sequence[str]) -> int | None:
+    """Return the processes that a launcher is told to start; None where no option says so in a number."""
+    said = _option(command, PROCESS_OPTIONS)
+    return int(said) if said and said.isdigit() and int(said) else None
+
+
+def is_on_one_node(command: Sequence[str]) -> bool:
+    return _option(command, NODE_OPTIONS) in (None, "1", "1:1")
+
+
+def has_launcher(command: Sequence[str]) -> bool:
+    """Return whether the command is a launcher that gives its processes their ranks."""
+    return not {*command, *(Path(word).name for word in command)}.isdisjoint(
+        (*_LAUNCHERS, "accelerate", "accelerate.commands.launch", "deepspeed")
+    )
+
+
+def takes_all_processes(command: Sequence[str]) -> bool:
+    """Return whether its option speaks of the processes of all nodes, as that of accelerate does."""
+    return _place_of_accelerate(command) is not None
+
+
+def command_on_node(command: Sequence[str], place: NodePlace, port: int) -> tuple[str, ...]:
+    """Return the command of one node of several: accelerate is told of the others in options of its own, and all else
+    in variables."""
+    launch = _place_of_accelerate(command)
+    if launch is None:
+        return tuple(command)
+    options = {
+        "num_machines": place.num_nodes,
+        "machine_rank": place.node,
+        "main_process_ip": place.head,
+        "main_process_port": port,
+    }
+    added = [
+        word
+        for name, value in options.items()
+        if _option(command, (f"--{name}", f"--{name.replace('_', '-')}")) is None
+        for word in (f"--{name}", str(value))
+    ]
+    return (*command[: launch + 1], *added, *command[launch + 1 :])
+
+
+def _place_of_accelerate(command: Sequence[str]) -> int | None:
+    """Return the place of the word after which the options of accelerate's launcher stand."""
+    for place, word in enumerate(command):
+        if word == "accelerate.commands.launch":
+            return place
+        if Path(word).name == "accelerate" and list(command[place + 1 : place + 2]) == ["launch"]:
+            return place + 1
+    return None
+
+
+NODE_NUMBERS = ("--node-rank", "--node_rank", "--machine_rank", "--machine-rank")
+
+
+def check_for_nodes(command: Sequence[str], nodes: int, said_by: str = "--nnodes") -> None:
+    """Raise RecipeError where the command says of its nodes what `said_by` does not, or starts them itself."""
+    if option := next((word.partition("=")[0] for word in command if word.partition("=")[0] in NODE_NUMBERS), None):
+        raise _misfit(f"the command has {option}", "leave it out: each node is given its own")
+    if "--standalone" in command:
+        raise _misfit(f"--standalone is of one node, and {said_by} is {nodes}", "leave --standalone out")
+    said = _option(command, [name for name in NODE_OPTIONS if name != "--hostfile"])
+    if said is not None and said not in (str(nodes), f"{nodes}:{nodes}"):
+        raise _misfit(f"the command is of {said} nodes, and {said_by} is {nodes}", "leave it out of the command")
+    if any(Path(word).name == "deepspeed" for word in command[:1]):
+        message = "deepspeed's launcher starts the other nodes itself, by ssh"
+        raise _misfit(message, "start its script with torchrun --nproc-per-node N in place of deepspeed")
+
+
+def _misfit(message: str, hint: str) -> RecipeError:
+    return RecipeError(Problem("usage", message, "COMMAND", hint))
+
+
+def _option(command: Sequence[str], names: Sequence[str]) -> str | None:
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        name, _, value = word.partition("=")
+        if name in names:
+            return value or following
+    return None
+
+
+def script_name(command: Sequence[str]) -> str:
+    """Return the name of the program that trains: the first script or module, else the command's own."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        if word == "-m" and following and following not in _LAUNCHERS:
+            return following
+        if word.endswith((".py", ".sh")):
+            return Path(word).name
+    return Path(command[0]).name
+
+
+def why_uncounted(command: Sequence[str]) -> str:
+    """Return why the steps of a command cannot be counted, where that can be seen of it; else nothing."""
+    for place, word in enumerate(command):
+        if _PYTHON.fullmatch(Path(word).name):
+            options = []
+            for option in command[place + 1 :]:
+                if not option.startswith("-") or option in ("-m", "-c"):
+                    break
+                options.append(option)
+            if found := next((option for option in options if _ISOLATED.fullmatch(option)), None):
+                return f"python {found} reads no PYTHONPATH, through which they are counted"
+    return ""
+
+
+def what_it_opens(command: Sequence[str]) -> str:
+    """Return a warning of the port that torchrun opens to every network; nothing where it is not the launcher."""
+    words = list(itertools.takewhile(lambda word: not word.endswith(".py"), command))
+    names = {*words, *(Path(word).name for word in words)}
+    if names.isdisjoint(_LAUNCHERS):
+        return ""
+    return (
+        "torchrun opens a store that anyone who reaches this machine can write to, and unpickles what it finds there "
+        "(docs/security.md)"
+    )

@@ -1,0 +1,162 @@
+"""Writes the steps that the user's processes count as the events of the run's ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
+from trainspec_cli.run.folder.event_types.training import StartEvent, StepEvent
+from trainspec_cli.run.folder.events import EventWriter, read_sound
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.wings.own_script.progress import CountedProcess, CountedStep, StepFile, step_files
+
+UNIT = "steps"
+"""What the speed of such a run counts."""
+REMEMBERED_STEPS = 100
+
+
+@dataclass
+class CountedRank:
+    """A rank, and the process that has it now."""
+
+    number: int
+    writer: EventWriter
+    step: int
+    """The run's newest step, over all starts."""
+    trainer: CountedProcess | None = None
+    path: Path | None = None
+    before: int = 0
+    """The step after which its process has begun."""
+    stepped_at: float = 0.0
+    """Unix time of its process' newest step."""
+    made: int = 0
+    """Steps that its processes have made in this start."""
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED_STEPS))
+
+    def write(self, event: Event, at: float | None = None) -> None:
+        self.writer.write(event, at)
+
+
+class StepJournal:
+    """The journal of one start; `poll` is to be called about ten times a second."""
+
+    def __init__(self, run: RunDir, folder: Path, device_name: str):
+        self._run, self._folder, self._device_name = run, folder, device_name
+        self._files: dict[Path, StepFile] = {}
+        self._ranks: dict[int, CountedRank] = {}
+        self._places: dict[Path, int] = {}
+
+    @property
+    def ranks(self) -> list[CountedRank]:
+        """The ranks that have stepped in this start."""
+        return [self._ranks[number] for number in sorted(self._ranks)]
+
+    @property
+    def trainers(self) -> list[CountedProcess]:
+        return [rank.trainer for rank in self.ranks if rank.trainer]
+
+    @property
+    def made(self) -> int:
+        """Return the steps that were made in this start, those that were made again included."""
+        return max((rank.made for rank in self._ranks.values()), default=0)
+
+    def poll(self) -> None:
+        for path in step_files(self._folder):
+            file = self._files.setdefault(path, StepFile(path))
+            trainer, made = file.read()
+            if trainer and made:
+                self._take(path, trainer, made)
+
+    def close(self) -> None:
+        self.poll()
+        for rank in self._ranks.values():
+            rank.writer.close()
+
+    def _take(self, path: Path, trainer: CountedProcess, made: list[CountedStep]) -> None:
+        rank = self._rank_of(path, trainer)
+        if rank.path == path:
+            rank.trainer = trainer
+        elif rank.trainer is None or trainer.began >= rank.trainer.began:
+            self._begin(rank, path, trainer)
+        else:  # an earlier process of this rank, which another has taken over
+            return
+        for one in made:
+            step_s = max(0.0, one.at - rank.stepped_at) if rank.stepped_at else 0.0
+            rank.step, rank.made = rank.before + one.number, rank.made + 1
+            if not trainer.attached:
+                rank.write(_step_event(rank.step, step_s), one.at)
+            if rank.stepped_at:
+                rank.recent_s.append(step_s)
+            rank.stepped_at = one.at
+
+    def _begin(self, rank: CountedRank, path: Path, trainer: CountedProcess) -> None:
+        rank.trainer, rank.path, rank.stepped_at = trainer, path, 0.0
+        rank.before = rank.step if trainer.updates_before is None else trainer.updates_before
+        rank.recent_s.clear()
+        if trainer.attached:
+            return
+        rank.write(
+            StartEvent(
+                step=rank.before,
+                world_size=trainer.world_size,
+                device_name=self._device_name,
+                params=0,
+                peak_flops=0.0,
+                peak_source="",
+                flops_per_token=0.0,
+                unit=UNIT,
+                pid=trainer.pid,
+            ),
+            trainer.began,
+        )
+
+    def _rank_of(self, path: Path, trainer: CountedProcess) -> CountedRank:
+        """Return the rank of a process; one whose environment has none takes the first that is free."""
+        number = self._free_place(path) if trainer.rank is None else trainer.rank
+        if number not in self._ranks:
+            events = self._run.events(number)
+            newest = max((event.step for event in read_sound(events) if isinstance(event, StepEvent)), default=0)
+            self._ranks[number] = CountedRank(number, EventWriter(events, number), newest)
+        return self._ranks[number]
+
+    def _free_place(self, path: Path) -> int:
+        """Return the place that the process has, or the first that no other living process holds."""
+        if path not in self._places:
+            held = {rank.number for rank in self.ranks if rank.trainer and psutil.pid_exists(rank.trainer.pid)}
+            self._places[path] = next(place for place in itertools.count() if place not in held)
+        return self._places[path]
+
+
+def _step_event(step: int, step_time_s: float) -> StepEvent:
+    """Of a program that nobody has changed, a step's number and time are known, and no more."""
+    return StepEvent(
+        step=step,
+        loss=None,
+        grad_norm=None,
+        steps=1,
+        step_time_s=step_time_s,
+        time_s={"other": step_time_s},
+        skipped=False,
+    )
+
+
+def count_steps(run: RunDir) -> int:
+    """Return the steps that all starts of a run have made, those that were made again included."""
+    return sum(isinstance(event, StepEvent) for event in read_sound(run.events(0)))
+
+
+def restarts_left(run: RunDir, max_restarts: int) -> int:
+    """Return the starts after failures that are left to a run that goes on, of those that it may have in all."""
+    made = sum(isinstance(event, RecoveryEvent) for event in read_sound(run.events(0)))
+    return max(0, max_restarts - made)
+
+
+def newest_step(run: RunDir) -> int:
+    """Return the newest step that any start has made; 0 where none is counted."""
+    return max((event.step for event in read_sound(run.events(0)) if isinstance(event, StepEvent)), default=0)

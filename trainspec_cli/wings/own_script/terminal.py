@@ -1,0 +1,113 @@
+"""Passes what a command prints through to this terminal as it is, by a pseudo-terminal: bars and colours work."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from trainspec_cli.wings.own_script import terminal_log
+
+PIPE_BYTES = 2**20
+"""A command that prints more between two looks waits, as it would for a slow terminal."""
+LAST_S = 2.0
+"""What a command has printed last comes within this time of its end."""
+
+
+class PassedOutput:
+    """`descriptor`: the terminal. `on_first` is called before the first byte is shown."""
+
+    def __init__(self, descriptor: int):
+        self.on_first: Callable[[], None] = lambda: None
+        self._terminal = descriptor
+        self._master = self._reader = -1
+        self._held = b""
+        self._keeper: subprocess.Popen[bytes] | None = None
+        """It keeps the log."""
+        self._shows = self._is_within_line = False
+        self._size = b""
+
+    def open(self, log: Path) -> int:
+        """Return the pseudo-terminal for one start of the command; the caller closes it. `log` keeps plain text."""
+        self.close()
+        self._master, slave = pty.openpty()
+        modes = termios.tcgetattr(slave)
+        modes[1] &= ~termios.OPOST  # the terminal itself makes CR LF of a line's end
+        termios.tcsetattr(slave, termios.TCSANOW, modes)
+        self._size = b""
+        self._copy_size()
+        self._reader, writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        with suppress(AttributeError, OSError):  # Linux alone has larger pipes
+            fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(terminal_log.__file__), str(log)],
+            stdin=self._master,
+            stdout=writer,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        os.close(writer)
+        return slave
+
+    def look(self) -> None:
+        """Show what has come since the last look."""
+        self._copy_size()
+        self._read()
+        if self._held:
+            if not self._shows:
+                self._shows = True
+                self.on_first()
+            self._is_within_line = not self._held.endswith(b"\n")
+            self._write(self._held)
+            self._held = b""
+
+    def begin_line(self) -> None:
+        """End a line that the command has begun, before something else is printed."""
+        if self._is_within_line:
+            self._is_within_line = False
+            self._write(b"\n")
+
+    def finish(self) -> None:
+        """Wait until all that the command has printed is in the log, after its end."""
+        deadline_s = time.monotonic() + LAST_S
+        while self._reader >= 0 and (left_s := deadline_s - time.monotonic()) > 0:
+            select.select([self._reader], [], [], left_s)
+            self._read()
+
+    def close(self) -> None:
+        for descriptor in (self._master, self._reader):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._master = self._reader = -1
+        if self._keeper:
+            with suppress(subprocess.TimeoutExpired):
+                self._keeper.wait(LAST_S)
+
+    def _read(self) -> None:
+        with suppress(BlockingIOError):
+            while self._reader >= 0:
+                data = os.read(self._reader, 2**16)
+                self._held += data
+                if not data:
+                    self.close()
+
+    def _write(self, data: bytes) -> None:
+        with suppress(OSError):  # a terminal that was closed is no reason to end the command
+            while data:
+                data = data[os.write(self._terminal, data) :]
+
+    def _copy_size(self) -> None:
+        with suppress(OSError):
+            size = fcntl.ioctl(self._terminal, termios.TIOCGWINSZ, b"\0" * 8)
+            if self._master >= 0 and size != self._size:
+                fcntl.ioctl(self._master, termios.TIOCSWINSZ, size)
+                self._size = size

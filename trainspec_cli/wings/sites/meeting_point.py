@@ -1,0 +1,261 @@
+"""The meeting point of the sites: it hears their outer gradients, decides on rounds, and passes the gradients on.
+
+It computes nothing with them: each site decodes and sums what all have sent, in fp32 and in the same order, so that all
+come to the same bits. An outer gradient is passed on as soon as it comes, to all sites but those that get it directly;
+the decision brings what is left. `policy.sites.meeting` decides; here are connections and files. It runs in a thread
+beside the supervisor of site 0, over the starts of its workers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from trainspec_cli.core.wire.sites import (
+    MEETING_POINT,
+    Decided,
+    Followed,
+    Inboxes,
+    Lacking,
+    Message,
+    Passed,
+    Refused,
+    Sent,
+    SiteHello,
+    Welcome,
+    pack,
+)
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.resilience import FIRST_SITE
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.wings.sites.connections import ConnectedSite, RankConnection
+from trainspec_cli.wings.sites.decisions.agreement import agreement_of, rules_of, schedule_of
+from trainspec_cli.wings.sites.decisions.meeting import Meeting
+from trainspec_cli.wings.sites.decisions.round import Contribution, RoundRecord
+from trainspec_cli.wings.sites.rounds import Rounds
+from trainspec_cli.wings.sites.server import SiteServer
+
+KEPT_INTERVALS = 32
+"""Rounds are kept for a site that is away for so many intervals in which the whole model is exchanged."""
+LINGER_S = 120.0
+"""A meeting that is over stays for sites that have not heard of its last round yet."""
+Gradient = tuple[Sent, bytes]
+
+
+class MeetingPoint:
+    def __init__(self, meeting: Meeting, rounds: Rounds, secret: bytes, recipe: str, silence_s: float, log: TextIO):
+        """`recipe` is the digest of what all sites have to agree on."""
+        self._meeting, self._rounds = meeting, rounds
+        self._recipe, self._silence_s = recipe, silence_s
+        self._server = SiteServer(MEETING_POINT, self, secret, log)
+        self.start, self.close, self._say = self._server.start, self._server.close, self._server.say
+        self._sites: dict[int, ConnectedSite] = {}
+        self._sent: dict[int, dict[int, Gradient]] = {}
+        """What the ranks of each site have sent for the next round, also of a site that has left since."""
+        self._saved: dict[int, int] = {}
+        """The newest round that each site has in a checkpoint."""
+        self._served_here: dict[int, set[int]] = {}
+        """For each site, those others that its outer gradients reach through the meeting point alone."""
+
+        self._asked_by: dict[int, set[int]] = {}
+        """For each site, those others whose outer gradients it had to ask for, as they did not come directly."""
+
+    def turn(self) -> None:
+        """End silent connections, and decide on the next round where it is time."""
+        for site in list(self._sites.values()):
+            if site.silent(self._silence_s):
+                site.abort()
+        while record := self._meeting.decide(time.monotonic()):
+            self._announce(record)
+
+    def lingers(self, closed_for_s: float) -> bool:
+        """A meeting that is over ends once the sites have left, each with the last round."""
+        return self._meeting.is_over and bool(self._sites) and closed_for_s < LINGER_S
+
+    def abort(self) -> None:
+        for site in self._sites.values():
+            site.abort()
+
+    def _announce(self, record: RoundRecord) -> None:
+        sent = {number: self._sent[number] for number in record.included}
+        payloads = {number: {rank: part for rank, (_, part) in parts.items()} for number, parts in sent.items()}
+        self._forget()
+        self._rounds.keep(self._meeting.state, payloads)
+        for number, site in self._sites.items():
+            site.sent.clear()
+            if site.is_welcome:
+                for rank, connection in site.ranks.items():
+                    of_rank = {one: parts[rank] for one, parts in sent.items()}
+                    connection.send(*_decided(record, _left_for(number, connection, of_rank), of_rank))
+        self._sent.clear()
+        for number in record.lost:
+            self._say(f"site {number} is lost: what it had not sent yet is trained by the others")
+        for number in record.joined:
+            self._say(f"site {number} is a member again after round {record.round}")
+
+    def _forget(self) -> None:
+        """Forget rounds that no site asks for any more."""
+        schedule, newest = self._meeting.schedule, self._meeting.state.round
+        saved = min(self._saved.values(), default=0)
+        before = max(saved, newest - KEPT_INTERVALS * schedule.fragments)
+        self._meeting.forget(before)
+        self._rounds.forget(before)
+
+    # One connection
+
+    def refusal(self, hello: SiteHello) -> Refused | None:
+        state = self._meeting.state
+        if hello.recipe != self._recipe:
+            reason = "its recipe differs from that of site 0 in the model, the layout, the data or what sites exchange"
+            return Refused(reason, "give all sites the same recipe; batching, cluster and run may differ")
+        if not 0 <= hello.site < self._meeting.rules.sites:
+            return Refused(f"there are {self._meeting.rules.sites} sites, from 0", "type another --site")
+        if hello.applied > state.round:
+            reason = f"it has applied round {hello.applied}, and the meeting point knows {state.round + 1}"
+            return Refused(reason, "resume the run of site 0 that the sites have begun with")
+        if missing := self._missing_for(hello.applied):
+            reason = f"it was away for too long: round {missing[0]} is not kept any more"
+            return Refused(reason, "copy the newest folder of another site's checkpoints into this run's checkpoints")
+        return None
+
+    def _missing_for(self, applied: int) -> list[int]:
+        """Return the rounds that a site would need which has applied them up to one: the record of that, and all of
+        those after it."""
+        state = self._meeting.state
+        known = {record.round for record in state.records}
+        wanted = range(max(0, applied), state.round + 1)
+        return [one for one in wanted if one not in known or (one > applied and not self._rounds.has(one))]
+
+    def arrive(self, hello: SiteHello, connection: RankConnection) -> None:
+        before = self._sites.get(hello.site)
+        if before is not None and hello.rank in before.ranks:
+            self._drop(hello.site)  # a new start, whose last connections have not been found broken yet
+        site = self._sites.setdefault(hello.site, ConnectedSite())
+        site.ranks[hello.rank], site.hellos[hello.rank] = connection, hello
+        if site.is_complete:
+            self._welcome(hello.site, site)
+
+    def _welcome(self, number: int, site: ConnectedSite) -> None:
+        is_member = self._meeting.connect(number, min(hello.batch for hello in site.hellos.values()))
+        site.is_welcome = True
+        state = self._meeting.state
+        for rank, connection in site.ranks.items():
+            applied = site.hellos[rank].applied
+            of_applied = next((record for record in state.records if record.round == applied), None)
+            connection.send(Welcome(is_member, to_plain(of_applied) if of_applied else None))
+            for missed in range(applied + 1, state.round + 1):
+                record = next(record for record in state.records if record.round == missed)
+                connection.send(*_decided(record, self._rounds.read(missed, rank)))
+        self._say(f"site {number} is connected" + ("" if is_member else ", and catches up"))
+        self._tell_inboxes()
+
+    def _tell_inboxes(self) -> None:
+        inboxes = {number: site.inbox for number, site in sorted(self._sites.items()) if site.is_welcome}
+        for site in self._sites.values():
+            for connection in site.ranks.values() if site.is_welcome else ():
+                connection.send(Inboxes(tuple(inboxes), tuple(inboxes.values())))
+
+    def hear(self, hello: SiteHello, message: Message, payload: bytes) -> None:
+        site = self._sites.get(hello.site)
+        if site is None:
+            raise ConnectionError("another rank of the site was lost")
+        if isinstance(message, Sent):
+            if message.round == self._meeting.state.round + 1:
+                site.sent[hello.rank] = message, payload
+                if hello.site in self._meeting.members:
+                    self._pass_on(hello, message, payload)
+                self._contribute(hello.site, site)
+        elif isinstance(message, Lacking):
+            self._send_lacking(hello, site.ranks[hello.rank], message)
+        elif isinstance(message, Followed):
+            site.followed[hello.rank] = message.round
+            if len(site.followed) == hello.ranks:
+                self._meeting.follow(hello.site, min(site.followed.values()))
+        else:
+            raise ValueError(f"{type(message).__name__} is not for the meeting point")
+
+    def _pass_on(self, hello: SiteHello, message: Sent, payload: bytes) -> None:
+        """Pass an outer gradient on to the ranks that do not get it directly."""
+        packed = pack(Passed(message.round, hello.site), payload)
+        for number, other in self._sites.items():
+            if number != hello.site and number not in message.direct and other.is_welcome:
+                connection = other.ranks[hello.rank]
+                connection.passed[hello.site] = message.sha256
+                connection.send_packed(packed)
+
+    def _send_lacking(self, hello: SiteHello, connection: RankConnection, wanted: Lacking) -> None:
+        """Send what has not come directly."""
+        record = next((one for one in self._meeting.state.records if one.round == wanted.round), None)
+        if record is None:
+            raise ValueError(f"round {wanted.round} is not known")
+        parts = self._rounds.read(wanted.round, hello.rank)
+        connection.send(*_decided(record, {site: parts[site] for site in wanted.sites}))
+        for site in set(wanted.sites) - self._asked_by.setdefault(hello.site, set()):
+            self._asked_by[hello.site].add(site)
+            self._say(
+                f"site {hello.site} gets from here what site {site} sent it directly, first in round {wanted.round}"
+            )
+
+    def _contribute(self, number: int, site: ConnectedSite) -> None:
+        if len(site.sent) < len(site.ranks):
+            return
+        of_ranks = [message for _, (message, _) in sorted(site.sent.items())]
+        first = of_ranks[0]
+        digests = tuple(message.digest for message in of_ranks)
+        contribution = Contribution(first.tokens, first.steps, first.rate, digests, first.saved_round)
+        if self._meeting.contribute(number, first.round, contribution):
+            self._sent[number] = dict(site.sent)
+            self._saved[number] = first.saved_round
+            self._note_reached(number, of_ranks)
+
+    def _note_reached(self, number: int, of_ranks: Sequence[Sent]) -> None:
+        """Say which sites a site's outer gradients have begun to reach through the meeting point alone, or directly."""
+        others = {one for one, site in self._sites.items() if site.is_welcome} - {number, FIRST_SITE}
+        through = {one for one in others if number != FIRST_SITE and any(one not in sent.direct for sent in of_ranks)}
+        before = self._served_here.get(number, set())
+        for one in sorted(through - before):
+            self._say(f"what site {number} sends reaches site {one} through the meeting point")
+        for one in sorted(before & others - through):
+            self._say(f"what site {number} sends reaches site {one} directly again")
+        self._served_here[number] = through | before - others
+
+    def leave(self, hello: SiteHello, connection: RankConnection) -> None:
+        site = self._sites.get(hello.site)
+        if site is not None and site.ranks.get(hello.rank) is connection:
+            self._drop(hello.site)
+            self._say(f"site {hello.site} is not connected any more")
+
+    def _drop(self, number: int) -> None:
+        """One rank of the site is lost, and so are the others' connections: all of them come again together."""
+        self._sites.pop(number).abort()
+        self._meeting.disconnect(number)
+
+
+def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> MeetingPoint:
+    """Make the meeting point of a plan's sites, which goes on where the rounds in `folder` end."""
+    rounds = Rounds(folder)
+    meeting = Meeting(rules_of(plan), schedule_of(plan), rounds.load())
+    silence_s = plan.spec.resilience.heartbeat_timeout_s
+    return MeetingPoint(meeting, rounds, secret, agreement_of(plan), silence_s, log)
+
+
+def _left_for(number: int, connection: RankConnection, sent: Mapping[int, Gradient]) -> dict[int, bytes]:
+    """Return the outer gradients that a rank of site `number` has neither been passed nor gets directly."""
+    return {
+        one: payload
+        for one, (message, payload) in sent.items()
+        if one != number and number not in message.direct and connection.passed.get(one) != message.sha256
+    }
+
+
+def _decided(
+    record: RoundRecord, parts: Mapping[int, bytes], sent: Mapping[int, Gradient] | None = None
+) -> tuple[Decided, bytes]:
+    """Return the message that brings a decision with some outer gradients. `sent`: all of them, where some
+    come on other ways."""
+    chosen = [site for site in record.included if site in parts]
+    sizes = tuple(len(parts[site]) for site in chosen)
+    digests = tuple(sent[site][0].sha256 for site in record.included) if sent else ()
+    return Decided(to_plain(record), tuple(chosen), sizes, digests), b"".join(parts[site] for site in chosen)
