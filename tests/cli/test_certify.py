@@ -12,12 +12,12 @@ from lab.gpus.machines import play
 from lab.keys import make_key
 
 from trainspec_cli.__main__ import main
-from trainspec_cli.cli.certify import machine_here
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.wings.certify import families
 from trainspec_cli.wings.certify.cases import Case, build_spec
 from trainspec_cli.wings.certify.certificate import digest
+from trainspec_cli.wings.certify.commands.certify import machine_here
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_certificate_that_was_forged_under_its_public_digest_is_refused(run, t
 @pytest.mark.parametrize(("gpus", "processes", "certified"), [(1, (), 0), (2, (), 2), (2, ("--processes", "4"), 0)])
 def test_where_gpus_are_too_few_the_cpu_is_certified_and_that_is_said(run, monkeypatch, gpus, processes, certified):
     here = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=True, gpu_names=("NVIDIA H200",) * gpus)
-    monkeypatch.setattr("trainspec_cli.cli.certify.machine_here", lambda: here)
+    monkeypatch.setattr("trainspec_cli.wings.certify.commands.certify.machine_here", lambda: here)
     code, out, err = run("--only", "LEGAL-1", "--json", *processes)
     assert code == 0
     assert len(json.loads(out)["machine"]["gpu_names"]) == certified
@@ -127,7 +127,7 @@ def test_where_gpus_are_too_few_the_cpu_is_certified_and_that_is_said(run, monke
 
 def test_a_machine_without_gpus_certifies_its_cpu_with_nothing_to_explain(run, monkeypatch):
     here = Machine("host", cpu_cores=8, memory_bytes=2**34, bf16=False)
-    monkeypatch.setattr("trainspec_cli.cli.certify.machine_here", lambda: here)
+    monkeypatch.setattr("trainspec_cli.wings.certify.commands.certify.machine_here", lambda: here)
     code, out, err = run("--only", "LEGAL-1", "--json")
     assert code == 0
     assert json.loads(out)["machine"]["cpu_cores"] == 8

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.cli import doctor
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.recipe.results.doctor import Check, NodeReport
+from trainspec_cli.wings.doctor.commands import doctor
 
 
 class Examined:

@@ -10,10 +10,10 @@ import pytest
 from lab.sysfs import Sysfs
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.cli import fabric
 from trainspec_cli.recipe.keys.fabric import TierSpec
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.doctor import discover
+from trainspec_cli.wings.doctor.commands import fabric
 from trainspec_cli.wings.doctor.discover import NodeLinks, Told, links_here
 
 DATA = Path(__file__).parents[1] / "data" / "topology"

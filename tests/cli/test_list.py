@@ -10,6 +10,7 @@ import pytest
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.cli.complete import complete
+from trainspec_cli.cli.main import COMMANDS
 from trainspec_cli.plan.hardware import catalogue
 from trainspec_cli.plan.workload import count_params
 from trainspec_cli.recipe.compose.folders import find_folders
@@ -98,4 +99,4 @@ def test_a_plural_names_its_group(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_groups_are_completed() -> None:
-    assert complete("trainspec list cl", ["list"]) == ["cluster"]
+    assert complete("trainspec list cl", COMMANDS) == ["cluster"]

@@ -22,9 +22,9 @@ from trainspec_cli.session.launching.sweep import read_sweep
 def test_help_names_every_command_and_exit_code(capsys, arguments: list[str]) -> None:
     assert __main__.run(arguments) == 0
     text = capsys.readouterr().out
-    for name, summary in main.COMMANDS.items():
+    for name, command in main.COMMANDS.items():
         assert name in text
-        assert summary in text
+        assert command.summary in text
     for code, meaning in EXIT_CODES.items():
         assert f"{code}  {meaning}" in text
 
@@ -44,7 +44,7 @@ def test_every_command_explains_itself(capsys, name: str) -> None:
     ("arguments", "message", "hint"),
     [
         (["lanch"], "there is no command `lanch`", "did you mean trainspec launch?"),
-        (["--verbose"], "there is no option `--verbose`", "commands: plan"),
+        (["--verbose"], "there is no option `--verbose`", "commands: launch"),
         (["recipe=tiny", "a=1"], "a command comes first", "such as trainspec launch recipe=tiny a=1"),
         (["validate", "--jsn", "recipe=tiny"], "No such option: --jsn", "did you mean --json?"),
         (["validate", "--recipe", "tiny"], "No such option: --recipe", "values are given without dashes: recipe="),

@@ -18,17 +18,17 @@ def test_each_with_a_line_ones_own_first(capsys, write) -> None:
     write("recipes/zeta.yaml", "description: mine\n")
     write("recipes/tiny.yaml", "train: {seed: 1}\n")
     write("recipes/broken.yaml", "a: [1\n")
-    assert run(["recipes", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert run(["list", "recipe", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["recipe"]
     shipped = [name for name in SHIPPED if name != "tiny"]
     assert [recipe["name"] for recipe in found] == ["broken", "tiny", "zeta", *shipped]
-    assert found[1] == {"name": "tiny", "description": "(no description)", "file": "recipes/tiny.yaml"}
+    assert found[1] == {"name": "tiny", "description": "", "file": "recipes/tiny.yaml"}
     assert found[0]["description"].startswith("(cannot be read: recipes/broken.yaml:1:4: this is not YAML")
 
 
 def test_for_people(capsys, write) -> None:
     write("recipes/zeta.yaml", "description: mine\n")
-    assert run(["recipes"]) == 0
+    assert run(["list", "recipe"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["zeta", "mine"]
     assert lines[1].split() == ["recipes/zeta.yaml"]
@@ -36,8 +36,8 @@ def test_for_people(capsys, write) -> None:
 
 
 def test_every_shipped_recipe_is_described_and_sound(capsys, write) -> None:
-    run(["recipes", "--json"])
-    for recipe in json.loads(capsys.readouterr().out):
+    run(["list", "recipe", "--json"])
+    for recipe in json.loads(capsys.readouterr().out)["recipe"]:
         assert not recipe["description"].startswith("("), recipe
         if recipe["name"] not in NEED_VALUES:
             load_for_planning([f"recipe={recipe['name']}"])

@@ -48,8 +48,8 @@ COMMANDS: dict[str, tuple[list[str], int, str]] = {
     "runs": (["runs"], 0, SHOWN),
     "report": (["report", "runs/theirs"], 0, SHOWN),
     "report of no run": (["report", HOSTILE], 2, SHOWN),
-    "recipes": (["recipes"], 0, SHOWN),
-    "recipes, file names": (["recipes"], 0, FILE_SHOWN),
+    "recipes": (["list", "recipe"], 0, SHOWN),
+    "recipes, file names": (["list", "recipe"], 0, FILE_SHOWN),
     "show": (["show", "recipe=theirs"], 0, "\\e]0;owned\\a\\e[38;5;213m\\x9B2J\\u202E\\b"),
     "show of a file": (["show", f"recipe={FILE_NAME}"], 0, FILE_SHOWN),
     "show --diff": (["show", "recipe=theirs", "--diff", "tiny"], 0, "description"),
@@ -71,7 +71,7 @@ COMMANDS: dict[str, tuple[list[str], int, str]] = {
 AS_JSON = {
     "runs": ["runs", "--json"],
     "report": ["report", "runs/theirs", "--json"],
-    "recipes": ["recipes", "--json"],
+    "recipes": ["list", "recipe", "--json"],
     "show": ["show", "recipe=theirs", "--json"],
     "validate": ["validate", "recipe=wrong", "--json"],
 }

@@ -167,7 +167,7 @@ def test_something_else_in_the_place_of_a_recipe(project: Path, kind: str) -> No
     }[kind]()
     for name in ("hostile", "recipes/hostile.yaml"):
         assert tell("validate", f"recipe={name}")[0] == 2
-    tell("recipes")
+    tell("list", "recipe")
 
 
 def test_conf_of_a_stranger(project: Path) -> None:

@@ -151,7 +151,7 @@ COMMANDS = (
     ("diagnose", "run"),
     ("runs",),
     ("export", "run", "--output", "weights"),
-    ("recipes",),
+    ("list", "recipe"),
     ("explain", "optim.lr"),
 )
 

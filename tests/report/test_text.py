@@ -22,8 +22,6 @@ from trainspec_cli.recipe.results.doctor import Check, Diagnosis, NodeReport
 from trainspec_cli.recipe.results.forecast import RunForecast
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.report.backtest import render_backtest
-from trainspec_cli.report.certificate import render_certificate
-from trainspec_cli.report.doctor_text import render_diagnosis
 from trainspec_cli.report.progress import Progress
 from trainspec_cli.report.text import (
     describe_event,
@@ -44,6 +42,8 @@ from trainspec_cli.run.folder.event_types.training import (
     StepEvent,
     TextPart,
 )
+from trainspec_cli.wings.certify.certificate_text import render_certificate
+from trainspec_cli.wings.doctor.doctor_text import render_diagnosis
 
 
 def text_of(rendered: RenderableType, width: int = 120) -> list[str]:

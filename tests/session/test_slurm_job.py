@@ -29,13 +29,14 @@ from trainspec_cli.run.folder.generations import FENCED
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan, read_run_record
 from trainspec_cli.run.signals import PatientRequests
-from trainspec_cli.run.slurm.own_job import OwnJob, write_own_job
 from trainspec_cli.run.slurm.placing import HOSTFILE
 from trainspec_cli.session import slurm_job
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.launching import own_command, requeue
+from trainspec_cli.session.launching import requeue
 from trainspec_cli.session.launching.session import Session
+from trainspec_cli.wings.own_script import launching as own_command
 from trainspec_cli.wings.own_script.job import Wanted
+from trainspec_cli.wings.own_script.slurm_job import OwnJob, write_own_job
 
 MakeRun = Callable[..., RunDir]
 

@@ -8,46 +8,44 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainspec_cli.cli import MODULES
+from trainspec_cli.core.wings import Command
 
-RUN_FIRST = ("resume", "watch", "logs", "stop", "report", "diagnose", "export")
-"""Commands whose first argument is a run."""
+PACKAGE = Path(__file__).parents[1]
 RUNS_AFTER = (("runs", "compare"), ("runs", "rm"))
 """Commands of commands that take any number of runs."""
-WITH_KEYS = (
-    "plan", "launch", "sbatch", "emit", "fabric", "kernels", "validate", "show", "resume", "calibrate", "bundle",
-)  # fmt: skip
-"""Commands that take `key=value`."""
 RUNS, RUN_FILE, LAST = "runs", "run.json", "last"
 MOST_FOLDERS = 2_000
 """Folders below ./runs that are looked through."""
 
 
-def complete(line: str, commands: Iterable[str]) -> list[str]:
+def complete(line: str, commands: Mapping[str, Command]) -> list[str]:
     """Return the words that the last one of `line` may become; `line` is what was typed up to the cursor."""
     *before, word = line.split(" ")
     before = [other for other in before if other]
-    found = _candidates(before[1:], word, list(commands))
+    found = _candidates(before[1:], word, commands)
     return list(dict.fromkeys(candidate for candidate in found if candidate.startswith(word)))
 
 
-def _candidates(before: Sequence[str], word: str, commands: Sequence[str]) -> Iterator[str]:
+def _candidates(before: Sequence[str], word: str, commands: Mapping[str, Command]) -> Iterator[str]:
     """`before` are the words between the program and the one that is completed."""
     if not before:
         yield from commands
         return
     command, *rest = before
+    if command not in commands:
+        return
+    entry = commands[command]
     given = [other for other in rest if not other.startswith("-")]
-    module = _parse(MODULES.get(command, command)) if command in commands else None
-    below = [] if module is None else [name for name, _ in _commands(module)]
-    if module is not None and below and not given:
+    module = _parse(PACKAGE.joinpath(*entry.module_of(command).split(".")[1:]).with_suffix(".py"))
+    below = [name for name, _ in _commands(module)]
+    if below and not given:
         yield from _options(module, command) if word.startswith("-") else below
-    elif module is not None and word.startswith("-"):
-        yield from _options(module, given[0] if below else MODULES.get(command, command))
-    elif (command in RUN_FIRST and not given) or (command, *given[:1]) in RUNS_AFTER:
+    elif word.startswith("-"):
+        yield from _options(module, given[0] if below else entry.function or command)
+    elif (entry.takes_run and not given) or (command, *given[:1]) in RUNS_AFTER:
         yield from (LAST, *_runs(Path(RUNS)))
     elif command == "list":
         from trainspec_cli.recipe.compose.folders import DISTURB, find_folders
@@ -64,8 +62,8 @@ def _candidates(before: Sequence[str], word: str, commands: Sequence[str]) -> It
         from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS
 
         yield from (RECIPE, DISTURB, *FILE_SCHEMAS, *find_folders(Path.cwd()).groups)
-    elif command in WITH_KEYS:
-        yield from _values(word) if "=" in word else _keys(word, takes_recipe=command not in RUN_FIRST)
+    elif entry.takes_keys:
+        yield from _values(word) if "=" in word else _keys(word, takes_recipe=not entry.takes_run)
 
 
 def _runs(folder: Path) -> Iterator[str]:
@@ -112,8 +110,8 @@ def _values(word: str) -> Iterator[str]:
     yield from (f"{key}={value}" for value in values)
 
 
-def _parse(name: str) -> ast.Module:
-    return ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+def _parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
 
 
 def _commands(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -125,7 +123,7 @@ def _commands(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
 
 def _options(module: ast.Module, command: str) -> Iterator[str]:
     """Yield the options of the function `command`: each argument's own `--name`, or the one that typer makes of it."""
-    shared = ast.parse(Path(__file__).with_name("options.py").read_text(encoding="utf-8"))
+    shared = _parse(Path(__file__).with_name("options.py"))
     aliases = {
         target.id: node.value
         for source in (shared, module)

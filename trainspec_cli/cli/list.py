@@ -120,6 +120,8 @@ def list(
         found = {name: _with_figures(name, rows) for name, rows in found.items()}
     if as_json:
         print(json_text(found))
+    elif group == RECIPE:
+        print("\n".join(_recipes(found[RECIPE])))
     elif group is not None:
         print("\n".join(_table(group, found[group])))
     else:
@@ -153,6 +155,14 @@ def _overview(group: str, rows: Sequence[Row]) -> Iterator[str]:
     width = max((len(str(row["name"])) for row in rows), default=0)
     for row in rows:
         yield f"  {str(row['name']).ljust(width)}  {row['description']}".rstrip()
+
+
+def _recipes(rows: Sequence[Row]) -> Iterator[str]:
+    style = Style.of(sys.stdout)
+    width = max((len(str(row["name"])) for row in rows), default=0)
+    for row in rows:
+        yield f"{style.bold(str(row['name']).ljust(width))}  {row['description'] or '(no description)'}"
+        yield f"{' ' * width}  {style.dim(str(row['file']))}"
 
 
 def _table(group: str, rows: Sequence[Row]) -> Iterator[str]:

@@ -9,49 +9,50 @@ from pathlib import Path
 from typing import Any
 
 from trainspec_cli import __version__
-from trainspec_cli.cli import MODULES
 from trainspec_cli.core.errors import EXIT_CODES, Problem, RecipeError
 from trainspec_cli.core.intentions import closest, key_of
+from trainspec_cli.core.wings import Command, find_wings
 from trainspec_cli.report.style import Style
 
-COMMANDS = {
-    "plan": "rank the layouts of a run, and forecast its time and cost",
-    "budget": "set buying machines beside renting them, for a portfolio of runs",
-    "launch": "train a recipe on this machine",
-    "run": "run a training command of your own, as it is, with all that a recipe gets",
-    "sbatch": "train a recipe, or run a training command of your own, as a Slurm job",
-    "resume": "continue a run from its newest checkpoint",
-    "runs": "list the runs of this folder",
-    "watch": "show a run that goes on, from another terminal",
-    "logs": "print what a run has shown, and what comes (-f)",
-    "stop": "let a run write a checkpoint and end, from another terminal",
-    "report": "show how a run went, and where its time was spent",
-    "diagnose": "name what slows a run: cause, place, cost, proof and remedy",
-    "emit": "write a recipe's plan as the configuration of another engine",
-    "import": "read another engine's configuration into a recipe, which plan answers for",
-    "export": "write a run's weights as a Hugging Face folder",
-    "backtest": "predict a table of measured runs, and show the errors",
-    "calibrate": "fit the planner to your own cluster, from a few measured steps",
-    "doctor": "check that this node, or each of a Slurm job, is fit to train",
-    "fabric": "discover how GPUs, NICs and nodes are joined, as tiers that a plan takes",
-    "kernels": "measure which kernels are fastest here, for a recipe",
-    "certify": "test this engine, on these chips, against the open training spec",
-    "validate": "find all problems of a recipe at once",
-    "show": "print a composed recipe, or what differs from another",
-    "recipes": "list what there is to run",
-    "list": "list the options of every group of a recipe: models, clusters, optimizers, ...",
-    "explain": "say what a key of a recipe means, and what it may be",
-    "schema": "print the JSON Schema by which editors check and complete recipes",
-    "migrate": "bring files of earlier versions of the training spec to the current one",
-    "data": "prepare text for training, and inspect it",
-    "bundle": "make a folder that installs trainspec where no network is",
-    "completion": "print what makes a shell complete words: bash, zsh or fish",
+GROUPS = ("train", "plan", "look at runs", "recipes", "clusters", "other engines")
+"""The headings of the help, in order."""
+
+
+_TRUNK = {
+    "launch": Command("train", "train a recipe on this machine", takes_keys=True),
+    "sbatch": Command(
+        "train",
+        "train a recipe, or run a training command of your own, as a Slurm job",
+        takes_keys=True,
+        takes_command=True,
+    ),
+    "resume": Command("train", "continue a run from its newest checkpoint", takes_keys=True, takes_run=True),
+    "stop": Command("train", "let a run write a checkpoint and end, from another terminal", takes_run=True),
+    "plan": Command("plan", "rank the layouts of a run, and forecast its time and cost", takes_keys=True),
+    "budget": Command("plan", "set buying machines beside renting them, for a portfolio of runs"),
+    "backtest": Command("plan", "predict a table of measured runs, and show the errors"),
+    "calibrate": Command("plan", "fit the planner to your own cluster, from a few measured steps", takes_keys=True),
+    "runs": Command("look at runs", "list the runs of this folder"),
+    "watch": Command("look at runs", "show a run that goes on, from another terminal", takes_run=True),
+    "logs": Command("look at runs", "print what a run has shown, and what comes (-f)", takes_run=True),
+    "report": Command("look at runs", "show how a run went, and where its time was spent", takes_run=True),
+    "diagnose": Command("look at runs", "name what slows a run: cause, place, cost, proof and remedy", takes_run=True),
+    "list": Command("recipes", "list recipes and the options of every group: models, clusters, optimizers, ..."),
+    "show": Command("recipes", "print a composed recipe, or what differs from another", takes_keys=True),
+    "validate": Command("recipes", "find all problems of a recipe at once", takes_keys=True),
+    "explain": Command("recipes", "say what a key of a recipe means, and what it may be"),
+    "schema": Command("recipes", "print the JSON Schema by which editors check and complete recipes"),
+    "migrate": Command("recipes", "bring files of earlier versions of the training spec to the current one"),
+    "data": Command("recipes", "prepare text for training, and inspect it"),
+    "completion": Command("recipes", "print what makes a shell complete words: bash, zsh or fish"),
+    "kernels": Command("clusters", "measure which kernels are fastest here, for a recipe", takes_keys=True),
+    "export": Command("other engines", "write a run's weights as a Hugging Face folder", takes_run=True),
 }
-"""A command, which is a function in a module of its name -> what it does."""
+_ALL = {**_TRUNK, **{name: command for wing in find_wings().values() for name, command in wing.commands.items()}}
+COMMANDS = {name: command for group in GROUPS for name, command in _ALL.items() if command.group == group}
+"""The commands by name, in the order of the help."""
 COMPLETE = "complete"
 """Print the words that may end a command line; for shells (see `completion`), not for people."""
-WITH_COMMAND = ("run", "sbatch")
-"""Commands that take one of the user's own after `--`."""
 HELP_OPTIONS = ("--help", "-h", "help")
 
 
@@ -95,13 +96,13 @@ def load_command(name: str) -> Any:
     terminal alone: they are padded with spaces."""
     import typer
 
-    name = MODULES.get(name, name)
-    module = importlib.import_module(f"trainspec_cli.cli.{name}")
+    entry = COMMANDS[name]
+    module = importlib.import_module(entry.module_of(name))
     app = getattr(module, "app", None) or typer.Typer(add_completion=False)
     if not sys.stdout.isatty():
         app.rich_markup_mode = None
     if not app.registered_commands:
-        app.command(cls=getattr(module, "COMMAND_CLASS", None))(getattr(module, name))
+        app.command(cls=getattr(module, "COMMAND_CLASS", None))(getattr(module, entry.function or name))
     return typer.main.get_command(app)
 
 
@@ -123,13 +124,13 @@ def _usage_problem(name: str, error: Any) -> Problem:
         hint = f"values are given without dashes: {option}=<value>"
     elif type(error).__name__ == "NoSuchOption":
         meant = _meant_option(error.ctx, option)
-        if name in WITH_COMMAND:
+        if COMMANDS[name].takes_command:
             own = f"{meant or hint}; a command of your own, with its options, stands after --"
             hint = _hint_of_option(name, option) or own
         else:
             hint = meant or hint
     elif type(error).__name__ == "MissingParameter" and error.param.name == "arguments":
-        hint = f"such as trainspec {name} recipe=quickstart; trainspec recipes lists what there is"
+        hint = f"such as trainspec {name} recipe=quickstart; trainspec list recipe shows all"
     return Problem(code="usage", message=error.format_message(), hint=hint)
 
 
@@ -168,9 +169,10 @@ def _unknown_command(name: str, rest: Sequence[str]) -> Problem:
         hint = f"such as trainspec launch {' '.join((name, *rest))}"
         return Problem(code="usage", message="a command comes first", hint=hint)
     from trainspec_cli.recipe.compose.folders import find_folders  # the help does without
+    from trainspec_cli.recipe.compose.origins import RECIPE
 
     folders = find_folders(Path.cwd())
-    group = next((group for group in folders.groups if name in (group, f"{group}s")), None)
+    group = next((group for group in (RECIPE, *folders.groups) if name in (group, f"{group}s")), None)
     if name in folders.recipe_names():
         hint = f"did you mean trainspec launch recipe={name}?"
     elif group:
@@ -184,20 +186,23 @@ def _unknown_command(name: str, rest: Sequence[str]) -> Problem:
 
 def render_help(style: Style) -> str:
     width = max(map(len, COMMANDS))
-    commands = [f"  {style.bold(name.ljust(width))}  {summary}" for name, summary in COMMANDS.items()]
+    commands = []
+    for group in GROUPS:
+        listed = [(name, command) for name, command in COMMANDS.items() if command.group == group]
+        commands += ["", style.bold(group)] if listed else []
+        commands += [f"  {style.bold(name.ljust(width))}  {command.summary}" for name, command in listed]
     codes = [f"  {code:>3}  {meaning}" for code, meaning in EXIT_CODES.items()]
     return "\n".join([
         "Launcher, planner and engine for training large models under an open training spec.",
         "",
         f"{style.bold('usage')}: trainspec COMMAND [recipe=NAME key=value ...] [--options]",
-        "",
         *commands,
         "",
         "  trainspec COMMAND --help describes one; trainspec --version prints the version.",
         "",
         style.bold("to begin"),
         "  trainspec launch recipe=quickstart",
-        "  trainspec recipes",
+        "  trainspec list recipe",
         "",
         style.bold("exit codes"),
         *codes,

@@ -153,7 +153,7 @@ class Prepared:
 
 def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], site: SiteOptions, *, force: bool) -> Prepared:
     from trainspec_cli.session.slurm import submit as session  # as above
-    from trainspec_cli.session.slurm.submit_command import refuse_bare_command  # as above
+    from trainspec_cli.wings.own_script.submit import refuse_bare_command  # as above
 
     refuse_bare_command(arguments)
     if not arguments:
@@ -165,7 +165,7 @@ def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], site: SiteO
 
 
 def _prepare_command(command: Sequence[str], arguments: Sequence[str], folder: str | None, wanted: Wanted) -> Prepared:
-    from trainspec_cli.session.slurm import submit_command as session  # as above
+    from trainspec_cli.wings.own_script import submit as session  # as above
 
     loaded = session.load_cluster(arguments)
     session.check_own_command(command, loaded, wanted)

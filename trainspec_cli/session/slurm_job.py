@@ -29,10 +29,10 @@ from trainspec_cli.run.slurm.placing import HOSTFILE, arrange, has_switches
 from trainspec_cli.run.slurm.queue import note_job, own_job
 from trainspec_cli.run.slurm.script import places_nodes
 from trainspec_cli.session.console import PrintableConsole, RunConsole
-from trainspec_cli.session.launching.own_command import run_in_job
 from trainspec_cli.session.launching.requeue import TimeWarning, limits_of, requeue_if_of_use
 from trainspec_cli.session.launching.resume import prepare_unchanged
 from trainspec_cli.session.launching.session import start
+from trainspec_cli.wings.own_script.launching import run_in_job
 
 FORCE = "--force"
 """Train although the plan is predicted not to fit the nodes."""

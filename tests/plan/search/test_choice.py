@@ -29,10 +29,10 @@ from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.recipe.rules.check import check
 from trainspec_cli.recipe.rules.elastic import whole_hosts
 from trainspec_cli.recipe.rules.engine import check_engine
-from trainspec_cli.session.planning.emit import resolved
 from trainspec_cli.session.planning.plan import plan_loaded, plan_recipe
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.interop import layout_of
+from trainspec_cli.wings.interop.emit import resolved
 
 TABLE = Path(__file__).parents[2] / "data" / "measured" / "throughput.csv"
 RECIPES = [name for name in find_folders(Path.cwd()).recipe_names() if name != "plan_defaults"]

@@ -16,11 +16,11 @@ from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_run_record
 from trainspec_cli.run.job.job import Job
-from trainspec_cli.run.slurm.own_job import read_own_job
-from trainspec_cli.session.launching import own_command
 from trainspec_cli.session.launching.nodes import NodeOptions
-from trainspec_cli.session.launching.own_command import Output, run_command
+from trainspec_cli.wings.own_script import launching as own_command
 from trainspec_cli.wings.own_script.job import Wanted
+from trainspec_cli.wings.own_script.launching import Output, run_command
+from trainspec_cli.wings.own_script.slurm_job import read_own_job
 
 COMMAND = (sys.executable, "train.py")
 WANTED = Wanted(3, 60.0, None, None, 300.0)

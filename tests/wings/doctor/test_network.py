@@ -7,8 +7,8 @@ from pathlib import Path
 from lab.sysfs import Sysfs
 
 from trainspec_cli.recipe.results.doctor import Check
-from trainspec_cli.recipe.results.fabric import Nic
 from trainspec_cli.wings.doctor.checks import check_nics
+from trainspec_cli.wings.doctor.found_fabric import Nic
 from trainspec_cli.wings.doctor.sysfs import read_interfaces, read_nics
 
 

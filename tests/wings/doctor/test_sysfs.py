@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from lab.sysfs import Sysfs
 
-from trainspec_cli.recipe.results.fabric import FoundGpu, NumaNode
+from trainspec_cli.wings.doctor.found_fabric import FoundGpu, NumaNode
 from trainspec_cli.wings.doctor.sysfs import complete, describe_gpus, read_gpus, read_nics, read_numa_nodes
 
 SWITCH = "pci0000:15/0000:15:01.0/0000:16:00.0"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.recipe.keys.fabric import TierSpec
-from trainspec_cli.recipe.results.fabric import FoundGpu, Nic
 from trainspec_cli.recipe.results.tools import PairRate, PingRate
 from trainspec_cli.wings.doctor.discover import parse_matrix
+from trainspec_cli.wings.doctor.found_fabric import FoundGpu, Nic
 from trainspec_cli.wings.doctor.switches import read_levels
 from trainspec_cli.wings.doctor.tiers import groups_by, network_of, network_tiers, node_tiers, rails, with_measured
 

@@ -16,9 +16,9 @@ from lab.other_frameworks import NOT_IN_CI
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonValue
-from trainspec_cli.session.planning.emit import resolved
 from trainspec_cli.session.planning.plan import plan_recipe
 from trainspec_cli.wings.interop import TARGETS, Container, RunValues, Spoken, run_values, speak
+from trainspec_cli.wings.interop.emit import resolved
 
 JUDGES = Path(__file__).parent / "judges"
 PINNED = (

@@ -11,9 +11,9 @@ from wings.interop.speaking import files_in, spoken_in
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.core.json_value import JsonValue
-from trainspec_cli.session.recipe.import_recipe import import_file, write_recipe
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.interop import READERS, TARGETS, Heard, guess_engine, listen, read_source
+from trainspec_cli.wings.interop.import_recipe import import_file, write_recipe
 
 FILES = {
     "deepspeed": "ds_config.json",

@@ -231,7 +231,7 @@ class RunSpec:
     train: TrainSection
     """How long the run trains, and how often it evaluates."""
     description: str = ""
-    """One line for `trainspec recipes`."""
+    """One line for `trainspec list recipe`."""
     init: InitSpec = field(default_factory=InitSpec)
     """The weights that the run begins with."""
     lora: LoraSpec = field(default_factory=LoraSpec)

@@ -16,9 +16,9 @@ from trainspec_cli.recipe.keys.cluster import SlurmSpec
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import has_own_command, read_plan
 from trainspec_cli.run.slurm import commands as slurm
-from trainspec_cli.run.slurm.own_job import read_own_job
 from trainspec_cli.run.slurm.queue import decide, is_over, is_preempted
 from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.wings.own_script.slurm_job import read_own_job
 
 AVOID_S = 5.0
 """Slurm leaves a job that it has requeued some seconds to end (KillWait, 30 by default)."""

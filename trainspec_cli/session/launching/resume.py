@@ -28,11 +28,11 @@ from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.launching.changes import count_more_steps, find_fixed, prepare_changed_data, trained_samples
 from trainspec_cli.session.launching.detach import check_detachable, describe_detached, resume_detached
 from trainspec_cli.session.launching.nodes import NodeOptions, join
-from trainspec_cli.session.launching.own_command import resume_command
 from trainspec_cli.session.launching.session import Session, start
 from trainspec_cli.session.recipe.data import check_data_of
 from trainspec_cli.session.recipe.load import Loaded, follows, plan_on, require, this_machine
 from trainspec_cli.session.runs.find import find_own_run
+from trainspec_cli.wings.own_script.launching import resume_command
 
 if TYPE_CHECKING:
     from trainspec_cli.run.backend.nodes.backend import Reach

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from trainspec_cli.balance.advisor import LayoutAdvisor, Layouts, decides_layout
 from trainspec_cli.core.errors import EXIT_DONE, TrainspecError
 from trainspec_cli.core.reading.files import read_text
 from trainspec_cli.core.units import format_count
+from trainspec_cli.core.wings import Point, parts_of
 from trainspec_cli.plan.workload.adapters import adapter_params
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
@@ -44,7 +45,6 @@ from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching.changes import describe_changes, trained_samples
-from trainspec_cli.session.launching.check_nodes import check_nodes
 from trainspec_cli.session.launching.fewer_nodes import plan_on_fewer
 from trainspec_cli.session.launching.run import describe_tracking, run
 from trainspec_cli.session.launching.select_kernels import select_kernels
@@ -53,6 +53,10 @@ from trainspec_cli.session.planning.predict import predict, probe_after_run, wit
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded
 
+CheckNodes = Callable[[Plan, Path, RunConsole, bool], Examination | None]
+"""Takes the plan, the run's folder, the console, and whether the run starts whatever memory it takes (--force). Checks
+this node, or returns the examination which each of several nodes goes through. Raises MachineError where unfit."""
+CHECK_NODES: Point[CheckNodes] = Point("check_nodes")
 MOST_KNOWN = 50
 """The newest runs, among which those that still train are looked for."""
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
@@ -124,7 +128,8 @@ def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | N
     console, machine = session.console, session.machine
     check_site(session.plan.spec)
     plan = predict(_within_limits(session), machine, console, force=session.force)
-    examination = check_nodes(plan, session.folder, console, force=session.force)
+    examinations = [check(plan, session.folder, console, session.force) for check in parts_of(CHECK_NODES)]
+    examination = next(filter(None, examinations), None)
     plan, kernels = select_kernels(plan, machine, console)
     data_folder = prepare_data(session.begins, console) if isinstance(session.begins, Loaded) else None
     with storage(plan.spec.run.dir if isinstance(session.begins, Loaded) else str(session.folder)):

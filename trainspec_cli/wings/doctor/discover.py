@@ -22,10 +22,10 @@ from trainspec_cli.core.node import node_name
 from trainspec_cli.core.printable import printable
 from trainspec_cli.core.units import format_bytes
 from trainspec_cli.recipe.keys.fabric import TierSpec
-from trainspec_cli.recipe.results.fabric import FabricFact, FoundFabric, FoundGpu, FoundTier, Nic, NumaNode
 from trainspec_cli.recipe.results.tools import PairRate
 from trainspec_cli.run.job.machine import usable_cores
 from trainspec_cli.run.slurm import commands as slurm
+from trainspec_cli.wings.doctor.found_fabric import FabricFact, FoundFabric, FoundGpu, FoundTier, Nic, NumaNode
 from trainspec_cli.wings.doctor.switches import SwitchLevel, read_levels
 from trainspec_cli.wings.doctor.sysfs import (
     SYS,

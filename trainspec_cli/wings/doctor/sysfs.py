@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainspec_cli.recipe.keys.fabric import NetworkKind
-from trainspec_cli.recipe.results.fabric import FoundGpu, Nic, NumaNode
+from trainspec_cli.wings.doctor.found_fabric import FoundGpu, Nic, NumaNode
 
 SYS = Path("/sys")
 _SPEED = re.compile(r"([\d.]+) GT/s")

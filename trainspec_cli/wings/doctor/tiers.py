@@ -9,8 +9,8 @@ from statistics import median
 
 from trainspec_cli.recipe.keys.fabric import TierSpec
 from trainspec_cli.recipe.results.doctor import Check
-from trainspec_cli.recipe.results.fabric import FoundGpu, FoundTier, Nic
 from trainspec_cli.recipe.results.tools import PairRate
+from trainspec_cli.wings.doctor.found_fabric import FoundGpu, FoundTier, Nic
 from trainspec_cli.wings.doctor.switches import SwitchLevel
 from trainspec_cli.wings.doctor.sysfs import INFINIBAND, INTERFACES
 

@@ -57,8 +57,8 @@ def run(
     On several nodes, give the same command on each, with --node-rank and a --dir that all share; in a Slurm job,
     srun --ntasks-per-node=1 does that, and trainspec sbatch writes one.
     """
-    from trainspec_cli.session.launching import own_command as session  # half a second, which the help does without
     from trainspec_cli.session.launching.nodes import NodeOptions
+    from trainspec_cli.wings.own_script import launching as session  # half a second, which the help does without
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
     wanted = wanted_of(max_restarts, grace_s, hang_s, work_s, join_timeout_s)

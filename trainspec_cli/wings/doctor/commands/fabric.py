@@ -15,13 +15,13 @@ from trainspec_cli.recipe.canonical import from_plain
 from trainspec_cli.recipe.compose.folders import SUFFIX, find_folders, shipped_data
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.recipe.results.fabric import FoundFabric
 from trainspec_cli.recipe.results.tools import LinksResult, PairRate
-from trainspec_cli.report.fabric import render_fabric
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.doctor.discover import Told, discover, links_here, links_of_file, render_group, topology_here
+from trainspec_cli.wings.doctor.fabric_text import render_fabric
+from trainspec_cli.wings.doctor.found_fabric import FoundFabric
 
 DEFAULT_RECIPE = "recipe=quickstart"
 GROUP = Path("conf/fabric")

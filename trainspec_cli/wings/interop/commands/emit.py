@@ -13,8 +13,8 @@ from trainspec_cli.cli.options import AsJson, RecipeArguments
 from trainspec_cli.core.reading.files import read_object
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.report.style import Style
-from trainspec_cli.session.planning.emit import Emission, emit_recipe, write_emission
 from trainspec_cli.wings.interop import EMITTED, NOT_CARRIED, TARGETS, Container, show
+from trainspec_cli.wings.interop.emit import Emission, emit_recipe, write_emission
 
 For = Annotated[str, typer.Option("--for", metavar="ENGINE", help=f"One of {', '.join(TARGETS)}.")]
 Output = Annotated[Path, typer.Option(metavar="DIR", help="Folder of the files that are written.")]

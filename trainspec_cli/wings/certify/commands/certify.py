@@ -23,7 +23,6 @@ from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.certificate import REFUSALS, Certificate
-from trainspec_cli.report.certificate import describe_trust, render_certificate
 from trainspec_cli.run.job.gpus import CPU_HINT
 from trainspec_cli.run.job.identity import machine_identity
 from trainspec_cli.run.job.machine import detect
@@ -32,6 +31,7 @@ from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.certify.cases import Case, features_here, refusals
 from trainspec_cli.wings.certify.certificate import read_fingerprint, read_key, sign_certificate, write_certificate
 from trainspec_cli.wings.certify.certificate import verify as read_verified
+from trainspec_cli.wings.certify.certificate_text import describe_trust, render_certificate
 from trainspec_cli.wings.certify.clauses import LEVELS, SECURITY, read_clauses
 from trainspec_cli.wings.certify.families import FAMILIES, measure_alone
 from trainspec_cli.wings.certify.judge import checks, judge, judge_refusals

@@ -36,7 +36,6 @@ from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.job.place import NodePlace
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests
-from trainspec_cli.run.slurm.own_job import OwnJob, read_own_job, write_own_job
 from trainspec_cli.session.console import RunConsole, make_console
 from trainspec_cli.session.launching.in_slurm import (
     describe_place,
@@ -63,6 +62,7 @@ from trainspec_cli.wings.own_script.job import (
     why_uncounted,
 )
 from trainspec_cli.wings.own_script.journal import newest_step, restarts_left
+from trainspec_cli.wings.own_script.slurm_job import OwnJob, read_own_job, write_own_job
 from trainspec_cli.wings.own_script.terminal import PassedOutput
 
 THIS_NODE = NodeOptions()

@@ -15,7 +15,7 @@ from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.wings.doctor.examine import Needs, node_command, preflight, refuse_unfit
 
 
-def check_nodes(plan: Plan, folder: Path, console: PrintableConsole, *, force: bool = False) -> Examination | None:
+def check_nodes(plan: Plan, folder: Path, console: PrintableConsole, force: bool = False) -> Examination | None:
     """Check a run's only node now; for several return the examination that each goes through when its agent starts,
     which measures and compares them. None where the recipe wants no preflight, or there is nothing left to examine.
 

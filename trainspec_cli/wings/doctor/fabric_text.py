@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from trainspec_cli.recipe.results.fabric import FoundFabric, FoundTier
 from trainspec_cli.report.rich_text import Text
+from trainspec_cli.wings.doctor.found_fabric import FoundFabric, FoundTier
 
 
 def render_fabric(found: FoundFabric) -> RenderableType:

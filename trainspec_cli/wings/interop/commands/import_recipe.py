@@ -9,8 +9,8 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.session.recipe.import_recipe import import_file, write_recipe
 from trainspec_cli.wings.interop import READERS
+from trainspec_cli.wings.interop.import_recipe import import_file, write_recipe
 
 File = Annotated[
     Path, typer.Argument(metavar="FILE", help="A JSON, a YAML, a Python module, or a script of another engine.")

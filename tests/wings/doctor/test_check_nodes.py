@@ -18,7 +18,7 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.prediction import LocalPrediction
 from trainspec_cli.recipe.results.probe import MachineProbe
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.launching.check_nodes import _needs, check_nodes
+from trainspec_cli.wings.doctor.check_nodes import _needs, check_nodes
 
 Usage = namedtuple("Usage", "total used free")
 

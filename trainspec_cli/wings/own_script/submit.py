@@ -24,9 +24,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_run_record
 from trainspec_cli.run.job.folder import RUNS, check_free, make_folder, storage, write_own_launch
 from trainspec_cli.run.slurm.container import mounts
-from trainspec_cli.run.slurm.own_job import OwnJob, read_own_job, write_own_job
 from trainspec_cli.run.slurm.script import asked_by_cluster, check_folder, log_of, render_own_script
-from trainspec_cli.session.launching.own_command import FOLDER
 from trainspec_cli.session.recipe.load import Loaded, require
 from trainspec_cli.session.recipe.no_recipe import DEFAULTS
 from trainspec_cli.session.slurm.container import unseen_image
@@ -40,6 +38,8 @@ from trainspec_cli.wings.own_script.job import (
     script_name,
     wasted_gpus,
 )
+from trainspec_cli.wings.own_script.launching import FOLDER
+from trainspec_cli.wings.own_script.slurm_job import OwnJob, read_own_job, write_own_job
 
 SBATCH = "sbatch"
 CLUSTER, SLURM = "cluster", "slurm"

@@ -1,0 +1,88 @@
+"""A wing's folder may be deleted: everything else goes on without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.core.wings import find_wings
+
+CHECKOUT = Path(__file__).parents[1]
+REMOVABLE = sorted({*find_wings()} - {"own_script", "sites"})
+"""The wings which the trunk does not import (see test_architecture.py)."""
+LOAD_EVERYTHING = """
+import importlib, pkgutil, sys
+import trainspec_cli
+from trainspec_cli.core.wings import find_wings
+names = [module.name for module in pkgutil.walk_packages(trainspec_cli.__path__, "trainspec_cli.")]
+for name in names:
+    if not name.startswith("trainspec_cli.wings.") and not name.endswith("__main__"):
+        importlib.import_module(name)
+print(*find_wings())
+"""
+
+
+def copy_without(folder: Path, *wings: str) -> dict[str, str]:
+    """Copy the package to `folder` without these wings; return an environment whose Python imports the copy."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(CHECKOUT / "trainspec_cli", folder / "trainspec_cli", ignore=ignored)
+    for name in ("conf", "recipes"):
+        (folder / name).symlink_to(CHECKOUT / name)
+    for wing in wings:
+        shutil.rmtree(folder / "trainspec_cli" / "wings" / wing)
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def run_python(environment: dict[str, str], cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def test_without_removable_wings_every_module_loads_and_a_recipe_trains(tmp_path: Path) -> None:
+    environment = copy_without(tmp_path / "copy", *REMOVABLE)
+    loaded = run_python(environment, tmp_path, "-c", LOAD_EVERYTHING)
+    assert (loaded.returncode, loaded.stderr) == (0, "")
+    assert not {*loaded.stdout.split()} & {*REMOVABLE}
+
+    program = ("-m", "trainspec_cli")
+    shown = run_python(environment, tmp_path, *program, "--help")
+    gone = {name for wing in REMOVABLE for name in find_wings()[wing].commands}
+    listed = {line.split()[0] for line in shown.stdout.splitlines() if line.startswith("  ")}
+    assert gone
+    assert not gone & listed
+    unknown = run_python(environment, tmp_path, *program, sorted(gone)[0])
+    assert unknown.returncode == 2, unknown.stderr
+
+    trained = run_python(environment, tmp_path, *program, "launch", "recipe=tiny", "run.dir=here", "--json")
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    assert json.loads((tmp_path / "here" / "result.json").read_text())["status"] == "done"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wing", REMOVABLE)
+def test_without_a_wing_the_tests_of_the_trunk_pass(wing: str, tmp_path: Path) -> None:
+    environment = copy_without(tmp_path / "copy", wing)
+    for name in ("tests", "docs", "pyproject.toml", "README.md", ".ci", "constraints.txt"):
+        (tmp_path / "copy" / name).symlink_to(CHECKOUT / name)
+    # Quick rooms that call the whole of the trunk; tests/wings has the wings' own.
+    rooms = [f"tests/{room}" for room in ("core", "recipe", "balance", "run", "report", "session")]
+    command = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-x", *rooms)
+    ran = run_python(environment, tmp_path / "copy", *command)
+    assert ran.returncode == 0, ran.stdout[-5_000:]
+
+
+def test_what_a_wing_gives_is_there_and_asked_for() -> None:
+    asked = subprocess.run(
+        ["grep", "-rhoE", r"Point\(\"[a-z_]+\"\)", str(CHECKOUT / "trainspec_cli")], capture_output=True, text=True
+    )
+    points = {line.split('"')[1] for line in asked.stdout.splitlines()}
+    for name, wing in find_wings().items():
+        assert {*wing.parts} <= points, name
+        for part in wing.parts.values():
+            module, _, attribute = part.partition(":")
+            assert hasattr(__import__(module, fromlist=[attribute]), attribute), part

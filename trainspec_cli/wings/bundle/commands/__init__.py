@@ -1,0 +1,1 @@
+"""The wing's commands, one file each."""

@@ -1,0 +1,20 @@
+"""Recipes as other engines' configurations, and back."""
+
+from trainspec_cli.core.wings import Command, Wing
+
+WING = Wing(
+    commands={
+        "emit": Command(
+            "other engines",
+            "write a recipe's plan as the configuration of another engine",
+            folder="trainspec_cli.wings.interop.commands",
+            takes_keys=True,
+        ),
+        "import": Command(
+            "other engines",
+            "read another engine's configuration into a recipe, which plan answers for",
+            folder="trainspec_cli.wings.interop.commands",
+            function="import_recipe",
+        ),
+    },
+)
