@@ -65,7 +65,7 @@ def reduced(spec: RunSpec) -> Iterator[str]:
     """Yield what makes a run small enough for a test and leaves every part of it in place."""
     yield from ("cluster=cpu", "cluster.num_nodes=1", "cluster.devices_per_node=1", "layout.dp_replicate=auto")
     yield from ("resilience=restart", "resilience.replica_groups=auto", "fault=''", "optim.schedule.warmup_steps=1")
-    yield from (f"batching.global_batch_size={SAMPLES}", "train.max_steps=2")
+    yield from (f"batching.global_batch_size={SAMPLES}", "train.max_steps=3")
     if spec.data.source in ("tokens", "images", "volumes"):
         yield from ("data=phantom" if spec.model.unit == "samples" else "data=python_stdlib", "data.path=null")
     yield from reduced_model(spec.model)

@@ -83,6 +83,9 @@ class Source:
         samples = [_sample(int(position)) for position in positions_of(own)]
         return cut_micro_batches(tuple(torch.cat(field) for field in zip(*samples, strict=True)), own)
 
+    def first_text(self, position: int) -> None:
+        """Tokens without a tokenizer have no text."""
+
     def counted(self, positions: np.ndarray) -> int:
         return TOKENS * len(positions)
 
