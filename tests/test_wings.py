@@ -14,7 +14,7 @@ import pytest
 from trainspec_cli.core.wings import find_wings
 
 CHECKOUT = Path(__file__).parents[1]
-REMOVABLE = sorted({*find_wings()} - {"own_script", "sites"})
+REMOVABLE = sorted({*find_wings()} - {"own_script"})
 """The wings which the trunk does not import (see test_architecture.py)."""
 LOAD_EVERYTHING = """
 import importlib, pkgutil, sys
@@ -57,6 +57,12 @@ def test_without_removable_wings_every_module_loads_and_a_recipe_trains(tmp_path
     assert not gone & listed
     unknown = run_python(environment, tmp_path, *program, sorted(gone)[0])
     assert unknown.returncode == 2, unknown.stderr
+
+    command = (*program, "validate", "recipe=tiny", "--json")
+    for given, path in (("resilience=sites", "resilience.mode"), ("resilience.sites.fragments=2", "resilience.sites")):
+        refused = run_python(environment, tmp_path, *command, given)
+        problems = [(one["code"], one["path"]) for one in json.loads(refused.stdout)["errors"]]
+        assert (refused.returncode, problems) == (2, [("missing_wing", path)]), refused.stderr
 
     trained = run_python(environment, tmp_path, *program, "launch", "recipe=tiny", "run.dir=here", "--json")
     assert trained.returncode == 0, trained.stdout + trained.stderr

@@ -1,17 +1,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from lab.sites import SitesLab
 
 
 @pytest.fixture
@@ -36,24 +30,3 @@ def nothing_of_earlier_meshes():
 def compile_anew():
     """What earlier tests have compiled counts against the compiler's limits."""
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def lab(one_process: None, tmp_path: Path) -> Iterator[Callable[..., SitesLab]]:
-    """Return what makes runs of several far-apart sites; those that are left are stopped."""
-    pytest.importorskip("cryptography")
-    from lab.sites import SitesLab
-
-    made: list[SitesLab] = []
-
-    def make(name: str = "lab", **settings: Any) -> SitesLab:
-        folder = tmp_path / name
-        folder.mkdir()
-        made.append(SitesLab(folder, **settings))
-        return made[-1]
-
-    yield make
-    for one in made:
-        for site in one.started:
-            site.stop.requested = True
-            site.saves.clear()  # what is in a circle is collected late

@@ -100,7 +100,7 @@ def test_a_site_whose_rank_is_killed_comes_back_while_the_others_go_on(
         seen = [e for e in read_events(sites.run_dir(other).events(0)) if e["type"] == "recovery"]
         assert [(e["change"], e["group"]) for e in seen] == [("site_left", 1), ("site_joined", 1)]
     if count > 2:
-        ways = (sites.run_dir(2).sites / "sites.log").read_text(encoding="utf-8")
+        ways = (sites.run_dir(2).root / "sites" / "sites.log").read_text(encoding="utf-8")
         assert ways.count("site 1 is connected directly") == 2, "the killed site's way is there again"
 
 
@@ -141,7 +141,7 @@ def test_three_sites_send_directly_and_strangers_at_their_ports_change_nothing(
         sites.wait()
         digests.append(sites.digests())
         for site in (1, 2):
-            log = (sites.run_dir(site).sites / "sites.log").read_text(encoding="utf-8")
+            log = (sites.run_dir(site).root / "sites" / "sites.log").read_text(encoding="utf-8")
             assert f"site {3 - site} is connected directly" in log
             events = read_events(sites.run_dir(site).events(0))
             assert not [event for event in events if event["type"] in ("warning", "recovery")]

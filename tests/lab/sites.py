@@ -28,7 +28,6 @@ from trainspec_cli.engine.data.staging import Staging
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
 from trainspec_cli.engine.run.signals import StopRequest
-from trainspec_cli.engine.run.sites import FarSites
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.data import DataSpec
@@ -41,8 +40,11 @@ from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.generations import create_secret, read_secret
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.place import listen
-from trainspec_cli.wings.sites.inbox import SiteInbox, make_inbox
+from trainspec_cli.wings.sites.engine.far_sites import FarSites
+from trainspec_cli.wings.sites.engine.site_link import SiteLink
+from trainspec_cli.wings.sites.engine.site_voice import Pace
 from trainspec_cli.wings.sites.meeting_point import MeetingPoint, make_meeting_point
+from trainspec_cli.wings.sites.server import SiteInbox, make_inbox
 
 CPU = torch.device("cpu")
 STEPS, BATCH, WAIT_S = 24, 4, 60

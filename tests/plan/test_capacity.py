@@ -10,12 +10,10 @@ from lab.made_up import CHIP, CLUSTER
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.plan.capacity import assumptions, plan_capacity, software_of, template_of
-from trainspec_cli.plan.hardware.catalogue import models
 from trainspec_cli.plan.hardware.cluster import describe_fabric
 from trainspec_cli.plan.hardware.rates import peak_flops_per_s
 from trainspec_cli.plan.memory.frameworks import memory_limit_bytes
 from trainspec_cli.plan.search.variants import plan_on_what_divides
-from trainspec_cli.plan.workload import count_params
 from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, ReliabilitySpec
 from trainspec_cli.recipe.keys.data import DataSpec
@@ -23,9 +21,7 @@ from trainspec_cli.recipe.keys.layout import LayoutSpec, Sharding
 from trainspec_cli.recipe.keys.lora import LoraSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import PrecisionSpec, RunSpec, TrainSection
-from trainspec_cli.wings.sites.decisions.outer import KEPT_BYTES
 
 SPEC = RunSpec(
     model=DecoderModel(4, 1024, 8, 8, 128, 4096, 8192),
@@ -164,16 +160,3 @@ def test_nodes_over_which_the_batch_divides_all_work() -> None:
     with pytest.raises(RecipeError) as raised:
         plan_on_what_divides(odd)
     assert "layout.tp" in {problem.path for problem in raised.value.problems}
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["every tensor counted", "estimated"])
-@pytest.mark.parametrize("family", ["decoder", "conv"])
-def test_a_site_keeps_the_outer_optimizer_beside_its_part_of_the_parameters(compiled: bool, family: str) -> None:
-    model = models()["resnet_tiny"] if family == "conv" else SPEC.model
-    layout = LayoutSpec(dp_shard=8, dp_replicate=1)
-    alone = replace(SPEC, model=model, layout=layout, compile=compiled, recompute="none")
-    site = replace(alone, resilience=ResilienceSpec(mode="sites"))
-    (before,), (after,) = (plan_capacity(spec, None).candidates for spec in (alone, site))
-    more = max(stage.optimizer_bytes for stage in after.memory) - max(stage.optimizer_bytes for stage in before.memory)
-    assert more == pytest.approx(KEPT_BYTES * count_params(model) / 8, rel=0.02)
-    assert after.peak_memory_bytes > before.peak_memory_bytes + more

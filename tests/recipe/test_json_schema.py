@@ -22,6 +22,7 @@ from trainspec_cli.recipe.keys.kernels import KERNELS, KernelSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.rules.values import forget_out_of_range
 from trainspec_cli.recipe.structure import build, hints_of, key_of, known_paths
+from trainspec_cli.run.folder.event_types.parse import event_types
 from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS
 
 HOUSE = Path(__file__).parents[2]
@@ -46,8 +47,10 @@ def fresh(name: str) -> Any:
 def test_the_published_files_are_what_the_dataclasses_give() -> None:
     names = ["recipe", *GROUPS, DISTURB, *FILE_SCHEMAS]
     assert sorted(path.stem for path in SCHEMAS.iterdir()) == sorted(names), WRITE
-    stale = [name for name in names if json.loads((SCHEMAS / f"{name}.json").read_text()) != fresh(name)]
-    assert stale == [], WRITE
+    published = {name: json.loads((SCHEMAS / f"{name}.json").read_text()) for name in names}
+    of_event, known = published["event"], event_types()  # those of a wing are known while its folder is there
+    of_event["allOf"] = [one for one in of_event["allOf"] if one["if"]["properties"]["type"]["const"] in known]
+    assert [name for name, schema in published.items() if schema != fresh(name)] == [], WRITE
 
 
 @pytest.mark.parametrize("file", [*RECIPES, *OPTIONS], ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -21,6 +21,7 @@ from trainspec_cli.cli.options import (
     SitesSecret,
     Sweeps,
     Webhook,
+    site_arguments,
 )
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.run.notify import Notify
@@ -66,19 +67,16 @@ def launch(
             return launch_sweep(arguments, sweeps, wanted, side_by_side=at_once, force=force, as_json=as_json)
     from trainspec_cli.session.launching import launch as session  # half a second, which the help does without
     from trainspec_cli.session.launching.nodes import NodeOptions
-    from trainspec_cli.session.launching.sites import SiteOptions
 
-    nodes, options = (
-        NodeOptions(nnodes, node_rank, rdzv_endpoint),
-        SiteOptions(site, sites_endpoint, sites_secret, site_listen),
-    )
+    nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
+    arguments = [*arguments, *site_arguments(site, sites_endpoint, sites_secret, site_listen)]
     with on_stop_signal(interrupt):
         if dry_run:
-            shown = session.show_launch(arguments, nodes, force=force, as_json=as_json, site=options)
+            shown = session.show_launch(arguments, nodes, force=force, as_json=as_json)
             print(shown, end="\n" if as_json else "")
             return 0
         wanted = Notify(notify, webhook)
-        return session.launch(arguments, nodes, wanted, force=force, as_json=as_json, detach=detach, site=options)
+        return session.launch(arguments, nodes, wanted, force=force, as_json=as_json, detach=detach)
 
 
 def _check_sweepable(*, dry_run: bool, detach: bool, several: bool, site: bool) -> None:

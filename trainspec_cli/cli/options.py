@@ -152,6 +152,13 @@ def write_page(file: Path, page: str, option: str = "--html") -> None:
         raise RecipeError(Problem(code="output_exists", message=message, hint=hint)) from error
 
 
+def site_arguments(site: int | None, endpoint: str | None, secret: str | None, listen: str | None) -> list[str]:
+    """Return the keys that the options of far-apart sites stand for, as arguments."""
+    file = None if secret is None else str(Path(secret).expanduser().absolute())
+    given = {"site": site, "endpoint": endpoint, "secret": file, "listen": listen}
+    return [f"resilience.sites.{key}={value}" for key, value in given.items() if value is not None]
+
+
 def wanted_of(max_restarts: int, grace_s: float, hang_s: float | None, work_s: float, join_timeout_s: float) -> Wanted:
     """Return what the options of a command of the user's own ask for. `hang_s`: None where it is not given, 0 for
     never."""

@@ -29,6 +29,7 @@ from trainspec_cli.cli.options import (
     SitesSecret,
     Sweeps,
     WorkFor,
+    site_arguments,
     wanted_of,
 )
 from trainspec_cli.core.errors import Problem, RecipeError
@@ -36,7 +37,6 @@ from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.session.launching.sweep import read_sweep
 
 if TYPE_CHECKING:
-    from trainspec_cli.session.launching.sites import SiteOptions
     from trainspec_cli.session.recipe.load import Loaded
     from trainspec_cli.session.slurm.submit import Submission
     from trainspec_cli.wings.own_script.job import Wanted
@@ -106,7 +106,6 @@ def sbatch(
     The script may be submitted again: the run goes on. --dry-run shows it and makes nothing.
     What was made and not submitted, the same command submits with --submit.
     """
-    from trainspec_cli.session.launching.sites import SiteOptions
     from trainspec_cli.session.slurm import submit as session  # half a second, which the help does without
 
     command = context.obj
@@ -114,8 +113,8 @@ def sbatch(
         raise RecipeError(Problem("usage", "--dry-run submits nothing", "--submit", "leave one of them out"))
     _check_options(context, OF_COMMAND if command is None else OF_RECIPE, of_recipe=command is None)
     if command is None:
-        options = SiteOptions(site, sites_endpoint, sites_secret, site_listen)
-        made = _prepare_recipe(arguments or [], sweep or [], options, force=force)
+        of_site = site_arguments(site, sites_endpoint, sites_secret, site_listen)
+        made = _prepare_recipe(arguments or [], sweep or [], of_site, force=force)
     else:
         wanted = wanted_of(max_restarts, grace_s, hang_s, work_s, join_timeout_s)
         made = _prepare_command(command, arguments or [], folder, wanted)
@@ -151,7 +150,9 @@ class Prepared:
     """Takes `dry_run`."""
 
 
-def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], site: SiteOptions, *, force: bool) -> Prepared:
+def _prepare_recipe(
+    arguments: Sequence[str], sweeps: Sequence[str], of_site: Sequence[str], *, force: bool
+) -> Prepared:
     from trainspec_cli.session.slurm import submit as session  # as above
     from trainspec_cli.wings.own_script.submit import refuse_bare_command  # as above
 
@@ -159,7 +160,7 @@ def _prepare_recipe(arguments: Sequence[str], sweeps: Sequence[str], site: SiteO
     if not arguments:
         hint = "such as trainspec sbatch recipe=quickstart, or trainspec sbatch cluster=h100 -- torchrun train.py"
         raise RecipeError(Problem("usage", "neither a recipe is named, nor a command after --", hint=hint))
-    runs = session.plan_runs(arguments, [read_sweep(one) for one in sweeps], site)
+    runs = session.plan_runs([*arguments, *of_site], [read_sweep(one) for one in sweeps])
     write = partial(session.write_submission, runs, force=force)
     return Prepared([run.loaded for run in runs], session.warnings(runs), write)
 

@@ -1,15 +1,16 @@
 """The registry of wings: parts of trainspec that training does without, each in a folder of its own below `wings`.
 
 The trunk imports no wing. A wing's module `wing.py` says in `WING` what it adds, as text ("module:function"), so that
-reading the registry loads nothing of the wing. Where the trunk lets wings in, it asks `parts_of(POINT)`; with the
-wing's folder deleted, nothing is found there, and its commands are not in the help.
+reading the registry loads nothing of the wing. Where the trunk lets wings in, it asks `parts_of(POINT)`, or for a
+recipe `parts_for(POINT, spec)` of `recipe.wings`; with the wing's folder deleted, nothing is found there, and its
+commands are not in the help.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -66,10 +67,10 @@ def _read(file: Path) -> Wing:
     return cast(Wing, module.WING)
 
 
-def parts_of(point: Point[Part]) -> list[Part]:
-    """Import and return what the wings give at `point`, in the order of their names."""
-    named = [wing.parts[point.name] for wing in find_wings().values() if point.name in wing.parts]
-    return [cast(Part, _load(name)) for name in named]
+def parts_of(point: Point[Part], wings: Collection[str] | None = None) -> list[Part]:
+    """Import and return what the wings give at `point`, in the order of their names; `wings`: those of these names."""
+    found = [wing for name, wing in find_wings().items() if wings is None or name in wings]
+    return [cast(Part, _load(wing.parts[point.name])) for wing in found if point.name in wing.parts]
 
 
 def _load(name: str) -> Any:

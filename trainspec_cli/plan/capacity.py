@@ -238,7 +238,7 @@ def template_of(spec: RunSpec, fabric: Fabric) -> Setup:
         sharded=workload.sharded_share(spec.model, spec.lora),
         lora=spec.lora,
         replica_groups=asked_groups(spec) or 0,
-        outer_bytes=outer_bytes_of(spec.resilience),
+        outer_bytes=outer_bytes_of(spec),
     )
 
 

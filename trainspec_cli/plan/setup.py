@@ -135,7 +135,7 @@ class Setup:
     replica_groups: int = 1
     """Replica groups among the replicas of `layout`, which exchange gradients once a step; 0: each replica is one."""
     outer_bytes: float = 0.0
-    """Bytes beside each trained parameter that one of several far-apart sites keeps."""
+    """Bytes that an outer optimizer keeps for each trained parameter."""
     offload_layers: float = 0.0
     """Part of the layers whose activations wait in host memory."""
 

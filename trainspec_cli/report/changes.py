@@ -27,8 +27,6 @@ RECOVERY_KINDS = {
     "left": "left",
     "joined": "came back",
     "retried": "the step was made again",
-    "site_left": "is not waited for any more",
-    "site_joined": "trains again",
     "restart": "the run restarted",
 }
 
@@ -48,12 +46,12 @@ class RunChange:
 
 def describe_recovery(recovery: Recovery) -> RunChange:
     """`step 41: group 1 left: 1.26 s, 1 step lost`: one entry of result.json's `recoveries`."""
-    noun = "site" if recovery.kind.startswith("site_") else "group"
-    who = f"{noun} {recovery.group} " if recovery.group is not None else ""
+    noun, _, change = recovery.kind.rpartition("_")  # `site_left`: the recovery of another kind than a replica group
+    who = f"{noun or 'group'} {recovery.group} " if recovery.group is not None else ""
     lost, stall_s = recovery.lost_steps, recovery.stall_s
     cost = [f"{stall_s:.2f} s"] if stall_s is not None else []
     cost += [f"{lost} step{'s' if lost > 1 else ''} lost"] if lost else []
-    kind = RECOVERY_KINDS.get(recovery.kind, recovery.kind)
+    kind = RECOVERY_KINDS.get(change, change)
     return RunChange(recovery.step, f"{who}{kind}", ", ".join(cost))
 
 

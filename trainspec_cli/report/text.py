@@ -101,7 +101,7 @@ def describe_event(event: Event) -> str:
             return describe_link_change(event)
         case WarningEvent():
             return f"step {event.step}: warning: {event.message}"
-    return ""
+    return event.describe()
 
 
 def describe_first_text(event: FirstTextEvent) -> str:

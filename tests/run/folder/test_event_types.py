@@ -30,18 +30,15 @@ from trainspec_cli.run.folder.event_types.observed import (
     VerdictEvent,
 )
 from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES, parse_event
-from trainspec_cli.run.folder.event_types.sites import ExchangeEvent
 from trainspec_cli.run.folder.event_types.training import (
     CadenceEvent,
     CheckpointEvent,
     EndEvent,
     EvalEvent,
-    FirstTextEvent,
     SampleEvent,
     SetFigures,
     StartEvent,
     StepEvent,
-    TextPart,
     WarningEvent,
 )
 from trainspec_cli.run.folder.events import EventWriter, read_log
@@ -185,9 +182,6 @@ VERDICT = RunVerdict(
     advice="trainspec doctor",
     full_step=7,
 )
-EXCHANGE = ExchangeEvent(
-    step=8, round=2, sites=(0, 2), members=(0, 1, 2), waited_s=0.5, sent_bytes=4096, received_bytes=8192
-)
 RECOVERY = RecoveryEvent(step=4, change="left", group=1, stall_s=1.5, lost_steps=1)
 DIRECTIVE = DirectiveEvent(
     step=4,
@@ -251,7 +245,6 @@ EVENTS: list[Event] = [
     COUNTERS,
     VerdictEvent(step=9, is_over=False, verdict=VERDICT),
     RECOVERY,
-    EXCHANGE,
     DIRECTIVE,
     RELAYOUT,
     ACHIEVED,
@@ -262,7 +255,6 @@ EVENTS: list[Event] = [
     LinksEvent(step=9, links=(LINK, replace(LINK, planned_bytes_per_s=ABSENT)), group=1),
     LINK_CHANGE,
     SampleEvent(step=4, prompt="once", text=" upon"),
-    FirstTextEvent(step=0, tokens=3, trained=1, parts=(TextPart(text="what?", trained=False),)),
     WarningEvent(step=4, message="hot"),
     RetryEvent(step=4),
     LOOK,

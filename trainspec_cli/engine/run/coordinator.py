@@ -1,7 +1,7 @@
 """The trainer asks its coordinator who takes part in each step, and what is exchanged beyond its own ranks.
 
-An ordinary run is one replica group (`SingleGroup`); `replica_groups.py` has the coordinator of several, `sites.py`
-that of a run which is one of several far-apart sites.
+An ordinary run is one replica group (`SingleGroup`); `replica_groups.py` has the coordinator of several. A wing gives
+another one for runs of its own kind (`COORDINATORS`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.balance.batch.division import Division, OwnSamples, even_division_of
+from trainspec_cli.core.wings import Point
 from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.loader import BatchReader
@@ -24,6 +25,7 @@ from trainspec_cli.engine.run.signals import StopRequest
 from trainspec_cli.engine.run.sources import DataSource
 from trainspec_cli.recipe.canonical import ABSENT, Absent
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.wings import parts_for
 from trainspec_cli.run.folder.paths import RunDir
 
 
@@ -146,6 +148,10 @@ class Coordinator(Protocol):
         """End all exchange: no step follows."""
 
 
+COORDINATORS: Point[Callable[[RunContext], Coordinator]] = Point("coordinator")
+"""The coordinator of runs whose recipe uses the wing."""
+
+
 class GroupBatches:
     """Takes the samples of this replica group as micro-batches of this rank, on the device."""
 
@@ -231,12 +237,10 @@ class SingleGroup:
 
 
 def open_coordinator(run: RunContext) -> Coordinator:
-    """The modules of several replica groups or sites are imported where there are some, and not elsewhere: they make
-    every start longer."""
-    if run.plan.spec.resilience.mode == "sites":
-        from trainspec_cli.engine.run.sites import FarSites
-
-        return FarSites(run)
+    """A wing's coordinator, and that of several replica groups, are imported where a run has them, and not elsewhere:
+    they make every start longer."""
+    for make in parts_for(COORDINATORS, run.plan.spec):
+        return make(run)
     if run.plan.replica_groups == 1:
         return SingleGroup(run)
     from trainspec_cli.engine.run.replica_groups import ReplicaGroups, own_rank

@@ -164,8 +164,8 @@ class Trainer:
                 self.coordinator.bring_together(self.progress)
 
     def _step(self) -> DoneStep | None:
-        """Make one step; None where the run stops before it, the replica groups did not agree on it, or the other sites
-        have made all steps meanwhile."""
+        """Make one step; None where the run stops before it, the replica groups did not agree on it, or other runs that
+        train with this one have made all steps meanwhile."""
         with self._waiting_for_groups():
             start = self.coordinator.begin(self.progress, self._restore)
         self.progress = start.progress
@@ -249,7 +249,7 @@ class Trainer:
         return parts_of(samples.division, self.state.mesh, samples.group_samples, samples.step_samples)
 
     def _waiting_for_groups(self) -> AbstractContextManager[None]:
-        """The time that other replica groups or sites take is no hang of this one; other sites may take any time."""
+        """The time that other replica groups take is no hang of this one; other runs may take any time."""
         for_ever = self.coordinator.merges_at_end
         return self.watch.between_steps(for_ever=for_ever) if self.coordinator.waits_for_groups else nullcontext()
 

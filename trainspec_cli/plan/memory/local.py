@@ -36,8 +36,8 @@ def tensor_bytes(plan: Plan, model: DecoderModel) -> dict[str, float]:
 
 
 def outer_bytes(plan: Plan) -> float:
-    """Bytes that one of several sites keeps beside its own part of the parameters."""
-    return outer_bytes_of(plan.spec.resilience) * plan.params / plan.layout.dp_shard
+    """Bytes that an outer optimizer keeps for the parameters of one process."""
+    return outer_bytes_of(plan.spec) * plan.params / plan.layout.dp_shard
 
 
 def copy_bytes(plan: Plan) -> float:

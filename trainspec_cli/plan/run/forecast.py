@@ -105,8 +105,8 @@ def _expect_costs(
 
 def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[ResilienceSpec, ...]:
     """Return what the run does about failures, and what it could do instead. One replica group can only restart,
-    and so does a site."""
-    if replica_groups == 1 or wanted.mode == "sites":
+    and so does one of several runs."""
+    if replica_groups == 1 or wanted.is_one_of_several:
         return (replace(wanted, mode="restart"),)
     return wanted, other_recovery(wanted)
 

@@ -65,6 +65,6 @@ def plan_other_recovery(spec: RunSpec, machine: Machine | None) -> Candidate | N
     What the recipe leaves open is searched again: each way has a best layout of its own. None on one node, where the
     recipe wants no recovery, and where nothing fits.
     """
-    if spec.resilience.mode in ("none", "sites") or spec.cluster.num_nodes == 1:
+    if spec.resilience.mode == "none" or spec.resilience.is_one_of_several or spec.cluster.num_nodes == 1:
         return None
     return plan_best(replace(spec, resilience=other_recovery(spec.resilience)), machine)

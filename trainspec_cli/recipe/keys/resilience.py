@@ -113,6 +113,11 @@ class ResilienceSpec:
     """sites: what they exchange, and when."""
 
     @property
+    def is_one_of_several(self) -> bool:
+        """Return whether other runs train with this one, which then restarts by itself."""
+        return self.mode == "sites"
+
+    @property
     def keeps_layout(self) -> bool:
         """Return whether what takes part exchanges its state part by part, and so keeps the layout it begins with."""
         return self.mode in ("elastic", "sites")

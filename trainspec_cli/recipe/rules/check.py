@@ -30,10 +30,10 @@ from trainspec_cli.recipe.rules.own_code import OWN_CODE_RULES
 from trainspec_cli.recipe.rules.pools import POOL_RULES
 from trainspec_cli.recipe.rules.relayout import RELAYOUT_RULES
 from trainspec_cli.recipe.rules.run import RUN_RULES
-from trainspec_cli.recipe.rules.sites import SITES_RULES
 from trainspec_cli.recipe.rules.slurm import SLURM_RULES
 from trainspec_cli.recipe.rules.values import TEXT_RULES, forget_out_of_range
 from trainspec_cli.recipe.unknown import UnknownTouched
+from trainspec_cli.recipe.wings import PACKAGES, RULES, keys_of_wings, parts_for
 
 WITHOUT_PATH = {"python_stdlib": "data=text or data=jsonl", "phantom": "data=images or data=volumes"}
 """Sources that read no file, and what to type for those that do."""
@@ -59,9 +59,12 @@ def check(spec: RunSpec) -> list[Problem]:
         ownership,
         half_precision,
         largest_micro_batch,
+        keys_of_wings,
     ]
     rules += [*RUN_RULES, *BATCHING_RULES, *COMM_RULES, *ELASTIC_RULES, *FABRIC_RULES, *KERNEL_RULES]
-    rules += [*OPTIM_RULES, *POOL_RULES, *RELAYOUT_RULES, *SITES_RULES, *SLURM_RULES, *TEXT_RULES, *OWN_CODE_RULES]
+    rules += [*OPTIM_RULES, *POOL_RULES, *RELAYOUT_RULES, *SLURM_RULES, *TEXT_RULES, *OWN_CODE_RULES]
+    with contextlib.suppress(UnknownTouched):
+        rules += [rule for of_wing in parts_for(RULES, spec) for rule in of_wing]
     return [*forget_out_of_range(spec)[1], *apply(rules, spec)]
 
 
@@ -307,8 +310,8 @@ def packages(spec: RunSpec) -> Iterator[Problem]:
         sources |= {f"data.{group}.{name}.source": part.source for name, part in getattr(spec.data, group).items()}
     tables = [(path, source, "pyarrow", "hf") for path, source in sources.items() if source in OF_TABLES]
     scaled = [("precision.matmul", "fp8", "torchao", "float8")] if spec.precision.matmul == "fp8" else []
-    encrypted = [("resilience.mode", "sites", "cryptography", "sites")] if spec.resilience.mode == "sites" else []
-    for path, value, package, extra in (*tracked, *tables, *scaled, *encrypted):
+    of_wings = [needed for of_wing in parts_for(PACKAGES, spec) for needed in of_wing]
+    for path, value, package, extra in (*tracked, *tables, *scaled, *of_wings):
         if importlib.util.find_spec(package) is None:
             message = f"`{path}` is {value}, and the package {package} is not installed"
             yield _lacking("missing_package", path, message, f"type pip install 'trainspec[{extra}]'")

@@ -41,11 +41,11 @@ def plan_as_json(plan: PlanReport) -> JsonObject:
     parts = {
         "blueprint": plan.blueprint,
         "planes": plan.planes,
-        "sites": plan.sites,
         "simulation": plan.simulation,
         "pools": plan.pools,
     }
-    return content | {name: to_plain(part) for name, part in parts.items() if part}
+    content |= {name: to_plain(part) for name, part in parts.items() if part}
+    return content | {section.key: section.figures for section in plan.sections}
 
 
 def sweep_as_json(sweep: SweepReport) -> JsonObject:

@@ -13,7 +13,6 @@ from trainspec_cli.recipe.results.planes import PlanesPlan
 from trainspec_cli.recipe.results.pools import PoolsPlan
 from trainspec_cli.recipe.results.prediction import Candidate
 from trainspec_cli.recipe.results.simulation import Simulation
-from trainspec_cli.recipe.results.sites import SitesOutlook
 from trainspec_cli.report.page.parts import (
     PageOrigin,
     bar_rows,
@@ -51,7 +50,6 @@ from trainspec_cli.report.plan.planes import (
 from trainspec_cli.report.plan.pools import PART_HEADINGS, choice_headings, choice_rows, part_rows, sentence
 from trainspec_cli.report.plan.report import PlanReport
 from trainspec_cli.report.plan.simulation import WHERE, decision_rows, describe_won_back, event_lines, pace_rows
-from trainspec_cli.report.plan.sites import SITE_HEADINGS, describe_beside, describe_links, site_rows
 from trainspec_cli.report.plan.text import assumption_row, run_rows
 from trainspec_cli.report.svg import Segment, render_bar, render_legend
 
@@ -97,8 +95,9 @@ def body_of(plan: PlanReport) -> Iterator[str]:
         yield _blueprint(plan.blueprint)
     if plan.planes:
         yield _planes(plan.planes)
-    if plan.sites:
-        yield _sites(plan.sites)
+    for part in plan.sections:
+        about = f"{part.about}. {part.text} {part.known}."
+        yield section(part.title, about, table(part.headings, [text_row(row) for row in part.rows]))
     if plan.simulation:
         yield _simulation(plan.simulation)
     if run:
@@ -256,11 +255,6 @@ def _pools(best: Candidate | None, pools: PoolsPlan, unit: str) -> str:
     choices = table(choice_headings(unit), [text_row(row) for row in choice_rows(pools)])
     text = f"What each pool does in a step of the best layout, and the best plans on fewer. {sentence(pools.verdict)}"
     return section("Pools", text, parts + choices)
-
-
-def _sites(sites: SitesOutlook) -> str:
-    text = f"{describe_links(sites)}. {describe_beside(sites)} {sites.loss_penalty}."
-    return section("Far-apart sites", text, table(SITE_HEADINGS, [text_row(row) for row in site_rows(sites)]))
 
 
 def _planes(planes: PlanesPlan) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.blueprint import Blueprint
 from trainspec_cli.recipe.results.forecast import RunForecast
@@ -12,10 +13,27 @@ from trainspec_cli.recipe.results.planes import PlanesPlan
 from trainspec_cli.recipe.results.pools import PoolsPlan
 from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.recipe.results.simulation import Simulation
-from trainspec_cli.recipe.results.sites import SitesOutlook
 
 if TYPE_CHECKING:
     from trainspec_cli.report.plan.trace import TraceReport  # loads tables of results, which few plans have
+
+
+@dataclass(frozen=True)
+class PlanSection:
+    """A wing's part of a plan: a table with text below it."""
+
+    key: str
+    """Its key in the plan as JSON."""
+    figures: JsonObject
+    title: str
+    about: str
+    """Follows the title."""
+    headings: tuple[str, ...]
+    """The first two are those of text."""
+    rows: tuple[tuple[str, ...], ...]
+    text: str
+    known: str
+    """What is known of it, and where from."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +46,8 @@ class PlanReport:
     """None where no layout fits; then `capacity.advice` says what would."""
     blueprint: Blueprint | None = None
     planes: PlanesPlan | None = None
-    sites: SitesOutlook | None = None
+    sections: tuple[PlanSection, ...] = ()
+    """Those of the wings that the recipe uses."""
     simulation: Simulation | None = None
     trace: TraceReport | None = None
     pools: PoolsPlan | None = None

@@ -20,9 +20,8 @@ from trainspec_cli.report.plan.blueprint import render_blueprint
 from trainspec_cli.report.plan.labels import percent
 from trainspec_cli.report.plan.planes import render_planes
 from trainspec_cli.report.plan.pools import render_pools
-from trainspec_cli.report.plan.report import PlanReport, SweepPoint, SweepReport
+from trainspec_cli.report.plan.report import PlanReport, PlanSection, SweepPoint, SweepReport
 from trainspec_cli.report.plan.simulation import render_simulation
-from trainspec_cli.report.plan.sites import render_sites
 from trainspec_cli.report.rich_text import Text
 
 WIDE = 120
@@ -50,8 +49,7 @@ def render_plan(plan: PlanReport, width: int = WIDE) -> RenderableType:
         parts.append(render_blueprint(plan.blueprint))
     if plan.planes:
         parts.append(render_planes(plan.planes))
-    if plan.sites:
-        parts.append(render_sites(plan.sites))
+    parts += map(_section, plan.sections)
     if plan.simulation:
         parts.append(render_simulation(plan.simulation, min(width, WIDE)))
     if plan.trace:
@@ -62,6 +60,16 @@ def render_plan(plan: PlanReport, width: int = WIDE) -> RenderableType:
     if plan.run:
         parts += [_run(plan, plan.run), _assumptions(plan, plan.run)]
     return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
+
+
+def _section(section: PlanSection) -> RenderableType:
+    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
+    for place, heading in enumerate(section.headings):
+        table.add_column(heading, justify="left" if place < 2 else "right")
+    for row in section.rows:
+        table.add_row(*row)
+    title = Text(f"{section.title}  {section.about}", style="bold")
+    return Group(title, table, Text(section.text), Text(f"{section.known}.", style="bright_black"))
 
 
 def render_sweep(sweep: SweepReport) -> RenderableType:

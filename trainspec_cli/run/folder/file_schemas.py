@@ -9,7 +9,7 @@ from trainspec_cli.recipe.record_schema import events_schema, plan_schema, recor
 from trainspec_cli.recipe.results.certificate import Certificate
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES, ONE_OF
+from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES, ONE_OF, event_types
 from trainspec_cli.run.folder.record import RunRecord, RunResult
 
 OF_DIRECTIVES = ("directive", "achieved", "buckets", "memory", "nodes", "nodes_achieved")
@@ -25,7 +25,7 @@ FILE_SCHEMAS: Mapping[str, Callable[[], JsonObject]] = {
     "plan": lambda: plan_schema("plan.json", Plan),
     "run": lambda: record_schema("run.json", RunRecord, left_out=("others",)),
     "result": lambda: record_schema("result.json", RunResult),
-    "event": lambda: events_schema("a line of a file of events", Event, EVENT_TYPES, ONE_OF),
+    "event": lambda: events_schema("a line of a file of events", Event, event_types(), ONE_OF),
     "directive": _directive_schema,
     "certificate": lambda: record_schema("a certificate", Certificate, is_versioned=False),
 }

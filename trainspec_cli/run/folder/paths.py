@@ -24,7 +24,7 @@ RUN/
   kernels.json    the kernels that were measured for `kernels=auto`, and which were chosen
   progress/       of a command of one's own: a folder a start, in which its processes count their steps
   own_checkpoints/  of a command of one's own that has attached itself (`trainspec_cli.attach`)
-  sites/          of site 0 of several far-apart ones: the meeting point's rounds
+  sites/          of one of several far-apart sites: the log of its server, and the rounds
   code.json       the files of one's own code, with digests     code/  their copies
 """
 
@@ -102,11 +102,6 @@ class RunDir:
     def secret(self, generation: int) -> Path:
         """Return the secret by which the processes of one start authenticate to one another."""
         return self.root / "secrets" / f"{generation:08d}"
-
-    @property
-    def sites(self) -> Path:
-        """Return the folder in which the sites' meeting point keeps its rounds."""
-        return self.root / "sites"
 
     def shortage(self, generation: int) -> Path:
         return self.root / "shortages" / f"{generation:08d}.json"

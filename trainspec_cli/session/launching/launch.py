@@ -31,7 +31,6 @@ from trainspec_cli.session.launching.detach import (
 )
 from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.session import Session, rehearse, start, write_down
-from trainspec_cli.session.launching.sites import SiteOptions, load_site
 from trainspec_cli.session.planning.predict import probe_after_run
 from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.load import Loaded, load, plan_on, this_machine
@@ -46,11 +45,10 @@ def launch(
     force: bool,
     as_json: bool,
     detach: bool = False,
-    site: SiteOptions = SiteOptions(),  # noqa: B008
 ) -> int:
     """Train a recipe, as the first node of the run or as another that joins it; return the run's exit code. With
     `detach`, 0 as soon as the run has begun in a process of its own."""
-    loaded = load_site([*arguments, *nodes.as_arguments], site)
+    loaded = load([*arguments, *nodes.as_arguments])
     wanted = loaded.spec.run.dir
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
         return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=loaded.spec.run.join_timeout_s)
@@ -109,10 +107,9 @@ def show_launch(
     *,
     force: bool,
     as_json: bool,
-    site: SiteOptions = SiteOptions(),  # noqa: B008
 ) -> str:
     """Return what `launch` would start, and where, as text or as JSON; refused as the launch would be."""
-    loaded = load_site([*arguments, *nodes.as_arguments], site)
+    loaded = load([*arguments, *nodes.as_arguments])
     job, plan = rehearse(_prepare(loaded, nodes, force=force, as_json=as_json))
     if not as_json:
         return f"{describe_plan(plan)}\n\n{render_command(job.command, job.environment, Path.cwd())}"

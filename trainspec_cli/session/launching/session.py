@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.kernels import KernelTable
 from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.wings import parts_for
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
@@ -48,15 +49,16 @@ from trainspec_cli.session.launching.changes import describe_changes, trained_sa
 from trainspec_cli.session.launching.fewer_nodes import plan_on_fewer
 from trainspec_cli.session.launching.run import describe_tracking, run
 from trainspec_cli.session.launching.select_kernels import select_kernels
-from trainspec_cli.session.launching.sites import check_site, site_server
 from trainspec_cli.session.planning.predict import predict, probe_after_run, with_known_limits
 from trainspec_cli.session.recipe.data import prepare_data
-from trainspec_cli.session.recipe.load import Loaded
+from trainspec_cli.session.recipe.load import Loaded, check_start
 
 CheckNodes = Callable[[Plan, Path, RunConsole, bool], Examination | None]
 """Takes the plan, the run's folder, the console, and whether the run starts whatever memory it takes (--force). Checks
 this node, or returns the examination which each of several nodes goes through. Raises MachineError where unfit."""
 CHECK_NODES: Point[CheckNodes] = Point("check_nodes")
+RUN_SERVICES: Point[Callable[[RunDir, Plan], AbstractContextManager[None]]] = Point("run_services")
+"""What serves a run next to its supervisor, over all starts of its workers, where the recipe uses the wing."""
 MOST_KNOWN = 50
 """The newest runs, among which those that still train are looked for."""
 MACHINE_BOUND = ("device", "world_size", "compute", "micro_batch_size", "grad_accum_steps")
@@ -102,7 +104,9 @@ def start(session: Session, requests: StopRequests | None = None) -> int:
         if session.reach:
             backend = partial(NodesBackend, reach=session.reach, examination=examination)
         limits = LimitsWatch(job.run, plan, machine)
-        with site_server(job.run, plan):
+        with ExitStack() as services:
+            for serve in parts_for(RUN_SERVICES, plan.spec):
+                services.enter_context(serve(job.run, plan))
             code = run(
                 *(job, plan, backend, session.console, limits),
                 advisor=_advisor(job.run, plan, machine),
@@ -126,7 +130,7 @@ def write_down(session: Session) -> RunDir:
 def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | None]]:
     """Do all that comes before the workers; hold the run, as it is written, while the block runs."""
     console, machine = session.console, session.machine
-    check_site(session.plan.spec)
+    check_start(session.plan.spec)
     plan = predict(_within_limits(session), machine, console, force=session.force)
     examinations = [check(plan, session.folder, console, session.force) for check in parts_of(CHECK_NODES)]
     examination = next(filter(None, examinations), None)
@@ -175,7 +179,7 @@ def _advisor(run: RunDir, plan: Plan, machine: Machine) -> LayoutAdvisor | None:
 def rehearse(session: Session) -> tuple[Job, Plan]:
     """Return what `start` would start, refused as it would be; nothing is probed, measured or made for that."""
     console, machine = session.console, session.machine
-    check_site(session.plan.spec)
+    check_start(session.plan.spec)
     plan = predict(_within_limits(session), machine, console, force=session.force)
     plan, _ = select_kernels(plan, machine, console, may_measure=False)
     root = session.folder

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from trainspec_cli.core.errors import MachineError, PlanError, Problem, RecipeError, TrainspecError
+from trainspec_cli.core.wings import Point
 from trainspec_cli.plan.capacity import blueprint_of
 from trainspec_cli.plan.hardware.cluster import accelerator_of
 from trainspec_cli.plan.hardware.detected import chip_of
@@ -22,10 +23,10 @@ from trainspec_cli.recipe.compose.folders import DISTURB
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
-from trainspec_cli.recipe.results.sites import SitesOutlook
 from trainspec_cli.recipe.rules.check import matrix_units
 from trainspec_cli.recipe.rules.engine import check_built
-from trainspec_cli.report.plan.report import PlanReport
+from trainspec_cli.recipe.wings import parts_for
+from trainspec_cli.report.plan.report import PlanReport, PlanSection
 from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.load import Loaded, load_for_planning, this_machine
 from trainspec_cli.session.recipe.no_recipe import with_defaults
@@ -33,6 +34,9 @@ from trainspec_cli.session.recipe.no_recipe import with_defaults
 if TYPE_CHECKING:
     from trainspec_cli.report.plan.trace import TraceReport
     from trainspec_cli.session.planning.disturbance import NamedDisturbance
+
+PLAN_SECTIONS: Point[Callable[[RunSpec, CapacityPlan, Candidate], PlanSection | None]] = Point("plan_sections")
+"""Makes a wing's part of the plan of a recipe that uses it, of its best layout; None where there is nothing to plan."""
 
 
 def plan_recipe(arguments: Sequence[str], *, trace: bool = False) -> PlanReport:
@@ -74,7 +78,7 @@ def plan_loaded(
         blueprint=blueprint_of(best, spec, machine) if best and capacity.world_size > 1 else None,
         defaults=defaults,
         planes=plan_planes(spec.cluster, capacity.world_size),
-        sites=_plan_sites(spec, capacity, best) if best else None,
+        sections=_sections(spec, capacity, best) if best else (),
         simulation=disturbed.simulate(spec, best, machine) if disturbed and best else None,
         trace=_trace(spec, capacity) if trace and capacity.candidates else None,
         profile=profile,
@@ -131,12 +135,9 @@ def _load_disturbance(arguments: Sequence[str]) -> NamedDisturbance | None:
     return load_disturbance(arguments)
 
 
-def _plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> SitesOutlook | None:
-    if spec.resilience.mode != "sites":
-        return None
-    from trainspec_cli.plan.run.sites import plan_sites
-
-    return plan_sites(spec, capacity, best)
+def _sections(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> tuple[PlanSection, ...]:
+    found = (make(spec, capacity, best) for make in parts_for(PLAN_SECTIONS, spec))
+    return tuple(section for section in found if section)
 
 
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:

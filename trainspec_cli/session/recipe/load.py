@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
+from trainspec_cli.core.wings import Point
 from trainspec_cli.plan.plan import plan
 from trainspec_cli.recipe.compose.folders import DISTURB
 from trainspec_cli.recipe.compose.origins import COMMAND_LINE, RECIPE
@@ -22,12 +23,15 @@ from trainspec_cli.recipe.rules.engine import check_engine, close_axes
 from trainspec_cli.recipe.rules.own_code import BLOCK_PARAMS
 from trainspec_cli.recipe.structure import build
 from trainspec_cli.recipe.unknown import UNKNOWN, UnknownTouched
+from trainspec_cli.recipe.wings import parts_for
 
 if TYPE_CHECKING:
     from trainspec_cli.recipe.compose.compose import Composed
     from trainspec_cli.run.job.folder import LaunchOrigin
 
 DATA_PATHS = ("data.path", "data.tokenizer.path")
+CHECK_START: Point[Callable[[RunSpec], None]] = Point("check_start")
+"""Raises TrainspecError where the run of a recipe that uses the wing lacks what a start of it needs."""
 OF_PLANNING = (DISTURB,)
 """Keys of the command line that `trainspec plan` reads itself."""
 
@@ -94,6 +98,12 @@ def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str
     if counted.problem:
         raise RecipeError(examined.composed.locate([counted.problem]))
     return [*arguments, f"{BLOCK_PARAMS}={counted.params}"]
+
+
+def check_start(spec: RunSpec) -> None:
+    """Raise TrainspecError where a wing that the recipe uses refuses to start its run."""
+    for check_it in parts_for(CHECK_START, spec):
+        check_it(spec)
 
 
 def without_uncounted(problems: Sequence[Problem]) -> list[Problem]:

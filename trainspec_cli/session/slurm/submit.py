@@ -34,10 +34,10 @@ from trainspec_cli.run.slurm.commands import submit as submit_to_slurm
 from trainspec_cli.run.slurm.queue import job_of, note_job
 from trainspec_cli.run.slurm.script import array_log, check_folder, log_of, render_script
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.launching.sites import SiteOptions, check_site, load_site
 from trainspec_cli.session.launching.sweep import Sweep, load_points
 from trainspec_cli.session.recipe.data import prepare_data
-from trainspec_cli.session.recipe.load import Loaded, machine_of_cluster, plan_for
+from trainspec_cli.session.recipe.load import Loaded, check_start, machine_of_cluster, plan_for
+from trainspec_cli.session.recipe.load import load as load_recipe
 from trainspec_cli.session.slurm.container import check_container, folders_read, unseen_image
 from trainspec_cli.session.slurm.time_limit import short_limit
 
@@ -54,11 +54,7 @@ class PlannedRun:
     plan: Plan
 
 
-def plan_runs(
-    arguments: Sequence[str],
-    sweeps: Sequence[Sweep],
-    site: SiteOptions = SiteOptions(),  # noqa: B008
-) -> list[PlannedRun]:
+def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[PlannedRun]:
     """Plan a run for each combination of the swept values. Raises RecipeError."""
     given = find_argument(arguments, RUN_DIR)
 
@@ -69,11 +65,11 @@ def plan_runs(
             )
             folder = Path(str(given.value)) / re.sub(r"[^\w.=,+-]+", "_", label)
             point = [*(one for one in point if one != given.text), assign(RUN_DIR, str(folder))]
-        return load_site(point, site)
+        return load_recipe(point)
 
     loaded = [one for _, one in load_points(arguments, sweeps, load)]
     for one in loaded:
-        check_site(one.spec)
+        check_start(one.spec)
     named = [one.spec.run.dir for one in loaded if one.spec.run.dir != AUTO]
     if len(set(named)) < len(named):
         message = f"`run.dir` is {named[0]}, and each run of a sweep needs a folder of its own"

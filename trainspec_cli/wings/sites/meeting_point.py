@@ -2,18 +2,41 @@
 
 It computes nothing with them: each site decodes and sums what all have sent, in fp32 and in the same order, so that all
 come to the same bits. An outer gradient is passed on as soon as it comes, to all sites but those that get it directly;
-the decision brings what is left. `policy.sites.meeting` decides; here are connections and files. It runs in a thread
-beside the supervisor of site 0, over the starts of its workers.
+the decision brings what is left. `meeting.py` decides; here are connections and files. It runs in a thread
+next to the supervisor of site 0, over the starts of its workers.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from trainspec_cli.core.wire.sites import (
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.core.reading.files import UnreadableFileError
+from trainspec_cli.recipe.canonical import from_plain, to_plain
+from trainspec_cli.recipe.keys.resilience import FIRST_SITE
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.generations import read_secret
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.versioned import read_versioned, write_versioned
+from trainspec_cli.run.job.place import listen, listening_address
+from trainspec_cli.wings.sites.meeting import (
+    Contribution,
+    Meeting,
+    MeetingRules,
+    MeetingState,
+    RoundRecord,
+    agreement_of,
+    schedule_for,
+)
+from trainspec_cli.wings.sites.server import ConnectedSite, RankConnection, SiteInbox, SiteServer, make_inbox
+from trainspec_cli.wings.sites.wire import (
     MEETING_POINT,
     Decided,
     Followed,
@@ -27,15 +50,60 @@ from trainspec_cli.core.wire.sites import (
     Welcome,
     pack,
 )
-from trainspec_cli.recipe.canonical import to_plain
-from trainspec_cli.recipe.keys.resilience import FIRST_SITE
-from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.wings.sites.connections import ConnectedSite, RankConnection
-from trainspec_cli.wings.sites.decisions.agreement import agreement_of, rules_of, schedule_of
-from trainspec_cli.wings.sites.decisions.meeting import Meeting
-from trainspec_cli.wings.sites.decisions.round import Contribution, RoundRecord
-from trainspec_cli.wings.sites.rounds import Rounds
-from trainspec_cli.wings.sites.server import SiteServer
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The rounds that the meeting point keeps on the disk: its state, and the outer gradients of each of the newest
+    rounds. From them a site that was away applies what it has missed, and a meeting that is begun again continues."""
+
+    folder: Path
+
+    def load(self) -> MeetingState:
+        """Return the state in which the last meeting ended. Raises MachineError where it cannot be read."""
+        path = self.folder / "meeting.json"
+        if not path.exists():
+            return MeetingState()
+        try:
+            return from_plain(MeetingState, read_versioned(path))
+        except (UnreadableFileError, RecipeError) as error:
+            message = f"{path} cannot be read: {error}"
+            hint = "restore it from a backup, or begin a new run"
+            raise MachineError(Problem("sites", message, hint=hint, environment=True)) from error
+
+    def keep(self, state: MeetingState, payloads: Mapping[int, Mapping[int, bytes]]) -> None:
+        """Write a round that was decided, before anybody hears of it."""
+        self.folder.mkdir(exist_ok=True)
+        rows = [(site, rank, part) for site, parts in sorted(payloads.items()) for rank, part in sorted(parts.items())]
+        head = json.dumps([[site, rank, len(part)] for site, rank, part in rows], allow_nan=False).encode()
+        path = self._path(state.round)
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(b"\n".join((head, b"".join(part for *_, part in rows))))
+        partial.replace(path)
+        write_versioned(self.folder / "meeting.json", to_plain(state))
+
+    def read(self, number: int, rank: int) -> dict[int, bytes]:
+        """Return the outer gradients that sites have sent for a round, of one rank."""
+        parts = {}
+        with self._path(number).open("rb") as file:
+            for site, of_rank, size in json.loads(file.readline()):
+                if of_rank == rank:
+                    parts[site] = file.read(size)
+                else:
+                    file.seek(size, os.SEEK_CUR)
+        return parts
+
+    def has(self, number: int) -> bool:
+        return self._path(number).exists()
+
+    def forget(self, before: int) -> None:
+        for path in self.folder.glob("round_*.bin"):
+            if int(path.stem.removeprefix("round_")) < before:
+                path.unlink()
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"round_{number:08d}.bin"
+
 
 KEPT_INTERVALS = 32
 """Rounds are kept for a site that is away for so many intervals in which the whole model is exchanged."""
@@ -47,10 +115,14 @@ Gradient = tuple[Sent, bytes]
 class MeetingPoint:
     def __init__(self, meeting: Meeting, rounds: Rounds, secret: bytes, recipe: str, silence_s: float, log: TextIO):
         """`recipe` is the digest of what all sites have to agree on."""
-        self._meeting, self._rounds = meeting, rounds
-        self._recipe, self._silence_s = recipe, silence_s
+        self._meeting = meeting
+        self._rounds = rounds
+        self._recipe = recipe
+        self._silence_s = silence_s
         self._server = SiteServer(MEETING_POINT, self, secret, log)
-        self.start, self.close, self._say = self._server.start, self._server.close, self._server.say
+        self.start = self._server.start
+        self.close = self._server.close
+        self._say = self._server.say
         self._sites: dict[int, ConnectedSite] = {}
         self._sent: dict[int, dict[int, Gradient]] = {}
         """What the ranks of each site have sent for the next round, also of a site that has left since."""
@@ -97,7 +169,8 @@ class MeetingPoint:
 
     def _forget(self) -> None:
         """Forget rounds that no site asks for any more."""
-        schedule, newest = self._meeting.schedule, self._meeting.state.round
+        schedule = self._meeting.schedule
+        newest = self._meeting.state.round
         saved = min(self._saved.values(), default=0)
         before = max(saved, newest - KEPT_INTERVALS * schedule.fragments)
         self._meeting.forget(before)
@@ -133,7 +206,8 @@ class MeetingPoint:
         if before is not None and hello.rank in before.ranks:
             self._drop(hello.site)  # a new start, whose last connections have not been found broken yet
         site = self._sites.setdefault(hello.site, ConnectedSite())
-        site.ranks[hello.rank], site.hellos[hello.rank] = connection, hello
+        site.ranks[hello.rank] = connection
+        site.hellos[hello.rank] = hello
         if site.is_complete:
             self._welcome(hello.site, site)
 
@@ -233,12 +307,40 @@ class MeetingPoint:
         self._meeting.disconnect(number)
 
 
+@contextmanager
+def serve_site(run: RunDir, plan: Plan) -> Iterator[None]:
+    """Have the server of a site inside: the meeting point at site 0, elsewhere an inbox where the site listens."""
+    sites = plan.spec.resilience.sites
+    address = sites.endpoint if sites.site == FIRST_SITE else sites.listen
+    if address is None:
+        yield
+        return
+    host, _, port = address.rpartition(":")
+    listener = listen(listening_address(host), int(port))
+    folder = run.root / "sites"
+    folder.mkdir(exist_ok=True)
+    secret = read_secret(Path(str(sites.secret)))
+    with (folder / "sites.log").open("a", encoding="utf-8") as log:
+        server: MeetingPoint | SiteInbox
+        if sites.site == FIRST_SITE:
+            server = make_meeting_point(plan, folder, secret, log)
+        else:
+            server = make_inbox(plan, secret, log)
+        server.start(listener)
+        try:
+            yield
+        finally:
+            server.close()
+
+
 def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> MeetingPoint:
     """Make the meeting point of a plan's sites, which goes on where the rounds in `folder` end."""
+    spec = plan.spec
+    sites = spec.resilience.sites
+    rules = MeetingRules(sites.count, sites.quorum, sites.grace_s, spec.run.node_timeout_s, spec.scheduler.change)
     rounds = Rounds(folder)
-    meeting = Meeting(rules_of(plan), schedule_of(plan), rounds.load())
-    silence_s = plan.spec.resilience.heartbeat_timeout_s
-    return MeetingPoint(meeting, rounds, secret, agreement_of(plan), silence_s, log)
+    meeting = Meeting(rules, schedule_for(sites, plan.total_steps), rounds.load())
+    return MeetingPoint(meeting, rounds, secret, agreement_of(plan), spec.resilience.heartbeat_timeout_s, log)
 
 
 def _left_for(number: int, connection: RankConnection, sent: Mapping[int, Gradient]) -> dict[int, bytes]:

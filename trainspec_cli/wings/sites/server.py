@@ -1,6 +1,8 @@
-"""A server of ranks of far-apart sites, in a thread of its own: the meeting point's, and that of a site's inbox.
+"""The servers of far-apart sites, each in a thread of its own: what the meeting point and the inbox of a site share,
+and the inbox.
 
-It hears who proves, inside of TLS, that it knows the sites' secret and whom it means, and hands on what they say.
+A server hears who proves, inside of TLS, that it knows the sites' secret and whom it means, and hands on what they say.
+It runs next to the supervisor of its site, over the starts of its workers.
 """
 
 from __future__ import annotations
@@ -8,23 +10,107 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+import time
+from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
 from trainspec_cli.core.errors import TrainspecError
 from trainspec_cli.core.wire.handshake import Challenge
-from trainspec_cli.core.wire.sites import (
+from trainspec_cli.recipe.records import read_record
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.rendezvous.door import BAD_REQUEST, Door, prove
+from trainspec_cli.wings.sites.meeting import agreement_of
+from trainspec_cli.wings.sites.wire import (
     GREETING,
     LINE_BYTES,
     Alive,
+    Gone,
     Message,
+    Passed,
     Refused,
+    Sent,
     SiteHello,
+    inbox_of,
+    make_certificate,
+    pack,
     receive,
 )
-from trainspec_cli.core.wire.tls import make_certificate
-from trainspec_cli.recipe.records import read_record
-from trainspec_cli.run.rendezvous.door import BAD_REQUEST, Door, prove
-from trainspec_cli.wings.sites.connections import RankConnection
+
+BEAT_S = 1.0
+
+
+class RankConnection:
+    """A rank of a site that has proved that it knows the secret."""
+
+    def __init__(self, writer: asyncio.StreamWriter):
+        self._writer = writer
+        self._outbox: asyncio.Queue[bytes] = asyncio.Queue()
+        self.heard_s = time.monotonic()
+        self.passed: dict[int, str] = {}
+        """The digest of the newest outer gradient of each site that was passed on to it."""
+
+    def hear(self) -> None:
+        self.heard_s = time.monotonic()
+
+    def send(self, message: Message, payload: bytes = b"") -> None:
+        """Send when what was sent before is on its way."""
+        self.send_packed(pack(message, payload))
+
+    def send_packed(self, content: bytes) -> None:
+        self._outbox.put_nowait(content)
+
+    async def write(self) -> None:
+        """Write what is to be sent, for ever."""
+        while True:
+            try:
+                async with asyncio.timeout(BEAT_S):
+                    content = await self._outbox.get()
+            except TimeoutError:
+                content = pack(Alive())
+            self._writer.write(content)
+            await self._writer.drain()
+
+    async def flush(self) -> None:
+        """Write what is to be sent now, and no more."""
+        while not self._outbox.empty():
+            self._writer.write(self._outbox.get_nowait())
+        await self._writer.drain()
+
+    def silent(self, silence_s: float) -> bool:
+        return time.monotonic() > self.heard_s + silence_s
+
+    def abort(self) -> None:
+        self._writer.transport.abort()
+
+
+@dataclass
+class ConnectedSite:
+    """A site, as far as its ranks are connected."""
+
+    ranks: dict[int, RankConnection] = field(default_factory=dict)
+    hellos: dict[int, SiteHello] = field(default_factory=dict)
+    sent: dict[int, tuple[Sent, bytes]] = field(default_factory=dict)
+    """What each rank has sent for the next round."""
+    followed: dict[int, int] = field(default_factory=dict)
+    is_welcome: bool = False
+    """All ranks are there, and have been answered."""
+
+    @property
+    def inbox(self) -> str:
+        """Return the address of its inbox; empty: it has none."""
+        return next(iter(self.hellos.values())).listen
+
+    @property
+    def is_complete(self) -> bool:
+        return all(len(self.ranks) == hello.ranks for hello in self.hellos.values())
+
+    def silent(self, silence_s: float) -> bool:
+        return any(rank.silent(silence_s) for rank in self.ranks.values())
+
+    def abort(self) -> None:
+        for rank in self.ranks.values():
+            rank.abort()
+
 
 TICK_S = 0.05
 ENDS = (*BAD_REQUEST, OSError, EOFError, TrainspecError, asyncio.CancelledError)
@@ -55,7 +141,10 @@ class Served(Protocol):
 class SiteServer:
     def __init__(self, name: str, served: Served, secret: bytes, log: TextIO):
         """`name` is what the proofs of both ends say of it."""
-        self._name, self._served, self._secret, self._log = name, served, secret, log
+        self._name = name
+        self._served = served
+        self._secret = secret
+        self._log = log
         self._certificate = make_certificate()
         self._door = Door(log)
         self._loop = asyncio.new_event_loop()
@@ -138,3 +227,75 @@ class SiteServer:
 async def _receive(reader: asyncio.StreamReader, connection: RankConnection) -> tuple[Message, bytes]:
     kind, fields, payload = await receive(reader, connection.hear)
     return read_record(kind, fields), payload
+
+
+class SiteInbox:
+    """Other sites send it their outer gradients directly, and it hands them to the ranks of its own site.
+
+    It keeps nothing. What comes while a rank is away, or breaks off, that rank gets from the meeting point.
+    """
+
+    def __init__(self, site: int, sites: int, secret: bytes, recipe: str, silence_s: float, log: TextIO):
+        """`recipe` is the digest of what all sites have to agree on."""
+        self._site = site
+        self._count = sites
+        self._recipe = recipe
+        self._silence_s = silence_s
+        self._server = SiteServer(inbox_of(site), self, secret, log)
+        self.start = self._server.start
+        self.close = self._server.close
+        self._say = self._server.say
+        self._ranks: dict[tuple[int, int], RankConnection] = {}
+        """Those of this site and of the others, by site and rank."""
+
+    def turn(self) -> None:
+        for connection in list(self._ranks.values()):
+            if connection.silent(self._silence_s):
+                connection.abort()
+
+    def lingers(self, closed_for_s: float) -> bool:
+        return False
+
+    def abort(self) -> None:
+        for connection in self._ranks.values():
+            connection.abort()
+
+    def refusal(self, hello: SiteHello) -> Refused | None:
+        if hello.recipe != self._recipe:
+            return Refused("its recipe differs from that of this site", "give all sites the same recipe")
+        if not 0 <= hello.site < self._count or not 0 <= hello.rank < hello.ranks:
+            return Refused(f"there are {self._count} sites, from 0", "type another --site")
+        return None
+
+    def arrive(self, hello: SiteHello, connection: RankConnection) -> None:
+        key = hello.site, hello.rank
+        if before := self._ranks.get(key):
+            before.abort()  # a new start, whose last connection has not been found broken yet
+        self._ranks[key] = connection
+        if hello.site != self._site and hello.rank == 0:
+            self._say(f"site {hello.site} is connected directly")
+
+    def hear(self, hello: SiteHello, message: Message, payload: bytes) -> None:
+        if not isinstance(message, Sent) or hello.site == self._site:
+            raise ValueError(f"{type(message).__name__} is not for an inbox")
+        if own := self._ranks.get((self._site, hello.rank)):
+            own.send(Passed(message.round, hello.site), payload)
+
+    def leave(self, hello: SiteHello, connection: RankConnection) -> None:
+        key = hello.site, hello.rank
+        if self._ranks.get(key) is connection:
+            del self._ranks[key]
+        if hello.site == self._site:
+            return
+        if own := self._ranks.get((self._site, hello.rank)):
+            own.send(Gone(hello.site))
+        if hello.rank == 0:
+            self._say(f"site {hello.site} is not connected directly any more")
+
+
+def make_inbox(plan: Plan, secret: bytes, log: TextIO) -> SiteInbox:
+    resilience = plan.spec.resilience
+    site = resilience.sites.site
+    sites = resilience.sites.count
+    assert site is not None, "a site is started with its number"
+    return SiteInbox(site, sites, secret, agreement_of(plan), resilience.heartbeat_timeout_s, log)

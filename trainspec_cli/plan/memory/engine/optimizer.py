@@ -21,7 +21,7 @@ Newton-Schulz's own five, the parts that are exchanged and those that arrive."""
 
 def state_bytes(optimizer: KeptState, unit: Unit, *, in_block: bool, outer_bytes: float = 0.0) -> float:
     """Return the bytes of the optimizer's state of a unit's trained parameters, on the rank with the largest part;
-    `outer_bytes`: of a parameter, those of the outer optimizer of far-apart sites."""
+    `outer_bytes`: of a parameter, those of an outer optimizer."""
     own = sum(
         _bytes_of_row(optimizer, (rows, row), in_block) * -(-rows // unit.shards) for rows, row in unit.trained.matrices
     )

@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Protocol, cast
 
+from trainspec_cli.core.wings import Point
 from trainspec_cli.plan.pipeline import cut_layers
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.lora import LoraSpec
 from trainspec_cli.recipe.keys.model import ModelSpec, has_layer_list
 from trainspec_cli.recipe.keys.model_parts import Layer
 from trainspec_cli.recipe.keys.optim import KeptState
-from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.keys.run import Recompute
+from trainspec_cli.recipe.keys.run import Recompute, RunSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.wings.sites.decisions.outer import KEPT_BYTES
+from trainspec_cli.recipe.wings import parts_for
 
+KEPT_BYTES: Point[float] = Point("kept_bytes")
+"""Bytes that a wing keeps on the device for each trained parameter, sharded as the optimizer's state is."""
 WIDTHS = {"bf16": 2.0, "fp16": 2.0, "tf32": 4.0, "fp32": 4.0, "fp64": 8.0}
 
 
@@ -39,7 +41,7 @@ class EngineRun:
     compiled: bool = False
     """Blocks are compiled (torch.compile)."""
     outer_bytes: float = 0.0
-    """Bytes beside each trained parameter that one of several far-apart sites keeps."""
+    """Bytes that an outer optimizer keeps for each trained parameter (`KEPT_BYTES`)."""
 
 
 def run_of(plan: Plan) -> EngineRun:
@@ -57,13 +59,13 @@ def run_of(plan: Plan) -> EngineRun:
         spec.precision.matmul,
         spec.lora,
         spec.compile and fuses_countably(model, spec.lora, spec.precision.matmul, plan.compute),
-        outer_bytes_of(spec.resilience),
+        outer_bytes_of(spec),
     )
 
 
-def outer_bytes_of(resilience: ResilienceSpec) -> float:
-    """Return the bytes that a run keeps beside each trained parameter for exchanges between sites."""
-    return KEPT_BYTES if resilience.mode == "sites" else 0.0
+def outer_bytes_of(spec: RunSpec) -> float:
+    """Return the bytes that the wings which a recipe uses keep for each trained parameter."""
+    return sum(parts_for(KEPT_BYTES, spec), 0.0)
 
 
 def is_counted(model: ModelSpec, offload: str) -> bool:

@@ -26,6 +26,10 @@ class Event:
     """Unix seconds."""
     rank: Rank = -1
 
+    def describe(self) -> str:
+        """Describe an event of a wing in a line; empty for those that need none. `report.text` describes the others."""
+        return ""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnknownEvent(Event):

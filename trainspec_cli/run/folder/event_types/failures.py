@@ -22,10 +22,10 @@ class RecoveryEvent(Event):
     type: Literal["recovery"] = "recovery"
     step: Count
     change: str
-    """left, joined or retried (replica groups), site_left or site_joined (far-apart sites), or restart (the whole
-    run)."""
+    """left, joined or retried (replica groups), NOUN_left or NOUN_joined (what else takes part, such as site_left), or
+    restart (the whole run)."""
     group: Count | None
-    """The number of the replica group, or of the site."""
+    """The number of the replica group, or of what NOUN names."""
     stall_s: Seconds | None
     lost_steps: Count | None
 

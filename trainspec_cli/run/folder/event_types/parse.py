@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
+from trainspec_cli.core.wings import Point, parts_of
 from trainspec_cli.recipe.records import FieldError, read_record
 from trainspec_cli.run.folder.event_types.decisions import (
     AchievedEvent,
@@ -25,7 +27,6 @@ from trainspec_cli.run.folder.event_types.observed import (
     UsageEvent,
     VerdictEvent,
 )
-from trainspec_cli.run.folder.event_types.sites import ExchangeEvent
 from trainspec_cli.run.folder.event_types.training import (
     CadenceEvent,
     CheckpointEvent,
@@ -38,6 +39,8 @@ from trainspec_cli.run.folder.event_types.training import (
     WarningEvent,
 )
 
+EVENT_TYPES_OF_WINGS: Point[Mapping[str, type[Event]]] = Point("event_types")
+"""Types of events of a wing, each by its name. Where the wing is missing they are read as UnknownEvent."""
 EVENT_TYPES: dict[str, type[Event]] = {
     "start": StartEvent,
     "step": StepEvent,
@@ -49,7 +52,6 @@ EVENT_TYPES: dict[str, type[Event]] = {
     "first_text": FirstTextEvent,
     "warning": WarningEvent,
     "retry": RetryEvent,
-    "exchange": ExchangeEvent,
     "recovery": RecoveryEvent,
     "directive": DirectiveEvent,
     "achieved": AchievedEvent,
@@ -78,6 +80,12 @@ ONE_OF = {
 """Fields of which an event of each type has at least one."""
 
 
+@cache
+def event_types() -> Mapping[str, type[Event]]:
+    """Return all types of events by name, with those of the wings, which are loaded for that."""
+    return {name: kind for types in (EVENT_TYPES, *parts_of(EVENT_TYPES_OF_WINGS)) for name, kind in types.items()}
+
+
 def parse_event(plain: Mapping[str, object]) -> Event:
     """Return the event that a line holds. Raises FieldError where a field that readers count on is missing, or one is
     not of its kind."""
@@ -85,7 +93,10 @@ def parse_event(plain: Mapping[str, object]) -> Event:
         if key not in plain:
             raise FieldError(f"it has no `{key}`")
     kind = plain["type"]
-    event = read_record(EVENT_TYPES.get(kind, UnknownEvent) if isinstance(kind, str) else UnknownEvent, plain)
+    found = None
+    if isinstance(kind, str):  # wings are loaded only where the trunk has no event of that type
+        found = EVENT_TYPES.get(kind) or event_types().get(kind)
+    event = read_record(found or UnknownEvent, plain)
     choices = ONE_OF.get(event.type)
     if choices and not any(choice in plain for choice in choices):
         raise FieldError(f"it has none of {', '.join(f'`{choice}`' for choice in choices)}")

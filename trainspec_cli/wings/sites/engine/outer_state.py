@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,36 @@ from torch import Tensor
 from trainspec_cli.engine.comm.codec import Codec
 from trainspec_cli.engine.digest import sum_bits
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.wings.sites.decisions.outer import carry_over, mix, outer_gradient, outer_step
-from trainspec_cli.wings.sites.decisions.schedule import fragment_of
+from trainspec_cli.wings.sites.schedule import fragment_of
+
+
+def outer_gradient(shared: Any, own: Any) -> Any:
+    """Return what a site asks of the shared weights: they are to move against it, towards the site's own."""
+    return shared - own
+
+
+def outer_step(shared: Any, momentum: Any, gradient: Any, rate: float, factor: float) -> tuple[Any, Any]:
+    """Return (shared weights, momentum) after an outer update by Nesterov's rule as torch's SGD has it:
+    m' = factor m + g, and the weights less rate (g + factor m')."""
+    momentum = momentum * factor + gradient
+    return shared - (gradient + momentum * factor) * rate, momentum
+
+
+def carry_over(own: Any, sent: Any, before: Any, shared: Any) -> Any:
+    """Return a site's weights after the shared ones went from `before` to `shared` with its outer gradient `sent` in
+    them, 0 where it was not.
+
+    They move as the shared weights do, less what of that was the site's own. So all that was not sent stays between the
+    two, and is the beginning of the next outer gradient: the steps since then, and what the encoding has lost.
+    """
+    return own + sent + (shared - before)
+
+
+def mix(own: Any, shared: Any, keeps: float) -> Any:
+    """Return a site's weights after the shared ones have come, of which its own are the part `keeps` (Streaming DiLoCo,
+    arXiv:2501.18512, equation 3)."""
+    return own * keeps + shared * (1 - keeps)
+
 
 LAYER = re.compile(r"blocks\.(\d+)\.")
 INPUT = "embed."
@@ -52,7 +81,10 @@ class OuterState:
         momentum: float,
         keep: float | None = None,
     ):
-        self._codec, self._lr, self._factor, self._keep = codec, lr, momentum, keep
+        self._codec = codec
+        self._lr = lr
+        self._factor = momentum
+        self._keep = keep
         self.fragments = fragments
         trained = [share for share in shares if share.is_trained and share.local.numel()]
         self.shares = [_beside(share, fragments) for share in trained]
@@ -117,7 +149,10 @@ class OuterState:
     @torch.no_grad()
     def encode(self, number: int, fragments: Sequence[int]) -> bytes:
         """Return the outer gradient of the fragments, encoded."""
-        rows = [self._encode_one(one) for one in self._of(fragments)]
+        rows = []
+        for one in self._of(fragments):
+            wanted = outer_gradient(one.shared, one.share.local.detach().float()).flatten()
+            rows.append(self._codec.encode(wanted[None])[0])
         sent = torch.cat(rows) if rows else self._sent[:0]
         if len(sent) > len(self._sent):  # all fragments: after the last step, when no checkpoint is written
             self._sent = sent
@@ -126,10 +161,6 @@ class OuterState:
         tokens, steps = self.counts[:, list(fragments)].amax(1).tolist()  # those of the longest ago
         self._about[1:] = torch.tensor([number, len(sent), tokens, steps])
         return self.sent
-
-    def _encode_one(self, one: OuterShare) -> Tensor:
-        wanted = outer_gradient(one.shared, one.share.local.detach().float()).flatten()
-        return self._codec.encode(wanted[None])[0]
 
     @torch.no_grad()
     def apply(
@@ -148,7 +179,8 @@ class OuterState:
             raise ValueError(f"an outer gradient has {[len(row) for row in rows]} bytes, and here it has {sum(sizes)}")
         parts = [row.split(sizes) for row in rows]
         for place, one in enumerate(chosen):
-            gradient, sent = torch.zeros_like(one.shared), None
+            gradient = torch.zeros_like(one.shared)
+            sent = None
             for site, weight in enumerate(weights):
                 decoded = self._decode(parts[site][place], one)
                 gradient += decoded * weight
@@ -195,8 +227,8 @@ class OuterState:
     def _of(self, fragments: Sequence[int]) -> list[OuterShare]:
         return [one for fragment in fragments for one in self.shares if one.fragment == fragment]
 
-    def _decode(self, row_B: Tensor, one: OuterShare) -> Tensor:
-        return self._codec.decode(row_B[None], one.values)[0].view_as(one.shared)
+    def _decode(self, row: Tensor, one: OuterShare) -> Tensor:
+        return self._codec.decode(row[None], one.values)[0].view_as(one.shared)
 
     def _bytes_of(self, one: OuterShare) -> int:
         """Return the bytes of its encoded gradient."""

@@ -11,18 +11,20 @@ from dataclasses import dataclass
 
 from trainspec_cli.core.errors import TrainspecError
 from trainspec_cli.core.wire.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_S, Answer, HandshakeError
-from trainspec_cli.core.wire.sites import (
+from trainspec_cli.recipe.records import read_record
+from trainspec_cli.wings.sites.wire import (
     GREETING,
     LINE_BYTES,
     Alive,
     Message,
     Refused,
     SiteHello,
+    client_context,
     pack,
+    peer_digest,
+    purpose_of,
     receive,
 )
-from trainspec_cli.core.wire.tls import client_context, peer_digest, purpose_of
-from trainspec_cli.recipe.records import read_record
 
 BEAT_S = 1.0
 RETRY_S = 0.5
@@ -43,8 +45,10 @@ class SiteAccess:
 class SiteConnection:
     def __init__(self, server: str, address: str, access: SiteAccess, hear: Callable[[Message, bytes], None]):
         """`server` is the name that both ends prove; `hear` is called with what the server says."""
-        self.server, self.address = server, address
-        self._access, self._hear = access, hear
+        self.server = server
+        self.address = address
+        self._access = access
+        self._hear = hear
         self.lost: Callable[[], None] = lambda: None
         """Called whenever the connection could not be made, or has ended."""
         self.refusal: Refused | None = None
@@ -134,7 +138,8 @@ class SiteConnection:
                 async with asyncio.timeout(BEAT_S):
                     message = await outbox.get()
             except TimeoutError:
-                message, posted = pack(Alive()), False
+                message = pack(Alive())
+                posted = False
             self.sent_bytes += len(message)
             writer.write(message)
             await writer.drain()

@@ -7,21 +7,162 @@ next one. It decides on plain numbers; `now_s` is any clock that does not go bac
 | is connected, but late | it stays a member: what it has learned comes with its next contribution |
 | is late twice in a row, or not connected | it is lost: the others take the samples that were not merged |
 | comes back | it follows the rounds without training, and is a member again from the next one on |
+
+A round is one exchange, and the decision that holds until the next one: its record plans the steps until then, for each
+of them one piece of neighbouring positions of the data for each site, so that every position is taken once over all
+sites.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from trainspec_cli.wings.sites.decisions.outer import site_weights
-from trainspec_cli.wings.sites.decisions.round import Contribution, RoundRecord, SitePieces
-from trainspec_cli.wings.sites.decisions.samples import Piece, paced_batches, plan_pieces
-from trainspec_cli.wings.sites.decisions.schedule import BEGINNING, SiteSchedule
+from trainspec_cli.recipe.canonical import canonical_json, to_plain
+from trainspec_cli.recipe.keys.resilience import SitesSpec
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.wings.sites.schedule import (
+    BEGINNING,
+    LOOKS,
+    SiteCadence,
+    SiteExchange,
+    SiteSchedule,
+    follow_links,
+    needed_steps,
+)
+
+Piece = tuple[int, int]
+"""(first position, samples)"""
+
+
+def plan_pieces(
+    steps: int, batches: Mapping[int, int], position: int, left: Sequence[Piece]
+) -> tuple[dict[int, tuple[Piece, ...]], int, tuple[Piece, ...]]:
+    """Plan so many steps of sites with their samples a step; return (pieces by site, next position, what is left).
+
+    `left` is taken first; a piece of it that is smaller than the site's batch makes a smaller step.
+    """
+    waiting = list(left)
+    pieces: dict[int, list[Piece]] = {site: [] for site in batches}
+    for _ in range(steps):
+        for site, samples in sorted(batches.items()):
+            if waiting:
+                start, rest = waiting.pop(0)
+                taken = min(samples, rest)
+                if rest > taken:
+                    waiting.insert(0, (start + taken, rest - taken))
+            else:
+                start = position
+                taken = samples
+                position += samples
+            pieces[site].append((start, taken))
+    return {site: tuple(own) for site, own in pieces.items()}, position, tuple(waiting)
+
+
+def paced_batches(batches: Mapping[int, int], rates: Mapping[int, float], change: float) -> dict[int, int]:
+    """Return the samples that each site takes for a step, so that all make steps equally fast.
+
+    `batches`: the most that each takes. `rates`: samples a second, 0 where that is not known. A site whose step takes
+    more than 1 + `change` times as long as the fastest one's takes fewer, one at least.
+    """
+    takes_s = {site: batches[site] / rates[site] for site in batches if rates.get(site, 0.0) > 0}
+    fastest_s = min(takes_s.values(), default=0.0)
+    slow = {site for site, step_s in takes_s.items() if step_s > fastest_s * (1 + change)}
+    return {site: max(1, int(rates[site] * fastest_s)) if site in slow else size for site, size in batches.items()}
+
+
+def site_weights(tokens: Sequence[int], steps: Sequence[int]) -> tuple[float, ...]:
+    """Return the weight of each site's outer gradient; they sum to 1.
+
+    tokens^2 / steps (Decoupled DiLoCo, arXiv:2604.21428): at equal steps a site counts by the square of its batch. A
+    site that has seen nothing since it last took part counts nothing; where none has, all count alike.
+    """
+    worth = [seen * seen / made if made else 0.0 for seen, made in zip(tokens, steps, strict=True)]
+    total = sum(worth)
+    return tuple(one / total for one in worth) if total else (1 / len(worth),) * len(worth)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a site says of the outer gradient that it sends."""
+
+    tokens: int
+    """Trained since its work on the same fragments was merged last."""
+    steps: int
+    rate: float
+    """Samples that it computes a second; 0 where nothing is to follow from that."""
+    digests: tuple[str, ...]
+    """Of the shared weights on each of its ranks, after the round before."""
+    saved_round: int
+    """The newest round that its newest checkpoint has applied: a new start asks for those after it."""
+    step_s: float = 0.0
+    """Its training takes so long for a step; 0 where nothing is to follow from that."""
+    exchange_s: float = 0.0
+    """It had the decision of the round before, and the others' outer gradients, so long after it had sent its own; 0
+    where that was not measured."""
+    came_s: float = 0.0
+    """The meeting's clock when it arrived."""
+
+
+@dataclass(frozen=True)
+class SitePieces:
+    site: int
+    pieces: tuple[Piece, ...]
+    """The samples of each step, as (first position, samples)."""
+
+
+@dataclass(frozen=True)
+class CadenceChange:
+    before: SiteCadence
+    reason: str
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """The decision of a round, the same for all sites."""
+
+    exchange: SiteExchange
+    """The one that it is about."""
+    following: SiteExchange | None
+    """The next one; None after the last."""
+    cadence: SiteCadence
+    """From which the next one follows."""
+    changed: CadenceChange | None = None
+    """Where the round before had another."""
+    included: tuple[int, ...] = ()
+    """The sites whose work is merged."""
+    weights: tuple[float, ...] = ()
+    """Those of their outer gradients."""
+    windows: tuple[SitePieces, ...] = ()
+    """Of the members: what each takes in the steps of `window`."""
+    lost: tuple[int, ...] = ()
+    """Sites that are members no more."""
+    joined: tuple[int, ...] = ()
+    diverged: tuple[int, ...] = ()
+    """Sites whose shared weights differ from the others'; the run ends."""
+
+    @property
+    def round(self) -> int:
+        return self.exchange.round
+
+    @property
+    def window(self) -> range:
+        """Return the steps between the application of this round and that of the next: those that it plans."""
+        begin = self.exchange.applied_at
+        return range(begin, self.following.applied_at if self.following else begin)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(window.site for window in self.windows)
+
+    def pieces(self, site: int) -> tuple[Piece, ...]:
+        return next(window.pieces for window in self.windows if window.site == site)
+
 
 LOST_AFTER = 2
-"""A site that is connected and late so many rounds in a row is lost."""
+"""Rounds in a row for which a site that is connected is late before it is lost."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +177,14 @@ class MeetingRules:
     """A meeting that begins again waits so long for its members to connect, and not for those that leave it later."""
     change: float
     """Sites whose steps differ by no more than this fraction are equally fast."""
+
+
+@dataclass(frozen=True)
+class HeldContribution:
+    """A contribution that waited for those of other sites."""
+
+    site: int
+    held_s: float
 
 
 @dataclass(frozen=True)
@@ -54,6 +203,10 @@ class MeetingState:
     """(site, step up to which its samples are in work that was merged)"""
     misses: tuple[tuple[int, int], ...] = ()
     """(site, rounds in a row for which it was late)"""
+    held: tuple[HeldContribution, ...] = ()
+    """Those to the newest round."""
+    needs: tuple[float, ...] = ()
+    """Steps that would have hidden each of the newest exchanges."""
 
 
 @dataclass
@@ -79,11 +232,6 @@ class Meeting:
     @property
     def is_over(self) -> bool:
         return bool(self.state.records) and self.state.records[-1].following is None
-
-    @property
-    def oldest_round(self) -> int:
-        """Return the oldest round whose record is still known."""
-        return self.state.records[0].round if self.state.records else 0
 
     # What happens
 
@@ -117,8 +265,9 @@ class Meeting:
         if self.is_over or not self._is_time(now_s):
             return None
         number = self.state.round + 1
-        record = self._begin() if number == 0 else self._merge()
-        self.came, self.quorum_since_s = {}, None
+        record = self._begin() if number == 0 else self._merge(now_s)
+        self.came = {}
+        self.quorum_since_s = None
         return record
 
     def _is_time(self, now_s: float) -> bool:
@@ -141,12 +290,16 @@ class Meeting:
         return min(self.rules.quorum, len(self.members))
 
     def _begin(self) -> RoundRecord:
-        record = RoundRecord(BEGINNING, self.schedule.after(BEGINNING))
+        cadence = self.schedule.cadence
+        record = RoundRecord(BEGINNING, self.schedule.after(BEGINNING, cadence), cadence)
         return self._record(record, dict(self.connected), {})
 
-    def _merge(self) -> RoundRecord:
+    def _merge(self, now_s: float) -> RoundRecord:
         exchange = self.state.records[-1].following
         assert exchange is not None, "the meeting is not over"
+        cadence, changed = self._follow_links()
+        held = tuple(HeldContribution(site, now_s - one.came_s) for site, one in sorted(self.came.items()))
+        self.state = replace(self.state, held=held)
         included = tuple(sorted(self.came))
         work = [self.came[site] for site in included]
         misses = {site: dict(self.state.misses).get(site, 0) + 1 for site in self.members if site not in included}
@@ -157,7 +310,9 @@ class Meeting:
         batches = {site: self._batch(site) for site in {*self.members, *joined} - lost}
         record = RoundRecord(
             exchange,
-            self.schedule.after(exchange),
+            self.schedule.after(exchange, cadence),
+            cadence,
+            changed,
             included,
             site_weights([one.tokens for one in work], [one.steps for one in work]),
             lost=tuple(sorted(lost)),
@@ -166,13 +321,28 @@ class Meeting:
         )
         return self._record(record, batches, misses)
 
+    def _follow_links(self) -> tuple[SiteCadence, CadenceChange | None]:
+        """Return the cadence from now on, by what the members have measured of the round before; a round that lacks one
+        of them says nothing of the links."""
+        now = self.state.records[-1].cadence
+        held_s = {one.site: one.held_s for one in self.state.held}
+        links_s = {site: one.exchange_s - held_s[site] for site, one in self.came.items() if site in held_s}
+        needed = needed_steps(links_s, {site: self.came[site].step_s for site in links_s})
+        if needed is None or links_s.keys() != set(self.members):
+            return now, None
+        needs = (*self.state.needs, needed)[-LOOKS:]
+        cadence, reason = follow_links(self.schedule, now, needs)
+        self.state = replace(self.state, needs=needs)
+        return cadence, CadenceChange(now, reason) if reason else None
+
     def _batch(self, site: int) -> int:
         """Return what a site takes at most; one that has left since it contributed is found lost in the next round."""
         return self.connected.get(site) or max(samples for _, samples in self.state.records[-1].pieces(site))
 
     def _record(self, record: RoundRecord, batches: Mapping[int, int], misses: Mapping[int, int]) -> RoundRecord:
         """Plan the window after a round, and note the round as decided."""
-        state, window = self.state, record.window
+        state = self.state
+        window = record.window
         merged_at = {**dict.fromkeys((*batches, *record.joined), 0), **dict(state.merged_at)}
         merged_at |= dict.fromkeys(record.included, record.exchange.sent_at)
         left = [*state.left, *(piece for site in record.lost for piece in self._unmerged(site, merged_at[site]))]
@@ -217,3 +387,26 @@ def _differing(digests: Mapping[int, Sequence[str]]) -> tuple[int, ...]:
         return ()
     (most, count), (_, others) = usual
     return tuple(sorted(site for site, own in digests.items() if tuple(own) != most or count == others))
+
+
+def schedule_for(sites: SitesSpec, steps: int) -> SiteSchedule:
+    return SiteSchedule(steps, sites.interval_steps, sites.fragments, sites.delay_steps, sites.max_interval_steps)
+
+
+def agreement_of(plan: Plan) -> str:
+    """Return a digest of what all sites have to agree on: the model, the data, the layout, the steps, the optimizers
+    and what is exchanged. Batches, machines and folders may differ."""
+    spec = plan.spec
+    shared = replace(spec.resilience.sites, site=None, endpoint=None, listen=None, secret=None)
+    sites = replace(shared, link_gbit_s=None, link_delay_s=0.0)
+    agreed = {
+        "model": to_plain(spec.model),
+        "seq_len": spec.data.seq_len,
+        "lora": to_plain(spec.lora),
+        "layout": to_plain(plan.layout),
+        "optim": to_plain(spec.optim),
+        "steps": plan.total_steps,
+        "seed": spec.train.seed,
+        "sites": to_plain(sites),
+    }
+    return hashlib.sha256(canonical_json(agreed).encode()).hexdigest()

@@ -22,16 +22,15 @@ from torch import Tensor
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
-from trainspec_cli.engine.elastic.outer_state import OuterState
-from trainspec_cli.engine.elastic.site_voice import SiteVoice
-from trainspec_cli.engine.elastic.window_pace import WindowPace
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
 from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
-from trainspec_cli.run.folder.event_types.sites import ExchangeEvent
 from trainspec_cli.run.folder.event_types.training import WarningEvent
-from trainspec_cli.wings.sites.decisions.round import RoundRecord
-from trainspec_cli.wings.sites.decisions.schedule import BEGINNING, SiteExchange, newest_applied
+from trainspec_cli.wings.sites.engine.outer_state import OuterState
+from trainspec_cli.wings.sites.engine.site_voice import SiteVoice, WindowPace
+from trainspec_cli.wings.sites.events import ExchangeEvent, IntervalEvent
+from trainspec_cli.wings.sites.meeting import RoundRecord
+from trainspec_cli.wings.sites.schedule import BEGINNING, SiteExchange, newest_applied
 
 WAIT_S = 0.01
 TROUBLE_S = 5.0
@@ -52,11 +51,16 @@ class Seen:
 
 
 class FarSites:
-    restores_at_start, leads, waits_for_groups, merges_at_end = True, True, True, True
-    finished_without, group = False, None
+    restores_at_start = True
+    leads = True
+    waits_for_groups = True
+    merges_at_end = True
+    finished_without = False
+    group = None
 
     def __init__(self, run: RunContext):
-        self._run, self._spec = run, run.plan.spec
+        self._run = run
+        self._spec = run.plan.spec
         self._sites = run.plan.spec.resilience.sites
         assert self._sites.site is not None, "a site is started with its number"
         self.site = self._sites.site
@@ -106,7 +110,8 @@ class FarSites:
         """Connect at the first call; return False where the run was asked to stop."""
         if self._voice.is_open:
             return True
-        outer, step = self._outer, self._progress.step
+        outer = self._outer
+        step = self._progress.step
         if outer.is_new and step:
             raise _no_shared_weights(step)
         if outer.is_new:
@@ -144,12 +149,14 @@ class FarSites:
     def _post(self, number: int, encoded: bytes) -> None:
         saved = newest_applied(self._applied, self._run.run_dir.newest_step)
         self._applied = [exchange for exchange in self._applied if exchange.round >= saved]
-        work, digest = self._outer.sent_work, self._outer.digest
+        work = self._outer.sent_work
+        digest = self._outer.digest
         self._voice.send(number, encoded, work, self._pace.cut(), digest, saved)
 
     def _merge(self, exchange: SiteExchange) -> bool:
         """Apply a round as one that has trained; where it has found this site lost, catch up."""
-        outer, own = self._outer, self._outer.sent
+        outer = self._outer
+        own = outer.sent
         record, parts = self._voice.take(exchange.round)
         if exchange.round:
             if self.site in record.included:
@@ -200,7 +207,8 @@ class FarSites:
             self._warn(notice)
         if dist.get_rank():
             return
-        step, voice = self._progress.step, self._voice
+        step = self._progress.step
+        voice = self._voice
         self.journal.write(
             ExchangeEvent(
                 step=step,
@@ -212,13 +220,28 @@ class FarSites:
                 received_bytes=voice.received_bytes,
             )
         )
+        if record.changed:
+            before = record.changed.before
+            now = record.cadence
+            self.journal.write(
+                IntervalEvent(
+                    step=step,
+                    round=record.round,
+                    interval_steps=now.interval_steps,
+                    delay_steps=now.delay_steps,
+                    before_interval_steps=before.interval_steps,
+                    before_delay_steps=before.delay_steps,
+                    reason=record.changed.reason,
+                )
+            )
         for change, sites in (("site_left", record.lost), ("site_joined", record.joined)):
             for site in sites:
                 self.journal.write(RecoveryEvent(step=step, change=change, group=site, stall_s=None, lost_steps=None))
 
     def _wait(self, number: int, is_enough: Callable[[Seen], bool], *, heeds_stop: bool) -> Seen | None:
         """Wait until all ranks have seen enough of round `number`; None where the run was asked to stop meanwhile."""
-        began_s, warned = time.perf_counter(), False
+        began_s = time.perf_counter()
+        warned = False
         while True:
             seen = self._look(number)
             if is_enough(seen):

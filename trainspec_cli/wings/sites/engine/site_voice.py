@@ -6,47 +6,83 @@ that hold different ones. A rank whose shares another one holds too has none: it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from trainspec_cli.core.errors import WorkerError
-from trainspec_cli.core.wire.sites import Sent, SiteHello
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, gather_json
-from trainspec_cli.engine.elastic.site_link import SiteLink
+from trainspec_cli.engine.run.coordinator import RunContext
 from trainspec_cli.recipe.canonical import from_plain, to_plain
-from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.structure import convert
 from trainspec_cli.run.folder.generations import read_secret
-from trainspec_cli.wings.sites.decisions.agreement import agreement_of
-from trainspec_cli.wings.sites.decisions.round import RoundRecord
+from trainspec_cli.wings.sites.engine.site_link import SiteLink
+from trainspec_cli.wings.sites.meeting import RoundRecord, agreement_of
+from trainspec_cli.wings.sites.wire import Sent, SiteHello
 
 
-class SiteRun(Protocol):
-    """What is asked of a run."""
+class Pace(NamedTuple):
+    rate: float
+    """Samples a second."""
+    step_s: float
 
-    @property
-    def plan(self) -> Plan: ...
 
-    @property
-    def state(self) -> Any: ...
+UNKNOWN = Pace(0.0, 0.0)
+"""Nothing is to follow from it."""
+
+
+class WindowPace:
+    """How fast a site computes, from one exchange to the next, without its waits for others."""
+
+    def __init__(self, *, follows: bool):
+        self._follows = follows
+        self._busy_s = 0.0
+        self._samples = 0
+        self._steps = 0
+        self._since_s: float | None = None
+
+    def go_on(self) -> None:
+        self._since_s = time.perf_counter()
+
+    def pause(self) -> None:
+        if self._since_s is not None:
+            self._busy_s += time.perf_counter() - self._since_s
+        self._since_s = None
+
+    def note(self, samples: int) -> None:
+        """Note a step that was made."""
+        self._samples += samples
+        self._steps += 1
+
+    def cut(self) -> Pace:
+        """Return the pace since the last call."""
+        busy_s = self._busy_s
+        samples = self._samples
+        steps = self._steps
+        self._busy_s = 0.0
+        self._samples = 0
+        self._steps = 0
+        return Pace(samples / busy_s, busy_s / steps) if self._follows and busy_s and steps else UNKNOWN
 
 
 class SiteVoice:
     """All methods but the properties are called by all ranks of the site together."""
 
-    def __init__(self, run: SiteRun, applied: Callable[[], int]):
-        self._plan, self._applied = run.plan, applied
+    def __init__(self, run: RunContext, applied: Callable[[], int]):
+        self._plan = run.plan
+        self._applied = applied
         mesh = run.state.mesh
         self._copies = mesh.group("dp_replicate")
         speaks = mesh.rank("dp_replicate") == 0
         self._speakers = [
             rank for rank, spoke in enumerate(gather_json(speaks, lambda one: convert(bool, one))) if spoke
         ]
-        self._speaks, self.is_open = speaks, False
+        self._speaks = speaks
+        self.is_open = False
         self._link: SiteLink | None = None
         self._waited_s = 0.0
 
@@ -57,7 +93,8 @@ class SiteVoice:
             self._link = self._connect()
 
     def _connect(self) -> SiteLink:
-        plan, sites = self._plan, self._plan.spec.resilience.sites
+        plan = self._plan
+        sites = plan.spec.resilience.sites
         assert sites.site is not None and sites.endpoint and sites.secret, "the launcher has checked them"
         hello = SiteHello(
             site=sites.site,
@@ -68,7 +105,8 @@ class SiteVoice:
             recipe=agreement_of(plan),
             listen=sites.listen or "",
         )
-        secret, silence_s = read_secret(Path(sites.secret)), plan.spec.resilience.heartbeat_timeout_s
+        secret = read_secret(Path(sites.secret))
+        silence_s = plan.spec.resilience.heartbeat_timeout_s
         return SiteLink(sites.endpoint, secret, hello, self._applied, silence_s)
 
     def close(self) -> None:
@@ -110,9 +148,11 @@ class SiteVoice:
         content = b"".join(parts.values()) if self._link else bytes(sum(size for _, size in sizes))
         flat = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)
         dist.broadcast(flat, first, group=self._copies)
-        whole, cut = flat.numpy().tobytes(), {}
+        whole = flat.numpy().tobytes()
+        cut = {}
         for site, size in sizes:
-            cut[site], whole = whole[:size], whole[size:]
+            cut[site] = whole[:size]
+            whole = whole[size:]
         return record, cut
 
     def read_record(self) -> RoundRecord | None:
@@ -130,11 +170,12 @@ class SiteVoice:
     # What is sent
 
     def send(
-        self, number: int, encoded: bytes, work: tuple[int, int], rate: float, digest: str, saved_round: int
+        self, number: int, encoded: bytes, work: tuple[int, int], pace: Pace, digest: str, saved_round: int
     ) -> None:
         """Send the outer gradient of a round. `work`: tokens and steps that it is made of."""
         if self._link:
-            self._link.send(Sent(number, *work, rate, digest, saved_round), encoded)
+            taken_s = self._link.cut_exchange_s()
+            self._link.send(Sent(number, *work, pace.rate, digest, saved_round, pace.step_s, taken_s), encoded)
 
     def follow(self, number: int) -> None:
         if self._link:
@@ -155,7 +196,8 @@ class SiteVoice:
 
     def cut_waited_s(self) -> float:
         """Return how long training has waited since the last call."""
-        waited_s, self._waited_s = self._waited_s, 0.0
+        waited_s = self._waited_s
+        self._waited_s = 0.0
         return waited_s
 
     @property

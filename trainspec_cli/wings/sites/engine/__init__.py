@@ -1,0 +1,1 @@
+"""The workers of a run that is one of several far-apart sites."""

@@ -1,0 +1,420 @@
+"""A rank's way to the other sites: through the meeting point, and directly where that is possible.
+
+A thread of its own sends what it is given and keeps what arrives; where a connection breaks it connects anew. What the
+meeting point has not decided yet is sent to it again; what does not come directly is asked of it. Nothing here waits
+for the network on the training's own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from trainspec_cli.core.wire.handshake import TIMEOUT_S
+from trainspec_cli.recipe.canonical import from_plain
+from trainspec_cli.recipe.keys.resilience import FIRST_SITE
+from trainspec_cli.wings.sites.engine.site_connection import SiteAccess, SiteConnection
+from trainspec_cli.wings.sites.meeting import RoundRecord
+from trainspec_cli.wings.sites.wire import (
+    MEETING_POINT,
+    Decided,
+    Followed,
+    Gone,
+    Inboxes,
+    Lacking,
+    Message,
+    Passed,
+    Refused,
+    Sent,
+    SiteHello,
+    Welcome,
+    inbox_of,
+    pack,
+)
+
+HELD_ROUNDS = 4
+"""Rounds after the newest one that was taken, whose outer gradients are held before their decision comes."""
+
+
+@dataclass
+class _Arriving:
+    record: RoundRecord | None = None
+    digests: dict[int, str] = field(default_factory=dict)
+    """Of the outer gradients that are merged, by site."""
+    decided: dict[int, bytes] = field(default_factory=dict)
+    """Outer gradients that have come with the decision, or after it by the meeting point."""
+    early: dict[int, tuple[str, bytes]] = field(default_factory=dict)
+    """Those that have come before it, or directly, with their digests."""
+
+    def lacking(self) -> tuple[int, ...]:
+        assert self.record is not None, "the round is decided"
+        return tuple(site for site in self.record.included if not self._is_there(site))
+
+    def _is_there(self, site: int) -> bool:
+        return site in self.decided or (site in self.early and self.early[site][0] == self.digests.get(site))
+
+
+class ArrivingRounds:
+    """Rounds as they arrive: decisions by the meeting point, and outer gradients by whichever way they come.
+
+    A decision names each outer gradient by its digest, so that all sites merge the same bytes: a site that has started
+    again may have sent two for one round. An outer gradient that is held under another digest, or not at all, is
+    lacking. Its methods may be called by several threads.
+    """
+
+    def __init__(self, site: int, taken: int):
+        """`site` is this one; `taken` the newest round that it has applied."""
+        self._site = site
+        self._taken = taken
+        self._rounds: dict[int, _Arriving] = {}
+        self._lock = threading.Lock()
+
+    def hold(self, number: int, site: int, content: bytes) -> None:
+        """Hold an outer gradient that has come before its round is decided, or beside that."""
+        digest = hashlib.sha256(content).hexdigest()
+        with self._lock:
+            if self._taken < number <= self._taken + HELD_ROUNDS:
+                # this site's own are held by the training: their digest is enough
+                self._at(number).early[site] = digest, b"" if site == self._site else content
+
+    def decide(self, record: RoundRecord, digests: Sequence[str], parts: Mapping[int, bytes]) -> None:
+        """Note a decision. `parts`: outer gradients that have come with it; `digests`: of all of the round."""
+        with self._lock:
+            if record.round <= self._taken:
+                return
+            arriving = self._at(record.round)
+            if arriving.record is None:
+                arriving.record = record
+                arriving.digests = dict(zip(record.included, digests, strict=False))
+            arriving.decided |= parts
+
+    def lacking(self) -> dict[int, tuple[int, ...]]:
+        """Return the sites whose outer gradients are lacking, by round that is decided."""
+        with self._lock:
+            decided = {number: one.lacking() for number, one in self._rounds.items() if one.record}
+            return {number: sites for number, sites in decided.items() if sites}
+
+    def has(self, number: int) -> bool:
+        """Return whether a round is decided, and nothing is lacking of it."""
+        with self._lock:
+            arriving = self._rounds.get(number)
+            return arriving is not None and arriving.record is not None and not arriving.lacking()
+
+    def take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
+        """Return a round that has arrived, and the outer gradients by site; those before it are forgotten.
+
+        That of this site is there where another one was merged than this start of it has sent.
+        """
+        with self._lock:
+            found = self._rounds[number]
+            assert found.record is not None, "the round is decided"
+            self._taken = number
+            self._rounds = {later: one for later, one in self._rounds.items() if later > number}
+            early = {site: content for site, (_, content) in found.early.items() if site != self._site}
+            parts = {**early, **found.decided}
+            return found.record, {site: parts[site] for site in found.record.included if site in parts}
+
+    def _at(self, number: int) -> _Arriving:
+        return self._rounds.setdefault(number, _Arriving())
+
+
+THROUGH = "through the meeting point"
+
+
+class DirectSites:
+    """The direct ways between sites: what a rank sends to the inboxes of others, and what comes into its own site's.
+
+    The meeting point runs at site 0, so nothing goes to site 0 or from it on a direct way: that would be the same link
+    once more. All but `notices` is called in the thread of the connections.
+    """
+
+    def __init__(
+        self,
+        access: SiteAccess,
+        arrived: Callable[[int, int, bytes], None],
+        broken: Callable[[], None],
+    ):
+        """`arrived` is called with the round, the site and the outer gradient that has come; `broken` where a way that
+        it would have come on has ended."""
+        hello = access.hello()
+        self._site = hello.site
+        self._listen = hello.listen
+        self._access = access
+        self._arrived = arrived
+        self._broken = broken
+        self.trusted: set[int] = set()
+        """Sites whose direct way to this one has brought something, and has not broken since."""
+        self.notices: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """What the user should know; each once."""
+        self._said: set[str] = set()
+        self._inbox: SiteConnection | None = None
+        self._others: dict[int, SiteConnection] = {}
+        self._tasks: dict[SiteConnection, asyncio.Task[None]] = {}
+
+    @property
+    def connections(self) -> tuple[SiteConnection, ...]:
+        return tuple(self._tasks)
+
+    def begin(self) -> None:
+        """Connect to this site's own inbox, where it has one."""
+        if self._listen:
+            self._inbox = self._connect(inbox_of(self._site), self._listen, self._hear, self._lose_inbox)
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def meet(self, inboxes: Inboxes) -> None:
+        """Connect to the other sites' inboxes, as far as they have any."""
+        addresses = dict(zip(inboxes.sites, inboxes.addresses, strict=True))
+        others = {
+            site: at for site, at in addresses.items() if FIRST_SITE not in (site, self._site) and site != self._site
+        }
+        if others and not self._listen:
+            self._say("listen", f"this site listens nowhere (--site-listen): what others send comes {THROUGH}")
+        for site, address in others.items():
+            if not address:
+                self._say(f"{site}", f"site {site} listens nowhere (--site-listen): what this one sends goes {THROUGH}")
+            elif site not in self._others or self._others[site].address != address:
+                self._meet(site, address)
+
+    def send(self, packed: Callable[[tuple[int, ...]], bytes]) -> bytes:
+        """Send a message to all sites that are reached, and return it. `packed` makes it, with their numbers.
+
+        A site that still gets what was sent before is left out, so that no more than one message waits for it.
+        """
+        behind = {site for site, connection in self._others.items() if connection.is_behind}
+        for site in sorted(behind):
+            why = f"the direct way to site {site} is so slow that it still carries what was sent before"
+            self._say(f"{site} behind", f"{why}: what follows goes {THROUGH}")
+        reached = tuple(site for site, connection in self._others.items() if connection.is_open and site not in behind)
+        content = packed(reached)
+        for site in reached:
+            self._others[site].post(content)
+        return content
+
+    def _meet(self, site: int, address: str) -> None:
+        if before := self._others.pop(site, None):
+            self._tasks.pop(before).cancel()
+
+        def lose() -> None:
+            why = f"site {site} is not reached directly at {address} ({connection.trouble})"
+            self._say(f"{site}", f"{why}: what this one sends goes {THROUGH}")
+
+        connection = self._others[site] = self._connect(inbox_of(site), address, _refuse, lose)
+
+    def _connect(
+        self, server: str, address: str, hear: Callable[[Message, bytes], None], lost: Callable[[], None]
+    ) -> SiteConnection:
+        connection = SiteConnection(server, address, self._access, hear)
+        connection.lost = lost
+        self._tasks[connection] = asyncio.ensure_future(connection.stay_connected())
+        return connection
+
+    def _hear(self, message: Message, payload: bytes) -> None:
+        if isinstance(message, Passed):
+            self._arrived(message.round, message.site, payload)
+            self.trusted.add(message.site)
+        elif isinstance(message, Gone):
+            self.trusted.discard(message.site)
+            self._broken()
+        else:
+            _refuse(message, payload)
+
+    def _lose_inbox(self) -> None:
+        assert self._inbox is not None, "it was connected to"
+        why = f"this site's own inbox is not reached at {self._listen} ({self._inbox.trouble})"
+        self._say("inbox", f"{why}: what others send comes {THROUGH}")
+        self.trusted.clear()
+        self._broken()
+
+    def _say(self, about: str, message: str) -> None:
+        if about not in self._said:
+            self._said.add(about)
+            self.notices.put(message)
+
+
+def _refuse(message: Message, payload: bytes) -> None:
+    raise ValueError(f"an inbox does not say {type(message).__name__}")
+
+
+class SiteLink:
+    def __init__(self, endpoint: str, secret: bytes, hello: SiteHello, applied: Callable[[], int], silence_s: float):
+        """`applied` returns the newest round that was applied, which a new connection begins from."""
+        access = SiteAccess(secret, lambda: replace(hello, applied=applied()), silence_s)
+        self._site = hello.site
+        self._silence_s = silence_s
+        self._meeting = SiteConnection(MEETING_POINT, endpoint, access, self._hear)
+        self._rounds = ArrivingRounds(hello.site, applied())
+        self._direct = DirectSites(access, self._hold, self._ask)
+        self.is_member: bool | None = None
+        """None: the meeting point has not answered yet."""
+        self.record: RoundRecord | None = None
+        """That of the round which was applied when the connection began."""
+        self._pending: tuple[int, bytes] | None = None
+        self._followed: int | None = None
+        self._posted_s: float | None = None
+        self._exchange_s = 0.0
+        self._asked: set[tuple[int, int]] = set()
+        """Round and site of what the meeting point was asked for over this connection."""
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(self._stay_connected())
+        self._thread = threading.Thread(target=self._run, name="sites", daemon=True)
+        self._thread.start()
+
+    # Called by the training
+
+    @property
+    def refusal(self) -> Refused | None:
+        return self._meeting.refusal
+
+    @property
+    def trouble(self) -> str:
+        """Return why there is no connection to the meeting point; empty while there is one."""
+        return self._meeting.trouble
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(one.sent_bytes for one in (self._meeting, *self._direct.connections))
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(one.received_bytes for one in (self._meeting, *self._direct.connections))
+
+    def cut_notices(self) -> list[str]:
+        """Return what the user should know of the direct ways, and was not returned before."""
+        notices = self._direct.notices
+        return [notices.get() for _ in range(notices.qsize())]
+
+    def send(self, message: Sent, payload: bytes) -> None:
+        """Send an outer gradient to the sites that are reached, and to the meeting point, to that after each new
+        connection too, until its round is decided."""
+        self._call(lambda: self._send(message, payload))
+
+    def follow(self, number: int) -> None:
+        """Say that all rounds up to `number` were applied, by a site that is no member."""
+        self._followed = number
+        self._call(self._post_followed)
+
+    def joined(self) -> None:
+        """This site is a member from now on."""
+        self.is_member = True
+        self._followed = None
+
+    def has(self, number: int) -> bool:
+        return self._rounds.has(number)
+
+    def take(self, number: int) -> tuple[RoundRecord, dict[int, bytes]]:
+        """Return a round that has arrived, and the outer gradients by site; those before it are forgotten."""
+        found = self._rounds.take(number)
+        if self._pending and self._pending[0] <= number:
+            self._pending = None
+        return found
+
+    def cut_exchange_s(self) -> float:
+        """Return how long the newest exchange took, from when its outer gradient was sent until its round had arrived;
+        0 where the connection broke meanwhile, or none was made since the last call."""
+        taken_s = self._exchange_s
+        self._exchange_s = 0.0
+        return taken_s
+
+    def close(self) -> None:
+        self._call(self._task.cancel)
+        self._thread.join(TIMEOUT_S)
+
+    def _call(self, act: Callable[[], object]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(act)
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self._loop.close()
+
+    async def _stay_connected(self) -> None:
+        self._direct.begin()
+        try:
+            await self._meeting.stay_connected()
+        finally:
+            await self._direct.close()
+
+    def _send(self, message: Sent, payload: bytes) -> None:
+        self._rounds.hold(message.round, self._site, payload)
+        whole = replace(message, sha256=hashlib.sha256(payload).hexdigest())
+        self._pending = message.round, self._direct.send(lambda sites: pack(replace(whole, direct=sites), payload))
+        self._post_pending()
+
+    def _hear(self, message: Message, payload: bytes) -> None:
+        """Raise ValueError where a message does not fit."""
+        if isinstance(message, Welcome):
+            self.record = from_plain(RoundRecord, message.record) if message.record else None
+            self.is_member = message.is_member
+            self._meeting.trouble = ""
+            self._asked.clear()
+            self._post_pending()
+            self._post_followed()
+            self._posted_s = None  # sent once more
+        elif isinstance(message, Decided):
+            record = from_plain(RoundRecord, message.record)
+            self._rounds.decide(record, message.sha256, _cut(payload, message))
+            self._note_arrival(record.round)
+            self._ask()
+            self._loop.call_later(self._silence_s, lambda: self._ask(record.round))
+        elif isinstance(message, Passed):
+            self._hold(message.round, message.site, payload)
+        elif isinstance(message, Inboxes):
+            self._direct.meet(message)
+        else:
+            raise ValueError(f"the meeting point does not say {type(message).__name__}")
+
+    def _hold(self, number: int, site: int, content: bytes) -> None:
+        self._rounds.hold(number, site, content)
+        self._note_arrival(number)
+
+    def _note_arrival(self, number: int) -> None:
+        """Measure the exchange that this site takes part in, once all of its round is there."""
+        takes_part = self._pending is not None and self._pending[0] == number
+        if takes_part and self._posted_s is not None and self._rounds.has(number):
+            self._exchange_s = self._loop.time() - self._posted_s
+            self._posted_s = None
+
+    def _ask(self, patiently_awaited: int | None = None) -> None:
+        """Ask the meeting point for what is lacking of decided rounds; what is on its direct way is waited for, but in
+        the round `patiently_awaited` no longer."""
+        for number, sites in self._rounds.lacking().items():
+            waits = self._direct.trusted if number != patiently_awaited else set()
+            if wanted := tuple(site for site in sites if site not in waits and (number, site) not in self._asked):
+                self._asked |= {(number, site) for site in wanted}
+                self._meeting.post(pack(Lacking(number, wanted)))
+
+    def _post_pending(self) -> None:
+        """Send what waits for its round, where the meeting point has answered."""
+        if self._pending and self.is_member and not self.trouble:
+            self._meeting.post(self._pending[1])
+            self._posted_s = self._loop.time() if self._meeting.is_open else None
+
+    def _post_followed(self) -> None:
+        if self._followed is not None and not self.trouble:
+            self._meeting.post(pack(Followed(self._followed)))
+
+
+def _cut(payload: bytes, message: Decided) -> dict[int, bytes]:
+    """Return the outer gradients by site. Raises ValueError where the sizes do not fit."""
+    if sum(message.sizes) != len(payload) or len(message.sites) != len(message.sizes):
+        raise ValueError("the sizes of outer gradients do not fit")
+    cut = {}
+    start = 0
+    for site, size in zip(message.sites, message.sizes, strict=True):
+        cut[site] = payload[start : start + size]
+        start += size
+    return cut

@@ -1,0 +1,175 @@
+"""What training at far-apart sites comes to over their links: intervals that hide the exchange, and bytes a day. It is
+a section of `trainspec plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from trainspec_cli.core.units import format_bytes, format_duration
+from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.keys.resilience import SitesSpec
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.report.plan.labels import percent
+from trainspec_cli.report.plan.report import PlanSection
+from trainspec_cli.wings.sites.meeting import schedule_for
+from trainspec_cli.wings.sites.schedule import (
+    LOOKS,
+    VALUE_BYTES,
+    WANTED,
+    SiteLinks,
+    follow_links,
+    hiding_interval,
+    utilisation,
+)
+
+
+@dataclass(frozen=True)
+class SitesFigures:
+    """One choice of what is exchanged."""
+
+    format: str
+    interval_steps: int
+    fragments: int
+    delay_steps: int
+    exchange_s: float
+    utilisation: float
+    """The part of the time in which a site trains."""
+    bytes_per_day: float
+    """Over the busiest link, both ways together."""
+
+
+@dataclass(frozen=True)
+class SitesOutlook:
+    """What training at the sites of a recipe comes to."""
+
+    sites: int
+    link_gbit_per_s: float
+    link_delay_s: float
+    step_time_s: float
+    """Of a site by itself."""
+    direct: bool
+    """Each site is reached by every other one; else all meet at one of them."""
+    direct_exchange_s: float
+    """An exchange of the recipe where it is so."""
+    wanted: SitesFigures
+    """As the recipe has it."""
+    hidden: tuple[SitesFigures, ...]
+    """The shortest intervals that hide the exchange, by format; a format is left out where none does."""
+    data_parallel_utilisation: float
+    """Of a run that sums gradients in fp32 over the same links every step."""
+    fewer_bytes: float
+    """How many times as many bytes data parallelism sends in the same steps."""
+    loss_penalty: str
+    """What is known of the loss, and its source."""
+    settled: SitesFigures | None = None
+    """What `max_interval_steps` has made of it once the meeting has followed links like these."""
+
+
+DAY_S = 86_400.0
+KEPT_BYTES = 4 + 4.0
+"""Bytes that a site keeps for each parameter that it trains: the shared weights and the outer momentum in fp32."""
+LOSS_PENALTY = (
+    "Streaming DiLoCo reports the loss of data parallelism at 4 bits (arXiv:2501.18512); how a longer interval changes "
+    "the loss is not predicted here, so take the shortest that hides the exchange"
+)
+
+
+def plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> PlanSection | None:
+    """Return None where the recipe does not say how the sites are joined."""
+    if spec.resilience.sites.link_gbit_s is None:
+        return None
+    sites = outlook(spec.resilience.sites, float(capacity.params), best.step_time_s)
+    way = "directly joined" if sites.direct else "that meet at one"
+    compared = (
+        f"Data parallelism over these links would train {percent(sites.data_parallel_utilisation, 2)} of the time, and "
+        f"sends {sites.fewer_bytes:,.0f} times as many bytes in fp32."
+    )
+    if not sites.direct and sites.sites > 2:
+        direct_s = format_duration(sites.direct_exchange_s)
+        compared = f"Where every site listens (--site-listen) an exchange takes {direct_s}. {compared}"
+    rows = [_row("the recipe", sites.wanted)]
+    if sites.settled:
+        rows.append(_row("settles at", sites.settled))
+    rows += [_row("hidden", one) for one in sites.hidden]
+    return PlanSection(
+        "sites",
+        to_plain(sites),
+        "Far-apart sites",
+        f"{sites.sites} sites {way}, {sites.link_gbit_per_s:g} Gbit/s and {1e3 * sites.link_delay_s:g} ms each",
+        ("", "format", "interval_steps", "fragments", "delay_steps", "an exchange", "trains", "busiest link"),
+        tuple(rows),
+        compared,
+        sites.loss_penalty,
+    )
+
+
+def outlook(sites: SitesSpec, values: float, step_s: float) -> SitesOutlook:
+    """`values`: trained parameters. `step_s`: a step of a site by itself."""
+    assert sites.link_gbit_s is not None, "the recipe says how the sites are joined"
+    through = SiteLinks(sites.count, sites.link_gbit_s * 1e9 / 8, sites.link_delay_s)
+    direct = replace(through, direct=True)
+    links = direct if sites.listen else through
+    wanted = _figures(links, sites.format, sites.interval_steps, sites.fragments, sites.delay_steps, values, step_s)
+    found = (_shortest(links, name, sites.fragments, values, step_s) for name in VALUE_BYTES)
+    summed_s = links.all_reduce_s(4 * values)
+    sent_bytes = 2 * (sites.count - 1) / sites.count * 4 * values * sites.interval_steps * sites.count
+    return SitesOutlook(
+        sites=sites.count,
+        link_gbit_per_s=sites.link_gbit_s,
+        link_delay_s=sites.link_delay_s,
+        step_time_s=step_s,
+        direct=sites.listen is not None,
+        direct_exchange_s=direct.exchange_s(VALUE_BYTES[sites.format] * values / sites.fragments),
+        wanted=wanted,
+        settled=_settled(links, sites, wanted, values, step_s),
+        hidden=tuple(one for one in found if one is not None),
+        data_parallel_utilisation=step_s / (step_s + summed_s),
+        fewer_bytes=sent_bytes / links.carried_bytes(VALUE_BYTES[sites.format] * values),
+        loss_penalty=LOSS_PENALTY,
+    )
+
+
+def _settled(
+    links: SiteLinks, sites: SitesSpec, wanted: SitesFigures, values: float, step_s: float
+) -> SitesFigures | None:
+    if sites.max_interval_steps is None:
+        return None
+    schedule = schedule_for(sites, LOOKS * sites.max_interval_steps)
+    cadence, _ = follow_links(schedule, schedule.cadence, (wanted.exchange_s / step_s,) * LOOKS)
+    interval = cadence.interval_steps
+    delay = cadence.delay_steps
+    return _figures(links, sites.format, interval, sites.fragments, delay, values, step_s)
+
+
+def _shortest(links: SiteLinks, name: str, fragments: int, values: float, step_s: float) -> SitesFigures | None:
+    exchange_s = links.exchange_s(VALUE_BYTES[name] * values / fragments)
+    interval = hiding_interval(fragments, step_s, exchange_s, WANTED)
+    if interval is None:
+        return None
+    return _figures(links, name, interval, fragments, interval // fragments, values, step_s)
+
+
+def _figures(
+    links: SiteLinks, name: str, interval: int, fragments: int, delay_steps: int, values: float, step_s: float
+) -> SitesFigures:
+    sent_bytes = VALUE_BYTES[name] * values / fragments
+    exchange_s = links.exchange_s(sent_bytes)
+    between = interval // fragments
+    part = utilisation(between, delay_steps, step_s, exchange_s)
+    window_s = between * step_s / part
+    return SitesFigures(
+        format=name,
+        interval_steps=interval,
+        fragments=fragments,
+        delay_steps=delay_steps,
+        exchange_s=exchange_s,
+        utilisation=part,
+        bytes_per_day=links.carried_bytes(sent_bytes) * DAY_S / window_s,
+    )
+
+
+def _row(name: str, one: SitesFigures) -> tuple[str, ...]:
+    numbers = (one.interval_steps, one.fragments, one.delay_steps)
+    figures = (format_duration(one.exchange_s), percent(one.utilisation, 1), f"{format_bytes(one.bytes_per_day)} a day")
+    return (name, one.format, *map(str, numbers), *figures)
