@@ -53,21 +53,7 @@ TRUNK = {
 PARTITION = {("plan", "pipeline"), ("plan", "memory", "caching_allocator")}
 WINGS = sorted(folder.name for folder in (PACKAGE / "wings").iterdir() if (folder / "__init__.py").is_file())
 TRUNK_IMPORTS_WINGS = {
-    "own_script": {
-        "__init__.py",
-        "cli/options.py",
-        "cli/sbatch.py",
-        "run/backend/node_processes.py",
-        "run/backend/nodes/agent.py",
-        "run/backend/nodes/backend.py",
-        "run/backend/observe.py",
-        "run/supervise.py",
-        "session/launching/in_slurm.py",
-        "session/launching/requeue.py",
-        "session/launching/resume.py",
-        "session/launching/run.py",
-        "session/slurm_job.py",
-    },
+    "own_script": {"__init__.py"},  # the type that attach() returns, for type checkers alone
 }
 """Wing -> files of the trunk that still import it. It may only become shorter."""
 TORCH = {"torch", "torchao", "triton", "liger_kernel", "fla"}

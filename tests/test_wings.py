@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.wings import find_wings
 
 CHECKOUT = Path(__file__).parents[1]
-REMOVABLE = sorted({*find_wings()} - {"own_script"})
+REMOVABLE = sorted(find_wings())
 """The wings which the trunk does not import (see test_architecture.py)."""
 LOAD_EVERYTHING = """
 import importlib, pkgutil, sys
@@ -67,6 +68,24 @@ def test_without_removable_wings_every_module_loads_and_a_recipe_trains(tmp_path
     trained = run_python(environment, tmp_path, *program, "launch", "recipe=tiny", "run.dir=here", "--json")
     assert trained.returncode == 0, trained.stdout + trained.stderr
     assert json.loads((tmp_path / "here" / "result.json").read_text())["status"] == "done"
+
+    check_that_a_missing_kind_is_named(environment, tmp_path)
+
+
+def check_that_a_missing_kind_is_named(environment: dict[str, str], here: Path) -> None:
+    """Without own_script, whatever needs to know how a command runs says that its wing is missing."""
+    run = here / "command"
+    run.mkdir(mode=0o700)
+    (run / "run.json").write_text('{"recipe": "train.py", "created_at": 1.0, "command": ["python"]}')
+    (run / "run.json").chmod(0o600)
+    for arguments in (("resume", str(run)), ("sbatch", "cluster.device=cpu", "--", sys.executable)):
+        refused = run_python(environment, here, "-m", "trainspec_cli", arguments[0], "--json", *arguments[1:])
+        assert refused.returncode == MachineError.exit_code, refused.stderr
+        assert [one["code"] for one in json.loads(refused.stdout)["errors"]] == ["missing_wing"]
+    shown = run_python(environment, here, "-m", "trainspec_cli", "report", str(run))
+    assert shown.returncode == 0, shown.stderr
+    attached = run_python(environment, here, "-c", "import trainspec_cli; trainspec_cli.attach()")
+    assert "MachineError" in attached.stderr
 
 
 @pytest.mark.slow

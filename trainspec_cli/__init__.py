@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -96,6 +97,11 @@ def load_model(run: str = "last", *, step: int | None = None, best: bool = False
 def attach(checkpoints: str | Path | None = None) -> AttachedRun:
     """Return the run that `trainspec run` has started this script for: its steps, checkpoints and requests to stop.
     `checkpoints`: their folder, by default one in the run's own. Outside of a run it writes no events."""
-    from trainspec_cli.wings.own_script.attachment.connect import connect
+    from trainspec_cli.core.errors import MachineError, Problem
+    from trainspec_cli.core.wings import MISSING_WING, Point, parts_of
 
-    return connect(checkpoints)
+    point: Point[Callable[[str | Path | None], AttachedRun]] = Point("attach")
+    if not (connects := parts_of(point)):
+        hint = "install trainspec whole: `wings/own_script` is missing"
+        raise MachineError(Problem(MISSING_WING, "scripts cannot attach themselves", hint=hint, environment=True))
+    return connects[0](checkpoints)

@@ -41,8 +41,6 @@ from trainspec_cli.run.folder.generations import create_secret, read_secret
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.place import listen
 from trainspec_cli.wings.sites.engine.far_sites import FarSites
-from trainspec_cli.wings.sites.engine.site_link import SiteLink
-from trainspec_cli.wings.sites.engine.site_voice import Pace
 from trainspec_cli.wings.sites.meeting_point import MeetingPoint, make_meeting_point
 from trainspec_cli.wings.sites.server import SiteInbox, make_inbox
 

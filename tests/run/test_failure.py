@@ -14,14 +14,13 @@ from trainspec_cli.run.failure import (
     WorkerFailure,
     explain,
     explain_end,
-    find_exception,
     find_failures,
     find_listed,
     tail,
 )
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.record import NodeErrorRecord, write_error
-from trainspec_cli.run.job.job import Job, OwnCommand
+from trainspec_cli.run.job.job import Job
 
 SUMMARY = """
 [{index}]:
@@ -185,61 +184,3 @@ def test_an_end_without_a_failure_is_explained_by_its_exit_code(job: Job) -> Non
     of_nodes = replace(job, nodes=(0, 1), command=("srun", "agent"))
     assert explain_end(of_nodes, 3, []).headline == "srun ended with exit code 3 before any node had started a worker"
     assert explain_end(job, 0, []).headline == "the workers ended without leaving a result"
-
-
-# The exception of a user's own command
-
-RAISED = """Traceback (most recent call last):
-  File "/home/me/train.py", line 31, in <module>
-    main()
-  File "/home/me/train.py", line 20, in main
-    loss = model(batch)
-  File "/venv/lib/python3.12/site-packages/torch/nn/modules/linear.py", line 125, in forward
-    return F.linear(input, self.weight)
-RuntimeError: shapes (2x8 and 9x8)
-"""
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        RAISED,
-        "".join(f"[rank1]: {line}\n" for line in RAISED.splitlines()),
-        "".join(f"[default1]:[rank1]: {one}\n[default0]:step 3\n" for one in RAISED.splitlines()),
-        f"\r 30%|###   | 3/10{RAISED}",
-        RAISED + RAISED.replace("RuntimeError: shapes (2x8 and 9x8)", "subprocess.CalledProcessError: Command 'a'"),
-        RAISED + 'Original Traceback (most recent call last):\n  File "/b.py", line 1, in f\nValueError: b\n',
-    ],
-    ids=["plain", "rank", "two ranks", "progress bar", "launcher", "worker"],
-)
-def test_an_exception_is_found_with_the_place_in_the_users_code(text: str) -> None:
-    found = find_exception(text)
-    assert found is not None
-    assert (found.type, found.file, found.line) == ("RuntimeError", "/home/me/train.py", 20)
-    assert found.summary == "RuntimeError: shapes (2x8 and 9x8) (train.py:20)"
-    assert len(found.excerpt.splitlines()) == 5, "from that frame on"
-
-
-@pytest.mark.parametrize("text", ["", "step 3\n", 'Traceback (most recent call last):\n  File "a.py", line 1, in b\n'])
-def test_no_exception_is_made_up(text: str) -> None:
-    assert find_exception(text) is None
-
-
-@pytest.mark.parametrize(
-    ("exception", "word", "has_cause"),
-    [
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "device", True),
-        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "host", True),
-        ("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7 GiB", "host", True),
-        ("MemoryError", "host", True),
-        (f"RuntimeError: {LOST}", "", False),
-    ],
-)
-def test_memory_of_host_and_device_are_kept_apart(job: Job, exception: str, word: str, has_cause: bool) -> None:
-    own = replace(job, own=OwnCommand(("python", "train.py"), "train.py", 3, 6.0, 9.0, 5.0))
-    own.torchrun_log.write_text(RAISED.replace("RuntimeError: shapes (2x8 and 9x8)", exception))
-    explanation = explain_end(own, 1, [])
-    assert explanation.headline == f"train.py ended with exit code 1: {exception} (train.py:20)"
-    assert explanation.detail.startswith('  File "/home/me/train.py", line 20') and len(explanation.detail) < 300
-    assert explanation.hint.startswith(f"the {word}'s memory ran out" if word else "")
-    assert bool(explanation.hint) is bool(word) and bool(explanation.cause) is has_cause

@@ -38,7 +38,7 @@ from trainspec_cli.run.folder.events import read_events, read_log
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import note_stop
 from trainspec_cli.run.folder.speeds import SpeedsReport, write_speeds
-from trainspec_cli.run.job.job import Job, OwnCommand
+from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery.recovery import RESTART_WINDOW_S
 from trainspec_cli.run.recovery.run_state import (
     Begun,
@@ -73,14 +73,12 @@ def with_resilience(plan: Plan, groups: int = 1, **resilience: object) -> Plan:
     return replace(plan, spec=spec, replica_groups=groups)
 
 
-def test_a_command_that_goes_on_has_made_the_steps_of_its_earlier_starts(tmp_path: Path) -> None:
+def test_a_job_without_known_checkpoints_has_made_the_steps_of_its_earlier_starts(tmp_path: Path) -> None:
     """A start that fails before its first step has made none: it would come again."""
-    own = OwnCommand(("train",), "train", max_restarts=1, hang_s=None, silent_s=None, work_s=300.0)
-    job = replace(a_job(tmp_path), own=own)
+    job = replace(a_job(tmp_path), max_restarts=1)
     assert Supervisor(job, None, World, print).state.checkpoint_step == 0
-    for step in (1, 2, 3):
-        write_event(job.run.events(0), stepped(step))
-    assert Supervisor(job, None, World, print).state.checkpoint_step == 3
+    state = Supervisor(replace(job, earlier_steps=3), None, World, print).state
+    assert (state.checkpoint_step, state.restarts_left) == (3, 1)
 
 
 class Run:

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,26 +16,20 @@ from trainspec_cli.core.errors import (
     MachineError,
     PlanError,
     Problem,
-    RecipeError,
     Stopped,
     WorkerError,
 )
 from trainspec_cli.recipe.keys.cluster import SlurmSpec
-from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
-from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.generations import FENCED
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import read_plan, read_run_record
+from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.signals import PatientRequests
 from trainspec_cli.run.slurm.placing import HOSTFILE
 from trainspec_cli.session import slurm_job
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.launching import requeue
+from trainspec_cli.session.launching import requeue, resume
 from trainspec_cli.session.launching.session import Session
-from trainspec_cli.wings.own_script import launching as own_command
-from trainspec_cli.wings.own_script.job import Wanted
-from trainspec_cli.wings.own_script.slurm_job import OwnJob, write_own_job
 
 MakeRun = Callable[..., RunDir]
 
@@ -69,6 +62,7 @@ class Slurm:
 def slurm(monkeypatch: pytest.MonkeyPatch) -> Slurm:
     found = Slurm()
     monkeypatch.setattr(slurm_job, "slurm", found)
+    monkeypatch.setattr(resume, "slurm", found)
     monkeypatch.setattr(requeue, "slurm", found)
     monkeypatch.setenv("SLURM_JOB_ID", "41")
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
@@ -90,7 +84,7 @@ def job(make_run: MakeRun, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> Cal
 
     def call(start: Callable[..., int], *options: str) -> tuple[int, RunDir]:
         run = make_run("cluster.num_nodes=2")
-        monkeypatch.setattr(slurm_job, "start", start)
+        monkeypatch.setattr(resume, "start", start)
         monkeypatch.setattr(sys, "argv", ["slurm_job", *options, str(run.root), "srun", "agent"])
         with pytest.raises(SystemExit) as ended:
             slurm_job.main()
@@ -231,69 +225,6 @@ def test_a_start_that_slurm_has_overtaken_asks_for_nothing(job: Callable[..., An
     assert slurm.requeued == []
 
 
-@pytest.fixture
-def own_run(tmp_path: Path) -> RunDir:
-    """A command of the user's own on three nodes, as `trainspec sbatch` writes it."""
-    run = RunDir(tmp_path / "own")
-    run.root.mkdir(mode=0o700)
-    write_own_job(run, OwnJob(3, Wanted(2, 60.0, None, None, 300.0), max_requeues=1, exclude="n1"))
-    write_json(run.run_json, {"recipe": "train.py", "created_at": 1.0, "command": ["train"]})
-    return run
-
-
-def begin_own(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["slurm_job", str(run.root), "srun", "agent"])
-    with pytest.raises(SystemExit) as ended:
-        slurm_job.main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-def test_a_command_of_ones_own_runs_on_the_jobs_nodes_and_goes_back_as_often_as_it_may(
-    own_run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    reached: list[Any] = []
-
-    def start(run: RunDir, reach: Any, console: Any, requests: Any) -> int:
-        reached.append((run.root, reach.head, reach.start, type(requests)))
-        return Stopped.exit_code
-
-    monkeypatch.setattr(slurm_job, "run_in_job", start)
-    slurm.job = {"Restarts": "0", "PreemptTime": "now"}
-    assert begin_own(own_run, monkeypatch) == Stopped.exit_code
-    assert reached == [(own_run.root, "node1", ("srun", "agent"), PatientRequests)]
-    assert slurm.requeued == ["41"]
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    slurm.job = {"Restarts": "1", "PreemptTime": "now"}
-    assert begin_own(own_run, monkeypatch) == Stopped.exit_code
-    assert slurm.requeued == ["41"]
-    assert "the job was requeued 1 times (cluster.slurm.max_requeues)" in capsys.readouterr().out
-
-
-def test_a_start_has_what_earlier_ones_have_left_of_the_restarts(
-    own_run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    events, jobs = EventWriter(own_run.events(0), rank=0), []
-    events.write(RecoveryEvent(step=5, change="restart", group=None, stall_s=None, lost_steps=None))
-    events.close()
-    write_json(own_run.result_json, {"status": "stopped", "exit_code": 1, "steps": 5})
-    monkeypatch.setattr(own_command, "run", lambda job, *_, **__: jobs.append(job) or EXIT_DONE)
-    assert begin_own(own_run, monkeypatch) == EXIT_DONE
-    (job,) = jobs
-    assert (job.own.max_restarts, job.own.command, job.nodes) == (1, ("train",), (0, 1, 2))
-    assert not own_run.result_json.exists()
-    assert len(read_run_record(own_run).resumes) == 1
-
-
-def test_a_command_that_is_done_is_not_run_again(
-    own_run: RunDir, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    write_json(own_run.result_json, {"status": "done", "exit_code": 0, "steps": 5})
-    monkeypatch.setattr(own_command, "run", lambda *_, **__: pytest.fail("it was run"))
-    assert begin_own(own_run, monkeypatch) == RecipeError.exit_code
-    assert "is done" in capsys.readouterr().err
-
-
 TIERS = "cluster.fabric.tiers=[{name: domain},{name: leaf,devices: 2},{name: spine}]"
 
 
@@ -302,12 +233,12 @@ def test_nodes_are_numbered_by_their_switches_where_the_plan_depends_on_them(
 ) -> None:
     monkeypatch.setenv(HOSTFILE, "before")
     run = make_run("cluster.num_nodes=4", "cluster.devices_per_node=1", TIERS)
-    slurm_job.place_nodes(run, read_plan(run), PrintableConsole())
+    resume.place_nodes(run, read_plan(run), PrintableConsole())
     assert run.hosts_txt.read_text().split() == ["b", "d", "a", "c"]
     assert os.environ[HOSTFILE] == str(run.hosts_txt)
     assert capsys.readouterr().out == ""
     slurm.addresses = dict.fromkeys("abcd", "")
-    slurm_job.place_nodes(run, read_plan(run), PrintableConsole())
+    resume.place_nodes(run, read_plan(run), PrintableConsole())
     assert run.hosts_txt.read_text().split() == ["b", "a", "c", "d"]
     assert "it knows no switches above them" in capsys.readouterr().out
 
@@ -317,5 +248,5 @@ def test_nodes_of_a_flat_network_are_left_alone(
 ) -> None:
     monkeypatch.delenv(HOSTFILE, raising=False)
     run = make_run("cluster.num_nodes=2")
-    slurm_job.place_nodes(run, read_plan(run), PrintableConsole())
+    resume.place_nodes(run, read_plan(run), PrintableConsole())
     assert HOSTFILE not in os.environ and not run.hosts_txt.exists()

@@ -10,9 +10,9 @@ import typer
 from trainspec_cli.cli.options import AsJson, Html, RunArgument, page_origin, write_page
 from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.report.verdicts import NO_OWN_VERDICTS, describe_event, render_verdicts
+from trainspec_cli.report.verdicts import NO_VERDICTS_WITHOUT_PLAN, describe_event, render_verdicts
 from trainspec_cli.report.verdicts_page import render_verdicts_page
-from trainspec_cli.run.folder.record import has_own_command
+from trainspec_cli.run.folder.record import has_plan
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs.diagnose import diagnose_run, follow_verdicts, report_of, trace_to
 from trainspec_cli.session.runs.find import find_run
@@ -43,7 +43,7 @@ def diagnose(
     if as_json:
         found = {"verdicts": [to_plain(one) for one in verdicts]}
         print(json_text(found, indent=None if watch else 2))
-    elif not verdicts and has_own_command(find_run(run)):
-        print(NO_OWN_VERDICTS)
+    elif not verdicts and not has_plan(find_run(run)):
+        print(NO_VERDICTS_WITHOUT_PLAN)
     else:
         PrintableConsole().show(render_verdicts(verdicts))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,9 +15,6 @@ from trainspec_cli import __version__
 from trainspec_cli.core.environment_names import MESSAGE, RUN, STATUS
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.report.page.parts import PageOrigin
-
-if TYPE_CHECKING:
-    from trainspec_cli.wings.own_script.job import Wanted
 
 RecipeArguments = Annotated[
     list[str],
@@ -125,6 +123,18 @@ RunArgument = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class CommandOptions:
+    """Options of `trainspec run`, and of `sbatch` for a command."""
+
+    max_restarts: int
+    grace_s: float
+    hang_s: float | None
+    """None where it is not given, 0 for never."""
+    work_s: float
+    join_timeout_s: float
+
+
 def check_new(output: Path) -> None:
     """Raise RecipeError for an output folder that holds something."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -157,13 +167,3 @@ def site_arguments(site: int | None, endpoint: str | None, secret: str | None, l
     file = None if secret is None else str(Path(secret).expanduser().absolute())
     given = {"site": site, "endpoint": endpoint, "secret": file, "listen": listen}
     return [f"resilience.sites.{key}={value}" for key, value in given.items() if value is not None]
-
-
-def wanted_of(max_restarts: int, grace_s: float, hang_s: float | None, work_s: float, join_timeout_s: float) -> Wanted:
-    """Return what the options of a command of the user's own ask for. `hang_s`: None where it is not given, 0 for
-    never."""
-    from trainspec_cli.wings.own_script.job import Wanted  # loads what the help does without
-
-    given, usual = hang_s or None, hang_s is None
-    silent_s = SILENT_S if usual else given
-    return Wanted(max_restarts, grace_s, HANG_S if usual else given, silent_s, work_s, join_timeout_s)

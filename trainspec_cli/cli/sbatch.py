@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +21,7 @@ from trainspec_cli.cli.options import (
     WORK_S,
     AsJson,
     CommandFolder,
+    CommandOptions,
     Force,
     Grace,
     HangAfter,
@@ -30,16 +34,15 @@ from trainspec_cli.cli.options import (
     Sweeps,
     WorkFor,
     site_arguments,
-    wanted_of,
 )
-from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.core.wings import MISSING_WING, Point, parts_of
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.session.launching.sweep import read_sweep
 
 if TYPE_CHECKING:
     from trainspec_cli.session.recipe.load import Loaded
     from trainspec_cli.session.slurm.submit import Submission
-    from trainspec_cli.wings.own_script.job import Wanted
 
 Arguments = Annotated[
     list[str] | None,
@@ -62,6 +65,23 @@ OF_RECIPE, OF_COMMAND = (
     ("folder", "max_restarts", "grace_s", "hang_s", "work_s", "join_timeout_s"),
 )
 """Options that a recipe's job alone has, and that of a command."""
+
+
+@dataclass(frozen=True)
+class PreparedJob:
+    """A job that was checked; nothing is written yet."""
+
+    loaded: Sequence[Loaded]
+    """Of each run of an array."""
+    warnings: Sequence[str]
+    write: Callable[..., Submission]
+    """Takes `dry_run`."""
+
+
+PrepareCommand = Callable[[Sequence[str], Sequence[str], str | None, CommandOptions], PreparedJob]
+PREPARE_COMMAND: Point[PrepareCommand] = Point("prepare_command")
+"""Checks the job of a user's training command. Takes the command, `key=value` arguments about the cluster, the run's
+folder, and the options."""
 
 
 class CommandApart(TyperCommand):
@@ -116,8 +136,8 @@ def sbatch(
         of_site = site_arguments(site, sites_endpoint, sites_secret, site_listen)
         made = _prepare_recipe(arguments or [], sweep or [], of_site, force=force)
     else:
-        wanted = wanted_of(max_restarts, grace_s, hang_s, work_s, join_timeout_s)
-        made = _prepare_command(command, arguments or [], folder, wanted)
+        asked = CommandOptions(max_restarts, grace_s, hang_s, work_s, join_timeout_s)
+        made = _prepare_command(command, arguments or [], folder, asked)
     first = made.loaded[0]
     print(session.render_shell_lines(first), end="", file=sys.stderr)
     if submit and not allow_setup:
@@ -139,39 +159,35 @@ def sbatch(
     print("\n".join(lines), file=sys.stderr)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A job that was checked; nothing is written yet."""
-
-    loaded: Sequence[Loaded]
-    """Of each run of an array."""
-    warnings: Sequence[str]
-    write: Callable[..., Submission]
-    """Takes `dry_run`."""
-
-
 def _prepare_recipe(
     arguments: Sequence[str], sweeps: Sequence[str], of_site: Sequence[str], *, force: bool
-) -> Prepared:
+) -> PreparedJob:
     from trainspec_cli.session.slurm import submit as session  # as above
-    from trainspec_cli.wings.own_script.submit import refuse_bare_command  # as above
 
-    refuse_bare_command(arguments)
+    _refuse_bare_command(arguments)
     if not arguments:
         hint = "such as trainspec sbatch recipe=quickstart, or trainspec sbatch cluster=h100 -- torchrun train.py"
         raise RecipeError(Problem("usage", "neither a recipe is named, nor a command after --", hint=hint))
     runs = session.plan_runs([*arguments, *of_site], [read_sweep(one) for one in sweeps])
     write = partial(session.write_submission, runs, force=force)
-    return Prepared([run.loaded for run in runs], session.warnings(runs), write)
+    return PreparedJob([run.loaded for run in runs], session.warnings(runs), write)
 
 
-def _prepare_command(command: Sequence[str], arguments: Sequence[str], folder: str | None, wanted: Wanted) -> Prepared:
-    from trainspec_cli.wings.own_script import submit as session  # as above
+def _prepare_command(
+    command: Sequence[str], arguments: Sequence[str], folder: str | None, options: CommandOptions
+) -> PreparedJob:
+    if not (prepares := parts_of(PREPARE_COMMAND)):
+        hint = "name a recipe, or install trainspec whole: the wing for commands is missing"
+        raise MachineError(Problem(MISSING_WING, "this installation runs no commands", "COMMAND", hint))
+    return prepares[0](command, arguments, folder, options)
 
-    loaded = session.load_cluster(arguments)
-    session.check_own_command(command, loaded, wanted)
-    write = partial(session.write_own_submission, command, folder, wanted, loaded)
-    return Prepared([loaded], session.warnings(command, loaded), write)
+
+def _refuse_bare_command(arguments: Sequence[str]) -> None:
+    """Raise RecipeError where a program or a script stands among `key=value` arguments."""
+    for place, word in enumerate(arguments):
+        if "=" not in word and not word.startswith("~") and (shutil.which(word) or Path(word).is_file()):
+            hint = f"type {shlex.join(['trainspec', 'sbatch', *arguments[:place], '--', *arguments[place:]])}"
+            raise RecipeError(Problem("usage", f"`{word}` is a command, which stands after --", "COMMAND", hint))
 
 
 def _check_options(context: typer.Context, others: Sequence[str], *, of_recipe: bool) -> None:

@@ -14,9 +14,20 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from trainspec_cli.core.errors import MachineError, Problem
+
+
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
 
 Part = TypeVar("Part")
+NamedPart = TypeVar("NamedPart", bound=Named)
+MISSING_WING = "missing_wing"
+"""The code of the error where something needs a wing whose folder was deleted."""
 FOLDER = Path(__file__).parents[1] / "wings"
 
 
@@ -71,6 +82,18 @@ def parts_of(point: Point[Part], wings: Collection[str] | None = None) -> list[P
     """Import and return what the wings give at `point`, in the order of their names; `wings`: those of these names."""
     found = [wing for name, wing in find_wings().items() if wings is None or name in wings]
     return [cast(Part, _load(wing.parts[point.name])) for wing in found if point.name in wing.parts]
+
+
+def part_named(point: Point[NamedPart], name: str, trunks: NamedPart) -> NamedPart:
+    """Return the part of this name: `trunks`, for which nothing is imported, or one that a wing gives at `point`.
+    Raises MachineError where no wing gives it."""
+    if name == trunks.name:
+        return trunks
+    if (found := next((part for part in parts_of(point) if part.name == name), None)) is None:
+        message = f"this installation of trainspec has no part for runs of the kind `{name}`"
+        hint = f"install trainspec whole: the wing that gives {point.name} is missing below {FOLDER}"
+        raise MachineError(Problem(MISSING_WING, message, hint=hint, environment=True))
+    return found
 
 
 def _load(name: str) -> Any:

@@ -10,7 +10,7 @@ from trainspec_cli.report.rich_text import Text
 from trainspec_cli.run.folder.event_types.observed import VerdictEvent
 
 NO_VERDICTS = "too few steps were made to say anything"
-NO_OWN_VERDICTS = (
+NO_VERDICTS_WITHOUT_PLAN = (
     "no hang and no leak of memory was seen, and no steps that became twice as slow; a command's steps show no more"
 )
 

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,20 +26,11 @@ MAX_LOG_BYTES = 2**20
 
 _EXIT = re.compile(r"host\s*: (\S+)\s*rank\s*: (\d+) \(local_rank: (\d+)\)\s*exitcode\s*: (-?\d+) \(pid: (\d+)\)")
 _FORCED = re.compile(r"Unable to shutdown process (\d+)")
-_PEER_LOST = re.compile(
+PEER_LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|remote process exited"
     r"|ncclremoteerror|communicator was aborted|connectionreseterror",
     re.IGNORECASE,
 )
-_NO_DEVICE_MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory")
-_NO_HOST_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate|\w*MemoryError\b|Cannot allocate memory|bad_alloc")
-_PREFIX = re.compile(r"^(?:\[(?:rank|default)?\d+\]:\s?)+")
-"""What torchrun and torch put before the lines of a rank."""
-_TRACEBACK = "Traceback (most recent call last):"
-_FRAME = re.compile(r'^  File "(.*)", line (\d+), in ')
-_RAISED = re.compile(r"^[A-Za-z_][\w.]*(?=:|$)")
-_OF_LAUNCHERS = ("CalledProcessError", "ChildFailedError")
-"""Exceptions by which accelerate, torchrun and others report that a process which they had started has failed."""
 _ENDED_BY_OTHERS = (signal.SIGTERM, signal.SIGABRT)
 """torchrun ends the peers of a failed worker by SIGTERM; NCCL's watchdog ends a worker that waits for a lost peer
 by SIGABRT."""
@@ -80,16 +71,36 @@ class WorkerFailure:
         return f"{'node' if self.whole_node else 'rank'} {self.rank}"
 
 
-def find_failures(job: Job) -> list[WorkerFailure]:
+@dataclass(frozen=True)
+class Explanation:
+    """A failure as people read it."""
+
+    headline: str
+    detail: str = ""
+    hint: str = ""
+    cause: str = ""
+    """As of a WorkerFailure."""
+
+
+DescribeExit = Callable[[int, Path | None, Path], Explanation]
+"""Explains the exit code of a worker that left no report, from its log where it has one of its own, and from the log of
+what started it."""
+
+
+def describe_worker_exit(code: int, log: Path | None, launchers_log: Path) -> Explanation:
+    return Explanation(describe_exit(code), tail(log) if log else "")
+
+
+def find_failures(job: Job, describe: DescribeExit = describe_worker_exit) -> list[WorkerFailure]:
     """Return all workers that failed, the one that began it first; those that only lost their peers last."""
     reported = {failure.rank: failure for failure in _reported(job)}
-    silent = [failure for failure in find_listed(job) if failure.rank not in reported]
+    silent = [failure for failure in find_listed(job, describe) if failure.rank not in reported]
     return first_causes([*_nodes(job), *reported.values(), *silent])
 
 
-def find_listed(job: Job) -> list[WorkerFailure]:
+def find_listed(job: Job, describe: DescribeExit = describe_worker_exit) -> list[WorkerFailure]:
     """Return the workers that torchrun lists with their exit codes, ordered likewise."""
-    return first_causes(failure for log in torchrun_logs(job) for failure in _silent(job, log))
+    return first_causes(failure for log in torchrun_logs(job) for failure in _silent(job, log, describe))
 
 
 def first_causes(failures: Iterable[WorkerFailure]) -> list[WorkerFailure]:
@@ -116,7 +127,7 @@ def _reported(job: Job) -> Iterator[WorkerFailure]:
             time=-math.inf if hung else path.stat().st_mtime if error.time is None else error.time,
             self_reported=True,
             foreseen=foreseen and not hung,
-            consequence=not foreseen and bool(_PEER_LOST.search(summary)),
+            consequence=not foreseen and bool(PEER_LOST.search(summary)),
             exit_code=error.exit_code or WorkerError.exit_code,
             shortage=error.shortage,
         )
@@ -138,30 +149,27 @@ def _nodes(job: Job) -> Iterator[WorkerFailure]:
 
 
 def torchrun_logs(job: Job) -> list[Path]:
-    """Return the logs of torchrun, one per node; of a command of the user's own those of all it prints."""
-    if job.own:
-        return sorted([*job.logs.glob("output.log"), *job.logs.glob("node*/output.log")])
-    return sorted([*job.logs.glob("torchrun.log"), *job.logs.glob("node*/torchrun.log")])
+    """Return the logs of what the job starts, one per node."""
+    return sorted([*job.logs.glob(job.log), *job.logs.glob(f"node*/{job.log}")])
 
 
-def _silent(job: Job, torchrun_log: Path) -> Iterator[WorkerFailure]:
+def _silent(job: Job, torchrun_log: Path, describe: DescribeExit) -> Iterator[WorkerFailure]:
     """Yield the workers that left no report (a signal, an error before their own code), from torchrun's summary."""
-    text = _end_of(torchrun_log)
+    text = end_of(torchrun_log)
     forced = set(_FORCED.findall(text))
     for host, rank, local_rank, code, pid in _EXIT.findall(text):
-        log = worker_log(torchrun_log.parent, int(local_rank)) or (torchrun_log if job.own else None)
-        raised = find_exception(without_colours(_end_of(log))) if log and job.own else None
+        why = describe(int(code), worker_log(torchrun_log.parent, int(local_rank)), torchrun_log)
         yield WorkerFailure(
             rank=_rank_in_run(job, int(rank), int(local_rank)),
             host=socket.gethostname() if host == LOOPBACK else host,
-            summary=_describe_own_exit(int(code), raised) if job.own else describe_exit(int(code)),
-            detail=raised.excerpt if raised else tail(log) if log else "",
-            hint=_hint_of(tail(log)) if log and job.own else "",
+            summary=why.headline,
+            detail=why.detail,
+            hint=why.hint,
             # SIGKILL comes from outside, so it is where a failure begins.
             time=0.0 if int(code) == -signal.SIGKILL else math.inf,
             was_killed=int(code) == -signal.SIGKILL,
             consequence=pid in forced or -int(code) in _ENDED_BY_OTHERS,
-            cause=_cause_of(int(code), raised),
+            cause=why.cause,
         )
 
 
@@ -184,75 +192,6 @@ def describe_exit(code: int) -> str:
     return f"was ended by {name}"
 
 
-def _cause_of(code: int, raised: RaisedException | None) -> str:
-    """Return the cause of an exit that would most likely come again. A lost connection need not, nor a signal."""
-    return raised.cause if raised and code > 0 and not _PEER_LOST.search(raised.message) else ""
-
-
-def _describe_own_exit(code: int, raised: RaisedException | None = None) -> str:
-    """Describe how a process of the user's own command has ended: it is not asked to say why."""
-    if code >= 0:
-        return f"ended with exit code {code}" + (f": {raised.summary}" if raised and code else "")
-    name = signal.Signals(-code).name
-    return f"was killed by {name}" if -code == signal.SIGKILL else f"was ended by {name}"
-
-
-def _hint_of(log_end: str) -> str:
-    """Return what to do about a failure that a log names."""
-    if _NO_DEVICE_MEMORY.search(log_end):
-        return "the device's memory ran out: smaller batches, or activation checkpointing, take less"
-    if _NO_HOST_MEMORY.search(log_end):
-        return "the host's memory ran out: fewer workers of the data loader, and data read in parts, take less"
-    return ""
-
-
-@dataclass(frozen=True)
-class RaisedException:
-    """The exception that ended a program, as its traceback in a log shows it."""
-
-    type: str
-    message: str
-    """Its first line: `ValueError: boo`."""
-    file: str
-    line: int
-    """Innermost frame outside installed packages."""
-    excerpt: str
-    """The lines from that frame to the exception."""
-
-    @property
-    def cause(self) -> str:
-        """Equal for the same error at the same place. Messages differ: many hold numbers, such as the step."""
-        return f"{self.type} at {self.file}:{self.line}"
-
-    @property
-    def summary(self) -> str:
-        return f"{self.message} ({Path(self.file).name}:{self.line})"
-
-
-def find_exception(log_end: str) -> RaisedException | None:
-    """Return the last exception of a log whose traceback is whole; None where it has none. Of several ranks that
-    write to one log, the lines of one are read."""
-    prefixed = [(match[0] if (match := _PREFIX.match(line)) else "", line) for line in log_end.splitlines()]
-    begins = [
-        place
-        for place, (_, line) in enumerate(prefixed)  # a progress bar may stand before it on its line
-        if line.endswith(_TRACEBACK) and not line.endswith(f"Original {_TRACEBACK}")
-    ]
-    for begin in reversed(begins):
-        prefix = prefixed[begin][0]
-        lines = [line[len(prefix) :] for other, line in prefixed[begin + 1 :] if other == prefix]
-        end = next((place for place, line in enumerate(lines) if line and not line.startswith(" ")), None)
-        raised = _RAISED.match(lines[end]) if end is not None else None
-        frames = [(place, found) for place, line in enumerate(lines[:end]) if (found := _FRAME.match(line))]
-        if end is None or raised is None or not frames or raised[0].rpartition(".")[2] in _OF_LAUNCHERS:
-            continue
-        own = [frame for frame in frames if not re.search(r"/(site|dist)-packages/|^<|/lib/python3", frame[1][1])]
-        place, frame = (own or frames)[-1]
-        excerpt = "\n".join(lines[place : end + 1][-LOG_TAIL_LINES:])
-        return RaisedException(raised[0], lines[end], frame[1], int(frame[2]), excerpt)
-    return None
-
-
 def worker_log(logs_of_host: Path, local_rank: int) -> Path | None:
     """Return the newest standard error of a worker."""
     logs = sorted(
@@ -265,24 +204,13 @@ def worker_log(logs_of_host: Path, local_rank: int) -> Path | None:
 
 def tail(log: Path, lines: int = LOG_TAIL_LINES) -> str:
     """Return the end of a log, without its colours."""
-    return "\n".join(without_colours(_end_of(log)).splitlines()[-lines:])
+    return "\n".join(without_colours(end_of(log)).splitlines()[-lines:])
 
 
-def _end_of(log: Path) -> str:
+def end_of(log: Path) -> str:
     with open_regular(log) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_LOG_BYTES))
         return file.read(MAX_LOG_BYTES).decode(errors="replace")
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """A failure as people read it."""
-
-    headline: str
-    detail: str = ""
-    hint: str = ""
-    cause: str = ""
-    """As of a WorkerFailure."""
 
 
 def explain(failures: list[WorkerFailure]) -> Explanation:
@@ -299,17 +227,6 @@ def explain_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) 
     code = exit_code or 0
     if failures and (code >= 0 or not failures[0].consequence):
         return explain(failures)
-    if job.own and code > 0 and job.nodes and not torchrun_logs(job) and job.torchrun_log.is_file():
-        headline = f"the agent of the first node ended with exit code {code} before any node had started the command"
-        return Explanation(
-            headline, tail(job.torchrun_log), "--rdzv-endpoint is the first node's own address, and a port"
-        )
-    if job.own and code:
-        printed = torchrun_logs(job)
-        end = "\n\n".join(map(tail, printed))
-        raised = next((found for log in printed if (found := find_exception(without_colours(_end_of(log))))), None)
-        headline = f"{job.program} {_describe_own_exit(code, raised)}"
-        return Explanation(headline, raised.excerpt if raised else end, _hint_of(end), _cause_of(code, raised))
     if code < 0:
         return Explanation(f"torchrun was ended by {signal.Signals(-code).name}, and its workers with it")
     if code:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from trainspec_cli.core.errors import ERRORS_OF_RUNS, EXIT_DONE, Interrupted, Stopped, WorkerError
+from trainspec_cli.core.errors import ERRORS_OF_RUNS, Interrupted, Stopped, WorkerError
 from trainspec_cli.recipe.canonical import ABSENT, Absent
 from trainspec_cli.run.failure import Explanation, explain_end, find_failures
 from trainspec_cli.run.folder.accounting import account_run, read_recoveries
@@ -33,31 +34,15 @@ class RunOutcome:
         return self.result.exit_code
 
 
-def conclude(job: Job, ending: Ending) -> RunOutcome:
-    """Return how the run ended, with what its failures cost. Copies in this node's memory are dropped where the run has
-    ended and the disk has as much."""
-    outcome = _conclude(job, ending)
-    if outcome.result.status != "failed" and job.run.newest_step >= newest_copy(job.run):
-        remove_copies(job.run)
-    recoveries = tuple(read_recoveries(read_sound(job.run.events(0))))
-    result = replace(outcome.result, recoveries=recoveries)
-    if result.status == "failed" and outcome.explanation:
-        result = replace(result, reason=outcome.explanation.headline, hint=outcome.explanation.hint or ABSENT)
-    write_result(job.run, result)
-    return replace(outcome, result=result)
-
-
-def _conclude(job: Job, ending: Ending) -> RunOutcome:
+def conclude_recipe(job: Job, ending: Ending) -> RunOutcome:
     """Take the workers' own result where they left one; else make one from what remains.
 
     Workers that stopped though nobody had wanted it have failed. A worker that fails after the run was done changes
     nothing, unless it reported an error of its own; one that fails while the others stop because torchrun asked them to
     is a failure, and no stop on request.
     """
-    if job.own:
-        return _conclude_own(job, ending)
     if ending.given_up:
-        result = _result_from_events(job.run, "failed", WorkerError.exit_code)
+        result = result_from_events(job.run, "failed", WorkerError.exit_code)
         return RunOutcome(result, Explanation(ending.given_up))
     failures = find_failures(job)
     causes = [failure for failure in failures if not failure.consequence]
@@ -69,27 +54,31 @@ def _conclude(job: Job, ending: Ending) -> RunOutcome:
             return RunOutcome(left, explanation)
     elif ending.stop_requested and not causes:
         exit_code = Stopped.exit_code if job.run.newest_step else Interrupted.exit_code
-        return RunOutcome(_result_from_events(job.run, "stopped", exit_code))
+        return RunOutcome(result_from_events(job.run, "stopped", exit_code))
     code = causes[0].exit_code if causes else WorkerError.exit_code
-    result = _result_from_events(job.run, "failed", code if code in ERRORS_OF_RUNS else WorkerError.exit_code)
+    result = result_from_events(job.run, "failed", code if code in ERRORS_OF_RUNS else WorkerError.exit_code)
     return RunOutcome(result, explanation or explain_end(job, ending.exit_code, failures))
 
 
-def _conclude_own(job: Job, ending: Ending) -> RunOutcome:
-    """Take the exit code of the user's own command for its result. A command that was asked to stop has done so, with
-    whatever code; what it has saved, nobody knows."""
-    failures = find_failures(job)
-    if ending.stop_requested:
-        stepped = any(isinstance(event, StepEvent) for event in read_sound(job.run.events(0)))
-        code = Stopped.exit_code if stepped and ending.exit_code is not None else Interrupted.exit_code
-        return RunOutcome(_result_from_events(job.run, "stopped", ending.exit_code), None, code)
-    if ending.exit_code == 0 and not failures:
-        return RunOutcome(_result_from_events(job.run, "done", ending.exit_code), None, EXIT_DONE)
-    result = _result_from_events(job.run, "failed", ending.exit_code)
-    return RunOutcome(result, explain_end(job, ending.exit_code, failures), WorkerError.exit_code)
+Decide = Callable[[Job, Ending], RunOutcome]
+"""Decides how a run ended; what its failures cost is added to that."""
 
 
-def _result_from_events(run: RunDir, status: str, exit_code: int | None) -> RunResult:
+def conclude(job: Job, ending: Ending, decide: Decide = conclude_recipe) -> RunOutcome:
+    """Return how the run ended, with what its failures cost. Copies in this node's memory are dropped where the run has
+    ended and the disk has as much."""
+    outcome = decide(job, ending)
+    if outcome.result.status != "failed" and job.run.newest_step >= newest_copy(job.run):
+        remove_copies(job.run)
+    recoveries = tuple(read_recoveries(read_sound(job.run.events(0))))
+    result = replace(outcome.result, recoveries=recoveries)
+    if result.status == "failed" and outcome.explanation:
+        result = replace(result, reason=outcome.explanation.headline, hint=outcome.explanation.hint or ABSENT)
+    write_result(job.run, result)
+    return replace(outcome, result=result)
+
+
+def result_from_events(run: RunDir, status: str, exit_code: int | None) -> RunResult:
     """Return the result as far as the events of rank 0 reach; what only the workers could know is null."""
     step: StepEvent | None = None
     evaluation: EvalEvent | None = None

@@ -25,7 +25,6 @@ from trainspec_cli.run.job.job import Job, torchrun_command
 from trainspec_cli.run.recovery import recovery, run_state
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 from trainspec_cli.run.slow_nodes import Replan, SlowNodes
-from trainspec_cli.wings.own_script.journal import count_steps
 
 SUPERVISOR = -1
 """Stands for a rank in the supervisor's marks."""
@@ -63,9 +62,9 @@ def supervise(
     """Run `job` until all its processes have ended, and start again what fails where `plan` wants that.
 
     `watch` is called about ten times a second, with whether a stop has been asked for; `report` hears of every failure
-    that does not end the run, and what follows. Without a plan the job is a tool's, that is never started again, or a
-    command of the user's own. `replan` finds the plan of a run that leaves a slow node out; without it only a spare
-    node can take its place.
+    that does not end the run, and what follows. Without a plan the job is started again after failures as often as its
+    `max_restarts` allow, and a tool's never. `replan` finds the plan of a run that leaves a slow node out; without it
+    only a spare node can take its place.
 
     A first request to stop asks the workers to write a checkpoint and end, within the job's `stop_grace_s`; before
     they have written an event there is nothing to save, and they are killed. A second request kills at once.
@@ -102,9 +101,9 @@ class Supervisor:
             plan.spec.resilience if plan else TOOL,
             plan.replica_groups if plan else 1,
             job.stop_grace_s,
-            count_steps(job.run) if job.own else newest_checkpoint(job.run),
+            max(job.earlier_steps, newest_checkpoint(job.run)),
             memory_ladder=plan.memory_ladder if plan else (),
-            own_restarts=job.own.max_restarts if job.own else None,
+            restarts_left=job.max_restarts,
         )
         self._backend: RunBackend | None = None
         self._marks: EventWriter | None = None
@@ -227,7 +226,8 @@ class Supervisor:
         for path in run.errors_folder.glob("*.json"):
             path.rename(self._job.logs / path.name)
         step = newest_step(read_sound(run.events(0)))
-        lost_steps = None if self._job.own else step - newest_checkpoint(run)  # its next start shows it
+        # Without a plan the checkpoints are the program's own: its next start shows from where it continues.
+        lost_steps = step - newest_checkpoint(run) if self._plan else None
         events = EventWriter(run.events(0), rank=0)
         events.write(RecoveryEvent(step=step, change="restart", group=None, stall_s=None, lost_steps=lost_steps))
         events.close()

@@ -470,7 +470,7 @@ def fail_own(state: RunState, *failures: GroupEnded) -> tuple[RunState, list[str
 
 
 def test_a_command_of_ones_own_has_one_budget_for_the_whole_job() -> None:
-    begun = begin(ResilienceSpec(mode="none"), own_restarts=2)
+    begun = begin(ResilienceSpec(mode="none"), restarts_left=2)
     state, heard = fail_own(begun, own_failure(5), own_failure(9), own_failure(20))
     assert [text.partition("; ")[2] for text in heard] == [
         "the command starts again, and 1 more are left to it",
@@ -480,7 +480,7 @@ def test_a_command_of_ones_own_has_one_budget_for_the_whole_job() -> None:
 
 
 def test_a_command_whose_steps_nobody_counts_is_started_again_after_it_has_worked_for_long() -> None:
-    begun = begin(ResilienceSpec(mode="none"), own_restarts=2)
+    begun = begin(ResilienceSpec(mode="none"), restarts_left=2)
     worked = own_failure(0, has_worked=True)
     assert not fail_own(begun, worked, worked)[0].is_over
     assert fail_own(begun, worked, worked, worked)[0].is_over, "its budget is used up"
@@ -489,7 +489,7 @@ def test_a_command_whose_steps_nobody_counts_is_started_again_after_it_has_worke
 
 
 def test_a_command_of_ones_own_that_makes_no_step_is_not_started_again() -> None:
-    begun = begin(ResilienceSpec(mode="none"), own_restarts=9)
+    begun = begin(ResilienceSpec(mode="none"), restarts_left=9)
     assert fail_own(begun, own_failure(0))[0].is_over
     assert fail_own(begun, own_failure(0, from_outside=True))[0].is_over
     assert fail_own(begun, own_failure(5), own_failure(5))[0].is_over
@@ -508,6 +508,6 @@ def test_a_command_of_ones_own_that_makes_no_step_is_not_started_again() -> None
     ids=["same", "further", "elsewhere", "unknown", "uncounted"],
 )
 def test_the_same_exception_without_progress_ends_a_command(second: dict[str, Any], is_over: bool) -> None:
-    begun = begin(ResilienceSpec(mode="none"), own_restarts=9)
+    begun = begin(ResilienceSpec(mode="none"), restarts_left=9)
     first = own_failure(31, cause="ValueError at a.py:3", reached_step=31)
     assert fail_own(begun, first, own_failure(62, **second))[0].is_over is is_over

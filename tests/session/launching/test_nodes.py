@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from trainspec_cli.core.errors import MachineError, RecipeError, WorkerError
 from trainspec_cli.report import live
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
-from trainspec_cli.run.folder.generations import GenerationRecord, OwnCommandRecord
+from trainspec_cli.run.folder.generations import GenerationRecord, UnplannedWork
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import nodes
+from trainspec_cli.session.launching.nodes import Joined
 
 
 @pytest.fixture
@@ -44,14 +46,15 @@ def test_a_node_serves_every_start_until_there_is_a_result(
     assert served == [(1, 3), (2, 3)]
 
 
-OWN = OwnCommandRecord(("torchrun", "train.py"), "train.py", 1, 60.0, None, None, 300.0, "", "")
+WORK = UnplannedWork("command", "{}")
+COMMAND = Joined(lambda run, record: None, folder="--dir", join_key="--join-timeout-s")
 
 
 @pytest.fixture
 def describe_start(run: RunDir):
     """Writes what the first node runs, as it does once its hub is there."""
 
-    def describe(own: OwnCommandRecord | None = None) -> GenerationRecord:
+    def describe(own: UnplannedWork | None = None) -> GenerationRecord:
         number = generations.begin(run)
         record = GenerationRecord(number, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(run.logs), (), (), own=own)
         generations.describe(run, record)
@@ -76,44 +79,44 @@ def test_a_node_shows_the_runs_progress_while_it_takes_part(
         write_json(run.result_json, {"status": "done", "exit_code": 0})
 
     monkeypatch.setattr(nodes, "run_agent", serve)
-    record = describe_start(OWN)
-    assert nodes.join(str(run.root), 1, console, OWN.command, wait_s=0.2, of_slurm=of_slurm) == 0
+    record = describe_start(WORK)
+    assert nodes.join(str(run.root), 1, console, wait_s=0.2, joined=replace(COMMAND, of_slurm=of_slurm)) == 0
     assert ("step 16: loss 1.000" in shown.getvalue()) != of_slurm
     assert "step 6:" not in shown.getvalue()
     assert "takes part in start 1" in shown.getvalue() and "the run is done" in shown.getvalue()
 
 
-def test_another_command_is_refused_as_soon_as_the_first_nodes_is_known(
+def test_another_kind_of_run_is_refused_as_soon_as_the_first_nodes_is_known(
     run: RunDir, console: RunConsole, monkeypatch: pytest.MonkeyPatch, describe_start
 ) -> None:
     """The agent waits for what the first node runs; a number without it may be there for a while."""
 
     def serve(run: RunDir, generation: int, node: int, begin: Callable[[GenerationRecord], None]) -> None:
-        begin(describe_start(OWN))
+        begin(describe_start(WORK))
         pytest.fail("nothing of it is run")
 
     monkeypatch.setattr(nodes, "run_agent", serve)
     generations.begin(run)
-    with pytest.raises(RecipeError, match=r"the first node runs torchrun train\.py"):
-        nodes.join(str(run.root), 1, console, ["torchrun", "other.py"], wait_s=0.2)
+    with pytest.raises(RecipeError, match="the first node runs a command"):
+        nodes.join(str(run.root), 1, console, wait_s=0.2)
 
 
 @pytest.mark.parametrize(
-    ("command", "of_slurm", "words"),
+    ("joined", "of_slurm", "words"),
     [
-        ((), False, ("--node-rank 0", "run.dir", "run.join_timeout_s")),
-        (OWN.command, False, ("--node-rank 0", "--dir", "--join-timeout-s")),
-        (OWN.command, True, ("srun", "--dir", "--join-timeout-s")),
+        (Joined(), False, ("--node-rank 0", "run.dir", "run.join_timeout_s")),
+        (COMMAND, False, ("--node-rank 0", "--dir", "--join-timeout-s")),
+        (COMMAND, True, ("srun", "--dir", "--join-timeout-s")),
     ],
 )
 def test_the_hint_has_the_words_of_the_command_that_was_typed(
-    run: RunDir, console: RunConsole, command: tuple[str, ...], of_slurm: bool, words: tuple[str, ...]
+    run: RunDir, console: RunConsole, joined: Joined, of_slurm: bool, words: tuple[str, ...]
 ) -> None:
     with pytest.raises(MachineError) as raised:
-        nodes.join(str(run.root), 1, console, command, wait_s=0.01, of_slurm=of_slurm)
+        nodes.join(str(run.root), 1, console, wait_s=0.01, joined=replace(joined, of_slurm=of_slurm))
     hint = raised.value.problems[0].hint
     assert all(word in hint for word in words)
-    assert ("--node-rank" in hint) != of_slurm and ("run.dir" in hint) != bool(command)
+    assert ("--node-rank" in hint) != of_slurm and ("run.dir" in hint) == (joined.folder == "run.dir")
 
 
 def test_the_result_of_an_earlier_start_is_not_taken_for_this_ones(

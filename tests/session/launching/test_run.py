@@ -33,6 +33,7 @@ from trainspec_cli.run.signals import StopRequests, interrupt, on_stop_signal
 from trainspec_cli.run.supervise import Ending
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import run as run_module
+from trainspec_cli.session.launching.kinds import command_to_resume
 from trainspec_cli.session.recipe.load import load
 
 MakeRun = Callable[..., RunDir]
@@ -298,9 +299,9 @@ def test_a_folder_with_spaces_is_quoted(
     monkeypatch.chdir(tmp_path)
     spaced = tmp_path / "my run"
     plain.dir.root.rename(spaced)
-    assert run_module._resume_command(RunDir(spaced)) == "trainspec resume 'my run'"
+    assert command_to_resume(RunDir(spaced)) == "trainspec resume 'my run'"
     (spaced / "job.sbatch").touch()
-    assert run_module._resume_command(RunDir(spaced)) == "sbatch 'my run/job.sbatch'"
+    assert command_to_resume(RunDir(spaced)) == "sbatch 'my run/job.sbatch'"
 
 
 @pytest.mark.parametrize(("result", "code"), [(DONE, 0), (None, 5)])

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from lab.events import stepped, write_event
 
+from trainspec_cli.core.environment_names import OWN_PATH, OWN_SAFE_PATH
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.run.folder.generations import GenerationRecord, OwnCommandRecord
+from trainspec_cli.run.folder.generations import GenerationRecord
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.place import NodePlace
 from trainspec_cli.wings.own_script.job import (
     HOOK,
@@ -18,6 +21,7 @@ from trainspec_cli.wings.own_script.job import (
     check_command,
     check_for_nodes,
     command_on_node,
+    describe_own_command,
     process_count,
     script_name,
     what_it_opens,
@@ -99,11 +103,22 @@ def test_what_cannot_be_started_is_refused(tmp_path: Path, monkeypatch: pytest.M
         assert hint in raised.value.problems[0].hint
 
 
+def test_a_job_that_continues_has_made_the_steps_of_its_earlier_starts(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_event(RunDir(tmp_path).events(0), stepped(step))
+    job = build_own_job(["python", "train.py"], tmp_path, MACHINE, WANTED)
+    assert (job.earlier_steps, job.max_restarts, job.program) == (3, 2, "train.py")
+    assert (job.begins_unseen, job.torchrun_log.name) == (True, "output.log")
+
+
 # Several nodes
 
 
 def node_environment(tmp_path: Path, line: str) -> dict[str, str]:
-    own = OwnCommandRecord(tuple(line.split()), "train.py", 2950, 60.0, None, None, 300.0, "/their/modules", "")
+    with pytest.MonkeyPatch.context() as first_node:
+        first_node.setenv(OWN_PATH, "/their/modules")
+        first_node.setenv(OWN_SAFE_PATH, "")
+        own = describe_own_command(line.split(), Wanted(3, 60.0, None, None, 300.0), 2950)
     record = GenerationRecord(
         *(3, 0.0, "host", "127.0.0.1", 1, {}, 4, "launch", str(tmp_path / "logs"), (), ()), own=own
     )

@@ -17,9 +17,10 @@ from trainspec_cli.run.backend.nodes.messages import (
     WorkedLong,
 )
 from trainspec_cli.run.folder.record import WorkerErrorRecord, read_error
-from trainspec_cli.run.job.job import Job, OwnCommand
+from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery import run_state
 from trainspec_cli.wings.own_script.hang import name_late
+from trainspec_cli.wings.own_script.job import OUTPUT_LOG
 from trainspec_cli.wings.own_script.start import OwnStart
 
 
@@ -43,8 +44,8 @@ def named() -> list[tuple[int, ...]]:
 
 @pytest.fixture
 def start(tmp_path: Path, named: list[tuple[int, ...]]) -> OwnStart:
-    own = OwnCommand(("python", "train.py"), "train.py", 3, 6.0, 9.0, 5.0)
-    job = Job(tmp_path, ("agent",), {}, 2, 60.0, tmp_path / "logs", nodes=(0, 1), own=own)
+    own = {"program": "train.py", "log": OUTPUT_LOG}
+    job = Job(tmp_path, ("agent",), {}, 2, 60.0, tmp_path / "logs", nodes=(0, 1), **own)
     return OwnStart(job, 1, range(2), named.append)
 
 

@@ -38,7 +38,7 @@ from trainspec_cli.run.folder.event_types.observed import (
 from trainspec_cli.run.folder.event_types.training import StartEvent, StepEvent
 from trainspec_cli.run.folder.events import EventTail, read_sound
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import has_own_command
+from trainspec_cli.run.folder.record import has_plan
 from trainspec_cli.run.folder.versioned import read_versioned
 
 SILENT_S = 1.5
@@ -60,8 +60,8 @@ class RunShape:
     stages: int = 1
     total_steps: int | None = None
     planned_s: Mapping[str, float] = field(default_factory=dict)
-    is_own_command: bool = False
-    """It has no plan: its ranks have told how many they are."""
+    has_plan: bool = True
+    """False: the ranks themselves have said how many they are, and their steps have no known parts."""
 
     @property
     def group_ranks(self) -> int:
@@ -79,15 +79,15 @@ class RunShape:
 
 
 def shape_of(run: RunDir) -> RunShape:
-    """Return the shape that plan.json gives a run, of any version that names its nodes and its layout; of a command of
-    the user's own, that which its processes have.
+    """Return the shape that plan.json gives a run, of any version that names its nodes and its layout; of a run without
+    a plan, that which its processes have.
 
     Raises UnreadableFileError.
     """
-    if has_own_command(run):
+    if not has_plan(run):
         begun = [event for event in read_sound(run.events(0)) if isinstance(event, StartEvent)]
         ranks = min(begun[-1].world_size, MOST_RANKS) if begun else 1
-        return RunShape(ranks=ranks, devices_per_node=ranks, is_own_command=True)
+        return RunShape(ranks=ranks, devices_per_node=ranks, has_plan=False)
     plan = read_versioned(run.plan_json)
 
     def whole(plain: object, name: str, otherwise: int) -> int:
@@ -283,7 +283,7 @@ class RunReader:
             total_steps=self.shape.total_steps,
             changed_steps=tuple(sorted({step for one in self.histories for step in one.changed_steps})),
             planned_s=self.shape.planned_s,
-            parts_are_known=not self.shape.is_own_command,
+            parts_are_known=self.shape.has_plan,
         )
 
     def _in_view(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -294,7 +294,7 @@ class RunReader:
         return in_view
 
     def _counters(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
-        if self.shape.is_own_command:
+        if not self.shape.has_plan:
             return self._readings(steps)
         if not any(history.counters for history in self.histories):
             return {}
@@ -313,7 +313,7 @@ class RunReader:
         return series
 
     def _readings(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
-        """Return the counters of a command of the user's own: its memory."""
+        """Return the counters of a run without a plan: its memory."""
         series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in READINGS}
         for rank, history in enumerate(self.histories):
             for event in history.usage:
@@ -330,8 +330,8 @@ class RunReader:
             rank: history.stall
             for rank, history in enumerate(self.histories)
             if history.stall is not None
-            # The nodes of a command of the user's own number the step that hangs each by its own ranks.
-            and (history.stall.step > last or (history.is_hung and self.shape.is_own_command))
+            # Without a plan, nodes number the step that hangs each by its own ranks.
+            and (history.stall.step > last or (history.is_hung and not self.shape.has_plan))
         }
         if now is not None and any(now - self.histories[rank].stalled_at < SILENT_S for rank in found):
             return {}

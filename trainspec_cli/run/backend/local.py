@@ -8,7 +8,7 @@ from dataclasses import replace
 from trainspec_cli.core.environment_names import GENERATION
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.node_processes import NodeProcesses
-from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, Start, poll_starts
+from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, RunningStart, poll_starts
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import create_secret
 from trainspec_cli.run.job.job import LOOPBACK, Job
@@ -30,7 +30,7 @@ class LocalBackend:
         if plan and self._groups > 1:
             self._open_rendezvous(plan)
         self._processes = NodeProcesses(self._job, plan)
-        self._starts: dict[int, Start] = {}
+        self._starts: dict[int, RunningStart] = {}
         self._unreported: list[Event] = [PresenceChanged(group, "there") for group in range(self._groups)]
 
     def start(self, group: int, number: int) -> None:

@@ -11,8 +11,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
 
 import psutil
 
@@ -27,11 +29,33 @@ from trainspec_cli.run.folder.generations import note_stop
 from trainspec_cli.run.job.job import Job, node_command, torchrun_command
 from trainspec_cli.run.job.machine import count_oom_kills, usable_memory_bytes
 from trainspec_cli.run.job.place import NodePlace
-from trainspec_cli.wings.own_script.terminal import PassedOutput
+
+
+class PassedThrough(Protocol):
+    """Passes what a program prints through to this terminal as it is, and keeps the program's log."""
+
+    on_first: Callable[[], None]
+    """Called before the first byte is shown."""
+
+    def open(self, log: Path) -> int:
+        """Return the descriptor that one start of the program prints to."""
+
+    def look(self) -> None:
+        """Show what has come since the last look."""
+
+    def begin_line(self) -> None:
+        """End a line that the program has begun, before something else is printed."""
+
+    def finish(self) -> None:
+        """Wait until all that the program has printed is in its log, after its end."""
+
+    def close(self) -> None: ...
 
 
 class NodeProcesses:
-    def __init__(self, job: Job, plan: Plan | None, place: NodePlace | None = None, passed: PassedOutput | None = None):
+    def __init__(
+        self, job: Job, plan: Plan | None, place: NodePlace | None = None, passed: PassedThrough | None = None
+    ):
         """`job` belongs to a generation; of several nodes it is this one's, at `place`. `passed`: shows the output."""
         self._job, self._plan, self._place, self._passed = job, plan, place, passed
         self._guard, self._family = start_guard(job), Family(job)
@@ -63,6 +87,9 @@ class NodeProcesses:
         if group in self._starts:
             self._starts[group].kill()
 
+    def record_hang(self, late: tuple[int, ...]) -> None:
+        """Workers of a recipe have written down themselves where they stand."""
+
     def close(self) -> tuple[int, ...]:
         """Kill what is left on this node, then end the guard; -> the ids of what could not be killed."""
         left = close_family(self._family, self._guard)
@@ -74,7 +101,7 @@ class NodeProcesses:
 class _GroupProcesses:
     """One start of a group."""
 
-    def __init__(self, job: Job, family: Family, group: int, number: int, passed: PassedOutput | None):
+    def __init__(self, job: Job, family: Family, group: int, number: int, passed: PassedThrough | None):
         self._job, self.family, self._group, self._number = job, family, group, number
         self._passed = passed
         self._oom_kills = count_oom_kills()

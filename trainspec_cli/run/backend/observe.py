@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from trainspec_cli.recipe.canonical import Absent
 from trainspec_cli.recipe.keys.fault import parse_faults
@@ -27,11 +28,29 @@ from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery import run_state
 from trainspec_cli.run.recovery.memory import settle
 from trainspec_cli.run.rendezvous.address import Rendezvous
-from trainspec_cli.wings.own_script.start import OwnStart
+
+
+class RunningStart(Protocol):
+    """One start of a replica group, on one node or several; it has ended when its nodes have all reported so."""
+
+    group: int
+    number: int
+
+    def hear(self, node: int, hostname: str, message: ProcessMessage) -> list[run_state.Event]:
+        """Return what a message of one of its nodes means for the run."""
+
+    def lose(self, node: int, number: int, hostname: str, why: str) -> None:
+        """Note that a node is lost, which ends by itself what it runs. `number`: by which the job knows it."""
+
+    def poll(self) -> Iterator[run_state.Event]:
+        """Yield what is new, and the end of the start once it has ended."""
+
+    @property
+    def has_ended(self) -> bool: ...
 
 
 class GroupStart:
-    """One start of a replica group, on one node or several; it has ended when its nodes have all reported so."""
+    """A start of a replica group of a recipe."""
 
     def __init__(self, job: Job, plan: Plan | None, group: int, number: int, nodes: Sequence[int] = (0,)):
         self.group, self.number = group, number
@@ -65,8 +84,7 @@ class GroupStart:
         return [run_state.Orphaned(self.group)]
 
     def lose(self, node: int, number: int, hostname: str, why: str) -> None:
-        """A lost node ends by itself what it runs. A run of one group cannot go on without it. `number`: by which the
-        job knows it."""
+        """A run of one group cannot go on without it."""
         self._failure = WorkerFailure(number, hostname, why, time=0.0, whole_node=True, foreseen=self._is_alone)
         self._running.discard(node)
 
@@ -167,11 +185,7 @@ def _killed_by_kernel(killed: Sequence[WorkerFailure]) -> str:
     return f"{who} was killed by the kernel, because the host's memory had run out"
 
 
-Start = GroupStart | OwnStart
-"""One start of a replica group of a recipe, or of a command of the user's own."""
-
-
-def poll_starts(starts: dict[int, Start]) -> list[run_state.Event]:
+def poll_starts(starts: dict[int, RunningStart]) -> list[run_state.Event]:
     """Return what the starts show; those that have ended leave `starts`."""
     events = [event for start in starts.values() for event in start.poll()]
     for group in [group for group, start in starts.items() if start.has_ended]:

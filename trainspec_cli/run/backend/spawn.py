@@ -50,7 +50,7 @@ def start_guard(job: Job) -> subprocess.Popen[bytes]:
     """Start the guard, before anything of the job is started."""
     environment = {**os.environ, **job.environment, **own_modules()}
     del environment[LAUNCH_ID]  # it must not count itself among those it ends
-    spoken = -1 if job.own else spoken_bytes(job.run)  # nobody knows when a command of the user's own has begun
+    spoken = -1 if job.begins_unseen else spoken_bytes(job.run)
     about = (job.launch_id, job.stop_grace_s, job.root, job.environment.get(GENERATION, 0), spoken)
     return subprocess.Popen(
         [sys.executable, "-m", guard.__name__, *map(str, about)],

@@ -24,7 +24,7 @@ from trainspec_cli.core.errors import MachineError, Problem, WorkerError
 from trainspec_cli.core.trust import create_private, read_private
 from trainspec_cli.recipe.canonical import from_plain, to_plain
 from trainspec_cli.run.folder.files import read_json, write_json
-from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.paths import RECIPE, RunDir
 
 FENCED = "fenced"
 """The code of the error that ends what belongs to an older start."""
@@ -54,22 +54,13 @@ def begin(run: RunDir) -> int:
 
 
 @dataclass(frozen=True)
-class OwnCommandRecord:
-    """A command of the user's own, as every node is to run it."""
+class UnplannedWork:
+    """What every node of a job without a plan is to run."""
 
-    command: tuple[str, ...]
-    """As it was typed on the first node."""
-    name: str
-    port: int
-    """Of the first node, at which its processes meet."""
-    grace_s: float
-    hang_s: float | None
-    silent_s: float | None
-    work_s: float
-    python_path: str
-    """PYTHONPATH of the shell on the first node."""
-    python_safe_path: str
-    """PYTHONSAFEPATH likewise."""
+    kind: str
+    """By which each node looks up who knows how."""
+    work: str
+    """A JSON object of that kind."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +87,12 @@ class GenerationRecord:
     nodes: tuple[int, ...] = ()
     """The job's numbers of its nodes, in the order of their places: from `num_nodes` on they stand by. Empty: each has
     the place of its number."""
-    own: OwnCommandRecord | None = None
-    """None for a recipe."""
+    own: UnplannedWork | None = None
+    """None for a recipe, whose plan says what is to be run."""
+
+    @property
+    def kind(self) -> str:
+        return self.own.kind if self.own else RECIPE
 
     def place_of(self, node: int) -> int:
         """Return the place of the job's node with this number."""

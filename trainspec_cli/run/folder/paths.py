@@ -33,6 +33,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+RECIPE, COMMAND = "recipe", "command"
+"""Kinds of runs: a recipe, which has a plan, or a user's training command, which has none."""
 CHECKPOINT_MANIFEST = "manifest.json"
 _STEP_FOLDER = re.compile(r"step_(\d{8,})")
 

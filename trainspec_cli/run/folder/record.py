@@ -19,7 +19,7 @@ from trainspec_cli.recipe.results.memory import Shortage
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.accounting import Recovery, WallTime
 from trainspec_cli.run.folder.event_types.training import SetFigures
-from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.paths import COMMAND, RECIPE, RunDir
 from trainspec_cli.run.folder.versioned import read_versioned, read_versioned_record, write_versioned
 
 ErrorRecord = TypeVar("ErrorRecord", "WorkerErrorRecord", "NodeErrorRecord")
@@ -102,9 +102,16 @@ def read_data_dir(run: RunDir) -> str | None:
     return data_dir
 
 
-def has_own_command(run: RunDir) -> bool:
-    """Return whether the run is a command of the user's own, which has no plan. Raises UnreadableFileError."""
-    return run.run_json.is_file() and not isinstance(read_run_record(run).command, Absent)
+def kind_of_run(run: RunDir) -> str:
+    """Return the name of the run's kind: RECIPE, or COMMAND, which a wing starts. Raises UnreadableFileError."""
+    if not run.run_json.is_file() or isinstance(read_run_record(run).command, Absent):
+        return RECIPE
+    return COMMAND
+
+
+def has_plan(run: RunDir) -> bool:
+    """Return whether the run follows a plan, which need not be written yet. Raises UnreadableFileError."""
+    return kind_of_run(run) == RECIPE
 
 
 def read_plan(run: RunDir) -> Plan:

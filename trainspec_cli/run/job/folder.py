@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trainspec_cli import __version__
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
-from trainspec_cli.core.reading.files import UnreadableFileError, read_text
+from trainspec_cli.core.reading.files import read_text
 from trainspec_cli.core.reading.spec_version import VERSION_LINE
 from trainspec_cli.core.trust import PRIVATE_FOLDER, check_folder, private_files
 from trainspec_cli.recipe.canonical import Absent, digest, to_plain
@@ -31,7 +31,6 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import (
     Resume,
     RunRecord,
-    has_own_command,
     read_run_record,
     write_plan,
     write_run_record,
@@ -64,26 +63,18 @@ def check_free(run_dir: str, named_by: str = "run.dir") -> None:
         return
     hint = f"choose another {named_by}, or leave it out"
     check_folder(root, hint)
-    _check_no_run(root, named_by)
+    check_no_run(root, named_by)
     if not root.is_dir() or any(root.iterdir()):
         raise RecipeError(Problem("run_exists", f"{root} exists and is not an empty folder", named_by, hint))
 
 
-def _is_own_run(run: RunDir) -> bool:
-    try:
-        return has_own_command(run)
-    except UnreadableFileError:  # `resume` says what is wrong with it
-        return False
-
-
-def _check_no_run(root: Path, named_by: str = "run.dir") -> None:
+def check_no_run(root: Path, named_by: str = "run.dir") -> None:
+    """Raise RecipeError where the folder holds a run."""
     if RunDir(root).run_json.exists():
         run = RunDir(root)
         hint = f"go on with it: trainspec resume {shlex.quote(str(root))}; or choose another {named_by}"
         if run.job_sbatch.is_file():
             hint = f"go on with it: sbatch {shlex.quote(str(run.job_sbatch))}; or choose another {named_by}"
-        elif _is_own_run(run):
-            hint = f"choose another folder with {named_by}; the command continues from its own checkpoint"
         raise RecipeError(Problem("run_exists", f"{root} holds a run already", named_by, hint))
 
 
@@ -119,7 +110,7 @@ def write_launch(
     To be called while the run is claimed; raises RecipeError where another launch was there before.
     """
     run = job.run
-    _check_no_run(run.root)
+    check_no_run(run.root)
     write_text(run.composed_yaml, VERSION_LINE + origin.composed_yaml)
     write_json(run.versions_json, versions())
     _keep_small_files(plan.spec, run)
@@ -138,38 +129,8 @@ def write_launch(
     remember_run(run, plan.spec.run.name)
 
 
-def write_own_launch(job: Job, name: str, argv: Sequence[str]) -> None:
-    """Write what a command of the user's own is started with, as `write_launch` does for a recipe."""
-    run = job.run
-    _check_no_run(run.root, "--dir")
-    write_json(run.versions_json, versions())
-    write_text(run.command_txt, render_command(job.command, job.environment, Path.cwd()))
-    assert job.own is not None, "it is the user's own"
-    record = RunRecord(
-        recipe=name,
-        argv=tuple(argv),
-        trainspec=__version__,
-        created_at=time.time(),
-        data_dir=None,
-        git=git_state(Path.cwd()),
-        command=job.own.command,
-    )
-    write_run_record(run, record)
-    remember_run(run)
-
-
-def write_own_resume(job: Job, argv: Sequence[str], from_step: int) -> None:
-    """Write down that a command of the user's own is started again in its run; what the last start left of its end is
-    cleared away."""
-    run = job.run
-    _clear_end(run)
-    write_text(run.command_txt, render_command(job.command, job.environment, Path.cwd()))
-    record = read_run_record(run)
-    resume = Resume(tuple(argv), __version__, time.time(), from_step)
-    write_run_record(run, replace(record, resumes=(*record.resumes, resume)))
-
-
-def _clear_end(run: RunDir) -> None:
+def clear_end(run: RunDir) -> None:
+    """Remove what the last start left of its end."""
     for report in run.errors_folder.glob("*.json"):
         report.unlink()
     run.result_json.unlink(missing_ok=True)
@@ -214,7 +175,7 @@ def write_resume(
     record = replace(record, digest=digest(plan.spec), memory_secret=secret)
     if data_folder is not None:
         record = replace(record, data_dir=str(data_folder.absolute()))
-    _clear_end(run)
+    clear_end(run)
     _write_start(job, plan, kernels)
     write_run_record(run, record)
 

@@ -17,7 +17,6 @@ from trainspec_cli.core.environment_names import GENERATION, LAUNCH_ID
 from trainspec_cli.core.trust import make_folder
 from trainspec_cli.plan.memory.caching_allocator import grows_segments
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.keys.run import RunSection
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RunDir
@@ -29,26 +28,6 @@ ENGINE = ("-m", "trainspec_cli.engine")
 LOOPBACK = "127.0.0.1"
 COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 _TORCHRUN = (sys.executable, "-m", "trainspec_cli.engine.comm.torchrun")
-
-
-@dataclass(frozen=True)
-class OwnCommand:
-    """What is wanted of a job that runs a command of the user's own."""
-
-    command: tuple[str, ...]
-    """As it was typed."""
-    name: str
-    """Its script, for people."""
-    max_restarts: int
-    """Starts after failures, in the whole job."""
-    hang_s: float | None
-    """A run that shows no sign of work for so long is hung; None: nobody ends it."""
-    silent_s: float | None
-    """The same where no step is counted, or none yet."""
-    work_s: float
-    """A start of which no step is counted has made progress once it has worked for so long."""
-    join_timeout_s: float = RunSection.join_timeout_s
-    """As `run.join_timeout_s` of a recipe."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +50,18 @@ class Job:
     """The numbers of several nodes, in the order of their places; those beyond the plan's nodes stand by."""
     left_out: tuple[int, ...] = ()
     """Numbers of nodes that take no part any more, since they were too slow."""
-    own: OwnCommand | None = None
-    """None for a recipe, or a tool of the engine: torchrun is trainspec's own."""
+    program: str = "torchrun"
+    """The name of what is started on a node, for people."""
+    log: str = "torchrun.log"
+    """The name of the file, on each node, that holds the output of what is started there."""
+    max_restarts: int | None = None
+    """Starts after failures in the whole job, where a number limits them; None: the plan's resilience decides."""
+    earlier_steps: int = 0
+    """Steps of earlier starts, of a job whose checkpoints trainspec does not know."""
+    join_timeout_s: float | None = None
+    """How long the nodes wait for one another; None: as the plan has it."""
+    begins_unseen: bool = False
+    """It may have something to save before it has written an event."""
 
     @property
     def run(self) -> RunDir:
@@ -80,14 +69,8 @@ class Job:
 
     @property
     def torchrun_log(self) -> Path:
-        """The output of torchrun itself, or of what starts the nodes' agents; of a command of the user's own, all that
-        it prints on this node."""
-        return self.logs / ("output.log" if self.own and not self.nodes else "torchrun.log")
-
-    @property
-    def program(self) -> str:
-        """The name of what is started, for people."""
-        return self.own.name if self.own else "torchrun"
+        """The output of what is started on this node, or of what starts the nodes' agents."""
+        return self.logs / ("torchrun.log" if self.nodes else self.log)
 
     @property
     def launch_id(self) -> str:

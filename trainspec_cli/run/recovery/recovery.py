@@ -84,12 +84,12 @@ def begin(
     checkpoint_step: int = 0,
     presence: Presence = "awaited",
     memory_ladder: tuple[MemorySetting, ...] = (),
-    own_restarts: int | None = None,
+    restarts_left: int | None = None,
 ) -> RunState:
     """Return the state of a run of which nothing has been started yet."""
     every = (GroupState(presence=presence),) * groups
     return RunState(
-        *(resilience, every, stop_grace_s, checkpoint_step), memory_ladder=memory_ladder, own_restarts=own_restarts
+        *(resilience, every, stop_grace_s, checkpoint_step), memory_ladder=memory_ladder, restarts_left=restarts_left
     )
 
 
@@ -245,9 +245,9 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
         state, actions, words = _take(state, event, taken)
         state = _change(state, 0, needs_generation=True)
         return state, (*actions, Inform(f"{event.headline}; the run goes on from step {event.checkpoint_step} {words}"))
-    over = over or _comes_again(group, event, is_own=state.own_restarts is not None)
-    if state.own_restarts is not None:
-        return (state, ()) if over else _run_own_again(state, event)
+    over = over or _comes_again(group, event, has_budget=state.restarts_left is not None)
+    if state.restarts_left is not None:
+        return (state, ()) if over else _restart_of_budget(state, event)
     if over or not may_restart(state.resilience, group.restarts_s, state.now_s):
         return state, ()
     state, _ = _wait(state, 0)
@@ -256,10 +256,10 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
     return state, (Inform(f"{event.headline}; the run starts again from {place}"),)
 
 
-def _run_own_again(state: RunState, event: GroupEnded) -> Decision:
-    """Start a command of the user's own again, where its budget has a start left. The same exception at the same place,
+def _restart_of_budget(state: RunState, event: GroupEnded) -> Decision:
+    """Start a job with a fixed number of restarts again, where one is left. The same exception at the same place,
     twice without a further step in between, is a bug of the program: it would come again."""
-    left = state.own_restarts or 0
+    left = state.restarts_left or 0
     group = state.groups[0]
     if event.cause == group.cause != "" and event.reached_step <= group.reached_step and not event.has_worked:
         why = "the start before failed at the same place, and no step further, so that it is not started again"
@@ -267,13 +267,13 @@ def _run_own_again(state: RunState, event: GroupEnded) -> Decision:
     if not left:
         return state, ()
     state = _change(state, 0, cause=event.cause, reached_step=event.reached_step)
-    state, _ = _wait(state._replace(own_restarts=left - 1), 0)
+    state, _ = _wait(state._replace(restarts_left=left - 1), 0)
     state = _change(state, 0, needs_generation=True)
     after = "no other start is left to it" if left == 1 else f"{left - 1} more are left to it"
     return state, (Inform(f"{event.headline}; the command starts again, and {after}"),)
 
 
-def _comes_again(group: GroupState, event: GroupEnded, *, is_own: bool) -> bool:
+def _comes_again(group: GroupState, event: GroupEnded, *, has_budget: bool) -> bool:
     """Return whether another start would most likely end in the same way: an error that was foreseen, or one of the
     run's own that came before a checkpoint was written. What came from outside need not come again: it is followed by
     a start from any checkpoint. SIGKILL is followed by a start from the beginning too, unless the kernel sent it for
@@ -282,7 +282,7 @@ def _comes_again(group: GroupState, event: GroupEnded, *, is_own: bool) -> bool:
         return event.foreseen
     if not event.from_outside:
         return event.checkpoint_step <= group.checkpoint_step
-    if is_own:
+    if has_budget:
         return event.checkpoint_step <= 0
     may_begin_anew = event.was_killed and event.shortage is None and group.failures_in_a_row <= 1
     return event.checkpoint_step <= 0 and not may_begin_anew

@@ -79,9 +79,9 @@ class RunState(NamedTuple):
     """The workers were asked to write a checkpoint and end, and the next start is without this node."""
     left_out: tuple[int, ...] = ()
     """Nodes that were left out."""
-    own_restarts: int | None = None
-    """Of a command of the user's own: the starts after failures that are left to it, in all. It keeps its checkpoints
-    itself, so that the steps that it has made stand for them here. None for a recipe."""
+    restarts_left: int | None = None
+    """Starts after failures that are left, of a job that has a number of them and keeps its checkpoints itself: the
+    steps that it has made stand for them here. None: the resilience decides."""
 
     @property
     def is_alone(self) -> bool:

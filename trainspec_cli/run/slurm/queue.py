@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trainspec_cli.core.errors import EXIT_DONE, Interrupted, Stopped, WorkerError
 from trainspec_cli.core.reading.files import read_field
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import NodeErrorRecord, WorkerErrorRecord, has_own_command, read_error
+from trainspec_cli.run.folder.record import NodeErrorRecord, WorkerErrorRecord, read_error
 from trainspec_cli.run.folder.versioned import read_versioned, write_versioned
 from trainspec_cli.run.slurm import commands as slurm
 
@@ -74,9 +74,11 @@ def is_preempted(job: Mapping[str, str]) -> bool:
     return job.get("PreemptTime", "None") not in ("None", "Unknown")
 
 
-def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool, num_nodes: int) -> Requeue | None:
-    """Requeue for causes that a restart fixes: a time limit, a preemption, a lost node, a hang; not for an error. A
-    command of the user's own that hangs has been started again within its job, as often as it may."""
+def decide(
+    run: RunDir, exit_code: int, *, warned: bool, preempted: bool, num_nodes: int, after_hang: bool = True
+) -> Requeue | None:
+    """Requeue for causes that a restart fixes: a time limit, a preemption, a lost node, a hang (where `after_hang`);
+    not for an error."""
     if preempted and exit_code != EXIT_DONE:  # workers that had not begun yet die of the signal: that is no failure
         return Requeue("it was preempted")
     if warned and exit_code in (Stopped.exit_code, Interrupted.exit_code):
@@ -90,6 +92,6 @@ def decide(run: RunDir, exit_code: int, *, warned: bool, preempted: bool, num_no
         all_at_once = len(lost) == num_nodes  # no single node is at fault
         return Requeue(f"{names} was lost", [] if all_at_once else [node.host for node in lost if node.host])
     hung = (read_error(path, WorkerErrorRecord).code == HUNG for path in run.errors_folder.glob("rank*.json"))
-    if not has_own_command(run) and any(hung):
+    if after_hang and any(hung):
         return Requeue("a step hung")
     return None

@@ -51,7 +51,8 @@ def launch(
     loaded = load([*arguments, *nodes.as_arguments])
     wanted = loaded.spec.run.dir
     if nodes.reach(loaded.spec, wanted) and not nodes.is_first:
-        return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=loaded.spec.run.join_timeout_s)
+        wait_s = loaded.spec.run.join_timeout_s
+        return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=wait_s)
     session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
     check_free(wanted)
     check_name_free(loaded.spec.run.name)

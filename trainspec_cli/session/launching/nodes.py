@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import shlex
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.core.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError, WorkerError
 from trainspec_cli.core.trust import check_tree
 from trainspec_cli.core.units import format_duration
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.run import RunSection, RunSpec
 from trainspec_cli.report.live import LiveView
 from trainspec_cli.run.backend.nodes.agent import run_agent
-from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, JOIN_OPTION, Reach, agent_command, reach_from_here
+from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, reach_from_here
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord
-from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import read_plan, read_result
-from trainspec_cli.run.slurm import commands as slurm
+from trainspec_cli.run.folder.paths import RECIPE, RunDir
+from trainspec_cli.run.folder.record import RunResult, read_plan, read_result
 from trainspec_cli.session.console import RunConsole
 
 RETRY_S = 0.5
@@ -63,37 +61,14 @@ class NodeOptions:
             message = f"`cluster.num_nodes` is {nodes}, and this command starts one node"
             raise RecipeError(Problem("several_hosts", message, "cluster.num_nodes", hint))
         spares = spec.cluster.reliability.spare_nodes or 0
-        reach = self._reach(self.endpoint, nodes, spares, hint, spec.run.join_timeout_s)
+        reach = self.reach_at(self.endpoint, nodes, spares, hint, spec.run.join_timeout_s)
         if run_dir == AUTO:
             message = "`run.dir` is auto, and the nodes would each make a folder of their own"
             hint = "type run.dir=<a folder that all nodes share>"
             raise RecipeError(Problem("missing_value", message, "run.dir", hint))
         return reach
 
-    def reach_for_command(self, run_dir: str, join_timeout_s: float) -> Reach | None:
-        """Return likewise how the nodes of a command of the user's own reach one another. Raises RecipeError."""
-        example = "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT --dir <a shared folder> -- COMMAND"
-        hint = f"on each node: trainspec run {example}"
-        if self.of_slurm:
-            return Reach(slurm.own_address() if self.is_first else "", agent_command(0), None, join_timeout_s)
-        if self.nnodes is None or self.nnodes == 1:
-            if self.endpoint is not None or self.node_rank:
-                option = "--node-rank" if self.node_rank else "--rdzv-endpoint"
-                message = f"{option} is of several nodes, and --nnodes is {self.nnodes or 'not given'}"
-                raise RecipeError(Problem("usage", message, option, hint))
-            return None
-        if self.nnodes < 1:
-            raise RecipeError(Problem("usage", f"--nnodes is {self.nnodes}; it is 1 or more", "--nnodes", hint))
-        if self.endpoint is None:
-            message = f"--nnodes is {self.nnodes}, and --rdzv-endpoint, where the nodes meet, is not given"
-            raise RecipeError(Problem("several_hosts", message, "--rdzv-endpoint", hint))
-        reach = self._reach(self.endpoint, self.nnodes, 0, hint, join_timeout_s)
-        if run_dir == AUTO:
-            message = "--dir is not given, and the nodes would each make a folder of their own"
-            raise RecipeError(Problem("missing_value", message, "--dir", "type --dir <a folder that all nodes share>"))
-        return reach
-
-    def _reach(self, endpoint: str, nodes: int, spares: int, hint: str, join_timeout_s: float) -> Reach:
+    def reach_at(self, endpoint: str, nodes: int, spares: int, hint: str, join_timeout_s: float) -> Reach:
         host, _, port = endpoint.rpartition(":")
         if not host or not port.isdigit() or not 0 < int(port) < 2**16:
             raise RecipeError(Problem("usage", f"--rdzv-endpoint is `{endpoint}`; HOST:PORT is needed", hint=hint))
@@ -104,28 +79,52 @@ class NodeOptions:
         return reach_from_here(endpoint, join_timeout_s)
 
 
+def exit_code_of(result: RunResult | None) -> int:
+    return WorkerError.exit_code if result is None or result.exit_code is None else result.exit_code
+
+
+def check_recipe(run: RunDir, record: GenerationRecord) -> None:
+    """Raise RecipeError where the first node runs something else than a recipe."""
+    if record.kind != RECIPE:
+        message = f"{run.root} holds no run of a recipe: the first node runs a {record.kind}"
+        raise RecipeError(Problem("usage", message, hint="give the same command on each node"))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a node expects of the run that it joins; by default a recipe's."""
+
+    check: Callable[[RunDir, GenerationRecord], None] = check_recipe
+    """Raises RecipeError for a run that is not what this node was to take part in."""
+    exit_code: Callable[[RunResult | None], int] = exit_code_of
+    """Takes the result, where the first node has left one."""
+    folder: str = "run.dir"
+    """What names the run's folder, as it is typed."""
+    join_key: str = JOIN_KEY
+    """What sets how long nodes wait for one another."""
+    of_slurm: bool = False
+    """srun joins the output of all nodes, so that the first one's progress is seen."""
+
+
 def join(
     run_dir: str,
     node: int,
     console: RunConsole,
-    command: Sequence[str] = (),
     *,
     wait_s: float = RunSection.join_timeout_s,
-    of_slurm: bool = False,
+    joined: Joined = Joined(),
 ) -> int:
     """Take part as node `node` (not the first) in a run that the first node starts; return the run's exit code.
 
     Takes part in every start that the first node makes, until the run has a result. Raises MachineError where the
-    first node is not found, and where others can write in the run's folder. `command`: the user's own, where the run
-    is one of those; raises RecipeError where the first node runs another one. `wait_s`: the time in which
-    the first node must have started. `of_slurm`: srun joins the output of all nodes, so that the first one's progress
-    is seen.
+    first node is not found, and where others can write in the run's folder. `wait_s`: the time in which the first node
+    must have started.
     """
     run, served = RunDir(Path(run_dir).absolute()), 0
-    deadline, refusal = time.monotonic() + wait_s, _no_first_node(run, wait_s, command, of_slurm=of_slurm)
+    deadline, refusal = time.monotonic() + wait_s, _no_first_node(run, wait_s, joined)
     where = f"in {run.root}" if run.root.is_dir() else f"to make {run.root}, which is not seen here yet"
-    key = JOIN_OPTION if command else JOIN_KEY
-    console.report(f"node {node}: waiting for the first node {where} (up to {format_duration(wait_s)}; {key})")
+    limit = f"up to {format_duration(wait_s)}; {joined.join_key}"
+    console.report(f"node {node}: waiting for the first node {where} ({limit})")
     while time.monotonic() < deadline and not (served and run.result_json.is_file()):
         generation = generations.newest(run)
         if generation > served:
@@ -134,12 +133,12 @@ def join(
                 with console.stopping_run_without_reader(lambda: None), ExitStack() as shown:
 
                     def begin(record: GenerationRecord, shown: ExitStack = shown) -> None:
-                        _check_command(run, record, command)
+                        joined.check(run, record)
                         logs = Path(record.logs) / f"node{record.place_of(node):05d}"
                         console.report(
                             f"node {node}: takes part in start {record.generation}; its output goes to {logs}"
                         )
-                        if not of_slurm:
+                        if not joined.of_slurm:
                             shown.enter_context(_showing_progress(run, record, console))
 
                     run_agent(run, generation, node, begin)
@@ -151,18 +150,14 @@ def join(
         raise refusal
     result = read_result(run)
     console.report(f"node {node}: {f'the run is {result.status}' if result else 'the first node has left no result'}")
-    if command:
-        codes = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
-        return codes.get(result.status, WorkerError.exit_code) if result else WorkerError.exit_code
-    return WorkerError.exit_code if result is None or result.exit_code is None else result.exit_code
+    return joined.exit_code(result)
 
 
 @contextmanager
 def _showing_progress(run: RunDir, record: GenerationRecord, console: RunConsole) -> Iterator[None]:
     """Show the run's progress during the block, as the first node does: from the events of rank 0, in the folder that
     the nodes share. A thread reads them, so that a file system that stalls does not keep the agent from its hub."""
-    view = LiveView(run, None if record.own else read_plan(run), console)
-    ended = threading.Event()
+    view, ended = LiveView(run, None if record.own else read_plan(run), console), threading.Event()
 
     def watch() -> None:
         try:
@@ -182,19 +177,10 @@ def _showing_progress(run: RunDir, record: GenerationRecord, console: RunConsole
         thread.join(RESULT_TIMEOUT_S)
 
 
-def _check_command(run: RunDir, record: GenerationRecord, command: Sequence[str]) -> None:
-    """Raise RecipeError where the first node runs another command."""
-    firsts = record.own.command if record.own else ()
-    if tuple(command) != firsts:
-        known = f"the first node runs {shlex.join(firsts)}" if firsts else f"{run.root} holds the run of a recipe"
-        message = f"{known}, and here it is {shlex.join(command)}" if command else known
-        raise RecipeError(Problem("usage", message, "COMMAND", "give the same command on each node"))
-
-
-def _no_first_node(run: RunDir, wait_s: float, command: Sequence[str], *, of_slurm: bool) -> MachineError:
+def _no_first_node(run: RunDir, wait_s: float, joined: Joined) -> MachineError:
     """Its hint has the words of the command that was typed: `trainspec launch`, `trainspec run`, or that under srun."""
     message = f"no first node was found in {run.root} within {wait_s:g} s"
-    folder, longer = ("--dir", JOIN_OPTION) if command else ("run.dir", JOIN_KEY)
-    first = "see what task 0 of srun printed" if of_slurm else "start the first node too: --node-rank 0"
-    hint = f"{first}; {folder} must be the same folder, on a file system that all nodes share; {longer} waits longer"
+    first = "see what task 0 of srun printed" if joined.of_slurm else "start the first node too: --node-rank 0"
+    same = f"{joined.folder} must be the same folder, on a file system that all nodes share"
+    hint = f"{first}; {same}; {joined.join_key} waits longer"
     return MachineError(Problem("no_first_host", message, hint=hint, environment=True))

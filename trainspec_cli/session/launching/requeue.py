@@ -1,5 +1,4 @@
-"""Whether a Slurm job goes back to the queue when its run has ended, and how: the same for a recipe and for a command
-of the user's own."""
+"""Whether a Slurm job goes back to the queue when its run has ended, and how: the same for all kinds of runs."""
 
 from __future__ import annotations
 
@@ -14,11 +13,9 @@ from types import FrameType
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.recipe.keys.cluster import SlurmSpec
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import has_own_command, read_plan
 from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.run.slurm.queue import decide, is_over, is_preempted
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.wings.own_script.slurm_job import read_own_job
 
 AVOID_S = 5.0
 """Slurm leaves a job that it has requeued some seconds to end (KillWait, 30 by default)."""
@@ -32,16 +29,8 @@ class Limits:
     max_requeues: int = SlurmSpec.max_requeues
     exclude: str | None = None
     """Nodes that the user avoids."""
-
-
-def limits_of(run: RunDir) -> Limits:
-    """Return what `trainspec sbatch` was asked for."""
-    if has_own_command(run):
-        own = read_own_job(run)
-        return Limits(own.num_nodes, own.max_requeues, own.exclude)
-    plan = read_plan(run)
-    options = plan.spec.cluster.slurm
-    return Limits(plan.num_nodes, options.max_requeues, options.exclude)
+    after_hang: bool = True
+    """A run that hung goes back; False: it was started again within the job, as often as it may."""
 
 
 class TimeWarning:
@@ -69,7 +58,8 @@ def requeue_if_of_use(
 def _requeue(run: RunDir, job_id: str, code: int, limits: Limits, *, warned: bool, console: PrintableConsole) -> None:
     """Raises MachineError."""
     done, job = restarts(), slurm.show(job_id)
-    again = decide(run, code, warned=warned, preempted=is_preempted(job), num_nodes=limits.num_nodes)
+    about = {"warned": warned, "preempted": is_preempted(job), "after_hang": limits.after_hang}
+    again = decide(run, code, num_nodes=limits.num_nodes, **about)
     if again is None or is_over(job, done) or job.get("BatchFlag") == "0":  # an interactive job cannot go back
         return
     if job.get("Requeue", "1") == "0":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,21 +19,27 @@ from trainspec_cli.recipe.rules.engine import check_engine, close_axes
 from trainspec_cli.recipe.rules.kernels import check_kernels
 from trainspec_cli.recipe.rules.optim import describe_other_blocks
 from trainspec_cli.recipe.structure import build
+from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.memory import newest_copy
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import has_own_command, read_data_dir, read_plan_of_all_nodes, read_run_record
+from trainspec_cli.run.folder.record import read_data_dir, read_plan, read_plan_of_all_nodes, read_run_record
+from trainspec_cli.run.job.folder import storage
 from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.recovery.memory import rank_setting, with_reliefs
-from trainspec_cli.session.console import RunConsole, make_console
+from trainspec_cli.run.signals import StopRequests
+from trainspec_cli.run.slurm import commands as slurm
+from trainspec_cli.run.slurm.placing import HOSTFILE, arrange, has_switches
+from trainspec_cli.run.slurm.script import places_nodes
+from trainspec_cli.session.console import PrintableConsole, RunConsole, make_console
 from trainspec_cli.session.launching.changes import count_more_steps, find_fixed, prepare_changed_data, trained_samples
 from trainspec_cli.session.launching.detach import check_detachable, describe_detached, resume_detached
+from trainspec_cli.session.launching.kinds import kind_of
 from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.session import Session, start
 from trainspec_cli.session.recipe.data import check_data_of
 from trainspec_cli.session.recipe.load import Loaded, follows, plan_on, require, this_machine
 from trainspec_cli.session.runs.find import find_own_run
-from trainspec_cli.wings.own_script.launching import resume_command
 
 if TYPE_CHECKING:
     from trainspec_cli.run.backend.nodes.backend import Reach
@@ -53,9 +60,21 @@ def resume(
 ) -> int:
     """Continue a run, as its first node or as another that joins it; return the run's exit code. With `detach`, 0 as
     soon as the run goes on in a process of its own."""
-    run, console = find_own_run(name), make_console(as_json=as_json)
-    if has_own_command(run):
-        return resume_command(run, changes, nodes, notify, as_json=as_json, detach=detach)
+    run = find_own_run(name)
+    return kind_of(run).resume(run, changes, nodes, notify, force=force, as_json=as_json, detach=detach)
+
+
+def resume_recipe(
+    run: RunDir,
+    changes: Sequence[str],
+    nodes: NodeOptions,
+    notify: Notify,
+    *,
+    force: bool,
+    as_json: bool,
+    detach: bool,
+) -> int:
+    console = make_console(as_json=as_json)
     session = replace(prepare_resume(run, changes, nodes, console, force=force, as_json=as_json), notify=notify)
     if not nodes.is_first and session.reach:
         wait_s = session.plan.spec.run.join_timeout_s
@@ -104,6 +123,26 @@ def prepare_unchanged(
     check_unfinished(run, plan.spec)
     machine = detect(look_for_gpus=plan.device == "cuda")
     return Session(plan, machine, run, console, reach, force=force, as_json=as_json)
+
+
+def run_recipe_in_job(run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
+    """Begin the run on the nodes of its Slurm job, or continue it; return its exit code. Raises TrainspecError where it
+    is refused, or fails."""
+    place_nodes(run, read_plan(run), console)
+    return start(prepare_unchanged(run, reach, console, force=force), requests)
+
+
+def place_nodes(run: RunDir, plan: Plan, console: PrintableConsole) -> None:
+    """Number the job's nodes by their switches, where the plan depends on that. Raises MachineError."""
+    if plan.blueprint is None or not places_nodes(plan):
+        return
+    addresses = slurm.topology_addresses(plan.num_nodes)
+    if not has_switches(addresses):
+        console.print("nodes are placed in Slurm's own order: it knows no switches above them (topology/tree)")
+    hosts = arrange(addresses, slurm.own_name(), plan.blueprint.node_places)
+    with storage(str(run.root)):
+        write_text(run.hosts_txt, "\n".join(hosts) + "\n")
+    os.environ[HOSTFILE] = str(run.hosts_txt.absolute())
 
 
 def _reach(run: RunDir, spec: RunSpec, changes: Sequence[str], nodes: NodeOptions) -> Reach | None:

@@ -17,7 +17,7 @@ from trainspec_cli.run.folder.event_types.training import EvalEvent, StepEvent
 from trainspec_cli.run.folder.events import EventTail, read_sound
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import has_own_command, read_composed
+from trainspec_cli.run.folder.record import has_plan, read_composed
 from trainspec_cli.run.job.claim import is_running
 from trainspec_cli.session.runs.find import collect_run, find_run, refusing_closed, status_of_run
 
@@ -61,8 +61,8 @@ def composed_of(report: Report) -> str:
 def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict, ...]:
     """Return the verdicts on a run; none on one that was not planned yet. The planner is asked what would help one that
     nothing slows: that takes as long as its search."""
-    is_own = has_own_command(run)
-    if not (is_own or run.plan_json.is_file()):
+    planned = has_plan(run)
+    if planned and not run.plan_json.is_file():
         return ()
     from trainspec_cli.report.diagnosis.conclude import conclude, with_evaluations
     from trainspec_cli.report.diagnosis.gather import read_run  # loads numpy, as the watch does
@@ -70,9 +70,9 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
 
     reader = read_run(run)
     evidence = reader.evidence(time.time() if is_running(run) else None)
-    asks_planner = asks_planner and not is_own
+    asks_planner = asks_planner and planned
     verdicts = conclude(evidence, partial(outlook_of, run, reader)) if asks_planner else conclude(evidence)
-    if not is_own:
+    if planned:
         steps, steps_s, evaluations = 0, 0.0, []
         for event in read_sound(run.events(0)):
             if isinstance(event, StepEvent):

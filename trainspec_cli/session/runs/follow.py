@@ -20,7 +20,7 @@ from trainspec_cli.report.runs import QUEUED
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.folder.events import TAIL_BYTES
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import has_own_command, read_plan
+from trainspec_cli.run.folder.record import has_plan, read_plan
 from trainspec_cli.run.job.claim import Owner, find_owner, is_running
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs.find import status_of_run
@@ -34,7 +34,7 @@ def watch(run: RunDir, console: PrintableConsole) -> str:
     RecipeError where it is not running."""
     if not is_running(run):
         raise _not_running(run, f"see how it went: trainspec report {_quoted(run)}")
-    plan = None if has_own_command(run) else read_plan(run)
+    plan = read_plan(run) if has_plan(run) else None
     with LiveView(run, plan, console, last_bytes=TAIL_BYTES) as view:
         while is_running(run):
             view.watch(stop_requested=False)

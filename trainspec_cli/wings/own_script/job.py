@@ -17,22 +17,27 @@ from pathlib import Path
 
 from trainspec_cli.core.environment_names import GENERATION, LAUNCH_ID, OWN_PATH, OWN_SAFE_PATH, PROGRESS
 from trainspec_cli.core.errors import Problem, RecipeError, closest
+from trainspec_cli.core.reading.files import parse_json, unreadable
+from trainspec_cli.recipe.canonical import canonical_json, from_plain, to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSection
-from trainspec_cli.run.folder.generations import GenerationRecord, OwnCommandRecord
-from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.generations import GenerationRecord, UnplannedWork
+from trainspec_cli.run.folder.paths import COMMAND, RunDir
+from trainspec_cli.run.folder.versioned import read_versioned, write_versioned
 from trainspec_cli.run.job.job import (
     Job,
-    OwnCommand,
     growing_segments,
     keep_freed_memory,
     next_log_folder,
     own_modules,
 )
 from trainspec_cli.run.job.place import NodePlace, interface_of, own_address
+from trainspec_cli.wings.own_script.journal import count_steps
 
 HOOK = Path(__file__).parent / "hook"
 """The folder on PYTHONPATH."""
+OUTPUT_LOG = "output.log"
+"""All that the command prints on a node."""
 
 PROCESS_OPTIONS = ("--nproc-per-node", "--nproc_per_node", "--num_processes", "--num-processes", "--num_gpus")
 """Options by which torchrun, accelerate and deepspeed are told how many processes to start here."""
@@ -46,18 +51,56 @@ _LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What `trainspec run` is asked for, beside the command."""
+    """What `trainspec run` is asked for, besides the command."""
 
     max_restarts: int
+    """Starts after failures, in the whole job."""
     grace_s: float
     hang_s: float | None
-    """None: never ended for a hang."""
+    """A run that shows no sign of work for this many seconds hangs; None: it is never ended for that."""
     silent_s: float | None
     """The same where no step is counted, or none yet."""
     work_s: float
-    """What no step is counted of is started again after it has worked for so long."""
+    """A start without counted steps has made progress once it has worked for this many seconds."""
     join_timeout_s: float = RunSection.join_timeout_s
     """Of several nodes: how long the first waits for the others, and they for it."""
+
+
+@dataclass(frozen=True)
+class OwnCommandRecord:
+    """A command of the user's own, as every node is to run it."""
+
+    command: tuple[str, ...]
+    """As it was typed on the first node."""
+    wanted: Wanted
+    port: int
+    """Of the first node, at which its processes meet."""
+    python_path: str
+    """PYTHONPATH of the shell on the first node."""
+    python_safe_path: str
+    """PYTHONSAFEPATH likewise."""
+
+
+@dataclass(frozen=True)
+class OwnJob:
+    num_nodes: int
+    wanted: Wanted
+    max_requeues: int
+    exclude: str | None
+    """Nodes that the user avoids."""
+
+
+def write_own_job(run: RunDir, job: OwnJob) -> None:
+    write_versioned(run.own_job_json, to_plain(job))
+
+
+def read_own_job(run: RunDir) -> OwnJob:
+    """Raises UnreadableFileError."""
+    try:
+        return from_plain(OwnJob, read_versioned(run.own_job_json))
+    except RecipeError as error:
+        hint = "it is damaged, or another version of trainspec wrote it"
+        raise unreadable(run.own_job_json, f"is no job of this version: {error}", hint) from error
 
 
 def check_command(command: Sequence[str], before: str = "trainspec run") -> None:
@@ -143,7 +186,11 @@ def build_own_job(command: Sequence[str], root: Path, machine: Machine, wanted: 
         world_size=process_count(command) or 1,
         stop_grace_s=wanted.grace_s,
         logs=next_log_folder(RunDir(root).logs),
-        own=_own_command(command, wanted),
+        program=script_name(command),
+        log=OUTPUT_LOG,
+        begins_unseen=True,
+        max_restarts=wanted.max_restarts,
+        earlier_steps=count_steps(RunDir(root)),
     )
 
 
@@ -158,43 +205,32 @@ def build_own_nodes_job(command: Sequence[str], root: Path, start: Sequence[str]
         stop_grace_s=wanted.grace_s,
         logs=next_log_folder(RunDir(root).logs),
         nodes=tuple(range(nodes)),
-        own=_own_command(command, wanted),
-    )
-
-
-def _own_command(command: Sequence[str], wanted: Wanted) -> OwnCommand:
-    return OwnCommand(
-        command=tuple(command),
-        name=script_name(command),
-        max_restarts=wanted.max_restarts,
-        hang_s=wanted.hang_s,
-        silent_s=wanted.silent_s,
-        work_s=wanted.work_s,
         join_timeout_s=wanted.join_timeout_s,
+        program=script_name(command),
+        log=OUTPUT_LOG,
+        begins_unseen=True,
+        max_restarts=wanted.max_restarts,
+        earlier_steps=count_steps(RunDir(root)),
     )
 
 
-def describe_own_command(job: Job, port: int) -> OwnCommandRecord:
+def describe_own_command(command: Sequence[str], wanted: Wanted, port: int) -> UnplannedWork:
     """Return what every node is to run. `port`: of the first node, at which the processes meet."""
-    assert job.own is not None, "it is a command of the user's own"
-    return OwnCommandRecord(
-        command=job.own.command,
-        name=job.own.name,
-        port=port,
-        grace_s=job.stop_grace_s,
-        hang_s=job.own.hang_s,
-        silent_s=job.own.silent_s,
-        work_s=job.own.work_s,
-        python_path=os.environ.get(OWN_PATH, os.environ.get("PYTHONPATH", "")),
-        python_safe_path=os.environ.get(OWN_SAFE_PATH, os.environ.get("PYTHONSAFEPATH", "")),
-    )
+    path = os.environ.get(OWN_PATH, os.environ.get("PYTHONPATH", ""))
+    safe_path = os.environ.get(OWN_SAFE_PATH, os.environ.get("PYTHONSAFEPATH", ""))
+    record = OwnCommandRecord(tuple(command), wanted, port, path, safe_path)
+    return UnplannedWork(COMMAND, canonical_json(to_plain(record)))
+
+
+def read_own_command(record: GenerationRecord) -> OwnCommandRecord:
+    assert record.own is not None and record.kind == COMMAND, "it is a command of the user's own"
+    return from_plain(OwnCommandRecord, parse_json(record.own.work))
 
 
 def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: GenerationRecord) -> Job:
     """Return the part of one node in a job of several, whose generation `record` describes. Raises MachineError where
     the first node's name is not known here."""
-    own = record.own
-    assert own is not None, "it is a command of the user's own"
+    own = read_own_command(record)
     processes = process_count(own.command)
     if processes and takes_all_processes(own.command):
         processes = max(1, processes // place.num_nodes)
@@ -206,13 +242,15 @@ def build_own_node_job(root: Path, machine: Machine, place: NodePlace, record: G
             GENERATION: str(record.generation),
             "PYTHONSAFEPATH": own.python_safe_path,
             **_hook_path(own.python_path),
-            **_environment(own.command, machine, own.grace_s, processes),
+            **_environment(own.command, machine, own.wanted.grace_s, processes),
             **_unless_set(_among_several(own.command, place, own.port)),
         },
         world_size=place.num_nodes,
-        stop_grace_s=own.grace_s,
+        stop_grace_s=own.wanted.grace_s,
         logs=Path(record.logs) / f"node{place.node:05d}",
-        own=OwnCommand(own.command, own.name, 0, own.hang_s, own.silent_s, own.work_s),
+        program=script_name(own.command),
+        log=OUTPUT_LOG,
+        begins_unseen=True,
     )
     added = start_environment(job, record.generation, f"node{place.node:05d}")
     return replace(job, environment={**job.environment, **added})

@@ -1,17 +1,20 @@
-"""`run`: a command of the user's own, unchanged, with what a recipe gets: a folder, restarts, hangs named, a report."""
+"""`run`: a command of the user's own, unchanged, with what a recipe gets: a folder, restarts, hangs named, a report. It
+also resumes such runs, and runs them in Slurm jobs."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from trainspec_cli.core.errors import EXIT_DONE, Problem, RecipeError
+from trainspec_cli import __version__
+from trainspec_cli.core.errors import EXIT_DONE, Problem, RecipeError, Stopped, WorkerError
 from trainspec_cli.core.printable import without_colours
 from trainspec_cli.recipe.canonical import Absent
 from trainspec_cli.recipe.field_types import AUTO
@@ -19,35 +22,37 @@ from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine, SlurmSpec
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.nodes.backend import NodesBackend, Reach
+from trainspec_cli.run.folder.files import write_json, write_text
 from trainspec_cli.run.folder.generations import GenerationRecord
-from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import read_result, read_run_record
+from trainspec_cli.run.folder.known_runs import remember_run
+from trainspec_cli.run.folder.paths import COMMAND, RunDir
+from trainspec_cli.run.folder.record import Resume, RunRecord, RunResult, read_result, read_run_record, write_run_record
 from trainspec_cli.run.job.claim import claim
-from trainspec_cli.run.job.folder import (
-    RUNS,
-    check_free,
-    make_folder,
-    storage,
-    write_own_launch,
-    write_own_resume,
-)
+from trainspec_cli.run.job.folder import RUNS, check_free, check_no_run, clear_end, make_folder, storage
 from trainspec_cli.run.job.job import Job, render_command
 from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.job.place import NodePlace
+from trainspec_cli.run.job.provenance import git_state, versions
 from trainspec_cli.run.notify import NOBODY, Notify
+from trainspec_cli.run.outcome import RunOutcome
 from trainspec_cli.run.signals import StopRequests
+from trainspec_cli.run.supervise import Ending
 from trainspec_cli.session.console import RunConsole, make_console
-from trainspec_cli.session.launching.in_slurm import (
+from trainspec_cli.session.launching.kinds import RunKind, command_to_resume, quoted, shown
+from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join
+from trainspec_cli.session.launching.requeue import Limits
+from trainspec_cli.session.launching.run import run
+from trainspec_cli.wings.own_script.failure import conclude_own
+from trainspec_cli.wings.own_script.in_slurm import (
     describe_place,
     earlier_start,
     find_place,
     heed_no_warning,
+    reach_nodes,
     requeueing,
 )
-from trainspec_cli.session.launching.nodes import NodeOptions, join
-from trainspec_cli.session.launching.run import run
-from trainspec_cli.wings.own_script.backend import OwnCommandBackend
 from trainspec_cli.wings.own_script.job import (
+    OwnJob,
     Wanted,
     build_own_job,
     build_own_node_job,
@@ -56,13 +61,16 @@ from trainspec_cli.wings.own_script.job import (
     check_for_nodes,
     describe_own_command,
     device_name,
+    read_own_command,
+    read_own_job,
     script_name,
     start_environment,
     what_it_opens,
     why_uncounted,
+    write_own_job,
 )
 from trainspec_cli.wings.own_script.journal import newest_step, restarts_left
-from trainspec_cli.wings.own_script.slurm_job import OwnJob, read_own_job, write_own_job
+from trainspec_cli.wings.own_script.start import JOBS, JOIN_OPTION, OwnCommandBackend
 from trainspec_cli.wings.own_script.terminal import PassedOutput
 
 THIS_NODE = NodeOptions()
@@ -95,74 +103,36 @@ def run_command(
         return EXIT_DONE
     if reach and not nodes.is_first:
         heed_no_warning()
-        wait_s = wanted.join_timeout_s
-        return join(run_dir, nodes.node_rank, console, command, wait_s=wait_s, of_slurm=nodes.of_slurm)
+        joined = Joined(partial(_check_same, command), _exit_code_of, FOLDER, JOIN_OPTION, of_slurm=nodes.of_slurm)
+        return join(run_dir, nodes.node_rank, console, wait_s=wanted.join_timeout_s, joined=joined)
     if not again:
         check_free(run_dir, FOLDER)
     with storage(run_dir, FOLDER):
         root = Path(run_dir) if again else make_folder(run_dir, script_name(command), FOLDER)
         # `resume` takes the same options.
         write_own_job(RunDir(root), OwnJob(nodes.nnodes or 1, wanted, SlurmSpec.max_requeues, None))
-        started = Started(_build(command, root, detect(), _left(root, wanted), reach, nodes), reach, notify, as_json)
+        left = _left(root, wanted)
+        job = _build(command, root, detect(), left, reach, nodes)
+        started = Started(job, command, left, reach, notify, as_json)
         return requeueing(RunDir(root), nodes, console, lambda requests: _run(started, console, requests))
 
 
-def resume_command(
-    run_dir: RunDir,
-    changes: Sequence[str],
-    nodes: NodeOptions,
-    notify: Notify = NOBODY,
-    *,
-    as_json: bool,
-    detach: bool = False,
-) -> int:
-    """Start the command of a run again in its folder, with the options that it had; return this command's exit code.
-    It continues from its own checkpoint, which for a script that has attached itself lies in the folder. Raises
-    RecipeError where nothing is left to do."""
-    record = read_run_record(run_dir)
-    assert not isinstance(record.command, Absent), "it is a command of the user's own"
-    name = shlex.quote(str(run_dir.root))
-    anew = f"to start it anew: trainspec run -- {shlex.join(record.command)}"
-    if run_dir.job_sbatch.is_file():
-        message, hint = (
-            "was made for Slurm",
-            f"give its job to Slurm again: sbatch {shlex.quote(str(run_dir.job_sbatch))}",
-        )
-        raise RecipeError(Problem("own_command", f"the run in {run_dir.root} {message}", hint=hint))
-    if not run_dir.own_job_json.is_file():
-        raise RecipeError(Problem("own_command", f"an earlier version made the run in {run_dir.root}", hint=anew))
-    asked = read_own_job(run_dir)
-    if asked.num_nodes > 1 or nodes != THIS_NODE:
-        message = f"the run in {run_dir.root} is a command on several nodes, which is not resumed"
-        raise RecipeError(Problem("own_command", message, hint=anew))
-    if changes or detach:
-        what = f"`{changes[0]}` is of a recipe" if changes else "--detach is of a recipe"
-        message = f"{what}, and the run in {run_dir.root} is a command of your own"
-        raise RecipeError(Problem("own_command", message, hint=f"type trainspec resume {name}"))
-    result = read_result(run_dir)
-    if result and result.status == "done":
-        raise RecipeError(Problem("nothing_left", f"the run in {run_dir.root} is done", hint=anew))
-    check_command(record.command)
-    console = make_console(as_json=as_json)
-    with storage(str(run_dir.root), FOLDER):
-        job = build_own_job(record.command, run_dir.root, detect(), _left(run_dir.root, asked.wanted))
-        started = Started(job, None, notify, as_json)
-        return requeueing(run_dir, THIS_NODE, console, lambda requests: _run(started, console, requests))
+def _check_same(command: Sequence[str], run: RunDir, record: GenerationRecord) -> None:
+    """Raise RecipeError where the first node runs another command."""
+    known = f"{run.root} holds the run of a recipe"
+    if record.kind == COMMAND:
+        firsts = read_own_command(record).command
+        if tuple(command) == firsts:
+            return
+        known = f"the first node runs {shlex.join(firsts)}"
+    message = f"{known}, and here it is {shlex.join(command)}"
+    raise RecipeError(Problem("usage", message, "COMMAND", "give the same command on each node"))
 
 
-def run_in_job(run_dir: RunDir, reach: Reach, console: RunConsole, requests: StopRequests) -> int:
-    """Begin the command that `trainspec sbatch` has written down, or go on with it, on the nodes of its job; return the
-    exit code. Raises TrainspecError where it is done already, or fails."""
-    asked, command = read_own_job(run_dir), read_run_record(run_dir).command
-    assert not isinstance(command, Absent), "it is a command of the user's own"
-    result = read_result(run_dir)
-    if result and result.status == "done":
-        message, hint = f"the run in {run_dir.root} is done", "start it again in another folder: --dir"
-        raise RecipeError(Problem("nothing_left", message, hint=hint))
-    wanted = _left(run_dir.root, asked.wanted)
-    with storage(str(run_dir.root), FOLDER):
-        job = build_own_nodes_job(command, run_dir.root, reach.start, asked.num_nodes, wanted)
-        return _run(Started(job, reach), console, requests)
+def _exit_code_of(result: RunResult | None) -> int:
+    """Return that of this command, which is not the user's own command's."""
+    codes = {"done": EXIT_DONE, "stopped": Stopped.exit_code}
+    return codes.get(result.status, WorkerError.exit_code) if result else WorkerError.exit_code
 
 
 @dataclass(frozen=True)
@@ -170,6 +140,9 @@ class Started:
     """What one start of a command runs, and who hears of its end."""
 
     job: Job
+    command: Sequence[str]
+    wanted: Wanted
+    """With the restarts that are left."""
     reach: Reach | None
     """None where there is this node alone."""
     notify: Notify = NOBODY
@@ -179,17 +152,18 @@ class Started:
 def _run(started: Started, console: RunConsole, requests: StopRequests) -> int:
     """Write down that the run begins or goes on, and supervise it to its end."""
     job, reach = started.job, started.reach
-    assert job.own is not None, "it is a command of the user's own"
     with claim(job.run, job.launch_id):
         if job.run.run_json.exists():
             write_own_resume(job, sys.argv[1:], newest_step(job.run))
         else:
-            write_own_launch(job, job.own.name, sys.argv[1:])
-        if notes := _notes(job.own.command):
+            write_own_launch(job, started.command, sys.argv[1:])
+        if notes := _notes(started.command):
             console.report(*notes)
         passed = PassedOutput(console.file.fileno()) if console.is_terminal and not reach else None
-        alone = partial(OwnCommandBackend, device_name=device_name(detect()), passed=passed)
-        backend: OpenBackend = partial(NodesBackend, reach=reach, worker=()) if reach else alone
+        describe = partial(describe_own_command, started.command, started.wanted)
+        of_nodes = partial(NodesBackend, worker=(), kind=JOBS, describe_work=describe)
+        alone = partial(OwnCommandBackend, wanted=started.wanted, device_name=device_name(detect()), passed=passed)
+        backend: OpenBackend = partial(of_nodes, reach=reach) if reach else alone
         return run(
             *(job, None, backend, console),
             as_json=started.as_json,
@@ -197,7 +171,36 @@ def _run(started: Started, console: RunConsole, requests: StopRequests) -> int:
             notifies=started.notify,
             output=Output(job),
             passed=passed,
+            run_kind=RUNS_OF_COMMANDS,
         )
+
+
+def write_own_launch(job: Job, command: Sequence[str], argv: Sequence[str]) -> None:
+    """Write down what the command is started with. run.json is last: with it the run exists."""
+    run = job.run
+    check_no_run(run.root, FOLDER)
+    write_json(run.versions_json, versions())
+    write_text(run.command_txt, render_command(job.command, job.environment, Path.cwd()))
+    record = RunRecord(
+        recipe=job.program,
+        argv=tuple(argv),
+        trainspec=__version__,
+        created_at=time.time(),
+        data_dir=None,
+        git=git_state(Path.cwd()),
+        command=tuple(command),
+    )
+    write_run_record(run, record)
+    remember_run(run)
+
+
+def write_own_resume(job: Job, argv: Sequence[str], from_step: int) -> None:
+    """Write down that the command is started again in its run."""
+    clear_end(job.run)
+    write_text(job.run.command_txt, render_command(job.command, job.environment, Path.cwd()))
+    record = read_run_record(job.run)
+    resume = Resume(tuple(argv), __version__, time.time(), from_step)
+    write_run_record(job.run, replace(record, resumes=(*record.resumes, resume)))
 
 
 def _left(root: Path, wanted: Wanted) -> Wanted:
@@ -207,7 +210,7 @@ def _left(root: Path, wanted: Wanted) -> Wanted:
 
 def _check(command: Sequence[str], run_dir: str, nodes: NodeOptions, wanted: Wanted) -> Reach | None:
     """Return how the nodes are reached; None where there is this one alone. Raises RecipeError."""
-    reach = nodes.reach_for_command(run_dir, wanted.join_timeout_s)
+    reach = reach_nodes(nodes, run_dir, wanted.join_timeout_s)
     if reach and nodes.nnodes:
         check_for_nodes(command, nodes.nnodes)
     return reach
@@ -231,14 +234,14 @@ def show_command(
     check_free(run_dir, FOLDER)
     root = RUNS / script_name(command) / "TIME" if run_dir == AUTO else Path(run_dir)
     job = _build(command, root, detect(), wanted, reach, nodes)
-    job = _part_of_node(job, reach, nodes.node_rank) if reach else job
+    job = _part_of_node(command, wanted, job, reach, nodes.node_rank) if reach else job
     environment = dict(job.environment) if reach else {**job.environment, **start_environment(job, 1)}
     if as_json:
         return json_text({"run": str(job.root), "command": list(job.command), "environment": environment})
     return "\n".join([*_notes(command), render_command(job.command, environment, Path.cwd())])
 
 
-def _part_of_node(job: Job, reach: Reach, node: int) -> Job:
+def _part_of_node(command: Sequence[str], wanted: Wanted, job: Job, reach: Reach, node: int) -> Job:
     """Return what the first start would have on one of the nodes."""
     record = GenerationRecord(
         generation=1,
@@ -253,7 +256,7 @@ def _part_of_node(job: Job, reach: Reach, node: int) -> Job:
         worker=(),
         examine=(),
         nodes=job.nodes,
-        own=describe_own_command(job, reach.rendezvous_port or 0),
+        own=describe_own_command(command, wanted, reach.rendezvous_port or 0),
     )
     return build_own_node_job(job.root, detect(), NodePlace(node, record.num_nodes, record.head), record)
 
@@ -294,3 +297,94 @@ class Output:
             shown = next((part for part in reversed(line.split("\r")) if part.strip()), "")
             if not _EMPTY_OF_RANK.fullmatch(line):
                 report(shown)
+
+
+class CommandRuns:
+    """How the runs of commands continue and end."""
+
+    name = COMMAND
+
+    def resume(
+        self,
+        run: RunDir,
+        changes: Sequence[str],
+        nodes: NodeOptions,
+        notify: Notify,
+        *,
+        force: bool,
+        as_json: bool,
+        detach: bool,
+    ) -> int:
+        """Start the command of a run again in its folder, with the options that it had. It continues from its own
+        checkpoint, which for a script that has attached itself lies in the folder. Raises RecipeError where nothing is
+        left to do."""
+        record = read_run_record(run)
+        assert not isinstance(record.command, Absent), "it is a command of the user's own"
+        name = shlex.quote(str(run.root))
+        anew = f"to start it anew: trainspec run -- {shlex.join(record.command)}"
+        if run.job_sbatch.is_file():
+            message, hint = (
+                "was made for Slurm",
+                f"give its job to Slurm again: sbatch {shlex.quote(str(run.job_sbatch))}",
+            )
+            raise RecipeError(Problem("own_command", f"the run in {run.root} {message}", hint=hint))
+        if not run.own_job_json.is_file():
+            raise RecipeError(Problem("own_command", f"an earlier version made the run in {run.root}", hint=anew))
+        asked = read_own_job(run)
+        if asked.num_nodes > 1 or nodes != THIS_NODE:
+            message = f"the run in {run.root} is a command on several nodes, which is not resumed"
+            raise RecipeError(Problem("own_command", message, hint=anew))
+        if changes or detach:
+            what = f"`{changes[0]}` is of a recipe" if changes else "--detach is of a recipe"
+            message = f"{what}, and the run in {run.root} is a command of your own"
+            raise RecipeError(Problem("own_command", message, hint=f"type trainspec resume {name}"))
+        result = read_result(run)
+        if result and result.status == "done":
+            raise RecipeError(Problem("nothing_left", f"the run in {run.root} is done", hint=anew))
+        check_command(record.command)
+        console = make_console(as_json=as_json)
+        with storage(str(run.root), FOLDER):
+            left = _left(run.root, asked.wanted)
+            job = build_own_job(record.command, run.root, detect(), left)
+            started = Started(job, record.command, left, None, notify, as_json)
+            return requeueing(run, THIS_NODE, console, lambda requests: _run(started, console, requests))
+
+    def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
+        """Begin the command that `trainspec sbatch` has written down, or continue it."""
+        asked, command = read_own_job(run), read_run_record(run).command
+        assert not isinstance(command, Absent), "it is a command of the user's own"
+        result = read_result(run)
+        if result and result.status == "done":
+            message, hint = f"the run in {run.root} is done", "start it again in another folder: --dir"
+            raise RecipeError(Problem("nothing_left", message, hint=hint))
+        wanted = _left(run.root, asked.wanted)
+        with storage(str(run.root), FOLDER):
+            job = build_own_nodes_job(command, run.root, reach.start, asked.num_nodes, wanted)
+            return _run(Started(job, command, wanted, reach), console, requests)
+
+    def limits(self, run: RunDir) -> Limits:
+        own = read_own_job(run)
+        return Limits(own.num_nodes, own.max_requeues, own.exclude, after_hang=False)
+
+    def decide(self, job: Job, ending: Ending) -> RunOutcome:
+        return conclude_own(job, ending)
+
+    def hint(self, job: Job) -> str:
+        if job.nodes or not newest_step(job.run):
+            return ""
+        return f"start it again from its own checkpoint: {command_to_resume(job.run)}"
+
+    def last_lines(self, job: Job, outcome: RunOutcome) -> str:
+        steps = outcome.result.steps
+        made = f"{'done' if outcome.exit_code == EXIT_DONE else outcome.result.status} after {steps} steps"
+        if not steps:
+            made = f"{outcome.result.status}; no optimizer step of torch was seen, and none could be counted"
+        folder = f"run folder  {shown(job.root)}"
+        logs = f"output      {shown(job.logs)}"
+        lines = [made, folder, logs, f"report      trainspec report {quoted(job.run)}"]
+        if outcome.exit_code == Stopped.exit_code and not job.nodes:
+            lines.append(f"resume      {command_to_resume(job.run)}")
+        return "\n".join(lines)
+
+
+RUNS_OF_COMMANDS: RunKind = CommandRuns()

@@ -21,7 +21,7 @@ from trainspec_cli.run.backend.nodes.messages import (
 from trainspec_cli.run.folder.generations import note_stop
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.wings.own_script.hang import HangWatch, hang_event, read_stopped
-from trainspec_cli.wings.own_script.job import progress_folder
+from trainspec_cli.wings.own_script.job import Wanted, progress_folder
 from trainspec_cli.wings.own_script.journal import StepJournal
 from trainspec_cli.wings.own_script.silence import SilenceWatch
 from trainspec_cli.wings.own_script.terminal import PassedOutput
@@ -29,16 +29,15 @@ from trainspec_cli.wings.own_script.usage import UsageLog
 
 
 class OwnNode:
-    def __init__(self, job: Job, generation: int, device_name: str, passed: PassedOutput | None = None):
+    def __init__(self, job: Job, wanted: Wanted, generation: int, device_name: str, passed: PassedOutput | None = None):
         """`job`: this node's, of this generation. `device_name`: what its ranks run on, for people. `passed`: shows
         its output on a terminal."""
-        assert job.own is not None, "it is a command of the user's own"
         self._job, self._generation = job, generation
         progress = progress_folder(job)
         progress.mkdir(parents=True)
         self._journal = StepJournal(job.run, progress, device_name)
-        self._usage, self._hang_watch = UsageLog(), HangWatch(job.own.hang_s, job.torchrun_log)
-        self._silence_watch, self._work_s = SilenceWatch(job.own.silent_s, job.torchrun_log), job.own.work_s
+        self._usage, self._hang_watch = UsageLog(), HangWatch(wanted.hang_s, job.torchrun_log)
+        self._silence_watch, self._work_s = SilenceWatch(wanted.silent_s, job.torchrun_log), wanted.work_s
         self._processes = NodeProcesses(job, None, passed=passed)
         self._group = self._number = self._made = 0
         self._stands: NodeStands | None = None

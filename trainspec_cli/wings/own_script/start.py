@@ -1,12 +1,17 @@
-"""One start of a command of the user's own, on one node or several, as `policy.recovery` hears of it."""
+"""Starts of a command of the user's own, on this node alone or on several, as `recovery` hears of them."""
 
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
+from trainspec_cli.core.environment_names import GENERATION
 from trainspec_cli.core.errors import WorkerError
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.backend.nodes.backend import NameHang, NodePart, RunningNode
 from trainspec_cli.run.backend.nodes.messages import (
     GroupExited,
     NodeSilent,
@@ -17,16 +22,32 @@ from trainspec_cli.run.backend.nodes.messages import (
     WorkedLong,
     WorkersOrphaned,
 )
-from trainspec_cli.run.failure import Explanation, WorkerFailure, explain, explain_end, find_failures
+from trainspec_cli.run.backend.observe import RunningStart
+from trainspec_cli.run.failure import Explanation, WorkerFailure, explain
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.paths import COMMAND
 from trainspec_cli.run.folder.record import WorkerErrorRecord, write_error
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery import run_state
+from trainspec_cli.wings.own_script.failure import explain_own_end, find_own_failures
 from trainspec_cli.wings.own_script.hang import name_late
+from trainspec_cli.wings.own_script.job import (
+    Wanted,
+    build_own_node_job,
+    device_name,
+    read_own_command,
+    start_environment,
+)
 from trainspec_cli.wings.own_script.journal import count_steps, newest_step
+from trainspec_cli.wings.own_script.node import OwnNode
 from trainspec_cli.wings.own_script.silence import name_silent
+from trainspec_cli.wings.own_script.terminal import PassedOutput
 
+JOIN_OPTION = "--join-timeout-s"
 GROUP = 0
 """The command is one replica group."""
+HERE = 0
+"""This node's number."""
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
@@ -149,7 +170,7 @@ class OwnStart:
         failed = [exited.exit_code for exited in self._exits if exited.exit_code]
         was_ended = self._lost is not None or any(exited.exit_code is None for exited in self._exits)
         exit_code = failed[0] if failed else None if was_ended else 0
-        failures = find_failures(self._job)
+        failures = find_own_failures(self._job)
         if self._lost is not None:
             failures = [self._lost, *(failure for failure in failures if not failure.whole_node)]
         killed = exit_code is None or exit_code in _KILLED or any(failure.was_killed for failure in failures)
@@ -176,4 +197,73 @@ class OwnStart:
     def _explain(self, exit_code: int | None, failures: list[WorkerFailure]) -> Explanation:
         if self._lost is not None:
             return explain(failures)
-        return explain_end(self._job, exit_code, failures)
+        return explain_own_end(self._job, exit_code, failures)
+
+
+class OwnCommandBackend:
+    """The backend of a command on this node alone: one start of it. `device_name`: what its ranks run on, for people.
+    `passed`: shows its output on a terminal."""
+
+    def __init__(
+        self,
+        job: Job,
+        plan: Plan | None,
+        *,
+        wanted: Wanted,
+        device_name: str,
+        passed: PassedOutput | None = None,
+    ):
+        assert plan is None, "a command has none"
+        self.generation = generations.begin(job.run)
+        started = start_environment(job, self.generation, on_terminal=passed is not None)
+        added = {GENERATION: str(self.generation), **started}
+        self._job = replace(job, environment={**job.environment, **added})
+        self._node = OwnNode(self._job, wanted, self.generation, device_name, passed)
+        self._start: OwnStart | None = None
+        self._unreported: list[run_state.Event] = [run_state.PresenceChanged(GROUP, "there")]
+
+    def start(self, group: int, number: int) -> None:
+        self._start = OwnStart(self._job, number, [HERE], self._node.record_hang)
+        self._node.start(group, number)
+
+    def poll(self) -> list[run_state.Event]:
+        events, self._unreported = self._unreported, []
+        if self._start is None:
+            return events
+        for message in self._node.poll():
+            events += self._start.hear(HERE, socket.gethostname(), message)
+        events += self._start.poll()
+        if self._start.has_ended:
+            self._start = None
+        return events
+
+    def stop(self, group: int | None = None) -> None:
+        self._node.stop(group)
+
+    def kill(self, group: int | None = None) -> tuple[int, ...]:
+        if group is not None:
+            self._node.kill(group)
+            return ()
+        return self._node.close()
+
+
+class OwnCommandJobs:
+    """How a command runs on several nodes."""
+
+    name = COMMAND
+    join_key = JOIN_OPTION
+
+    def open_start(
+        self, job: Job, plan: Plan | None, group: int, number: int, nodes: Sequence[int], name_hang: NameHang
+    ) -> RunningStart:
+        return OwnStart(job, number, nodes, name_hang)
+
+    def build_job(self, part: NodePart) -> Job:
+        return build_own_node_job(part.run.root, part.machine, part.place, part.record)
+
+    def open_node(self, part: NodePart, job: Job) -> RunningNode:
+        wanted = read_own_command(part.record).wanted
+        return OwnNode(job, wanted, part.record.generation, device_name(part.machine))
+
+
+JOBS = OwnCommandJobs()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
+from trainspec_cli.cli.options import CommandOptions
+from trainspec_cli.cli.sbatch import PreparedJob
 from trainspec_cli.core.errors import Problem, RecipeError, closest
 from trainspec_cli.recipe.compose.arguments import Argument, parse_arguments, problem_at
 from trainspec_cli.recipe.compose.origins import RECIPE, locate
@@ -22,24 +23,27 @@ from trainspec_cli.recipe.structure import build
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_run_record
-from trainspec_cli.run.job.folder import RUNS, check_free, make_folder, storage, write_own_launch
+from trainspec_cli.run.job.folder import RUNS, check_free, make_folder, storage
 from trainspec_cli.run.slurm.container import mounts
 from trainspec_cli.run.slurm.script import asked_by_cluster, check_folder, log_of, render_own_script
 from trainspec_cli.session.recipe.load import Loaded, require
 from trainspec_cli.session.recipe.no_recipe import DEFAULTS
 from trainspec_cli.session.slurm.container import unseen_image
 from trainspec_cli.session.slurm.submit import Submission, is_previewed
+from trainspec_cli.wings.own_script.commands.run import wanted_of
 from trainspec_cli.wings.own_script.job import (
+    OwnJob,
     Wanted,
     build_own_nodes_job,
     check_command,
     check_for_nodes,
     check_script,
+    read_own_job,
     script_name,
     wasted_gpus,
+    write_own_job,
 )
-from trainspec_cli.wings.own_script.launching import FOLDER
-from trainspec_cli.wings.own_script.slurm_job import OwnJob, read_own_job, write_own_job
+from trainspec_cli.wings.own_script.launching import FOLDER, write_own_launch
 
 SBATCH = "sbatch"
 CLUSTER, SLURM = "cluster", "slurm"
@@ -50,6 +54,16 @@ STARTERS = {
     "trainspec": "leave `trainspec run` out: the job does what it does",
 }
 """Programs that the job itself is, or brings."""
+
+
+def prepare_command(
+    command: Sequence[str], arguments: Sequence[str], folder: str | None, options: CommandOptions
+) -> PreparedJob:
+    """Return the job of a command, checked. Raises RecipeError."""
+    loaded, wanted = load_cluster(arguments), wanted_of(options)
+    check_own_command(command, loaded, wanted)
+    write = partial(write_own_submission, command, folder, wanted, loaded)
+    return PreparedJob([loaded], warnings(command, loaded), write)
 
 
 def load_cluster(arguments: Sequence[str]) -> Loaded:
@@ -156,17 +170,9 @@ def write_own_submission(
         text = render_own_script(asked_by_cluster(cluster), run.root, name, sys.argv[1:], here)
         write_text(run.job_sbatch, text)
         job = build_own_nodes_job(command, run.root, (SBATCH, str(run.job_sbatch)), cluster.num_nodes, wanted)
-        write_own_launch(job, name, sys.argv[1:])
+        write_own_launch(job, command, sys.argv[1:])
     return Submission([run.root], run.job_sbatch, text)
 
 
 def _is_same(run: RunDir, command: Sequence[str], asked: OwnJob) -> bool:
     return read_run_record(run).command == tuple(command) and read_own_job(run) == asked
-
-
-def refuse_bare_command(arguments: Sequence[str]) -> None:
-    """Raise RecipeError where a program or a script stands among `key=value` arguments."""
-    for place, word in enumerate(arguments):
-        if "=" not in word and not word.startswith("~") and (shutil.which(word) or Path(word).is_file()):
-            hint = f"type {shlex.join(['trainspec', SBATCH, *arguments[:place], '--', *arguments[place:]])}"
-            raise RecipeError(Problem("usage", f"`{word}` is a command, which stands after --", "COMMAND", hint))

@@ -11,4 +11,10 @@ WING = Wing(
             takes_command=True,
         ),
     },
+    parts={
+        "run_kinds": "trainspec_cli.wings.own_script.launching:RUNS_OF_COMMANDS",
+        "job_kinds": "trainspec_cli.wings.own_script.start:JOBS",
+        "prepare_command": "trainspec_cli.wings.own_script.submit:prepare_command",
+        "attach": "trainspec_cli.wings.own_script.attachment.run:connect",
+    },
 )

@@ -13,7 +13,7 @@ import pytest
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.results.doctor import NodeReport
-from trainspec_cli.run.backend.nodes import agent
+from trainspec_cli.run.backend.nodes import agent, backend
 from trainspec_cli.run.backend.nodes.agent import CUT_OFF, Agent
 from trainspec_cli.run.backend.nodes.messages import (
     Beat,
@@ -80,7 +80,7 @@ class Lab:
         record = GenerationRecord(1, 0.0, "a", "127.0.0.1", 1, {}, 2, "id", str(root), ("worker",), ())
         self.record = record
         self.agent = Agent(Wire(agent_end), RunDir(root), plan, record, 1, self.requests)
-        monkeypatch.setattr(agent, "NodeProcesses", lambda *about: self.processes)
+        monkeypatch.setattr(backend, "NodeProcesses", lambda *about: self.processes)
         monkeypatch.setattr(agent.processes, "kill", lambda launch_id: [])
         monkeypatch.setattr(agent.time, "sleep", lambda seconds: self._next())
 

@@ -16,7 +16,7 @@ from trainspec_cli.core.errors import MachineError, WorkerError
 from trainspec_cli.recipe.results.doctor import Check, NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.nodes import backend as module
-from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach
+from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, RecipeJobs
 from trainspec_cli.run.backend.nodes.messages import (
     EndAgent,
     Goodbye,
@@ -34,8 +34,8 @@ from trainspec_cli.run.backend.nodes.messages import (
 )
 from trainspec_cli.run.backend.nodes.wire import Wire
 from trainspec_cli.run.folder import generations
-from trainspec_cli.run.folder.generations import read_secret
-from trainspec_cli.run.job.job import Job, OwnCommand
+from trainspec_cli.run.folder.generations import UnplannedWork, read_secret
+from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery.run_state import (
     AgentsFailed,
     Event,
@@ -71,10 +71,11 @@ class Lab:
         start: tuple[str, ...] = NOBODY,
         nodes: tuple[int, ...] = (),
         left_out: tuple[int, ...] = (),
-        own: OwnCommand | None = None,
+        join_timeout_s: float | None = None,
         **more: object,
     ):
-        about = {"stop_grace_s": 1.0, "logs": root / "logs", "nodes": nodes, "left_out": left_out, "own": own}
+        about = {"stop_grace_s": 1.0, "logs": root / "logs", "nodes": nodes, "left_out": left_out}
+        about["join_timeout_s"] = join_timeout_s
         self.job = Job(root, start, {LAUNCH_ID: "secret"}, world_size=8, **about)  # type: ignore[arg-type]
         reach = Reach("127.0.0.1", start, return_timeout_s=60.0)
         self.backend = NodesBackend(self.job, plan, **{"reach": reach, **more})  # type: ignore[arg-type]
@@ -187,13 +188,19 @@ def test_nodes_that_do_not_come_are_lost_after_the_recipes_limit(open_lab: Calla
     }
 
 
-def own_command(join_timeout_s: float) -> OwnCommand:
-    limits = {"hang_s": None, "silent_s": None, "work_s": 300.0, "join_timeout_s": join_timeout_s}
-    return OwnCommand(("python", "train.py"), "train.py", max_restarts=0, **limits)  # type: ignore[arg-type]
+class Unplanned(RecipeJobs):
+    """A kind of job without a plan."""
+
+    join_key = "--join-timeout-s"
 
 
-def test_nodes_of_a_command_that_do_not_come_are_lost_after_its_limit(open_lab: Callable[..., Lab]) -> None:
-    lab = open_lab(None, nodes=(0, 1), own=own_command(0.05))
+def unplanned(join_timeout_s: float) -> dict[str, object]:
+    work = UnplannedWork("command", "{}")
+    return {"kind": Unplanned(), "describe_work": lambda port: work, "join_timeout_s": join_timeout_s}
+
+
+def test_nodes_of_a_job_without_a_plan_that_do_not_come_are_lost_after_its_limit(open_lab: Callable[..., Lab]) -> None:
+    lab = open_lab(None, nodes=(0, 1), **unplanned(0.05))
     lab.wait_until(lambda: sum(isinstance(event, NodeLost) for event in lab.events) == 2)
     assert {event.why for event in lab.events if isinstance(event, NodeLost)} == {
         "did not come within 0.05 s (--join-timeout-s)"
@@ -207,7 +214,7 @@ def test_a_missing_node_is_named_once_another_is_there(
     if of_recipe:
         lab = open_lab(waits_for(1800.0, plan), nodes=(0, 1))
     else:
-        lab = open_lab(None, nodes=(0, 1), own=own_command(1800.0))
+        lab = open_lab(None, nodes=(0, 1), **unplanned(1800.0))
     lab.call(0)
     lab.wait_until(lambda: any(isinstance(event, NodesSeen) and event.waiting for event in lab.events))
     (seen,) = (event for event in lab.events if isinstance(event, NodesSeen) and event.waiting)

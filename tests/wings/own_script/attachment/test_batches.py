@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.wings.own_script.attachment.batches import ShardedBatches
+from trainspec_cli.wings.own_script.attachment.shares import ShardedBatches
 
 
 def batches(rank: int = 0, ranks: int = 1, *, seed: int = 5, epoch: int = 0, first: int = 0) -> list[list[int]]:

@@ -18,33 +18,29 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.node import node_name
 from trainspec_cli.core.reading.files import parse_json
 from trainspec_cli.core.trust import private_files
+from trainspec_cli.core.wings import part_named
 from trainspec_cli.recipe.canonical import from_plain
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import check_machine
 from trainspec_cli.run.backend import processes
-from trainspec_cli.run.backend.node_processes import NodeProcesses
 from trainspec_cli.run.backend.nodes import messages
-from trainspec_cli.run.backend.nodes.backend import run_section
+from trainspec_cli.run.backend.nodes.backend import JOB_KINDS, RECIPE_JOBS, NodePart, RunningNode, run_section
 from trainspec_cli.run.backend.nodes.wire import Wire, call_hub
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord, read_secret
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
-from trainspec_cli.run.job.job import Job, build_node_job
 from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.job.place import NodePlace
 from trainspec_cli.run.signals import PatientRequests, on_stop_signal
-from trainspec_cli.wings.own_script.job import build_own_node_job, device_name
-from trainspec_cli.wings.own_script.node import OwnNode
 
 APPEAR_TIMEOUT_S = 60.0
 """A network file system may show a new file this late on another node."""
@@ -141,12 +137,20 @@ def connect(record: GenerationRecord, secret: bytes, node: int) -> Wire:
 
 class Agent:
     def __init__(
-        self, wire: Wire, run: RunDir, plan: Plan | None, record: GenerationRecord, node: int, requests: PatientRequests
+        self,
+        wire: Wire,
+        run: RunDir,
+        plan: Plan | None,
+        record: GenerationRecord,
+        node: int,
+        requests: PatientRequests,
     ):
-        """`plan`: None for a command of the user's own."""
-        self._wire, self._run, self._plan, self._record, self._node = wire, run, plan, record, node
+        """`plan`: None for a kind of job that has none."""
+        self._wire, self._plan, self._record, self._node = wire, plan, record, node
+        self._kind = part_named(JOB_KINDS, record.kind, RECIPE_JOBS)
         self._requests, self._is_stopping, self._is_ended = requests, False, False
         self._machine = detect(look_for_gpus=plan is None or plan.device != "cpu")
+        self._part = NodePart(run, plan, record, NodePlace(node, record.num_nodes, record.head), self._machine)
         self._received: deque[messages.Message] = deque()
         self._numbers: dict[int, int] = {}
         """The newest start of each group that runs, or ran, here."""
@@ -162,9 +166,9 @@ class Agent:
             raise MachineError(problems)
         if self._record.examine:
             self._examine()
-        job = self._build_job()
+        job = self._kind.build_job(self._part)
         processes.kill(job.launch_id)  # what an agent that was killed here has left
-        running = self._open(job)
+        running = self._kind.open_node(self._part, job)
         try:
             while self._listen():
                 while self._received:
@@ -189,12 +193,7 @@ class Agent:
         self._wire.send(messages.Goodbye())
         return 0
 
-    def _open(self, job: Job) -> NodeProcesses | OwnNode:
-        if self._plan:
-            return NodeProcesses(job, self._plan, self._place)
-        return OwnNode(job, self._record.generation, device_name(self._machine))
-
-    def _obey(self, message: messages.Message, running: NodeProcesses | OwnNode) -> None:
+    def _obey(self, message: messages.Message, running: RunningNode) -> None:
         if isinstance(message, messages.StartGroup):
             self._numbers[message.group] = message.number
             running.start(message.group, message.number)
@@ -203,35 +202,23 @@ class Agent:
                 running.kill(message.group)
             else:  # an agent that came back knows nothing of it
                 self._wire.send(messages.GroupExited(message.group, message.number, None))
-        elif isinstance(message, messages.HangFound) and isinstance(running, OwnNode):
+        elif isinstance(message, messages.HangFound):
             running.record_hang(message.late)
         elif isinstance(message, messages.StopWorkers) and message.group is not None:
             running.stop(message.group)
         elif isinstance(message, messages.StopWorkers):
             self._stop(running)
 
-    def _pass_on_request(self, running: NodeProcesses | OwnNode) -> None:
+    def _pass_on_request(self, running: RunningNode) -> None:
         if self._requests.count and not self._is_stopping:
             self._wire.send(messages.StopAsked())
             self._stop(running)
 
-    def _stop(self, running: NodeProcesses | OwnNode) -> None:
+    def _stop(self, running: RunningNode) -> None:
         """Ask the workers once: Slurm and the hub may both want it."""
         if not self._is_stopping:
             self._is_stopping = True
             running.stop()
-
-    @property
-    def _place(self) -> NodePlace:
-        return NodePlace(self._node, self._record.num_nodes, self._record.head)
-
-    def _build_job(self) -> Job:
-        """Return the job of this node. Where the agent of a replica group dies its workers are killed without being
-        asked to stop: they would ask those of all groups to."""
-        if self._plan is None:
-            return build_own_node_job(self._run.root, self._machine, self._place, self._record)
-        job = build_node_job(self._plan, self._run.root, self._machine, self._node, self._record)
-        return job if self._plan.replica_groups == 1 else replace(job, stop_grace_s=0.0)
 
     def _examine(self) -> None:
         """Report to the hub what this node can do."""

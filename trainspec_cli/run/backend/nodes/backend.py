@@ -10,40 +10,41 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from trainspec_cli.core.environment_names import LAUNCH_ID
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.units import format_duration
+from trainspec_cli.core.wings import Point
+from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSection
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.family import Family
-from trainspec_cli.run.backend.node_processes import close_family
+from trainspec_cli.run.backend.node_processes import NodeProcesses, close_family
 from trainspec_cli.run.backend.nodes import messages
 from trainspec_cli.run.backend.nodes.hub import Came, Hub, Lost, News, RemoteNode, max_knocks
-from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, Start, poll_starts
+from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, RunningStart, poll_starts
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.backend.spawn import start_guard
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
-from trainspec_cli.run.folder.generations import Fence, GenerationRecord, create_secret
-from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.job.job import ENGINE, Job, next_log_folder, own_modules
-from trainspec_cli.run.job.place import allow_connections, listen, listening_address
+from trainspec_cli.run.folder.generations import Fence, GenerationRecord, UnplannedWork, create_secret
+from trainspec_cli.run.folder.paths import RECIPE, RunDir
+from trainspec_cli.run.job.job import ENGINE, Job, build_node_job, next_log_folder, own_modules
+from trainspec_cli.run.job.place import NodePlace, allow_connections, listen, listening_address
 from trainspec_cli.run.recovery import run_state
 from trainspec_cli.run.rendezvous.address import Rendezvous
-from trainspec_cli.wings.own_script.job import describe_own_command
-from trainspec_cli.wings.own_script.start import OwnStart
 
 AGENT = ("-m", "trainspec_cli.run.backend.nodes.agent")
 """Arguments of Python; the run's folder and the generation follow them."""
 END_TIMEOUT_S = 12.0
 """An agent that was asked to end and has not after this long is given up: it ends what it runs by itself when it no
 longer hears the hub."""
-JOIN_KEY, JOIN_OPTION = "run.join_timeout_s", "--join-timeout-s"
-"""Set how long nodes wait for one another: a recipe's key, and the option of a command of the user's own."""
+JOIN_KEY = "run.join_timeout_s"
+"""The key that sets how long the nodes of a recipe wait for one another."""
 DRAIN_S = 5.0
 """srun may take this long to end when all agents have."""
 
@@ -99,6 +100,84 @@ class Examination:
     """Takes the reports of all nodes, by number. Raises MachineError where one is not fit."""
 
 
+@dataclass(frozen=True)
+class NodePart:
+    """What one node needs to know of the job that it runs a part of."""
+
+    run: RunDir
+    plan: Plan | None
+    record: GenerationRecord
+    place: NodePlace
+    machine: Machine
+
+
+class RunningNode(Protocol):
+    """The processes of a job on one node; of each group that it starts there, it reports in messages to the hub."""
+
+    def start(self, group: int, number: int) -> None: ...
+
+    def poll(self) -> list[messages.ProcessMessage]: ...
+
+    def stop(self, group: int | None = None) -> None: ...
+
+    def kill(self, group: int) -> None: ...
+
+    def record_hang(self, late: tuple[int, ...]) -> None:
+        """Write down where the ranks of this node stand, since the others wait for `late`."""
+
+    def close(self) -> tuple[int, ...]: ...
+
+
+NameHang = Callable[[tuple[int, ...]], None]
+"""Has the nodes of a job write down where their ranks stand."""
+
+
+class JobKind(Protocol):
+    """What differs between the kinds of jobs on several nodes. Nodes find the one of theirs by its name."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def join_key(self) -> str:
+        """What sets how long the nodes wait for one another, as it is typed."""
+
+    def open_start(
+        self, job: Job, plan: Plan | None, group: int, number: int, nodes: Sequence[int], name_hang: NameHang
+    ) -> RunningStart:
+        """Return a start of a group, as the first node sees it."""
+
+    def build_job(self, part: NodePart) -> Job:
+        """Return the job of one node. Raises MachineError."""
+
+    def open_node(self, part: NodePart, job: Job) -> RunningNode:
+        """Return the processes of one node; none is started."""
+
+
+class RecipeJobs:
+    name = RECIPE
+    join_key = JOIN_KEY
+
+    def open_start(
+        self, job: Job, plan: Plan | None, group: int, number: int, nodes: Sequence[int], name_hang: NameHang
+    ) -> RunningStart:
+        return GroupStart(job, plan, group, number, nodes)
+
+    def build_job(self, part: NodePart) -> Job:
+        """Where the agent of a replica group dies its workers are killed without being asked to stop: they would ask
+        those of all groups to."""
+        assert part.plan is not None, "a recipe has a plan"
+        job = build_node_job(part.plan, part.run.root, part.machine, part.place.node, part.record)
+        return job if part.plan.replica_groups == 1 else replace(job, stop_grace_s=0.0)
+
+    def open_node(self, part: NodePart, job: Job) -> RunningNode:
+        return NodeProcesses(job, part.plan, part.place)
+
+
+RECIPE_JOBS = RecipeJobs()
+JOB_KINDS: Point[JobKind] = Point("job_kinds")
+
+
 class NodesBackend:
     def __init__(
         self,
@@ -108,10 +187,14 @@ class NodesBackend:
         reach: Reach,
         worker: Sequence[str] = ENGINE,
         examination: Examination | None = None,
+        kind: JobKind = RECIPE_JOBS,
+        describe_work: Callable[[int], UnplannedWork] | None = None,
     ):
-        """Own the run, open the hub and the rendezvous server, start the agents. Without a plan it is the job of a
-        command of the user's own, whose processes meet by themselves."""
-        assert (plan is None) == (job.own is not None), "a recipe has a plan"
+        """Own the run, open the hub and the rendezvous server, start the agents. Without a plan the processes of the
+        job meet by themselves, at a port of the first node; `describe_work` returns what every node is to run, given
+        that port."""
+        assert (plan is None) == (describe_work is not None), "a plan says what is to be run"
+        self._kind, self._describe_work = kind, describe_work
         self._job, self._plan, self._reach, self._examination = job, plan, reach, examination
         self._num_nodes = plan.num_nodes if plan else len(job.nodes)
         self._num_groups = plan.replica_groups if plan else 1
@@ -126,7 +209,7 @@ class NodesBackend:
         self._rendezvous: Rendezvous | None = None
         self._rendezvous_watch: RendezvousWatch | None = None
         self._port = 0
-        """Where the processes of a command of the user's own meet."""
+        """Where the processes of a job without a plan meet."""
         if plan:
             self._rendezvous = Rendezvous(job, plan.spec.resilience, secret_file, address, port, name=reach.head)
             self._rendezvous_watch = RendezvousWatch(self._rendezvous, job.run, plan)
@@ -137,18 +220,15 @@ class NodesBackend:
         # Where this process is killed, groups agree on their last step through the rendezvous server: a guard ends it.
         self._guarded = (start_guard(job), Family(job)) if self._num_groups > 1 else None
         self._starter = _start_agents(job, self.generation)
-        self._starts: dict[int, Start] = {}
+        self._starts: dict[int, RunningStart] = {}
         self._presence: dict[int, run_state.Presence] = {}
         self._hostnames: tuple[str, ...] = ()
         self._lost: set[int] = set()
         self._agents_failed = False
 
     def start(self, group: int, number: int) -> None:
-        nodes = self._nodes_of(group)
-        if self._plan:
-            self._starts[group] = GroupStart(self._job, self._plan, group, number, nodes)
-        else:
-            self._starts[group] = OwnStart(self._job, number, nodes, self._name_hang)
+        about = (self._job, self._plan, group, number, self._nodes_of(group), self._name_hang)
+        self._starts[group] = self._kind.open_start(*about)
         self._send(group, messages.StartGroup(group, number))
 
     def poll(self) -> list[run_state.Event]:
@@ -215,7 +295,7 @@ class NodesBackend:
     def _name_hang(self, late: tuple[int, ...]) -> None:
         self._hub.send(messages.HangFound(late))
 
-    def _starts_on(self, node: RemoteNode) -> list[Start]:
+    def _starts_on(self, node: RemoteNode) -> list[RunningStart]:
         return [start for start in self._starts.values() if node.node in self._nodes_of(start.group)]
 
     def _admit(self) -> list[run_state.Event]:
@@ -266,7 +346,7 @@ class NodesBackend:
             waiting = (
                 f"{self._num_nodes - len(missing)} of {self._num_nodes} nodes are here; waiting for node "
                 f"{', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''} at {self._reach.head} "
-                f"(up to {format_duration(self._join_timeout_s)} after the start; {self._join_key})"
+                f"(up to {format_duration(self._join_timeout_s)} after the start; {self._kind.join_key})"
             )
         return [run_state.NodesSeen(hostnames, waiting)]
 
@@ -283,12 +363,8 @@ class NodesBackend:
 
     @property
     def _join_timeout_s(self) -> float:
-        return self._job.own.join_timeout_s if self._job.own else run_section(self._plan).join_timeout_s
-
-    @property
-    def _join_key(self) -> str:
-        """What sets that time, as it is typed."""
-        return JOIN_OPTION if self._job.own else JOIN_KEY
+        wanted_s = self._job.join_timeout_s
+        return run_section(self._plan).join_timeout_s if wanted_s is None else wanted_s
 
     def _open_hub(self, secret: bytes, address: str) -> Hub:
         nodes = max(self._num_nodes, len(self._places))
@@ -300,7 +376,7 @@ class NodesBackend:
             listen(address),
             timeout_s=run_section(self._plan).node_timeout_s,
             join_timeout_s=self._join_timeout_s,
-            join_key=self._join_key,
+            join_key=self._kind.join_key,
             welcomes_back=welcomes_back,
         )
 
@@ -318,7 +394,7 @@ class NodesBackend:
             worker=tuple(worker),
             examine=self._examination.command if self._examination else (),
             nodes=self._places,
-            own=None if self._plan else describe_own_command(self._job, self._port),
+            own=self._describe_work(self._port) if self._describe_work else None,
         )
 
     def _send(self, group: int, message: messages.StartGroup | messages.StopWorkers | messages.KillGroup) -> None:
@@ -356,7 +432,7 @@ class NodesBackend:
 
 
 def run_section(plan: Plan | None) -> RunSection:
-    """Return the section that has the time limits of nodes; a command of the user's own has the defaults."""
+    """Return the section that has the time limits of nodes; without a plan they are the defaults."""
     return plan.spec.run if plan else RunSection()
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.wings.own_script.attachment import torch_state
-from trainspec_cli.wings.own_script.attachment.batches import ShardedBatches
 from trainspec_cli.wings.own_script.attachment.record import take_counter
+from trainspec_cli.wings.own_script.attachment.shares import ShardedBatches
 from trainspec_cli.wings.own_script.attachment.stopping import ScriptRanks
 from trainspec_cli.wings.own_script.attachment.torch_state import Trained
 

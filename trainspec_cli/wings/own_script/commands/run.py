@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainspec_cli.cli.options import (
     GRACE_S,
+    HANG_S,
     JOIN_TIMEOUT_S,
     MAX_RESTARTS,
+    SILENT_S,
     WORK_S,
     AsJson,
     CommandFolder,
+    CommandOptions,
     Endpoint,
     Grace,
     HangAfter,
@@ -23,10 +26,12 @@ from trainspec_cli.cli.options import (
     NumNodes,
     Webhook,
     WorkFor,
-    wanted_of,
 )
 from trainspec_cli.run.notify import Notify
 from trainspec_cli.run.signals import interrupt, on_stop_signal
+
+if TYPE_CHECKING:
+    from trainspec_cli.wings.own_script.job import Wanted
 
 Command = Annotated[
     list[str] | None,
@@ -61,10 +66,18 @@ def run(
     from trainspec_cli.wings.own_script import launching as session  # half a second, which the help does without
 
     nodes = NodeOptions(nnodes, node_rank, rdzv_endpoint)
-    wanted = wanted_of(max_restarts, grace_s, hang_s, work_s, join_timeout_s)
+    wanted = wanted_of(CommandOptions(max_restarts, grace_s, hang_s, work_s, join_timeout_s))
     with on_stop_signal(interrupt):
         if dry_run:
             shown = session.show_command(command or [], folder, wanted, nodes, as_json=as_json)
             print(shown, end="\n" if as_json else "")
             return 0
         return session.run_command(command or [], folder, wanted, nodes, Notify(notify, webhook), as_json=as_json)
+
+
+def wanted_of(options: CommandOptions) -> Wanted:
+    from trainspec_cli.wings.own_script.job import Wanted  # loads what the help does without
+
+    usual = options.hang_s is None
+    hang_s, silent_s = (HANG_S, SILENT_S) if usual else (options.hang_s or None, options.hang_s or None)
+    return Wanted(options.max_restarts, options.grace_s, hang_s, silent_s, options.work_s, options.join_timeout_s)

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.core.errors import EXIT_DONE, MachineError
+from trainspec_cli.core.errors import EXIT_DONE, MachineError, RecipeError
 from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_run_record
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.session.launching.nodes import NodeOptions
 from trainspec_cli.wings.own_script import launching as own_command
-from trainspec_cli.wings.own_script.job import Wanted
+from trainspec_cli.wings.own_script.job import Wanted, describe_own_command, read_own_job
 from trainspec_cli.wings.own_script.launching import Output, run_command
-from trainspec_cli.wings.own_script.slurm_job import read_own_job
 
 COMMAND = (sys.executable, "train.py")
 WANTED = Wanted(3, 60.0, None, None, 300.0)
@@ -59,9 +59,14 @@ def test_nodes_wait_for_one_another_for_as_long_as_is_asked(
     run_command(COMMAND, "mine", wanted, NodeOptions(2, node, "127.0.0.1:29500"), as_json=False)
     signal.signal(signal.SIGUSR2, handler)
     if node:
-        assert joined == [{"wait_s": 1800.0, "of_slurm": False}]
+        ((wait_s, asked),) = [(one["wait_s"], one["joined"]) for one in joined]
+        assert (wait_s, asked.folder, asked.join_key, asked.of_slurm) == (1800.0, "--dir", "--join-timeout-s", False)
+        other = describe_own_command(["torchrun", "other.py"], wanted, 1)
+        record = GenerationRecord(1, 0.0, "a", "a", 1, {}, 2, "id", "logs", (), (), own=other)
+        with pytest.raises(RecipeError, match=r"the first node runs torchrun other\.py"):
+            asked.check(RunDir("mine"), record)
     else:
-        assert [job.own.join_timeout_s for job in started if job.own] == [1800.0]
+        assert [job.join_timeout_s for job in started] == [1800.0]
         assert read_own_job(RunDir("mine")).wanted == wanted
 
 

@@ -13,7 +13,7 @@ from trainspec_cli.__main__ import run
 from trainspec_cli.core.reading.files import UnreadableFileError
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_run_record
-from trainspec_cli.wings.own_script.slurm_job import read_own_job
+from trainspec_cli.wings.own_script.job import read_own_job
 
 COMMAND = (sys.executable, "train.py", "--lr", "1e-3", "--", "it's")
 CPU = "cluster.device=cpu"

@@ -11,14 +11,15 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from trainspec_cli.core.errors import EXIT_DONE, Interrupted, TrainspecError
+from trainspec_cli.core.errors import EXIT_DONE, Interrupted, Problem, RecipeError, TrainspecError
 from trainspec_cli.recipe.field_types import AUTO
-from trainspec_cli.run.backend.nodes.backend import Reach
+from trainspec_cli.run.backend.nodes.backend import Reach, agent_command
 from trainspec_cli.run.folder.generations import FENCED
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.record import has_own_command, read_result, read_run_record
+from trainspec_cli.run.folder.record import read_result, read_run_record
 from trainspec_cli.run.job.folder import RUNS
 from trainspec_cli.run.signals import PatientRequests, StopRequests
+from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.run.slurm.queue import job_of, note_job, own_job
 from trainspec_cli.run.slurm.step import idle_nodes, read_step
 from trainspec_cli.session.console import PrintableConsole
@@ -43,6 +44,31 @@ def find_place(command: Sequence[str], folder: str | None, nodes: NodeOptions) -
     return several, folder or str(usual)
 
 
+def reach_nodes(nodes: NodeOptions, run_dir: str, join_timeout_s: float) -> Reach | None:
+    """Return how the nodes of a command reach one another; None where it has this node alone. Raises RecipeError where
+    the command line does not say it."""
+    example = "--nnodes 2 --node-rank I --rdzv-endpoint HOST:PORT --dir <a shared folder> -- COMMAND"
+    hint = f"on each node: trainspec run {example}"
+    if nodes.of_slurm:
+        return Reach(slurm.own_address() if nodes.is_first else "", agent_command(0), None, join_timeout_s)
+    if nodes.nnodes is None or nodes.nnodes == 1:
+        if nodes.endpoint is not None or nodes.node_rank:
+            option = "--node-rank" if nodes.node_rank else "--rdzv-endpoint"
+            message = f"{option} is of several nodes, and --nnodes is {nodes.nnodes or 'not given'}"
+            raise RecipeError(Problem("usage", message, option, hint))
+        return None
+    if nodes.nnodes < 1:
+        raise RecipeError(Problem("usage", f"--nnodes is {nodes.nnodes}; it is 1 or more", "--nnodes", hint))
+    if nodes.endpoint is None:
+        message = f"--nnodes is {nodes.nnodes}, and --rdzv-endpoint, where the nodes meet, is not given"
+        raise RecipeError(Problem("several_hosts", message, "--rdzv-endpoint", hint))
+    reach = nodes.reach_at(nodes.endpoint, nodes.nnodes, 0, hint, join_timeout_s)
+    if run_dir == AUTO:
+        message = "--dir is not given, and the nodes would each make a folder of their own"
+        raise RecipeError(Problem("missing_value", message, "--dir", "type --dir <a folder that all nodes share>"))
+    return reach
+
+
 def describe_place(nodes: NodeOptions, reach: Reach | None) -> str:
     """Say what was taken from Slurm's environment, and what was not; empty without Slurm."""
     if nodes.of_slurm:
@@ -58,7 +84,7 @@ def describe_place(nodes: NodeOptions, reach: Reach | None) -> str:
 
 def earlier_start(run: RunDir, command: Sequence[str]) -> Literal["done", "begun"] | None:
     """Return how far this Slurm job has come with the run before it was started again; None where it has not begun."""
-    if JOB not in os.environ or not restarts() or not has_own_command(run) or job_of(run) != own_job():
+    if JOB not in os.environ or not restarts() or not run.run_json.is_file() or job_of(run) != own_job():
         return None
     if read_run_record(run).command != tuple(command):
         return None
@@ -77,7 +103,8 @@ def requeueing(run: RunDir, nodes: NodeOptions, console: PrintableConsole, start
     if JOB not in os.environ:
         return start(StopRequests())
     note_job(run, own_job())
-    limits, warning = Limits(nodes.nnodes or 1), TimeWarning()
+    limits = Limits(nodes.nnodes or 1, after_hang=False)
+    warning = TimeWarning()
     requests = StopRequests() if sys.stdin.isatty() else PatientRequests()
 
     def end(code: int) -> None:

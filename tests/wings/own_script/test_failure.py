@@ -1,0 +1,75 @@
+"""How a command of the user's own has ended, as its output shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainspec_cli.run.job.job import Job
+from trainspec_cli.wings.own_script.failure import explain_own_end, find_exception
+from trainspec_cli.wings.own_script.job import OUTPUT_LOG
+
+LOST = "[pair.cc:537] Read error [127.0.0.1]:63156: Connection reset by peer"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    made = Job(tmp_path, ("python", "train.py"), {}, 1, 60.0, tmp_path / "logs", program="train.py", log=OUTPUT_LOG)
+    made.logs.mkdir()
+    return made
+
+
+RAISED = """Traceback (most recent call last):
+  File "/home/me/train.py", line 31, in <module>
+    main()
+  File "/home/me/train.py", line 20, in main
+    loss = model(batch)
+  File "/venv/lib/python3.12/site-packages/torch/nn/modules/linear.py", line 125, in forward
+    return F.linear(input, self.weight)
+RuntimeError: shapes (2x8 and 9x8)
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        RAISED,
+        "".join(f"[rank1]: {line}\n" for line in RAISED.splitlines()),
+        "".join(f"[default1]:[rank1]: {one}\n[default0]:step 3\n" for one in RAISED.splitlines()),
+        f"\r 30%|###   | 3/10{RAISED}",
+        RAISED + RAISED.replace("RuntimeError: shapes (2x8 and 9x8)", "subprocess.CalledProcessError: Command 'a'"),
+        RAISED + 'Original Traceback (most recent call last):\n  File "/b.py", line 1, in f\nValueError: b\n',
+    ],
+    ids=["plain", "rank", "two ranks", "progress bar", "launcher", "worker"],
+)
+def test_an_exception_is_found_with_the_place_in_the_users_code(text: str) -> None:
+    found = find_exception(text)
+    assert found is not None
+    assert (found.type, found.file, found.line) == ("RuntimeError", "/home/me/train.py", 20)
+    assert found.summary == "RuntimeError: shapes (2x8 and 9x8) (train.py:20)"
+    assert len(found.excerpt.splitlines()) == 5, "from that frame on"
+
+
+@pytest.mark.parametrize("text", ["", "step 3\n", 'Traceback (most recent call last):\n  File "a.py", line 1, in b\n'])
+def test_no_exception_is_made_up(text: str) -> None:
+    assert find_exception(text) is None
+
+
+@pytest.mark.parametrize(
+    ("exception", "word", "has_cause"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "device", True),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "host", True),
+        ("numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7 GiB", "host", True),
+        ("MemoryError", "host", True),
+        (f"RuntimeError: {LOST}", "", False),
+    ],
+)
+def test_memory_of_host_and_device_are_kept_apart(job: Job, exception: str, word: str, has_cause: bool) -> None:
+    job.torchrun_log.write_text(RAISED.replace("RuntimeError: shapes (2x8 and 9x8)", exception))
+    explanation = explain_own_end(job, 1, [])
+    assert explanation.headline == f"train.py ended with exit code 1: {exception} (train.py:20)"
+    assert explanation.detail.startswith('  File "/home/me/train.py", line 20') and len(explanation.detail) < 300
+    assert explanation.hint.startswith(f"the {word}'s memory ran out" if word else "")
+    assert bool(explanation.hint) is bool(word) and bool(explanation.cause) is has_cause

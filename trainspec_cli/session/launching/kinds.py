@@ -1,0 +1,131 @@
+"""What differs between the kinds of runs once they are started: how one goes on, in a Slurm job too, and how its end is
+decided and shown. A recipe's runs are the trunk's own; a wing gives others at `RUN_KINDS`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from trainspec_cli.core.errors import EXIT_DONE, Stopped
+from trainspec_cli.core.wings import Point, part_named
+from trainspec_cli.recipe.compose.origins import show_path
+from trainspec_cli.run.folder.paths import RECIPE, RunDir
+from trainspec_cli.run.folder.record import kind_of_run, read_plan
+from trainspec_cli.run.outcome import RunOutcome, conclude_recipe
+from trainspec_cli.session.launching.requeue import Limits
+
+if TYPE_CHECKING:
+    from trainspec_cli.run.backend.nodes.backend import Reach
+    from trainspec_cli.run.job.job import Job
+    from trainspec_cli.run.notify import Notify
+    from trainspec_cli.run.signals import StopRequests
+    from trainspec_cli.run.supervise import Ending
+    from trainspec_cli.session.console import RunConsole
+    from trainspec_cli.session.launching.nodes import NodeOptions
+
+
+class RunKind(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def resume(
+        self,
+        run: RunDir,
+        changes: Sequence[str],
+        nodes: NodeOptions,
+        notify: Notify,
+        *,
+        force: bool,
+        as_json: bool,
+        detach: bool,
+    ) -> int:
+        """Continue a run; return this command's exit code. Raises TrainspecError where it is refused, or fails."""
+
+    def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
+        """Begin or continue, on the nodes of its Slurm job, a run that was written down; return its exit code. Raises
+        TrainspecError where it is refused, or fails."""
+
+    def limits(self, run: RunDir) -> Limits:
+        """Return what its Slurm job may do at its end."""
+
+    def decide(self, job: Job, ending: Ending) -> RunOutcome:
+        """Decide how a run ended whose processes have."""
+
+    def hint(self, job: Job) -> str:
+        """Return what to do after a failure; empty where a new start would begin anew."""
+
+    def last_lines(self, job: Job, outcome: RunOutcome) -> str:
+        """Return what is shown last of a run that has not failed."""
+
+
+class RecipeRuns:
+    name = RECIPE
+
+    def resume(
+        self,
+        run: RunDir,
+        changes: Sequence[str],
+        nodes: NodeOptions,
+        notify: Notify,
+        *,
+        force: bool,
+        as_json: bool,
+        detach: bool,
+    ) -> int:
+        from trainspec_cli.session.launching.resume import resume_recipe  # imports this module
+
+        return resume_recipe(run, changes, nodes, notify, force=force, as_json=as_json, detach=detach)
+
+    def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
+        from trainspec_cli.session.launching.resume import run_recipe_in_job  # imports this module
+
+        return run_recipe_in_job(run, reach, console, requests, force=force)
+
+    def limits(self, run: RunDir) -> Limits:
+        plan = read_plan(run)
+        options = plan.spec.cluster.slurm
+        return Limits(plan.num_nodes, options.max_requeues, options.exclude)
+
+    def decide(self, job: Job, ending: Ending) -> RunOutcome:
+        return conclude_recipe(job, ending)
+
+    def hint(self, job: Job) -> str:
+        step = job.run.newest_step
+        return f"go on from step {step}: {command_to_resume(job.run)}" if step else ""
+
+    def last_lines(self, job: Job, outcome: RunOutcome) -> str:
+        run = job.run
+        folder = f"run folder  {shown(run.root)}"
+        report = f"report      trainspec report {quoted(run)}"
+        if outcome.exit_code == EXIT_DONE:
+            return f"done after {outcome.result.steps} steps\n{folder}\n{report}"
+        if outcome.exit_code == Stopped.exit_code:
+            stopped = f"stopped with a checkpoint at step {run.newest_step}"
+            return f"{stopped}\n{folder}\n{report}\nresume      {command_to_resume(run)}"
+        return f"interrupted before there was a checkpoint\n{folder}"
+
+
+def command_to_resume(run: RunDir) -> str:
+    if run.job_sbatch.is_file():
+        return f"sbatch {shlex.quote(shown(run.job_sbatch))}"
+    return f"trainspec resume {quoted(run)}"
+
+
+def quoted(run: RunDir) -> str:
+    return shlex.quote(shown(run.root))
+
+
+def shown(path: Path) -> str:
+    """Return the path as it would be typed here."""
+    return show_path(path, Path.cwd())
+
+
+RECIPE_RUNS = RecipeRuns()
+RUN_KINDS: Point[RunKind] = Point("run_kinds")
+
+
+def kind_of(run: RunDir) -> RunKind:
+    """Return the kind of a run. Raises MachineError where its wing is missing, UnreadableFileError."""
+    return part_named(RUN_KINDS, kind_of_run(run), RECIPE_RUNS)

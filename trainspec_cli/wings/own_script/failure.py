@@ -1,0 +1,151 @@
+"""How a command of the user's own has ended: its exit code, and the exception that its output shows."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainspec_cli.core.errors import EXIT_DONE, Interrupted, Stopped, WorkerError
+from trainspec_cli.core.printable import without_colours
+from trainspec_cli.run.failure import (
+    LOG_TAIL_LINES,
+    PEER_LOST,
+    Explanation,
+    WorkerFailure,
+    end_of,
+    explain,
+    explain_end,
+    find_failures,
+    tail,
+    torchrun_logs,
+)
+from trainspec_cli.run.job.job import Job
+from trainspec_cli.run.outcome import RunOutcome, result_from_events
+from trainspec_cli.run.supervise import Ending
+from trainspec_cli.wings.own_script.journal import newest_step
+
+_NO_DEVICE_MEMORY = re.compile(r"OutOfMemoryError|(CUDA|HIP) out of memory")
+_NO_HOST_MEMORY = re.compile(r"DefaultCPUAllocator: can't allocate|\w*MemoryError\b|Cannot allocate memory|bad_alloc")
+_PREFIX = re.compile(r"^(?:\[(?:rank|default)?\d+\]:\s?)+")
+"""What torchrun and torch put before the lines of a rank."""
+_TRACEBACK = "Traceback (most recent call last):"
+_FRAME = re.compile(r'^  File "(.*)", line (\d+), in ')
+_RAISED = re.compile(r"^[A-Za-z_][\w.]*(?=:|$)")
+_OF_LAUNCHERS = ("CalledProcessError", "ChildFailedError")
+"""Exceptions by which accelerate, torchrun and others report that a process which they had started has failed."""
+
+
+def find_own_failures(job: Job) -> list[WorkerFailure]:
+    return find_failures(job, explain_exit)
+
+
+def explain_exit(code: int, log: Path | None, printed: Path) -> Explanation:
+    """Explain how a rank that its launcher lists has ended. Without a log of its own, what the command printed shows
+    it."""
+    log = log or printed
+    raised, end = find_exception(without_colours(end_of(log))), tail(log)
+    return Explanation(
+        _describe_exit(code, raised), raised.excerpt if raised else end, _hint_of(end), _cause_of(code, raised)
+    )
+
+
+def explain_own_end(job: Job, exit_code: int | None, failures: list[WorkerFailure]) -> Explanation:
+    """Explain why a start of the command failed: a rank did, or the command (`exit_code`)."""
+    code = exit_code or 0
+    if failures and (code >= 0 or not failures[0].consequence):
+        return explain(failures)
+    if code > 0 and job.nodes and not torchrun_logs(job) and job.torchrun_log.is_file():
+        headline = f"the agent of the first node ended with exit code {code} before any node had started the command"
+        hint = "--rdzv-endpoint is the first node's own address, and a port"
+        return Explanation(headline, tail(job.torchrun_log), hint)
+    if not code:
+        return explain_end(job, exit_code, failures)
+    printed = torchrun_logs(job)
+    end = "\n\n".join(map(tail, printed))
+    raised = next((found for log in printed if (found := find_exception(without_colours(end_of(log))))), None)
+    headline = f"{job.program} {_describe_exit(code, raised)}"
+    return Explanation(headline, raised.excerpt if raised else end, _hint_of(end), _cause_of(code, raised))
+
+
+def conclude_own(job: Job, ending: Ending) -> RunOutcome:
+    """Take the exit code of the user's own command for its result. A command that was asked to stop has done so, with
+    whatever code; what it has saved, nobody knows."""
+    failures = find_own_failures(job)
+    if ending.stop_requested:
+        code = Stopped.exit_code if newest_step(job.run) and ending.exit_code is not None else Interrupted.exit_code
+        return RunOutcome(result_from_events(job.run, "stopped", ending.exit_code), None, code)
+    if ending.exit_code == 0 and not failures:
+        return RunOutcome(result_from_events(job.run, "done", ending.exit_code), None, EXIT_DONE)
+    result = result_from_events(job.run, "failed", ending.exit_code)
+    return RunOutcome(result, explain_own_end(job, ending.exit_code, failures), WorkerError.exit_code)
+
+
+def _cause_of(code: int, raised: RaisedException | None) -> str:
+    """Return the cause of an exit that would most likely come again. A lost connection need not, nor a signal."""
+    return raised.cause if raised and code > 0 and not PEER_LOST.search(raised.message) else ""
+
+
+def _describe_exit(code: int, raised: RaisedException | None = None) -> str:
+    """Describe how a process of the user's own command has ended: it is not asked to say why."""
+    if code >= 0:
+        return f"ended with exit code {code}" + (f": {raised.summary}" if raised and code else "")
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" if -code == signal.SIGKILL else f"was ended by {name}"
+
+
+def _hint_of(log_end: str) -> str:
+    """Return what to do about a failure that a log names."""
+    if _NO_DEVICE_MEMORY.search(log_end):
+        return "the device's memory ran out: smaller batches, or activation checkpointing, take less"
+    if _NO_HOST_MEMORY.search(log_end):
+        return "the host's memory ran out: fewer workers of the data loader, and data read in parts, take less"
+    return ""
+
+
+@dataclass(frozen=True)
+class RaisedException:
+    """The exception that ended a program, as its traceback in a log shows it."""
+
+    type: str
+    message: str
+    """Its first line: `ValueError: boo`."""
+    file: str
+    line: int
+    """Innermost frame outside installed packages."""
+    excerpt: str
+    """The lines from that frame to the exception."""
+
+    @property
+    def cause(self) -> str:
+        """Equal for the same error at the same place. Messages differ: many hold numbers, such as the step."""
+        return f"{self.type} at {self.file}:{self.line}"
+
+    @property
+    def summary(self) -> str:
+        return f"{self.message} ({Path(self.file).name}:{self.line})"
+
+
+def find_exception(log_end: str) -> RaisedException | None:
+    """Return the last exception of a log whose traceback is whole; None where it has none. Of several ranks that
+    write to one log, the lines of one are read."""
+    prefixed = [(match[0] if (match := _PREFIX.match(line)) else "", line) for line in log_end.splitlines()]
+    begins = [
+        place
+        for place, (_, line) in enumerate(prefixed)  # a progress bar may stand before it on its line
+        if line.endswith(_TRACEBACK) and not line.endswith(f"Original {_TRACEBACK}")
+    ]
+    for begin in reversed(begins):
+        prefix = prefixed[begin][0]
+        lines = [line[len(prefix) :] for other, line in prefixed[begin + 1 :] if other == prefix]
+        end = next((place for place, line in enumerate(lines) if line and not line.startswith(" ")), None)
+        raised = _RAISED.match(lines[end]) if end is not None else None
+        frames = [(place, found) for place, line in enumerate(lines[:end]) if (found := _FRAME.match(line))]
+        if end is None or raised is None or not frames or raised[0].rpartition(".")[2] in _OF_LAUNCHERS:
+            continue
+        own = [frame for frame in frames if not re.search(r"/(site|dist)-packages/|^<|/lib/python3", frame[1][1])]
+        place, frame = (own or frames)[-1]
+        excerpt = "\n".join(lines[place : end + 1][-LOG_TAIL_LINES:])
+        return RaisedException(raised[0], lines[end], frame[1], int(frame[2]), excerpt)
+    return None
