@@ -1,4 +1,4 @@
-"""The live run in simulation: the decisions of `policy`, on measured times with noise.
+"""The live run in simulation: the decisions of `balance.decisions`, on measured times with noise.
 
 Every rank's tracker measures that rank's computing, the scheduler of each replica group sees the confirmed speeds as
 often as the engine exchanges them, and a change holds from the next step on, as in the engine's `StepScheduler`.

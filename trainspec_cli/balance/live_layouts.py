@@ -1,6 +1,6 @@
 """The decisions of the simulated live run on its layout: layers that move between stages, and other layouts.
 
-The decisions are those of `policy` and of the planner's search, as in `scheduler/advisor.py` and the engine, on
+The decisions are those of `balance.decisions` and of the planner's search, as in `advisor.py` and the engine, on
 measured speeds. Each device knows how long it computes itself, without waiting for those that work on the same samples:
 one that no event slows computes as usual, and one that some event slows as its group is seen to.
 """

@@ -13,7 +13,7 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.core.reading.yaml_file import read_yaml
 from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.validation.backtest import FITTED_SOURCES, Backtest, fit_table, report
+from trainspec_cli.plan.validation.backtest import FITTED_SOURCES, fit_table, report
 from trainspec_cli.plan.validation.backtest import backtest as run_backtest
 from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.json_text import json_text
@@ -32,7 +32,11 @@ def backtest(
     eff = _read_profile(profile)
     result = run_backtest(read_rows(file), eff)
     if fit is not None:
-        _write_profile(fit, result, eff)
+        lines = [f"  {name}: {value:.4e}" for name, value in fit_table(result, eff).as_dict().items()]
+        head = (
+            "# Efficiencies fitted to measured runs; put them under `cluster:`, or give them to `backtest --profile`."
+        )
+        fit.write_text("\n".join([head, "efficiency:", *lines, ""]), encoding="utf-8")
     if plot is not None:
         plot.write_text(render_scatter(result.points()), encoding="utf-8")
     found = report(result, FITTED_SOURCES if profile is None else ())
@@ -60,10 +64,3 @@ def _efficiency(value: JsonValue) -> float:
     if not 0 < number < math.inf:
         raise ValueError("an efficiency is a number above 0")
     return number
-
-
-def _write_profile(file: Path, result: Backtest, start: Efficiency) -> None:
-    fitted = fit_table(result, start).as_dict()
-    lines = [f"  {name}: {value:.4e}" for name, value in fitted.items()]
-    head = "# Efficiencies fitted to measured runs; put them under `cluster:`, or give them to `backtest --profile`."
-    file.write_text("\n".join([head, "efficiency:", *lines, ""]), encoding="utf-8")

@@ -40,7 +40,8 @@ def _candidates(before: Sequence[str], word: str, commands: Mapping[str, Command
     entry = commands[command]
     given = [other for other in rest if not other.startswith("-")]
     module = _parse(PACKAGE.joinpath(*entry.module_of(command).split(".")[1:]).with_suffix(".py"))
-    below = [name for name, _ in _commands(module)]
+    functions = [node for node in module.body if isinstance(node, ast.FunctionDef)]
+    below = [one.name for one in functions if any("app.command" in ast.unparse(each) for each in one.decorator_list)]
     if below and not given:
         yield from _options(module, command) if word.startswith("-") else below
     elif word.startswith("-"):
@@ -112,13 +113,6 @@ def _values(word: str) -> Iterator[str]:
 
 def _parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
-
-
-def _commands(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Yield a module's commands of its own: functions with `@app.command(...)`."""
-    for node in module.body:
-        if isinstance(node, ast.FunctionDef) and any("app.command" in ast.unparse(one) for one in node.decorator_list):
-            yield node.name, node
 
 
 def _options(module: ast.Module, command: str) -> Iterator[str]:

@@ -53,14 +53,14 @@ def _describe(file: Path, cwd: Path) -> str:
     except (RecipeError, UnreadableFileError) as error:
         problem = error.problems[0]
         return f"(cannot be read: {problem.where()}: {problem.message})"
-    comment = [line.lstrip("# ") for line in takewhile(_is_comment, lines) if not _FOR_PROGRAMS.match(line)]
+    comment = [
+        line.lstrip("# ")
+        for line in takewhile(lambda line: line.startswith("#"), lines)
+        if not _FOR_PROGRAMS.match(line)
+    ]
     sentence = re.split(r"(?<=[.;:]) ", " ".join(comment), maxsplit=1)[0].strip(".;: ")
     name = content.values().get("name")
     return content.description or sentence or (name if isinstance(name, str) and name != file.stem else "")
-
-
-def _is_comment(line: str) -> bool:
-    return line.startswith("#")
 
 
 # Figures of three groups
@@ -139,14 +139,7 @@ def _with_figures(group: str, rows: Sequence[Row]) -> Sequence[Row]:
         return [*rows]
     figures = FIGURES[group]()
     columns = dict.fromkeys(column for row in figures.values() for column in row)
-    return [
-        {"name": row["name"], **dict.fromkeys(columns), **figures.get(str(row["name"]), {}), **_without_name(row)}
-        for row in rows
-    ]
-
-
-def _without_name(row: Row) -> Row:
-    return {key: value for key, value in row.items() if key != "name"}
+    return [{"name": row["name"], **dict.fromkeys(columns), **figures.get(str(row["name"]), {}), **row} for row in rows]
 
 
 def _overview(group: str, rows: Sequence[Row]) -> Iterator[str]:

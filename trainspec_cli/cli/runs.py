@@ -116,7 +116,18 @@ def _show_copies(*, clear: bool, as_json: bool) -> None:
     for copies in cleared:
         remove_folder(copies.folder)
     if as_json:
-        print(json_text([_copies_json(*row, cleared=row[0] in cleared) for row in rows]))
+        shown = [
+            {
+                "run": str(copies.run.root) if copies.run else None,
+                "status": status,
+                "step": copies.step,
+                "bytes": copies.bytes,
+                "folder": str(copies.folder),
+                "cleared": copies in cleared,
+            }
+            for copies, status in rows
+        ]
+        print(json_text(shown))
     elif not rows:
         print("no run has copies in this node's memory")
     else:
@@ -133,12 +144,6 @@ def _status_of_owner(run: RunDir | None) -> str:
     if not run.run_json.is_file():
         return GONE
     return status_of_run(run)
-
-
-def _copies_json(copies: Copies, status: str, *, cleared: bool) -> dict[str, object]:
-    run = str(copies.run.root) if copies.run else None
-    about = {"run": run, "status": status, "step": copies.step, "bytes": copies.bytes}
-    return {**about, "folder": str(copies.folder), "cleared": cleared}
 
 
 def _copies_cells(copies: Copies, status: str) -> tuple[str, ...]:
@@ -218,13 +223,12 @@ def _remove(removals: Sequence[removal.Removal], *, yes: bool, as_json: bool) ->
     for one in removals:
         removal.remove(one)
     if as_json:
-        print(json_text([_removal_json(one) for one in removals]))
+        shown = [
+            {"run": str(one.run.root), "folders": [*map(str, one.folders)], "bytes": one.bytes} for one in removals
+        ]
+        print(json_text(shown))
     elif removals:
         print(f"removed; {freed} are free")
-
-
-def _removal_json(one: removal.Removal) -> dict[str, object]:
-    return {"run": str(one.run.root), "folders": list(map(str, one.folders)), "bytes": one.bytes}
 
 
 def _describe_removal(one: removal.Removal) -> str:

@@ -97,7 +97,7 @@ def probe_path(plan: Plan, machine: Machine) -> Path:
 
 
 def read_probe(path: Path) -> MachineProbe | None:
-    return _read(MachineProbe, path)
+    return read_figures(MachineProbe, path)
 
 
 def known_probe(plan: Plan, machine: Machine) -> MachineProbe | None:
@@ -116,7 +116,7 @@ def table_path(plan: Plan, machine: Machine) -> Path:
 
 
 def read_table(path: Path) -> KernelTable | None:
-    return _read(KernelTable, path)
+    return read_figures(KernelTable, path)
 
 
 def library_versions() -> dict[str, str]:
@@ -145,7 +145,7 @@ def figures_path(kind: str, plan: Plan, machine: Machine, others: Mapping[str, o
     return cache_dir() / "machine" / f"{kind}-{name}.json"
 
 
-def _read(kind: type[Figures], path: Path) -> Figures | None:
+def read_figures(kind: type[Figures], path: Path) -> Figures | None:
     """Return None where there are no figures, or where another version of trainspec has written them."""
     if not path.is_file():
         return None

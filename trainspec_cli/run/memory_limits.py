@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainspec_cli.core.cache import cache_dir, make_cache
-from trainspec_cli.core.errors import MachineError, RecipeError
-from trainspec_cli.recipe.canonical import Absent, from_plain, to_plain
+from trainspec_cli.core.errors import MachineError
+from trainspec_cli.recipe.canonical import Absent, to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.memory import Relief
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.event_types.decisions import MemoryEvent
 from trainspec_cli.run.folder.events import EventTail
-from trainspec_cli.run.folder.files import read_json, write_json
+from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.measuring import figures_path
+from trainspec_cli.run.measuring import figures_path, read_figures
 
 KIND = "memory"
 
@@ -57,13 +57,13 @@ class MemoryLimits:
 
 def read_limits(plan: Plan, machine: Machine) -> MemoryLimits:
     """Return what is known of `plan` on `machine`, which may be nothing."""
-    known = _read(_path(plan, machine))
+    known = read_figures(MemoryLimits, _path(plan, machine))
     return known or MemoryLimits(plan.spec.model.name or plan.spec.model.family, _device(machine), _layout(plan))
 
 
 def list_limits() -> list[tuple[Path, MemoryLimits]]:
     """List what this user's runs have learned on this machine, the newest first."""
-    found = ((path, _read(path)) for path in (cache_dir() / "machine").glob(f"{KIND}-*.json"))
+    found = ((path, read_figures(MemoryLimits, path)) for path in (cache_dir() / "machine").glob(f"{KIND}-*.json"))
     known = [(path, limits) for path, limits in found if limits is not None and limits.learned]
     return sorted(known, key=lambda pair: -pair[1].learned[-1].at)
 
@@ -84,6 +84,7 @@ class LimitsWatch:
 
     def __init__(self, run: RunDir, plan: Plan, machine: Machine, now: Callable[[], float] = time.time):
         self._run, self._machine, self._now = run, machine, now
+        # A planned change of layout was predicted for the layout that the run begins in, and not for its own.
         changed = [replace(plan.with_layout(change), prediction=None) for change in plan.changes]
         self._plans = {one.layout.describe(): one for one in (*changed, plan)}
         """The plans by the axes of their layouts."""
@@ -112,6 +113,7 @@ class LimitsWatch:
             used_bytes=_known(event.used_bytes),
             limit_bytes=_known(event.limit_bytes),
         )
+        # What a later run has taken instead of the same setting is the better knowledge.
         others = [one for one in limits.learned if one.relief.failed != learned.relief.failed]
         make_cache()
         write_json(_path(plan, self._machine), to_plain(replace(limits, learned=(*others, learned))))
@@ -136,13 +138,3 @@ def _path(plan: Plan, machine: Machine) -> Path:
     return figures_path(
         KIND, plan, machine, {"plan": facts, "seq_len": plan.spec.data.seq_len, "optimizer": plan.spec.optim.name}
     )
-
-
-def _read(path: Path) -> MemoryLimits | None:
-    """Return None where there are none, or where another version of trainspec has written them."""
-    if not path.is_file():
-        return None
-    try:
-        return from_plain(MemoryLimits, read_json(path))
-    except (RecipeError, ValueError):
-        return None

@@ -45,6 +45,7 @@ def conclude_recipe(job: Job, ending: Ending) -> RunOutcome:
         result = result_from_events(job.run, "failed", WorkerError.exit_code)
         return RunOutcome(result, Explanation(ending.given_up))
     failures = find_failures(job)
+    # Ranks that lost their connection to the failed one end too: their exit codes say nothing of the cause.
     causes = [failure for failure in failures if not failure.consequence]
     explanation = explain_end(job, ending.exit_code, failures) if failures or ending.exit_code else None
     left = read_result(job.run)

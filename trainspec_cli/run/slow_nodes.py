@@ -1,5 +1,5 @@
 """Finds the node that a run would be faster without, by the speeds that its workers report, and writes down what is
-decided or advised. The decision itself is `policy.scheduling.leave_out`; what follows it, `policy.recovery`.
+decided or advised. The decision itself is `balance.decisions.leave_out`; what follows it, `run.recovery`.
 """
 
 from __future__ import annotations
@@ -168,6 +168,7 @@ class SlowNodes:
     def _take_steps(self, events: list[Event]) -> int:
         """Take in the steps that were made; return their number."""
         steps = [event for event in events if isinstance(event, StepEvent)]
+        # The first step of a generation ends what the restart took: that is what leaving a node out will cost again.
         if steps and not self._step:
             self._restart_s = time.monotonic() - self._began_s
         for event in steps:
@@ -175,7 +176,13 @@ class SlowNodes:
             if self._steps > SKIPPED_STEPS:
                 self._times_s.append(event.step_time_s)
         if steps and self._given is not None and len(self._times_s) >= MEASURED_STEPS:
-            self._note_effect(self._given)
+            achieved_s = median(self._times_s)
+            self._write(
+                NodesAchievedEvent(
+                    step=self._step, number=self._given.number, achieved_s=achieved_s, restart_s=self._restart_s
+                )
+            )
+            self._given = None
         return len(steps)
 
     def _learn(self, report: SpeedsReport) -> None:
@@ -183,6 +190,7 @@ class SlowNodes:
         samples = sum(report.samples[row[0]] for row in data_rows(report.layout))
         times = RankTimes(report.compute_s, report.even_s, self._paces.note(report.layout, report.even_s))
         self._learnt = _Learnt(report, times, self._best_s(report, samples), samples)
+        # Times from before were made at other speeds or in another layout.
         self._times_s.clear()
 
     def _best_s(self, report: SpeedsReport, samples: int) -> float:
@@ -241,12 +249,6 @@ class SlowNodes:
         )
         self._write(event)
         return event
-
-    def _note_effect(self, given: NodesEvent) -> None:
-        step_s, self._given = median(self._times_s), None
-        self._write(
-            NodesAchievedEvent(step=self._step, number=given.number, achieved_s=step_s, restart_s=self._restart_s)
-        )
 
     def _write(self, event: NodesEvent | NodesAchievedEvent) -> None:
         directives = EventWriter(self._run.directives, SUPERVISOR)

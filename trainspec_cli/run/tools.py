@@ -164,10 +164,10 @@ def on_nodes(plan: Plan, reach: Reach, examination: Examination) -> Prepare:
     def prepare(root: Path, worker: tuple[str, ...]) -> tuple[Job, OpenBackend]:
         write_plan(RunDir(root), plan)  # a node's agent reads it
 
-        def open_backend(job: Job, _: Plan | None) -> NodesBackend:
-            return NodesBackend(job, plan, reach=reach, worker=worker, examination=examination)
-
-        return build_nodes_job(plan, root, reach), open_backend
+        # The backend gets this plan, and not the None by which `supervise` knows a job that is never started again.
+        return build_nodes_job(plan, root, reach), lambda job, _: NodesBackend(
+            job, plan, reach=reach, worker=worker, examination=examination
+        )
 
     return prepare
 

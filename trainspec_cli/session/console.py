@@ -53,6 +53,11 @@ class PrintableConsole(Console):
         """Print lines as they are: without colours, however long they are."""
         self.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
+    def report_each(self, *parts: Iterable[str]) -> None:
+        """Print the lines of all parts as they are; nothing, not even an empty line, where there are none."""
+        if lines := [line for part in parts for line in part]:
+            self.report(*lines)
+
 
 class RunConsole(PrintableConsole):
     """A console whose reader may go away (`| head`): the command ends then, with the exit code that a shell gives it.

@@ -77,7 +77,7 @@ def test_other_data_is_prepared_in_the_tokens_that_the_model_knows(
 ) -> None:
     """And the next start reads them: run.json, plan.json and the lines on the terminal say so."""
     monkeypatch.setattr(session_module, "predict", lambda plan, *_, **__: plan)
-    monkeypatch.setattr(session_module, "check_nodes", lambda *_, **__: None)
+    monkeypatch.setattr(session_module, "parts_of", lambda _: [])
     old = Path(str(read_run_record(run_on).data_dir))
     session = prepare_resume(run_on, [f"data.path={texts[1]}"], NodeOptions(), console)
     assert read_run_record(run_on).data_dir == str(old), "nothing is written before the start"

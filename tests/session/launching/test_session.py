@@ -30,7 +30,7 @@ from trainspec_cli.run.notify import NOBODY
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import session as session_module
 from trainspec_cli.session.launching.fewer_nodes import plan_on_fewer
-from trainspec_cli.session.launching.session import Session, rehearse, start
+from trainspec_cli.session.launching.session import CHECK_NODES, Session, rehearse, start
 from trainspec_cli.session.recipe.load import load, plan_on
 
 MakeRun = Callable[..., RunDir]
@@ -50,15 +50,16 @@ class Steps:
         self.was_claimed = False
         self.exit_code = 6
         self._data = data
-        for name in ("predict", "check_nodes", "select_kernels", "prepare_data", "run", "probe_after_run"):
+        for name in ("predict", "select_kernels", "prepare_data", "run", "probe_after_run"):
             monkeypatch.setattr(session_module, name, getattr(self, name))
+        monkeypatch.setattr(session_module, "parts_of", {CHECK_NODES: [self.check_nodes]}.get)
 
     def predict(self, plan: Plan, machine: Machine, console: Any, **options: Any) -> Plan:
         self.taken.append("predict")
         self.options["predict"] = options
         return replace(plan, prediction=PREDICTION)
 
-    def check_nodes(self, plan: Plan, folder: Path, console: Any, *, force: bool) -> str:
+    def check_nodes(self, plan: Plan, folder: Path, console: Any, force: bool) -> str:
         assert plan.prediction == PREDICTION, "it counts the memory that is predicted"
         self.taken.append("check_nodes")
         self.options["check_nodes"] = {"folder": folder, "force": force}
@@ -145,12 +146,12 @@ def test_what_is_refused_leaves_nothing(
     def refuse(*_: Any, **__: Any) -> None:
         raise PlanError(Problem("does_not_fit", "too large"))
 
-    for step in ("predict", "check_nodes", "select_kernels", "prepare_data"):
-        monkeypatch.setattr(session_module, step, refuse)
-        with pytest.raises(PlanError):
-            start(new("run.dir=mine"))
+    for step in ("predict", "parts_of", "select_kernels", "prepare_data"):
+        with monkeypatch.context() as patched:
+            patched.setattr(session_module, step, refuse if step != "parts_of" else lambda _: [refuse])
+            with pytest.raises(PlanError):
+                start(new("run.dir=mine"))
         assert not (tmp_path / "mine").exists(), step
-        monkeypatch.setattr(session_module, step, getattr(steps, step))
 
 
 def test_a_disk_that_refuses_is_the_machines_fault(new: Callable[..., Session], steps: Steps, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class BatchSchedule:
     """Samples of the first step, and the fewest of any."""
     lr_rule: ShrinkRule
     stages: tuple[BatchStage, ...]
-    """The first is from 0 on. One alone for `noise`, which decides while it runs (`policy/batch/noise.py`)."""
+    """The first is from 0 on. One alone for `noise`, which decides while it runs (`balance/batch/noise.py`)."""
 
     @property
     def run_samples(self) -> int:

@@ -10,7 +10,7 @@ from trainspec_cli.recipe.keys.optim import ScheduleSpec
 def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps: int) -> float:
     """Return the rate of update `step` (0 is the first) of a run of `max_steps`.
 
-    `step` may lie between two updates, where one update stands for several (see `policy/batch/batch_schedule.py`).
+    `step` may lie between two updates, where one update stands for several (see `balance/batch/batch_schedule.py`).
     """
     if step < schedule.warmup_steps:
         return min(peak_lr, peak_lr * (step + 1) / schedule.warmup_steps)

@@ -2,7 +2,7 @@
 
 Failures come without memory, each device alike, also while the job is down. Between two events checkpoints are plain
 arithmetic, so that the cost grows with the failures alone: two weeks on 16,384 devices take some milliseconds a seed.
-What follows a failure is decided by `policy.recovery.next_action`, as in a running job (`standing.py`).
+What follows a failure is decided by `run.recovery.next_action`, as in a running job (`standing.py`).
 """
 
 from __future__ import annotations

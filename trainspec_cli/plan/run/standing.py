@@ -1,4 +1,4 @@
-"""How the replica groups of a simulated run stand, by the decisions of `policy.recovery.next_action`.
+"""How the replica groups of a simulated run stand, by the decisions of `run.recovery.next_action`.
 
 A run fails a thousand times and stands in few ways: what follows a change from one of them is asked once. The actions
 that the decisions name take the time that the simulation says.

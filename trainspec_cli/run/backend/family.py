@@ -91,8 +91,11 @@ class Family:
         """Adopted processes that have ended leave the process table; those started here belong to their Popen."""
         self._seen.update(living.values())
         for process in self._seen - set(living.values()):
+            # A Popen that finds its child reaped by others reports exit code 0, and a failed torchrun would count as
+            # done.
             if parent_id(process) == os.getpid() and not is_own_child(process.pid):
                 os.waitpid(process.pid, os.WNOHANG)
+            # psutil compares the time at which it began too: the number of a process that has ended is given out again.
             if not process.is_running():
                 self._seen.discard(process)
 

@@ -21,6 +21,7 @@ HERE = 0
 
 class LocalBackend:
     def __init__(self, job: Job, plan: Plan | None):
+        # First of all: from now on an earlier start of this run, wherever it still lives, writes nothing more.
         self.generation = generations.begin(job.run)
         self._job = replace(job, environment={**job.environment, GENERATION: str(self.generation)})
         self._plan = plan

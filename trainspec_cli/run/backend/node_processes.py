@@ -163,7 +163,10 @@ class _GroupProcesses:
     def _find_failed_worker(self) -> tuple[int, str, bool] | None:
         ranks = self._job.ranks or ()
         if len(self._workers) < len(ranks):
-            self._workers = self._find_workers()
+            self._workers = []
+            with contextlib.suppress(psutil.NoSuchProcess):  # torchrun has ended meanwhile: the next poll shows that
+                children = psutil.Process(self._torchrun.pid).children()
+                self._workers = sorted(children, key=lambda process: process.pid)
         for rank, worker in zip(ranks, self._workers, strict=False):
             if code := processes.unread_exit_code(worker):
                 return rank, describe_exit(code), code == -signal.SIGKILL
@@ -176,12 +179,6 @@ class _GroupProcesses:
             return listed[0].rank, listed[0].summary, listed[0].was_killed
         lost = f"lost its torchrun, which {describe_exit(code)}"
         return (self._job.ranks or (0,))[0], lost, code == -signal.SIGKILL
-
-    def _find_workers(self) -> list[psutil.Process]:
-        try:
-            return sorted(psutil.Process(self._torchrun.pid).children(), key=lambda process: process.pid)
-        except psutil.NoSuchProcess:
-            return []
 
 
 def close_family(family: Family, guarding: subprocess.Popen[bytes]) -> tuple[int, ...]:

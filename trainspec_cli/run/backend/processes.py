@@ -44,6 +44,7 @@ def members(launch_id: str, wait_s: float = EXEC_TIMEOUT_S) -> list[psutil.Proce
         if time.monotonic() > deadline:
             break
         time.sleep(0.001 if unsure else 0)
+    # A look that waits for none of them cannot know that they never get an environment.
     if wait_s:
         _without_environment.update(unsure)
     return found

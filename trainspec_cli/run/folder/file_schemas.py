@@ -16,17 +16,14 @@ OF_DIRECTIVES = ("directive", "achieved", "buckets", "memory", "nodes", "nodes_a
 """Types of events that are lines of directives.jsonl."""
 
 
-def _directive_schema() -> JsonObject:
-    kinds = {name: EVENT_TYPES[name] for name in OF_DIRECTIVES}
-    return events_schema("a line of directives.jsonl", Event, kinds, ONE_OF, closed=True)
-
-
 FILE_SCHEMAS: Mapping[str, Callable[[], JsonObject]] = {
     "plan": lambda: plan_schema("plan.json", Plan),
     "run": lambda: record_schema("run.json", RunRecord, left_out=("others",)),
     "result": lambda: record_schema("result.json", RunResult),
     "event": lambda: events_schema("a line of a file of events", Event, event_types(), ONE_OF),
-    "directive": _directive_schema,
+    "directive": lambda: events_schema(
+        "a line of directives.jsonl", Event, {name: EVENT_TYPES[name] for name in OF_DIRECTIVES}, ONE_OF, closed=True
+    ),
     "certificate": lambda: record_schema("a certificate", Certificate, is_versioned=False),
 }
 """Name -> its schema, which is of the current version."""

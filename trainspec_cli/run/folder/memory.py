@@ -114,8 +114,5 @@ def _describe(folder: Path) -> Copies:
 
 
 def _newest_in(folder: Path) -> int:
-    return max(map(_step_of, folder.glob("slot*/rank*.json")), default=0)
-
-
-def _step_of(mark: Path) -> int:
-    return read_field(mark, read_field(mark, read_object(mark), "about", dict), "step", int)
+    about = [(mark, read_field(mark, read_object(mark), "about", dict)) for mark in folder.glob("slot*/rank*.json")]
+    return max((read_field(mark, of_copy, "step", int) for mark, of_copy in about), default=0)

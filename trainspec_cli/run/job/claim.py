@@ -54,6 +54,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
     The file is written in place: the lock belongs to the file, not to its name.
     """
     _give_up_earlier_start(run)
+    # No link is followed to a file outside of the run, and a pipe of that name does not block the open.
     descriptor = os.open(run.pid_json, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         if not _is_free(descriptor, run.pid_json):
@@ -66,6 +67,7 @@ def claim(run: RunDir, launch_id: str) -> Iterator[None]:
         try:
             yield
         finally:
+            # Slurm's next start of the job has removed the file and made its own, which is not this one's to remove.
             if _is_same_file(descriptor, run.pid_json):
                 run.pid_json.unlink(missing_ok=True)
     finally:

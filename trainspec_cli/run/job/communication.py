@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from trainspec_cli.core.printable import on_one_line
-from trainspec_cli.recipe.results.blueprint import Blueprint, Setting
+from trainspec_cli.recipe.results.blueprint import Setting
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.paths import RunDir
@@ -42,7 +42,15 @@ def write_communication(plan: Plan, run: RunDir) -> None:
     if lines := describe_communication(plan, run):
         write_text(run.nccl_env, "\n".join(lines) + "\n")
     if plan.blueprint.tuner:
-        write_text(run.nccl_tuner_csv, "\n".join(_tuner_lines(plan.blueprint)) + "\n")
+        about = (
+            f"For NCCL's example tuner plugin ({EXAMPLE_TUNER}), which forces ring and {PROTOCOL} where no row fits."
+        )
+        lines = [f"# {about}", f"# {TUNER_COLUMNS}"]
+        for row in plan.blueprint.tuner:
+            size = f"{row.min_bytes},{row.max_bytes}"
+            figures = f"{row.collective},{size},{row.algorithm},{PROTOCOL},-1,{row.nodes},{row.ranks},-1,-1"
+            lines += [f"# {row.reason}", figures]
+        write_text(run.nccl_tuner_csv, "\n".join(lines) + "\n")
 
 
 def describe_communication(plan: Plan, run: RunDir) -> list[str]:
@@ -60,12 +68,3 @@ def describe_communication(plan: Plan, run: RunDir) -> list[str]:
     wiring = plan.spec.cluster.fabric.nic_wiring
     why = f"cluster.fabric.nic_wiring is {'null' if wiring is None else wiring}"
     return [f"# No variable of NCCL is set for the workers of this run: {why}."]
-
-
-def _tuner_lines(blueprint: Blueprint) -> Iterator[str]:
-    yield f"# For NCCL's example tuner plugin ({EXAMPLE_TUNER}), which forces ring and {PROTOCOL} where no row fits."
-    yield f"# {TUNER_COLUMNS}"
-    for row in blueprint.tuner:
-        yield f"# {row.reason}"
-        size = f"{row.min_bytes},{row.max_bytes}"
-        yield f"{row.collective},{size},{row.algorithm},{PROTOCOL},-1,{row.nodes},{row.ranks},-1,-1"

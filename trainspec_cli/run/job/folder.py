@@ -9,7 +9,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -87,18 +87,13 @@ def make_folder(run_dir: str, recipe: str, named_by: str = "run.dir") -> Path:
         return Path(run_dir)
     parent = RUNS / re.sub(r"[^\w.-]+", "_", recipe)
     parent.mkdir(parents=True, exist_ok=True)
-    return _make_unique(parent / time.strftime("%Y%m%d-%H%M%S"))
-
-
-def _make_unique(root: Path) -> Path:
-    """Two launches of one second get folders of their own: making one fails for all but the first."""
+    usual = time.strftime("%Y%m%d-%H%M%S")
     for number in itertools.count(1):
-        candidate = root if number == 1 else root.with_name(f"{root.name}-{number}")
-        try:
+        candidate = parent / (usual if number == 1 else f"{usual}-{number}")
+        # Of two launches within one second each gets a folder: making one fails for all but the first.
+        with suppress(FileExistsError):
             candidate.mkdir(PRIVATE_FOLDER)
-        except FileExistsError:
-            continue
-        return candidate
+            return candidate
     raise AssertionError("counting has no end")
 
 
@@ -110,6 +105,7 @@ def write_launch(
     To be called while the run is claimed; raises RecipeError where another launch was there before.
     """
     run = job.run
+    # Asked once more, now that the run is claimed: two launches into one folder pass the first check together.
     check_no_run(run.root)
     write_text(run.composed_yaml, VERSION_LINE + origin.composed_yaml)
     write_json(run.versions_json, versions())

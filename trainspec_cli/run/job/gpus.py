@@ -27,6 +27,8 @@ NVLINK_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
 HIDING = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES (HIP_..., ROCR_...) by which a user hides all GPUs."""
 MOST_NVLINKS = 18
+WITH_64_CORES = ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0))
+"""Compute capabilities whose multiprocessors have 64 fp32 cores, all others have 128 (CUDA programming guide)."""
 PCIE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """PCIe generation -> GB/s of one lane, one direction."""
 AMD_VENDOR = 0x1002
@@ -270,7 +272,7 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
         of_whole = _ask(nvml, "nvmlDeviceGetMemoryInfo", whole)
         part = memory_bytes / of_whole.total if of_whole else 1.0
     elif cores := _ask(nvml, "nvmlDeviceGetNumGpuCores", handle):
-        processors = cores // cores_per_processor(tuple(capability))
+        processors = cores // (64 if tuple(capability) in WITH_64_CORES else 128)
     bus_bits = _ask(nvml, "nvmlDeviceGetMemoryBusWidth", whole, default=0)
     memory_mhz = _ask(nvml, "nvmlDeviceGetMaxClockInfo", whole, nvml.NVML_CLOCK_MEM, default=0)
     lanes = _ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", whole, default=0)
@@ -287,11 +289,6 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
         nvlink_gb_per_s=_nvlink_gb_per_s(nvml, handle),
         pcie_gb_per_s=lanes * PCIE_GB_PER_S.get(min(generation, max(PCIE_GB_PER_S)), 0.0),
     )
-
-
-def cores_per_processor(capability: tuple[int, int]) -> int:
-    """Return the fp32 cores of a multiprocessor (CUDA programming guide, by compute capability)."""
-    return 64 if capability in ((6, 0), (7, 0), (7, 2), (7, 5), (8, 0)) else 128
 
 
 def _nvlink_gb_per_s(nvml: Any, handle: Any) -> float | None:

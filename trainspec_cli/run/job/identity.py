@@ -20,7 +20,9 @@ def machine_identity(files: tuple[Path, ...] = SYSTEM_IDS) -> str:
 
     They are a digest for this purpose alone: the system's identity itself is to be kept private.
     """
-    identity = next(filter(None, map(_read, files)), "") or _address()
+    identity = next(filter(None, map(_read, files)), "")
+    if not identity and not (address := uuid.getnode()) & _RANDOM:
+        identity = f"{address:012x}"
     if not identity:
         return ""
     return hashlib.sha256("\n".join((_PURPOSE, identity, cpu_name())).encode()).hexdigest()[:32]
@@ -31,9 +33,3 @@ def _read(file: Path) -> str:
         return file.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return ""
-
-
-def _address() -> str:
-    """Return the hardware address of a network interface; empty where there is none."""
-    address = uuid.getnode()
-    return "" if address & _RANDOM else f"{address:012x}"

@@ -147,6 +147,7 @@ def node_command(place: NodePlace, name: str, processes: int, logs: Path, worker
 def _options(name: str, processes: int, address: str, logs: Path) -> tuple[str, ...]:
     return (
         *("--nproc-per-node", str(processes)),
+        # The supervisor decides on restarts, for the whole run: torchrun knows nothing of checkpoints.
         *("--max-restarts", "0"),
         *("--rdzv-backend", "trainspec"),
         *("--rdzv-endpoint", "private"),  # torchrun wants one; the environment says where they meet
@@ -207,6 +208,7 @@ def node_environment(plan: Plan, machine: Machine, launch_id: str, place: NodePl
     interface = interface_of(own_address(place.head))
     found = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     alone = job_environment(plan, machine, launch_id)
+    # The loopback leads to no other node. Where no interface is found, gloo takes that of the host's own name.
     del alone["GLOO_SOCKET_IFNAME"]
     return alone | found
 

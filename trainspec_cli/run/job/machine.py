@@ -74,8 +74,10 @@ def count_oom_kills(
     version 2, `memory.oom_control` of version 1, in which a container may see its own group as the root). The node's
     count, which includes other programs, is taken only where no group has one.
     """
-    version_1 = _group_of_version_1(membership, "memory")
-    files = [group / "memory.events" for group in _from_own_group_up(root, _group_of_version_2(membership))]
+    groups = [line.split(":", 2) for line in _text(membership).splitlines() if line.count(":") >= 2]
+    version_1 = next((group for _, controllers, group in groups if "memory" in controllers.split(",")), "")
+    version_2 = next((group for number, controllers, group in groups if (number, controllers) == ("0", "")), "")
+    files = [group / "memory.events" for group in _from_own_group_up(root, version_2)]
     files += [group / "memory.oom_control" for group in _from_own_group_up(root / "memory", version_1)]
     return next((int(count) for path in (*files, vmstat) for count in _OOM_KILLS.findall(_text(path))), 0)
 
@@ -84,19 +86,6 @@ def _from_own_group_up(root: Path, group: str) -> list[Path]:
     """Return the folders of a control group and of those above it."""
     own = PurePosixPath("/", group)
     return [root / one.relative_to("/") for one in (own, *own.parents)]
-
-
-def _group_of_version_2(membership: Path) -> str:
-    return next((line.removeprefix("0::") for line in _text(membership).splitlines() if line.startswith("0::")), "")
-
-
-def _group_of_version_1(membership: Path, controller: str) -> str:
-    for line in _text(membership).splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, group = rest.partition(":")
-        if controller in controllers.split(","):
-            return group
-    return ""
 
 
 def _text(path: Path) -> str:

@@ -25,7 +25,8 @@ def versions() -> dict[str, str]:
     found: dict[str, str] = {}
     wanted = ["trainspec"]
     while wanted:
-        name = _canonical(wanted.pop())
+        # One spelling for `nvidia_ml_py`, `nvidia-ml-py` and `Nvidia.ml.py` (PEP 503).
+        name = re.sub(r"[-_.]+", "-", wanted.pop()).lower()
         if name in found:
             continue
         try:
@@ -33,19 +34,9 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue  # for another system, or trainspec runs from a checkout
         found[name] = distribution.version
-        wanted += _required_names(distribution)
+        needed = (_REQUIREMENT.match(line) for line in distribution.requires or ())
+        wanted += [match.group(1) for match in needed if match and "extra" not in (match.group(3) or "")]
     return {"python": platform.python_version(), "system": platform.platform(), **dict(sorted(found.items()))}
-
-
-def _required_names(distribution: metadata.Distribution) -> list[str]:
-    """Names of the requirements that do not belong to an extra."""
-    matches = (_REQUIREMENT.match(line) for line in distribution.requires or ())
-    return [match.group(1) for match in matches if match and "extra" not in (match.group(3) or "")]
-
-
-def _canonical(name: str) -> str:
-    """One spelling for `nvidia_ml_py`, `nvidia-ml-py` and `Nvidia.ml.py` (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @dataclass(frozen=True)
@@ -108,7 +99,12 @@ def _is_dirty(repository: _Repository) -> bool | None:
     pairs = (entry.partition("\n") for entry in comparison.stdout.split("\0") if entry) if comparison else ()
     settings = [part for key, _, value in pairs for part in ("-c", f"{key}={value or 'true'}")]
     with tempfile.TemporaryDirectory(prefix="trainspec-git-") as scratch:
-        _write_git_folder(Path(scratch), repository)
+        folder = Path(scratch)
+        is_sha256 = repository.object_format == "sha256"
+        extensions = "[extensions]\n\tobjectformat = sha256\n" if is_sha256 else ""
+        (folder / "refs").mkdir()
+        (folder / "HEAD").write_text(f"{repository.commit}\n")
+        (folder / "config").write_text(f"[core]\n\trepositoryformatversion = {int(is_sha256)}\n{extensions}")
         own = {
             "GIT_DIR": scratch,
             "GIT_WORK_TREE": str(repository.top),
@@ -128,14 +124,6 @@ def _is_dirty(repository: _Repository) -> bool | None:
         filters = ask("check-attr", "-z", "--stdin", "filter", stdin="".join(f"{name}\0" for name in touched))
     unfiltered = {"unspecified", "unset"} & set(filters.stdout.split("\0")[2::3]) if filters else True
     return True if unfiltered else None
-
-
-def _write_git_folder(folder: Path, repository: _Repository) -> None:
-    is_sha256 = repository.object_format == "sha256"
-    extensions = "[extensions]\n\tobjectformat = sha256\n" if is_sha256 else ""
-    (folder / "refs").mkdir()
-    (folder / "HEAD").write_text(f"{repository.commit}\n")
-    (folder / "config").write_text(f"[core]\n\trepositoryformatversion = {int(is_sha256)}\n{extensions}")
 
 
 def _git(

@@ -21,7 +21,6 @@ again without it. Several groups keep theirs, and give it fewer samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
@@ -95,11 +94,44 @@ def begin(
 
 def next_action(state: RunState, event: Event) -> Decision:
     """Return the state after `event`, and what is to be done now, in this order."""
-    after, actions = _HANDLERS[type(event)](state, event)
-    if isinstance(event, (PresenceChanged, GroupEnded)) and _counts_anew(state, after, event.group):
-        after, more = _count_groups(after)
-        return after, (*actions, *more)
-    return after, actions
+    match event:
+        case Tick():
+            return _tick(state, event)
+        case Begun():
+            return state._replace(has_begun=True), ()
+        case Stepped(group):
+            state = state._replace(has_stepped=True, has_begun=True)
+            return _change(state, group, stepped_s=state.now_s, failures_in_a_row=0), ()
+        case Retried(group):
+            return _change(state, group, retried_s=state.now_s), ()
+        case PresenceChanged(group, presence):
+            return _count_groups(state, group, _start_if_due(_change(state, group, presence=presence), group))
+        case GroupEnded(group):
+            return _count_groups(state, group, _group_ended(state, event))
+        case WorkerFailed():
+            return _worker_failed(state, event)
+        case Orphaned():
+            return _orphaned(state, event)
+        case NodeLost():
+            return _node_lost(state, event)
+        case NodeUnfit():
+            return _node_unfit(state, event)
+        case NodeSlow():
+            return _node_slow(state, event)
+        case AgentsFailed():
+            return _agents_failed(state, event)
+        case StopRequested(times):
+            state = state._replace(stop_requested=True)
+            # Workers that have written nothing yet have nothing to save; a second request wants no waiting.
+            if times > 1 or not state.has_begun:
+                return _drop_waiting(state)._replace(killed=True), ()
+            return _stop(state)
+        case NodeStopRequested():
+            return _stop(state._replace(stop_requested=True))
+        case RendezvousRestarted():
+            return state, (Inform("the rendezvous server ended; it starts again"),)
+        case NodeBack() | NodesSeen():  # the supervisor's own notes of nodes; a group's presence says what follows
+            return state, ()
 
 
 def may_restart(resilience: ResilienceSpec, restarts_s: tuple[float, ...], now_s: float) -> bool:
@@ -125,6 +157,7 @@ def enough_groups(resilience: ResilienceSpec, groups_left: int) -> bool:
 
 def _tick(state: RunState, event: Tick) -> Decision:
     state = state._replace(now_s=event.now_s)
+    # They were asked to stop and had their time.
     if event.now_s > state.deadline_s:
         return state._replace(killed=True), ()
     actions: list[Action] = []
@@ -145,12 +178,14 @@ def _start_if_due(state: RunState, number: int) -> Decision:
     group = state.groups[number]
     if group.phase != "waiting" or state.now_s < group.start_at_s:
         return state, ()
+    # A new generation has a new rendezvous and new logs; its backend reports anew which nodes are there.
     if group.needs_generation:
         state = _change(state, number, needs_generation=False, presence="awaited")
         return state._replace(has_begun=False, exit_code=None), (BeginGeneration(),)
     if group.presence != "there":
         return state, ()
     starts, restarts_s = group.starts + 1, group.restarts_s
+    # The first start, and one that was planned (less memory, a node left out), say nothing of how often it fails.
     if group.starts and not group.is_planned:
         restarts_s = (*(at for at in restarts_s if state.now_s - at < RESTART_WINDOW_S), state.now_s)
     state = _change(
@@ -176,23 +211,6 @@ def _is_stuck(state: RunState, group: GroupState, newest_step_s: float, newest_r
     allowed_until_s = max(group.stepped_s, group.retried_s) + STUCK * state.resilience.exchange_timeout_s
     asked = newest_retry_s > allowed_until_s and state.now_s - newest_retry_s > ANSWER_S
     return newest_step_s > allowed_until_s or asked
-
-
-def _presence_changed(state: RunState, event: PresenceChanged) -> Decision:
-    return _start_if_due(_change(state, event.group, presence=event.presence), event.group)
-
-
-def _begun(state: RunState, event: Begun) -> Decision:
-    return state._replace(has_begun=True), ()
-
-
-def _stepped(state: RunState, event: Stepped) -> Decision:
-    state = state._replace(has_stepped=True, has_begun=True)
-    return _change(state, event.group, stepped_s=state.now_s, failures_in_a_row=0), ()
-
-
-def _retried(state: RunState, event: Retried) -> Decision:
-    return _change(state, event.group, retried_s=state.now_s), ()
 
 
 # Workers and groups fail
@@ -231,6 +249,7 @@ def _group_ended(state: RunState, event: GroupEnded) -> Decision:
     if event.done and (state.is_alone or group.phase == "running" or only_orphans_killed):
         return _drop_waiting(_change(state, event.group, phase="done")), ()
     state = _change(state, event.group, phase="gone", failures_in_a_row=group.failures_in_a_row + 1)
+    # It was asked to end: that is no failure, unless it ended in another way than it was asked to.
     if state.leaving is not None:
         return _after_leaving(state, event)
     state = state._replace(last_failure=event.headline)
@@ -245,6 +264,7 @@ def _after_failure_of_run(state: RunState, event: GroupEnded) -> Decision:
         state, actions, words = _take(state, event, taken)
         state = _change(state, 0, needs_generation=True)
         return state, (*actions, Inform(f"{event.headline}; the run goes on from step {event.checkpoint_step} {words}"))
+    # A start that would most likely end in the same way would only repeat its error.
     over = over or _comes_again(group, event, has_budget=state.restarts_left is not None)
     if state.restarts_left is not None:
         return (state, ()) if over else _restart_of_budget(state, event)
@@ -294,6 +314,7 @@ def _after_failure_of_group(state: RunState, event: GroupEnded) -> Decision:
     if not state.is_ending and (taken := _less_memory(state, event)):
         state, actions, words = _take(state, event, taken)
         return state, (ArchiveErrors(event.group), *actions, Inform(f"{failure}; it starts again {words}"))
+    # The other groups run the same code on the same recipe: what ends this one would end them too.
     if event.foreseen or (event.own_error and not state.has_stepped):
         state, actions = _stop(state)
         return state, (Inform(failure), *actions)
@@ -341,16 +362,13 @@ def _wait(state: RunState, number: int) -> tuple[RunState, str]:
 def _node_lost(state: RunState, event: NodeLost) -> Decision:
     """A run of one group cannot go on without any of its nodes; of several, those that ran there are away."""
     losses = (RecordLosses(),) if state.is_alone else ()
+    # A group that waits or ends already is left as it is: it has no processes there, or they are being killed.
     hit = [number for number in event.groups if state.groups[number].phase == "running"]
     groups = list(state.groups)
     for number in hit:
         groups[number] = groups[number]._replace(phase="ending")
     state = state._replace(groups=tuple(groups))
     return (_drop_waiting(state) if state.is_alone else state), (*losses, *map(Kill, hit))
-
-
-def _node_back(state: RunState, event: NodeBack) -> Decision:
-    return state, ()
 
 
 def _node_unfit(state: RunState, event: NodeUnfit) -> Decision:
@@ -390,10 +408,6 @@ def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
     return state, (without,)
 
 
-def _nodes_seen(state: RunState, event: NodesSeen) -> Decision:
-    return state, ()
-
-
 def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:
     if state.is_alone:
         return _drop_waiting(state)._replace(exit_code=event.exit_code), ()
@@ -403,23 +417,7 @@ def _agents_failed(state: RunState, event: AgentsFailed) -> Decision:
     return state._replace(killed=True), (Refuse("agents_failed", message),)
 
 
-def _rendezvous_restarted(state: RunState, event: RendezvousRestarted) -> Decision:
-    return state, (Inform("the rendezvous server ended; it starts again"),)
-
-
 # The run ends
-
-
-def _stop_requested(state: RunState, event: StopRequested) -> Decision:
-    """Kill workers that have written nothing yet: there is nothing to save. A second request kills as well."""
-    state = state._replace(stop_requested=True)
-    if event.times > 1 or not state.has_begun:
-        return _drop_waiting(state)._replace(killed=True), ()
-    return _stop(state)
-
-
-def _node_stop_requested(state: RunState, event: NodeStopRequested) -> Decision:
-    return _stop(state._replace(stop_requested=True))
 
 
 def _stop(state: RunState) -> Decision:
@@ -435,14 +433,19 @@ def _drop_waiting(state: RunState) -> RunState:
     return state._replace(groups=groups)
 
 
-def _count_groups(state: RunState) -> Decision:
-    """End a run of several groups where too few of them run or may come."""
+def _count_groups(before: RunState, number: int, decision: Decision) -> Decision:
+    """Add to a decision on group `number` what follows where it changes how many groups run or may come: the workers
+    learn the number, and a run of several groups ends where too few are left."""
+    state, actions = decision
+    if before.expected_groups and _may_come(before.groups[number]) == _may_come(state.groups[number]):
+        return decision
+    # A run of one group ends with it, and one that ends anyway needs no other reason.
     if state.is_alone or state.is_ending or state.killed:
-        return state, ()
+        return decision
     left = sum(map(_may_come, state.groups))
-    actions: tuple[Action, ...] = ()
     if left != state.expected_groups:
-        state, actions = state._replace(expected_groups=left), (Expect(left),)
+        state = state._replace(expected_groups=left)
+        actions = (*actions, Expect(left))
     if enough_groups(state.resilience, left):
         return state, actions
     given_up = (
@@ -453,10 +456,6 @@ def _count_groups(state: RunState) -> Decision:
     return state, (*actions, RecordLosses(), *stop)
 
 
-def _counts_anew(before: RunState, after: RunState, number: int) -> bool:
-    return not before.expected_groups or _may_come(before.groups[number]) != _may_come(after.groups[number])
-
-
 def _may_come(group: GroupState) -> bool:
     return group.phase in ("running", "ending") or (group.phase == "waiting" and group.presence != "away")
 
@@ -465,24 +464,3 @@ def _change(state: RunState, number: int, **changes: Any) -> RunState:
     groups = state.groups
     changed = groups[number]._replace(**changes)
     return state._replace(groups=(*groups[:number], changed, *groups[number + 1 :]))
-
-
-_HANDLERS: dict[type, Callable[[RunState, Any], Decision]] = {
-    Tick: _tick,
-    PresenceChanged: _presence_changed,
-    Begun: _begun,
-    Stepped: _stepped,
-    Retried: _retried,
-    WorkerFailed: _worker_failed,
-    Orphaned: _orphaned,
-    GroupEnded: _group_ended,
-    NodeLost: _node_lost,
-    NodeBack: _node_back,
-    NodeUnfit: _node_unfit,
-    NodeSlow: _node_slow,
-    NodesSeen: _nodes_seen,
-    AgentsFailed: _agents_failed,
-    StopRequested: _stop_requested,
-    NodeStopRequested: _node_stop_requested,
-    RendezvousRestarted: _rendezvous_restarted,
-}

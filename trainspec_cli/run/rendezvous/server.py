@@ -48,6 +48,7 @@ class Quorums:
         self._requests: dict[str, messages.JoinQuorum] = {}
         self._writers: dict[str, Write] = {}
         self._previous: list[str] = []
+        # A server that was started again counts from 0; the time keeps its quorums apart from those before.
         self._epoch, self._number = time.time_ns(), 0
 
     def hear(self, write: Write, request: messages.QuorumRequest) -> None:
@@ -76,6 +77,7 @@ class Quorums:
         if not members or now_s < self._begin_s:
             return
         requests = [self._requests.pop(name) for name in members]
+        # Another number makes the groups connect to one another anew; they keep their connections while all is well.
         if members != self._previous or any(request.failures for request in requests):
             self._number += 1
         self._previous = members
@@ -109,16 +111,13 @@ class RendezvousServer:
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve one connection. An error is logged and closes this connection alone."""
         try:
-            await self._shake_hands(reader, writer)
+            async with self._door.proving():
+                await prove(reader, writer, Challenge(self._secret, RENDEZVOUS_PURPOSE))
             await self._answer_requests(reader, writer)
         except (*BAD_REQUEST, OSError, EOFError, asyncio.CancelledError) as error:
             self._door.note_refusal("rendezvous", writer, error)
         finally:
             writer.transport.abort()
-
-    async def _shake_hands(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with self._door.proving():
-            await prove(reader, writer, Challenge(self._secret, RENDEZVOUS_PURPOSE))
 
     async def _answer_requests(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         def write(answer: messages.Answer) -> None:

@@ -97,22 +97,20 @@ def program(
     GPUs, None where it is not known."""
     if slurm.container_image is None or slurm.container_runtime == "pyxis":
         return []
+    wanted = slurm.container_gpus
+    if wanted == "auto" and uses_gpus:
+        wanted = "amd" if vendor == "amd" else "nvidia"
+    gpus = {"nvidia": ["--nv"], "amd": ["--rocm"]}.get(wanted, [])
     binds = [word for mount in mounted for word in ("--bind", mount)]
     return [
         slurm.container_runtime,
         "exec",
-        *_gpu_option(slurm.container_gpus, vendor, uses_gpus),
+        *gpus,
         *binds,
         "--pwd",
         str(folder),
         slurm.container_image,
     ]
-
-
-def _gpu_option(wanted: str, vendor: str | None, uses_gpus: bool) -> list[str]:
-    if wanted == "auto" and uses_gpus:
-        wanted = "amd" if vendor == "amd" else "nvidia"
-    return {"nvidia": ["--nv"], "amd": ["--rocm"]}.get(wanted, [])
 
 
 def python(slurm: SlurmSpec, variables: dict[str, str]) -> list[str]:

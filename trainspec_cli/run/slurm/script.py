@@ -57,10 +57,6 @@ class Asked:
     by_hostfile: bool = False
     """Nodes are numbered by the hostfile that the job writes (`placing.py`)."""
 
-    @property
-    def is_in_container(self) -> bool:
-        return self.slurm.container_image is not None
-
 
 def asked_by_plan(plan: Plan) -> Asked:
     chip = plan.spec.cluster.accelerator
@@ -191,10 +187,15 @@ def array_log(roots: Sequence[Path]) -> Path:
 def _options(asked: Asked, roots: Sequence[Path], name: str) -> Iterator[str]:
     slurm = asked.slurm
     is_array = len(roots) > 1
-    yield _option("job-name", slurm.job_name or on_one_line(_name_of_job(roots, name)))
+    # squeue shows eight characters: of the run's folder where the user has named it, else of the recipe or the script.
+    if not is_array and not re.fullmatch(r"\d{8}-\d{6}(-\d+)?|TIME", roots[0].name):
+        name = roots[0].name
+    yield _option("job-name", slurm.job_name or on_one_line(name))
     yield f"--nodes={asked.num_nodes}"
     yield "--ntasks-per-node=1"
-    yield _option("output", _pattern(array_log(roots) if is_array else log_of(roots[0])))
+    log = array_log(roots) if is_array else log_of(roots[0])
+    # A per cent sign of the folder is no pattern; only the file's name holds patterns such as %j.
+    yield _option("output", f"{str(log.parent).replace('%', '%%')}/{log.name}")
     yield "--open-mode=append"
     if is_array:
         parallel = f"%{slurm.array_parallel}" if slurm.array_parallel else ""
@@ -206,13 +207,6 @@ def _options(asked: Asked, roots: Sequence[Path], name: str) -> Iterator[str]:
     yield f"--signal=B:USR2@{slurm.warn_s}"
     yield "--requeue" if slurm.max_requeues else "--no-requeue"
     yield from slurm.sbatch_lines
-
-
-def _name_of_job(roots: Sequence[Path], name: str) -> str:
-    """Return the run's folder, where the user has named it, else the recipe or the script: squeue shows eight
-    characters."""
-    is_named = len(roots) == 1 and not re.fullmatch(r"\d{8}-\d{6}(-\d+)?|TIME", roots[0].name)
-    return roots[0].name if is_named else name
 
 
 def _asked(asked: Asked) -> Iterator[str]:
@@ -241,11 +235,6 @@ def _option(name: str, value: str) -> str:
     if not _PLAIN_WORD.fullmatch(value):
         value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
     return f"--{name}={value}"
-
-
-def _pattern(log: Path) -> str:
-    """Escape per cent signs of the folder; only the file's name holds patterns such as %j."""
-    return f"{str(log.parent).replace('%', '%%')}/{log.name}"
 
 
 def _variables() -> dict[str, str]:
@@ -281,7 +270,7 @@ def _start(
     """Return srun with its options, and what it starts on each node. `inside`: variables of a container beside those
     of the script."""
     slurm, srun = asked.slurm, srun_command(asked)
-    if not asked.is_in_container:
+    if slurm.container_image is None:
         return srun, list(agent_command())
     mounted = container.mounts(slurm, needed)
     program = container.program(slurm, folder, mounted, uses_gpus=asked.uses_gpus, vendor=asked.gpu_vendor)

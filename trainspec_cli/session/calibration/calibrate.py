@@ -172,7 +172,8 @@ def _measure_run(folder: Path) -> ClusterSteps:
         raise RecipeError(Problem("too_few_steps", message, hint=hint))
     parts = {part.name: part.mean_s for part in speed.parts}
     machine = _machine_of(planned, report)
-    observations = _observe(planned, machine, _probe_of(planned, machine), parts, f"run {folder}")
+    probe = known_probe(planned, machine) if is_predictable(planned) else None
+    observations = _observe(planned, machine, probe, parts, f"run {folder}")
     if not observations:
         raise RecipeError(_unpredicted(str(folder)))
     chip = find_accelerator(report.device_name) if planned.device == "cuda" else None
@@ -186,10 +187,6 @@ def _machine_of(planned: Plan, report: Report) -> Machine:
     if planned.device == "cuda":
         return Machine("", 1, 0, gpu_names=(report.device_name,) * planned.devices_per_node)
     return detect(look_for_gpus=False)
-
-
-def _probe_of(planned: Plan, machine: Machine) -> MachineProbe | None:
-    return known_probe(planned, machine) if is_predictable(planned) else None
 
 
 def _observe(

@@ -54,6 +54,7 @@ def launch(
         wait_s = loaded.spec.run.join_timeout_s
         return join(wanted, nodes.node_rank, make_console(as_json=False), wait_s=wait_s)
     session = replace(_prepare(loaded, nodes, force=force, as_json=as_json), notify=notify)
+    # Asked again where the run is written down; here it is known before anything is measured or prepared.
     check_free(wanted)
     check_name_free(loaded.spec.run.name)
     if not detach:
@@ -95,6 +96,7 @@ def launch_apart(arguments: Sequence[str], *, force: bool, console: RunConsole |
                 process.terminate()
         if view:
             view.watch(stop_requested)
+    # Without a generation nothing has begun, and there is no result that could tell the reason.
     if process.returncode and not generations.newest(run):
         raise refusal(process.returncode, run.run_log, log_bytes)
     if process.returncode == EXIT_DONE and not stop_requested:

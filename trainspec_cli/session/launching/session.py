@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from trainspec_cli.core.wings import Point, parts_of
 from trainspec_cli.plan.workload.adapters import adapter_params
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.keys.kernels import KernelTable
 from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.wings import parts_for
@@ -94,27 +93,34 @@ class Session:
 
 
 def start(session: Session, requests: StopRequests | None = None) -> int:
-    """Return the run's exit code. Raises TrainspecError where the run is refused, or fails.
+    """Check, predict, examine the nodes, choose kernels, prepare data and write the run down (`_written_down`), then
+    supervise it. Return the run's exit code. Raises TrainspecError where the run is refused, or fails."""
+    machine = session.machine
 
-    This machine is measured after the run, where that is still to do and no other run would be slowed by it.
-    """
+    def layouts(home: Plan) -> Layouts:
+        from trainspec_cli.balance.other_layout import OtherLayouts  # loads numpy: where a rank is slow alone
+
+        return OtherLayouts.of_plan(home, machine)
+
     with _written_down(session) as (job, plan, examination):
-        machine = session.machine
         backend: OpenBackend = LocalBackend
         if session.reach:
             backend = partial(NodesBackend, reach=session.reach, examination=examination)
         limits = LimitsWatch(job.run, plan, machine)
+        advisor = LayoutAdvisor(job.run, plan, layouts) if decides_layouts(plan) else None
         with ExitStack() as services:
             for serve in parts_for(RUN_SERVICES, plan.spec):
                 services.enter_context(serve(job.run, plan))
             code = run(
                 *(job, plan, backend, session.console, limits),
-                advisor=_advisor(job.run, plan, machine),
+                advisor=advisor,
                 as_json=session.as_json,
                 requests=requests,
                 replan=partial(plan_on_fewer, machine=machine),
                 notifies=session.notify,
             )
+    # Now that nobody waits for the run any more, the machine is measured for the launches that follow; the probe would
+    # slow another run that trains here, and be slowed by it.
     if code == EXIT_DONE and not any(_describe_other_runs(job.run)):
         probe_after_run(plan, machine, session.console)
     return code
@@ -129,18 +135,41 @@ def write_down(session: Session) -> RunDir:
 @contextmanager
 def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | None]]:
     """Do all that comes before the workers; hold the run, as it is written, while the block runs."""
-    console, machine = session.console, session.machine
+    console, machine, begins = session.console, session.machine, session.begins
+
+    # Whatever can refuse the run comes before its folder is made: a run that is refused leaves nothing.
     check_start(session.plan.spec)
     plan = predict(_within_limits(session), machine, console, force=session.force)
+    # After the prediction, whose memory the nodes must have free.
     examinations = [check(plan, session.folder, console, session.force) for check in parts_of(CHECK_NODES)]
     examination = next(filter(None, examinations), None)
     plan, kernels = select_kernels(plan, machine, console)
-    data_folder = prepare_data(session.begins, console) if isinstance(session.begins, Loaded) else None
-    with storage(plan.spec.run.dir if isinstance(session.begins, Loaded) else str(session.folder)):
-        job = _build(session, plan, _root(session))
-        resumed = not isinstance(session.begins, Loaded)
-        with claim(job.run, job.launch_id), _restoring(job.run) if resumed else nullcontext():
-            _write(session, job, plan, data_folder, kernels)
+
+    if isinstance(begins, Loaded):
+        data_folder = prepare_data(begins, console)
+        with storage(plan.spec.run.dir):
+            job = _build(session, plan, make_folder(session.plan.spec.run.dir, begins.composed.recipe))
+            with claim(job.run, job.launch_id):
+                console.report_each(_describe_adapters(plan), _describe_other_runs(job.run))
+                write_launch(job, plan, begins.origin, data_folder, kernels)
+                console.report_each(describe_code(plan.spec), describe_tracking(plan.spec, job.root))
+                yield job, plan, examination
+        return
+
+    with storage(str(session.folder)):
+        job = _build(session, plan, session.folder)
+        # Two resumes may be typed at once: what the run holds is read only once it is claimed.
+        with claim(job.run, job.launch_id), _restoring(job.run):
+            console.report_each(_describe_adapters(plan), _describe_other_runs(job.run))
+            changed_code = list(describe_changed_code(job.run))
+            before = read_plan_of_all_nodes(job.run)
+            # A run that Slurm or --detach begins was only written down before: it goes on from nothing.
+            goes_on = generations.newest(job.run) > 0 or plan.spec != before.spec
+            from_step = job.run.newest_step if goes_on else None
+            write_resume(job, plan, sys.argv[1:], from_step, kernels, session.data_folder)
+            if goes_on:
+                console.report_each(_describe_start(job.run, before, plan), changed_code)
+            console.report_each(describe_tracking(plan.spec, job.root))
             yield job, plan, examination
 
 
@@ -154,6 +183,7 @@ def _restoring(run: RunDir) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        # A run that another start has taken over is that one's: its files are not put back under it.
         is_fenced = isinstance(error, TrainspecError) and error.problems[0].code == generations.FENCED
         has_begun = any(isinstance(event, StartEvent) for event in new_events.new_events())
         if not has_begun and not is_fenced:
@@ -163,17 +193,6 @@ def _restoring(run: RunDir) -> Iterator[None]:
                 else:
                     write_text(path, text)
         raise
-
-
-def _advisor(run: RunDir, plan: Plan, machine: Machine) -> LayoutAdvisor | None:
-    """Return what proposes other layouts of the run while it goes on; None where none may be changed to."""
-
-    def layouts(home: Plan) -> Layouts:
-        from trainspec_cli.balance.other_layout import OtherLayouts  # loads numpy: where a rank is slow alone
-
-        return OtherLayouts.of_plan(home, machine)
-
-    return LayoutAdvisor(run, plan, layouts) if decides_layouts(plan) else None
 
 
 def rehearse(session: Session) -> tuple[Job, Plan]:
@@ -198,34 +217,6 @@ def _within_limits(session: Session) -> Plan:
 
 def _build(session: Session, plan: Plan, root: Path) -> Job:
     return build_nodes_job(plan, root, session.reach) if session.reach else build_job(plan, root, session.machine)
-
-
-def _root(session: Session) -> Path:
-    """Return the run's folder, made now where the run is new. Raises RecipeError, MachineError and OSError."""
-    if isinstance(session.begins, RunDir):
-        return session.folder
-    return make_folder(session.plan.spec.run.dir, session.begins.composed.recipe)
-
-
-def _write(session: Session, job: Job, plan: Plan, data_folder: Path | None, kernels: KernelTable | None) -> None:
-    """Write down what is started, while the run is claimed; say from where a run goes on."""
-    tracking = list(describe_tracking(plan.spec, job.root))
-    if facts := [*_describe_adapters(plan), *_describe_other_runs(job.run)]:
-        session.console.report(*facts)
-    if isinstance(session.begins, Loaded):
-        write_launch(job, plan, session.begins.origin, data_folder, kernels)
-        if lines := [*describe_code(plan.spec), *tracking]:
-            session.console.report(*lines)
-        return
-    changed_code = list(describe_changed_code(job.run))
-    before = read_plan_of_all_nodes(job.run)
-    goes_on = generations.newest(job.run) > 0 or plan.spec != before.spec
-    from_step = job.run.newest_step if goes_on else None
-    write_resume(job, plan, sys.argv[1:], from_step, kernels, session.data_folder)
-    if goes_on:
-        session.console.report(*_describe_start(job.run, before, plan), *changed_code)
-    if tracking:
-        session.console.report(*tracking)
 
 
 def _describe_adapters(plan: Plan) -> Iterator[str]:

@@ -35,10 +35,13 @@ def read_sweep(sweep: str) -> tuple[str, list[str]]:
 def _expand(part: str, sweep: str) -> list[str]:
     """Return the values of a range, ends included; of anything else the text itself."""
     found = RANGE.fullmatch(part)
-    bounds = _as_numbers(found[1], found[2]) if found else None
-    if found is None or bounds is None:
+    if found is None:
         return [part]
-    (low, high), count, by_ratio = bounds, int(found[4] or 0), bool(found[3])
+    try:
+        low, high = float(found[1]), float(found[2])
+    except ValueError:  # text with two dots, such as a path
+        return [part]
+    count, by_ratio = int(found[4] or 0), bool(found[3])
     if not count and low.is_integer() and high.is_integer():
         count = int(high - low) + 1
     if not low < high or not 2 <= count <= MOST_VALUES or (by_ratio and low <= 0):
@@ -48,13 +51,6 @@ def _expand(part: str, sweep: str) -> list[str]:
     parts = [step / (count - 1) for step in range(count)]
     numbers = [low * (high / low) ** at if by_ratio else low + (high - low) * at for at in parts]
     return [str(int(number)) if number.is_integer() else f"{number:.6g}" for number in numbers]
-
-
-def _as_numbers(low: str, high: str) -> tuple[float, float] | None:
-    try:
-        return float(low), float(high)
-    except ValueError:
-        return None
 
 
 def sweep_arguments(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> Iterator[tuple[tuple[str, ...], list[str]]]:

@@ -117,6 +117,7 @@ def launch_sweep(
         for values, session in sessions
     ]
     console.report(f"{len(runs)} runs, {side_by_side} at a time; trainspec watch RUN shows one")
+    # Each run gets a share of the devices that is large enough for any of them, so that shares never move.
     largest = max((session.plan for _, session in sessions), key=lambda plan: plan.devices_per_node)
     train = _Training(runs, console, largest, side_by_side, notify, force=force)
     stopped = train.run()
@@ -263,8 +264,12 @@ class _Training:
         one.begun_s = time.monotonic()
         environment = {environment_names.PROBE: "off", **self._gpus(slot)}
         one.process = spawn_resume(one.run, self._options, force=self._force, environment=environment)
+        # macOS has no affinity; the runs share its cores as its scheduler likes.
         if self._plan.device == "cpu" and self._side_by_side > 1 and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(one.process.pid, self._cores(slot))
+            # Else all runs would share all cores, and each would take as many threads as the machine has.
+            cores = sorted(os.sched_getaffinity(0))
+            size = len(cores) // self._side_by_side
+            os.sched_setaffinity(one.process.pid, cores[slot * size : (slot + 1) * size])
         self._running.append(one)
         if not self._console.is_terminal:
             self._console.report(f"{one.describe()}: begins in {one.run.root}")

@@ -96,8 +96,6 @@ def _unknown(name: str, folders: Folders, number: int) -> Problem:
 def _for_a_file(problem: Problem) -> Problem:
     """Word a problem of a recipe for a file of its own: what is typed as `disturb.a.0.b=1` stands there as `b: 1`."""
     hint = re.sub(rf"type {DISTURB}\.[\w.]*?(\w+)=", r"write \1: ", problem.hint)
-    return replace(problem, hint=re.sub(rf"{DISTURB}\.([\w.]+)", r"\1", hint), message=_without_key(problem.message))
-
-
-def _without_key(message: str) -> str:
-    return message.replace(f"`{DISTURB}.", "`")
+    return replace(
+        problem, hint=re.sub(rf"{DISTURB}\.([\w.]+)", r"\1", hint), message=problem.message.replace(f"`{DISTURB}.", "`")
+    )

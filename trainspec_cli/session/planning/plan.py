@@ -20,7 +20,6 @@ from trainspec_cli.plan.search.advice import advise
 from trainspec_cli.plan.search.auto import as_plan, pin_layout
 from trainspec_cli.plan.search.variants import plan_on_what_divides, plan_other_recovery
 from trainspec_cli.recipe.compose.folders import DISTURB
-from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.recipe.rules.check import matrix_units
@@ -42,7 +41,13 @@ PLAN_SECTIONS: Point[Callable[[RunSpec, CapacityPlan, Candidate], PlanSection | 
 def plan_recipe(arguments: Sequence[str], *, trace: bool = False) -> PlanReport:
     """Plan a recipe on its cluster. Raises RecipeError where it is wrong; `best` is None where nothing fits."""
     arguments, defaults = with_defaults(arguments)
-    return plan_loaded(load_for_planning(arguments), defaults, _load_disturbance(arguments), trace=trace)
+    loaded = load_for_planning(arguments)
+    disturbed = None
+    if names_disturbance(arguments):
+        from trainspec_cli.session.planning.disturbance import load_disturbance  # what other plans do without
+
+        disturbed = load_disturbance(arguments)
+    return plan_loaded(loaded, defaults, disturbed, trace=trace)
 
 
 def plan_loaded(
@@ -55,9 +60,17 @@ def plan_loaded(
     """Plan a recipe that is loaded. Raises as `plan_recipe` does."""
     if len(loaded.spec.cluster.pools) > 1:
         if disturbed or trace:
-            raise RecipeError(_of_alike_nodes("disturb=" if disturbed else "--trace"))
+            asked = "disturb=" if disturbed else "--trace"
+            message = f"{asked} looks at one kind of node, and `cluster.pools` has several"
+            hint = f"leave out {asked}, or name one cluster: cluster=h100"
+            raise RecipeError(Problem("unsupported", message, "cluster.pools", hint))
         return _plan_on_pools(loaded, defaults)
-    spec, machine = _on_machine(on_pools(loaded.spec, loaded.spec.cluster.pools))
+    spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
+    machine = None
+    if spec.cluster.accelerator is None:  # a cluster that names none is this machine
+        machine = this_machine(spec)
+        spec = replace(spec, cluster=replace(spec.cluster, accelerator=accelerator_of(machine)))
+        spec = in_engine_format(spec, machine) if machine.gpu_names else spec
     if machine and spec.framework.counted and (problems := list(matrix_units(spec, machine))):
         raise MachineError(loaded.composed.locate(problems))
     spec, profile = with_profile(spec, machine)
@@ -112,11 +125,6 @@ def require_fit(planned: PlanReport) -> Candidate:
     raise PlanError(Problem(code="does_not_fit", message=message, hint="; ".join(planned.capacity.advice)))
 
 
-def _of_alike_nodes(asked: str) -> Problem:
-    message = f"{asked} looks at one kind of node, and `cluster.pools` has several"
-    return Problem("unsupported", message, "cluster.pools", f"leave out {asked}, or name one cluster: cluster=h100")
-
-
 # Parts of a plan that few ask for: each loads what the others do without
 
 
@@ -125,14 +133,6 @@ def names_disturbance(arguments: Sequence[str]) -> bool:
     from trainspec_cli.recipe.compose.arguments import find_argument
 
     return find_argument(arguments, DISTURB) is not None
-
-
-def _load_disturbance(arguments: Sequence[str]) -> NamedDisturbance | None:
-    if not names_disturbance(arguments):
-        return None
-    from trainspec_cli.session.planning.disturbance import load_disturbance
-
-    return load_disturbance(arguments)
 
 
 def _sections(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> tuple[PlanSection, ...]:
@@ -151,12 +151,3 @@ def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:
     compute: Literal["bf16", "fp32"] = "fp32" if spec.precision.compute == "fp32" else "bf16"
     traced = as_plan(spec, candidate, capacity, compute)
     return compare_trace(candidate, capacity, trace_plan(traced), tensors_by_cause(traced))
-
-
-def _on_machine(spec: RunSpec) -> tuple[RunSpec, Machine | None]:
-    """A cluster that names no accelerator is this machine."""
-    if spec.cluster.accelerator is not None:
-        return spec, None
-    machine = this_machine(spec)
-    spec = replace(spec, cluster=replace(spec.cluster, accelerator=accelerator_of(machine)))
-    return in_engine_format(spec, machine) if machine.gpu_names else spec, machine

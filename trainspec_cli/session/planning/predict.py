@@ -81,6 +81,7 @@ def predict(plan: Plan, machine: Machine, console: PrintableConsole, *, force: b
     is_measured = predictor is not None and predictor.is_measured
     plan = _with_probed_peak(plan, machine)
     plan = replace(plan, memory_ladder=_memory_ladder(plan, predictor if is_measured else None))
+    # The ladder is built all the same: where nothing is predicted, each setting may be tried in turn.
     if predictor is None:
         return replace(plan, prediction=None, largest_stage_layers=None)
     prediction = predictor.predict(plan.as_one_group)

@@ -22,7 +22,13 @@ def complete(data: JsonObject, unchosen: frozenset[str]) -> Completion:
         from trainspec_cli.session.recipe.initial_checkpoint import complete_from  # loads the formats of weights
 
         return complete_from(begins_with, data, asked, unchosen="model" in unchosen)
-    return _without_checkpoint(asked) if asked.get("family") == AUTO_FAMILY else Completion({}, "")
+    if asked.get("family") != AUTO_FAMILY:
+        return Completion({}, "")
+    if len(asked) > 1:  # a model that is written out key by key needs no group
+        return Completion({"model": {"family": "decoder"}}, "")
+    message = "no model is named: `model` is auto, and `init.from` is null"
+    hint = "type model=llama_6m, or another of conf/model; or init.from=hf:<a checkpoint's folder>"
+    return failed([Problem("missing_value", message, "model", hint)])
 
 
 def check_weights(spec: RunSpec) -> Iterable[Problem]:
@@ -38,15 +44,6 @@ def section_of(data: JsonObject, name: str) -> JsonObject:
     """Return the section, or an empty one where something else stands there, which other checks report."""
     section = data.get(name)
     return section if isinstance(section, dict) else {}
-
-
-def _without_checkpoint(model: JsonObject) -> Completion:
-    """A model that is written out key by key needs no group."""
-    if len(model) > 1:
-        return Completion({"model": {"family": "decoder"}}, "")
-    message = "no model is named: `model` is auto, and `init.from` is null"
-    hint = "type model=llama_6m, or another of conf/model; or init.from=hf:<a checkpoint's folder>"
-    return failed([Problem("missing_value", message, "model", hint)])
 
 
 def failed(problems: Iterable[Problem]) -> Completion:

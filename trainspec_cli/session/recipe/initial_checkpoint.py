@@ -62,7 +62,9 @@ def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
     assert init.run is not None
     run = RunDir(init.run)
     if not os.access(run.plan_json, os.R_OK):
-        raise RecipeError(_no_run(init))
+        message = f"`init.from` is {asked}, which holds no run of trainspec"
+        hint = f"type init.from=hf:{asked} for a Hugging Face folder"
+        raise RecipeError(Problem("missing_file", message, "init.from", hint))
     check_tree(run.root)
     kept = _if_there(run.huggingface / TOKENIZER)
     data_dir = read_data_dir(run)
@@ -76,11 +78,6 @@ def _tokenizer_of(data_dir: str) -> Path | None:
 
     made = Collection.open(data_dir).tokenizer_folder
     return _if_there(made / TOKENIZER) if made else None
-
-
-def _no_run(init: InitSpec) -> Problem:
-    message = f"`init.from` is {init.from_}, which holds no run of trainspec"
-    return Problem("missing_file", message, "init.from", f"type init.from=hf:{init.from_} for a Hugging Face folder")
 
 
 def check_initial(spec: RunSpec) -> Iterable[Problem]:

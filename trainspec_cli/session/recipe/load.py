@@ -47,7 +47,7 @@ class Loaded:
         from trainspec_cli.recipe.compose.render import (
             render_yaml,  # loads hydra, which the help of a command does without
         )
-        from trainspec_cli.run.job.folder import LaunchOrigin  # loads the launcher, which plans do without
+        from trainspec_cli.run.job.folder import LaunchOrigin  # loads what starts processes, which plans do without
 
         return LaunchOrigin(self.composed.recipe, sys.argv[1:], render_yaml(self.composed))
 
@@ -90,7 +90,7 @@ def with_counted_block(arguments: Sequence[str], examined: Examined) -> list[str
     if not about_model or without_uncounted(about_model):
         return list(arguments)
     from trainspec_cli.recipe.results.tools import BlockRequest  # as above
-    from trainspec_cli.run.tools import COUNT_BLOCK, run_tool  # loads the launcher, which plans do without
+    from trainspec_cli.run.tools import COUNT_BLOCK, run_tool  # loads what starts processes, which plans do without
 
     model = examined.draft.model
     assert isinstance(model, OwnModel), "the rule of no other family asks for it"
@@ -125,11 +125,21 @@ def examine(arguments: Sequence[str], cwd: Path | None = None, *, to_run: bool =
         arguments, cwd, (*absolute_code(cwd), complete, complete_steps, complete_warmup), aside
     )
     draft, mistyped = build(RunSpec, composed.data)
-    draft = _without_failed(draft, composed)
+    # Rules pass over UNKNOWN: what a recipe or an option would have set
+    # that was not found is reported once, by its name.
+    names = draft.__dataclass_fields__
+    unknown = set(names) if RECIPE in composed.failed else composed.failed & set(names)
+    draft = RunSpec(**{name: UNKNOWN if name in unknown else getattr(draft, name) for name in names})
     checked = [*check(close_axes(draft)), *check_engine(draft)] if to_run else check(draft)
     checked += apply([check_weights], draft) if to_run and not composed.problems else []
     problems = composed.locate([*mistyped, *checked])
-    known = [problem for problem in composed.problems if not _refers_to_missing(problem, mistyped)]
+    # An interpolation leads nowhere where its target misses, which is reported by itself.
+    missing = [f"${{{problem.path}}}" for problem in mistyped if problem.code == "missing_value"]
+    known = [
+        problem
+        for problem in composed.problems
+        if problem.code != "bad_interpolation" or not any(target in problem.message for target in missing)
+    ]
     new = [problem for problem in problems if not follows(problem, composed)]
     return Examined(draft, composed, sorted([*known, *new], key=_place))
 
@@ -188,13 +198,6 @@ def require(problems: Sequence[Problem]) -> None:
         raise error(problems)
 
 
-def _without_failed(draft: RunSpec, composed: Composed) -> RunSpec:
-    """Put UNKNOWN, which rules pass over, where a recipe or an option could not be found."""
-    names = draft.__dataclass_fields__
-    unknown = set(names) if RECIPE in composed.failed else composed.failed & set(names)
-    return RunSpec(**{name: UNKNOWN if name in unknown else getattr(draft, name) for name in names})
-
-
 def follows(problem: Problem, composed: Composed) -> bool:
     """Return whether a value misses because the recipe or option that gives it was not found, or because its own was
     refused."""
@@ -202,12 +205,6 @@ def follows(problem: Problem, composed: Composed) -> bool:
     group = problem.path.partition(".")[0]
     missed = bool(composed.failed & {RECIPE, group, problem.path}) or problem.path in refused
     return problem.code == "missing_value" and missed
-
-
-def _refers_to_missing(problem: Problem, mistyped: Sequence[Problem]) -> bool:
-    """An interpolation leads nowhere because its target misses, which is reported by itself."""
-    missing = [f"${{{other.path}}}" for other in mistyped if other.code == "missing_value"]
-    return problem.code == "bad_interpolation" and any(target in problem.message for target in missing)
 
 
 def _place(problem: Problem) -> tuple[bool, str, int, int]:

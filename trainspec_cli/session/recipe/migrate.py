@@ -171,7 +171,8 @@ def _sealed(path: Path) -> Form | None:
 def _replace(migration: Migration) -> Path:
     """Write a file anew; return where it is kept as it was."""
     path, head = migration.path, migration.head
-    for backup in _backups(path, head.version):
+    for number in itertools.count(1):
+        backup = path.with_name(f"{path.name}.{head.version}.bak{number if number > 1 else ''}")
         try:
             replace_head(path, head.old, head.new, backup)
         except FileExistsError:
@@ -183,8 +184,3 @@ def _replace(migration: Migration) -> Path:
             raise MachineError(problem) from error
         return backup
     raise AssertionError("counting has no end")
-
-
-def _backups(path: Path, version: str) -> Iterator[Path]:
-    yield path.with_name(f"{path.name}.{version}.bak")
-    yield from (path.with_name(f"{path.name}.{version}.bak{number}") for number in itertools.count(2))

@@ -43,15 +43,10 @@ def find_run(name: str) -> RunDir:
         if name and (named := _named(name)):
             return named
         hint = "`trainspec runs` lists those of this folder, with their names; `last` is the newest of them"
-        near = did_you_mean(name, _names_of_runs())
+        lines = runs_here()
+        near = did_you_mean(name, {LAST, *(line.path for line in lines), *(line.name for line in lines if line.name)})
         raise RecipeError(Problem("no_run", f"{name} holds no run", hint=f"{near} {hint}" if near else hint))
     return run
-
-
-def _names_of_runs() -> set[str]:
-    """Return what runs are called by."""
-    lines = runs_here()
-    return {LAST, *(line.path for line in lines), *(line.name for line in lines if line.name)}
 
 
 def check_name_free(name: str) -> None:

@@ -72,13 +72,17 @@ def stop(run: RunDir, *, at_once: bool, on_asked: Callable[[], None]) -> str:
         queued = status_of_run(run) == QUEUED
         raise _not_running(run, "take it out of Slurm's queue: scancel JOB" if queued else "")
     if owner.host != socket.gethostname():
-        raise _elsewhere(run, owner)
+        job = None if isinstance(owner.slurm_job_id, Absent) else owner.slurm_job_id
+        hint = f"type scancel {job}" if job else f"type it there: ssh {owner.host} trainspec stop {_quoted(run)}"
+        message = f"the run in {run.root} is supervised on {owner.host}, and this is {socket.gethostname()}"
+        raise MachineError(Problem("other_node", message, hint=hint, environment=True))
     _ask(owner)
     on_asked()
     if at_once:
         time.sleep(SECOND_REQUEST_S)
         if find_owner(run) == owner:
             _ask(owner)
+    # Compared with the owner that was asked: a start that has followed it meanwhile is not waited for.
     while find_owner(run) == owner:
         time.sleep(POLL_S)
     return status_of_run(run)
@@ -91,13 +95,6 @@ def _ask(owner: Owner) -> None:
 
 def _not_running(run: RunDir, hint: str) -> RecipeError:
     return RecipeError(Problem("not_running", f"the run in {run.root} is {status_of_run(run)}, not running", hint=hint))
-
-
-def _elsewhere(run: RunDir, owner: Owner) -> MachineError:
-    job = None if isinstance(owner.slurm_job_id, Absent) else owner.slurm_job_id
-    hint = f"type scancel {job}" if job else f"type it there: ssh {owner.host} trainspec stop {_quoted(run)}"
-    message = f"the run in {run.root} is supervised on {owner.host}, and this is {socket.gethostname()}"
-    return MachineError(Problem("other_node", message, hint=hint, environment=True))
 
 
 def _quoted(run: RunDir) -> str:

@@ -46,7 +46,13 @@ def plan_removal(names: Sequence[str]) -> list[Removal]:
     folder another run or the current folder is, and as `find_own_run`."""
     found = {run.root.resolve(): run for run in map(find_own_run, names)}
     lines = runs_here()
-    return [_whole(run, _status_of_ended(run), lines) for run in found.values()]
+    removals = []
+    for run in found.values():
+        if (status := status_of_run(run)) in ALIVE:
+            hint = "stop it first: trainspec stop RUN; a job of Slurm's: scancel JOB"
+            raise RecipeError(Problem("still_running", f"the run in {run.root} is {status}", hint=hint))
+        removals.append(_whole(run, status, lines))
+    return removals
 
 
 def plan_pruning(statuses: Sequence[str], older_than_s: float, *, checkpoints: bool) -> Iterator[Removal]:
@@ -70,6 +76,7 @@ def remove(removal: Removal) -> None:
     """Remove it while nobody else can start the run. Raises RecipeError where somebody has meanwhile."""
     run = removal.run
     with claim(run, "remove"):
+        # The user has confirmed what was there when they were asked, and nothing that was trained since.
         if generations.newest(run) != removal.generation:
             message, hint = f"the run in {run.root} was started meanwhile", "look at it once more: trainspec runs"
             raise RecipeError(Problem("still_running", message, hint=hint))
@@ -80,36 +87,21 @@ def remove(removal: Removal) -> None:
             remove_folder(copies)
 
 
-def _status_of_ended(run: RunDir) -> str:
-    status = status_of_run(run)
-    if status in ALIVE:
-        hint = "stop it first: trainspec stop RUN; a job of Slurm's: scancel JOB"
-        raise RecipeError(Problem("still_running", f"the run in {run.root} is {status}", hint=hint))
-    return status
-
-
 def _whole(run: RunDir, status: str, lines: Sequence[RunLine]) -> Removal:
     root, copies = run.root.resolve(), find_copies(run)
-    _refuse_shared(run, root)
-    taken = _bytes_of(root) + (_bytes_of(copies) if copies else 0)
-    return Removal(run, status, (root,), taken, generations.newest(run), tuple(_begun_with(run, lines)))
-
-
-def _refuse_shared(run: RunDir, root: Path) -> None:
     if root in (Path.cwd(), *Path.cwd().parents):
         message, hint = f"the current folder is in the run {run.root}", "type it from another folder: cd .."
         raise RecipeError(Problem("in_use", message, hint=hint))
     if inner := next((path.parent for path in root.rglob(run.run_json.name) if path.parent != root), None):
         message, hint = f"in the run {run.root} another run has its folder", f"move it away first: {inner}"
         raise RecipeError(Problem("in_use", message, hint=hint))
-
-
-def _begun_with(run: RunDir, lines: Sequence[RunLine]) -> Iterator[str]:
+    taken = _bytes_of(root) + (_bytes_of(copies) if copies else 0)
+    begun_with_it = []
     for line in lines:
-        source = {} if line.damage else read_section(RunDir(line.path), "init")
-        begins_with = source.get("from")
-        if isinstance(begins_with, str) and Path(begins_with).expanduser().resolve() == run.root.resolve():
-            yield line.path
+        begins_with = None if line.damage else read_section(RunDir(line.path), "init").get("from")
+        if isinstance(begins_with, str) and Path(begins_with).expanduser().resolve() == root:
+            begun_with_it.append(line.path)
+    return Removal(run, status, (root,), taken, generations.newest(run), tuple(begun_with_it))
 
 
 def _checkpoints(run: RunDir, status: str) -> Removal:

@@ -10,7 +10,6 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.reading.files import expand
 from trainspec_cli.data.corpus.collection import Collection
 from trainspec_cli.data.corpus.manifest import SPLITS
-from trainspec_cli.data.corpus.shards import TokenFolder
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import SlurmSpec
 from trainspec_cli.recipe.results.plan import Plan
@@ -49,13 +48,9 @@ def _data(plan: Plan, data_folder: Path | None) -> Iterator[Path]:
         collection = Collection.open(data_folder)
         for folder in (*(part.folder for part in collection.parts.values()), *collection.validation.values()):
             yield folder.path.absolute()
-            yield from _of_other_programs(folder)
-
-
-def _of_other_programs(folder: TokenFolder) -> Iterator[Path]:
-    """Yield the folders of shards that lie elsewhere."""
-    shards = [shard for split in SPLITS for shard in folder.manifest.split(split).shards]
-    yield from (Path(shard.file).parent for shard in shards if Path(shard.file).is_absolute())
+            # Shards that other programs have written stay where they are, and the manifest names them.
+            shards = [shard for split in SPLITS for shard in folder.manifest.split(split).shards]
+            yield from (Path(shard.file).parent for shard in shards if Path(shard.file).is_absolute())
 
 
 def _weights(plan: Plan) -> Iterator[Path]:

@@ -77,7 +77,11 @@ def plan_runs(arguments: Sequence[str], sweeps: Sequence[Sweep]) -> list[Planned
             Problem("usage", message, RUN_DIR, "give run.dir on the command line: the runs lie in it then")
         )
     runs = [PlannedRun(one, plan_for(one, _machine_of_job(one))) for one in loaded]
-    _check_alike([run.plan for run in runs])
+    # One script asks for one size of job, so that all runs of an array must ask for the same.
+    plans = [run.plan for run in runs]
+    if len({(one.num_nodes, one.devices_per_node, one.device, one.spec.cluster.slurm) for one in plans}) > 1:
+        message = "the runs of the sweep ask for different nodes or options of Slurm, and an array has one of each"
+        raise RecipeError(Problem("usage", message, hint="sweep them one by one"))
     return runs
 
 
@@ -87,26 +91,15 @@ def _machine_of_job(loaded: Loaded) -> Machine:
     cluster = loaded.spec.cluster
     open_keys = [key for key in ("device", "devices_per_node") if getattr(cluster, key) == AUTO]
     if open_keys:
-        raise RecipeError(loaded.composed.locate([_left_open(key) for key in open_keys]))
+        why = "is auto, and the job's nodes cannot be examined before Slurm has given them"
+        hint = "choose a cluster, such as cluster=h100, or type cluster.device=cuda cluster.devices_per_node=8"
+        problems = [Problem("left_open", f"`cluster.{key}` {why}", f"cluster.{key}", hint) for key in open_keys]
+        raise RecipeError(loaded.composed.locate(problems))
     if cluster.device == "cpu":
         return detect(look_for_gpus=False)
     machine = machine_of_cluster(cluster)
     assert machine is not None, "its device is cuda, and the devices of a node are counted"
     return machine
-
-
-def _left_open(key: str) -> Problem:
-    message = f"`cluster.{key}` is auto, and the job's nodes cannot be examined before Slurm has given them"
-    hint = "choose a cluster, such as cluster=h100, or type cluster.device=cuda cluster.devices_per_node=8"
-    return Problem("left_open", message, f"cluster.{key}", hint)
-
-
-def _check_alike(plans: Sequence[Plan]) -> None:
-    """Raises RecipeError unless one script can ask for all of them: it asks for one size of job."""
-    sizes = {(plan.num_nodes, plan.devices_per_node, plan.device, plan.spec.cluster.slurm) for plan in plans}
-    if len(sizes) > 1:
-        message = "the runs of the sweep ask for different nodes or options of Slurm, and an array has one of each"
-        raise RecipeError(Problem("usage", message, hint="sweep them one by one"))
 
 
 def warnings(runs: Sequence[PlannedRun]) -> list[str]:

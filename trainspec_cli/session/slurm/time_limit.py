@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trainspec_cli.core.units import format_duration
 from trainspec_cli.plan.this_machine import is_known, is_predictable, predict_device, predict_local
-from trainspec_cli.recipe.keys.cluster import Machine, SlurmSpec
+from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.slurm import time_limit_s
 from trainspec_cli.run.measuring import known_probe
@@ -26,16 +26,15 @@ def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
         f"cluster.slurm.time is {slurm.time} ({format_duration(limit_s)}, of which the last {slurm.warn_s} s are for "
         f"the checkpoint), and the run is predicted to train for {format_duration(trains_s)}"
     )
-    yield f"{shorter}: {_outlook(slurm, math.ceil(trains_s / (limit_s - slurm.warn_s)))}"
-
-
-def _outlook(slurm: SlurmSpec, jobs: int) -> str:
-    """Say how often the job would be requeued: each start goes on from the newest checkpoint."""
+    # Each start goes on from the newest checkpoint, so that all starts together train for as long as one would.
+    requeues = math.ceil(trains_s / (limit_s - slurm.warn_s)) - 1
     if slurm.max_requeues == 0:
-        return "it will be stopped there, and not be requeued (cluster.slurm.max_requeues=0)"
-    if jobs - 1 > slurm.max_requeues:
-        return f"it needs at least {jobs - 1:,} requeues, and gets {slurm.max_requeues} (cluster.slurm.max_requeues)"
-    return f"it will be requeued at least {'once' if jobs == 2 else f'{jobs - 1} times'}"
+        follows = "it will be stopped there, and not be requeued (cluster.slurm.max_requeues=0)"
+    elif requeues > slurm.max_requeues:
+        follows = f"it needs at least {requeues:,} requeues, and gets {slurm.max_requeues} (cluster.slurm.max_requeues)"
+    else:
+        follows = f"it will be requeued at least {'once' if requeues == 1 else f'{requeues} times'}"
+    yield f"{shorter}: {follows}"
 
 
 def _predicted_s(plan: Plan, machine: Machine) -> float | None:

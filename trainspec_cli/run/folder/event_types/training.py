@@ -52,8 +52,8 @@ class StepEvent(Event):
     queued_s: Seconds | Absent = ABSENT
     """Time in which the main thread could run and had no processor, in parts other than exposed communication."""
     noise_scale: float | Absent | None = ABSENT
-    """Noise scale of the gradients, in samples (`policy/batch/noise.py`), averaged over the steps so far; None where it
-    is infinite."""
+    """Noise scale of the gradients, in samples (`balance/batch/noise.py`), averaged over the steps so far; None where
+    it is infinite."""
     skipped: bool
     """The loss or the gradients were not finite, and nothing was updated."""
     h2d_copies: Count | Absent = ABSENT
