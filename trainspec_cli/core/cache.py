@@ -59,6 +59,7 @@ def _location() -> Path:
 
 
 def cannot_write(folder: Path, error: OSError) -> MachineError:
+    # A full disk and a forbidden folder need different remedies.
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return MachineError(
             f"no space left to write {folder}",

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from trainspec_cli.core.json_value import JsonValue
+
 NAMES_BY_KEY: Mapping[str, str] = {
     "optim": "optimizer optimizer_config optimizer_cls",
     "optim.lr": "learning_rate learningrate base_lr peak_lr max_lr initial_lr lr_max",
@@ -165,7 +167,7 @@ class Former:
     why: str
     """It follows "is no longer a setting: "."""
     hint: str
-    always: object = None
+    always: JsonValue = None
     """Of a key: the value that trainspec uses in its place. The composed recipes and plans of earlier runs state every
     key, so a former key with this value is passed over; any other is refused."""
 

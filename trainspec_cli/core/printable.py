@@ -70,8 +70,10 @@ class PrintableStream:
         self.escape = f"\x1b{os.urandom(8).hex()}"
 
     def write(self, text: str) -> int:
+        # Only the program knows this stream's escape, so a colour code inside of foreign text stays visible text.
         safe = "\x1b".join(map(printable, text.split(self.escape)))
         encoding = self.rich_proxied_file.encoding or "utf-8"
+        # A terminal in another encoding must not end a command with an error about a character.
         self.rich_proxied_file.write(safe.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
 

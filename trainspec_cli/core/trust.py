@@ -81,7 +81,11 @@ def check_tree(root: Path) -> None:
         if reason := why_not_trusted(found):
             raise _refuse(f"{path} {reason}", f"if you trust its content, {copy}")
         if stat.S_ISLNK(found.st_mode):
-            _check_link(path, name, real)
+            target = Path(os.path.realpath(name))
+            if not target.is_relative_to(real):
+                remove = f"remove the link: rm {shlex.quote(str(path))}"
+                hint = f"{remove}; if the run needs its target, put a copy in its place"
+                raise _refuse(f"{path} is a link that leads out of {real}, to {target}", hint)
         elif not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
             raise _refuse(f"{path} is neither a file nor a folder", f"remove it: rm {shlex.quote(str(path))}")
 
@@ -140,13 +144,6 @@ def why_not_trusted(found: os.stat_result) -> str:
     if found.st_mode & stat.S_IWOTH and not stat.S_ISLNK(found.st_mode):
         return "may be written by every user of this machine"
     return ""
-
-
-def _check_link(path: Path, link: Path, root: Path) -> None:
-    target = Path(os.path.realpath(link))
-    if not target.is_relative_to(root):
-        hint = f"remove the link: rm {shlex.quote(str(path))}; if the run needs its target, put a copy in its place"
-        raise _refuse(f"{path} is a link that leads out of {root}, to {target}", hint)
 
 
 def _user(uid: int) -> str:

@@ -66,5 +66,6 @@ def canonical_json(data: object) -> str:
 def digest(spec: RunSpec) -> str:
     """Return the sha256 of a spec. The run folder is left out: its location does not change the run."""
     plain = to_plain(spec)
+    # A moved or copied run is still the same run.
     plain["run"] = {key: value for key, value in to_plain(spec.run).items() if key != "dir"}
     return hashlib.sha256(canonical_json(plain).encode()).hexdigest()

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
+from trainspec_cli.core.intentions import FORMER_KEYS
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.reading.spec_version import KEY, VERSIONS
 from trainspec_cli.recipe.explain import explain_field
@@ -172,11 +173,24 @@ class _SchemaWriter:
         keys = {key_of(field): self._key(section, field) for field in dataclasses.fields(section)}
         needed: list[JsonValue] = [key_of(field) for field in dataclasses.fields(section) if is_required(field)]
         required: JsonObject = {"required": needed} if self._is_written and needed else {}
+        if self._is_written:
+            # Files of earlier versions state every key of their time, and `build` passes over these where they agree.
+            for (owner, key), former in FORMER_KEYS.items():
+                if owner == section.__name__ and former.always is not None:
+                    keys[key] = {"description": f"No longer a setting: {former.why}.", "const": former.always}
         return {"type": "object", "properties": {**further, **keys}, "additionalProperties": False, **required}
 
     def _key(self, owner: type, field: dataclasses.Field[Any]) -> JsonObject:
         wanted = _wanted(owner, field.name)
-        found: JsonObject = {"description": _description(owner, field), **_default(field)}
+        # Editors show the description alone, so it repeats the unit, the allowed values and the default.
+        meaning = explain_field(owner, field, key_of(field))
+        paragraphs = [" ".join(paragraph.split()) for paragraph in meaning.doc.split("\n\n")]
+        default = "No default." if meaning.default is None else f"Default: {meaning.default}."
+        facts = [f"Unit: {meaning.unit}." if meaning.unit else "", f"Value: {meaning.value}.", default]
+        found: JsonObject = {
+            "description": "\n\n".join(filter(None, [*paragraphs, " ".join(filter(None, facts))])),
+            **_default(field),
+        }
         alternatives = [*self._alternatives(wanted, ranges_of(owner).get(field.name), field.name)]
         short = () if self._is_written else SHORT_FORMS.get((owner, field.name), ())
         return found | _any_of([*alternatives, *short])
@@ -240,15 +254,6 @@ def _number(wanted: type, limits: Range | None, name: str) -> JsonObject:
 
 def _plain(number: float) -> int | float:
     return int(number) if number == int(number) and abs(number) < 2**53 else number
-
-
-def _description(owner: type, field: dataclasses.Field[Any]) -> str:
-    """Return the doc of a key, then its unit, what it may be, and its default."""
-    meaning = explain_field(owner, field, key_of(field))
-    paragraphs = [" ".join(paragraph.split()) for paragraph in meaning.doc.split("\n\n")]
-    default = "No default." if meaning.default is None else f"Default: {meaning.default}."
-    facts = [f"Unit: {meaning.unit}." if meaning.unit else "", f"Value: {meaning.value}.", default]
-    return "\n\n".join(filter(None, [*paragraphs, " ".join(filter(None, facts))]))
 
 
 def _default(field: dataclasses.Field[Any]) -> JsonObject:

@@ -25,7 +25,8 @@ KINDS: tuple[ExtensionKind, ...] = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, C
 
 def own_code_of(spec: RunSpec) -> Iterator[Extension]:
     """Yield what the recipe names: nothing where it names only what ships with trainspec."""
-    yield from own_sources(spec.data)
+    for key, part in spec.data.own_parts.items():
+        yield Extension(SOURCE, key, part.source, tuple(part.options))
     yield from worker_code_of(spec)
 
 
@@ -38,12 +39,6 @@ def worker_code_of(spec: RunSpec) -> Iterator[Extension]:
         yield own_optimizer(spec)
     yield from own_callbacks(spec)
     yield from own_trackers(spec)
-
-
-def own_sources(data: DataSpec) -> Iterator[Extension]:
-    """Yield the sources of documents, by the keys that name them."""
-    for key, part in data.own_parts.items():
-        yield Extension(SOURCE, key, part.source, tuple(part.options))
 
 
 def own_source(data: DataSpec) -> Extension:

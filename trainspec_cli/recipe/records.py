@@ -46,6 +46,7 @@ def number(low: float, high: float, *, whole: bool = False, may_diverge: bool = 
     """`may_diverge`: accept NaN and infinity too."""
 
     def read(value: object) -> float:
+        # Not isinstance: a boolean is an int in Python, and `true` is no count.
         if type(value) is int or (type(value) is float and not whole):
             if low <= value <= high:
                 return value
@@ -59,6 +60,7 @@ def number(low: float, high: float, *, whole: bool = False, may_diverge: bool = 
     return ValueKind(f"{'a whole number' if whole else 'a number'} from {low:g} to {high:g}", read, schema)
 
 
+# Other JSON readers hold numbers as doubles, which are exact up to 2**53.
 Count = Annotated[int, number(0, 2**53, whole=True)]
 Rank = Annotated[int, number(-1, 1e7, whole=True)]
 """-1 stands for the supervisor."""
@@ -84,19 +86,11 @@ PLAIN: dict[Any, ValueKind] = {
 """The values of fields whose annotation says nothing of them."""
 
 
-def _list_of(item: ValueKind) -> ValueKind:
-    return ValueKind(f"a list, each item {item.name},", lambda value: tuple(map(item.read, _exactly(list, value))))
-
-
 def _object_of(item: ValueKind) -> ValueKind:
     def read(value: object) -> dict[str, object]:
         return {key: item.read(one) for key, one in _exactly(dict, value).items()}
 
     return ValueKind(f"an object, each value {item.name},", read)
-
-
-def _nullable(kind: ValueKind) -> ValueKind:
-    return ValueKind(f"{kind.name} or null", lambda value: None if value is None else kind.read(value))
 
 
 def _any_of(kinds: Sequence[ValueKind]) -> ValueKind:
@@ -119,12 +113,16 @@ def _kind_of(annotation: Any) -> ValueKind:
     if origin in (typing.Union, types.UnionType):
         kinds = [_kind_of(member) for member in members if member not in (types.NoneType, Absent)]
         kind = kinds[0] if len(kinds) == 1 else _any_of(kinds)
-        return _nullable(kind) if types.NoneType in members else kind
+        if types.NoneType not in members:
+            return kind
+        return ValueKind(f"{kind.name} or null", lambda value: None if value is None else kind.read(value))
     if origin is tuple:
-        return _list_of(_kind_of(members[0]))
+        item = _kind_of(members[0])
+        return ValueKind(f"a list, each item {item.name},", lambda value: tuple(map(item.read, _exactly(list, value))))
     if origin is dict:
         return _object_of(_kind_of(members[1]))
     if origin is typing.Literal:
+        # A newer version may write a word that this one does not know, and its file is read all the same.
         return PLAIN[str]
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
         return ValueKind("an object", lambda value: read_record(annotation, _exactly(dict, value)))

@@ -58,12 +58,14 @@ def build(cls: type[T], data: Mapping[str, object], path: str = "") -> tuple[T, 
     problems: list[Problem] = []
     for key in data:
         former = FORMER_KEYS.get((cls.__name__, str(key)))
+        # An old file may still state what has become the only behaviour: that is right, and no reason to refuse it.
         if key in fields or (former is not None and former.always == data[key]):
             continue
         problems.append(_unknown_key(cls, str(key), path, data[key], former))
     values: dict[str, object] = {}
     for key, field in fields.items():
         name = field.name
+        # `???` asks for a value even where the field has a default: the author of the recipe meant a choice.
         if data.get(key, MISSING) == MISSING and (key in data or is_required(field)):
             values[name] = UNKNOWN
             problems += _missing(hints[name], f"{path}{key}")
@@ -98,7 +100,13 @@ def _build_value(wanted: Any, value: Any, path: str) -> tuple[Any, list[Problem]
     try:
         converted = convert(wanted, value)
     except WrongValueError:
-        return UNKNOWN, [_wrong_value(wanted, value, path)]
+        allowed = describe(wanted)
+        if sections_of(wanted) and len(allowed) > LISTED_CHARS:
+            allowed = f"a section of keys{' or null' * (type(None) in members_of(wanted))}"
+        message = f"`{path}` is {show_value(value)}; {allowed} is needed"
+        code = "wrong_choice" if _only_choices(wanted) else "wrong_type"
+        # The draft goes on with UNKNOWN, so that one run of the check reports the mistakes of all other keys too.
+        return UNKNOWN, [Problem(code=code, path=path, message=message, hint=_hint(wanted, value, path))]
     oversized = _oversized(converted, path)
     return (UNKNOWN, [oversized]) if oversized else (converted, [])
 
@@ -153,9 +161,18 @@ def _is_union(wanted: Any) -> bool:
 def convert(wanted: Any, value: Any) -> Any:
     """Convert `value` to a type; of a union, to the first member that accepts it. Raises WrongValueError."""
     if typing.get_origin(wanted) is Literal:
-        return _convert_choice(typing.get_args(wanted), value)
+        for choice in typing.get_args(wanted):
+            # True == 1 in Python: `true` must not pass for the choice 1.
+            if choice == value and isinstance(value, bool) == isinstance(choice, bool):
+                return choice
+        raise WrongValueError
     if _is_union(wanted):
-        return _convert_union(typing.get_args(wanted), value)
+        for member in typing.get_args(wanted):
+            try:
+                return convert(member, value)
+            except WrongValueError:
+                continue
+        raise WrongValueError
     if typing.get_origin(wanted) is tuple and isinstance(value, (list, tuple)):
         return tuple(convert(_item(wanted), item) for item in value)
     if wanted in (int, float):
@@ -178,29 +195,15 @@ def _can_be_written(text: str) -> bool:
     return True
 
 
-def _convert_choice(choices: tuple[Any, ...], value: Any) -> Any:
-    for choice in choices:
-        if choice == value and isinstance(value, bool) == isinstance(choice, bool):
-            return choice
-    raise WrongValueError
-
-
-def _convert_union(members: tuple[Any, ...], value: Any) -> Any:
-    for member in members:
-        try:
-            return convert(member, value)
-        except WrongValueError:
-            continue
-    raise WrongValueError
-
-
 def _convert_number(wanted: type, value: Any) -> Any:
+    # A boolean is an int in Python: without this test `lr: true` would be 1.0.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise WrongValueError
     if isinstance(value, float) and not math.isfinite(value):
         raise WrongValueError
     if wanted is float and abs(value) > LARGEST:
         value = 2 * LARGEST if value > 0 else -2 * LARGEST  # reported as too large, whatever its digits
+    # YAML reads 1e3 as a float, and people write it for 1000.
     if wanted is int and value != int(value):
         raise WrongValueError
     return wanted(value)
@@ -229,6 +232,7 @@ def _unknown_key(cls: type, key: str, path: str, value: object, former: Former |
     tail = _only_path(value)
     siblings = [key_of(field) for field in dataclasses.fields(cls)]
     near = closest(key, siblings)
+    # Walking all sections takes time, and only a key that resembles none of its neighbours needs it.
     paths = list(dict.fromkeys(known_paths(RunSpec))) if tail or not near else []
     if tail and f"{path}{near}.{tail}" in paths:
         meant = [f"{path}{near}.{tail}"]
@@ -264,6 +268,7 @@ def _guess(key: str, paths: list[str]) -> list[str]:
     names: dict[str, list[str]] = {}
     for known in paths:
         names.setdefault(known.rpartition(".")[2], []).append(known)
+    # Three letters occur in too many keys to point at one.
     within = [name for name in names if len(key) > 3 and key in name]
     holding = [
         known for name in within if not any(other in name for other in within if other != name) for known in names[name]
@@ -301,15 +306,6 @@ def known_choices(cls: type, path: str) -> list[str]:
         else:
             found += ["true", "false"] if bool in members_of(wanted) else map(str, choices_of(wanted))
     return list(dict.fromkeys(found))
-
-
-def _wrong_value(wanted: Any, value: Any, path: str) -> Problem:
-    allowed = describe(wanted)
-    if sections_of(wanted) and len(allowed) > LISTED_CHARS:
-        allowed = f"a section of keys{' or null' * (type(None) in members_of(wanted))}"
-    message = f"`{path}` is {show_value(value)}; {allowed} is needed"
-    code = "wrong_choice" if _only_choices(wanted) else "wrong_type"
-    return Problem(code=code, path=path, message=message, hint=_hint(wanted, value, path))
 
 
 def _hint(wanted: Any, value: Any, path: str) -> str:

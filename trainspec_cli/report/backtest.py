@@ -3,32 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from trainspec_cli.core.printable import printable
-from trainspec_cli.recipe.results.backtest import BacktestReport, BacktestSummary, ErrorSummary, PredictedRow, Ranking
+from trainspec_cli.recipe.results.backtest import BacktestReport, ErrorSummary
 
 
 def render_backtest(report: BacktestReport) -> str:
     """Errors over all rows, by source, model and chip; sweeps; refusals and what was assumed."""
     summary = report.summary
-    blocks = [_headline(summary)]
-    for title, groups in (("source", summary.by_source), ("model", summary.by_model), ("chip", summary.by_gpu)):
-        if groups:
-            blocks.append(_errors(title, groups))
-    if summary.sweeps:
-        blocks.append(_sweeps(summary.sweeps))
-    if summary.refused:
-        reasons = [f"  {count:5d}  {reason}" for reason, count in summary.refused_by_reason.items()]
-        blocks.append("\n".join(["refused", *reasons]))
-    assumed = _assumed(report.rows)
-    if assumed:
-        blocks.append("\n".join(["assumed, where the row is silent", *assumed]))
-    return "\n\n".join(blocks)
-
-
-def _headline(summary: BacktestSummary) -> str:
     lines = [f"{summary.rows} rows, {summary.predicted} predicted, {summary.refused} refused"]
     if summary.step_time_mape is not None:
         lines.append(
@@ -45,7 +29,28 @@ def _headline(summary: BacktestSummary) -> str:
     if summary.memory_mape is not None:
         worst = summary.memory_worst_under
         lines.append(f"memory: mean error {summary.memory_mape:.1%}, furthest under {worst:+.1%}")
-    return "\n".join(lines)
+    blocks = ["\n".join(lines)]
+    for title, groups in (("source", summary.by_source), ("model", summary.by_model), ("chip", summary.by_gpu)):
+        if groups:
+            blocks.append(_errors(title, groups))
+    if summary.sweeps:
+        near = sum(sweep.loss <= 0.05 for sweep in summary.sweeps)
+        of_all = f"{near} of {len(summary.sweeps)}"
+        lines = [f"sweeps of layouts: the one predicted fastest is within 5% of the fastest in {of_all}"]
+        for sweep in sorted(summary.sweeps, key=lambda item: -item.loss)[:5]:
+            lines.append(f"  {sweep.loss:6.1%} slower: {sweep.model} on {sweep.gpu}, {sweep.layouts} layouts")
+        blocks.append("\n".join(lines))
+    if summary.refused:
+        reasons = [f"  {count:5d}  {reason}" for reason, count in summary.refused_by_reason.items()]
+        blocks.append("\n".join(["refused", *reasons]))
+    counts: dict[str, int] = {}
+    for row in report.rows:
+        for what in row.assumed:
+            counts[what] = counts.get(what, 0) + 1
+    assumed = [f"  {count:5d}  {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1])]
+    if assumed:
+        blocks.append("\n".join(["assumed, where the row is silent", *assumed]))
+    return "\n\n".join(blocks)
 
 
 def _errors(title: str, groups: Mapping[str, ErrorSummary]) -> str:
@@ -55,22 +60,6 @@ def _errors(title: str, groups: Mapping[str, ErrorSummary]) -> str:
         figures = f"{group.mape:7.1%} {group.median_ape:7.1%} {group.bias:+7.1%}"
         lines.append(f"{name[:40]:{width}}  {group.rows:5d} {figures}")
     return "\n".join(lines)
-
-
-def _sweeps(sweeps: Sequence[Ranking]) -> str:
-    near = sum(sweep.loss <= 0.05 for sweep in sweeps)
-    lines = [f"sweeps of layouts: the one predicted fastest is within 5% of the fastest in {near} of {len(sweeps)}"]
-    for sweep in sorted(sweeps, key=lambda item: -item.loss)[:5]:
-        lines.append(f"  {sweep.loss:6.1%} slower: {sweep.model} on {sweep.gpu}, {sweep.layouts} layouts")
-    return "\n".join(lines)
-
-
-def _assumed(rows: Iterable[PredictedRow]) -> list[str]:
-    counts: dict[str, int] = {}
-    for row in rows:
-        for what in row.assumed:
-            counts[what] = counts.get(what, 0) + 1
-    return [f"  {count:5d}  {what}" for what, count in sorted(counts.items(), key=lambda item: -item[1])]
 
 
 # The chart: self-contained, both axes logarithmic

@@ -145,6 +145,7 @@ class Report:
             Stopped.exit_code: Stopped,
             Interrupted.exit_code: Interrupted,
         }
+        # A killed run left no result: its exit code is not known.
         kind = kinds.get(WorkerError.exit_code if self.exit_code is None else self.exit_code, WorkerError)
         message = self.reason or f"the run in {self.path} was {self.status} at step {self.steps}"
         code = "worker_failed" if self.status == "failed" else self.status
@@ -165,6 +166,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     files = _events_of_ranks(run, plan.replica_groups, world_size or 0)
     for rank, path in files.items():
         history = read_history(read_log(path)) if rank else first
+        # Every rank warns for itself; the log of the first holds only its own.
         warnings += history.warnings
         meter.take(rank, history)
     scheduled = list(read_log(run.directives))
@@ -177,6 +179,7 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         recipe=read_run_record(run).recipe if run.run_json.exists() else "",
         status=status_of(run, running=running, queued=queued),
         exit_code=result.exit_code if result else None,
+        # A run that was resumed and made no step yet still has those of its checkpoint.
         steps=loss[-1][0] if loss else begin.step if begin else 0,
         max_steps=plan.total_steps,
         elapsed_s=first.last_time - first.first_time,
@@ -247,5 +250,6 @@ def _events_of_ranks(run: RunDir, groups: int, world_size: int) -> dict[int, Pat
         names = ((re.fullmatch(r"rank(\d+)\.jsonl", path.name), path) for path in run.events_folder.glob("rank*.jsonl"))
         return dict(sorted((int(match[1]), path) for match, path in names if match))
     each = max(1, world_size // groups)
+    # Replica groups number their ranks from 0 each.
     paths = {rank: run.group_events(*divmod(rank, each)) if rank else run.events(0) for rank in range(world_size)}
     return {rank: path for rank, path in paths.items() if path.is_file()}

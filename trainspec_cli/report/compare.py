@@ -77,21 +77,7 @@ def render_comparison(runs: Sequence[Compared], width: int) -> str:
     """Draw the comparison; each run has a letter, which stands for it in the table and in the pictures."""
     letters = ascii_uppercase[: len(runs)]
     paths = [f"{letter}  {run.path}" for letter, run in zip(letters, runs, strict=True)]
-    figures = [("", *letters), *_value_rows(runs), *_figure_rows(runs)]
-    curves = {
-        "loss": {letter: run.loss_curve for letter, run in zip(letters, runs, strict=True)},
-        "held-out loss": {letter: run.heldout_curve for letter, run in zip(letters, runs, strict=True)},
-    }
-    drawn = [render_overlay(series, width=max(20, min(72, width - 12)), title=name) for name, series in curves.items()]
-    return "\n\n".join(filter(None, ["\n".join(paths), table(figures), *drawn]))
-
-
-def _value_rows(runs: Sequence[Compared]) -> list[tuple[str, ...]]:
     keys = dict.fromkeys(key for run in runs for key in run.values)
-    return [(key, *(show_value(run.values[key]) if key in run.values else "-" for run in runs)) for key in keys]
-
-
-def _figure_rows(runs: Sequence[Compared]) -> list[tuple[str, ...]]:
     rows = {
         "status": [run.status for run in runs],
         "steps": [f"{run.steps}/{run.max_steps}" if run.max_steps is not None else str(run.steps) for run in runs],
@@ -106,7 +92,17 @@ def _figure_rows(runs: Sequence[Compared]) -> list[tuple[str, ...]]:
         "time": [format_duration(run.elapsed_s) for run in runs],
         "peak memory": [format_bytes(run.peak_memory_bytes) if run.peak_memory_bytes else "-" for run in runs],
     }
-    return [(name, *cells) for name, cells in rows.items()]
+    figures = [
+        ("", *letters),
+        *[(key, *(show_value(run.values[key]) if key in run.values else "-" for run in runs)) for key in keys],
+        *[(name, *cells) for name, cells in rows.items()],
+    ]
+    curves = {
+        "loss": {letter: run.loss_curve for letter, run in zip(letters, runs, strict=True)},
+        "held-out loss": {letter: run.heldout_curve for letter, run in zip(letters, runs, strict=True)},
+    }
+    drawn = [render_overlay(series, width=max(20, min(72, width - 12)), title=name) for name, series in curves.items()]
+    return "\n\n".join(filter(None, ["\n".join(paths), table(figures), *drawn]))
 
 
 def _loss(loss: float | None) -> str:

@@ -61,6 +61,7 @@ class Start:
     def mean_parts_s(self, rows: Sequence[int]) -> dict[str, float]:
         """Return the seconds a step by part, over some rows."""
         columns = {name: self.steps[name] for name in PARTS}
+        # fsum: a million small parts would lose digits in a plain sum.
         return {name: math.fsum(column[row] for row in rows) / len(rows) for name, column in columns.items()}
 
 
@@ -79,6 +80,7 @@ class History:
         self.first_time = self.first_time or event.time
         if isinstance(event, StartEvent):
             for earlier in self.starts:
+                # The resumed run makes these steps again, and they would count twice.
                 earlier.forget_beyond(event.step)
             self.starts.append(Start(event))
         elif isinstance(event, WarningEvent):

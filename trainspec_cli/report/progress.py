@@ -71,6 +71,7 @@ class Progress:
         elif isinstance(event, StepEvent):
             self.step, self.loss = event.step, event.loss
             self._recent.append(event)
+            # The first steps compile and allocate; a speed that counted them would be too low for long.
             if self.begin and len(self._recent) > WARMUP_STEPS:
                 self._measure(self.begin)
 

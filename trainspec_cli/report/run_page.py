@@ -71,7 +71,8 @@ def _sections(report: Report, composed: str) -> Iterator[str]:
     yield verdicts_section(report.verdicts)
     yield _changes("Scheduler", ("#step", "what", "why"), scheduler_changes(report))
     yield _changes("Recoveries", ("#step", "what", "cost"), [describe_recovery(one) for one in report.recoveries])
-    yield _warnings(warning_lines(report))
+    if lines := warning_lines(report):
+        yield section("Warnings", _earlier(len(lines)), _newest(lines))
     evaluations = [f"step {event.step}: {describe_evaluation(event)}" for event in report.evaluations]
     yield _folded(heldout_title(report), evaluations)
     yield _folded("link changes", [describe_event(event) for event in report.link_changes])
@@ -135,10 +136,6 @@ def _earlier(count: int) -> str:
 
 def _newest(lines: Sequence[str]) -> str:
     return plain_list([shorten(line, MOST_CHARACTERS) for line in lines[-MOST_LINES:]])
-
-
-def _warnings(lines: Sequence[str]) -> str:
-    return section("Warnings", _earlier(len(lines)), _newest(lines)) if lines else ""
 
 
 def _folded(title: str, lines: Sequence[str]) -> str:

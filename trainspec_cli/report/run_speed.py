@@ -72,7 +72,10 @@ class SpeedMeter:
         self._exchanging_steps = 0
         if self._start is not None and (begin := self._start.begin) is not None:
             self._throughput = _throughput(self._start, begin)
-            self._wanted_steps = _container_of(self._start.steps.steps[self._throughput.left_out :])
+            # A range holds the steps of a long run in little memory; only a run with gaps needs a set.
+            steps = self._start.steps.steps[self._throughput.left_out :]
+            run = range(steps[0], steps[-1] + 1) if steps else range(0)
+            self._wanted_steps = run if len(run) == len(steps) and all(map(eq, run, steps)) else set(steps)
 
     def take(self, rank: int, history: History) -> None:
         """Take in the steps that this rank has made together with the first one."""
@@ -92,7 +95,15 @@ class SpeedMeter:
         start = self._start
         if start is None or start.begin is None:
             return None
-        begin, left_out, parts = start.begin, self._throughput.left_out, _summarise_parts(self._means_s)
+        by_part = {name: [mean[name] for mean in self._means_s.values()] for name in PARTS}
+        mean_s = {name: math.fsum(values) / len(values) for name, values in by_part.items()}
+        whole_s = math.fsum(mean_s.values())
+        parts = tuple(
+            PartTime(name, mean_s[name], mean_s[name] / whole_s if whole_s else 0.0, min(values), max(values))
+            for name, values in by_part.items()
+        )
+        begin = start.begin
+        left_out = self._throughput.left_out
         steady = range(left_out, len(start.steps))
         return RunSpeed(
             tokens_per_s=self._throughput.tokens_per_s,
@@ -129,12 +140,6 @@ def _throughput(start: Start, begin: StartEvent) -> Throughput:
     )
 
 
-def _container_of(steps: Sequence[int]) -> Container[int]:
-    """Return what says whether a step is among these, in little memory where none is left out."""
-    run = range(steps[0], steps[-1] + 1) if steps else range(0)
-    return run if len(run) == len(steps) and all(map(eq, run, steps)) else set(steps)
-
-
 def _sum(column: Sequence[float], rows: Iterable[int]) -> float:
     return math.fsum(column[row] for row in rows)
 
@@ -145,13 +150,3 @@ def _usual_s(start: Start, rows: Sequence[int]) -> tuple[float, float]:
     times = sorted(step_time_s[row] for row in rows if not checkpoint_s[row])
     times = times or sorted(step_time_s[row] for row in rows)
     return times[len(times) // 10], times[len(times) * 9 // 10]
-
-
-def _summarise_parts(means: dict[int, dict[str, float]]) -> tuple[PartTime, ...]:
-    by_part = {name: [mean[name] for mean in means.values()] for name in PARTS}
-    mean_s = {name: math.fsum(values) / len(values) for name, values in by_part.items()}
-    whole_s = math.fsum(mean_s.values())
-    return tuple(
-        PartTime(name, mean_s[name], mean_s[name] / whole_s if whole_s else 0.0, min(values), max(values))
-        for name, values in by_part.items()
-    )

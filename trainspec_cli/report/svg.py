@@ -91,6 +91,7 @@ def thin(points: Sequence[Point], stretches: int) -> list[Point]:
     kept = {0, len(points) - 1}
     for begin, end in pairwise(bounds):
         heights = {points[place][1]: place for place in range(begin, end)}
+        # A spike of one step must still show, so extremes are kept and not averages.
         kept |= {heights[min(heights)], heights[max(heights)]}
     return [points[place] for place in sorted(kept)]
 
@@ -134,6 +135,7 @@ class _Frame:
             return [(value, _short(value)) for value in nice_ticks(self.y_low, self.y_high)]
         values = even_ticks(self.y_low, self.y_high)
         step = values[1] - values[0] if len(values) > 1 else 1.0
+        # With fewer digits neighbouring ticks of a flat curve would have one label.
         digits = max(0, -math.floor(math.log10(step)))
         fits = digits < MOST_DIGITS and max(map(abs, values)) < 10**MOST_DIGITS
         return [(value, f"{value:,.{digits}f}" if fits else _short(value)) for value in values]

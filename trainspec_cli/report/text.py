@@ -80,7 +80,7 @@ def describe_event(event: Event) -> str:
         case StartEvent():
             return describe_start(event)
         case FirstTextEvent():
-            return describe_first_text(event)
+            return "".join(text for text, _ in first_text_parts(event))
         case EvalEvent():
             return f"step {event.step}: held out {describe_evaluation(event)}"
         case CheckpointEvent():
@@ -98,15 +98,16 @@ def describe_event(event: Event) -> str:
         case NodesEvent():
             return describe_left_out(event).line
         case LinkEvent():
-            return describe_link_change(event)
+            # `step 420: tp link of ranks 2 to 3: 1.2 GB/s, 0.5 times the 2.4 GB/s before step 400`.
+            now, before = event.now_bytes_per_s, event.before_bytes_per_s
+            others = f", and {event.changed_links - 1:,} more of its links" if event.changed_links > 1 else ""
+            change = f"{now / before:.2g} times the {format_rate(before)}"
+            group = f"group {event.group}: " if isinstance(event.group, int) else ""
+            where = f"{event.axis} link of {describe_ranks(event.ranks)}{others}"
+            return f"step {event.step}: {group}{where}: {format_rate(now)}, {change} before step {event.since_step}"
         case WarningEvent():
             return f"step {event.step}: warning: {event.message}"
     return event.describe()
-
-
-def describe_first_text(event: FirstTextEvent) -> str:
-    """Show what is trained on of the first text, as `first_text_parts` styles it."""
-    return "".join(text for text, _ in first_text_parts(event))
 
 
 def first_text_parts(event: FirstTextEvent) -> Iterator[tuple[str, str]]:
@@ -126,16 +127,6 @@ def first_text_parts(event: FirstTextEvent) -> Iterator[tuple[str, str]]:
 
 def _on_one_line(text: str, most_chars: int) -> str:
     return cut_middle(text.replace("\n", "\\n").replace("\t", "\\t"), most_chars)
-
-
-def describe_link_change(event: LinkEvent) -> str:
-    """`step 420: tp link of ranks 2 to 3: 1.2 GB/s, 0.5 times the 2.4 GB/s before step 400`."""
-    now, before = event.now_bytes_per_s, event.before_bytes_per_s
-    others = f", and {event.changed_links - 1:,} more of its links" if event.changed_links > 1 else ""
-    change = f"{now / before:.2g} times the {format_rate(before)}"
-    group = f"group {event.group}: " if isinstance(event.group, int) else ""
-    where = f"{event.axis} link of {describe_ranks(event.ranks)}{others}"
-    return f"step {event.step}: {group}{where}: {format_rate(now)}, {change} before step {event.since_step}"
 
 
 def format_rate(bytes_per_s: float) -> str:

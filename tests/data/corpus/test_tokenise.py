@@ -52,7 +52,7 @@ def test_the_last_piece_of_each_part_ends_a_document():
 def test_progress_is_told_every_hundredth_and_at_the_end(text_data):
     told = []
     data = text_data(*("x" * 10 for _ in range(500)))
-    read = _read(data, find_files(data), "encoding", 5000, lambda phase, done: told.append((phase, done)))
+    read = _read(data, find_files(data), "encoding", 5000, lambda phase, done, _rows: told.append((phase, done)))
     assert len(list(read)) == 500
     assert {phase for phase, _ in told} == {"encoding"}
     assert 84 <= len(told) <= 102
@@ -66,10 +66,10 @@ def test_a_tokenizer_learns_from_a_sample_of_much_text(text_data, monkeypatch):
     data = text_data(*("x" * 100 for _ in range(200)), heldout_fraction=0.01)
     files = find_files(data)
     rule = HeldoutRule(0)
-    scan = tokenise._scan(data, files, lambda phase, done: None)
+    scan = tokenise._scan(data, files, lambda phase, done, _rows: None)
     for most in (10**9, 5_000):
         monkeypatch.setattr(tokenise, "TOKENIZER_SAMPLE_BYTES", most)
-        tokenise._build_tokenizer(data, files, scan, rule, lambda phase, done: None)
+        tokenise._build_tokenizer(data, files, scan, rule, lambda phase, done, _rows: None)
     assert taken[0] == 20_000 and taken[1] == pytest.approx(5_000, abs=200)
 
 

@@ -148,6 +148,7 @@ def open_regular(path: Path) -> BinaryIO:
     Raises UnreadableFileError, or MissingFileError if it does not exist.
     """
     try:
+        # Opening a named pipe would wait for a writer for ever; its kind is known only once it is open.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise MissingFileError(Problem("missing_file", f"there is no file {path}", file=str(path))) from error
@@ -160,8 +161,11 @@ def open_regular(path: Path) -> BinaryIO:
     except ValueError as error:  # a NUL byte
         raise unreadable(repr(str(path)), f"is no path: {error}") from error
     try:
-        _check_regular(descriptor, path)
+        kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+        if kind != stat.S_IFREG:
+            raise unreadable(path, f"is {_KINDS.get(kind, 'no regular file')}; a regular file is needed")
         return os.fdopen(descriptor, "rb")
+    # An interrupt must not leave the descriptor open either.
     except BaseException:
         os.close(descriptor)
         raise
@@ -172,16 +176,11 @@ def check_regular(path: Path) -> None:
     open_regular(path).close()
 
 
-def _check_regular(descriptor: int, path: Path) -> None:
-    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-    if kind != stat.S_IFREG:
-        raise unreadable(path, f"is {_KINDS.get(kind, 'no regular file')}; a regular file is needed")
-
-
 def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Return the content of a file of at most `max_bytes`. Raises as `open_regular` does."""
     try:
         with open_regular(path) as file:
+            # The size on the disk proves nothing: files below /proc state 0, and others grow meanwhile.
             content = file.read(max_bytes + 1)
     except OSError as error:
         if isinstance(error, UnreadableFileError):
@@ -287,6 +286,7 @@ def parse_whole(digits: str) -> int | float:
 
 def check_depth(content: JsonValue) -> None:
     """Raise ValueError for lists and objects that are nested too deep."""
+    # Level by level: recursion would hit the very limit that this check protects.
     level, depth = [content], 0
     while level := [node for node in level if isinstance(node, (dict, list))]:
         depth += 1

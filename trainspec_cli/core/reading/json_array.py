@@ -39,6 +39,7 @@ def parse_items(text: str) -> Iterator[tuple[int, JsonValue]]:
         except ValueError as error:
             raise JsonArrayError(str(error), line) from error
         yield line, item
+        # Counted piece by piece, so that a large file is not searched from its start for each item.
         line += text.count("\n", at, end)
         at, line = _skip_space(text, end, line)
         if text[at : at + 1] == "]":

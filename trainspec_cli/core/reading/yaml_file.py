@@ -117,7 +117,14 @@ def _count(node: yaml.Node, depth: int, known: dict[int, int], above: set[int]) 
     if node.tag in _NO_VALUES:
         raise _over(f"!!{node.tag.removeprefix(_TAG)} is not a type that a recipe can hold", node)
     if isinstance(node, yaml.ScalarNode):
-        _check_scalar(node)
+        if node.tag == f"{_TAG}timestamp":
+            node.tag = f"{_TAG}str"  # a date is text, as Hydra has it
+        if "${" in node.value and len(node.value) > MAX_INTERPOLATED_CHARS:
+            raise _over(
+                f"a text with ${{...}} has {len(node.value):,} characters; at most {MAX_INTERPOLATED_CHARS}", node
+            )
+        if node.tag == f"{_TAG}int" and len(node.value) > MAX_DIGITS:
+            raise _over(f"a whole number has {len(node.value):,} digits; at most {MAX_DIGITS}", node)
         return 1
     if id(node) not in known:
         above.add(id(node))
@@ -127,15 +134,6 @@ def _count(node: yaml.Node, depth: int, known: dict[int, int], above: set[int]) 
     if known[id(node)] > MAX_NODES:
         raise _over(f"it expands to more than {MAX_NODES:,} values with its aliases written out", node)
     return known[id(node)]
-
-
-def _check_scalar(node: yaml.ScalarNode) -> None:
-    if node.tag == f"{_TAG}timestamp":
-        node.tag = f"{_TAG}str"  # a date is text, as Hydra has it
-    if "${" in node.value and len(node.value) > MAX_INTERPOLATED_CHARS:
-        raise _over(f"a text with ${{...}} has {len(node.value):,} characters; at most {MAX_INTERPOLATED_CHARS}", node)
-    if node.tag == f"{_TAG}int" and len(node.value) > MAX_DIGITS:
-        raise _over(f"a whole number has {len(node.value):,} digits; at most {MAX_DIGITS}", node)
 
 
 def _over(problem: str, node: yaml.Node) -> YamlLimitError:

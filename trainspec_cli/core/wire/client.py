@@ -44,6 +44,7 @@ class JsonClient:
             self._unread += piece
             if len(self._unread) > LINE_BYTES:
                 raise ConnectionError("the rendezvous server sent a line without an end")
+        # One read may hold the beginning of the next line.
         line, _, self._unread = self._unread.partition(b"\n")
         return dict(json.loads(line))
 
@@ -59,6 +60,7 @@ def _connect(address: str, secret: bytes, deadline: float) -> socket.socket:
     while True:
         try:
             return connect((host, int(port)), secret, RENDEZVOUS_PURPOSE)
+        # A wrong secret stays wrong; trying again would only delay the error.
         except HandshakeError:
             raise
         except OSError:

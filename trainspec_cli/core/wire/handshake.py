@@ -39,6 +39,7 @@ class Challenge:
     def accept(self, answer: bytes) -> bytes:
         """Return the server's own proof for the client's answer. Raises HandshakeError for a wrong one."""
         theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+        # `==` stops at the first wrong byte, and its time would show how much of a guessed proof is right.
         if not hmac.compare_digest(proof, _prove(self.secret, "client", self.purpose, self.nonce, theirs)):
             raise HandshakeError("the client does not know the job's secret")
         return _prove(self.secret, "server", self.purpose, self.nonce, theirs)
@@ -69,6 +70,7 @@ def connect(address: tuple[str, int], secret: bytes, purpose: str) -> socket.soc
     """Return an authenticated connection. Raises as `prove_to` does."""
     connection = socket.create_connection(address, TIMEOUT_S)
     try:
+        # Messages are short and each waits for its answer, which Nagle's algorithm would hold back.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         prove_to(connection, secret, purpose)
     except OSError:
@@ -89,6 +91,7 @@ def prove_to(connection: socket.socket, secret: bytes, purpose: str) -> None:
 
 
 def _prove(secret: bytes, side: str, purpose: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    # The separator keeps a side and a purpose from running together into those of another proof.
     content = b"\0".join((side.encode(), purpose.encode(), server_nonce + client_nonce))
     return hmac.digest(secret, content, "sha256")
 

@@ -47,21 +47,17 @@ def parse_record(
     template.
     """
     if of == "completions":
-        return _completion(record, learn_all=learn_all)
+        prompt, completion = record["prompt"], record["completion"]
+        if not isinstance(prompt, str) or not isinstance(completion, str):
+            name = "completion" if isinstance(prompt, str) else "prompt"
+            raise FormatError(
+                f"`{name}` is {show_kind(record[name])}, not text", f"each line must be {SHAPES['completions']}"
+            )
+        start = 0 if learn_all else len(prompt)
+        return Conversation(prompt + completion, [(start, len(prompt) + len(completion))], "completions")
     extra = {key: record[key] for key in FIELDS_OF_TEMPLATES if of == "messages" and record.get(key)}
     text, spans = template().replies(to_messages(record, of), **extra)
     return Conversation(text, [(0, len(text))] if learn_all else spans, of)
-
-
-def _completion(record: Record, *, learn_all: bool) -> Conversation:
-    prompt, completion = record["prompt"], record["completion"]
-    if not isinstance(prompt, str) or not isinstance(completion, str):
-        name = "completion" if isinstance(prompt, str) else "prompt"
-        raise FormatError(
-            f"`{name}` is {show_kind(record[name])}, not text", f"each line must be {SHAPES['completions']}"
-        )
-    start = 0 if learn_all else len(prompt)
-    return Conversation(prompt + completion, [(start, len(prompt) + len(completion))], "completions")
 
 
 @lru_cache(maxsize=4)

@@ -86,12 +86,46 @@ def format_in_file(record: Record, first: ChatFormat | None) -> ChatFormat:
 def to_messages(record: Record, of: ChatFormat) -> list[Record]:
     """Return a conversation of a format with messages as a template takes them. Raises FormatError."""
     if of == "ShareGPT":
-        return _from_sharegpt(record)
+        if record.get("tools"):
+            raise FormatError("`tools` are not read from ShareGPT", _INSTEAD)
+        messages = [_system(record, "ShareGPT")] if record.get("system") else []
+        for number, turn in enumerate(_turns(record, "conversations", "ShareGPT")):
+            name = f"conversations[{number}]"
+            role = _text(turn, "from", name, "ShareGPT")
+            if role in SHAREGPT_TOOLS:
+                raise FormatError(f"`{name}.from` is {show_kind(role)}; tools are not read from ShareGPT", _INSTEAD)
+            if role not in SHAREGPT_ROLES:
+                allowed = f"it may be {', '.join(SHAREGPT_ROLES)}"
+                raise FormatError(f"`{name}.from` is {show_kind(role)}", allowed)
+            if role == "system" and messages:
+                raise FormatError(
+                    f"`{name}.from` is 'system', which the first turn alone may be", "keep one, as the first"
+                )
+            messages.append({"role": SHAREGPT_ROLES[role], "content": _text(turn, "value", name, "ShareGPT")})
+        return messages
     if of == "Alpaca":
-        return _from_alpaca(record)
+        # The input stands below the instruction, as other programs put it.
+        if record.get("history"):
+            turns = SHAPES["ShareGPT"]
+            raise FormatError("`history` is not read from Alpaca", f"write conversations of several turns as {turns}")
+        question = _text(record, "instruction", "", "Alpaca")
+        if record.get("input") not in (None, ""):
+            question = f"{question}\n{_text(record, 'input', '', 'Alpaca')}"
+        reply = {"role": "assistant", "content": _text(record, "output", "", "Alpaca")}
+        system = [_system(record, "Alpaca")] if record.get("system") else []
+        return [*system, {"role": "user", "content": question}, reply]
     messages = _turns(record, "messages", "messages")
     for number, message in enumerate(messages):
-        _check_message(message, f"messages[{number}]")
+        name = f"messages[{number}]"
+        role = _text(message, "role", name, "messages")
+        near = SHAREGPT_ROLES.get(role) or closest(role, ROLES)
+        if near and role not in ROLES:
+            raise FormatError(
+                f"`{name}.role` is {show_kind(role)}", f"did you mean {near}? roles are {', '.join(ROLES)}"
+            )
+        said = ("content", "tool_calls", "function_call", "thinking", "reasoning_content")
+        if all(message.get(key) is None for key in said):
+            raise FormatError(f"`{name}` has no `content`", f"each line must be {SHAPES['messages']}")
     return messages
 
 
@@ -105,47 +139,6 @@ def _turns(record: Record, name: str, of: ChatFormat) -> list[Record]:
         if not isinstance(turn, Mapping):
             raise FormatError(f"`{name}[{number}]` is {show_kind(turn)}", f"each line must be {SHAPES[of]}")
     return turns
-
-
-def _check_message(message: Record, name: str) -> None:
-    role = _text(message, "role", name, "messages")
-    near = SHAREGPT_ROLES.get(role) or closest(role, ROLES)
-    if near and role not in ROLES:
-        raise FormatError(f"`{name}.role` is {show_kind(role)}", f"did you mean {near}? roles are {', '.join(ROLES)}")
-    said = ("content", "tool_calls", "function_call", "thinking", "reasoning_content")
-    if all(message.get(key) is None for key in said):
-        raise FormatError(f"`{name}` has no `content`", f"each line must be {SHAPES['messages']}")
-
-
-def _from_sharegpt(record: Record) -> list[Record]:
-    if record.get("tools"):
-        raise FormatError("`tools` are not read from ShareGPT", _INSTEAD)
-    messages = [_system(record, "ShareGPT")] if record.get("system") else []
-    for number, turn in enumerate(_turns(record, "conversations", "ShareGPT")):
-        name = f"conversations[{number}]"
-        role = _text(turn, "from", name, "ShareGPT")
-        if role in SHAREGPT_TOOLS:
-            raise FormatError(f"`{name}.from` is {show_kind(role)}; tools are not read from ShareGPT", _INSTEAD)
-        if role not in SHAREGPT_ROLES:
-            allowed = f"it may be {', '.join(SHAREGPT_ROLES)}"
-            raise FormatError(f"`{name}.from` is {show_kind(role)}", allowed)
-        if role == "system" and messages:
-            raise FormatError(f"`{name}.from` is 'system', which the first turn alone may be", "keep one, as the first")
-        messages.append({"role": SHAREGPT_ROLES[role], "content": _text(turn, "value", name, "ShareGPT")})
-    return messages
-
-
-def _from_alpaca(record: Record) -> list[Record]:
-    """The input stands below the instruction, as other programs put it."""
-    if record.get("history"):
-        turns = SHAPES["ShareGPT"]
-        raise FormatError("`history` is not read from Alpaca", f"write conversations of several turns as {turns}")
-    question = _text(record, "instruction", "", "Alpaca")
-    if record.get("input") not in (None, ""):
-        question = f"{question}\n{_text(record, 'input', '', 'Alpaca')}"
-    reply = {"role": "assistant", "content": _text(record, "output", "", "Alpaca")}
-    system = [_system(record, "Alpaca")] if record.get("system") else []
-    return [*system, {"role": "user", "content": question}, reply]
 
 
 def _system(record: Record, of: ChatFormat) -> Record:

@@ -105,13 +105,12 @@ class Collection:
 
     def evaluation_texts(self, data: DataSpec) -> dict[str, EvaluationText]:
         """Return the held-out split of each part and all of each validation set; empty ones are left out."""
-        found = {name: _heldout(part.folder, data) for name, part in self.parts.items()}
+        found = {
+            name: EvaluationText(open_rows(part.folder, "heldout", data), part.folder.num_bytes("heldout"))
+            for name, part in self.parts.items()
+        }
         found |= {name: _whole(folder, data) for name, folder in self.validation.items()}
         return {name: text for name, text in found.items() if len(text.rows)}
-
-
-def _heldout(folder: TokenFolder, data: DataSpec) -> EvaluationText:
-    return EvaluationText(open_rows(folder, "heldout", data), folder.num_bytes("heldout"))
 
 
 def _whole(folder: TokenFolder, data: DataSpec) -> EvaluationText:

@@ -33,7 +33,17 @@ class JsonRecord:
 def json_records(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRecord]:
     """Yield the objects of a file that is one array, or has an object a line. `shape` says what each must be."""
     if _is_array(file):
-        yield from _json_items(file, shape, mistakes)
+        try:
+            for number, (line, item) in enumerate(parse_items(_whole_text(file)), 1):
+                name = f"record {number}"
+                with mistakes.passing_over():
+                    if not isinstance(item, dict):
+                        sample = json_text(item, indent=None)
+                        raise bad_document(file, line, "not a JSON object", shape, sample=sample, record=name)
+                    yield JsonRecord(item, line, name)
+        except JsonArrayError as error:
+            with mistakes.passing_over():
+                raise bad_document(file, error.line, f"not a JSON array of objects: {error}", "") from error
     else:
         yield from json_lines(file, shape, mistakes)
 
@@ -70,20 +80,6 @@ def _parse(line: str, file: Path, number: int, shape: str) -> JsonObject:
     if not isinstance(record, dict):
         raise bad_document(file, number, "not a JSON object", shape, sample=line)
     return record
-
-
-def _json_items(file: Path, shape: str, mistakes: Mistakes) -> Iterator[JsonRecord]:
-    try:
-        for number, (line, item) in enumerate(parse_items(_whole_text(file)), 1):
-            name = f"record {number}"
-            with mistakes.passing_over():
-                if not isinstance(item, dict):
-                    sample = json_text(item, indent=None)
-                    raise bad_document(file, line, "not a JSON object", shape, sample=sample, record=name)
-                yield JsonRecord(item, line, name)
-    except JsonArrayError as error:
-        with mistakes.passing_over():
-            raise bad_document(file, error.line, f"not a JSON array of objects: {error}", "") from error
 
 
 def _whole_text(file: Path) -> str:

@@ -103,28 +103,23 @@ def read_manifest(folder: Path) -> ShardManifest:
         if fields["schema"] != SCHEMA:
             raise _unreadable(folder, f"has schema {fields['schema']}, this version reads {SCHEMA}")
         manifest = read_record(ShardManifest, fields)
-        _check_sizes(manifest)
+        # The engine maps the shards by these figures without reading them, so a wrong one would train on other tokens.
+        if manifest.dtype not in get_args(Dtype):
+            raise ValueError(f"its ids are of type {manifest.dtype}")
+        for name in SPLITS:
+            split = manifest.split(name)
+            counts = [split.tokens, split.bytes, split.documents, *(shard.tokens for shard in split.shards)]
+            counts += [shard.offset_bytes for shard in split.shards] + [manifest.vocab_size]
+            if not all(0 <= count < 2**53 for count in counts):
+                raise ValueError(f"{name} has a count below 0, or larger than any disk")
+            if sum(shard.tokens for shard in split.shards) != split.tokens:
+                raise ValueError(f"the shards of {name} do not hold its {split.tokens:,} tokens")
+            for shard in split.shards:
+                if "\0" in shard.file or len(shard.file) > 4096:
+                    raise ValueError(f"a shard of {name} has a name that no file can have")
         return manifest
     except (ValueError, KeyError) as error:
         raise _unreadable(folder, f"is damaged ({type(error).__name__}: {error})") from error
-
-
-def _check_sizes(manifest: ShardManifest) -> None:
-    """Raise ValueError if a count is out of range, the ids are of another type, or the shards' tokens do not sum to
-    the split's."""
-    if manifest.dtype not in get_args(Dtype):
-        raise ValueError(f"its ids are of type {manifest.dtype}")
-    for name in SPLITS:
-        split = manifest.split(name)
-        counts = [split.tokens, split.bytes, split.documents, *(shard.tokens for shard in split.shards)]
-        counts += [shard.offset_bytes for shard in split.shards] + [manifest.vocab_size]
-        if not all(0 <= count < 2**53 for count in counts):
-            raise ValueError(f"{name} has a count below 0, or larger than any disk")
-        if sum(shard.tokens for shard in split.shards) != split.tokens:
-            raise ValueError(f"the shards of {name} do not hold its {split.tokens:,} tokens")
-        for shard in split.shards:
-            if "\0" in shard.file or len(shard.file) > 4096:
-                raise ValueError(f"a shard of {name} has a name that no file can have")
 
 
 def _unreadable(folder: Path, what: str) -> MachineError:

@@ -106,9 +106,11 @@ def check_text(data: DataSpec, max_bytes: int) -> set[ChatFormat]:
                 _check_length(TokenFolder.open(_token_folder(one)), one)
             elif one.source in READERS and one.source != "python_stdlib":
                 check_options(one)
+                # `validate` has to answer at once; a mistake of form shows in the first documents.
                 limited = replace(one, max_bytes=min(max_bytes, one.max_bytes or max_bytes))
                 formats |= _check_conversations(limited)
         except RecipeError as error:
+            # One source's mistake must not hide the others'.
             problems += error.problems
     if problems:
         raise RecipeError(problems)
@@ -120,6 +122,7 @@ def _check_conversations(data: DataSpec) -> set[ChatFormat]:
     begins behind `data.seq_len`, as far as the tokenizer is known."""
     formats: set[ChatFormat] = set()
     has_file = data.source == "chat" and data.tokenizer.path is not None
+    # A tokenizer that is still to be trained is not known here, so nothing is concluded about lengths.
     tokenizer = load(expand(data.tokenizer.path or "")) if has_file else None
     silenced: list[tuple[str, int]] = []
     for document in documents(data, find_files(data)):

@@ -25,11 +25,17 @@ def publishing(folder: Path) -> Iterator[Path]:
     temporary = folder.parent / f".trainspec-{os.getpid()}-{secrets.token_hex(4)}{_suffix()}"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(folder.parent)
+        # A killed process leaves its folder behind. Those of other nodes stay: their processes cannot be checked here.
+        pattern = re.compile(rf"\.trainspec-(\d+)-\w+{re.escape(_suffix())}")
+        for entry in folder.parent.iterdir():
+            if (match := pattern.fullmatch(entry.name)) and not _is_alive(int(match[1])):
+                shutil.rmtree(entry, ignore_errors=True)
         temporary.mkdir(0o700)
         yield temporary
         _flush(temporary)
-        temporary.chmod(0o777 & ~_umask())  # until here it is for its owner alone
+        mask = os.umask(0)  # it can only be read by setting it
+        os.umask(mask)
+        temporary.chmod(0o777 & ~mask)  # until here it is for its owner alone
         temporary.rename(folder)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
@@ -41,14 +47,6 @@ def publishing(folder: Path) -> Iterator[Path]:
 
 def _suffix() -> str:
     return f"@{socket.gethostname()}.tmp"
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Remove temporary folders of processes of this node that have ended."""
-    pattern = re.compile(rf"\.trainspec-(\d+)-\w+{re.escape(_suffix())}")
-    for entry in parent.iterdir():
-        if (match := pattern.fullmatch(entry.name)) and not _is_alive(int(match[1])):
-            shutil.rmtree(entry, ignore_errors=True)
 
 
 def _is_alive(pid: int) -> bool:
@@ -70,9 +68,3 @@ def _flush(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

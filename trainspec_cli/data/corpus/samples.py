@@ -48,18 +48,14 @@ def permute(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray
     A Feistel network over the smallest near-square grid of at least `size` cells; an index that lands outside of `size`
     is mapped again until it lands inside (cycle walking; Black and Rogaway 2002).
     """
-    keys = _round_keys(seed, epoch)
+    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest()
+    keys = np.frombuffer(digest, dtype="<u8").astype(np.uint64)
     width = max(1, math.isqrt(max(size - 1, 0)) + 1)
     height = -(-size // width)
     out = _feistel(np.asarray(indices).astype(np.uint64), width, height, keys)
     while len(outside := np.flatnonzero(out >= size)):
         out[outside] = _feistel(out[outside], width, height, keys)
     return out.astype(np.int64)
-
-
-def _round_keys(seed: int, epoch: int) -> np.ndarray:
-    digest = hashlib.blake2b(f"{seed} {epoch}".encode(), digest_size=8 * ROUNDS).digest()
-    return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 
 
 def _feistel(cells: np.ndarray, width: int, height: int, keys: np.ndarray) -> np.ndarray:

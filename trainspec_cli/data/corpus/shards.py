@@ -66,7 +66,9 @@ class ShardWriter:
         tokens = np.asarray(ids, dtype=self._dtype)
         while len(tokens):
             if self._file is None:
-                self._open_shard()
+                self._file = (self._folder / self._next_name()).open("wb")
+                self._shard_tokens = 0
+                self._digest = hashlib.sha256()
             room = self._max_shard_tokens - self._shard_tokens
             self._write(tokens[:room])
             tokens = tokens[room:]
@@ -76,11 +78,6 @@ class ShardWriter:
         self._close_shard()
         tokens = sum(shard.tokens for shard in self._shards)
         return SplitSummary(tokens, self._text_bytes, self._documents, tuple(self._shards))
-
-    def _open_shard(self) -> None:
-        self._file = (self._folder / self._next_name()).open("wb")
-        self._shard_tokens = 0
-        self._digest = hashlib.sha256()
 
     def _next_name(self) -> str:
         return f"{self._split}_{len(self._shards):05d}.bin"
@@ -169,6 +166,7 @@ class TokenFolder:
         file, expected_bytes = self.path / shard.file, shard.tokens * dtype.itemsize
         if not file.is_file():
             raise self._damaged(shard.file, "is missing")
+        # Shards of other programs have no digest and may have a header, so only a lower bound of their size is known.
         if not shard.sha256:
             if shard.offset_bytes + expected_bytes > file.stat().st_size:
                 raise self._damaged(shard.file, f"is shorter than the {expected_bytes:,} bytes of the manifest")

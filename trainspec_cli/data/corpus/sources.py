@@ -141,7 +141,14 @@ def _chat_records(file: Path, mistakes: Mistakes) -> Iterator[tuple[int, str, Re
 def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSpec) -> str:
     """Return the text field of one line or row."""
     if data.text_field not in record:
-        raise _no_field(record, file, number, data.text_field)
+        # A first record without the field means that the whole file has another form; reading on would only repeat it.
+        fields = excerpt(", ".join(map(str, record)), 200) or "none"
+        try:
+            hint = f"type data=chat: these are conversations ({find_format(record)})"
+        except FormatError:
+            hint = CHOOSE_FIELD
+        error = bad_document(file, number, f"no field `{data.text_field}`; it has: {fields}", hint)
+        raise RecipeError(replace(error.problems[0], code="other_form")) if number == 1 else error
     text = record[data.text_field]
     if not isinstance(text, str):
         raise bad_document(file, number, f"field `{data.text_field}` is not a string", "", sample=repr(text))
@@ -150,17 +157,6 @@ def _text_of(record: Mapping[str, object], file: Path, number: int, data: DataSp
     except ValueError as error:
         raise bad_document(file, number, str(error), "") from error
     return text
-
-
-def _no_field(record: Mapping[str, object], file: Path, number: int, field: str) -> RecipeError:
-    """Where the first record has no such field, no other one is looked at: the file has another form than was said."""
-    fields = excerpt(", ".join(map(str, record)), 200) or "none"
-    try:
-        hint = f"type data=chat: these are conversations ({find_format(record)})"
-    except FormatError:
-        hint = CHOOSE_FIELD
-    error = bad_document(file, number, f"no field `{field}`; it has: {fields}", hint)
-    return RecipeError(replace(error.problems[0], code="other_form")) if number == 1 else error
 
 
 def check_encodable(text: str, name: str) -> None:

@@ -42,6 +42,7 @@ def _arrow(file: Path, wanted: Sequence[str], hint: str) -> Iterator[Any]:
     import pyarrow
 
     with pyarrow.memory_map(str(file)) as source:
+        # The suffix is the same for both formats; the file format alone begins with this word.
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)

@@ -177,6 +177,8 @@ def _take_evenly(texts: Iterable[str], fraction: float) -> Iterator[str]:
     """Yield about `fraction` of the text, spread over the whole, the first one included."""
     seen = taken = 0
     for text in texts:
+        # The first texts alone would teach the vocabulary of one file; `<=` takes the first, so that there is always
+        # one.
         if taken <= seen * fraction:
             taken += len(text)
             yield text
@@ -225,6 +227,7 @@ def _encode(cut: Iterable[_Piece], encoder: Encoder, folder: Path) -> tuple[dict
                 text = piece.text.encode()
                 ids = [*ids, encoder.end_id] if piece.ends_document else ids
                 writers[piece.split].append(ids, text_bytes=len(text), documents=int(piece.ends_document))
+                # Bits per byte are compared on held-out text, so only that is compressed.
                 if piece.split == "heldout":
                     xz.add(text)
         return {split: writer.finish() for split, writer in writers.items()}, xz.finish()
@@ -239,6 +242,7 @@ class XzMeter:
         except ImportError:  # a Python built without liblzma; the manifest records null
             self._compressor = None
         else:
+            # The strongest setting: a weaker one would flatter the model that is compared with it.
             self._compressor = lzma.LZMACompressor(preset=9 | lzma.PRESET_EXTREME)
         self._text_bytes = self._xz_bytes = 0
 
@@ -275,6 +279,7 @@ def write_conversations(
         rest = iter(conversations)
         while batch := list(islice(rest, BATCH_CONVERSATIONS)):
             for conversation, encoding in zip(batch, _encode_conversations(batch, tokenizer), strict=True):
+                # A conversation is not cut: half a reply cannot be learnt, so its first part decides for the whole.
                 train_text, _ = rule.parts(conversation.text)
                 _write_conversation(
                     written["train" if train_text else "heldout"], conversation, encoding, end_id, special
@@ -309,6 +314,7 @@ def _write_conversation(
     ids, learnt = list(encoding.ids), _learnt(conversation.spans, encoding)
     if conversation.is_chat:
         learnt = _with_ends(learnt, ids, special)
+    # Some tokenizers append the end by themselves; twice would teach the model to end twice.
     elif ids[-1:] != [end_id]:
         ids.append(end_id)
         learnt = np.append(learnt, True)
@@ -324,6 +330,8 @@ def _learnt(spans: Sequence[Span], encoding: Encoding) -> np.ndarray:
     offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     learnt = np.zeros(len(offsets), dtype=bool)
     for start, end in spans:
+        # A token across the edge of a reply counts: its text could not be learnt otherwise. Tokens without text do
+        # not.
         learnt |= (offsets[:, 1] > start) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
     return learnt
 

@@ -41,6 +41,7 @@ def model_type(model: ModelSpec) -> str:
 def _misfits(model: ModelSpec) -> list[Problem]:
     if not isinstance(model, DecoderModel):
         return [_misfit("family", model.family)]
+    # Any sizes do: only the defaults of its other keys are compared.
     plain = DecoderModel(1, 1, 1, 1, 1, 1, 1)
     keys = ["gated_mlp", "learned_positions", "mla", "activation", "gate_limit", "attention_sinks"]
     biased, windowed, moe = model.attention_bias != "none", model.sliding_window is not None, model.experts is not None
@@ -153,6 +154,7 @@ def _comparable(model: DecoderModel) -> dict[str, object]:
     for key, value in asdict(model).items():
         flat |= {f"{key}.{inner}": kept for inner, kept in value.items()} if isinstance(value, dict) else {key: value}
     if model.experts is not None and all(model.is_expert_layer(layer) for layer in range(model.num_layers)):
+        # No layer has the dense feed-forward, so its width computes nothing.
         del flat["ffn_size"]
     if model.sliding_window is None:
         del flat["global_attention_every"]

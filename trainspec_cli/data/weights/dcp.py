@@ -52,6 +52,7 @@ class Checkpoint:
         if (name, start) not in self._places:
             raise damaged(self._file, f"does not say where {name} lies from {list(start)} on")
         file, offset, length = self._places[name, start]
+        # The pickle may be untrusted: a name with a folder in it could lead to any file of this machine.
         if Path(file).name != file or "\0" in file:
             raise damaged(self._file, f"names {file!r} for {name}, which is not a file beside it")
         if not (self._folder / file).is_file():

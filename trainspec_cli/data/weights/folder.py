@@ -92,6 +92,7 @@ def _recognise(shapes: Mapping[str, Shape], folder: Path) -> tuple[Naming, str]:
     for naming, first in _FIRST.items():
         for prefix in _PREFIXES:
             if prefix + first in shapes:
+                # Megatron saves layers one by one or stacked into one tensor, by its version.
                 numbered = naming == "megatron" and any(re.search(r"layers\.\d", name) for name in shapes)
                 return ("megatron_layers" if numbered else naming), prefix
     known = ", ".join(_FIRST.values())

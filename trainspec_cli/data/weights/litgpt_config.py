@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import yaml
 
@@ -73,7 +73,14 @@ def read_model(file: Path) -> JsonObject:
         if config.get(key, default) not in allowed:
             found = show_kind(config.get(key, default))
             raise _refuse(file, f"has `{key}` {found}; the engine's decoder has {show_kind(allowed[0])}")
-    sizes = _read_sizes(config, file)
+    kinds = get_type_hints(LitgptSizes)
+    names = [field.name for field in fields(LitgptSizes) if field.name in config]
+    for name in names:
+        value = config[name]
+        if not is_kind(value, kinds[name]) or (isinstance(value, (int, float)) and not 0 <= value < 2**53):
+            raise _refuse(file, f"has {show_kind(value)} as `{name}`; {describe_kind(kinds[name])} is needed")
+    given: Any = {name: config[name] for name in names}
+    sizes = LitgptSizes(**given)
     if sizes.intermediate_size is None or sizes.n_head < 1 or sizes.padding_multiple < 1:
         raise _refuse(file, "has no `intermediate_size`, or an `n_head` or `padding_multiple` below 1")
     padded = -(-sizes.vocab_size // sizes.padding_multiple) * sizes.padding_multiple
@@ -95,16 +102,6 @@ def read_model(file: Path) -> JsonObject:
         "rope_scaling": _read_scaling(sizes.rope_adjustments, file),
         "experts": None,
     }
-
-
-def _read_sizes(config: JsonObject, file: Path) -> LitgptSizes:
-    kinds = get_type_hints(LitgptSizes)
-    names = [field.name for field in fields(LitgptSizes) if field.name in config]
-    for name in names:
-        value = config[name]
-        if not is_kind(value, kinds[name]) or (isinstance(value, (int, float)) and not 0 <= value < 2**53):
-            raise _refuse(file, f"has {show_kind(value)} as `{name}`; {describe_kind(kinds[name])} is needed")
-    return LitgptSizes(**{name: config[name] for name in names})  # type: ignore[arg-type]
 
 
 def _read_scaling(given: JsonObject | None, file: Path) -> JsonObject | None:

@@ -110,7 +110,14 @@ class TorchArchive:
         if value.of != "torch._utils._rebuild_tensor_v2":
             raise ValueError(f"it is made by {value.of}, and not by torch._utils._rebuild_tensor_v2")
         storage, offset, size, strides = value.arguments[:4]
-        dtype, (start, held_bytes) = self._storage(storage)
+        # -> (dtype, (offset in the file, bytes))
+        if not isinstance(storage, Made) or storage.of != "persistent" or not isinstance(storage.arguments, tuple):
+            raise ValueError("it has no storage")
+        _word, kind, key = storage.arguments[:3]
+        if not isinstance(kind, Name) or kind.path not in _STORAGES:
+            named = kind.path if isinstance(kind, Name) else "no storage"
+            raise ValueError(f"its numbers are {named}; weights are read from {', '.join(_STORAGES)}")
+        dtype, (start, held_bytes) = _STORAGES[kind.path], self._entries[f"data/{key}"]
         (offset,) = as_shape((offset,))
         shape, steps = as_shape(size), as_shape(strides)
         if len(shape) != len(steps):
@@ -120,16 +127,6 @@ class TorchArchive:
         if skipped + found.span_bytes > held_bytes:
             raise ValueError(f"it has more numbers than the {held_bytes:,} bytes of its storage hold")
         return found
-
-    def _storage(self, value: Value) -> tuple[str, tuple[int, int]]:
-        """-> (dtype, (offset in the file, bytes))"""
-        if not isinstance(value, Made) or value.of != "persistent" or not isinstance(value.arguments, tuple):
-            raise ValueError("it has no storage")
-        _word, kind, key = value.arguments[:3]
-        if not isinstance(kind, Name) or kind.path not in _STORAGES:
-            named = kind.path if isinstance(kind, Name) else "no storage"
-            raise ValueError(f"its numbers are {named}; weights are read from {', '.join(_STORAGES)}")
-        return _STORAGES[kind.path], self._entries[f"data/{key}"]
 
 
 class _Range(io.RawIOBase):

@@ -70,16 +70,39 @@ def problem_at(number: int, code: str, message: str, hint: str = "", path: str =
 def _parse(number: int, text: str) -> Argument | Problem:
     key, equals, value = text.partition("=")
     if len(text) > MAX_CHARS:
-        return _too_long(number, key, text)
+        shown = key if len(key) <= SHOWN_CHARS else f"{key[:SHOWN_CHARS]}..."
+        message = f"the argument `{shown}` has {len(text):,} characters; at most {MAX_CHARS:,} are read"
+        return problem_at(number, "bad_override", message, "write the value into a recipe: recipe=FILE.yaml")
     if not equals and not text.startswith("~"):
-        return _no_assignment(number, text)
+        message = f"`{text}` is not of the form key=value"
+        key, colon, value = text.partition(":")
+        if not text:
+            return problem_at(number, "bad_override", "an argument is empty", "leave it out, or write key=value")
+        if text.startswith("-"):
+            return problem_at(number, "bad_override", message, "options come before the first `--`")
+        if colon and _KEY.fullmatch(key):
+            return problem_at(number, "bad_override", message, f"type {key}={value.strip()}", key)
+        if "." in text and _KEY.fullmatch(text):
+            return problem_at(number, "bad_override", message, f"type {text}=<value>, without spaces", text)
+        return problem_at(number, "bad_override", message, f"to choose a recipe, type recipe={text}")
     name = key.strip().lstrip("+~")
     if name in TEXTS:
         value = value.strip()
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"
         return Argument(number, text, name, value[1:-1] if quoted else value)
     if not _KEY.fullmatch(name):
-        return _bad_key(number, key)
+        message = f"`{key}` is not a key: words joined by dots are, such as optim.lr"
+        bare = key.strip().lstrip("+~-").strip(".")
+        item = re.fullmatch(r"(.+)\[\d+]", bare)
+        if "@" in key:
+            hint = "write the key alone: packages (`@`) are not used here"
+        elif item:
+            hint = f"give the whole list: {item[1]}=[...]"
+        elif _KEY.fullmatch(bare):
+            hint = f"did you mean `{bare}`?"
+        else:
+            hint = "write key=value without spaces"
+        return problem_at(number, "bad_override", message, hint)
     if name.partition(".")[0].partition("/")[0] == "hydra":
         message = f"`{name}` belongs to Hydra's own launcher, which is not used here"
         return problem_at(number, "unknown_key", message, "leave it out", name)
@@ -104,58 +127,13 @@ def _from_override(number: int, text: str, override: Override) -> Argument | Pro
     return Argument(number, text, key, value, deletes=override.is_delete())
 
 
-def _too_long(number: int, key: str, text: str) -> Problem:
-    shown = key if len(key) <= SHOWN_CHARS else f"{key[:SHOWN_CHARS]}..."
-    message = f"the argument `{shown}` has {len(text):,} characters; at most {MAX_CHARS:,} are read"
-    return problem_at(number, "bad_override", message, "write the value into a recipe: recipe=FILE.yaml")
-
-
 def assign(key: str, text: str) -> str:
     """Return `key="text"`, quoted for Hydra's grammar."""
     return f"{key}={QuotedString(text, Quote.double).with_quotes()}"
 
 
-def _no_assignment(number: int, text: str) -> Problem:
-    message = f"`{text}` is not of the form key=value"
-    key, colon, value = text.partition(":")
-    if not text:
-        return problem_at(number, "bad_override", "an argument is empty", "leave it out, or write key=value")
-    if text.startswith("-"):
-        return problem_at(number, "bad_override", message, "options come before the first `--`")
-    if colon and _KEY.fullmatch(key):
-        return problem_at(number, "bad_override", message, f"type {key}={value.strip()}", key)
-    if "." in text and _KEY.fullmatch(text):
-        return problem_at(number, "bad_override", message, f"type {text}=<value>, without spaces", text)
-    return problem_at(number, "bad_override", message, f"to choose a recipe, type recipe={text}")
-
-
-def _bad_key(number: int, key: str) -> Problem:
-    message = f"`{key}` is not a key: words joined by dots are, such as optim.lr"
-    bare = key.strip().lstrip("+~-").strip(".")
-    item = re.fullmatch(r"(.+)\[\d+]", bare)
-    if "@" in key:
-        hint = "write the key alone: packages (`@`) are not used here"
-    elif item:
-        hint = f"give the whole list: {item[1]}=[...]"
-    elif _KEY.fullmatch(bare):
-        hint = f"did you mean `{bare}`?"
-    else:
-        hint = "write key=value without spaces"
-    return problem_at(number, "bad_override", message, hint)
-
-
 def _bad_value(number: int, key: str, value: str) -> Problem:
-    unclosed = _unclosed(value)
-    if unclosed:
-        return problem_at(
-            number, "bad_override", f"`{unclosed}` is not closed in {value}", f"close the {unclosed}", key
-        )
-    message = f"the value {value} holds characters that must be quoted"
-    return problem_at(number, "bad_override", message, f"type {shlex.quote(assign(key, value))}", key)
-
-
-def _unclosed(value: str) -> str | None:
-    """Return the bracket or quote that is opened but not closed."""
+    # Hydra's parser names only a column; people want to know which bracket or quote they left open.
     expected: list[tuple[str, str]] = []
     quote = ""
     for character in value:
@@ -167,7 +145,13 @@ def _unclosed(value: str) -> str | None:
             expected.append((character, _BRACKETS[character]))
         elif expected and character == expected[-1][1]:
             expected.pop()
-    return quote or (expected[-1][0] if expected else None)
+    unclosed = quote or (expected[-1][0] if expected else None)
+    if unclosed:
+        return problem_at(
+            number, "bad_override", f"`{unclosed}` is not closed in {value}", f"close the {unclosed}", key
+        )
+    message = f"the value {value} holds characters that must be quoted"
+    return problem_at(number, "bad_override", message, f"type {shlex.quote(assign(key, value))}", key)
 
 
 def _duplicate(path: str, first: Argument, second: Argument) -> Problem:

@@ -102,14 +102,18 @@ def compose_arguments(
     selection = select(parsed, find_folders(cwd), cwd)
     groups = selection.folders.groups
     values = [argument for argument in parsed if argument.key != RECIPE and not is_choice(argument, groups)]
+    # Hydra runs after `select`, which has found and reported what Hydra would stop at: it reports only its first
+    # error.
     config, parts, unforeseen = _compose_files(selection)
     values, of_named, misnamed = choose_sections(config, values, selection.folders, cwd)
     problems += selection.problems + unforeseen + misnamed + apply_arguments(config, values)
     problems += write_out_pools(config, selection.folders, cwd)
     files = {show_path(part.file, cwd): _origins_of(part) for part in parts}
     origins = _origins(files, of_named, values)
+    # A later file that gives one alternative of a key replaces the other, which an earlier file gave.
     keep_last(config, given(_as_written(config)), origins, list(files))
     unchosen = frozenset(group for group in groups if _is_default(group, selection, origins))
+    # Last: a checkpoint's config.json is found through the values, interpolations included.
     data, more, incomplete = _complete(config, completions, unchosen, origins)
     return Composed(
         recipe=selection.recipe,
@@ -167,6 +171,7 @@ def _complete(
         completion = complete(data, unchosen)
         problems += completion.problems
         failed |= completion.failed
+        # Interpolations may refer to completed values, so these are resolved again.
         if completion.values or completion.replaced:
             config = _apply(completion, config, origins)
             data, unresolved = resolve(config)
@@ -207,6 +212,7 @@ def _hydra_problem(error: Exception, selection: Selection) -> Problem:
         error = ValueError("defaults lists name one another in a circle")
     messages = [str(error), *(str(cause) for cause in (error.__cause__,) if cause)]
     lines = [line.strip() for text in messages for line in text.splitlines() if line.strip()]
+    # Hydra prints its search path with most errors; those folders mean nothing to the reader.
     shown = [line for line in lines if "search path" not in line.lower() and not line.startswith("provider=")]
     named = re.search(r"In '([^']+)'", " ".join(lines))
     file = selection.folders.find_config(named[1]) if named else None
@@ -240,6 +246,7 @@ def _origins_of(part: GroupChoice) -> Origins:
 
 def apply_arguments(config: DictConfig, arguments: Iterable[Argument]) -> list[Problem]:
     """Set and delete values in order. Unknown keys are added; they are checked later."""
+    # Hydra locks the config against new keys, and would report an unknown one without its place.
     OmegaConf.set_struct(config, False)
     found = (_delete(config, argument) if argument.deletes else _set(config, argument) for argument in arguments)
     return [problem for problem in found if problem]
@@ -302,6 +309,7 @@ def resolve(config: DictConfig) -> tuple[JsonObject, list[Problem]]:
             try:
                 plain[str(key)] = resolver.value(path)
             except InterpolationError as error:
+                # The other values are still checked, so that all mistakes are reported together.
                 plain[str(key)] = MISSING
                 problems.append(_bad_interpolation(value, ".".join(map(str, path)), str(error), keys))
         return plain

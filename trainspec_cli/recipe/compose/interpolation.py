@@ -92,6 +92,7 @@ class Resolver:
 
     def _section(self, value: JsonValue, items: Iterable[_Resolved]) -> _Resolved:
         values = 1 + sum(item.values for item in items)
+        # References double: thirty lines that each name the one before twice would fill the memory.
         if values > MAX_VALUES:
             raise InterpolationError(f"it expands to more than {MAX_VALUES:,} values")
         return _Resolved(value, values)
@@ -108,6 +109,7 @@ class Resolver:
             return target.value
 
         try:
+            # OmegaConf resolves in place and without these limits, so only its grammar is used.
             visitor = GrammarVisitor(refer, self._call, None)
             value = visitor.visit(grammar_parser.parse(written))
         except OmegaConfBaseException as error:

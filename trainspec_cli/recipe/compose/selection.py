@@ -48,8 +48,13 @@ class Selection:
 
 def select(arguments: Sequence[Argument], folders: Folders, cwd: Path) -> Selection:
     selection = Selection(folders, cwd)
-    _add_root(selection)
+    root = selection.folders.find_config(ROOT)
+    assert root is not None, "conf/trainspec.yaml ships with the package"
+    for entry in read_yaml(root, selection.cwd).defaults:
+        if entry.key and entry.key != RECIPE:
+            selection.options[entry.key] = [(entry.value, entry.origin)]
     _choose_recipe(selection, next((argument for argument in arguments if argument.key == RECIPE), None))
+    # Without a readable recipe the arguments are still checked against the defaults.
     if selection.recipe and not _add_recipe(selection, f"{RECIPE}/{selection.recipe}", seen=set()):
         selection.recipe = ""
     groups = folders.groups
@@ -57,13 +62,27 @@ def select(arguments: Sequence[Argument], folders: Folders, cwd: Path) -> Select
         if is_choice(argument, groups):
             if argument.key not in selection.options:
                 selection.failed.add(argument.key)
-                selection.problems.append(_no_default(argument))
+                # Some groups fill a named section and are no key of a recipe, as in `accelerator=rtx_4090`.
+                section = next((path for path, group in NAMED_SECTIONS.items() if group == argument.key), "")
+                message = f"`{argument.key}` is no key of a recipe; it is a group of options"
+                hint = f"type {section}={_option_text(argument)}" if section else "name it in the recipe's defaults"
+                if section:
+                    message += f", and one of them stands for `{section}`"
+                selection.problems.append(problem_at(argument.number, "unknown_group", message, hint, argument.key))
                 continue
             origin = Origin(COMMAND_LINE, argument.number)
             selection.options.setdefault(argument.key, []).append((_option_text(argument), origin))
             selection.forced[argument.key] = _option_text(argument)
     for group in selection.options:
-        _drop_unreadable(selection, group)
+        # One unreadable option must not hide the errors of the others: fall back to the one before it, and report it.
+        options = selection.options[group]
+        while options and not _is_whole(selection, group, *options[-1]):
+            selection.failed.add(group)
+            options.pop()
+            if options:
+                selection.forced[group] = options[-1][0]
+            else:
+                selection.forced.pop(group, None)
     return selection
 
 
@@ -73,16 +92,6 @@ def is_choice(argument: Argument, groups: Sequence[str]) -> bool:
     return argument.key in groups and not is_value
 
 
-def _no_default(argument: Argument) -> Problem:
-    """Return a problem for a group that no recipe takes an option of: `accelerator=rtx_4090`."""
-    section = next((path for path, group in NAMED_SECTIONS.items() if group == argument.key), "")
-    message = f"`{argument.key}` is no key of a recipe; it is a group of options"
-    hint = f"type {section}={_option_text(argument)}" if section else "name it in the recipe's defaults"
-    if section:
-        message += f", and one of them stands for `{section}`"
-    return problem_at(argument.number, "unknown_group", message, hint, argument.key)
-
-
 def is_own_file(argument: Argument) -> bool:
     """Return True for `framework=./mine.yaml`, which stands for the section that the file holds."""
     return argument.key in OWN_FILES and str(argument.value).endswith(SUFFIX) and not argument.deletes
@@ -90,14 +99,6 @@ def is_own_file(argument: Argument) -> bool:
 
 def _option_text(argument: Argument) -> str:
     return argument.text.partition("=")[2].strip().strip("\"'")
-
-
-def _add_root(selection: Selection) -> None:
-    root = selection.folders.find_config(ROOT)
-    assert root is not None, "conf/trainspec.yaml ships with the package"
-    for entry in read_yaml(root, selection.cwd).defaults:
-        if entry.key and entry.key != RECIPE:
-            selection.options[entry.key] = [(entry.value, entry.origin)]
 
 
 def _choose_recipe(selection: Selection, argument: Argument | None) -> None:
@@ -167,7 +168,9 @@ def _add_entry(selection: Selection, entry: YamlEntry, seen: set[str]) -> bool:
     problem = _check_entry(selection, entry)
     if problem:
         selection.problems.append(problem)
-        selection.failed.add(_affected(entry, selection.folders.groups))
+        # Later errors about a group that this line was meant to set would only repeat this one.
+        group = entry.key.split()[-1].removeprefix("/") if entry.key else RECIPE
+        selection.failed.add(closest(group, selection.folders.groups) or group)
         return False
     if entry.key:
         group = entry.key.split()[-1].removeprefix("/")
@@ -195,12 +198,6 @@ def _repeated(selection: Selection, file: YamlFile) -> list[YamlEntry]:
         selection.problems.append(_entry_problem(entry, "bad_defaults", message, hint))
         repeated.append(entry)
     return repeated
-
-
-def _affected(entry: YamlEntry, groups: Sequence[str]) -> str:
-    """Return what a wrong line of a defaults list was meant to set: a group, or `recipe`."""
-    group = entry.key.split()[-1].removeprefix("/") if entry.key else RECIPE
-    return closest(group, groups) or group
 
 
 def _parent(entry: YamlEntry) -> str:
@@ -242,18 +239,6 @@ def _check_parent(selection: Selection, entry: YamlEntry) -> Problem | None:
 def _entry_problem(entry: YamlEntry, code: str, message: str, hint: str) -> Problem:
     origin = entry.origin
     return Problem(code, message, "defaults", hint.strip(), origin.file, origin.line, origin.column)
-
-
-def _drop_unreadable(selection: Selection, group: str) -> None:
-    """Choose the last option that exists and can be read; report those that were dropped."""
-    options = selection.options[group]
-    while options and not _is_whole(selection, group, *options[-1]):
-        selection.failed.add(group)
-        options.pop()
-        if options:
-            selection.forced[group] = options[-1][0]
-        else:
-            selection.forced.pop(group, None)
 
 
 def _is_whole(

@@ -107,24 +107,15 @@ def _read(path: Path, shown: str) -> YamlFile:
     if problems:
         raise RecipeError(problems)
     top = {key.value: value for key, value in root.value}
+    stated = next((pair for pair in root.value if pair[0].value == VERSION_KEY), None)
+    version = StatedVersion(construct_yaml(stated[1]), _origin(stated[0], shown)) if stated else None
     return YamlFile(
         start=_origin(root.value[0][0], shown) if root.value else Origin(shown, 1, 1),
         origins={path: origin for path, origin in _walk(root, "", shown) if path.split(".")[0] not in ABOUT_FILE},
         defaults=tuple(_entries(top.get("defaults"), shown)),
         description=_scalar(top.get("description")),
         root=root,
-        version=_version(root, shown),
-    )
-
-
-def _version(root: yaml.MappingNode, shown: str) -> StatedVersion | None:
-    return next(
-        (
-            StatedVersion(construct_yaml(value), _origin(key, shown))
-            for key, value in root.value
-            if key.value == VERSION_KEY
-        ),
-        None,
+        version=version,
     )
 
 
@@ -155,9 +146,11 @@ def _syntax_checked(shown: str, text: str = "") -> Iterator[None]:
 def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -> Problem:
     reason = error.problem or error.context or "unreadable"
     unfinished = any(fragment in reason for fragment in UNFINISHED)
+    # Of something unfinished PyYAML marks where it gave up, far below the line that has to be closed.
     mark = (error.context_mark if unfinished else None) or error.problem_mark or error.context_mark
     line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
     if "'\\t'" in reason:
+        # PyYAML calls a tab a character "that cannot start any token", which nobody can see.
         message, hint = "this line is indented by a tab; YAML allows only spaces", "replace the tab with two spaces"
     else:
         context = f" {error.context}" if error.context and error.context != reason else ""

@@ -97,18 +97,22 @@ def _import(extension: Extension, source: Source) -> ModuleType:
     if source.module:
         return importlib.import_module(source.module)
     assert source.file is not None, "a reference without a module names a file"
+    # Two files of one name in different folders are two modules.
     place = hashlib.sha256(str(source.file).encode()).hexdigest()[:8]
     name = f"trainspec_own_{source.file.stem}_{place}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, source.file)
     assert spec is not None and spec.loader is not None, "a file of Python has a loader"
+    # Before the file runs, since its imports run first.
     NEIGHBOURS.add(extension, source.file)
     module = importlib.util.module_from_spec(spec)
+    # Before it runs: dataclasses and pickles of the file look their module up there.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # A half-run module would be taken for a whole one by the next key that names the file.
         del sys.modules[name]
         raise
     return module

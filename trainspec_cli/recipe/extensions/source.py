@@ -63,13 +63,9 @@ def is_reference(text: str) -> bool:
     return ":" in text
 
 
-def is_file_reference(text: str) -> bool:
-    return is_reference(text) and text.rpartition(":")[0].endswith(SUFFIX)
-
-
 def absolute_reference(text: str, folder: Path) -> str:
     """Return the text with a relative file sought in `folder`; unchanged if it names no file."""
-    if not is_file_reference(text):
+    if not (is_reference(text) and text.rpartition(":")[0].endswith(SUFFIX)):
         return text
     file, _, name = text.rpartition(":")
     return f"{Path(os.path.normpath(folder / expand(file)))}:{name}"
@@ -89,7 +85,16 @@ def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
     if not is_reference(text):
         own = registered(extension.kind)
         if text not in own:
-            raise _unknown_word(extension, built_in, own)
+            known = sorted({*built_in, *own})
+            shown = f"{', '.join(known)}, " if known else ""
+            message = f"`{extension.path}` is {extension.text!r}; {shown}{FORM} is needed"
+            near = closest(extension.text, known)
+            hint = (
+                f"did you mean {extension.path}={near}?"
+                if near
+                else (f"a package that brings it registers it as {extension.kind.group} (docs/extending.md)")
+            )
+            raise _refuse(extension, "wrong_choice", message, hint)
         text = own[text]
     place, _, name = text.rpartition(":")
     if not name.isidentifier():
@@ -175,19 +180,6 @@ def source_files(source: Source) -> list[Path]:
 def source_sha256(file: Path) -> str:
     """Return the digest of a source file. Raises UnreadableFileError."""
     return hashlib.sha256(read_bytes(file, MAX_SOURCE_BYTES)).hexdigest()
-
-
-def _unknown_word(extension: Extension, built_in: Iterable[str], own: Iterable[str]) -> RecipeError:
-    known = sorted({*built_in, *own})
-    shown = f"{', '.join(known)}, " if known else ""
-    message = f"`{extension.path}` is {extension.text!r}; {shown}{FORM} is needed"
-    near = closest(extension.text, known)
-    hint = (
-        f"did you mean {extension.path}={near}?"
-        if near
-        else (f"a package that brings it registers it as {extension.kind.group} (docs/extending.md)")
-    )
-    return _refuse(extension, "wrong_choice", message, hint)
 
 
 def _refuse(extension: Extension, code: str, message: str, hint: str = "") -> RecipeError:

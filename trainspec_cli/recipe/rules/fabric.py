@@ -28,15 +28,11 @@ def tiers(spec: RunSpec) -> Iterator[Problem]:
             path = f"{PATH}.{place}.devices"
             message = f"`{path}` has no value; only the first tier and the last take it from the cluster"
             yield Problem("missing_value", message, path, "say how many devices one element of the tier holds")
-    yield from _kind_of_links(described)
-    yield from _sizes(described, spec)
-
-
-def _kind_of_links(described: tuple[TierSpec, ...]) -> Iterator[Problem]:
     if described and described[0].kind is not None:
         path = f"{PATH}.0.kind"
         message = f"`{path}` is {described[0].kind}, and the first tier is the devices' own links"
         yield Problem("unsupported", message, path, "leave it out: cluster.accelerator.link_kind says what they are")
+    yield from _sizes(described, spec)
 
 
 def _sizes(described: tuple[TierSpec, ...], spec: RunSpec) -> Iterator[Problem]:

@@ -61,6 +61,7 @@ def adapters(spec: RunSpec) -> Iterator[Problem]:
             )
             yield Problem("contradiction", message, "lora.base", "type lora.rank=16, or lora.base=full")
         return
+    # The families themselves say what they refuse, so a new family needs no edit here.
     if reason := spec.model.record.refuses.get("lora"):
         message = f"{reason}, and `model.family` is {spec.model.family}"
         yield Problem("unsupported", message, "lora.rank", "type lora.rank=0")
@@ -95,6 +96,7 @@ def quantised_base(spec: RunSpec) -> Iterator[Problem]:
             message = f"4-bit weights are held in pairs, and rows of {size} (`model.{field}`) do not divide by 2"
             yield Problem("not_divisible", message, "lora.base", "type lora.base=full")
         elif tp > 1 and field != "hidden_size" and size % (tp * NF4_BLOCK):  # tp cuts rows of these
+            # The hint has to be a value that passes this rule.
             largest = max(n for n in range(1, tp) if n == 1 or size % (n * NF4_BLOCK) == 0)
             message = f"rows of {size} (`model.{field}`) do not divide into {tp} (layout.tp) x blocks of {NF4_BLOCK}"
             yield Problem("not_divisible", message, "layout.tp", f"type layout.tp={largest}, or lora.base=full")
@@ -126,6 +128,7 @@ def context_parallel(spec: RunSpec) -> Iterator[Problem]:
             if heads % (cp * tp):
                 yield _indivisible("cp", cp * tp, f"model.{field}", heads)
     else:
+        # A causal mask gives later tokens more work: each rank takes one early chunk and one late one.
         yield from _sequence(spec, 2 * cp, "2 x cp, the zigzag's chunks")
         yield from _whole_attention(spec)
 
@@ -151,24 +154,7 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
         yield _spread_alone("pp", reason)
         return
     yield from _virtual_stages(spec)
-    yield from _stage_layers(spec)
-
-
-def _virtual_stages(spec: RunSpec) -> Iterator[Problem]:
-    schedule, chunks = spec.layout.pipeline_schedule, spec.layout.virtual_stages
-    if chunks == AUTO or schedule == AUTO:
-        return
-    if schedule == "interleaved" and chunks < 2:
-        message = f"the interleaved schedule needs 2 virtual stages or more, `layout.virtual_stages` is {chunks}"
-        yield Problem("illegal_layout", message, "layout.virtual_stages", "type layout.virtual_stages=2")
-    if schedule != "interleaved" and chunks > 1:
-        got = f"`layout.virtual_stages` is {chunks}; the schedule {schedule} has one chunk of layers a rank of its own"
-        hint = "type layout.pipeline_schedule=interleaved, or layout.virtual_stages=1"
-        yield Problem("illegal_layout", got, "layout.virtual_stages", hint)
-
-
-def _stage_layers(spec: RunSpec) -> Iterator[Problem]:
-    """Every stage holds a layer at least."""
+    # A stage without layers would have nothing to send to the next one.
     layers, wanted = spec.model.num_layers, spec.layout.stage_layers
     layout = pipeline_of(spec.layout, size_of(spec.layout, "virtual_stages"))
     stages = layout.num_stages
@@ -184,6 +170,19 @@ def _stage_layers(spec: RunSpec) -> Iterator[Problem]:
         fitting = ",".join(str(even + (stage < spare)) for stage in range(stages))
         hint = f"type layout.stage_layers=[{fitting}], or null to cut by planned times"
         yield Problem("illegal_layout", message, "layout.stage_layers", hint)
+
+
+def _virtual_stages(spec: RunSpec) -> Iterator[Problem]:
+    schedule, chunks = spec.layout.pipeline_schedule, spec.layout.virtual_stages
+    if chunks == AUTO or schedule == AUTO:
+        return
+    if schedule == "interleaved" and chunks < 2:
+        message = f"the interleaved schedule needs 2 virtual stages or more, `layout.virtual_stages` is {chunks}"
+        yield Problem("illegal_layout", message, "layout.virtual_stages", "type layout.virtual_stages=2")
+    if schedule != "interleaved" and chunks > 1:
+        got = f"`layout.virtual_stages` is {chunks}; the schedule {schedule} has one chunk of layers a rank of its own"
+        hint = "type layout.pipeline_schedule=interleaved, or layout.virtual_stages=1"
+        yield Problem("illegal_layout", got, "layout.virtual_stages", hint)
 
 
 def _fewer_stages(layers: int, layout: Layout) -> str:

@@ -34,7 +34,11 @@ BLOCK_PARAMS = "model.block_params"
 
 def optimizer(spec: RunSpec) -> Iterator[Problem]:
     if not spec.optim.is_own:
-        yield from _unused_by_built_in(spec)
+        given = {"optim.options": bool(spec.optim.options), "optim.state_bytes": spec.optim.state_bytes is not None}
+        for path, is_given in given.items():
+            if is_given:
+                message = f"`{path}` is for an optimizer of one's own, and `optim.name` is {spec.optim.name}"
+                yield Problem("unsupported", message, path, "leave it out, or type optim.name=FILE.py:NAME")
         return
     problems = list(problems_of(own_optimizer(spec), OPTIMIZERS))
     yield from problems
@@ -49,13 +53,6 @@ def optimizer(spec: RunSpec) -> Iterator[Problem]:
         path = "batching.schedule.lr_rule"
         message = f"`{path}` is optimizer, and {spec.optim.name} has no rule for a batch that changes"
         yield Problem("missing_value", message, path, f"type {path}=sqrt, linear or none")
-
-
-def _unused_by_built_in(spec: RunSpec) -> Iterator[Problem]:
-    given = {"optim.options": bool(spec.optim.options), "optim.state_bytes": spec.optim.state_bytes is not None}
-    for path in (path for path, is_given in given.items() if is_given):
-        message = f"`{path}` is for an optimizer of one's own, and `optim.name` is {spec.optim.name}"
-        yield Problem("unsupported", message, path, "leave it out, or type optim.name=FILE.py:NAME")
 
 
 def block(spec: RunSpec) -> Iterator[Problem]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainspec_cli.core.errors import Problem
 
 if TYPE_CHECKING:
-    from trainspec_cli.recipe.keys.cluster import SlurmSpec
     from trainspec_cli.recipe.keys.run import RunSpec
 
 PREFIX = "cluster.slurm"
@@ -170,7 +169,8 @@ def container(spec: RunSpec) -> Iterator[Problem]:
 def further_options(spec: RunSpec) -> Iterator[Problem]:
     """sbatch takes the last of two options of one name without a word."""
     slurm, path = spec.cluster.slurm, f"{PREFIX}.sbatch_lines"
-    owners = {**OF_SCRIPT, **_set_keys(slurm)}
+    set_keys = {option: f"{PREFIX}.{key}" for option, key in KEYS.items() if getattr(slurm, key) not in (None, False)}
+    owners = {**OF_SCRIPT, **set_keys}
     if slurm.gpu_request != "none" and (spec.cluster.device == "cuda" or slurm.gpus_per_node is not None):
         owners |= dict.fromkeys(OF_GPUS, f"{PREFIX}.gpus_per_node, and {PREFIX}.gpu_request=none asks for none")
     for line in slurm.sbatch_lines:
@@ -183,11 +183,6 @@ def further_options(spec: RunSpec) -> Iterator[Problem]:
                 continue
             message = f"`{path}` has `{line}`, and the script has such an option already: sbatch would take one of them"
             yield Problem("contradiction", message, path, f"leave it out; it is set by {owners[name]}")
-
-
-def _set_keys(slurm: SlurmSpec) -> Mapping[str, str]:
-    """Return the options that contradict those keys that are set, each with its key."""
-    return {option: f"{PREFIX}.{key}" for option, key in KEYS.items() if getattr(slurm, key) not in (None, False)}
 
 
 def _options(line: str) -> Iterator[tuple[str, str]]:

@@ -87,6 +87,7 @@ def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
         lasting = [one for one in found if one.first >= STEPS_BEFORE and one.steadiness >= STEADY]
         if not lasting:
             continue
+        # One verdict per rank: the episode that cost most.
         episode = max(lasting, key=lambda one: one.excess * one.steps)
         text = f"{1 / (usual_s + episode.excess):.3g} steps a second, {1 / usual_s:.3g} usually"
         of_rank.append(

@@ -56,7 +56,9 @@ def smoothed(series: Figures, steps: int = SMOOTHED_STEPS) -> Figures:
     half = steps // 2
     if len(series) < steps:
         return np.repeat(np.median(series, axis=0)[None], len(series), axis=0) if len(series) else series
+    # The ends are repeated so that a change in the newest steps is not lost.
     padded = np.concatenate([np.repeat(series[:1], half, 0), series, np.repeat(series[-1:], half, 0)])
+    # A partition finds the median without a full sort, and this runs over all ranks and steps.
     middle: Figures = np.partition(sliding_window_view(padded, steps, axis=0), half, axis=-1)[..., half]
     return middle
 
@@ -84,6 +86,7 @@ def find_episodes(
     edges = np.flatnonzero(np.diff(np.concatenate([[False], above, [False]]).astype(np.int8)))
     joined: list[tuple[int, int]] = []
     for first, last in zip(edges[::2].tolist(), (edges[1::2] - 1).tolist(), strict=True):
+        # A slow device is fast in some step by chance; one disturbance must not be reported as many.
         if joined and first - joined[-1][1] <= GAP_STEPS:
             joined[-1] = joined[-1][0], last
         else:

@@ -96,6 +96,7 @@ def shape_of(run: RunDir) -> RunShape:
 
     devices, groups = whole(plan, "devices_per_node", 1), whole(plan, "replica_groups", 1)
     ranks = whole(plan, "num_nodes", 1) * devices
+    # The file may be damaged or foreign, and arrays of this many ranks are made next.
     if ranks > MOST_RANKS or ranks % groups:
         raise unreadable(run.plan_json, f"has {ranks:,} ranks in {groups:,} replica groups")
     spec = plan.get("spec")
@@ -267,7 +268,11 @@ class RunReader:
         made = [np.array(history.steps.steps, dtype=np.int64) for history in self.histories]
         common = reduce(np.intersect1d, made) if made else np.zeros(0, dtype=np.int64)
         steps = common[common > self.changed.step] if self.changed else common
-        steps = steps[~self._in_view(steps)]
+        # A step that a rank has profiled took longer than it needs, and would look like a straggler.
+        in_view = np.zeros(len(steps), dtype=np.bool_)
+        for look in self.looks:
+            in_view |= (steps >= look.first_step) & (steps <= look.last_step)
+        steps = steps[~in_view]
         rows = np.stack([history.rows_of(steps) for history in self.histories], axis=-1)
         return RunEvidence(
             steps=steps,
@@ -285,13 +290,6 @@ class RunReader:
             planned_s=self.shape.planned_s,
             parts_are_known=self.shape.has_plan,
         )
-
-    def _in_view(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Return which steps some rank has looked at: they took longer than they need."""
-        in_view = np.zeros(len(steps), dtype=np.bool_)
-        for look in self.looks:
-            in_view |= (steps >= look.first_step) & (steps <= look.last_step)
-        return in_view
 
     def _counters(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
         if not self.shape.has_plan:
@@ -385,6 +383,7 @@ def _other_ends(histories: Sequence[RankHistory]) -> dict[tuple[str, str], int]:
         if (peer, local) in seen:
             ends[local, peer] = seen[peer, local]
         elif there and rank not in there:
+            # A rank counts its busiest connections alone, so the other end may be missing; its node is still right.
             ends[local, peer] = min(there)
     return ends
 

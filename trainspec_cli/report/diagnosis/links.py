@@ -122,7 +122,13 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
     paths = paths_of(evidence.connections, episode)
     losing = _losing(paths)
     if losing is not None and not losing.overflows:
-        return _lossy(evidence, episode, paths, losing)
+        resent, timeouts = sum(path.resent for path in paths), sum(path.timeouts for path in paths)
+        if timeouts > TIMEOUTS * resent:
+            text = f"{timeouts:.0f} time-outs of connections, which then went on"
+            return _verdict(evidence, episode, "network_timeouts", losing, paths, lambda path: path.timeouts, text)
+        share = resent / sum(path.segments for path in paths)
+        text = f"{share:.2%} of segments were sent again, most of them between ranks {_names(losing.ranks)}"
+        return _verdict(evidence, episode, "lossy_link", losing, paths, lambda path: path.resent, text)
     if _is_of_processors(evidence, episode, paths):
         return None
     if losing is None and _answers_later(evidence, episode, paths):
@@ -155,16 +161,6 @@ def _losing(paths: Sequence[Path]) -> Path | None:
     is_lossy = resent >= LOST_SEGMENTS and resent > LOST * segments
     known = [path for path in paths if path.ranks[0] != path.ranks[1] and path.resent > 0]
     return max(known or paths, key=lambda path: path.resent) if is_lossy else None
-
-
-def _lossy(evidence: RunEvidence, episode: Episode, paths: Sequence[Path], worst: Path) -> RunVerdict:
-    resent, timeouts = sum(path.resent for path in paths), sum(path.timeouts for path in paths)
-    if timeouts > TIMEOUTS * resent:
-        text = f"{timeouts:.0f} time-outs of connections, which then went on"
-        return _verdict(evidence, episode, "network_timeouts", worst, paths, lambda path: path.timeouts, text)
-    share = resent / sum(path.segments for path in paths)
-    text = f"{share:.2%} of segments were sent again, most of them between ranks {_names(worst.ranks)}"
-    return _verdict(evidence, episode, "lossy_link", worst, paths, lambda path: path.resent, text)
 
 
 def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
@@ -209,7 +205,11 @@ def _delayed(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> 
     """Return a link whose latency has grown; None where round trips do not show it."""
     latency_s, usual_s = _latency_s(evidence, episode)
     worst = max(paths, key=lambda path: path.rtt_s - path.usual_rtt_s, default=None)
-    is_loaded = _is_loaded(evidence, episode)
+    # Ranks that wait for a processor delay exchanges too; a link is not to blame for that time.
+    names = ("queued_s", "exposed_queued_s")
+    queued_s = sum(float(np.nan_to_num(evidence.counter(name)[episode.where]).mean()) for name in names)
+    step_s = float(evidence.part(*evidence.parts_s)[episode.where].mean())
+    is_loaded = queued_s > LOADED * step_s
     crosses = worst is not None and len(set(_ends(evidence, worst))) > 1
     round_trips = 2 * (evidence.ranks - 1) if crosses and not is_loaded else 1  # of a ring's small all-reduce
     shows_rtt = worst is not None and round_trips * (worst.rtt_s - worst.usual_rtt_s) >= OF_RTT * latency_s
@@ -219,14 +219,6 @@ def _delayed(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> 
     now_s = latency_s + usual_s
     text = f"the small exchange that ends a step takes {now_s * 1e3:.3g} ms, {usual_s * 1e3:.3g} usually"
     return _verdict(evidence, episode, "delayed_link", worst, paths, lambda path: path.rtt_s - path.usual_rtt_s, text)
-
-
-def _is_loaded(evidence: RunEvidence, episode: Episode) -> bool:
-    """Return whether the ranks lack a processor for so much of an episode that exchanges wait for them."""
-    names = ("queued_s", "exposed_queued_s")
-    queued_s = sum(float(np.nan_to_num(evidence.counter(name)[episode.where]).mean()) for name in names)
-    step_s = float(evidence.part(*evidence.parts_s)[episode.where].mean())
-    return queued_s > LOADED * step_s
 
 
 def _verdict(

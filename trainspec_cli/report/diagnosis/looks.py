@@ -45,6 +45,7 @@ def with_look(verdict: RunVerdict, looks: Sequence[Look]) -> RunVerdict:
     look = next((one for one in reversed(looks) if one.order.place == verdict.place), None)
     if look is None:
         return verdict
+    # A line with a small share of the time is only where the sampling happened to land.
     code = look.lines[0].position if look.lines and look.lines[0].share >= LINE_SHARE else None
     return replace(verdict, code=code, evidence=(*verdict.evidence, *_sentences(look, names_line=code is not None)))
 

@@ -37,6 +37,7 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
     for rank in np.flatnonzero(grown > LEAST_GROWTH_BYTES).tolist():
         if (leak := _leak_of(evidence, rank)) is not None:
             slopes[rank] = leak
+    # Ranks of one node share its memory: it ends when all of their growth together has used it up.
     of_node = defaultdict[int, float](float)
     for rank, (_, slope, _) in slopes.items():
         of_node[evidence.nodes[rank]] += slope
@@ -64,6 +65,7 @@ def _leaks(evidence: RunEvidence) -> list[RunVerdict]:
 def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | None:
     """Return (first step, bytes a step, bytes so far) of a rank that leaks."""
     steps, held = _readings(evidence, evidence.counter("rss_bytes")[:, rank])
+    # The longest window first: it tells a slow leak from noise; the short one finds a fast leak early.
     for count in sorted({min(READINGS, len(steps)), min(LEAST_READINGS, len(steps)), EIGHTHS}, reverse=True):
         if count > len(steps) or (count < LEAST_READINGS and not _grows_evenly(held[-count:])):
             continue

@@ -61,6 +61,7 @@ def _path(ranks: Pair, connections: Sequence[Connection], episode: Episode) -> P
     inside = np.zeros(len(connections[0].sent_bytes), dtype=bool)
     inside[episode.where] = True
     later = inside.copy()
+    # A narrow link drops most while TCP still looks for its rate; a lossy one goes on losing.
     later[: episode.first + episode.steps // 2] = False
 
     def total(name: str, where: Figures | np.ndarray = inside) -> float:

@@ -40,7 +40,18 @@ def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
     The measured parts of a step are scaled as the planner's own are by a change, so that an error of its predictions
     that all parts have in common does not count.
     """
-    parts_s = _split_waiting(evidence)
+    # The rank that waits least in exchanges shows the transfer itself; the rest is waiting for late ranks. The rank
+    # that waits most for data holds up the others, so part of their waiting is for data.
+    means = {name: float(np.mean(series)) for name, series in evidence.parts_s.items()}
+    exposed_s, data_s = evidence.parts_s["exposed_comm"], evidence.parts_s["data_wait"]
+    transfer_s = min(means["exposed_comm"], float(np.median(exposed_s.min(axis=1))))
+    waiting_s = means["exposed_comm"] - transfer_s
+    for_data_s = min(waiting_s, float(np.mean(data_s.max(axis=1))) - means["data_wait"])
+    parts_s = means | {
+        "exposed_comm": transfer_s,
+        WAITING: waiting_s - for_data_s,
+        "data_wait": means["data_wait"] + for_data_s,
+    }
     step_s = sum(parts_s.values())
     if step_s <= 0:
         return []
@@ -60,21 +71,6 @@ def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
             what_if=what_if,
         )
     ]
-
-
-def _split_waiting(evidence: RunEvidence) -> dict[str, float]:
-    """Return the mean seconds of each part. Of what is spent in exchanges the rank that waits least shows the transfer,
-    and the rest is waiting for late ranks; of waiting for data the rank that waits most holds up the others."""
-    means = {name: float(np.mean(series)) for name, series in evidence.parts_s.items()}
-    exposed_s, data_s = evidence.parts_s["exposed_comm"], evidence.parts_s["data_wait"]
-    transfer_s = min(means["exposed_comm"], float(np.median(exposed_s.min(axis=1))))
-    waiting_s = means["exposed_comm"] - transfer_s
-    for_data_s = min(waiting_s, float(np.mean(data_s.max(axis=1))) - means["data_wait"])
-    return means | {
-        "exposed_comm": transfer_s,
-        WAITING: waiting_s - for_data_s,
-        "data_wait": means["data_wait"] + for_data_s,
-    }
 
 
 def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[str, float]]:

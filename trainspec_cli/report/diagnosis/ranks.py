@@ -99,7 +99,19 @@ class OwnTimes:
         self.load_s = smoothed(np.median(self.queued_s, axis=1))
         """(T,): how long the ranks wait for a processor, by their median. Programs that share processors share caches
         and cores, too, so that what a rank computes takes longer by as much, now on one and now on another."""
-        self.expected_s = self._expect_own()
+        # Where all ranks of a kind are on one node of several, a slow node makes them equally slow: their own kind
+        # would hide it, so they are also compared with what is usual among the others.
+        expected, shares = self.expect(self.own_s), self.evidence.shares
+        if (shares > 1).any():  # a rank that the scheduler gives more samples than others may take longer by these
+            with_share_s = self.expect(self.own_s / shares) * shares
+            expected = np.where(shares > 1, np.maximum(expected, with_share_s), expected)
+        kinds, nodes = np.array(self.evidence.kinds), np.array(self.evidence.nodes)
+        if len(np.unique(nodes)) > 1:
+            for kind in np.unique(kinds):
+                of_kind = np.flatnonzero(kinds == kind)
+                if len(np.unique(nodes[of_kind])) == 1:
+                    expected[:, of_kind] = np.minimum(expected[:, of_kind], usual(expected[:, of_kind]))
+        self.expected_s = expected
         """(T, R)"""
 
     def expect(self, series: Figures) -> Figures:
@@ -115,21 +127,6 @@ class OwnTimes:
                 expected[:, of_kind] = np.partition(times, middle, axis=1)[:, middle : middle + 1]
             else:
                 expected[:, of_kind] = usual(times)
-        return expected
-
-    def _expect_own(self) -> Figures:
-        """Return what each rank's own parts should take: as `expect`, but no more than is usual where all ranks of a
-        kind are of one node of several. They are as slow as one another where the node is."""
-        expected, shares = self.expect(self.own_s), self.evidence.shares
-        if (shares > 1).any():  # a rank that the scheduler gives more samples than others may take longer by these
-            with_share_s = self.expect(self.own_s / shares) * shares
-            expected = np.where(shares > 1, np.maximum(expected, with_share_s), expected)
-        kinds, nodes = np.array(self.evidence.kinds), np.array(self.evidence.nodes)
-        if len(np.unique(nodes)) > 1:
-            for kind in np.unique(kinds):
-                of_kind = np.flatnonzero(kinds == kind)
-                if len(np.unique(nodes[of_kind])) == 1:
-                    expected[:, of_kind] = np.minimum(expected[:, of_kind], usual(expected[:, of_kind]))
         return expected
 
     def expect_queued(self) -> Figures:
@@ -178,7 +175,18 @@ def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
         for one in slow
         if one.is_counted or lasts(evidence, times, one.rank, [o.episode for o in slow if o.rank == one.rank])
     ]
-    return _verdicts(evidence, times, _without_visits(evidence, times, slow) + list(_stolen(evidence, times)))
+    # On a loaded machine other programs share caches and memory with a rank now and then. What has no counted reason
+    # and soon goes away is such a visit, not a slow device.
+    unexplained = [one for one in slow if not one.is_counted and one.cause in ("slow_device", "host_bound")]
+    visits = []
+    for rank in {one.rank for one in unexplained}:
+        of_rank = [one for one in unexplained if one.rank == rank]
+        episodes = [one.episode for one in of_rank]
+        loaded = sum(times.is_loaded(episode) for episode in episodes)
+        if loaded > len(episodes) / 2 and not _came_to_stay(evidence, times, episodes):
+            visits += of_rank
+    slow = [replace(one, cause="noise") if one in visits else one for one in slow]
+    return _verdicts(evidence, times, slow + list(_stolen(evidence, times)))
 
 
 def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[Episode]) -> bool:
@@ -207,20 +215,6 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
     span = slice(edges[0], edges[-1])
     comes_back = is_slow[span].mean() >= 0.5 and is_slow.sum() >= 2 * LASTING_STEPS
     return bool(comes_back and times.step_s[is_slow].sum() >= 2 * least_s)
-
-
-def _without_visits(evidence: RunEvidence, times: OwnTimes, slow: Sequence[Slow]) -> list[Slow]:
-    """Return what slows the ranks, as `noise` where the system counts no reason for it, others load the machine, and it
-    has left again before long: other programs share caches and memory with a rank now and then."""
-    unexplained = [one for one in slow if not one.is_counted and one.cause in ("slow_device", "host_bound")]
-    visits = []
-    for rank in {one.rank for one in unexplained}:
-        of_rank = [one for one in unexplained if one.rank == rank]
-        episodes = [one.episode for one in of_rank]
-        loaded = sum(times.is_loaded(episode) for episode in episodes)
-        if loaded > len(episodes) / 2 and not _came_to_stay(evidence, times, episodes):
-            visits += of_rank
-    return [replace(one, cause="noise") if one in visits else one for one in slow]
 
 
 def _came_to_stay(evidence: RunEvidence, times: OwnTimes, of_rank: Sequence[Episode]) -> bool:
@@ -293,7 +287,7 @@ def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode)
         return Explained("memory_pressure", why, is_counted=True)
     if (work := _more_work(evidence, times, rank, peers, episode)) is not None:
         return Explained("uneven_lengths", f"its samples ask for {work:.0%} more work than those of its peers")
-    if _part_difference(evidence, "other", rank, peers, episode) > 0.5 * excess_s:
+    if _difference(evidence.parts_s["other"], rank, peers, episode) > 0.5 * excess_s:
         return Explained("host_bound", "the time passes between the passes, in Python")
     busy_s = more("cpu_s")
     if np.isfinite(busy_s) and busy_s > EXPLAINS * excess_s:
@@ -337,10 +331,6 @@ def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episo
         return inside - float(np.median(others[np.isfinite(others)])) if np.isfinite(others).any() else float("nan")
     outside = np.delete(series[:, rank], np.arange(episode.first, episode.last + 1))
     return inside - (mean_known(outside) if np.isfinite(outside).any() else 0.0)
-
-
-def _part_difference(evidence: RunEvidence, part: str, rank: int, peers: Sequence[int], episode: Episode) -> float:
-    return _difference(evidence.parts_s[part], rank, peers, episode)
 
 
 def mean_known(values: Figures) -> float:

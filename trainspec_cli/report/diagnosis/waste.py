@@ -69,6 +69,7 @@ def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figur
         )
         for rank, episode in found
     ]
+    # The same waste on most ranks is one cause of the run, and a list of all would hide other verdicts.
     if len({rank for rank, _ in found}) > max(1, MOST_RANKS * evidence.ranks):
         worst = max(verdicts, key=lambda one: one.cost_s)
         text = f"{len(verdicts)} of {evidence.ranks} ranks: {worst.evidence[0]}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +29,22 @@ class ImageFolder:
 
     def __init__(self, folder: Path, data: DataSpec, model: ConvModel):
         self.folder, self.model = folder, model
-        _check_folder(folder)
+        try:
+            is_folder = folder.is_dir()
+        except (OSError, ValueError):
+            is_folder = False
+        if not is_folder:
+            raise RecipeError(Problem("missing_file", f"{str(folder)[:300]} is not a folder", "data.path"))
         self.classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and list_pictures(path))
-        _check_classes(self.classes, folder, model)
+        if not self.classes:
+            message = f"{folder.absolute()} has no sub-folder with pictures (.npy, {', '.join(PICTURES)})"
+            raise RecipeError(Problem("no_samples", message, "data.path", "make one sub-folder per class"))
+        if len(self.classes) > model.num_classes:
+            message = (
+                f"{folder.absolute()} has {len(self.classes)} classes (sub-folders), the model {model.num_classes}"
+            )
+            hint = f"type model.num_classes={len(self.classes)}"
+            raise RecipeError(Problem("wrong_classes", message, "model.num_classes", hint))
         files = [(path, label) for label, name in enumerate(self.classes) for path in list_pictures(folder / name)]
         names = [path.relative_to(folder).as_posix() for path, _ in files]
         held = hold_out(names, data.heldout_fraction)
@@ -37,7 +52,9 @@ class ImageFolder:
             "train": [file for name, file in zip(names, files, strict=True) if name not in held],
             "heldout": [file for name, file in zip(names, files, strict=True) if name in held],
         }
-        _check_reader([path for path, _ in files])
+        # Here, so that a missing package shows before the first step and not in the middle of one.
+        if any(path.suffix != ".npy" for path, _ in files):
+            load_reader("PIL", "Pillow", "pictures", "images")
         self._load(files[0][0])
 
     def count(self, split: Split) -> int:
@@ -71,7 +88,10 @@ class ImageFolder:
     def _read(self, path: Path) -> np.ndarray:
         check_regular(path)
         if path.suffix != ".npy":
-            return _open_picture(path, self.model.in_channels)
+            from PIL import Image
+
+            with Image.open(path) as picture:
+                return np.asarray(picture.convert("L" if self.model.in_channels == 1 else "RGB"))
         pixels = np.load(path, mmap_mode="r")
         if pixels.size > MAX_PIXELS or pixels.dtype.kind not in "buif":
             raise ValueError(f"{pixels.size:,} values of {pixels.dtype}; at most {MAX_PIXELS:,} numbers are read")
@@ -84,47 +104,20 @@ class ImageFolder:
         return np.ascontiguousarray((resized - mean) / (std + 1e-6), dtype=np.float32)
 
 
-def _check_folder(folder: Path) -> None:
-    """Raise RecipeError if `data.path` is not a folder."""
-    try:
-        is_folder = folder.is_dir()
-    except (OSError, ValueError):
-        is_folder = False
-    if not is_folder:
-        raise RecipeError(Problem("missing_file", f"{str(folder)[:300]} is not a folder", "data.path"))
-
-
 def list_pictures(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix.lower() in (".npy", *PICTURES))
 
 
-def _check_classes(classes: list[str], folder: Path, model: ConvModel) -> None:
-    if not classes:
-        message = f"{folder.absolute()} has no sub-folder with pictures (.npy, {', '.join(PICTURES)})"
-        raise RecipeError(Problem("no_samples", message, "data.path", "make one sub-folder per class"))
-    if len(classes) > model.num_classes:
-        message = f"{folder.absolute()} has {len(classes)} classes (sub-folders), the model {model.num_classes}"
-        hint = f"type model.num_classes={len(classes)}"
-        raise RecipeError(Problem("wrong_classes", message, "model.num_classes", hint))
-
-
-def _check_reader(files: list[Path]) -> None:
-    if all(path.suffix == ".npy" for path in files):
-        return
+def load_reader(module: str, package: str, what: str, extra: str) -> Any:
+    """Import the package that reads a format, which not every installation has. Raises MachineError with what to type.
+    `extra`: that of trainspec which brings it."""
     try:
-        import PIL  # noqa: F401
+        return importlib.import_module(module)
     except ImportError as error:
-        message = "pictures are read with Pillow, which is not installed"
-        hint = "type pip install 'trainspec[images]', or save them as .npy"
+        message = f"{what} are read with {package}, which is not installed"
+        hint = f"type pip install 'trainspec[{extra}]', or save them as .npy"
         problem = Problem("missing_package", message, "data.source", hint, environment=True)
         raise MachineError(problem) from error
-
-
-def _open_picture(path: Path, channels: int) -> np.ndarray:
-    from PIL import Image
-
-    with Image.open(path) as picture:
-        return np.asarray(picture.convert("L" if channels == 1 else "RGB"))
 
 
 # Crops and sizes of pictures (C, H, W)

@@ -13,6 +13,7 @@ import numpy as np
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.reading.files import ANY_DAMAGE, check_regular
+from trainspec_cli.data.corpus.imaging.images import load_reader
 from trainspec_cli.data.corpus.manifest import Split
 from trainspec_cli.data.corpus.split import hold_out
 from trainspec_cli.recipe.keys.data import DataSpec
@@ -82,7 +83,13 @@ class VolumeFolder:
 
     def _read_part(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
         image, label = self._channels_first(open_array(pair[0]), pair[0]), open_array(pair[1])
-        mean, std = self._normal(pair[0], image)
+        # Air (0) fills most of a scan and would set the scale, so only tissue counts; a file is read whole once for it.
+        path = pair[0]
+        if path not in self._moments:
+            voxels = np.asarray(image, dtype=np.float32)
+            tissue = voxels[voxels != 0]
+            self._moments[path] = (float(tissue.mean()), float(tissue.std()) + 1e-6) if tissue.size else (0.0, 1.0)
+        mean, std = self._moments[path]
         part = tuple(slice(first, first + size) for first, size in zip(start, self.model.input_size, strict=True))
         voxels = (np.asarray(image[(slice(None), *part)], dtype=np.float32) - mean) / std
         classes = np.asarray(label[part]).astype(np.int64)
@@ -98,14 +105,6 @@ class VolumeFolder:
         if array.ndim == len(self.model.input_size):
             return array[None]
         return array if path.suffix == ".npy" else np.moveaxis(np.asarray(array), -1, 0)
-
-    def _normal(self, path: Path, image: Any) -> tuple[float, float]:
-        """Return mean and standard deviation of the voxels that are not air (0), computed once per file."""
-        if path not in self._moments:
-            voxels = np.asarray(image, dtype=np.float32)
-            tissue = voxels[voxels != 0]
-            self._moments[path] = (float(tissue.mean()), float(tissue.std()) + 1e-6) if tissue.size else (0.0, 1.0)
-        return self._moments[path]
 
     def _pad(self, array: np.ndarray) -> np.ndarray:
         """Pad with zeros at the end if a volume is smaller than the model's input."""
@@ -144,7 +143,10 @@ def open_array(path: Path) -> Any:
     """Return an array that reads only the requested slices from disk. Raises MachineError that names the file."""
     try:
         check_regular(path)
-        array = np.load(path, mmap_mode="r") if path.suffix == ".npy" else _nibabel().load(path).dataobj
+        if path.suffix == ".npy":
+            array = np.load(path, mmap_mode="r")
+        else:
+            array = load_reader("nibabel", "nibabel", "NIfTI volumes", "nifti").load(path).dataobj
         if array.dtype.kind not in "buif":
             raise ValueError(f"it holds {array.dtype}, not numbers")
         return array
@@ -152,14 +154,3 @@ def open_array(path: Path) -> Any:
         raise
     except Exception as error:  # nibabel has errors of its own for each format
         raise MachineError(f"{path} cannot be read as a volume: {error}", code="unreadable_file") from error
-
-
-def _nibabel() -> Any:
-    try:
-        import nibabel
-    except ImportError as error:
-        message = "NIfTI volumes are read with nibabel, which is not installed"
-        hint = "type pip install 'trainspec[nifti]', or save them as .npy"
-        problem = Problem("missing_package", message, "data.source", hint, environment=True)
-        raise MachineError(problem) from error
-    return nibabel
