@@ -12,7 +12,7 @@ from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.records import FieldError
 from trainspec_cli.report.text import describe_event
 from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.parse import parse_event
+from trainspec_cli.run.folder.event_types.parse import event_types, parse_event
 from trainspec_cli.run.folder.events import EventWriter, read_log
 from trainspec_cli.wings.sites.events import EVENT_TYPES, ExchangeEvent, IntervalEvent
 
@@ -49,7 +49,8 @@ def test_an_event_is_read_back_as_it_was_written(tmp_path: Path, event: Event) -
 
 def test_the_published_schema_has_them() -> None:
     cases = json.loads(SCHEMA.read_text())["allOf"]
-    assert {*EVENT_TYPES} <= {case["if"]["properties"]["type"]["const"] for case in cases}
+    names = [case["if"]["properties"]["type"]["const"] for case in cases]
+    assert {*EVENT_TYPES} <= {*names} and names == [*event_types()]
 
 
 def test_a_new_interval_is_described_and_an_exchange_is_not() -> None:
