@@ -10,8 +10,8 @@ from balance.test_simulation_figures import CHIP, SPEC
 
 from trainspec_cli.balance.decisions.link_paces import LinkPaces
 from trainspec_cli.balance.layout_memory import LayoutMemory
-from trainspec_cli.balance.other_layout import WORTHWHILE, Found, OtherLayouts, axes_of, equalise_paces
-from trainspec_cli.balance.paced_step import Paces
+from trainspec_cli.balance.other_layout import WORTHWHILE, OtherLayouts, axes_of, equalise_paces
+from trainspec_cli.balance.paced_step import PacedStep, Paces
 from trainspec_cli.plan.capacity import plan_capacity
 from trainspec_cli.plan.hardware.cluster import efficiency_of
 from trainspec_cli.plan.memory.frameworks import memory_limit_bytes
@@ -49,10 +49,10 @@ def slow(ranks: int = 8, **paces: float) -> list[float]:
     return [paces.get(f"r{rank}", 1.0) for rank in range(ranks)]
 
 
-def fastest_of_all(others: OtherLayouts, spec: RunSpec, paces: list[float]) -> Found | None:
+def fastest_of_all(others: OtherLayouts, spec: RunSpec, paces: list[float]) -> PacedStep | None:
     """Look at every layout that the planner enumerates and the engine builds, one by one."""
     paced = Paces(equalise_paces(paces, spec.scheduler.change))
-    before_s = others.in_present(paced).step.step_s
+    before_s = others.in_present(paced).step_s
     wide = replace(spec, layout=replace(open_layout(spec), stage_layers=None))
     devices = spec.cluster.num_nodes * int(spec.cluster.devices_per_node)
     legal = {
@@ -61,7 +61,7 @@ def fastest_of_all(others: OtherLayouts, spec: RunSpec, paces: list[float]) -> F
         if not check_built(pin_layout(spec, layout)) and axes_of(layout) != axes_of(others.present.layout)
     }
     found = [others.worth(setup, paced, before_s, float("inf")) for setup in legal]
-    return min((one for one in found if one is not None), key=lambda one: one.step.step_s, default=None)
+    return min((one for one in found if one is not None), key=lambda one: one.step_s, default=None)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_no_legal_layout_is_faster(layout: LayoutSpec, paces: list[float]) -> No
     proposal, best = others.propose(paces), fastest_of_all(others, spec, paces)
     assert (proposal is None) == (best is None)
     if proposal is not None and best is not None:
-        assert proposal.expected_s == pytest.approx(best.step.step_s, rel=1e-12)
+        assert proposal.expected_s == pytest.approx(best.step_s, rel=1e-12)
         assert proposal.expected_s < proposal.before_s * (1 - WORTHWHILE)
 
 
@@ -148,7 +148,7 @@ def test_narrow_links_lengthen_the_exchanges_that_use_them_and_no_others() -> No
     assert (found.sends.tolist(), found.gradients) == ([1, 3], 3)
     at_usual = usual.condition(layout, parts)
     assert (at_usual.scaleup == 1).all() and (at_usual.sends == 1).all() and at_usual.gradients == 1
-    wide, slow_links = (others.in_present(paces).step.step_s for paces in (usual, Paces([1.0] * 8, narrow(50.0))))
+    wide, slow_links = (others.in_present(paces).step_s for paces in (usual, Paces([1.0] * 8, narrow(50.0))))
     assert wide < slow_links
 
 
@@ -161,7 +161,7 @@ def test_no_layout_takes_less_than_the_bound_by_which_it_is_left_out() -> None:
             found = others.in_layout(setup, paces)
             most = others.memory.most_samples(setup)
             bounds_s = others.steps.bound_s(setup, paces, most), others.steps.planned_s(setup)
-            assert found is None or max(bounds_s) <= found.step.step_s * (1 + 1e-9)
+            assert found is None or max(bounds_s) <= found.step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE])

@@ -107,7 +107,14 @@ class LayoutAdvisor:
                 self._take(event)
             if speeds := self._speeds.poll():
                 self._take_speeds(speeds)
-            self._search()
+            if self._searching is not None and self._searching.done():
+                found = self._searching.result()
+                self._searching = None
+                if self._wanted is None:  # else speeds have changed since, and the next search answers
+                    self._timing.want(found)
+            if self._searching is None and self._wanted is not None:
+                self._searching = self._executor.submit(self._wanted)
+                self._wanted = None
             self._propose()
         except Exception as error:  # also a fault of the search itself: no training ends for it
             self._is_over = True
@@ -128,7 +135,12 @@ class LayoutAdvisor:
             case DirectiveEvent(kind="layers" | "layout"):
                 self._take_change(event)
             case AchievedEvent() if self._watched and event.number == self._watched.number:
-                self._take_effect(self._watched, event)
+                # A layout that was no gain is not proposed again, and `_look_back` returns to the planned one.
+                layout = _layout(self._watched.layout)
+                self._watched = None
+                if event.achieved_s >= event.before_s and not _is_alike(layout, self._home.layout):
+                    self._lost = event
+                    self._timing.refuse(layout)
 
     def _take_change(self, event: DirectiveEvent) -> None:
         if event.applied:
@@ -142,13 +154,6 @@ class LayoutAdvisor:
             self._timing.refuse(_layout(event.layout))
             self._proposed = None
 
-    def _take_effect(self, change: DirectiveEvent, effect: AchievedEvent) -> None:
-        """A layout that was no gain is not proposed again, and the planned one is gone back to."""
-        self._watched, layout = None, _layout(change.layout)
-        if effect.achieved_s >= effect.before_s and not _is_alike(layout, self._home.layout):
-            self._lost = effect
-            self._timing.refuse(layout)
-
     # What is best for them
 
     def _take_speeds(self, report: SpeedsReport) -> None:
@@ -157,7 +162,10 @@ class LayoutAdvisor:
         paces = self._paces.note(report.layout, report.even_s)
         links = self._links.note(report.layout, report.links)
         self._in_force, self._is_usual = report.layout, set(paces) == {1.0} and links.is_usual
-        self._follow_plan(report.layout)
+        # The recipe may have changed the layout by itself: that one is then the planned one.
+        planned = [change for change in self._plan.changes if _is_alike(change.layout, report.layout)]
+        if planned and not self._is_home:
+            self._home, self._home_s = self._plan.with_layout(planned[-1]), math.inf
         self._wanted = self._searching = None
         if self._is_usual and (self._is_home or self._home_s < math.inf):
             self._timing.want(None)
@@ -168,27 +176,14 @@ class LayoutAdvisor:
     def _is_home(self) -> bool:
         return self._in_force is not None and _is_alike(self._in_force, self._home.layout)
 
-    def _follow_plan(self, layout: Layout) -> None:
-        """Go back to the layout that the recipe has changed to, if it has."""
-        planned = [change for change in self._plan.changes if _is_alike(change.layout, layout)]
-        if planned and not self._is_home:
-            self._home, self._home_s = self._plan.with_layout(planned[-1]), math.inf
-
     def _find(
         self, home: Plan, report: SpeedsReport, paces: Sequence[float], links: LinkPaces
     ) -> LayoutProposal | None:
         """Return what is worth a change; called in the thread of the search."""
         layouts = self._layouts.get(home.layout) or self._layouts.setdefault(home.layout, self._make(home))
-        return layouts.after(report.layout, _micro_batch_size(report)).propose(paces, links)
-
-    def _search(self) -> None:
-        """Take in what the search has found, and begin the next one."""
-        if self._searching is not None and self._searching.done():
-            found, self._searching = self._searching.result(), None
-            if self._wanted is None:
-                self._timing.want(found)
-        if self._searching is None and self._wanted is not None:
-            self._searching, self._wanted = self._executor.submit(self._wanted), None
+        # As if all ranks had equally many samples: their shares are part of what the search finds.
+        even = math.ceil(sum(report.samples) / len(report.samples))
+        return layouts.after(report.layout, math.ceil(even / report.micro_batches)).propose(paces, links)
 
     def _propose(self) -> None:
         """Write down what is due."""
@@ -242,8 +237,3 @@ def _is_alike(one: Layout, other: Layout) -> bool:
 def _layout(layout: Layout | Absent) -> Layout:
     assert isinstance(layout, Layout), "a change of layout has one"
     return layout
-
-
-def _micro_batch_size(report: SpeedsReport) -> int:
-    """Return the samples of a micro-batch where all ranks have equally many."""
-    return math.ceil(math.ceil(sum(report.samples) / len(report.samples)) / report.micro_batches)

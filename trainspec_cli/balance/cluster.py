@@ -125,7 +125,9 @@ class Cluster:
         growing_s = np.einsum("skr,sk->sr", factors, self._per_sample_s)
         device_s = fixed_s * micro_batches + growing_s * counts
         device_s = self._with_experts(device_s)
+        # Kernels cannot run before they are launched, however fast the device is.
         passes_s = np.maximum(device_s, self._launch_s * micro_batches)
+        # A rank that is away has no micro-batches: nothing is divided by 0.
         turns = np.maximum(micro_batches, 1)
         waits_s = (device_s.sum(0) - device_s.max(0)) / turns * parts.bubble
         sends_s = condition.sends * (parts.sends.fixed_s * micro_batches + parts.sends.per_sample_s * counts)
@@ -149,6 +151,7 @@ class Cluster:
         together = self._exchanging_rows
         if together == 1:
             return device_s
+        # Ranks that exchange experts' tokens meet in every layer, and go at the pace of the slowest of them.
         blocks = device_s.reshape(self._stages, -1, together).max(2)
         return np.repeat(blocks, together, axis=1)
 
@@ -156,6 +159,8 @@ class Cluster:
         """Return how each rank's time depends on its samples, at so many micro-batches: the time of none, and what each
         sample adds, by the line to the time of `samples`, a usual number."""
         turns = np.full(self.ranks, float(micro_batches))
+        # A step's time is not linear in the samples, since a stage is never faster than its launches: the line goes
+        # through the usual number, near which shares lie.
         empty_s = self.seconds(condition, np.zeros(self.ranks), turns).ranks_s
         full_s = self.seconds(condition, np.full(self.ranks, samples), turns).ranks_s
         return empty_s, np.maximum((full_s - empty_s) / samples, LEAST_S)

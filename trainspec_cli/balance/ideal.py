@@ -90,6 +90,7 @@ def _in_reals(
     lines = cluster.lines(condition, number, samples / group.size)
     fixed_s, each_s = (part[group.rows] for part in lines)
     low_s, high_s = float(fixed_s.min()), float((fixed_s + number * largest * each_s).max())
+    # Ranks that all end at once hold more samples the later that is: the time is found by bisection.
     for _ in range(HALVINGS):
         middle_s = (low_s + high_s) / 2
         held = float(np.clip((middle_s - fixed_s) / each_s, 0, number * largest).sum())

@@ -129,7 +129,7 @@ class JobLayouts:
 
     def best_cut(self, paces: Sequence[float], links: LinkPaces) -> Counts | None:
         """Return the cut into stages that is best at these paces; None for the even one."""
-        return self.others.in_present(Paces(paces, links)).step.setup.layout.stage_layers
+        return self.others.in_present(Paces(paces, links)).setup.layout.stage_layers
 
     def with_cut(self, counts: Counts) -> DisturbedJob:
         """Return the job with other layers in its stages."""

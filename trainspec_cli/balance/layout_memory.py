@@ -10,11 +10,11 @@ from trainspec_cli.balance.batch.division import largest_that_fits
 from trainspec_cli.balance.decisions.moved_layers import largest_stage
 from trainspec_cli.plan.capacity import SLACK
 from trainspec_cli.plan.cut import rough_room
-from trainspec_cli.plan.memory.frameworks import LayerMemory, memory_limit_bytes, peak_of
+from trainspec_cli.plan.memory.frameworks import memory_limit_bytes, peak_of
 from trainspec_cli.plan.memory.predict import layer_memory, predict_memory
 from trainspec_cli.plan.partition.problem import Room
 from trainspec_cli.plan.pipeline import cut_layers
-from trainspec_cli.plan.search.costs import axes_of_layer
+from trainspec_cli.plan.search.costs import LayerMemories
 from trainspec_cli.plan.setup import Setup
 from trainspec_cli.plan.this_machine import MOVING_BYTES
 from trainspec_cli.recipe.field_types import AUTO
@@ -28,7 +28,7 @@ class LayoutMemory:
 
     def __init__(self, scheduler: SchedulerSpec, recompute: str):
         self._scheduler, self.recompute = scheduler, recompute
-        self._layers: dict[tuple[object, ...], LayerMemory] = {}
+        self._layers = LayerMemories(layer_memory)
         self._stages: dict[Setup, int | None] = {}
         self._known: dict[tuple[Layout, float, int], tuple[MemoryBreakdown, ...]] = {}
 
@@ -37,10 +37,8 @@ class LayoutMemory:
 
     def may_fit(self, setup: Setup) -> bool:
         """Return whether a layout fits by the rough estimate of the planner's search, its layers cut evenly."""
-        key = (*axes_of_layer(setup.layout), setup.micro_batch_size, id(setup.software))
-        if key not in self._layers:
-            self._layers[key] = layer_memory(setup, self.recompute)
-        return peak_of(setup, self._layers[key]) <= SLACK * memory_limit_bytes(setup.fabric.chip)
+        peak_bytes = peak_of(setup, self._layers.of(setup, self.recompute))
+        return peak_bytes <= SLACK * memory_limit_bytes(setup.fabric.chip)
 
     def of_stages(self, setup: Setup) -> tuple[MemoryBreakdown, ...]:
         """Return the memory of each pipeline rank."""
@@ -93,9 +91,14 @@ class LayoutMemory:
     def may_move(self, before: Setup, after: Setup) -> bool:
         """Return whether every rank holds its old and its new state together, as it may have to for a moment."""
         limit_bytes = memory_limit_bytes(before.fabric.chip)
+        olds, news = self.of_stages(before), self.of_stages(after)
+        # Pipeline ranks are neighbours: of as many parts as both pipelines together, each has one stage of either.
+        places = range(len(olds) * len(news))
+        pairs = {(olds[place // len(news)], news[place // len(olds)]) for place in places}
         return all(
-            _kept_bytes(old) + _state_bytes(new) + MOVING_BYTES <= limit_bytes
-            for old, new in _of_ranks(self.of_stages(before), self.of_stages(after))
+            _state_bytes(old) + old.fragmentation_bytes + old.context_bytes + _state_bytes(new) + MOVING_BYTES
+            <= limit_bytes
+            for old, new in pairs
         )
 
     def moved_bytes(self, before: Setup, after: Setup) -> float:
@@ -115,18 +118,5 @@ def even_room(num_layers: int, most: Sequence[int]) -> Room:
     return Room([[1.0] * num_layers] * len(most), [float(held) for held in most])
 
 
-def _kept_bytes(stage: MemoryBreakdown) -> float:
-    """Return what a rank holds between two steps."""
-    return _state_bytes(stage) + stage.fragmentation_bytes + stage.context_bytes
-
-
 def _state_bytes(stage: MemoryBreakdown) -> float:
     return stage.parameters_bytes + stage.optimizer_bytes
-
-
-def _of_ranks(
-    before: Sequence[MemoryBreakdown], after: Sequence[MemoryBreakdown]
-) -> set[tuple[MemoryBreakdown, MemoryBreakdown]]:
-    """Return the stages that a rank has before and after, of all ranks; pipeline ranks are neighbours."""
-    parts = len(before) * len(after)
-    return {(before[place // len(after)], after[place // len(before)]) for place in range(parts)}

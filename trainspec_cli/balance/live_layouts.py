@@ -132,15 +132,9 @@ class LiveLayouts:
 
     def _want(self, speeds: Sequence[Sequence[Speed]], taken: Taken) -> None:
         """Look for the layout that suits the paces of devices and links, where these are others than before."""
-        paces = self._paces.note(self._job.layout, self._device_times_s(speeds, taken))
-        known = tuple(round(pace / STEP) * STEP for pace in paces), self._links.paces
-        if known != self._known:
-            self._known = known
-            self._timing.want(self._layouts.propose(*known))
-
-    def _device_times_s(self, speeds: Sequence[Sequence[Speed]], taken: Taken) -> list[float]:
-        """Return what each device computes in a step of evenly many samples, without what its layers exchange."""
         cluster, number = self._job.cluster, taken.micro_batches
+        # A device's own pace shows in its computing alone, in a step of evenly many samples: what layers exchange is
+        # taken off, and devices that only wait for others keep their usual time.
         share = sum(taken.counts) / cluster.ranks
         exchanged_s = [stage.exchanges_s(share, number) for stage in cluster.parts.stages]
         measured_s = np.array([[speed.time_s(share, number) for speed in row] for row in speeds]).T
@@ -148,4 +142,8 @@ class LiveLayouts:
         usual_s = cluster.seconds(self._undisturbed, *division).passes_s
         own_s = [cluster.of_devices(passes_s - np.array([exchanged_s]).T) for passes_s in (usual_s, measured_s)]
         times_s: list[float] = np.maximum(np.where(self._waiting, *own_s), LEAST_S).tolist()
-        return times_s
+        paces = self._paces.note(self._job.layout, times_s)
+        known = tuple(round(pace / STEP) * STEP for pace in paces), self._links.paces
+        if known != self._known:
+            self._known = known
+            self._timing.want(self._layouts.propose(*known))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from itertools import chain
@@ -28,6 +28,7 @@ from trainspec_cli.plan.hardware.cluster import efficiency_of
 from trainspec_cli.plan.partition.problem import Room
 from trainspec_cli.plan.run.batches import main_size
 from trainspec_cli.plan.search.auto import pin_layout
+from trainspec_cli.plan.search.costs import Steps
 from trainspec_cli.plan.search.space import Space, open_layout
 from trainspec_cli.plan.setup import Setup
 from trainspec_cli.recipe.keys.cluster import Machine
@@ -44,14 +45,6 @@ WORTHWHILE = 0.1
 """A layout is changed where that saves at least this fraction of a step: planned times of layouts are rough."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """A layout with its step at measured speeds."""
-
-    step: PacedStep
-    largest_micro_batch: int
-
-
 class OtherLayouts:
     """The layouts that a run may change to. Made once for a run, it keeps what does not depend on speeds."""
 
@@ -66,7 +59,9 @@ class OtherLayouts:
         self._softwares = softwares_of(spec)
         self._template = setup
         self.memory = LayoutMemory(spec.scheduler, recompute)
-        self.steps = PacedSteps(efficiency_of(spec.cluster), self._samples, keeps_micro_batches=self._keeps)
+        self.steps = PacedSteps(
+            Steps(setup.fabric, efficiency_of(spec.cluster)), self._samples, keeps_micro_batches=self._keeps
+        )
         self._legal: dict[tuple[Layout, int], bool] = {}
         self._cut: dict[Setup, Setup] = {}
         self.present = self.setup_of(setup.layout, int(setup.micro_batch_size))
@@ -108,32 +103,32 @@ class OtherLayouts:
             return self._go_home()
         paced = Paces(relative, links)
         before = self.in_present(paced)
-        if self.steps.planned_s(self.present) >= before.step.step_s * (1 - WORTHWHILE):
+        if self.steps.planned_s(self.present) >= before.step_s * (1 - WORTHWHILE):
             return None  # even a layout that the slow ranks do not slow saves too little
-        found = self._fastest(paced, before.step.step_s)
+        found = self._fastest(paced, before.step_s)
         if found is None:
             return None
-        return self._proposal(before, found, self._expected_s(found.step), describe(paced, before.step, found.step))
+        return self._proposal(before, found, self._expected_s(found), describe(paced, before, found))
 
     def _go_home(self) -> LayoutProposal | None:
         if axes_of(self._home.layout) == axes_of(self.present.layout):
             return None
         usual = Paces([1.0] * self._template.fabric.num_devices)
         before, home = self.in_present(usual), self.in_layout(self._home, usual)
-        if home is None or home.step.step_s >= before.step.step_s:
+        if home is None or home.step_s >= before.step_s:
             return None
         reason = f"all ranks are equally fast again, and the run was planned as {self._home.layout.describe()}"
-        return self._proposal(before, home, home.step.step_s, reason)
+        return self._proposal(before, home, home.step_s, reason)
 
-    def _proposal(self, before: Found, found: Found, expected_s: float, reason: str) -> LayoutProposal:
-        setup = found.step.setup
+    def _proposal(self, before: PacedStep, found: PacedStep, expected_s: float, reason: str) -> LayoutProposal:
+        setup = found.setup
         return LayoutProposal(
             layout=setup.layout,
             micro_batch_size=int(setup.micro_batch_size),
             grad_accum_steps=setup.grad_accum,
             largest_micro_batch_size=found.largest_micro_batch,
             largest_stage_layers=self.memory.largest_stage_layers(setup),
-            before_s=before.step.step_s,
+            before_s=before.step_s,
             expected_s=expected_s,
             reason=reason,
         )
@@ -160,7 +155,7 @@ class OtherLayouts:
             software=self._softwares[layout.sharding],
         )
 
-    def _fastest(self, paces: Paces, before_s: float) -> Found | None:
+    def _fastest(self, paces: Paces, before_s: float) -> PacedStep | None:
         """Return the fastest of the other layouts that are worth the change from a step of `before_s`."""
         best, enough_s = None, before_s * (1 - WORTHWHILE)
         own = axes_of(self.present.layout)
@@ -176,15 +171,15 @@ class OtherLayouts:
                 if bound_s * self._faster_anyhow(setup) < before_s * (1 - WORTHWHILE):
                     heappush(queue, (bound_s, place, True))
             elif found := self.worth(setup, paces, before_s, enough_s):
-                best, enough_s = found, found.step.step_s
+                best, enough_s = found, found.step_s
         return best
 
-    def worth(self, setup: Setup, paces: Paces, before_s: float, enough_s: float) -> Found | None:
+    def worth(self, setup: Setup, paces: Paces, before_s: float, enough_s: float) -> PacedStep | None:
         """Return the step in another layout where that takes less than `enough_s`, is worth the change from a step of
         `before_s`, and the engine can change to it."""
         worthwhile_s = before_s * (1 - WORTHWHILE) / self._faster_anyhow(setup)
         found = self.in_layout(setup, paces, min(enough_s, worthwhile_s))
-        return found if found and self.memory.may_move(self.present, found.step.setup) else None
+        return found if found and self.memory.may_move(self.present, found.setup) else None
 
     def _expected_s(self, step: PacedStep) -> float:
         """Return what a step in another layout is expected to take: where planned times are rough, as if that layout
@@ -212,7 +207,7 @@ class OtherLayouts:
 
     # A layout with its best cut and shares
 
-    def in_present(self, paces: Paces) -> Found:
+    def in_present(self, paces: Paces) -> PacedStep:
         """Return the step in the layout in force, whose layers may move as far as the scheduler moves them."""
         found = self._best_cut([self.present, *self._moved(paces)], self.present, paces, inf)
         assert found is not None, "it is in force, so that its cut fits"
@@ -224,7 +219,7 @@ class OtherLayouts:
             layers = self.present.model.num_layers
             yield from self._cuts(self.present, paces, even_room(layers, [most] * self.present.layout.pp))
 
-    def in_layout(self, setup: Setup, paces: Paces, enough_s: float = inf) -> Found | None:
+    def in_layout(self, setup: Setup, paces: Paces, enough_s: float = inf) -> PacedStep | None:
         """Return the step in a layout whose layers are uncut: with the planned cut, or one by the paces where each rank
         has one stage. None where it does not fit, or takes `enough_s`."""
         if setup not in self._cut:
@@ -240,7 +235,9 @@ class OtherLayouts:
         for counts in self.steps.cuts(setup, paces, room):
             yield replace(setup, layout=with_stages(setup.layout, counts))
 
-    def _best_cut(self, setups: Sequence[Setup], in_force: Setup | None, paces: Paces, enough_s: float) -> Found | None:
+    def _best_cut(
+        self, setups: Sequence[Setup], in_force: Setup | None, paces: Paces, enough_s: float
+    ) -> PacedStep | None:
         """Return the fastest step of cuts that fit, as the one in force does, and of less than `enough_s`."""
         tried = [self.steps.best(setup, paces, self.memory.most_samples(setup)) for setup in dict.fromkeys(setups)]
         best = None
@@ -249,10 +246,10 @@ class OtherLayouts:
                 break
             if hoped.setup != in_force and not self.memory.fits(hoped.setup):
                 continue
-            largest = self.memory.largest_micro_batch(hoped.setup)
-            step = self.steps.best(hoped.setup, paces, largest)
+            # `hoped` has micro-batches as large as the recipe allows; this one as large as fit.
+            step = self.steps.best(hoped.setup, paces, self.memory.largest_micro_batch(hoped.setup))
             if step.step_s < enough_s:
-                best, enough_s = Found(step, largest), step.step_s
+                best, enough_s = step, step.step_s
         return best
 
 

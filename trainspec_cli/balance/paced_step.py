@@ -13,26 +13,14 @@ from trainspec_cli.balance.cluster import Cluster, Condition, Floats
 from trainspec_cli.balance.decisions.balance import best_division
 from trainspec_cli.balance.decisions.link_paces import LinkPaces
 from trainspec_cli.balance.decisions.speeds import Speed
-from trainspec_cli.plan.cut import cut, is_open, mean_times, planned_times
-from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.hardware.topology import axis_groups
+from trainspec_cli.plan.cut import planned_times
 from trainspec_cli.plan.partition.cut import Counts, cut_by_times
 from trainspec_cli.plan.partition.problem import LayerTimes, Room
-from trainspec_cli.plan.search.costs import part_key
+from trainspec_cli.plan.search.costs import Steps
 from trainspec_cli.plan.setup import Setup
-from trainspec_cli.plan.time.samples import StepParts, Tier, assemble_parts
-from trainspec_cli.plan.time.step import (
-    LayersPart,
-    MicroBatch,
-    assemble_step,
-    micro_batch,
-    recompute_part_s,
-    waiting_share,
-)
+from trainspec_cli.plan.time.samples import StepParts, Tier, assemble_parts, fixed_part_s
+from trainspec_cli.plan.time.step import PASSES, LayersPart, MicroBatch, recompute_part_s, waiting_share
 from trainspec_cli.recipe.keys.layout import Layout
-
-AXES = {"tp": 2, "cp": 3, "ep": 2}
-"""How many passes of a layer's forward exchanges a micro-batch makes, forward and back."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +31,8 @@ class PacedStep:
     """With its cut into stages."""
     division: Division
     step_s: float
+    largest_micro_batch: int
+    """Samples of a micro-batch, at most: the division keeps to it."""
 
 
 class Paces:
@@ -89,33 +79,35 @@ class Paces:
 
 
 class PacedSteps:
-    """The steps of one model on one fabric, of so many samples each."""
+    """The planner's `steps` on ranks that compute at measured speeds, with `samples` in each step."""
 
-    def __init__(self, eff: Efficiency, samples: int, *, keeps_micro_batches: bool):
+    def __init__(self, steps: Steps, samples: int, *, keeps_micro_batches: bool):
         """`keeps_micro_batches`: what a step computes depends on which samples share a micro-batch (batch norm)."""
-        self._eff, self._samples, self._keeps = eff, samples, keeps_micro_batches
-        self._parts: dict[tuple[object, ...], MicroBatch] = {}
+        self._steps, self._samples, self._keeps = steps, samples, keeps_micro_batches
         self._planned_s: dict[tuple[Layout, float], float] = {}
 
     def best(self, setup: Setup, paces: Paces, largest: int) -> PacedStep:
         """Return the step in the setup's layout and cut, with the best shares of micro-batches of `largest` samples at
         most. It is not expected to take less than the planned cut does on ranks of the usual speed."""
         layout, fabric = setup.layout, setup.fabric
-        parts = assemble_parts(setup, *self._once_and_twice(setup), self._eff)
+        parts = assemble_parts(setup, *self._once_and_twice(setup), self._steps.eff)
         cluster = Cluster(parts, layout, fabric.num_devices // fabric.devices_per_node, fabric.devices_per_node, 1)
         condition, ranks = paces.condition(layout, parts), layout.data_parallel_size
         even = even_division(layout, int(setup.micro_batch_size), keeps_micro_batches=self._keeps)
         number = even.count_micro_batches(self._samples)
         fixed_s, each_s = cluster.lines(condition, number, self._samples / ranks)
         speeds = _speeds(fixed_s / number, each_s)
+        # The division that the live scheduler would decide on at these speeds, by the same function.
         division = best_division(
             even, self._samples, speeds, largest, parts.gradients_each_s, keeps_micro_batches=self._keeps
         ).division
         counts = np.array(division.counts(self._samples), float)
         turns = np.full(ranks, float(division.count_micro_batches(self._samples)))
         step_s = cluster.seconds(condition, counts, turns, in_step=even.in_step).total_s
+        # The lines through two sizes err by a little: without this floor an undisturbed run could seem to gain by a
+        # change.
         uncut = replace(setup, layout=replace(layout, stage_layers=None))
-        return PacedStep(setup, division, max(step_s, self.planned_s(uncut)))
+        return PacedStep(setup, division, max(step_s, self.planned_s(uncut)), largest)
 
     def cuts(self, setup: Setup, paces: Paces, room: Room) -> Iterator[Counts]:
         """Yield the best cuts into one stage a rank for the slowest rank of each stage, and for their mean."""
@@ -126,17 +118,12 @@ class PacedSteps:
 
     def layer_times(self, setup: Setup) -> LayerTimes:
         """Return the planned times of a micro-batch in each layer, the embedding and the head."""
-        return planned_times(self.micro_batch(setup), setup)
+        return planned_times(self._steps.micro_batch(setup), setup)
 
     def _once_and_twice(self, setup: Setup) -> tuple[MicroBatch, MicroBatch]:
         """Return a micro-batch of the setup's size, and one of twice that."""
-        return self.micro_batch(setup), self.micro_batch(replace(setup, micro_batch_size=2 * setup.micro_batch_size))
-
-    def micro_batch(self, setup: Setup) -> MicroBatch:
-        key = part_key(setup)
-        if key not in self._parts:
-            self._parts[key] = micro_batch(setup, axis_groups(setup.layout, setup.fabric, self._eff), self._eff)
-        return self._parts[key]
+        twice = replace(setup, micro_batch_size=2 * setup.micro_batch_size)
+        return self._steps.micro_batch(setup), self._steps.micro_batch(twice)
 
     def bound_s(self, setup: Setup, paces: Paces, largest: int) -> float:
         """Return seconds that a step in the setup's layout takes at least, however its layers are cut and its samples
@@ -144,18 +131,14 @@ class PacedSteps:
         compute_s, comm_s = self._least_each_s(setup, largest)
         speeds, least, numbers = paces.rows(setup.layout)
         rates = np.minimum(speeds / compute_s, setup.layout.pp / (least * compute_s + comm_s))
-        return self._samples / float((numbers * rates).sum()) * (1 + waiting_share(setup, self._eff))
+        return self._samples / float((numbers * rates).sum()) * (1 + waiting_share(setup, self._steps.eff))
 
     def planned_s(self, setup: Setup) -> float:
         """Return the seconds of a step on ranks of the usual speed, by the planner; its layers cut as if they were all
         the average one, unless the setup says how."""
         key = setup.layout, setup.micro_batch_size
         if key not in self._planned_s:
-            once = self.micro_batch(setup)
-            if is_open(setup.layout, setup.model):
-                setup = replace(setup, layout=cut(mean_times(once, setup), setup.layout))
-            groups = axis_groups(setup.layout, setup.fabric, self._eff)
-            self._planned_s[key] = assemble_step(setup, once, groups, self._eff).total_s
+            self._planned_s[key] = self._steps.step_s(setup)
         return self._planned_s[key]
 
     def _least_each_s(self, setup: Setup, largest: int) -> tuple[float, float]:
@@ -164,9 +147,12 @@ class PacedSteps:
         size, most = setup.micro_batch_size, max(largest, setup.micro_batch_size)
         compute_s = comm_s = 0.0
         for number, one, two, again in _parts_of(once, twice):
-            once_s, twice_s = (_compute_s(part, setup) if again else _passes_s(part) for part in (one, two))
+            once_s, twice_s = (
+                part.time.forward + part.time.backward + (recompute_part_s(part, setup.recompute) if again else 0.0)
+                for part in (one, two)
+            )
             compute_s += number * _least_s(once_s, twice_s, size, most)
-            for axis, passes in AXES.items():
+            for axis, passes in PASSES.items():
                 once_s, twice_s = (passes * getattr(part.comm, axis) for part in (one, two))
                 comm_s += number * _least_s(once_s, twice_s, size, most)
         return compute_s, comm_s
@@ -180,19 +166,10 @@ def _parts_of(once: MicroBatch, twice: MicroBatch) -> Iterator[tuple[int, Layers
     yield 1, once.head, twice.head, False
 
 
-def _passes_s(part: LayersPart) -> float:
-    return part.time.forward + part.time.backward
-
-
-def _compute_s(part: LayersPart, setup: Setup) -> float:
-    return _passes_s(part) + recompute_part_s(part, setup.recompute)
-
-
 def _least_s(once_s: float, twice_s: float, size: float, most: float) -> float:
     """Return what a sample takes at least, by the line through the times of `size` samples and twice as many, in
     micro-batches of `most` samples."""
-    fixed_s = min(once_s, max(0.0, 2 * once_s - twice_s))
-    return once_s / size - fixed_s * (1 / size - 1 / most)
+    return once_s / size - fixed_part_s(once_s, twice_s) * (1 / size - 1 / most)
 
 
 def _speeds(fixed_s: Floats, each_s: Floats) -> list[Speed]:
@@ -205,7 +182,13 @@ def _speeds(fixed_s: Floats, each_s: Floats) -> list[Speed]:
 def describe(paces: Paces, before: PacedStep, found: PacedStep) -> str:
     """`rank 5 computes 2.1 times as long as usual; as tp=2 dp_shard=4, 2 and not 8 ranks wait for it in every layer`:
     why another layout is faster."""
-    odd, causes = _odd_rank(paces)
+    ways = [
+        ("rank {} computes", paces.compute),
+        ("the exchanges of rank {} inside its scale-up domain take", paces.links.scaleup),
+        ("the exchanges of rank {} between scale-up domains take", paces.links.network),
+    ]
+    odds = [_describe_odd(what, of_ranks) for what, of_ranks in ways if set(of_ranks) != {1.0}]
+    odd = odds[0][0]  # the rank that differs most, in computing where any does
     before_layout, layout = before.setup.layout, found.setup.layout
     waiting = (before_layout.tp * before_layout.cp, layout.tp * layout.cp)
     row = odd // (layout.tp * layout.cp) % layout.data_parallel_size
@@ -219,18 +202,7 @@ def describe(paces: Paces, before: PacedStep, found: PacedStep) -> str:
         rank = odd // (layout.world_size // layout.pp)
         effects.append(f"its stage has {layout.stage_layers[rank]} of {sum(layout.stage_layers)} layers")
     why = "; ".join(effects) or "less of a step waits for it"
-    return f"{' and '.join(causes)}; as {layout.describe()}, {why}"
-
-
-def _odd_rank(paces: Paces) -> tuple[int, list[str]]:
-    """Return the rank that differs most, in computing where any does, and what is not as usual."""
-    ways = [
-        ("rank {} computes", paces.compute),
-        ("the exchanges of rank {} inside its scale-up domain take", paces.links.scaleup),
-        ("the exchanges of rank {} between scale-up domains take", paces.links.network),
-    ]
-    odd = [_describe_odd(what, of_ranks) for what, of_ranks in ways if set(of_ranks) != {1.0}]
-    return odd[0][0], [text for _, text in odd]
+    return f"{' and '.join(text for _, text in odds)}; as {layout.describe()}, {why}"
 
 
 def _describe_odd(what: str, paces: Sequence[float]) -> tuple[int, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -39,7 +38,7 @@ from trainspec_cli.plan.search.space import Space, asked_groups
 from trainspec_cli.plan.setup import RECOMPUTE, Setup, Software
 from trainspec_cli.plan.time.step import estimate_step
 from trainspec_cli.recipe.field_types import AUTO, AutoInt
-from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.framework import SumFormat
 from trainspec_cli.recipe.keys.layout import SHARDINGS, Layout, Sharding
 from trainspec_cli.recipe.keys.run import RunSpec
@@ -109,7 +108,8 @@ def choose_candidates(
     """
     candidates: list[Candidate] = []
     for item in islice(search.best(), most):
-        if item.expected_s > ERR * _expected_of(candidates, shown):
+        known = _fitting(candidates)
+        if len(known) >= shown and item.expected_s > ERR * known[shown - 1].expected_step_s:
             break
         candidates.append(counted(search, item, spec, eff))
     fitting = _fitting(candidates)
@@ -175,12 +175,6 @@ def is_usual(layout: Layout, scaleup_devices: int, *, sharded: bool) -> bool:
     if sharded:
         return layout.tp == layout.pp == 1
     return layout.tp == scaleup_devices and layout.zero_stage == 1
-
-
-def _expected_of(candidates: Sequence[Candidate], place: int) -> float:
-    """Return the expected step of the best but `place` - 1 that fit; infinity where fewer do."""
-    fitting = _fitting(candidates)
-    return fitting[place - 1].expected_step_s if len(fitting) >= place else math.inf
 
 
 def _fitting(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -332,7 +326,9 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
         yield "the CPU's rates are those of a typical server core; nothing was measured here"
     elif not chip.matmul_bf16_tflops:
         yield f"{chip.name}: no measured matmul rate; a usual part of the peak is taken, by its board power"
-    if _assumes_network(spec.cluster, fabric):
+    network = spec.cluster.fabric.tiers[1:]
+    is_stated = spec.cluster.nic_gbit_per_s or (network and all(tier.gbit_per_s for tier in network))
+    if fabric.num_devices > fabric.scaleup_devices and not is_stated:
         yield f"the cluster names no network between nodes: {fabric.nic_gbit_per_s:g} Gbit/s a device, as is usual"
     if main_size(spec) != spec.batching.global_batch_size:
         yield f"layouts are ranked by steps of {main_size(spec):,} samples, which train most of the run"
@@ -341,13 +337,6 @@ def assumptions(spec: RunSpec, fabric: Fabric) -> Iterator[str]:
         yield f"the step and its memory are those of {spec.framework.name}{version}, by its published facts"
     if not spec.compile and not spec.framework.fused_kernels:
         yield "kernels are launched one by one (compile: false)"
-
-
-def _assumes_network(cluster: ClusterSpec, fabric: Fabric) -> bool:
-    """Return whether nobody has stated the speed between nodes."""
-    network = cluster.fabric.tiers[1:]
-    is_stated = cluster.nic_gbit_per_s or (network and all(tier.gbit_per_s for tier in network))
-    return fabric.num_devices > fabric.scaleup_devices and not is_stated
 
 
 def _length(spec: RunSpec) -> int:

@@ -12,7 +12,7 @@ from trainspec_cli.plan.memory.predict import memory_within, predict_memory
 from trainspec_cli.plan.partition.cut import cut_by_times, cut_evenly
 from trainspec_cli.plan.partition.problem import LayerTimes, Room
 from trainspec_cli.plan.setup import Setup
-from trainspec_cli.plan.time.step import LayersPart, MicroBatch, micro_batch, own_work_s, recompute_part_s
+from trainspec_cli.plan.time.step import MicroBatch, layer_s, micro_batch, own_work_s
 from trainspec_cli.plan.workload import head_work, layer_works
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import ModelSpec
@@ -41,19 +41,15 @@ def cut(times: LayerTimes, layout: Layout, room: Room | None = None, speeds: Seq
 
 def planned_times(once: MicroBatch, setup: Setup) -> LayerTimes:
     """Seconds of one micro-batch, forward and backward, with what is done again and the layers' own communication."""
-    kinds_s = [_layer_s(kind, setup) for kind in once.kinds]
+    kinds_s = [layer_s(kind, setup.recompute) for kind in once.kinds]
     layers_s = [kinds_s[once.kind_of(layer)] for layer in range(once.num_layers)]
     return LayerTimes(layers_s, own_work_s(once.embedding), own_work_s(once.head))
 
 
 def mean_times(once: MicroBatch, setup: Setup) -> LayerTimes:
     """The same with each layer as long as the average one: to cut by in a search over many layouts."""
-    layers_s = [_layer_s(once.layer, setup)] * once.num_layers
+    layers_s = [layer_s(once.layer, setup.recompute)] * once.num_layers
     return LayerTimes(layers_s, own_work_s(once.embedding), own_work_s(once.head))
-
-
-def _layer_s(layer: LayersPart, setup: Setup) -> float:
-    return own_work_s(layer) + recompute_part_s(layer, setup.recompute)
 
 
 def cut_on_chip(setup: Setup, recompute: str, eff: Efficiency) -> tuple[Setup, tuple[MemoryBreakdown, ...]]:
@@ -94,14 +90,11 @@ def _room(setup: Setup, limits_bytes: Sequence[float]) -> Room:
     """Return the bytes that each rank's layers may take, and those of one layer there: the difference that one more in
     each stage makes. `limits_bytes` are in the estimate's terms."""
     rounds = setup.layout.num_stages // setup.layout.pp
-    few, many = (estimate_memory(_with_layers(setup, each)) for each in (1, 2))
+    even = (replace(setup.layout, stage_layers=(each,) * setup.layout.num_stages) for each in (1, 2))
+    few, many = (estimate_memory(replace(setup, layout=layout)) for layout in even)
     layer = [(two.total_bytes - one.total_bytes) / rounds for one, two in zip(few, many, strict=True)]
     left = [limit - one.total_bytes + size * rounds for limit, one, size in zip(limits_bytes, few, layer, strict=True)]
     return Room([[size] * setup.model.num_layers for size in layer], left)
-
-
-def _with_layers(setup: Setup, each: int) -> Setup:
-    return replace(setup, layout=replace(setup.layout, stage_layers=(each,) * setup.layout.num_stages))
 
 
 # Without one

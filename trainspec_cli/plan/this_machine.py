@@ -17,7 +17,7 @@ from trainspec_cli.plan.memory.local import peak_memory, tensor_bytes
 from trainspec_cli.plan.memory.predict import predict_memory
 from trainspec_cli.plan.setup import RECOMPUTE, Setup
 from trainspec_cli.plan.time.local import planned_links, step_parts_s
-from trainspec_cli.plan.time.step import estimate_step, micro_batch
+from trainspec_cli.plan.time.step import assemble_step, micro_batch
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
 from trainspec_cli.recipe.results.plan import Plan
@@ -139,8 +139,10 @@ def setup_of(plan: Plan, machine: Machine) -> Setup:
 
 def gpu_parts_s(setup: Setup, eff: Efficiency) -> dict[str, float]:
     """Seconds by part of a step, as the engine marks them on a GPU: gradients travel inside the backward."""
-    time = estimate_step(setup, eff)
-    once = micro_batch(setup, axis_groups(setup.layout, setup.fabric, eff), eff)
+    groups = axis_groups(setup.layout, setup.fabric, eff)
+    once = micro_batch(setup, groups, eff)
+    time = assemble_step(setup, once, groups, eff)
+    # The step's model has no times of passes: its work is split in the proportion of a mean layer and the head.
     forward = sum(part.time.forward for part in (once.layer, once.head))
     backward = sum(part.time.backward for part in (once.layer, once.head))
     work_s = time.matmul_s + time.attention_s + time.memory_bound_s

@@ -18,11 +18,10 @@ from trainspec_cli.plan.setup import Setup
 from trainspec_cli.plan.this_machine import gpu_parts_s, is_known, is_predictable, predict_local, setup_of
 from trainspec_cli.plan.time.local import curve_parts_s
 from trainspec_cli.plan.time.step import estimate_step
-from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, Machine
+from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.prediction import StepTime
 from trainspec_cli.recipe.results.probe import Curve, MachineProbe, MatmulCurves, Passes
 from trainspec_cli.recipe.rules.batching import measurable_noise
 from trainspec_cli.recipe.rules.engine import check_built
@@ -71,53 +70,38 @@ def _on_gpus(plan: Plan, machine: Machine, *, may_change: bool) -> Outlook:
     setup, eff = setup_of(plan, machine), efficiency_of(plan.spec.cluster)
     before, fabric = gpu_parts_s(setup, eff), setup.fabric
     sooner = replace(eff, collective_latency_s=eff.collective_latency_s / 2, hop_latency_s=eff.hop_latency_s / 2)
+    rates = (field.name for field in fields(fabric.chip) if field.name.endswith(RATES))
+    fast_chip = replace(fabric.chip, **{name: 2 * getattr(fabric.chip, name) for name in rates})
+    near_tiers = tuple(replace(tier, latency_s=_half(tier.latency_s)) for tier in fabric.described)
+    near = replace(fabric, described=near_tiers, link_latency_s=_half(fabric.link_latency_s))
     others: list[tuple[str, Setup, Efficiency]] = [
-        (FASTER, _with_fabric(setup, replace(fabric, chip=_faster(fabric.chip))), _shorter_kernels(eff)),
-        (WIDER, _with_fabric(setup, _wider(fabric)), eff),
-        (SOONER, _with_fabric(setup, _sooner(fabric)), sooner),
+        # A chip of twice the rates runs each kernel's fixed time in half of it too.
+        (FASTER, replace(setup, fabric=replace(fabric, chip=fast_chip)), replace(eff, kernel_s=eff.kernel_s / 2)),
+        (WIDER, replace(setup, fabric=_wider(fabric)), eff),
+        (SOONER, replace(setup, fabric=near), sooner),
     ]
     if may_change and (other := _searched(plan, machine)):
         others.append((_describe_change(plan, other), setup_of(other, machine), eff))
     changes = (PlannedChange(what, _factors(before, gpu_parts_s(one, its))) for what, one, its in others)
     basis = f"shares of the passes, and what would help, are planned for {fabric.num_devices} x {fabric.chip.name}"
-    return Outlook(basis, _shares(_bounds_on_gpu(estimate_step(setup, eff))), tuple(changes))
-
-
-def _bounds_on_gpu(time: StepTime) -> dict[str, float]:
-    return {
+    time = estimate_step(setup, eff)
+    bounds_s = {
         COMPUTING: time.matmul_s + time.attention_s + time.recompute_s,
         MEMORY: time.memory_bound_s + time.optimizer_s,
         EXCHANGES: time.tp_comm_s + time.cp_comm_s + time.ep_comm_s + time.pp_comm_s + time.dp_comm_s,
         BUBBLE: time.bubble_s,
     }
-
-
-def _with_fabric(setup: Setup, fabric: Fabric) -> Setup:
-    return replace(setup, fabric=fabric)
+    return Outlook(basis, _shares(bounds_s), tuple(changes))
 
 
 RATES = ("_tflops", "_tb_per_s", "_exponentials_per_s", "tdp_w")
 """Ends of the names of an accelerator's own rates; and its power, so that its clock does not fall."""
 
 
-def _faster(chip: AcceleratorSpec) -> AcceleratorSpec:
-    rates = (field.name for field in fields(chip) if field.name.endswith(RATES))
-    return replace(chip, **{name: 2 * getattr(chip, name) for name in rates})
-
-
-def _shorter_kernels(eff: Efficiency) -> Efficiency:
-    return replace(eff, kernel_s=eff.kernel_s / 2)
-
-
 def _wider(fabric: Fabric) -> Fabric:
     tiers = tuple(replace(tier, gbit_per_s=2 * tier.gbit_per_s) for tier in fabric.described)
     rates = {name: 2 * getattr(fabric, name) for name in ("link_gb_per_s", "nic_gbit_per_s")}
     return replace(fabric, described=tiers, **rates)
-
-
-def _sooner(fabric: Fabric) -> Fabric:
-    tiers = tuple(replace(tier, latency_s=_half(tier.latency_s)) for tier in fabric.described)
-    return replace(fabric, described=tiers, link_latency_s=_half(fabric.link_latency_s))
 
 
 def _half(seconds: float | None) -> float | None:
@@ -184,13 +168,9 @@ def _bounds_on_cpu(plan: Plan, probe: MachineProbe) -> dict[str, float]:
         cast=NOTHING,
         optimizer=NOTHING,
     )
-    whole_s, other_s, still_s = (_computed_s(plan, one) for one in (probe, no_products, no_traffic))
+    parts_of = (_curve_parts(plan, one) for one in (probe, no_products, no_traffic))
+    whole_s, other_s, still_s = (sum(parts[part] for part in COMPUTE_PARTS) for parts in parts_of)
     return {COMPUTING: whole_s - other_s, MEMORY: whole_s - still_s, CALLS: other_s + still_s - whole_s}
-
-
-def _computed_s(plan: Plan, probe: MachineProbe) -> float:
-    parts = _curve_parts(plan, probe)
-    return sum(parts[part] for part in COMPUTE_PARTS)
 
 
 def _with_links(probe: MachineProbe, transfers: float, latency: float) -> MachineProbe:

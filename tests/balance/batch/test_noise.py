@@ -14,13 +14,9 @@ from trainspec_cli.balance.batch.noise import (
     NoiseAverage,
     NoiseMeasurement,
     PartSquares,
-    adascale_gain,
-    best_size,
     measure_noise,
     next_size,
     outgrows_noise,
-    statistical_efficiency,
-    useful_samples_per_s,
 )
 from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec
 
@@ -245,57 +241,3 @@ def test_sizes_rise_to_the_largest_in_parts_of_the_first(first: int, growth: flo
     assert sizes == tuple(sorted(set(sizes)))
     assert sizes[-1] <= first * times
     assert all(size % (first // math.gcd(first, 8)) == 0 for size in sizes)
-
-
-# Goodput
-
-
-def test_the_gain_is_between_one_step_and_all_of_them() -> None:
-    assert adascale_gain(0.0, 64, 256) == pytest.approx(1.0)
-    assert adascale_gain(math.inf, 64, 256) == 4.0
-    assert adascale_gain(500.0, 64, 64) == 1.0
-
-
-@given(noise_scale=st.floats(0.1, 1e6), start=st.integers(1, 1000), times=st.integers(1, 100))
-def test_the_gain_is_that_of_adascale(noise_scale: float, start: int, times: int) -> None:
-    variance, square = noise_scale / start, 1.0
-    published = (variance + square) / (variance / times + square)
-    assert adascale_gain(noise_scale, start, start * times) == pytest.approx(published)
-
-
-def test_a_batch_of_the_noise_scale_uses_its_samples_half_as_well_as_the_smallest() -> None:
-    assert statistical_efficiency(1e6, 1, 10**6) == pytest.approx(0.5, rel=1e-5)
-
-
-@given(fixed_s=st.floats(1e-2, 10), sample_s=st.floats(1e-5, 1e-2), noise_scale=st.floats(10, 1e6))
-def test_the_best_size_of_affine_steps_is_the_closed_form(fixed_s, sample_s, noise_scale) -> None:
-    best = math.sqrt(fixed_s * noise_scale / sample_s)
-    sizes = [round(1000 * 1.25**n) for n in range(35)]
-    chosen = best_size(sizes, lambda size: size / (fixed_s + sample_s * size), noise_scale)
-    assert abs(math.log(chosen / max(best, 1000))) <= math.log(1.25) / 2 + 1e-3
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_the_size_chosen_from_measurements_has_95_percent_of_the_best_goodput(seed: int) -> None:
-    """After 500 measured steps; what is chosen is judged by the true noise scale and the true times."""
-    chance = np.random.default_rng(seed)
-    fixed_s, sample_s, noise_scale = 0.2 * 10 ** chance.uniform(0, 1), 1e-3, 10 ** chance.uniform(2, 3.5)
-    deviation = chance.uniform(0.5, 2.0, 200)
-    mean = np.full(200, math.sqrt(float(deviation @ deviation) / noise_scale / 200))
-    average = NoiseAverage()
-    for measured in measured_steps(EVEN, mean, deviation, 500, seed):
-        average = average.updated(measured, smoothing_steps=200)
-    assert average.noise_scale is not None
-
-    def true_speed(size: int) -> float:
-        return size / (fixed_s + sample_s * size)
-
-    def measured_speed(size: int) -> float:
-        return true_speed(size) * float(np.random.default_rng([seed, size]).normal(1, 0.01))
-
-    def of(size: int) -> float:
-        return useful_samples_per_s(true_speed(size), noise_scale, 64, size)
-
-    sizes = BatchingSpec(global_batch_size=64, schedule=BatchScheduleSpec(growth=1.5)).sizes_up_to(20_000)
-    chosen = best_size(sizes, measured_speed, average.noise_scale)
-    assert of(chosen) >= 0.95 * max(map(of, range(64, 20_000, 8)))

@@ -28,7 +28,7 @@ def test_a_step_of_shared_parts_is_that_of_the_layout_alone() -> None:
         groups = axis_groups(layout, setup.fabric, EFF)
         once = micro_batch(setup, groups, EFF)
         whole = replace(setup, layout=cut(mean_times(once, setup), layout)) if is_open(layout, spec.model) else setup
-        assert costs.step_s(setup) == assemble_step(whole, once, groups, EFF).total_s
+        assert costs.steps.step_s(setup) == assemble_step(whole, once, groups, EFF).total_s
 
 
 def test_searches_that_differ_in_what_they_may_choose_share_the_costs() -> None:
@@ -53,7 +53,7 @@ def test_searches_that_differ_in_replica_groups_share_all_but_the_exchanges() ->
     assert one.least_exchange_s(layout, 1, 1, "none") != two.least_exchange_s(layout, 1, 1, "none")
     alone = Costs(grouped, dict(softwares), EFF)
     assert two.least_exchange_s(layout, 1, 1, "none") == alone.least_exchange_s(layout, 1, 1, "none")
-    assert two.step_s(two.setup(layout, 1, 1)) == alone.step_s(alone.setup(layout, 1, 1))
+    assert two.steps.step_s(two.setup(layout, 1, 1)) == alone.steps.step_s(alone.setup(layout, 1, 1))
 
 
 def test_a_record_is_changed_as_replace_does() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainspec_cli.recipe.keys.batching import BatchingSpec
@@ -144,31 +144,3 @@ def outgrows_noise(batching: BatchingSpec, samples: int, noise: NoiseAverage) ->
     grown = batching.schedule.kind in GROWS_BY_ITSELF and samples > batching.global_batch_size
     scale = noise.noise_scale
     return grown and noise.settled and scale is not None and samples > EQUIVALENT_FRACTION * scale
-
-
-def adascale_gain(noise_scale: float, start: int, size: int) -> float:
-    """Return how many steps of `start` samples one of `size` is worth (AdaScale, arXiv:2007.05105).
-
-    (v + s) / (v / (size / start) + s), where v = tr S / start and s = |mu|^2: between 1 and size / start.
-    """
-    return size / start * statistical_efficiency(noise_scale, start, size)
-
-
-def statistical_efficiency(noise_scale: float, start: int, size: int) -> float:
-    """Return what a sample of a step of `size` is worth beside one of a step of `start` (Pollux, OSDI 2021)."""
-    return 1.0 if math.isinf(noise_scale) else (noise_scale + start) / (noise_scale + size)
-
-
-def useful_samples_per_s(samples_per_s: float, noise_scale: float, start: int, size: int) -> float:
-    """Return samples a second, counted as if all were of steps of `start`; what Pollux calls the goodput."""
-    return samples_per_s * statistical_efficiency(noise_scale, start, size)
-
-
-def best_size(sizes: Sequence[int], samples_per_s: Callable[[int], float], noise_scale: float) -> int:
-    """Return the one of `sizes` with the most useful samples a second; of equals the smallest.
-
-    `samples_per_s`: the throughput of each size. For steps of alpha + beta B seconds the best size is
-    sqrt(alpha B_noise / beta), and the best of sizes that double is at least 97% as good.
-    """
-    start = min(sizes)
-    return max(sorted(sizes), key=lambda size: useful_samples_per_s(samples_per_s(size), noise_scale, start, size))

@@ -60,6 +60,8 @@ def _line(speed: Speed) -> tuple[float, float]:
 def _in_step_s(ranks: Iterable[tuple[float, float, int]], micro_batches: int) -> float:
     """Return the time of ranks (fixed_s, per_sample_s, samples) that wait for the slowest in each micro-batch, of which
     the larger ones come first: the sum of the slowest in each turn."""
+    # Thousands of ranks have few numbers of larger micro-batches: each turn then looks at two running maxima instead of
+    # all ranks.
     larger_s, smaller_s = [0.0] * (micro_batches + 1), [0.0] * (micro_batches + 1)
     """Seconds that a larger, and a smaller one, takes the slowest rank, by how many larger ones it has."""
     for fixed_s, sample_s, samples in ranks:
@@ -210,6 +212,7 @@ def _solve(samples: int, micro_batches: int, kinds: _Kinds, most: int, least: in
         raise ValueError(f"{samples} samples are more than {most} on each of {ranks} ranks")
     if least is None:
         least = 1 if samples >= ranks else 0
+    # With the number of micro-batches given, a rank's time is a line over its samples.
     lines = [
         _Line(micro_batches * fixed_s, sample_s, size)
         for fixed_s, sample_s, size in zip(kinds.fixed_s, kinds.sample_s, kinds.sizes, strict=True)

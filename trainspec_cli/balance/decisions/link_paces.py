@@ -58,7 +58,11 @@ class LinkPaceTracker:
             for link in filter(usual.is_comparable, alike):
                 for rank in link.ranks:
                     shown[self._is_between(link), rank].append((link.sent_bytes, self._pace(link, usual)))
-        self._paces |= {place: _narrowest(of_rank) for place, of_rank in shown.items()}
+        for place, of_rank in shown.items():
+            # A rank's own pace is the least, since in its other exchanges another rank may be the narrow one. Small
+            # exchanges show the latency more than the bandwidth.
+            largest_bytes = max(sent_bytes for sent_bytes, _ in of_rank)
+            self._paces[place] = min(pace for sent_bytes, pace in of_rank if sent_bytes >= LARGE * largest_bytes)
         scaleup, network = (
             tuple(self._paces.get((between, rank), 1.0) for rank in range(layout.world_size))
             for between in (False, True)
@@ -71,13 +75,14 @@ class LinkPaceTracker:
         usual, middle = self._usual.get(kind), sorted(links, key=lambda link: link.sent_bytes)[len(links) // 2]
         if usual is None or not usual.is_comparable(middle):
             alike = filter(Usual(0.0, middle.sent_bytes).is_comparable, links)
-            rate = median_high(link.bytes_per_s * self._known_pace(link) for link in alike)
+            # A link known to be narrow counts at the speed that it would have if it were not.
+            known = (
+                (link, max(self._paces.get((self._is_between(link), rank), 1.0) for rank in link.ranks))
+                for link in alike
+            )
+            rate = median_high(link.bytes_per_s * pace for link, pace in known)
             usual = self._usual[kind] = Usual(rate, middle.sent_bytes)
         return usual
-
-    def _known_pace(self, link: MeasuredLink) -> float:
-        between = self._is_between(link)
-        return max(self._paces.get((between, rank), 1.0) for rank in link.ranks)
 
     def _pace(self, link: MeasuredLink, usual: Usual) -> float:
         pace = usual.bytes_per_s / link.bytes_per_s
@@ -95,10 +100,3 @@ class Usual:
     def is_comparable(self, link: MeasuredLink) -> bool:
         """Return whether a link's exchanges are as large: smaller ones, of ranks with fewer samples, are slower."""
         return abs(link.sent_bytes - self.sent_bytes) <= OTHER_SIZE * self.sent_bytes
-
-
-def _narrowest(shown: Sequence[tuple[float, float]]) -> float:
-    """Return what a rank's exchanges (bytes, pace) leave as its own pace: the least, since in the others another rank
-    may be the narrow one. Small ones show the latency more than the bandwidth, and are left out."""
-    largest_bytes = max(sent_bytes for sent_bytes, _ in shown)
-    return min(pace for sent_bytes, pace in shown if sent_bytes >= LARGE * largest_bytes)

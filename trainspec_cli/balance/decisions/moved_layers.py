@@ -104,8 +104,10 @@ class LayerScheduler:
         """Return the best cut, by the slowest rank of each stage or by their mean, where it is worth the change."""
         before_s = compute_s(division, samples, [_slowest(row, samples) for row in speeds], 0.0)
         found: dict[Counts, float] = {}
-        for speeds_of_stages in self._relative(speeds, samples):
-            counts = cut_by_times(self._times, self._layout, speeds_of_stages, self._room)
+        # A stage waits for its slowest data-parallel rank, but samples move between those ranks: try the mean too.
+        paces = self._paces(speeds, samples)
+        for of_stages in (list(map(max, paces)), list(map(mean, paces))):
+            counts = cut_by_times(self._times, self._layout, self._equalised(of_stages), self._room)
             if counts is not None and counts != self._counts:
                 found[counts] = self._expected_s(counts, samples, speeds)
         if not found:
@@ -114,12 +116,6 @@ class LayerScheduler:
         if found[best] >= before_s * (1 - WORTHWHILE):
             return None
         return LayerChange(best, before_s, found[best], self._describe(speeds, samples))
-
-    def _relative(self, speeds: Sequence[Sequence[Speed]], samples: int) -> list[list[float]]:
-        """Return how fast each pipeline rank is by what its layers are planned to take: its slowest rank over the data
-        -parallel ranks, and their mean."""
-        paces = self._paces(speeds, samples)
-        return [self._equalised(one) for one in (list(map(max, paces)), list(map(mean, paces)))]
 
     def _paces(self, speeds: Sequence[Sequence[Speed]], samples: int) -> list[list[float]]:
         """Return for each pipeline rank the measured time over the planned one on each data-parallel rank."""

@@ -223,7 +223,15 @@ class SpeedTracker:
         if abs(pace - 1) <= noise:
             self._departed.clear()
             self._paces.append(pace)
-            self._refine(pace, speed)
+            if self._unrefined is not None:
+                self._unrefined.append(pace)
+                if len(self._unrefined) == REFINING_STEPS:
+                    self._scale(speed, self._unrefined)
+                    self._unrefined, self._refined_at = None, self._shape
+            elif len(self._paces) == REMEMBERED_STEPS and abs(median(self._paces) - 1) > self._change:
+                # No single step shows a change of this size, but all remembered ones together do: more than half of
+                # them are from after the change.
+                self._scale(speed, list(self._paces)[REMEMBERED_STEPS // 2 :])
             return
         if self._confirms(seen, noise):
             paces = [one.pace for one in self._departed]
@@ -239,17 +247,6 @@ class SpeedTracker:
         if least > 1 + PLAIN * noise and seconds >= max(PLAIN_S, self._settling_s):
             return len(self._departed) >= PLAIN_STEPS
         return len(self._departed) >= CONFIRMING_STEPS and seconds >= self._settling_s
-
-    def _refine(self, pace: float, speed: Speed) -> None:
-        """Set the speed anew where that is due after a change, or where the remembered steps together show a change
-        that no single one does."""
-        if self._unrefined is not None:
-            self._unrefined.append(pace)
-            if len(self._unrefined) == REFINING_STEPS:
-                self._scale(speed, self._unrefined)
-                self._unrefined, self._refined_at = None, self._shape
-        elif len(self._paces) == REMEMBERED_STEPS and abs(median(self._paces) - 1) > self._change:
-            self._scale(speed, list(self._paces)[REMEMBERED_STEPS // 2 :])  # more than half have changed
 
     def _scale(self, speed: Speed, paces: Sequence[float]) -> None:
         factor = median(paces)

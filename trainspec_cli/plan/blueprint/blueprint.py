@@ -50,6 +50,7 @@ def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint
         best = usual
     exchanges = exchanges_of(setup, best.once, best.groups, fabric, eff)
     moved = best is not usual
+    sizes = (fabric.scaleup_devices, *(tier.devices for tier in fabric.network))
     return Blueprint(
         fabric=fabric.name or ("of the recipe" if fabric.described else "flat"),
         tiers=tuple(_tiers(fabric)),
@@ -60,7 +61,8 @@ def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint
         exchanges=exchanges,
         settings=tuple(_settings(fabric, spec)),
         tuner=tuple(_tuner_rows(fabric, best.groups, exchanges, eff)) if _has_nccl(fabric) else (),
-        sorts_nodes=_sorts_nodes(fabric),
+        # The order of nodes matters where an element of a tier holds several of them, but not all.
+        sorts_nodes=any(fabric.devices_per_node < size < fabric.num_devices for size in sizes),
     )
 
 
@@ -85,12 +87,6 @@ def _tiers(fabric: Fabric) -> Iterator[BlueprintTier]:
         yield BlueprintTier(name, elements, min(devices, fabric.num_devices), gbit_per_s)
         if elements == 1:
             return
-
-
-def _sorts_nodes(fabric: Fabric) -> bool:
-    """Return whether some element of a tier holds several nodes, but not all."""
-    sizes = (fabric.scaleup_devices, *(tier.devices for tier in fabric.network))
-    return any(fabric.devices_per_node < size < fabric.num_devices for size in sizes)
 
 
 def _has_nccl(fabric: Fabric) -> bool:

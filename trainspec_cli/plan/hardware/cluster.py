@@ -21,7 +21,16 @@ def describe_fabric(cluster: ClusterSpec, machine: Machine | None) -> Fabric:
     per_node = cluster.devices_per_node
     if per_node == AUTO:
         per_node = 8 if machine is None else len(machine.gpu_names) or min(2, machine.cpu_cores)
-    check_accelerator(chip)
+    # Times are divided by these rates, and capacities are shares of this memory: without them there is no plan.
+    wanted = {"memory_gb": chip.memory_gb, "memory_tb_per_s": chip.memory_tb_per_s}
+    wanted["bf16_tflops"] = chip.bf16_tflops or chip.fp16_tflops
+    problems = []
+    for key, value in wanted.items():
+        if value <= 0:
+            message = f"{chip.name}: `{key}` is {value:g}; more than 0 is needed"
+            problems.append(Problem("out_of_range", message, f"cluster.accelerator.{key}"))
+    if problems:
+        raise RecipeError(problems)
     devices = cluster.num_nodes * int(per_node)
     fabric = Fabric(
         chip=replace(chip, sources=None),
@@ -118,19 +127,6 @@ def cpu_of(machine: Machine) -> AcceleratorSpec:
         link_gb_per_s=2.0,
         link_kind="pcie",
     )
-
-
-def check_accelerator(chip: AcceleratorSpec) -> None:
-    """Raises RecipeError for rates that nothing can be computed with."""
-    wanted = {"memory_gb": chip.memory_gb, "memory_tb_per_s": chip.memory_tb_per_s}
-    wanted["bf16_tflops"] = chip.bf16_tflops or chip.fp16_tflops
-    problems = []
-    for key, value in wanted.items():
-        if value <= 0:
-            message = f"{chip.name}: `{key}` is {value:g}; more than 0 is needed"
-            problems.append(Problem("out_of_range", message, f"cluster.accelerator.{key}"))
-    if problems:
-        raise RecipeError(problems)
 
 
 def efficiency_of(cluster: ClusterSpec) -> Efficiency:

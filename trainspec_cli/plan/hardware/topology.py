@@ -150,7 +150,7 @@ def group_of(fabric: Fabric, size: int, stride: int, eff: Efficiency) -> Group:
     them tens of thousands of times."""
     kept = fabric.groups.get((size, stride))
     if kept is None or kept[0] is not eff:
-        group = group_with(fabric, size, lambda devices: ranks_inside(devices, size, stride), eff)
+        group = group_with(fabric, size, lambda devices: min(size, max(1, devices // stride)), eff)
         kept = fabric.groups[size, stride] = eff, group
     return kept[1]
 
@@ -176,11 +176,6 @@ def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Eff
 def _hop_s(fabric: Fabric, latency_s: float | None) -> float | None:
     """Return the latency of one step over a link: gloo sends once the receiver has said that it is ready."""
     return 2 * latency_s if latency_s is not None and fabric.speaks_gloo else latency_s
-
-
-def ranks_inside(devices: int, size: int, stride: int) -> int:
-    """Ranks of a group, `stride` apart, inside an element of so many devices."""
-    return min(size, max(1, devices // stride))
 
 
 def axis_groups(layout: Layout, fabric: Fabric, eff: Efficiency) -> dict[str, Group]:

@@ -139,10 +139,13 @@ def in_flight(setup: Setup, stage: int) -> float:
     if layout.pp == 1:
         return 1.0
     if layout.pipeline_schedule == "gpipe":
+        # All forwards come before the first backward.
         return float(total)
     if layout.virtual_stages > 1:
+        # The warm-up of the interleaved schedule (arXiv:2104.04473); a chunk is one of a rank's virtual stages.
         chunks = 2 * (layout.pp - stage - 1) + (layout.virtual_stages - 1) * layout.pp + 1
         return min(chunks, total * layout.virtual_stages) / layout.virtual_stages
+    # 1F1B: a stage is ahead by as many micro-batches as there are stages from it to the last one.
     return float(min(layout.pp - stage, total))
 
 
@@ -178,6 +181,7 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
         weights = NF4_BYTES * params + each * trained / (shards if stage == 3 else 1)
     gradients = software.grad_bytes * trained / (shards if stage >= 2 else 1)
     if stage == 3 and software.weight_bytes == 4.0:
+        # FSDP's sharded gradients have the format of its fp32 parameters, whatever format they are reduced in.
         gradients = 4.0 * trained / shards
     replicated = software.counted and setup.group_layout.dp_replicate > 1 and setup.grad_accum > 1
     if stage >= 2 and (keeps_unsharded(setup) or replicated):
@@ -186,6 +190,7 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
     moments = trained * software.moment_bytes / (shards if stage else 1)
     master = trained * software.master_bytes / (shards if stage else 1)
     outer = trained * setup.outer_bytes / (shards if stage else 1)
+    # Offloaded moments and master weights lie in the host's memory; the outer optimizer's state stays.
     return weights, gradients, outer if setup.offload_optimizer else moments + master + outer
 
 

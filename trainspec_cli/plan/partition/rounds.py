@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import inf
 
 from trainspec_cli.plan.partition.problem import Borders, CutProblem, Rank
@@ -113,15 +113,14 @@ class _Search:
             ranks[number] = rank.holding(before, start, place)
             if not left:
                 self._keep((*borders, place))
-            elif before[-1] - before[place] <= self._left_s(stage, ranks):
-                self._branch((*borders, place), ranks)
+            else:
+                # A branch is dead where the ranks of the stages behind cannot take all the work that is left.
+                room_s = sum(self.bound_s * ranks[later].speed - ranks[later].beside_s for later in self.later[stage])
+                if before[-1] - before[place] <= room_s:
+                    self._branch((*borders, place), ranks)
         ranks[number] = rank
 
     def _keep(self, found: Borders) -> None:
         heaviest_s = self.problem.heaviest_s(found)
         if heaviest_s <= self.bound_s:  # which others may have lowered since this one's first borders
             self.best, self.bound_s = found, heaviest_s / (1 + GAIN)
-
-    def _left_s(self, stage: int, ranks: Sequence[Rank]) -> float:
-        """Return the work that the ranks of the stages behind can still take."""
-        return sum(self.bound_s * ranks[rank].speed - ranks[rank].beside_s for rank in self.later[stage])

@@ -74,7 +74,11 @@ class SprayedFabric:
         """(part, plane, which of them), of what is down."""
 
     def change(self, failure: Failure, by: int) -> None:
-        key = (failure.part, failure.plane, _which(failure))
+        # Two failures of one part are one: a part is known by its plane and by the NIC or T0 switch that it belongs to.
+        which = failure.nic if failure.part in ("port", "transceiver") else 0
+        if failure.part in ("link", "t0_switch"):
+            which = failure.t0
+        key = (failure.part, failure.plane, which)
         self._down[key] += by
         if not self._down[key]:
             del self._down[key]
@@ -135,12 +139,6 @@ class SprayedFabric:
         below = min(1.0, ENDS * self.nics_per_t0 / self.nics)
         one_link = 1 - math.pow(1 - 1 / self.uplinks, self.paths_per_plane)
         return {"t1_switch": some, "link": below * one_link, "t0_switch": below, "plane": 1.0}.get(part, own)
-
-
-def _which(failure: Failure) -> int:
-    if failure.part in ("port", "transceiver"):
-        return failure.nic
-    return failure.t0 if failure.part in ("link", "t0_switch") else 0
 
 
 def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str = "") -> SprayedEvent:

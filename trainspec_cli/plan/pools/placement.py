@@ -76,13 +76,9 @@ def groups_of(
         joint = {"pp": _joined(slowest, placement, pools, eff)}
     else:
         axes = [axis for axis in DATA_AXES if axis != "dp_shard" or layout.dp_shard == layout.data_parallel_size]
-        slow = {axis: min((groups[axis] for groups in own), key=_ring_bytes_per_s) for axis in axes}
+        slow = {axis: min((groups[axis] for groups in own), key=lambda group: group.ring_bytes_per_s) for axis in axes}
         joint = {axis: _joined(group, placement, pools, eff) for axis, group in slow.items()}
     return tuple(groups | joint for groups in own)
-
-
-def _ring_bytes_per_s(group: Group) -> float:
-    return group.ring_bytes_per_s
 
 
 def _joined(group: Group, placement: Placement, pools: Sequence[Pool], eff: Efficiency) -> Group:

@@ -111,18 +111,13 @@ def _part(placed: Placed, pools: Sequence[Pool], pool: int) -> PoolPart:
 
 def _assumptions(spec: RunSpec, pools: Sequence[Pool]) -> Iterator[str]:
     """Yield what the layouts rest on, that of each pool once."""
-    found = dict.fromkeys(line for pool in pools for line in assumptions_of(on_pool(spec, pool), pool.fabric))
-    yield from found
+    names = pool_names(spec.cluster.pools)
+    alone = ((on_pools(spec, [spec.cluster.pools[names.index(pool.name)]]), pool.fabric) for pool in pools)
+    yield from dict.fromkeys(line for on_one, fabric in alone for line in assumptions_of(on_one, fabric))
     if pools[0].link_gbit_per_s is None:
         yield "pools are joined by the NICs of the slower one (cluster.pool_link_gbit_per_s)"
     yield "tensor-, context- and expert-parallel groups stay in one pool; no blueprint is drawn over several"
     yield "a cluster of several pools is planned, not launched: the engine places no layout by kind of node"
-
-
-def on_pool(spec: RunSpec, pool: Pool) -> RunSpec:
-    """Return the recipe on the pool of this name alone."""
-    place = pool_names(spec.cluster.pools).index(pool.name)
-    return on_pools(spec, [spec.cluster.pools[place]])
 
 
 # Beside the plans on fewer pools

@@ -18,17 +18,17 @@ from trainspec_cli.plan.capacity import SLACK, softwares_of, start_s_a_step, tem
 from trainspec_cli.plan.cut import is_open, room_within
 from trainspec_cli.plan.hardware.rates import Efficiency
 from trainspec_cli.plan.memory.fit import SURELY, expected_step_s, fit_probability
-from trainspec_cli.plan.memory.frameworks import DEFAULT_MEMORY, LayerMemory, peak_of, stage_memory
+from trainspec_cli.plan.memory.frameworks import DEFAULT_MEMORY, peak_of, stage_memory
 from trainspec_cli.plan.memory.predict import layer_memory, predict_memory
 from trainspec_cli.plan.pipeline import layers_per_rank
 from trainspec_cli.plan.pools.describe import Pool
 from trainspec_cli.plan.pools.placement import NOT_WHOLE, Placement, placements
 from trainspec_cli.plan.pools.step import PoolStep, Setups, Stopwatch
 from trainspec_cli.plan.run.batches import main_size
-from trainspec_cli.plan.search.costs import axes_of_layer
+from trainspec_cli.plan.search.costs import LayerMemories
 from trainspec_cli.plan.search.search import SLOWER, TOO_LARGE, recompute_names
 from trainspec_cli.plan.search.space import Space
-from trainspec_cli.plan.setup import RECOMPUTE, Setup
+from trainspec_cli.plan.setup import RECOMPUTE
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
@@ -85,7 +85,7 @@ class PoolSearch:
         compute = next((one.compute for one in templates if one.compute == "fp16"), templates[0].compute)
         matmul = compute if self.spec.precision.matmul == "compute" else templates[0].matmul
         self._templates = tuple(replace(one, compute=compute, matmul=matmul) for one in templates)
-        self._layers: dict[tuple[object, ...], LayerMemory] = {}
+        self._memory = LayerMemories(layer_memory)
         self._best: dict[bool, list[tuple[float, int, Placed]]] = {False: [], True: []}
         """Heaps of the layouts with whole replicas on every pool, and of those whose pipelines go through the pools."""
         self._start_s, self._least_over = start_s_a_step(self.spec), float("inf")
@@ -134,7 +134,9 @@ class PoolSearch:
 
     def _try_all(self, keep: int) -> None:
         """Try every layout, placed in every way, with each recomputation that the recipe leaves open."""
-        space = Space(self.spec, self.pools[0].fabric.num_devices, self._scaleup_devices())
+        # Fast links must reach as far in every pool, since all have the same layout.
+        scaleup_devices = min(pool.fabric.scaleup_devices for pool in self.pools)
+        space = Space(self.spec, self.pools[0].fabric.num_devices, scaleup_devices)
         names = recompute_names(self.spec.recompute)
         offloads = (False, True) if self.spec.offload == AUTO else (self.spec.offload == "optimizer",)
         units: list[tuple[float, int, _Unit]] = []
@@ -151,10 +153,6 @@ class PoolSearch:
                 if self._try(self._setups(unit, name), unit.placement, name, keep):
                     break  # heavier recomputation of a layout that surely fits is only slower
         self.refused.update(space.refused)
-
-    def _scaleup_devices(self) -> int:
-        """Return the devices that share fast links in every pool."""
-        return min(pool.fabric.scaleup_devices for pool in self.pools)
 
     def _setups(self, unit: _Unit, name: str) -> Setups:
         return tuple(
@@ -183,7 +181,15 @@ class PoolSearch:
             return self._refuse(over, setups, placement, name)
         step = self.watch.step(setups, placement, self.samples)
         placed = Placed(setups, placement, name, step)
-        over = self._rough_part(placed)
+        parts = []  # the estimated peak over the limit, by pool
+        for pool, setup in enumerate(self._of_step(placed)):
+            layer = self._memory.of(setup, placed.recompute)
+            counts = layers_per_rank(setup.model.num_layers, setup.layout)
+            stages = stages_on(pool, placed.placement, setup.layout)
+            fullest = {stages[0], max(stages, key=counts.__getitem__), stages[-1]}
+            sizes = (stage_memory(setup, stage, counts[stage], layer, DEFAULT_MEMORY).total_bytes for stage in fullest)
+            parts.append(max(sizes) / self.pools[pool].limit_bytes)
+        over = max(parts)
         if over > SLACK:
             return self._refuse(over, setups, placement, name)
         probability = fit_probability(over, 1.0)
@@ -203,7 +209,7 @@ class PoolSearch:
         """Return the estimated peak over the limit of the pool with the most memory, with whole micro-batches: those of
         the fastest pool are about as large, and another size of them is tried too."""
         most = max(range(len(self.pools)), key=lambda pool: self.pools[pool].limit_bytes)
-        peak = peak_of(setups[most], self._layer_memory(setups[most], name))
+        peak = peak_of(setups[most], self._memory.of(setups[most], name))
         return peak / self.pools[most].limit_bytes
 
     def _least_part_of_stages(self, setups: Setups, placement: Placement, name: str) -> float:
@@ -211,28 +217,10 @@ class PoolSearch:
         the last of its pool, which keeps the fewest micro-batches."""
         room = 0.0
         for pool, (setup, described) in enumerate(zip(setups, self.pools, strict=True)):
-            layer, last = self._layer_memory(setup, name), stages_on(pool, placement, setup.layout)[-1]
+            layer, last = self._memory.of(setup, name), stages_on(pool, placement, setup.layout)[-1]
             one, two = (stage_memory(setup, last, number, layer, DEFAULT_MEMORY).total_bytes for number in (1, 2))
             room += placement.ranks[pool] * max(0.0, 1 + (SLACK * described.limit_bytes - one) / (two - one))
         return SLACK * setups[0].model.num_layers / max(room, 1e-9)
-
-    def _rough_part(self, placed: Placed) -> float:
-        """Return the estimated peak over the limit, of the pool that is nearest to its own."""
-        parts = []
-        for pool, setup in enumerate(self._of_step(placed)):
-            layer = self._layer_memory(setup, placed.recompute)
-            counts = layers_per_rank(setup.model.num_layers, setup.layout)
-            stages = stages_on(pool, placed.placement, setup.layout)
-            fullest = {stages[0], max(stages, key=counts.__getitem__), stages[-1]}
-            sizes = (stage_memory(setup, stage, counts[stage], layer, DEFAULT_MEMORY).total_bytes for stage in fullest)
-            parts.append(max(sizes) / self.pools[pool].limit_bytes)
-        return max(parts)
-
-    def _layer_memory(self, setup: Setup, recompute: str) -> LayerMemory:
-        key = (*axes_of_layer(setup.layout), setup.micro_batch_size, recompute, id(setup.software))
-        if key not in self._layers:
-            self._layers[key] = layer_memory(setup, recompute)
-        return self._layers[key]
 
     def _of_step(self, placed: Placed) -> Setups:
         """Return the setups with each pool's largest micro-batch."""

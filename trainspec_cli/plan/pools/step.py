@@ -17,12 +17,12 @@ from trainspec_cli.balance.decisions.balance import best_division
 from trainspec_cli.balance.decisions.speeds import Speed
 from trainspec_cli.plan.cut import cut, is_open, mean_times, planned_times
 from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.hardware.topology import Group, axis_groups
-from trainspec_cli.plan.partition.problem import LayerTimes, Room
+from trainspec_cli.plan.hardware.topology import Group
+from trainspec_cli.plan.partition.problem import Room
 from trainspec_cli.plan.pools.describe import Pool
 from trainspec_cli.plan.pools.placement import Placement, groups_of
 from trainspec_cli.plan.run.batches import weigh_times
-from trainspec_cli.plan.search.costs import part_key
+from trainspec_cli.plan.search.costs import Steps, part_key
 from trainspec_cli.plan.setup import Setup
 from trainspec_cli.plan.time.compute import EIGHT_BIT
 from trainspec_cli.plan.time.step import (
@@ -30,10 +30,9 @@ from trainspec_cli.plan.time.step import (
     TimedRank,
     assemble_step,
     bubble_s,
-    micro_batch,
+    layer_s,
     own_work_s,
     rank_parts,
-    recompute_part_s,
     step_of_rank,
     waiting_share,
 )
@@ -78,10 +77,7 @@ class _Work:
     @classmethod
     def of(cls, once: MicroBatch, setup: Setup) -> _Work:
         numbers = once.numbers([range(once.num_layers)])
-        kinds_s = (
-            number * (own_work_s(kind) + recompute_part_s(kind, setup.recompute))
-            for kind, number in zip(once.kinds, numbers, strict=True)
-        )
+        kinds_s = (number * layer_s(kind, setup.recompute) for kind, number in zip(once.kinds, numbers, strict=True))
         return cls(tuple(kinds_s), own_work_s(once.embedding), own_work_s(once.head))
 
     @property
@@ -103,7 +99,7 @@ class Stopwatch:
 
     def __init__(self, pools: Sequence[Pool], eff: Efficiency):
         self.pools, self._eff = pools, eff
-        self._parts: dict[tuple[object, ...], MicroBatch] = {}
+        self._steps = [Steps(pool.fabric, eff) for pool in pools]
         self._least_s: dict[tuple[object, ...], float] = {}
 
     def step(self, setups: Setups, placement: Placement, samples: int) -> PoolStep:
@@ -141,17 +137,16 @@ class Stopwatch:
         looked at. Gradients are added up where there are several micro-batches, and weights cast to 8 bits once a
         step: a sample takes least in one micro-batch, or with 8 bits in many."""
         key = (pool, *part_key(setup), setup.recompute)
-        if key not in self._least_s:
-            self._least_s[key] = self._find_least_sample_s(pool, setup, samples)
-        return self._least_s[key]
-
-    def _find_least_sample_s(self, pool: int, setup: Setup, samples: int) -> float:
-        least_s, numbers = math.inf, (1, samples) if setup.matmul in EIGHT_BIT else (1,)
+        if key in self._least_s:
+            return self._least_s[key]
+        least_s = math.inf
+        numbers = (1, samples) if setup.matmul in EIGHT_BIT else (1,)
         sizes = takewhile(bool, (int(setup.micro_batch_size) >> halved for halved in count()))
         for size, micro_batches in product(sizes, numbers):
             sized = replace(setup, micro_batch_size=float(size), grad_accum=micro_batches)
-            least_s = min(least_s, _Work.of(self._micro_batch(pool, sized), sized).total_s / size)
-        return BETWEEN * least_s
+            least_s = min(least_s, _Work.of(self._steps[pool].micro_batch(sized), sized).total_s / size)
+        self._least_s[key] = BETWEEN * least_s
+        return self._least_s[key]
 
     def _least_through_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
         """The slowest rank takes at least the mean of all ranks, weighed by their speeds: each layer adds the least of
@@ -159,7 +154,7 @@ class Stopwatch:
         layout, pools = setups[0].layout, range(len(setups))
         micro_batches = micro_batches_of(layout, setups[0].micro_batch_size, samples)
         sized = [replace(setup, grad_accum=micro_batches) for setup in setups]
-        works = [_Work.of(self._micro_batch(pool, setup), setup) for pool, setup in enumerate(sized)]
+        works = [_Work.of(self._steps[pool].micro_batch(setup), setup) for pool, setup in enumerate(sized)]
         pool_of = placement.pool_of_stage_rank
         first, last = (pool_of[layout.rank_of_stage(stage)] for stage in (0, layout.num_stages - 1))
         together = sum(1 / works[pool].layers_s for pool in pool_of)
@@ -185,21 +180,11 @@ class Stopwatch:
         if not is_open(layout, setups[0].model):
             return layout
         largest = max(range(len(self.pools)), key=lambda pool: self.pools[pool].devices)
-        times = [self._layer_times(pool, setup, alike) for pool, setup in enumerate(setups)]
+        times_of = mean_times if alike else planned_times
+        times = [times_of(self._steps[pool].micro_batch(setup), setup) for pool, setup in enumerate(setups)]
         work_s = [sum(time.layers_s) for time in times]
         speeds = [work_s[largest] / work_s[pool] for pool in placement.pool_of_stage_rank]
         return cut(times[largest], layout, room, speeds)
-
-    def _layer_times(self, pool: int, setup: Setup, alike: bool) -> LayerTimes:
-        once = self._micro_batch(pool, setup)
-        return mean_times(once, setup) if alike else planned_times(once, setup)
-
-    def _micro_batch(self, pool: int, setup: Setup) -> MicroBatch:
-        key = (pool, *part_key(setup))
-        if key not in self._parts:
-            groups = axis_groups(setup.layout, self.pools[pool].fabric, self._eff)
-            self._parts[key] = micro_batch(setup, groups, self._eff)
-        return self._parts[key]
 
     # Whole replicas on every pool
 
@@ -249,7 +234,7 @@ class Stopwatch:
     def _seconds(self, pool: int, setup: Setup, size: int) -> float:
         """Return the seconds of a micro-batch of `size` samples on the slowest of a pool's pipeline ranks."""
         sized = replace(setup, micro_batch_size=float(size))
-        once = self._micro_batch(pool, sized)
+        once = self._steps[pool].micro_batch(sized)
         return max(rank.time_s(sized) for rank in rank_parts(once, sized.layout))
 
     def _own_step(
@@ -268,7 +253,7 @@ class Stopwatch:
 
     def _sized(self, pool: int, setup: Setup, groups: dict[str, Group], size: int, micro_batches: int) -> StepTime:
         sized = replace(setup, micro_batch_size=float(size), grad_accum=micro_batches)
-        return assemble_step(sized, self._micro_batch(pool, sized), groups, self._eff)
+        return assemble_step(sized, self._steps[pool].micro_batch(sized), groups, self._eff)
 
     def _in_turns_s(self, setups: Setups, samples: Sequence[int], micro_batches: int) -> list[float]:
         """Return how long each pool waits within a step in which ranks meet in every micro-batch, larger ones first."""
@@ -291,7 +276,7 @@ class Stopwatch:
         layout, eff = setups[0].layout, self._eff
         micro_batches = micro_batches_of(layout, setups[0].micro_batch_size, samples)
         setups = tuple(replace(setup, grad_accum=micro_batches) for setup in setups)
-        onces = [self._micro_batch(pool, setup) for pool, setup in enumerate(setups)]
+        onces = [self._steps[pool].micro_batch(setup) for pool, setup in enumerate(setups)]
         by_pool = [rank_parts(once, layout) for once in onces]
         pool_of = placement.pool_of_stage_rank
         ranks = [by_pool[pool][rank] for rank, pool in enumerate(pool_of)]

@@ -53,10 +53,6 @@ class PortfolioRun:
     def device_hours(self) -> float:
         return self.devices * self.wall_s / SECONDS_PER_HOUR
 
-    @property
-    def spot_device_hours(self) -> float:
-        return math.inf if self.spot_wall_s is None else self.devices * self.spot_wall_s / SECONDS_PER_HOUR
-
 
 def spot_reliability(cluster: ClusterSpec) -> ReliabilitySpec:
     """Return the cluster's failures with the times that a cloud takes a node back among them.
@@ -80,7 +76,11 @@ def make_budget(cluster: ClusterSpec, node_devices: int, runs: Sequence[Portfoli
     worth_usd = _worth(cluster, table)
     usd = _totals(cluster, table)
     hours = sum(row.device_hours for row in table)
-    months = _by_month(table)
+    # Machines are paid at the beginning of their year, and sales come at its end.
+    ways = [way for way in WAYS if all(way in row.usd for row in table)]
+    months: dict[str, tuple[float, ...]] = {way: tuple(accumulate(_monthly(table, way), initial=0.0)) for way in ways}
+    own_hours = sum(run.device_hours * sum(run.per_year) for run in runs)
+    joules_per_hour = sum(run.energy_joules * sum(run.per_year) for run in runs) / own_hours if own_hours else 0.0
     return Budget(
         cluster=cluster.name,
         accelerator=cluster.accelerator.name if cluster.accelerator else "",
@@ -89,7 +89,7 @@ def make_budget(cluster: ClusterSpec, node_devices: int, runs: Sequence[Portfoli
         usd=usd,
         worth_usd=worth_usd,
         break_even_months=break_even_months(months["owned"], months["on_demand"]),
-        break_even_utilisation=break_even_utilisation(cluster, _energy_per_hour(runs)),
+        break_even_utilisation=break_even_utilisation(cluster, joules_per_hour),
         cumulated_usd=months,
         sensitivities=tuple(_sensitivities(cluster, node_devices, runs, years)),
     )
@@ -111,7 +111,9 @@ def cash_of_years(
         sold = bought[year - life + 1] if year >= life - 1 else 0
         parts = _owned_cash(cluster, runs, year, present, bought[-1], sold)
         rent = rental_price(cluster)
-        spot_hours = sum(run.times(year) * run.spot_device_hours for run in runs if run.times(year))
+        # A run that never ends on spot devices costs infinitely much, and nothing in a year without it.
+        walls_s = ((run, math.inf if run.spot_wall_s is None else run.spot_wall_s) for run in runs if run.times(year))
+        spot_hours = sum(run.times(year) * (run.devices * wall_s / SECONDS_PER_HOUR) for run, wall_s in walls_s)
         cash: dict[str, float] = {
             "owned": sum(parts.values()),
             "on_demand": hours * rent,
@@ -160,12 +162,6 @@ def _idle_joules(cluster: ClusterSpec) -> float:
     return tdp_w * (cluster.power.idle + cluster.power.host) * cluster.site.pue * SECONDS_PER_HOUR
 
 
-def _energy_per_hour(runs: Sequence[PortfolioRun]) -> float:
-    """Joules of a device in an hour of the portfolio's runs."""
-    hours = sum(run.device_hours * sum(run.per_year) for run in runs)
-    return sum(run.energy_joules * sum(run.per_year) for run in runs) / hours if hours else 0.0
-
-
 def _worth(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> float:
     """Value of the devices that are there at the end: each year takes the same part of what it loses in its life."""
     life = max(1, round(cluster.cost.useful_years))
@@ -195,12 +191,6 @@ def _budgeted(run: PortfolioRun, years: int, usd: Mapping[str, float], hours: fl
         usd=shares,
         usd_per_million_tokens={way: share / run.tokens * 1e6 for way, share in shares.items()},
     )
-
-
-def _by_month(table: Sequence[BudgetYear]) -> dict[str, tuple[float, ...]]:
-    """Cash up to each month: machines are paid at the beginning of their year, sales come at its end."""
-    ways = [way for way in WAYS if all(way in row.usd for row in table)]
-    return {way: tuple(accumulate(_monthly(table, way), initial=0.0)) for way in ways}
 
 
 def _monthly(table: Sequence[BudgetYear], way: Way) -> list[float]:
@@ -261,12 +251,8 @@ def _sensitivities(
                 for changed in (replace(cluster, cost=_with_price(cost, key, end)) for end in ends)
             )
             found.append(Sensitivity(f"cluster.cost.{key}", *ends, low, high))
-    half, double = (
-        _totals(cluster, cash_of_years(cluster, node_devices, [_scaled(run, by) for run in runs], years))
-        for by in (0.5, 2.0)
+    fewer, more = (
+        [replace(run, per_year=tuple(times * by for times in run.per_year)) for run in runs] for by in (0.5, 2.0)
     )
+    half, double = (_totals(cluster, cash_of_years(cluster, node_devices, some, years)) for some in (fewer, more))
     return [*found, Sensitivity("runs a year", 0.5, 2.0, half, double)]
-
-
-def _scaled(run: PortfolioRun, by: float) -> PortfolioRun:
-    return replace(run, per_year=tuple(times * by for times in run.per_year))

@@ -123,6 +123,7 @@ Cost = tuple[Interval | None, dict[str, float]]
 
 def add_costs(costs: Sequence[Cost]) -> Cost:
     """Return the sum of the costs of several pools, which rest on the same wall time; None where one is not known."""
+    # All pools share the wall time, which moves their costs together: ends add up to ends.
     known = [interval for interval, _ in costs if interval is not None]
     if len(known) < len(costs):
         return None, {}

@@ -59,7 +59,12 @@ def forecast_run(
     wanted, *alternatives = recovery_modes(spec.resilience, candidate.layout.dp_replicate)
     chosen = expect_goodput(spec, plan, candidate, wanted)
     if chosen is None:
-        raise RecipeError(_endless(spec, plan))
+        path = "cluster.reliability.mtbf_device_hours"
+        mtbf_s = reliability.job_mtbf_s(spec.cluster.reliability, plan.world_size)
+        message = (
+            f"with a failure every {mtbf_s:.3g} s (`{path}` over {plan.world_size:,} devices) no work is ever kept"
+        )
+        raise RecipeError(Problem("out_of_range", message, path, f"type a larger {path}, or fewer devices"))
     if other is not None:
         alternatives = [other_recovery(spec.resilience)]
     beside = other or candidate
@@ -114,13 +119,6 @@ def recovery_modes(wanted: ResilienceSpec, replica_groups: int) -> tuple[Resilie
 def other_recovery(wanted: ResilienceSpec) -> ResilienceSpec:
     other: RecoveryMode = "elastic" if wanted.mode == "restart" else "restart"
     return replace(wanted, mode=other)
-
-
-def _endless(spec: RunSpec, plan: CapacityPlan) -> Problem:
-    path = "cluster.reliability.mtbf_device_hours"
-    mtbf_s = reliability.job_mtbf_s(spec.cluster.reliability, plan.world_size)
-    message = f"with a failure every {mtbf_s:.3g} s (`{path}` over {plan.world_size:,} devices) no work is ever kept"
-    return Problem("out_of_range", message, path, f"type a larger {path}, or fewer devices")
 
 
 def expect_goodput(

@@ -166,24 +166,17 @@ class _Simulation:
         every = self.standing.groups
         self.standing = self.standing.after("lost", every if job_wide or len(every) == 1 else (group,))
         self.progress.lose(self.standing.is_lost)
-        wait_for_node_s = 0.0 if job_wide else self._take_spare()
+        wait_for_node_s = 0.0
+        if not job_wide and self.cluster.spare_nodes is not None:
+            # The first spare that is free takes over; the failed node goes to repair and is a spare later.
+            repaired_s = self.clock.now_s + self.cluster.repair_s
+            wait_for_node_s = max(0.0, heapq.heappushpop(self.spares_free_s, repaired_s) - self.clock.now_s)
         if self.standing.is_lost:
-            self._restart(wait_for_node_s)
+            self.away.clear()  # groups that were away start with the whole job
+            self.standing = self.started
+            self._pause("restart", self.takes.restart_s + wait_for_node_s)
         else:
             self._leave(group, wait_for_node_s)
-
-    def _take_spare(self) -> float:
-        """-> seconds until a node is free; the failed one goes to repair and is free again later."""
-        if self.cluster.spare_nodes is None:
-            return 0.0
-        now_s = self.clock.now_s
-        return max(0.0, heapq.heappushpop(self.spares_free_s, now_s + self.cluster.repair_s) - now_s)
-
-    def _restart(self, wait_for_node_s: float) -> None:
-        """The whole job starts again; groups that were away start with it."""
-        self.away.clear()
-        self.standing = self.started
-        self._pause("restart", self.takes.restart_s + wait_for_node_s)
 
     def _leave(self, group: int, wait_for_node_s: float) -> None:
         """The group goes away and the others step on without it, or wait when they are too few."""
@@ -261,17 +254,16 @@ class _Progress:
             since_step_s = 0.0
         else:
             since_step_s = self.rate * (min(self.position_s, self.job.interval_s) % self.job.step_time_s)
-        lost_s = self.work_s - self._whole_checkpoint_s() if state_is_lost else since_step_s
+        lost_s = since_step_s
+        if state_is_lost:
+            # The latest checkpoint may still be on its way to storage: then only the one before it is whole.
+            on_its_way = self.position_s < self.job.written_s - self.job.blocked_s
+            lost_s = self.work_s - (self.previously_saved_s if on_its_way else self.saved_s)
         self.work_s -= lost_s
         self.lost_s["rework"] += lost_s
         if state_is_lost:
             self.saved_s = self.previously_saved_s = self.work_s
             self.position_s = 0.0
-
-    def _whole_checkpoint_s(self) -> float:
-        """Work in the newest checkpoint that is whole: the latest may still be on its way to storage."""
-        on_its_way = self.position_s < self.job.written_s - self.job.blocked_s
-        return self.previously_saved_s if on_its_way else self.saved_s
 
     def wall_to_finish_s(self) -> float:
         """Return the time until the last step, if nothing happens before."""

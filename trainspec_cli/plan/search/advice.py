@@ -72,18 +72,14 @@ def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
             with_adapters |= has_adapters or QUANTISED in changes
             note = f", {ADAPTERS_NOTE}" if has_adapters else ""
             yield _describe(" ".join(words for words, _ in changes), found) + note
-    yield from _more_nodes(spec, fabric, eff)
-
-
-def _more_nodes(spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Iterator[str]:
     words, apply = OPEN
-    for factor in MORE_NODES:
+    for factor in MORE_NODES:  # the fewest more nodes that help: others would help too
         nodes = spec.cluster.num_nodes * factor
         larger = replace(spec, cluster=replace(spec.cluster, num_nodes=nodes))
         fabric_of_all = replace(fabric, num_devices=fabric.num_devices * factor)
         if found := _find_fastest(apply(larger), spec, fabric_of_all, eff):
             yield _describe(f"cluster.num_nodes={nodes} {words}", found)
-            return
+            break
 
 
 def _find_fastest(changed: RunSpec, spec: RunSpec, fabric: Fabric, eff: Efficiency) -> Candidate | None:

@@ -5,6 +5,7 @@ Searches that differ in what they may choose, and not in the model, the software
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from functools import lru_cache
@@ -12,13 +13,15 @@ from typing import NamedTuple
 
 from trainspec_cli.plan.cut import cut, is_open, mean_times
 from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.hardware.topology import Group, axis_groups
+from trainspec_cli.plan.hardware.topology import Fabric, Group, axis_groups
+from trainspec_cli.plan.memory.frameworks import LayerMemory
 from trainspec_cli.plan.setup import RECOMPUTE, Recompute, Setup, Software, changed
 from trainspec_cli.plan.time.compute import EIGHT_BIT
 from trainspec_cli.plan.time.step import (
     MicroBatch,
     TimedRank,
     exchanges_of,
+    layer_s,
     micro_batch,
     own_work_s,
     pipeline_sends_s,
@@ -30,17 +33,53 @@ from trainspec_cli.plan.time.step import (
 from trainspec_cli.recipe.keys.layout import Layout, Sharding
 
 
+class Steps:
+    """Steps of one model on one fabric. Layouts share micro-batches and slowest ranks, each of which is timed once: the
+    planner's search, the search at measured speeds and that over pools time thousands of layouts with them."""
+
+    def __init__(self, fabric: Fabric, eff: Efficiency):
+        self.fabric, self.eff = fabric, eff
+        self._parts: dict[tuple[object, ...], MicroBatch] = {}
+        self._groups: dict[tuple[object, ...], dict[str, Group]] = {}
+        self._slowest: dict[tuple[object, ...], TimedRank] = {}
+
+    def micro_batch(self, setup: Setup, key: tuple[object, ...] | None = None) -> MicroBatch:
+        """`key`: the setup's `part_key`, where it is known."""
+        key = key or part_key(setup)
+        if key not in self._parts:
+            self._parts[key] = micro_batch(setup, self.groups(setup.layout), self.eff)
+        return self._parts[key]
+
+    def groups(self, layout: Layout) -> dict[str, Group]:
+        key = layout.tp, layout.cp, layout.ep, layout.etp, layout.dp_shard, layout.dp_replicate, layout.pp
+        if key not in self._groups:
+            self._groups[key] = axis_groups(layout, self.fabric, self.eff)
+        return self._groups[key]
+
+    def step_s(self, setup: Setup) -> float:
+        """Return the seconds of a step. Layers without a cut are cut as if they were all the average one."""
+        layout = setup.layout
+        part = part_key(setup)
+        once = self.micro_batch(setup, part)
+        # The slowest rank does not depend on how samples are spread: layouts that differ in that alone share it.
+        cuts = layout.pp, layout.pipeline_schedule, layout.virtual_stages, layout.stage_layers
+        key = *part, *cuts, setup.recompute, layout.bubble_of(setup.grad_accum)
+        if key not in self._slowest:
+            is_cut = not is_open(layout, setup.model)
+            as_cut = setup if is_cut else replace(setup, layout=cut(mean_times(once, setup), layout))
+            self._slowest[key] = slowest_rank(once, as_cut, self.eff)
+        return step_of_rank(self._slowest[key], setup, once.rates, self.groups(layout), self.eff).total_s
+
+
 class Costs:
-    """Times of layouts of `template`'s model on its fabric."""
+    """Times of layouts of `template`'s model on its fabric, and bounds on them."""
 
     def __init__(self, template: Setup, softwares: dict[Sharding, Software], eff: Efficiency) -> None:
         self.template, self.softwares, self.eff = template, softwares, eff
+        self.steps = Steps(template.fabric, eff)
         self.waiting = waiting_share(template, eff)
         """Share of a step's work that waiting for the slowest device adds."""
-        self._parts: dict[tuple[object, ...], MicroBatch] = {}
         self._works_s: dict[tuple[object, ...], dict[str, float]] = {}
-        self._groups: dict[tuple[object, ...], dict[str, Group]] = {}
-        self._slowest: dict[tuple[object, ...], TimedRank] = {}
         self._least_exchange_s: dict[tuple[object, ...], float] = {}
         self._densities: dict[tuple[object, ...], _Density] = {}
 
@@ -59,13 +98,12 @@ class Costs:
         """Return the work of one micro-batch in all layers, the embedding and the head, by what is recomputed."""
         part = self._part(layout, micro, accum)
         if part not in self._works_s:
-            once = self._micro_batch(part, self.setup(layout, micro, accum))
-            self._works_s[part] = {name: self._work_s(once, again) for name, again in RECOMPUTE.items()}
+            once = self.steps.micro_batch(self.setup(layout, micro, accum), part)
+            number, embedding_s, head_s = once.num_layers, own_work_s(once.embedding), own_work_s(once.head)
+            self._works_s[part] = {
+                name: number * layer_s(once.layer, again) + embedding_s + head_s for name, again in RECOMPUTE.items()
+            }
         return self._works_s[part]
-
-    def _work_s(self, once: MicroBatch, again: Recompute) -> float:
-        layers_s = self.template.model.num_layers * (own_work_s(once.layer) + recompute_part_s(once.layer, again))
-        return layers_s + own_work_s(once.embedding) + own_work_s(once.head)
 
     def least_exchange_s(self, layout: Layout, micro: int, accum: int, recompute: str) -> float:
         """Return what a step's exchanges add to the work of its mean stage at least: its pipeline's sends, and of data
@@ -77,45 +115,15 @@ class Costs:
             setup = self.setup(layout, micro, accum, recompute)
             stage_s = self.works_s(layout, micro, accum)[recompute] / layout.pp
             if (dense := (*part, recompute)) not in self._densities:
-                self._densities[dense] = _Density.of(self._micro_batch(part, setup), setup.recompute)
-            groups = self._axis_groups(layout)
+                self._densities[dense] = _Density.of(self.steps.micro_batch(setup, part), setup.recompute)
+            groups = self.steps.groups(layout)
             sends_s = pipeline_sends_s(setup, groups["pp"], self.eff)
             exposed_s = self._densities[dense].least_exposed_s(stage_s, setup, groups, self.eff)
             self._least_exchange_s[key] = sends_s + exposed_s
         return self._least_exchange_s[key]
 
-    def step_s(self, setup: Setup) -> float:
-        """Return the seconds of a step, its layers cut into stages as if they were all the average one."""
-        part, groups = part_key(setup), self._axis_groups(setup.layout)
-        once = self._micro_batch(part, setup)
-        slowest = self._slowest_rank(part, once, setup)
-        return step_of_rank(slowest, setup, once.rates, groups, self.eff).total_s
-
     def _part(self, layout: Layout, micro: int, accum: int) -> tuple[object, ...]:
         return _part_key(layout, micro, accum, self.template.matmul, self.softwares[layout.sharding])
-
-    def _micro_batch(self, part: tuple[object, ...], setup: Setup) -> MicroBatch:
-        if part not in self._parts:
-            self._parts[part] = micro_batch(setup, self._axis_groups(setup.layout), self.eff)
-        return self._parts[part]
-
-    def _slowest_rank(self, part: tuple[object, ...], once: MicroBatch, setup: Setup) -> TimedRank:
-        """Return the rank whose share of the layers takes longest; layouts that spread samples otherwise have the
-        same."""
-        layout = setup.layout
-        cuts = layout.pp, layout.pipeline_schedule, layout.virtual_stages, layout.stage_layers
-        key = *part, *cuts, setup.recompute, layout.bubble_of(setup.grad_accum)
-        if key not in self._slowest:
-            if is_open(layout, setup.model):
-                setup = replace(setup, layout=cut(mean_times(once, setup), layout))
-            self._slowest[key] = slowest_rank(once, setup, self.eff)
-        return self._slowest[key]
-
-    def _axis_groups(self, layout: Layout) -> dict[str, Group]:
-        key = layout.tp, layout.cp, layout.ep, layout.etp, layout.dp_shard, layout.dp_replicate, layout.pp
-        if key not in self._groups:
-            self._groups[key] = axis_groups(layout, self.template.fabric, self.eff)
-        return self._groups[key]
 
 
 class _Density(NamedTuple):
@@ -129,9 +137,11 @@ class _Density(NamedTuple):
 
     @classmethod
     def of(cls, once: MicroBatch, again: Recompute) -> _Density:
-        kinds_s = [(kind, own_work_s(kind) + recompute_part_s(kind, again)) for kind in once.kinds]
+        kinds_s = [(kind, layer_s(kind, again)) for kind in once.kinds]
         ends = once.embedding, once.head
         return cls(
+            # A stage may have layers of any kind: only the kind with the fewest parameters for its work bounds them
+            # all.
             min(kind.params / time_s for kind, time_s in kinds_s),
             min(kind.expert_params / time_s for kind, time_s in kinds_s),
             sum(map(own_work_s, ends)),
@@ -148,10 +158,25 @@ class _Density(NamedTuple):
         return sent.times * each_s + max(0.0, sent.across_s - beside_s / 2)
 
 
+class LayerMemories:
+    """A layer's memory by a recomputation, estimated once for all layouts that cut a layer alike."""
+
+    def __init__(self, estimate: Callable[[Setup, str], LayerMemory]):
+        self._estimate = estimate
+        self._known: dict[tuple[object, ...], LayerMemory] = {}
+
+    def of(self, setup: Setup, recompute: str) -> LayerMemory:
+        key = (*axes_of_layer(setup.layout), setup.micro_batch_size, recompute, id(setup.software))
+        if key not in self._known:
+            self._known[key] = self._estimate(setup, recompute)
+        return self._known[key]
+
+
 @lru_cache(maxsize=4)
 def costs_of(template: Setup, softwares: tuple[tuple[Sharding, Software], ...], eff: Efficiency) -> Costs:
     """Return the costs that searches with the same of all these share. Searches that differ in the replica groups alone
     share all but the exchanges."""
+    # How replicas are grouped changes what they exchange, but no micro-batch: two searches of one plan differ so.
     alike = replace(template, replica_groups=1)
     if template == alike:
         return Costs(template, dict(softwares), eff)
@@ -167,6 +192,8 @@ def part_key(setup: Setup) -> tuple[object, ...]:
 
 
 def _part_key(layout: Layout, micro: float, accum: int, matmul: str, software: Software) -> tuple[object, ...]:
+    # Weights are cast to 8 bits once a step, and micro-batches share that cost. In other formats it matters only
+    # whether gradients of several micro-batches are added up.
     counted = accum if matmul in EIGHT_BIT else accum > 1
     return *axes_of_layer(layout), layout.pp == 1, layout.shards_parameters, micro, counted, id(software)
 

@@ -22,7 +22,7 @@ from trainspec_cli.balance.batch.division import micro_batches_of
 from trainspec_cli.plan.hardware.rates import Efficiency
 from trainspec_cli.plan.memory.fit import SURELY, expected_step_s, fit_probability
 from trainspec_cli.plan.memory.frameworks import LayerMemory, mean_layer_memory, memory_limit_bytes, peak_of
-from trainspec_cli.plan.search.costs import axes_of_layer, costs_of
+from trainspec_cli.plan.search.costs import LayerMemories, costs_of
 from trainspec_cli.plan.search.space import Space, one_group
 from trainspec_cli.plan.setup import Setup, Software
 from trainspec_cli.recipe.field_types import AUTO
@@ -112,7 +112,7 @@ class Search:
         self._usable = memory_limit_bytes(self.template.fabric.chip)
         self._limit = self.slack * self._usable
         self._costs = costs_of(self.template, tuple(self.softwares.items()), self.eff)
-        self._memory: dict[tuple[object, ...], LayerMemory] = {}
+        self._memory = LayerMemories(self.layer_memory)
         self._found: Ranked = []
         self._safest: Ranked = []
         self._least_s = math.inf
@@ -144,7 +144,11 @@ class Search:
         of one complexity together, the fastest first; the simplest before the others."""
         alike: dict[tuple[int, bool], list[Estimated]] = defaultdict(list)
         within = (one for one in self._all if one.bound_s <= limit_s)
-        options = [(least, one) for one in within if (least := self._complexity(one)) <= most]
+        options = [
+            (least, one)
+            for one in within
+            if (least := complexity(self.space.spec, one.layout, self.recomputes[one.recompute], one.offload)) <= most
+        ]
         options.sort(key=lambda pair: pair[0])
         for least, group in itertools.groupby(options, key=lambda pair: pair[0]):
             while alike and min(alike) < least:
@@ -165,9 +169,6 @@ class Search:
             if keep(option.layout):
                 best = next(self._estimates(option, limit_s), best)
         return best
-
-    def _complexity(self, option: Option) -> tuple[int, bool]:
-        return complexity(self.space.spec, option.layout, self.recomputes[option.recompute], option.offload)
 
     def _estimates(self, option: Option, limit_s: float) -> Iterator[Estimated]:
         """Yield the lightest recomputation of an option with which it may fit, if it is within `limit_s`."""
@@ -243,7 +244,7 @@ class Search:
         """-> (the option's setup, its peak; one that does not fit is not looked at any closer)."""
         name = self.recomputes[option.recompute]
         setup = self._costs.setup(*option.shape, name, offload=option.offload)
-        return setup, peak_of(setup, self._layer_memory(setup, name), beyond_bytes=self._beyond_bytes)
+        return setup, peak_of(setup, self._memory.of(setup, name), beyond_bytes=self._beyond_bytes)
 
     def _take(self, option: Option) -> bool:
         """Predict a layout, and take it up where it may fit. Return whether it surely does."""
@@ -262,7 +263,7 @@ class Search:
         name, (setup, peak) = self.recomputes[option.recompute], self.peak(option)
         if peak > self._limit:
             return Estimated(setup, name, peak)
-        step_s = self._costs.step_s(setup)
+        step_s = self._costs.steps.step_s(setup)
         probability = fit_probability(peak, self._usable)
         return Estimated(setup, name, peak, step_s, expected_step_s(step_s, probability, self.start_s))
 
@@ -272,6 +273,8 @@ class Search:
         heapq.heappush(self._found, ((found.expected_s,), order, found))
         if found.step_time_s <= ABOUT * self._least_s:
             push = heapq.heappush if len(self._safest) < SAFEST else heapq.heappushpop
+            # The least safe of those kept is on top of the heap: a safer one pushes it out. All that surely fit are
+            # equally safe, and rank by speed.
             push(self._safest, ((min(probability, SURELY), -found.step_time_s), -order, found))
 
     @property
@@ -298,12 +301,6 @@ class Search:
         mean_s = work_s / layout.pp
         wait_s = min(1.0, self.eff.bubble) * layout.bubble_part * (work_s - mean_s)
         return (accum * mean_s + wait_s) * (1 + self._costs.waiting)
-
-    def _layer_memory(self, setup: Setup, recompute: str) -> LayerMemory:
-        key = (*axes_of_layer(setup.layout), setup.micro_batch_size, recompute, id(setup.software))
-        if key not in self._memory:
-            self._memory[key] = self.layer_memory(setup, recompute)
-        return self._memory[key]
 
 
 def complexity(spec: RunSpec, layout: Layout, recompute: str, offload: bool) -> tuple[int, bool]:

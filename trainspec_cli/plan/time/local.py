@@ -9,8 +9,6 @@ Shapes as in the decoder: D hidden, H heads, K key-value heads, E head size, F f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from trainspec_cli.plan.optimizer import UPDATE_BYTES, matrix_share, newton_schulz_flops
 from trainspec_cli.plan.time.wire import ENCODING_BYTES, GRADIENT_BYTES
 from trainspec_cli.recipe.keys.comm import WireFormat
@@ -44,12 +42,6 @@ def micro_tokens(plan: Plan) -> int:
     return plan.micro_batch_size * plan.spec.data.seq_len
 
 
-@dataclass(frozen=True)
-class _Pass:
-    forward_s: float
-    backward_s: float
-
-
 def step_parts_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[str, float]:
     """Seconds by part of a step, named as in the step events.
 
@@ -59,15 +51,11 @@ def step_parts_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[s
     """
     parts = curve_parts_s(plan, model, probe)
     held = {part: seconds * _measured_ratio(part, seconds, probe) for part, seconds in parts.items()}
-    waiting_s = _waiting_share(probe) * (held["forward"] + held["backward"])
-    return held | {"exposed_comm": parts["exposed_comm"] + waiting_s}
-
-
-def _waiting_share(probe: MachineProbe) -> float:
-    """Share of the passes' time that processes wait for one another beyond what their messages take."""
+    # Beyond what their messages take, processes wait for one another for a share of the passes' time.
     took = probe.large.parts_s
     beyond_s = took["exposed_comm"] - _curve_parts_of(probe.large.plan, probe)["exposed_comm"]
-    return max(0.0, beyond_s) / (took["forward"] + took["backward"])
+    waiting_s = max(0.0, beyond_s) / (took["forward"] + took["backward"]) * (held["forward"] + held["backward"])
+    return held | {"exposed_comm": parts["exposed_comm"] + waiting_s}
 
 
 def _measured_ratio(part: str, seconds: float, probe: MachineProbe) -> float:
@@ -92,13 +80,14 @@ def _curve_parts_of(plan: Plan, probe: MachineProbe) -> dict[str, float]:
 def curve_parts_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[str, float]:
     """Seconds of each part of a step, by the curves alone."""
     parts = {part: own + model.num_layers * probe.empty_block_s[part] for part, own in probe.empty_step_s.items()}
-    block, outside = block_pass(plan, model, probe), outside_pass(plan, model, probe)
-    for part, block_s, outside_s in (
-        ("forward", block.forward_s, outside.forward_s),
-        ("backward", block.backward_s, outside.backward_s),
-    ):
+    passes_s = zip(block_passes_s(plan, model, probe), outside_passes_s(plan, model, probe), strict=True)
+    for part, (block_s, outside_s) in zip(("forward", "backward"), passes_s, strict=True):
         parts[part] = plan.grad_accum_steps * (parts[part] + model.num_layers * block_s + outside_s)
-    parts["exposed_comm"] += collectives_s(plan, model, probe)
+    # FSDP2 exchanges one unit at a time: each block, and all that lies outside the blocks.
+    block, outside = unit_params(plan, model)
+    parts["exposed_comm"] += model.num_layers * _unit_collectives_s(
+        plan, block, probe, is_block=True
+    ) + _unit_collectives_s(plan, outside, probe, is_block=False)
     parts["optimizer"] += update_s(plan, model, probe)
     return parts
 
@@ -117,8 +106,8 @@ def update_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> float:
     return usual_s
 
 
-def block_pass(plan: Plan, model: DecoderModel, probe: MachineProbe) -> _Pass:
-    """One block on one micro-batch, beyond its calls' own cost."""
+def block_passes_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> tuple[float, float]:
+    """-> (forward, backward) of one block on one micro-batch, beyond its calls' own cost."""
     tokens, hidden = micro_tokens(plan), model.hidden_size
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     params = unit_params(plan, model)[0]
@@ -141,11 +130,12 @@ def block_pass(plan: Plan, model: DecoderModel, probe: MachineProbe) -> _Pass:
     # Residuals: two sums forward; backward their gradients meet, and those of q, k, v and of gate, up.
     forward += 2 * probe.add.beyond_call(tokens * hidden) + probe.cast.beyond_call(params)
     backward += 5 * probe.add.beyond_call(tokens * hidden) + 2 * probe.cast.beyond_call(params)
-    return _Pass(forward, backward)
+    return forward, backward
 
 
-def outside_pass(plan: Plan, model: DecoderModel, probe: MachineProbe) -> _Pass:
-    """Embedding, last norm, head and loss. The loss makes its gradients in the forward; the backward scales them."""
+def outside_passes_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> tuple[float, float]:
+    """-> (forward, backward) of embedding, last norm, head and loss. The loss makes its gradients in the forward; the
+    backward scales them."""
     tokens, hidden = micro_tokens(plan), model.hidden_size
     head, params = model.vocab_size * hidden, unit_params(plan, model)[1]
     products = (probe.matmul.forward, probe.matmul.input_gradient, probe.matmul.weight_gradient)
@@ -157,7 +147,7 @@ def outside_pass(plan: Plan, model: DecoderModel, probe: MachineProbe) -> _Pass:
     backward = probe.norm.backward.beyond_call(tokens * hidden) + 2 * probe.add.beyond_call(tokens * hidden)
     # Scaled, cast, the embedding's gradient zeroed and filled, then gathered for the collective.
     backward += 2 * probe.cast.beyond_call(head) + 2 * probe.add.beyond_call(head) + 2 * probe.cast.beyond_call(params)
-    return _Pass(forward, backward)
+    return forward, backward
 
 
 def _attention_s(narrow: Curve, wide: Curve, plan: Plan, model: DecoderModel) -> float:
@@ -170,14 +160,6 @@ def _attention_s(narrow: Curve, wide: Curve, plan: Plan, model: DecoderModel) ->
 
 def _products_s(curve: Curve, elements: int, tokens: int) -> float:
     return max(0.0, curve.at(elements) * tokens / PROBED_TOKENS - curve.seconds[0])
-
-
-def collectives_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> float:
-    """Parameters are gathered in the compute format, gradients reduced in that of `precision.reduce`."""
-    block, outside = unit_params(plan, model)
-    return model.num_layers * _unit_collectives_s(plan, block, probe, is_block=True) + _unit_collectives_s(
-        plan, outside, probe, is_block=False
-    )
 
 
 def planned_links(plan: Plan, model: DecoderModel, probe: MachineProbe) -> tuple[PlannedLink, ...]:
@@ -200,11 +182,12 @@ def _sent(whole_bytes: float, ranks: int) -> float:
 
 
 def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_block: bool) -> float:
+    """Parameters are gathered in the compute format, gradients reduced in that of `precision.reduce`."""
     layout, seconds = plan.layout, 0.0
     reduced_bytes = params * COMPUTE_BYTES[plan.spec.precision.reduce]
     if layout.dp_shard > 1:
-        again = is_block  # freed after its forward, and gathered again in the backward
-        gatherings = 1 if layout.keeps_parameters else plan.grad_accum_steps * (2 if again else 1)
+        # A block is freed after its forward, and gathered again in the backward.
+        gatherings = 1 if layout.keeps_parameters else plan.grad_accum_steps * (2 if is_block else 1)
         seconds += gatherings * probe.all_gather.at(params * COMPUTE_BYTES[plan.compute])
         exchanges = plan.grad_accum_steps if layout.exchanges_every_backward else 1
         seconds += exchanges * _reduce_s(plan.comm.gradients, params, reduced_bytes, probe)

@@ -11,8 +11,10 @@ from trainspec_cli.plan.hardware.rates import Efficiency
 from trainspec_cli.plan.hardware.topology import Group, axis_groups
 from trainspec_cli.plan.setup import Setup
 from trainspec_cli.plan.time.step import (
+    PASSES,
     MicroBatch,
     RankParts,
+    between_steps_s,
     bubble_s,
     data_parallel_s,
     host_wait_s,
@@ -20,7 +22,6 @@ from trainspec_cli.plan.time.step import (
     optimizer_s,
     pipeline_sends_s,
     rank_parts,
-    recompute_part_s,
     waiting_share,
 )
 
@@ -82,19 +83,21 @@ def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Effic
     slowest = stages[times.index(max(times))].whole
     waits_s = sum(times) - max(times)
     each_s, once_s = _each_and_once(lambda one: data_parallel_s(slowest, one, groups, eff), setup)
-    between_s = eff.step_graphed_s if setup.software.graphs else eff.step_s
+    sends_each_s, fill_sends_s = _each_and_once(lambda one: pipeline_sends_s(one, groups["pp"], eff), setup)
+    sends_twice_s, _ = _each_and_once(lambda one: pipeline_sends_s(one, groups["pp"], eff), _twice(setup))
+    # Most stages of a pipeline are alike: a pair of parts is timed once, however many ranks have it.
     pairs = list(zip(stages, larger, strict=True))
     kinds = {pair: _stage_time(*pair, setup, groups, eff, scale) for pair in set(pairs)}
     return StepParts(
         stages=tuple(kinds[pair] for pair in pairs),
         bubble=eff.bubble * bubble_s(times, setup.layout, setup.grad_accum) / waits_s if waits_s else 0.0,
-        sends=_sends(setup, groups["pp"], eff).scaled(scale),
+        sends=_through(sends_each_s, sends_twice_s, setup.micro_batch_size).scaled(scale),
         sends_tier=_tier(groups["pp"]),
         gradients_each_s=scale * each_s,
         gradients_once_s=scale * once_s,
         gradients_tier=_tier(groups["dp"]),
-        rest_s=scale * (optimizer_s(slowest, setup, once.rates, groups, eff) + _fill_sends_s(setup, groups["pp"], eff))
-        + between_s,
+        rest_s=scale * (optimizer_s(slowest, setup, once.rates, groups, eff) + fill_sends_s)
+        + between_steps_s(setup, eff),
     )
 
 
@@ -107,41 +110,34 @@ def _stage_time(
 ) -> StageTime:
     size = setup.micro_batch_size
     links: dict[Tier, Speed] = {"scaleup": Speed(0.0, 0.0), "network": Speed(0.0, 0.0)}
-    for axis, passes in (("tp", 2), ("cp", 3), ("ep", 2)):
+    for axis, passes in PASSES.items():
         tier = _tier(groups[axis])
         own = _through(passes * getattr(stage.whole.comm, axis), passes * getattr(twice.whole.comm, axis), size)
         links[tier] = Speed(links[tier].fixed_s + own.fixed_s, links[tier].per_sample_s + own.per_sample_s)
-    compute = _through(_compute_s(stage, setup), _compute_s(twice, _twice(setup)), size)
+    compute = _through(stage.compute_s(setup), twice.compute_s(setup), size)
     launch_s = host_wait_s(stage.whole, 0.0, setup, eff)
     return StageTime(
         compute.scaled(scale), links["scaleup"].scaled(scale), links["network"].scaled(scale), scale * launch_s
     )
 
 
-def _compute_s(stage: RankParts, setup: Setup) -> float:
-    return stage.whole.time.forward + stage.whole.time.backward + recompute_part_s(stage.layers, setup.recompute)
-
-
 def _through(once_s: float, twice_s: float, size: float) -> Speed:
     """Return the line through the times of `size` and 2 x `size` samples, whose fixed part is 0 or more."""
-    fixed_s = min(once_s, max(0.0, 2 * once_s - twice_s))
+    fixed_s = fixed_part_s(once_s, twice_s)
     return Speed(fixed_s, (once_s - fixed_s) / size)
+
+
+def fixed_part_s(once_s: float, twice_s: float) -> float:
+    """Seconds of a micro-batch that do not grow with its samples, by the line through its time and that of twice the
+    samples. Twice the samples may take more than twice as long: then nothing is fixed, and no time is negative."""
+    return min(once_s, max(0.0, 2 * once_s - twice_s))
 
 
 def _each_and_once(time_s: Callable[[Setup], float], setup: Setup) -> tuple[float, float]:
     """Return how much a time grows with each micro-batch, and the rest of it."""
+    # Micro-batches are alike, so that the second one shows what each costs, and the rest is paid once.
     one, two = (time_s(replace(setup, grad_accum=count)) for count in (1, 2))
     return two - one, 2 * one - two
-
-
-def _sends(setup: Setup, group: Group, eff: Efficiency) -> Speed:
-    each_s, _ = _each_and_once(lambda one: pipeline_sends_s(one, group, eff), setup)
-    twice_s, _ = _each_and_once(lambda one: pipeline_sends_s(one, group, eff), _twice(setup))
-    return _through(each_s, twice_s, setup.micro_batch_size)
-
-
-def _fill_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:
-    return _each_and_once(lambda one: pipeline_sends_s(one, group, eff), setup)[1]
 
 
 def _tier(group: Group) -> Tier:

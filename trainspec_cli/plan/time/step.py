@@ -27,11 +27,14 @@ PACKET_BYTES = 2**20
 """Gradients that cross replica groups at once, at least (`LARGE_BYTES` of `engine/elastic/cross_group.py`)."""
 BLOCK_MATRICES = 7
 """Weight matrices of a block: four of attention, three of a gated MLP."""
+PASSES = {"tp": 2, "cp": 3, "ep": 2}
+"""Number of times that a micro-batch exchanges in each layer what its forward does: once more in the backward, and for
+context parallelism twice more, which gathers keys and values again and reduces their gradients."""
 
 
 @dataclass(frozen=True)
 class LayerComm:
-    """Exposed communication inside layers, forward (backward is as much, context-parallel twice)."""
+    """Exposed communication inside layers, forward; a whole micro-batch takes `PASSES` times as long."""
 
     tp: float = 0.0
     cp: float = 0.0
@@ -51,6 +54,7 @@ def layer_comm(work: Work, setup: Setup, groups: dict[str, Group], eff: Efficien
     hidden_ep = eff.ep_overlap
     if groups["ep"].crosses and setup.software.grouped_experts:
         hidden_ep = eff.ep_overlap_network
+    # Tokens are sent to their experts, and the results back.
     ep = 2 * all_to_all_s(groups["ep"], work.ep_bytes, copies, eff) * (1 - hidden_ep)
     return LayerComm(tp, cp, ep * ungrouped(work, setup, eff))
 
@@ -143,6 +147,7 @@ def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> Micr
     layout, model = setup.layout, setup.model
     rates = rates_of(setup.fabric.chip, setup.matmul, setup.compute, eff)
     layers = layer_works(model, setup.tokens, setup.seq_len, layout)
+    # `layer_works` has one object for each kind of layer: 100 equal layers are timed once.
     kinds = dict(zip(map(id, layers), layers, strict=True))
     parts = [sum_of(part_of(work, setup, rates, groups, eff) for work in works) for works in kinds.values()]
     places = {kind: place for place, kind in enumerate(kinds)}
@@ -181,6 +186,7 @@ def slowest_rank(once: MicroBatch, setup: Setup, eff: Efficiency) -> TimedRank:
     as long as their launches.
     """
     ranks = rank_parts(once, setup.layout)
+    # Most ranks of a long pipeline are one object (`rank_parts`), and a search times thousands of pipelines.
     distinct = {id(rank): rank for rank in ranks}
     device_s = {key: rank.time_s(setup) for key, rank in distinct.items()}
     launched_s = {
@@ -195,23 +201,29 @@ def step_of_rank(timed: TimedRank, setup: Setup, rates: Rates, groups: dict[str,
     """Return the step as one pipeline rank spends it."""
     part, micro = timed.rank.whole, setup.grad_accum
     again = recompute_part_s(timed.rank.layers, setup.recompute)
-    between = eff.step_graphed_s if setup.software.graphs else eff.step_s
+    between = between_steps_s(setup, eff)
     sends = pipeline_sends_s(setup, groups["pp"], eff)
     busy = StepTime(
         matmul_s=micro * (part.time.matmul_f + part.time.matmul_b),
         attention_s=micro * (part.time.attention_f + part.time.attention_b),
         memory_bound_s=micro * (part.time.memory_f + part.time.memory_b),
         recompute_s=micro * again,
-        tp_comm_s=micro * 2 * part.comm.tp,
-        cp_comm_s=micro * 3 * part.comm.cp,
-        ep_comm_s=micro * 2 * part.comm.ep,
+        tp_comm_s=micro * PASSES["tp"] * part.comm.tp,
+        cp_comm_s=micro * PASSES["cp"] * part.comm.cp,
+        ep_comm_s=micro * PASSES["ep"] * part.comm.ep,
         pp_comm_s=sends,
         bubble_s=timed.bubble_s,
         optimizer_s=optimizer_s(part, setup, rates, groups, eff),
         dp_comm_s=data_parallel_s(part, setup, groups, eff),
         host_s=micro * host_wait_s(part, timed.time_s, setup, eff) + between,
     )
+    # Devices wait for the slowest one where they meet, which the host's pause between two steps does not lengthen.
     return replace(busy, host_s=busy.host_s + waiting_share(setup, eff) * (busy.total_s - between))
+
+
+def between_steps_s(setup: Setup, eff: Efficiency) -> float:
+    """Seconds of the host between two steps."""
+    return eff.step_graphed_s if setup.software.graphs else eff.step_s
 
 
 def waiting_share(setup: Setup, eff: Efficiency) -> float:
@@ -245,6 +257,10 @@ class RankParts:
         again = self.whole if setup.tabled else self.layers
         return own_work_s(self.whole) + recompute_part_s(again, setup.recompute)
 
+    def compute_s(self, setup: Setup) -> float:
+        """The same without what layers exchange, except in the forward that is done again."""
+        return self.whole.time.forward + self.whole.time.backward + recompute_part_s(self.layers, setup.recompute)
+
 
 @dataclass(frozen=True)
 class TimedRank:
@@ -272,8 +288,13 @@ def rank_parts(once: MicroBatch, layout: Layout) -> list[RankParts]:
 
 def own_work_s(part: LayersPart) -> float:
     """One micro-batch through it and back, nothing done again."""
-    comm = part.comm
-    return part.time.forward + part.time.backward + 2 * comm.tp + 3 * comm.cp + 2 * comm.ep
+    work_s = part.time.forward + part.time.backward
+    return work_s + PASSES["tp"] * part.comm.tp + PASSES["cp"] * part.comm.cp + PASSES["ep"] * part.comm.ep
+
+
+def layer_s(part: LayersPart, again: Recompute) -> float:
+    """One micro-batch through layers and back, with what the backward recomputes."""
+    return own_work_s(part) + recompute_part_s(part, again)
 
 
 def bubble_s(stage_s: Sequence[float], layout: Layout, micro_batches: int) -> float:
@@ -286,9 +307,11 @@ def pipeline_sends_s(setup: Setup, group: Group, eff: Efficiency) -> float:
     layout = setup.layout
     if layout.pp == 1:
         return 0.0
+    # With sequence parallelism a tensor-parallel rank has a part of the sequence, and sends no more than that.
     parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
     message = 2.0 * setup.tokens * setup.model.hidden_size / parts
     one = send_s(group, message, eff) * (1 - eff.pp_overlap)
+    # Sends that fill and drain the pipeline have no work to hide behind, unlike those of each micro-batch.
     return 2 * layout.virtual_stages * setup.grad_accum * one + 2 * (layout.pp - 1) * send_s(group, message, eff)
 
 
@@ -297,6 +320,7 @@ def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency
     if setup.software.graphs:
         return 0.0
     kernels = part.time.kernels + (0 if setup.software.grouped_experts else 6 * part.time.experts)
+    # A backward launches about two kernels for each one of the forward.
     launches = kernels * (3.0 + setup.recompute.matmul * setup.recompute.layers)
     if setup.software.fused_kernels:
         launches *= 0.7
@@ -310,6 +334,7 @@ def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, groups: dict[str, 
     params = setup.trainable * (part.params / layout.shards + part.expert_params / layout.expert_shards)
     traffic = params * (software.grad_bytes + 2 * software.master_bytes + 2 * software.moment_bytes + 2)
     if setup.offload_optimizer:
+        # Gradients go to the host and bf16 weights come back; the update runs there, at 100 GB/s of its memory.
         return params * (software.grad_bytes + 2) / (setup.fabric.host_link_gb_per_s * 1e9) + traffic / 100e9
     if software.optimizer == "adamw8bit":
         traffic += params * UPDATE_BYTES["adamw8bit"]
@@ -410,5 +435,6 @@ def exposed_s(comm: float, beside: float, setup: Setup, eff: Efficiency) -> floa
     """Seconds of `comm` that are not hidden beside work of length `beside`, and what the rest costs that work."""
     if not setup.software.overlap_dp:
         return comm
+    # Collectives and kernels share the chip: what is hidden still slows the work that hides it.
     hidden = min(comm, eff.dp_overlap * beside)
     return comm - hidden + eff.contention * hidden

@@ -116,30 +116,26 @@ def backtest(rows: Iterable[Row], eff: Efficiency) -> Backtest:
 
 def predict(row: Row, eff: Efficiency) -> Prediction:
     try:
-        return _predict(row, eff)
+        stated = state(row)
+        setup = close_recompute(stated)
+        step = estimate_step(setup, eff).total_s
+        rate = stated.samples * setup.seq_len / step / setup.fabric.num_devices
+        memory, measured_memory = memory_figure(row, setup)
+        return Prediction(
+            row=row,
+            setup=setup,
+            step_time_s=step,
+            measured_step_time_s=measured_step_s(row, stated),
+            tokens_s_gpu=rate,
+            peak_memory_bytes=peak_bytes(setup),
+            memory_bytes=memory,
+            measured_memory_bytes=measured_memory,
+            assumed=stated.assumed,
+        )
     except RowRefused as refusal:
         return Prediction(row, refused=str(refusal))
     except (ArithmeticError, ValueError, AssertionError):
         return Prediction(row, refused="its sizes describe no run")
-
-
-def _predict(row: Row, eff: Efficiency) -> Prediction:
-    stated = state(row)
-    setup = close_recompute(stated)
-    step = estimate_step(setup, eff).total_s
-    rate = stated.samples * setup.seq_len / step / setup.fabric.num_devices
-    memory, measured_memory = memory_figure(row, setup)
-    return Prediction(
-        row=row,
-        setup=setup,
-        step_time_s=step,
-        measured_step_time_s=measured_step_s(row, stated),
-        tokens_s_gpu=rate,
-        peak_memory_bytes=peak_bytes(setup),
-        memory_bytes=memory,
-        measured_memory_bytes=measured_memory,
-        assumed=stated.assumed,
-    )
 
 
 def close_recompute(stated: Stated) -> Setup:

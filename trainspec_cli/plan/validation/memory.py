@@ -31,7 +31,10 @@ def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
     if not metric or value is None:
         return None, None
     if unit == "%":
-        return relative_activations(setup), value / 100
+        # The papers give activations over those of the same run with neither sequence parallelism nor recomputation.
+        layout = replace(setup.layout, sequence_parallel=False)
+        baseline = replace(setup, layout=layout, recompute=RECOMPUTE["none"])
+        return kept_activation_bytes(setup) / kept_activation_bytes(baseline), value / 100
     scale = framework_of(row)[0].gb_bytes if unit == "GB" else UNITS.get(unit, GIB)
     return predicted_as(metric, setup), value * scale
 
@@ -62,10 +65,3 @@ def resident_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
 def outside_bytes(memory: MemoryBreakdown, setup: Setup) -> float:
     """Bytes that PyTorch's allocator does not see: the device's context and NCCL's own buffers."""
     return memory.context_bytes + DEFAULT_MEMORY.group_bytes * communicators(setup)
-
-
-def relative_activations(setup: Setup) -> float:
-    """Return the activations over those of the same run with neither sequence parallelism nor recomputation."""
-    layout = replace(setup.layout, sequence_parallel=False)
-    baseline = replace(setup, layout=layout, recompute=RECOMPUTE["none"])
-    return kept_activation_bytes(setup) / kept_activation_bytes(baseline)

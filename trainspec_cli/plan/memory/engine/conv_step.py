@@ -96,7 +96,11 @@ class _ConvReplay:
         for index, block in reversed(list(enumerate(self.blocks))):
             sharding.gather_again(block.own)
             sharding.prefetch(self.blocks[index - 1].own if index else None)
-            self._add_gradients(block, held[index])
+            if held[index]:
+                # The output was used twice, and its two gradients are added. The one from beside lies in one piece with
+                # what it was joined with.
+                self.account.touch(held[index])
+                self.account.add("activations", -held[index])
             self._work(block.profile, forward=False)
             if block.part.beside is not None:
                 held[block.part.beside] = 2 * block.part.entering[1] * self.width
@@ -110,13 +114,6 @@ class _ConvReplay:
         sharding.after_backward(self.outside, exchanges=exchanges, last=last)
         if exchanges:
             sharding.end_backward()
-
-    def _add_gradients(self, block: _ConvBlock, beside_bytes: float) -> None:
-        """Add the two gradients of an output that was used twice. The one from beside lies in one piece with what it
-        was joined with."""
-        if beside_bytes:
-            self.account.touch(beside_bytes)
-            self.account.add("activations", -beside_bytes)
 
     def _work(self, profiled: BlockProfile, *, forward: bool) -> None:
         if forward:

@@ -32,13 +32,6 @@ def replay(run: EngineRun, pipeline_rank: int) -> dict[str, float]:
     return _Replay(run, cast("TextModel", run.model), pipeline_rank).run()
 
 
-def replayed_micro_batches(run: EngineRun) -> int:
-    """Enough to fill a pipeline; what follows is the same again, but for GPipe, which holds them all."""
-    layout, enough = run.layout, 3 * run.layout.pp
-    grows = layout.pp > 1 and layout.pipeline_schedule == "gpipe"
-    return run.micro_batches if grows or run.micro_batches % layout.pp else min(run.micro_batches, enough)
-
-
 def shape_of(run: EngineRun, model: TextModel, layer: Layer) -> Shape:
     layout, width = _without_data(run.layout), WIDTHS[run.compute]
     seq_len, is_fp8 = run.seq_len // run.layout.cp, run.matmul == "fp8"
@@ -83,7 +76,10 @@ class _Stage:
 class _Replay:
     def __init__(self, run: EngineRun, model: TextModel, pipeline_rank: int):
         self.given, self.model, self.layout, self.rank = run, model, run.layout, pipeline_rank
-        self.micro_batches = replayed_micro_batches(run)
+        self.micro_batches = run.micro_batches
+        if (run.layout.pp == 1 or run.layout.pipeline_schedule != "gpipe") and run.micro_batches % run.layout.pp == 0:
+            # These fill a pipeline, and what follows is the same again; but GPipe holds all micro-batches.
+            self.micro_batches = min(run.micro_batches, 3 * run.layout.pp)
         self.width, self.reduce_width = WIDTHS[run.compute], WIDTHS[run.reduce]
         self.split = run.layout.splits_backward
         self.layers = model.layer_list
@@ -118,14 +114,20 @@ class _Replay:
         self._hold_state()
         for action in actions(self.layout, self.micro_batches)[self.rank]:
             _ACTIONS[action.kind](self, action)
-        self._sum_late()
+        if self.layout.tp > 1 and self.layout.ep == 1:
+            # Each rank of tp holds experts whole. Their gradients are summed after the passes: all are copied, and then
+            # into one piece.
+            shares = sum(block.whole_experts.trained.own for stage in self.stages.values() for block in stage.blocks)
+            self.account.touch(2 * shares * MASTER_WIDTH, "gradients")
         self._update()
         return self.account.at_peak
 
     def _hold_state(self) -> None:
         units = [unit for stage in self.stages.values() for unit in stage.units]
         own = sum(part.unit.own for part in units)
-        tables = len(self.stages) * self.given.seq_len * self._angles_of_token_bytes()
+        # Each stage keeps a table of a token's cosines and sines in fp32, and of its place.
+        angles_bytes = 2 * 4 * self.model.rotated_size + 8 if self.model.rotated_size else 0.0
+        tables = len(self.stages) * self.given.seq_len * angles_bytes
         quantised = sum(part.unit.quantised_bytes for part in units)
         self.account.add("parameters", own * MASTER_WIDTH + quantised + tables)
         self.account.add("optimizer", self._optimizer_bytes())
@@ -148,12 +150,6 @@ class _Replay:
     def _update(self) -> None:
         """Count the update, at which gradients are left of the passes, besides what lasts."""
         self.account.touch(update_bytes(self.given.optimizer, *self._trained(), self.width))
-
-    def _sum_late(self) -> None:
-        """Sum the gradients of experts that all ranks of tp hold: all are copied, and then into one piece."""
-        if self.layout.tp > 1 and self.layout.ep == 1:
-            shares = sum(block.whole_experts.trained.own for stage in self.stages.values() for block in stage.blocks)
-            self.account.touch(2 * shares * MASTER_WIDTH, "gradients")
 
     # Actions
 
@@ -190,10 +186,6 @@ class _Replay:
             stage.sharding.end_backward()
 
     # Parts of them
-
-    def _angles_of_token_bytes(self) -> float:
-        """Cosines and sines of a token's place, and the place."""
-        return 2 * 4 * self.model.rotated_size + 8 if self.model.rotated_size else 0.0
 
     @property
     def _trains_head(self) -> bool:
