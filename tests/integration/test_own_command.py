@@ -109,6 +109,7 @@ def test_a_bug_of_the_script_is_started_twice_at_most_and_its_steps_count_once(t
     result = read_result("run")
     assert (result["steps"], result["exit_code"]) == (31, 1)
     assert "train.py ended with exit code 1: ValueError: no such key" in said and "(train.py:10)" in said
+    assert "hint: correct that, and start it again" in said
     assert ran.stdout.count("Traceback (most recent call last)") == 2, "each start's own, as it printed it"
 
 

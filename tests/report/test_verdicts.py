@@ -16,3 +16,10 @@ def test_the_line_of_code_stands_in_the_live_line_the_text_and_the_page():
     assert "\n  line of code: a/<b>.py:7 (f)\n" in render_verdicts([SPIN]).plain
     assert "Line of code: a/&lt;b&gt;.py:7 (f)" in verdicts_section([SPIN])
     assert SPIN.as_json()["code"] == "a/<b>.py:7 (f)"
+
+
+def test_steps_without_a_cause_are_not_said_to_be_as_planned():
+    verdict = RunVerdict(
+        cause="as_planned", since_step=3, confidence=0.9, evidence=("a step takes 139 ms; 41 ms were planned",)
+    )
+    assert "as planned" not in render_verdicts([verdict]).plain

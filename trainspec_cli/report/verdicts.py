@@ -18,7 +18,9 @@ NO_VERDICTS_WITHOUT_PLAN = (
 def describe_verdict(verdict: RunVerdict) -> str:
     """`slow device, rank 2, since step 120: 35 ms a step (93% sure)`."""
     place = _place(verdict)
-    words = [verdict.cause.replace("_", " "), *([place] if place else []), f"since step {verdict.since_step}"]
+    # No cause was found, which does not say that the steps take as long as the plan has them.
+    cause = "no cause stands out" if verdict.cause == "as_planned" else verdict.cause.replace("_", " ")
+    words = [cause, *([place] if place else []), f"since step {verdict.since_step}"]
     if verdict.until_step is not None:
         words[-1] = f"steps {verdict.since_step} to {verdict.until_step}"
     cost = f"{format_duration(verdict.cost_s)} a step, " if verdict.cost_s and verdict.cause != "hang" else ""

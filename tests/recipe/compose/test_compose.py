@@ -385,6 +385,13 @@ def test_a_recipe_cannot_override_an_accelerator_by_its_defaults(tmp_path: Path,
         ("h100x8", "cluster=h100 cluster.devices_per_node=8"),
         ("8xh100", "cluster=h100 cluster.devices_per_node=8"),
         ("l4", "cluster.accelerator=l4"),
+        ("4x4090", "cluster=rtx_4090_x4"),
+        ("4xrtx_4090", "cluster=rtx_4090_x4"),
+        ("rtx4090x2", "cluster=rtx_4090_x2"),
+        ("rtx_4090", "cluster.accelerator=rtx_4090"),
+        ("rtx4090", "cluster.accelerator=rtx_4090"),
+        ("rtx_4090_x3", "cluster.accelerator=rtx_4090 cluster.devices_per_node=3"),
+        ("a100_40", "cluster=a100_40gb"),
     ],
 )
 def test_a_number_of_chips_is_no_cluster_by_name(cluster: str, meant: str, tmp_path: Path) -> None:

@@ -47,7 +47,9 @@ def test_times_are_those_of_slurm(text: str, seconds: float | None) -> None:
 
 def test_a_time_within_its_own_warning_is_refused() -> None:
     (problem,) = problems_of(SlurmSpec(time="2:00"))
-    assert "`2:00`, 120 s" in problem.message and problem.path == "cluster.slurm.time"
+    assert "`2:00`, 120 s:" in problem.message and problem.path == "cluster.slurm.time"
+    (problem,) = problems_of(SlurmSpec(time="2"))
+    assert "`2`, 120 s (a number alone is minutes)" in problem.message
     assert problems_of(SlurmSpec(time="2:00", warn_s=60)) == []
 
 

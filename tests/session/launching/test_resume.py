@@ -150,7 +150,9 @@ def test_where_nothing_is_saved_every_layout_can_begin(make_run: MakeRun, prepar
     assert prepare(run, "layout.tp=2", "layout.dp_replicate=1").plan.layout.tp == 2
 
 
-@pytest.mark.parametrize(("step", "max_steps", "is_refused"), [(10, 10, True), (10, 11, False), (20, 20, True)])
+@pytest.mark.parametrize(
+    ("step", "max_steps", "is_refused"), [(10, 10, True), (10, 11, False), (20, 20, True), (15, 5, True)]
+)
 def test_a_run_that_is_done_goes_on_only_with_more_steps(
     make_run: MakeRun, prepare: Prepare, step: int, max_steps: int, is_refused: bool
 ) -> None:
@@ -160,7 +162,8 @@ def test_a_run_that_is_done_goes_on_only_with_more_steps(
         return
     with pytest.raises(RecipeError, match="nothing is left to do") as refused:
         prepare(run, f"train.max_steps={max_steps}")
-    assert refused.value.problems[0].hint == f"to train on: trainspec resume {run.root} train.max_steps={2 * step}"
+    hint = refused.value.problems[0].hint
+    assert hint == f"to train on: trainspec resume {run.root} train.max_steps={2 * step}"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_the_commands_own_modules_are_those_of_the_jobs_shell(tmp_path: Path, ca
             "no_script",
             "did you mean train.py",
         ),
-        ([CPU, "cluster.slurm.time=2", "--", *COMMAND], "out_of_range", "cluster.slurm.warn_s below 120"),
+        ([CPU, "cluster.slurm.time=2", "--", *COMMAND], "out_of_range", "cluster.slurm.time=2:00:00 for two hours"),
         ([CPU, "--dry-run", "--submit", "--", *COMMAND], "usage", "leave one of them out"),
         ([CPU, "--", "srun", *COMMAND], "usage", "leave srun out"),
         ([CPU, "--", "trainspec", "run", *COMMAND], "usage", "leave `trainspec run` out"),

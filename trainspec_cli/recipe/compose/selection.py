@@ -21,8 +21,12 @@ from trainspec_cli.recipe.compose.origins import COMMAND_LINE, RECIPE, Origin
 from trainspec_cli.recipe.compose.yaml_file import YamlEntry, YamlFile, read_yaml
 
 SELF = "_self_"
-COUNTED = re.compile(r"(?:(\d+)[x*_]+)?(.+?)(?:[x*_]+(\d+))?", re.IGNORECASE)
-"""A number of chips before or behind the name of one."""
+COUNTED = (
+    re.compile(r"(?P<count>\d+)[x*_]+(?P<chip>.+)", re.IGNORECASE),
+    re.compile(r"(?P<chip>.+?)(?:_*[x*]_*(?=\d)|_(?=\d$))(?P<count>\d{1,3})", re.IGNORECASE),
+    re.compile(r"(?P<chip>.+)(?P<count>)"),
+)
+"""A number of chips before or behind the name of one, or a name alone: `rtx_4090` ends in no number of chips."""
 
 
 @dataclass
@@ -267,13 +271,18 @@ def _unknown_option(folders: Folders, group: str, option: str, origin: Origin) -
     write = f"{group}={near}" if origin.file == COMMAND_LINE else f"`{near}`"
     hint = f"did you mean {write}? " if near else ""
     section = next((path for path in NAMED_SECTIONS if path.startswith(f"{group}.")), "")
-    if section and origin.file == COMMAND_LINE and (counted := COUNTED.fullmatch(option)):
-        # 4x4090, h100x8: so many of a chip
-        count = counted[1] or counted[3]
-        name = counted[2]
-        chip = closest(name, folders.options(NAMED_SECTIONS[section]))
-        near = name if name in options else closest(name, options)
-        if near or chip:
+    if section and origin.file == COMMAND_LINE and option:
+        chips = folders.options(NAMED_SECTIONS[section])
+        counted = next(match for pattern in COUNTED if (match := pattern.fullmatch(option)))  # 4x4090, h100x8
+        count = counted["count"]
+        name = counted["chip"]
+        chip = name if name in chips else closest(name, chips)
+        near = name if name in options else None if chip == name else closest(name, options)
+        if f"{chip}_x{count}" in options:
+            hint = f"did you mean {group}={chip}_x{count}? "
+        elif chip and near and near.startswith(f"{chip}_x"):  # boxes of it, of which none was named
+            hint = f"did you mean {section}={chip}? "
+        elif near or chip:
             number = f" cluster.devices_per_node={count}" if count else ""
             hint = f"did you mean {f'{group}={near}' if near else f'{section}={chip}'}{number}? "
     if _has_yml([conf / group for conf in folders.conf], option):

@@ -108,8 +108,12 @@ def times(spec: RunSpec) -> Iterator[Problem]:
         message = f"`{path}` is `{slurm.time}`, which is no time of Slurm's; {TIME_FORMS} is needed"
         yield Problem("bad_time", message, path, f"such as two hours: {path}=2:00:00 (2:00 would be two minutes)")
     elif limit_s <= slurm.warn_s:
-        message = f"`{path}` is `{slurm.time}`, {limit_s:g} s: the job would be asked to end as soon as it starts"
-        hint = f"type a longer {path}, or {PREFIX}.warn_s below {limit_s:g} (it is {slurm.warn_s})"
+        read = f"{limit_s:g} s" + (" (a number alone is minutes)" if str(slurm.time).isdigit() else "")
+        message = f"`{path}` is `{slurm.time}`, {read}: the job would be asked to end as soon as it starts"
+        hint = (
+            f"type a longer one, such as {path}=2:00:00 for two hours, or {PREFIX}.warn_s below {limit_s:g} "
+            f"(it is {slurm.warn_s})"
+        )
         yield Problem("out_of_range", message, path, hint)
 
 

@@ -53,7 +53,7 @@ class RunKind(Protocol):
     def decide(self, job: Job, ending: Ending) -> RunOutcome:
         """Decide how a run ended whose processes have."""
 
-    def hint(self, job: Job) -> str:
+    def hint(self, job: Job, outcome: RunOutcome) -> str:
         """Return what to do after a failure; empty where a new start would begin anew."""
 
     def last_lines(self, job: Job, outcome: RunOutcome) -> str:
@@ -91,7 +91,7 @@ class RecipeRuns:
     def decide(self, job: Job, ending: Ending) -> RunOutcome:
         return conclude_recipe(job, ending)
 
-    def hint(self, job: Job) -> str:
+    def hint(self, job: Job, outcome: RunOutcome) -> str:
         step = job.run.newest_step
         return f"go on from step {step}: {command_to_resume(job.run)}" if step else ""
 

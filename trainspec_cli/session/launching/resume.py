@@ -213,20 +213,22 @@ def check_unfinished(run: RunDir, spec: RunSpec) -> None:
     step, wanted, train = run.newest_step, spec.train.max_steps, spec.train
     path, start = "train.max_steps", spec.batching.global_batch_size
     if not spec.ends_by_samples:
-        is_done, what = step >= wanted, f"`{path}` is {wanted}"
+        trained = step
+        run_samples = wanted
+        what = f"`{path}` is {wanted}"
     else:  # its steps depend on the samples before them, and their number on the schedule that these had
         trained = trained_samples(run, spec, step)
         run_samples = wanted * start
-        is_done = trained >= run_samples
         what = (
             f"has trained {trained:,} samples; `{path}` {wanted:,} times `batching.global_batch_size` "
             f"{start:,} are {run_samples:,}"
         )
-    if is_done:
-        more = f"{path}={2 * wanted}"
+    if trained >= run_samples:
+        factor = 2 * -(-trained // run_samples)  # a resume may ask for less than was trained
+        more = f"{path}={factor * wanted}"
         if train.tokens is not None:
-            path, more = "train.tokens", f"train.tokens={2 * train.tokens}"
+            path, more = "train.tokens", f"train.tokens={factor * train.tokens}"
         elif train.epochs is not None:
-            path, more = "train.epochs", f"train.epochs={2 * train.epochs:g}"
+            path, more = "train.epochs", f"train.epochs={factor * train.epochs:g}"
         message = f"the run is at step {step}, and {what}: nothing is left to do"
         raise RecipeError(Problem("nothing_left", message, path, f"to train on: trainspec resume {run.root} {more}"))

@@ -86,7 +86,7 @@ def run(
             console.report(*failed)
         if outcome.result.status == "failed":
             kind = ERRORS_OF_RUNS[outcome.exit_code]
-            raise kind(_failure(job, outcome.explanation, console, run_kind.hint(job), as_json=as_json))
+            raise kind(_failure(job, outcome.explanation, console, run_kind.hint(job, outcome), as_json=as_json))
         if console.reader_left:
             raise BrokenPipeError
         if as_json:

@@ -242,7 +242,7 @@ def _predictor(plan: Plan, machine: Machine, console: PrintableConsole) -> Predi
             console.report(f"no prediction: the catalogue has no accelerator like {machine.gpu_names[0]}")
         elif plan.device == "cpu":
             console.report(
-                "no prediction: on a CPU it takes an eager llama, trained whole under data parallelism alone"
+                "no prediction: on a CPU it takes an eager llama, trained whole on one node by data parallelism alone"
             )
         return None
     limit_bytes = machine.memory_bytes / plan.devices_per_node

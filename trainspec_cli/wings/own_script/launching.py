@@ -369,10 +369,12 @@ class CommandRuns:
     def decide(self, job: Job, ending: Ending) -> RunOutcome:
         return conclude_own(job, ending)
 
-    def hint(self, job: Job) -> str:
+    def hint(self, job: Job, outcome: RunOutcome) -> str:
         if job.nodes or not newest_step(job.run):
             return ""
-        return f"start it again from its own checkpoint: {command_to_resume(job.run)}"
+        # With a cause it is an exception of the script's own, which another start would meet again.
+        first = "correct that, and " if outcome.explanation and outcome.explanation.cause else ""
+        return f"{first}start it again, from its own checkpoint if it wrote one: {command_to_resume(job.run)}"
 
     def last_lines(self, job: Job, outcome: RunOutcome) -> str:
         steps = outcome.result.steps
