@@ -32,6 +32,7 @@ from trainspec_cli.engine.run.scheduling.directives import Directives
 from trainspec_cli.engine.run.scheduling.links import StepLinks
 from trainspec_cli.engine.run.scheduling.step_scheduler import StepScheduler
 from trainspec_cli.engine.run.step import train_step
+from trainspec_cli.engine.run.step_report import StepReport
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
 from trainspec_cli.recipe.keys.layout import Layout
@@ -87,12 +88,13 @@ def measure(steps: int, folder: Path) -> tuple[list[float], list[float]]:
     for step in range(steps):
         advises = step % 2
         started_s = time.process_time()
-        figures = scheduler.figures(0) if advises else ()
-        outcome = train_step(state, batch, global_tokens=plan.tokens_per_step, clip_norm=1.0, figures=figures)
+        report = StepReport(speed=scheduler.report(0) if advises else None)
+        outcome = train_step(state, batch, global_tokens=plan.tokens_per_step, clip_norm=1.0, report=report)
         assert outcome is not None
         parts_s = state.clock.cut().parts_s()
         if advises:
-            scheduler.note_step(step, own, parts_s, SAMPLES, outcome.figures)
+            speeds = [one.speed for one in outcome.reports() if one.speed is not None]
+            scheduler.note_step(step, own, parts_s, SAMPLES, speeds)
         times_s[advises].append(time.process_time() - started_s)
     return times_s
 
@@ -129,18 +131,19 @@ def measure_links(turns: int) -> tuple[list[tuple[float, float]], int, float]:
         nonlocal sampled
         if step is not None:
             links.begin(step)
-        figures, said = (links.figures, links.steps_to_sample) if step is not None else ((), 0)
-        outcome = train_step(
-            state, batch, global_tokens=plan.tokens_per_step, clip_norm=1.0, figures=figures, steps_to_sample=said
-        )
+        report = StepReport()
+        if step is not None:
+            report = StepReport(steps_to_sample=links.steps_to_sample, links=links.report)
+        outcome = train_step(state, batch, global_tokens=plan.tokens_per_step, clip_norm=1.0, report=report)
         assert outcome is not None
         if step is not None:
             links.finish(batch)
-            sampled += bool(links.figures) and not outcome.figures.numel()
+            sampled += links.report is not None and not outcome.figures.numel()
         step_s = sum(state.clock.cut().parts_s().values())
         if step is not None:
             said = int(outcome.steps_to_sample)
-            links.note_step(step + 1, step_s, links.split(outcome.figures)[1], said)
+            reported = [one.links for one in outcome.reports() if one.links is not None]
+            links.note_step(step + 1, step_s, reported, said)
 
     state.clock.restart()
     for step in range(WARM_STEPS):

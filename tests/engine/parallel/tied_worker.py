@@ -29,7 +29,6 @@ def losses(plan: Plan) -> list[float]:
                 drawn_batch(plan.spec, built, even_division_of(plan).of_rank(0, 8 * step, 8)),
                 global_tokens=plan.tokens_per_step,
                 clip_norm=0.5,
-                stop_requested=False,
             ).loss
         )
         for step in range(STEPS)

@@ -12,6 +12,7 @@ from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.parallel.noise import Columns, NoiseProbe, SampleParts
 from trainspec_cli.engine.run import step
 from trainspec_cli.engine.run.shortage.out_of_memory import PassesOutOfMemory
+from trainspec_cli.engine.run.step_report import LinkFigures, StepReport
 from trainspec_cli.engine.shares import Share
 
 
@@ -113,9 +114,10 @@ def test_an_outcome_is_copied_to_the_host_as_it_is():
     noise = torch.tensor([1 + 1e-12, 2.0, 3.0, 4.0, 5.0], dtype=torch.float64)
     figures = torch.tensor([[1e-9, 2.0], [3.0, 4.0]], dtype=torch.float64)
     tensors = {name: torch.tensor(value, dtype=torch.float64) for name, value in scalars.items()}
-    found = step.StepOutcome(**tensors, noise=noise, figures=figures).on_host()
+    found = step.StepOutcome(**tensors, noise=noise, figures=figures, own=StepReport(stop=True)).on_host()
     assert {name: getattr(found, name).item() for name in scalars} == scalars
     assert torch.equal(found.figures, figures)
+    assert found.own == StepReport(stop=True)
     assert torch.equal(found.noise, noise)
 
 
@@ -158,10 +160,10 @@ def kept_feedback():
 @pytest.mark.parametrize(("clip_norm", "scale"), [(None, 1.0), (2.5, 0.5), (10.0, 1.0)])
 def test_an_update_is_clipped_by_the_norm_of_all_ranks_together(monkeypatch, clip_norm, scale):
     """This rank's gradient has the norm 3, the other's 4."""
-    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 1.0, 1.0, *[0.0] * 5]))
+    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 1.0, 1.0, *[0.0] * 6]))
     share = share_with_gradient("w", torch.tensor([3.0]))
     state = state_of(share)
-    found = step._update(state, torch.tensor(1.0), clip_norm, (1.0, 0.0), ())
+    found = step._update(state, torch.tensor(1.0), clip_norm, StepReport(stop=True))
     assert state.compression.feedbacks["exchange"].settled.tolist() == [1.0, 1.0]
     assert [float(value) for value in (found.loss, found.grad_norm, found.skipped)] == [1.5, 5.0, 0.0]
     assert (float(found.stop), float(found.writing)) == (2.0, 1.0)
@@ -169,10 +171,10 @@ def test_an_update_is_clipped_by_the_norm_of_all_ranks_together(monkeypatch, cli
 
 
 def test_a_loss_that_is_not_finite_on_another_rank_skips_the_update_here(monkeypatch):
-    monkeypatch.setattr(step, "dist", TwoRanks([float("nan"), 16.0, 0.0, 0.0, *[0.0] * 5]))
+    monkeypatch.setattr(step, "dist", TwoRanks([float("nan"), 16.0, 0.0, 0.0, *[0.0] * 6]))
     share = share_with_gradient("w", torch.tensor([3.0]))
     state = state_of(share)
-    found = step._update(state, torch.tensor(1.0), None, (0.0, 1.0), ())
+    found = step._update(state, torch.tensor(1.0), None, StepReport(writing=True))
     assert state.compression.feedbacks["exchange"].newest.tolist() == [0.0, 0.0]
     assert float(found.skipped) == 1.0
     assert share.local.item() == 0.0
@@ -181,7 +183,9 @@ def test_a_loss_that_is_not_finite_on_another_rank_skips_the_update_here(monkeyp
 
 def test_every_rank_learns_the_figures_of_all_and_the_sum_of_their_noise(monkeypatch):
     """Rank 0 reports 1e-9 and 7; its gradients add 2 to the noise, ours |(3)|^2 / 0.25. Ours are of experts."""
-    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 0.0, 0.0, 2.0, 0.0, 1.0, 0.0, 4.0, 1e-9, 7.0, 0.0, 0.0]))
+    monkeypatch.setattr(
+        step, "dist", TwoRanks([0.5, 16.0, 0.0, 0.0, 0.0, 2.0, 0.0, 1.0, 0.0, 4.0, 1e-9, 7.0, 0.0, 0.0])
+    )
     share = share_with_gradient("w", torch.tensor([3.0]))
     state = state_of(share)
     state.spread_experts = {"w"}
@@ -191,8 +195,8 @@ def test_every_rank_learns_the_figures_of_all_and_the_sum_of_their_noise(monkeyp
     noise.add(share.gradient, Columns(1, (1,), ("own",), experts=False))
     noise.add(2 * share.gradient, Columns(1, (1,), ("own",), experts=True))
     noise.end(every_micro_batch=False, ranks_of_part=1, ranks_of_experts=2)
-    found = step._update(state, torch.tensor(1.0), None, (0.0, 0.0), (0.5, 1 / 3))
-    assert found.figures.tolist() == [[1e-9, 7.0], [0.5, 1 / 3]]
+    found = step._update(state, torch.tensor(1.0), None, StepReport(links=LinkFigures((), 0.5, 1 / 3)))
+    assert [one.links for one in found.reports()] == [LinkFigures((), 1e-9, 7.0), LinkFigures((), 0.5, 1 / 3)]
     assert found.noise.tolist() == [2.0 + 9.0 / 0.25, 36.0 / 0.5, 1.0 + 1.0, 0.5, 4.0 + 9.0]
     assert (found.loss.item(), found.grad_norm.item(), found.stop.item(), found.writing.item()) == (1.5, 5.0, 0.0, 0.0)
     noise.begin(None)
@@ -203,7 +207,6 @@ def test_every_rank_learns_the_figures_of_all_and_the_sum_of_their_noise(monkeyp
 
 
 def test_ranks_that_report_nothing_bring_no_figures(monkeypatch):
-    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 0.0, 0.0, *[0.0] * 5]))
-    found = step._update(state_of(share_with_gradient("w", torch.tensor([3.0]))), torch.tensor(1.0), None, (0, 0), ())
-    assert found.figures.shape == (2, 0)
-    assert found.on_host().figures.shape == (2, 0)
+    monkeypatch.setattr(step, "dist", TwoRanks([0.5, 16.0, 0.0, 0.0, *[0.0] * 6]))
+    found = step._update(state_of(share_with_gradient("w", torch.tensor([3.0]))), torch.tensor(1.0), None, StepReport())
+    assert found.reports() == found.on_host().reports() == []

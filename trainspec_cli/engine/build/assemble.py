@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from trainspec_cli.engine.build.exchanges import Exchanges, build_exchanges
+from trainspec_cli.engine.build.exchanges import build_exchanges
 from trainspec_cli.engine.build.kernel_loading import load_kernel
 from trainspec_cli.engine.build.materialise import allocate, materialise, start_buffers
 from trainspec_cli.engine.build.own_code import try_own_block, use_own_loss
@@ -44,36 +44,67 @@ def build_train_state(
     yet, and moments no memory either, since `reshard` brings both.
     """
     mesh, clock = mesh or build_mesh(plan.layout, device.type), clock or StepClock(device)
-    positions_S = _positions(plan, mesh)
-    parts, shares, partials = {}, [], []
+    layout, compute = plan.layout, DTYPES[plan.compute]
+    positions_S = None
+    if layout.cp > 1:
+        positions_S = held_positions(plan.spec.data.seq_len, layout.context_method, mesh.rank("cp"), layout.cp)
+    parts: dict[int, Any] = {}
+    parts_of_layers: dict[int, float] = {}
+    shares: list[Share] = []
+    partials: list[Share] = []
     exchanges = build_exchanges(plan, mesh, device, clock, wire or WireMeter())
     cp, tp = (exchanges.peers_along(mesh, axis) for axis in ("cp", "tp"))
     queue, noise = WeightQueue(), NoiseProbe(device, cp, tp, Peers(mesh.ends, clock.collective))
-    for stage in plan.layout.stages_of_rank(mesh.rank("pp")):
+    for stage in layout.stages_of_rank(mesh.rank("pp")):
         part, cuts, partial = spread_stage(plan, mesh, exchanges, noise, stage)
         use_own_loss(part, plan, device)
-        if plan.layout.splits_backward:
+        if layout.splits_backward:
             queue.apply(part)
         parts[stage] = part
+        layers = layers_of(plan, stage)
+        parts_of_layers[stage] = 1.0 if layers is None else len(layers) / plan.spec.model.num_layers
         allocate(part, device, offload=plan.offload != "none")
         named = (*part.named_parameters(), *quantised_parameters(part))
         held = [_share(plan, name, parameter, cuts) for name, parameter in named]
         if fill:
-            try_own_block(plan, (layers_of(plan, stage) or range(1))[0], DTYPES[plan.compute], device)
+            try_own_block(plan, (layers or range(1))[0], compute, device)
             materialise(part, held, device, plan.spec.train.seed, positions_S)
         else:
             start_buffers(part, device, plan.spec.train.seed, positions_S)
         shares += held
         partials += [share for share in held if share.name in partial and share.is_trained]
+    trained = [share for share in shares if share.is_trained]
+    zeros = torch.zeros_like if fill else without_memory
+    optimizer: torch.optim.Optimizer
+    if plan.spec.optim.is_own:
+        optimizer = build_own_optimizer(trained, plan.spec, zeros=zeros)
+    else:
+        update = load_kernel("adamw", plan.kernels.adamw)
+        optimizer = build_optimizer(trained, plan.spec.optim, update, zeros, clock.collective, compute)
+    # Gradients that no backward sums: of parameters that every rank of tp holds whole, and of a tied embedding, whose
+    # two copies lie at the two ends of a pipeline.
+    twins = [share for share in trained if is_twin(plan, share.name)]
+    ends = Peers(mesh.ends, exchanges.counted("gradients", clock.collective))
+    late = ((partials, exchanges.gradient_peers(mesh, "tp")), (twins, ends))
     return TrainState(
         device=device,
         mesh=mesh,
         clock=clock,
         links=exchanges.links,
-        stages=_join_stages(plan, parts, Lines(mesh.group("pp"), mesh.upstream, device), queue, clock, noise),
+        stages=Stages(
+            layout=layout,
+            parts=parts,
+            lines=Lines(mesh.group("pp"), mesh.upstream, device),
+            queue=queue,
+            hidden=Hidden(plan.spec.model.hidden_size, layout.tp if layout.sequence_parallel else 1, compute),
+            clock=clock,
+            throttle=Throttle(parts_of_layers),
+            allowance=Allowance(),
+            noise=noise,
+        ),
         shares=shares,
-        optimizer=_build_plan_optimizer(plan, shares, clock, fill=fill),
-        late_sums=_late_sums(plan, mesh, exchanges, shares, partials),
+        optimizer=optimizer,
+        late_sums=[LateSum(summed, peers) for summed, peers in late if summed],
         positions_S=positions_S,
         routers=routers_of(list(parts.values())),
         spread_experts=_spread_experts(mesh, shares),
@@ -82,36 +113,6 @@ def build_train_state(
         sums=exchanges.sums,
         losses=exchanges.losses,
     )
-
-
-def _join_stages(
-    plan: Plan, parts: dict[int, Any], lines: Lines, queue: WeightQueue, clock: StepClock, noise: NoiseProbe
-) -> Stages:
-    throttle = Throttle({stage: _part_of_layers(plan, stage) for stage in parts})
-    return Stages(plan.layout, parts, lines, queue, _hidden(plan), clock, throttle, Allowance(), noise)
-
-
-def _part_of_layers(plan: Plan, stage: int) -> float:
-    layers = layers_of(plan, stage)
-    return 1.0 if layers is None else len(layers) / plan.spec.model.num_layers
-
-
-def _hidden(plan: Plan) -> Hidden:
-    layout = plan.layout
-    parts = layout.tp if layout.sequence_parallel else 1
-    return Hidden(plan.spec.model.hidden_size, parts, DTYPES[plan.compute])
-
-
-def _build_plan_optimizer(
-    plan: Plan, shares: Sequence[Share], clock: StepClock, *, fill: bool
-) -> torch.optim.Optimizer:
-    """Build the optimizer of the trained shares; moments have no memory yet if not `fill`."""
-    trained = [share for share in shares if share.is_trained]
-    zeros = torch.zeros_like if fill else without_memory
-    if plan.spec.optim.is_own:
-        return build_own_optimizer(trained, plan.spec, zeros=zeros)
-    update = load_kernel("adamw", plan.kernels.adamw)
-    return build_optimizer(trained, plan.spec.optim, update, zeros, clock.collective, DTYPES[plan.compute])
 
 
 def _share(plan: Plan, name: str, parameter: nn.Parameter, cuts: dict[str, Cut]) -> Share:
@@ -127,19 +128,3 @@ def _spread_experts(mesh: Mesh, shares: Sequence[Share]) -> set[str]:
         return set()
     group = mesh.expert_group("ep").group_name
     return {share.name for share in shares if share.cut and share.cut.group.group_name == group}
-
-
-def _positions(plan: Plan, mesh: Mesh) -> Tensor | None:
-    layout = plan.layout
-    if layout.cp == 1:
-        return None
-    return held_positions(plan.spec.data.seq_len, layout.context_method, mesh.rank("cp"), layout.cp)
-
-
-def _late_sums(
-    plan: Plan, mesh: Mesh, exchanges: Exchanges, shares: Sequence[Share], partials: Sequence[Share]
-) -> list[LateSum]:
-    twins = [share for share in shares if is_twin(plan, share.name) and share.is_trained]
-    ends = Peers(mesh.ends, exchanges.counted("gradients", exchanges.clock.collective))
-    sums = ((partials, exchanges.gradient_peers(mesh, "tp")), (twins, ends))
-    return [LateSum(summed, peers) for summed, peers in sums if summed]

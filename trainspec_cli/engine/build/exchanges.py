@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +19,29 @@ from trainspec_cli.engine.observe.links import LinkTimers
 from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
 from trainspec_cli.engine.parallel.lost_gradients import ModuleLosses
 from trainspec_cli.recipe.results.plan import Plan
+
+STEP_EXCHANGES: Mapping[str, Collection[str]] = {
+    # Activations of regions whose matrices are cut, or their gathering and scattering under sequence parallelism
+    # (comm/exchange.py); the loss over a cut vocabulary (models/cross_entropy.py); gradients of what every rank holds
+    # whole, after the backwards (run/step.py: sum_late).
+    "tp": ("all_reduce", "all_gather", "reduce_scatter"),
+    # Keys and values travel around a ring, or are swapped for heads (parallel/context.py).
+    "cp": ("send", "receive", "all_to_all"),
+    # Tokens go to the ranks of their experts and back, after the number of them (parallel/expert.py).
+    "ep": ("all_to_all",),
+    # Activations and their gradients between stages (parallel/pipeline.py).
+    "pp": ("send", "receive"),
+    # Parameters are gathered and gradients reduced: by FSDP2 on a GPU (parallel/data_parallel.py), on a CPU in a thread
+    # of its own (parallel/gradient_sums.py), where gloo's reduce-scatter is a swap of rows (comm/exchange.py).
+    "dp_shard": ("all_gather", "reduce_scatter", "all_to_all"),
+    "expert_shard": ("all_gather", "reduce_scatter", "all_to_all"),
+    # Gradients over replicas, in one sum or in tiers: rows are swapped, and sums gathered.
+    "dp_replicate": ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"),
+    # Loss, norm, noise and the ranks' reports end the step (run/step.py); experts' visits (parallel/balance.py).
+    "all": ("all_reduce",),
+}
+"""Every exchange of a step inside a replica group, by the axis of its ranks; compressed gradients are swapped and
+gathered in place of a sum (comm/compressed.py). Replica groups sum gradients beyond these (elastic/cross_group.py)."""
 
 
 @dataclass(frozen=True)
@@ -61,23 +84,20 @@ class Exchanges:
 
 def build_exchanges(plan: Plan, mesh: Mesh, device: torch.device, clock: StepClock, wire: WireMeter) -> Exchanges:
     """Build what the exchanges of a plan need. Called by every rank together."""
-    compression, links = _build_compression(plan, device), LinkTimers(clock)
-    wire.find_connections()
-    wire.reserve(mesh.connections_of_sums, "gradients")
-    exchanges = Exchanges(clock, links, wire, compression, replica_tiers=_replica_tiers(plan, mesh))
-    return _with_sums(exchanges, mesh)
-
-
-def _build_compression(plan: Plan, device: torch.device) -> Compression:
-    """Build the codecs. Of several replica groups one alone writes checkpoints, without the feedback of the others."""
     per_node = _ranks_per_node()
-    return Compression(
+    compression = Compression(
         inside=plan.comm.gradients,
         across=plan.comm.across_nodes,
         is_inside=lambda group: len({rank // per_node for rank in dist.get_process_group_ranks(group)}) == 1,
         device=device,
+        # Of several replica groups one alone writes checkpoints, and it does not hold the feedback of the others.
         saved_as=f"{plan.layout.describe()}.rank{dist.get_rank()}" if plan.replica_groups == 1 else "",
     )
+    links = LinkTimers(clock)
+    wire.find_connections()
+    wire.reserve(mesh.connections_of_sums, "gradients")
+    exchanges = Exchanges(clock, links, wire, compression, replica_tiers=_replica_tiers(plan, mesh))
+    return _with_sums(exchanges, mesh)
 
 
 def _with_sums(exchanges: Exchanges, mesh: Mesh) -> Exchanges:

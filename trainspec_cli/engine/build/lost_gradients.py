@@ -48,7 +48,10 @@ def parts_to_fill(state: TrainState) -> list[TensorPart]:
     if not state.compression.feeds_back:
         return []
     by_name = {share.name: share for share in _trained(state)}
-    parts = [_part(share, _without_memory(share, state.device)) for share in by_name.values()]
+    parts = []
+    for share in by_name.values():
+        lost = without_memory(torch.empty(share.local.shape, dtype=torch.bfloat16, device=state.device))
+        parts.append(_part(share, lost))
     return [part for part in parts if part.tensor.numel()]
 
 
@@ -75,10 +78,6 @@ def has_other_losses(state: TrainState) -> bool:
     moved = {id(kept) for losses in state.losses for kept in (losses.over_shards, losses.over_replicas)}
     others = (kept for kept in state.compression.feedbacks.values() if id(kept) not in moved)
     return any(bool(kept.settled.any()) for kept in others)
-
-
-def _without_memory(share: Share, device: torch.device) -> Tensor:
-    return without_memory(torch.empty(share.local.shape, dtype=torch.bfloat16, device=device))
 
 
 def _trained(state: TrainState) -> list[Share]:

@@ -86,8 +86,13 @@ def commit(
     Fence.of_worker(run_dir).check()
     try:
         manifest = _publish(run_dir, partial, about, world_size)
-        _remove_older(run_dir, keep_last, kept_step)
-        _clear_partials(run_dir.checkpoints, about.step)
+        for step in run_dir.checkpoint_steps()[:-keep_last]:
+            if step != kept_step:
+                shutil.rmtree(run_dir.checkpoint(step))
+        # A save that was killed leaves its folder behind.
+        for left in run_dir.checkpoints.glob(".step_*.partial"):
+            if int(left.name.split(".")[1].removeprefix("step_")) <= about.step:
+                shutil.rmtree(left)
         return manifest
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
@@ -136,22 +141,9 @@ def _publish(run_dir: RunDir, partial: Path, about: About, world_size: int) -> C
     return manifest
 
 
-def _remove_older(run_dir: RunDir, keep_last: int, kept_step: int | None) -> None:
-    for step in run_dir.checkpoint_steps()[:-keep_last]:
-        if step != kept_step:
-            shutil.rmtree(run_dir.checkpoint(step))
-
-
 def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _clear_partials(checkpoints: Path, until_step: int) -> None:
-    """Remove leftovers of killed saves."""
-    for partial in checkpoints.glob(".step_*.partial"):
-        if int(partial.name.split(".")[1].removeprefix("step_")) <= until_step:
-            shutil.rmtree(partial)

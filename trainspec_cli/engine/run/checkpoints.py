@@ -70,7 +70,11 @@ class Checkpoints:
         """Restore the newest whole checkpoint; None where there is none."""
         restored = load_newest(self._run_dir, self._state.held, self._state.device, self._memory)
         if restored:
-            self._warn_of_feedback(restored)
+            if len(self._state.compression.feedbacks) > restored.feedback:
+                lost = (
+                    "what compressed gradients had lost is not in the checkpoint for this layout: it starts from zero"
+                )
+                self._warn(restored.manifest.step, lost)
             self._cadence.start_at(restored.manifest.step)
             if restored.slot is None:
                 self._saved_step = restored.manifest.step
@@ -83,11 +87,6 @@ class Checkpoints:
     def _prepare(self) -> None:
         if self._plan.spec.checkpoint.mode == "async":
             self._saver.prepare()
-
-    def _warn_of_feedback(self, restored: Restored) -> None:
-        if len(self._state.compression.feedbacks) > restored.feedback:
-            message = "what compressed gradients had lost is not in the checkpoint for this layout: it starts from zero"
-            self._warn(restored.manifest.step, message)
 
     def agree(self) -> None:
         """Agree on who writes what, for `save_where_it_stands`."""
@@ -131,7 +130,12 @@ class Checkpoints:
         if first is not None and first <= self._plan.total_steps:
             self._prepare()
         if self._begun is not None and step > self._begun and not writing:
-            self._end_pending()
+            # Every rank said in that step that it was not writing, so each of them has finished, and all end it at the
+            # same step without an exchange of their own.
+            self._begun = None
+            finished = self._saver.take_finished()
+            assert finished is not None, "no rank was writing"
+            self._end(finished)
 
     def after_step(self, step: int, samples: int, *, writes: bool = True) -> None:
         """Begin a checkpoint where one is due and none is being written.
@@ -145,7 +149,12 @@ class Checkpoints:
         if self._begun is not None or not writes:
             return
         if self._due_since is None:
-            self._copy_if_due(step, samples)
+            interval = self._plan.spec.checkpoint.memory_interval_steps
+            if interval and step % interval == 0:
+                # A copy in memory alone. One that falls due while another is written is left out, not put off: the next
+                # one is due soon, and the copy before it still serves.
+                self._begun = step
+                self._saver.begin(self._about(step, samples), to_disk=False)
             return
         if self._due_since < step:
             self._warn_put_off(self._due_since, step)
@@ -174,13 +183,6 @@ class Checkpoints:
         else:
             self._end(self._saver.save(self._about(step, samples)))
 
-    def _copy_if_due(self, step: int, samples: int) -> None:
-        """Begin a copy in memory alone; one that falls due while another is being written is left out."""
-        interval = self._plan.spec.checkpoint.memory_interval_steps
-        if interval and step % interval == 0:
-            self._begun = step
-            self._saver.begin(self._about(step, samples), to_disk=False)
-
     def save_last(self, step: int, samples: int) -> None:
         """Write the last step's state, whole on disk when this returns. Raises MachineError where that cannot be."""
         started = time.perf_counter()
@@ -198,12 +200,6 @@ class Checkpoints:
 
     def _about(self, step: int, samples: int) -> About:
         return About(step, samples, self._plan.spec.train.seed, self._recipe_digest, self._pace())
-
-    def _end_pending(self) -> None:
-        self._begun = None
-        finished = self._saver.take_finished()
-        assert finished is not None, "no rank was writing"
-        self._end(finished)
 
     def _end(self, saved: Saved) -> None:
         if saved.in_memory:

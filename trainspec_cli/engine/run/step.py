@@ -18,8 +18,10 @@ from trainspec_cli.engine.parallel.balance import forget_visits, scale_balance_l
 from trainspec_cli.engine.parallel.noise import SampleParts
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.engine.run.shortage.out_of_memory import PassesOutOfMemory, is_out_of_memory
-from trainspec_cli.engine.shares import Share
+from trainspec_cli.engine.run.step_report import StepReport
 from trainspec_cli.plan.pipeline import actions
+
+NOTHING_TO_REPORT = StepReport()
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,13 @@ class StepOutcome:
     """What `NoiseProbe` has added up over all ranks, and of |g|^2 of the whole step's gradient what is experts', spread
     by ep: (5,); zeros where it is not measured."""
     figures: Tensor
-    """(ranks, F): what each rank reported; F is 0 where they report nothing."""
+    """(ranks, F): the parts of each rank's report; F is 0 where they report none."""
+    own: StepReport
+    """This rank's report, whose parts say how to read the figures."""
+
+    def reports(self) -> list[StepReport]:
+        """Return the parts that all ranks reported, by rank, and wait for the device; [] where they reported none."""
+        return [self.own.like(row) for row in self.figures.tolist()] if self.figures.numel() else []
 
     def on_host(self) -> StepOutcome:
         """Start copies to the host; they are complete when the device has reached this point."""
@@ -51,7 +59,7 @@ class StepOutcome:
             tensor.to("cpu", non_blocking=True) for tensor in (together, self.noise, self.figures)
         )
         loss, norm, skipped, stop, writing, to_sample = copied.unbind()
-        return StepOutcome(loss, norm, skipped, stop, writing, to_sample, noise, figures)
+        return StepOutcome(loss, norm, skipped, stop, writing, to_sample, noise, figures, self.own)
 
 
 class GroupExchange(Protocol):
@@ -73,17 +81,13 @@ def train_step(
     global_tokens: int,
     clip_norm: float | None,
     groups: GroupExchange | None = None,
-    stop_requested: bool = False,
-    writing: bool = False,
-    steps_to_sample: int = 0,
-    figures: Sequence[float] = (),
+    report: StepReport = NOTHING_TO_REPORT,
     parts: SampleParts | None = None,
 ) -> StepOutcome | None:
     """Make one update; return None where the replica groups did not agree on the step, and nothing was updated.
 
-    `groups` None: there is one alone. `stop_requested`, `writing` and `steps_to_sample` are this rank's, which the
-    step adds up over the ranks; `figures` are its own, as many on every rank, which the step brings to all of them.
-    `parts`: where the noise of the gradients is to be measured.
+    `groups` None: there is one alone. `report` is this rank's, which the step brings to all ranks. `parts`: where the
+    noise of the gradients is to be measured.
     """
     if groups is not None:
         groups.begin_passes(state, len(micro_batches))
@@ -100,23 +104,23 @@ def train_step(
             state.compression.discard()
             forget_visits(state.routers)
             return None
-    return _update(state, loss, clip_norm, (float(stop_requested), float(writing), float(steps_to_sample)), figures)
+    return _update(state, loss, clip_norm, report)
 
 
-def _update(
-    state: TrainState, loss: Tensor, clip_norm: float | None, flags: Sequence[float], figures: Sequence[float]
-) -> StepOutcome:
-    """Agree on loss, norm, flags and figures in one exchange, clip by the norm of all ranks together, and update.
+def _update(state: TrainState, loss: Tensor, clip_norm: float | None, report: StepReport) -> StepOutcome:
+    """Agree on loss, norm and reports in one exchange, clip by the norm of all ranks together, and update.
 
     `loss` is this rank's share of the mean.
     """
     with state.clock.part("optimizer"):
         squared = squared_norm(state.shares).to(loss.device)
-        of_experts = squared_norm(_spread_experts(state)).to(loss.device)
-    sums = [loss.double(), squared, *(squared.new_full((), flag) for flag in flags)]  # filled there, not copied
+        of_experts = squared_norm([one for one in state.shares if one.name in state.spread_experts]).to(loss.device)
+    # Numbers are filled in on the device: a copy from the host would wait for all that is queued before it.
+    sums = [loss.double(), squared, *(squared.new_full((), number) for number in report.sums)]
     noise = torch.cat([state.stages.noise.sums, of_experts[None]])
-    reported = squared.new_zeros((dist.get_world_size(), len(figures)))
-    for place, figure in enumerate(figures):
+    row = report.row
+    reported = squared.new_zeros((dist.get_world_size(), len(row)))  # a sum with the others' zeros brings each row
+    for place, figure in enumerate(row):
         reported[dist.get_rank(), place].fill_(figure)
     agreed = torch.cat([torch.stack(sums), noise, reported.flatten()])
     with state.clock.agreeing():
@@ -137,11 +141,8 @@ def _update(
         steps_to_sample=agreed[4],
         noise=noise,
         figures=figures_of_all.view_as(reported),
+        own=report,
     )
-
-
-def _spread_experts(state: TrainState) -> list[Share]:
-    return [share for share in state.shares if share.name in state.spread_experts]
 
 
 def compute_gradients(

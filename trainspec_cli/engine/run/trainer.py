@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trainspec_cli.balance.batch.noise import PartSquares
 from trainspec_cli.engine.build.train_state import DTYPES, TrainState
-from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, Traffic
+from trainspec_cli.engine.data.staging import PREFETCHED_STEPS
 from trainspec_cli.engine.observe.counters import StepCounters
 from trainspec_cli.engine.observe.deeper_look import DeeperLook, NoLook
 from trainspec_cli.engine.observe.device import Peak, device_allocations, device_name, measure_peak
@@ -37,6 +37,7 @@ from trainspec_cli.engine.run.scheduling.relayout import DROPS_LOST, LayoutChang
 from trainspec_cli.engine.run.scheduling.step_scheduler import StepScheduler
 from trainspec_cli.engine.run.shortage.relief import MemoryRelief
 from trainspec_cli.engine.run.step import StepOutcome, train_step
+from trainspec_cli.engine.run.step_report import StepReport
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.event_types.training import EndEvent, SampleEvent, StartEvent, WarningEvent
@@ -64,11 +65,11 @@ class Trainer:
         recalls = follows_earlier(run.plan, coordinator.group)
         self.directives = Directives(run.run_dir, self.journal, run.plan.layout, recalls=recalls)
         self.link = SupervisorLink(run.run_dir, self.journal)
-        self.scheduler = StepScheduler(run.plan, run.state, self.directives, coordinator.group, self.link)
-        self.links = StepLinks(run.plan, run.state, self.journal, coordinator.group, self.link)
-        self.buckets = StepBuckets(run.plan, run.state, self.directives, coordinator.group)
+        self._begin_to_learn()
         self.layouts = LayoutChanges(run.plan, run.state, self.directives)
-        self.relief = MemoryRelief(run, coordinator, self.checkpoints, self.watch, self.scheduler)
+        self.relief = MemoryRelief(
+            run, coordinator, self.checkpoints, self.watch, lambda samples: self.scheduler.limit(samples)
+        )
         self.restored_from: str | None = None
         self.heldout = HeldoutWatch(self.spec, run.run_dir, self.journal, self.checkpoints)
         self.progress = TrainProgress()
@@ -77,18 +78,15 @@ class Trainer:
         self.tally = RunTally(_peak(run.plan, run.state.device))
         self.memory = MemoryWatch(run.state.device, self.progress.step, run.plan.total_steps)
         self.counters = StepCounters(run.state.device)
-        self.deeper_look = self._deeper_look()
+        self.deeper_look: DeeperLook | NoLook = NoLook()
+        if self.spec.observe.deeper_look:
+            rank = (coordinator.group or 0) * run.plan.group_size + dist.get_rank()
+            self.deeper_look = DeeperLook(run.run_dir, self.journal, rank, run.state.device)
         self.divergence = Divergence(run.run_dir, self.spec.train.max_skipped_steps)
         self.unread: DoneStep | None = None
         self.allocated = device_allocations(run.state.device)
         """How often the device was asked for memory before this step."""
         self.stopping = False
-
-    def _deeper_look(self) -> DeeperLook | NoLook:
-        if not self.spec.observe.deeper_look:
-            return NoLook()
-        rank = (self.coordinator.group or 0) * self.plan.group_size + dist.get_rank()
-        return DeeperLook(self.run_dir, self.journal, rank, self.state.device)
 
     def _restore(self) -> TrainProgress:
         """Load the newest whole checkpoint; where there is none the run goes on as it is."""
@@ -143,7 +141,9 @@ class Trainer:
 
     def _train(self) -> None:
         self.clock.restart()
-        if self._lacks_evaluation:
+        # The run may have been killed, or stopped, between a checkpoint and the evaluation of the same step.
+        lacks_evaluation = self._is_evaluation_due and self.heldout.last_step != self.progress.step
+        if self.restored_from is not None and lacks_evaluation and not self._is_last_step:
             self._evaluate_between_steps()
         self._bring_together()
         while not self._is_last_step and not self.stopping:
@@ -196,10 +196,14 @@ class Trainer:
             global_tokens=samples.global_tokens,
             clip_norm=self.spec.optim.grad_clip_norm,
             groups=self.coordinator,
-            stop_requested=self.coordinator.stop_flag,
-            writing=self.checkpoints.writing,
-            steps_to_sample=self.links.steps_to_sample,
-            figures=[*self.scheduler.figures(step), *self.links.figures, *self.buckets.figures],
+            report=StepReport(
+                stop=self.coordinator.stop_flag,
+                writing=self.checkpoints.writing,
+                steps_to_sample=self.links.steps_to_sample,
+                speed=self.scheduler.report(step),
+                links=self.links.report,
+                buckets=self.buckets.report,
+            ),
             parts=self._parts(samples),
         )
         if outcome is not None:
@@ -235,12 +239,17 @@ class Trainer:
         self.coordinator.batches.adopt(self.run_context)
         self.pace.adopt(plan)
         self.checkpoints.adopt(plan, state)
-        self.scheduler.adopt(plan, state)
-        self.links.adopt(plan, state)
-        self.buckets.adopt(plan, state)
+        self._begin_to_learn()
         self.relief.adopt(self.run_context)
         self.memory = MemoryWatch(state.device, self.progress.step, plan.total_steps)
         self.allocated = device_allocations(state.device)
+
+    def _begin_to_learn(self) -> None:
+        """Begin with the layout in force: speeds, links and buckets of another one say nothing about it."""
+        group = self.coordinator.group
+        self.scheduler = StepScheduler(self.plan, self.state, self.directives, group, self.link)
+        self.links = StepLinks(self.plan, self.state, self.journal, group, self.link)
+        self.buckets = StepBuckets(self.plan, self.state, self.directives, group)
 
     def _parts(self, samples: StepSamples) -> SampleParts | None:
         """Return the parts of the step whose gradients show the noise; None where it is not measured."""
@@ -266,7 +275,10 @@ class Trainer:
             self.checkpoints.after_step(step, self.progress.samples, writes=writes)
         self.watch.beat(step)
         self.deeper_look.after_step(step)
-        agreement, segments, traffic = self.clock.agreement, self.clock.cut(), self._cut_traffic()
+        agreement, segments = self.clock.agreement, self.clock.cut()
+        traffic, before = self.source.staging.cut(), self.allocated
+        self.allocated = device_allocations(self.state.device)
+        traffic = replace(traffic, allocations=traffic.allocations + self.allocated - before)
         garbage_s = 0.0 if self.clock.on_gpu else self.counters.garbage.cut()
         return DoneStep(step, outcome, lr, segments, samples, traffic, noise_scale, agreement, garbage_s)
 
@@ -280,12 +292,6 @@ class Trainer:
         if self.plan.layout.ep > 1:
             squares.append(PartSquares(of_experts, experts_square, round(expert_parts)))
         return self.pace.note_step(step, samples.step_samples, squares)
-
-    def _cut_traffic(self) -> Traffic:
-        """Return the traffic of the step's batch, with the device's own allocations."""
-        traffic, before = self.source.staging.cut(), self.allocated
-        self.allocated = device_allocations(self.state.device)
-        return replace(traffic, allocations=traffic.allocations + self.allocated - before)
 
     def _record_late(self, done: DoneStep) -> None:
         """Record a step: on a GPU when the next one has been started, so that reading its figures waits for nothing.
@@ -323,18 +329,19 @@ class Trainer:
         largest = max(taken.own.sizes, default=0)
         for message in filter(None, (self.memory.check(done.step, largest), self.pace.warning(taken.step_samples))):
             self.journal.write(WarningEvent(step=done.step, message=message))
-        figures, of_buckets = self.buckets.split(done.outcome.figures)
-        figures, of_links = self.links.split(figures)
+        reports = done.outcome.reports()
         self.scheduler.note_step(
             done.step,
             taken.own,
             parts_s,
             taken.group_samples,
-            figures,
+            [one.speed for one in reports if one.speed is not None],
             shows_speed=not self.deeper_look.looked_at(done.step),
             garbage_s=done.garbage_s,
         )
+        of_links = [one.links for one in reports if one.links is not None]
         self.links.note_step(done.step, step_time_s, of_links, int(done.outcome.steps_to_sample.item()))
+        of_buckets = [one.buckets for one in reports if one.buckets is not None]
         self.buckets.note_step(done.step, step_time_s, of_buckets)
         self.coordinator.batches.rate = self.scheduler.rate
         self.coordinator.note_step(done.step, step_time_s)
@@ -348,13 +355,6 @@ class Trainer:
     @property
     def _is_evaluation_due(self) -> bool:
         return self._is_last_step or _falls_on(self.spec.train.eval_interval_steps, self.progress.step)
-
-    @property
-    def _lacks_evaluation(self) -> bool:
-        """Return whether the run was killed, or stopped, between a checkpoint and the evaluation of the same step."""
-        step = self.progress.step
-        is_due = not self._is_last_step and _falls_on(self.spec.train.eval_interval_steps, step)
-        return self.restored_from is not None and is_due and self.heldout.last_step != step
 
     @property
     def _is_sample_due(self) -> bool:

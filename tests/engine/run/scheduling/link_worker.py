@@ -27,6 +27,7 @@ from trainspec_cli.engine.parallel import data_parallel, gradient_sums
 from trainspec_cli.engine.run.scheduling import links as step_links
 from trainspec_cli.engine.run.scheduling.links import StepLinks
 from trainspec_cli.engine.run.step import train_step
+from trainspec_cli.engine.run.step_report import StepReport
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
 from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.layout import Layout
@@ -108,15 +109,13 @@ class Run:
                 self.batch,
                 global_tokens=self.plan.tokens_per_step,
                 clip_norm=1.0,
-                steps_to_sample=self.links.steps_to_sample,
-                figures=[float(step), *self.links.figures],
+                report=StepReport(steps_to_sample=self.links.steps_to_sample, links=self.links.report),
             )
             assert outcome is not None
             self.links.finish(self.batch)
-            others, own = self.links.split(outcome.figures)
-            assert others.tolist() == [[float(step)]] * RANKS
+            reported = [one.links for one in outcome.reports() if one.links is not None]
             said = int(outcome.steps_to_sample)
-            self.links.note_step(step + 1, sum(self.state.clock.cut().parts_s().values()), own, said)
+            self.links.note_step(step + 1, sum(self.state.clock.cut().parts_s().values()), reported, said)
         self.step += steps
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from trainspec_cli.balance.decisions.buckets import ONE_BY_ONE, ROUNDS, WARM_STEPS
 from trainspec_cli.engine.run.scheduling.buckets import StepBuckets
@@ -49,14 +48,12 @@ class Run:
             for rank, sums in zip(self.ranks, self.sums, strict=True):
                 rank.begin()
                 sums.holds_back = step in self.samples
-            figures = torch.tensor([[0.5, *rank.figures] for rank in self.ranks], dtype=torch.float64)
+            reported = [rank.report for rank in self.ranks if rank.report is not None]
             (size,) = {sums.bucket_bytes for sums in self.sums}
             self.used.append(size)
             for number, (rank, sums) in enumerate(zip(self.ranks, self.sums, strict=True)):
-                others, own = rank.split(figures)
-                assert others.tolist() == [[0.5]] * RANKS, "figures of others stay theirs"
                 sums.waited_s = 99.0 if sums.holds_back else self.waits_s(size) * (1 + number)
-                rank.note_step(step + 1, 1.0, own)
+                rank.note_step(step + 1, 1.0, reported)
 
 
 def quickest_at_4000(size: int) -> float:
@@ -74,7 +71,7 @@ def test_the_best_size_is_found_written_down_and_kept() -> None:
     assert [one.bucket_bytes for one in first.tries] == [0, 4000, 16_000]
     waited_s = {one.bucket_bytes: one.waited_s for one in first.tries}
     assert waited_s == {size: pytest.approx(1.5 * quickest_at_4000(size)) for size in waited_s}
-    assert all(not rank.figures for rank in run.ranks), "nothing more is exchanged"
+    assert all(rank.report is None for rank in run.ranks), "nothing more is exchanged"
 
 
 def test_steps_that_show_the_links_do_not_count() -> None:
@@ -107,7 +104,7 @@ def test_nothing_is_tried_where_nothing_can_be_won() -> None:
     for run in (Run(lambda size: 0.001), Run(quickest_at_4000, can_join=False), Run(quickest_at_4000, off)):
         run.make(40)
         assert set(run.used) == {ONE_BY_ONE} and not run.directives.written
-        assert all(not rank.figures for rank in run.ranks)
+        assert all(rank.report is None for rank in run.ranks)
 
 
 def test_the_blueprints_size_is_tried_first() -> None:
@@ -122,8 +119,8 @@ def test_another_layout_is_learnt_anew() -> None:
     run = Run(quickest_at_4000)
     run.make(40)
     other = build_plan(Case("dense", Layout(dp_replicate=2)), "cpu")
-    for rank, sums in zip(run.ranks, run.sums, strict=True):
-        rank.adopt(other, SimpleNamespace(sums=sums))  # type: ignore[arg-type]
+    states: list[Any] = [SimpleNamespace(sums=one) for one in run.sums]
+    run.ranks = [StepBuckets(other, state, run.directives, None) for state in states]  # type: ignore[arg-type]
     assert {sums.bucket_bytes for sums in run.sums} == {0}
     run.make(4 * ROUNDS + WARM_STEPS + 4)
     assert [event.layout for event in run.directives.written[::2]] == [PLAN.layout.describe(), other.layout.describe()]

@@ -26,6 +26,7 @@ from trainspec_cli.engine.run.scheduling.step_scheduler import (
     ranks_of_pipelines,
     read_speed,
 )
+from trainspec_cli.engine.run.step_report import SpeedFigures
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
@@ -84,7 +85,7 @@ class Run:
         self.directives = Directives(self.folder, self.journal, layout, recalls=follows_earlier(self.plan, group))  # type: ignore[arg-type]
         self.link = SupervisorLink(self.folder, self.journal, itertools.count(0.0).__next__)  # type: ignore[arg-type]
         self.scheduler = StepScheduler(self.plan, state, self.directives, group, self.link)
-        self.reported: list[float] = []
+        self.reported: SpeedFigures | None = None
 
     def step(
         self,
@@ -98,7 +99,7 @@ class Run:
         micro-batch `waited_s`; the first rank has seen a change to cost `change_s`. Return the shares."""
         division = self.scheduler.divide(step)
         counts = division.counts(SAMPLES)
-        self.reported = self.scheduler.figures(step)
+        self.reported = self.scheduler.report(step)
         known = sample_s if speeds is None else speeds
         figures = [
             [0.0, speed, 0.0, 0.0, count * own_s, own_waited_s, 0.0]
@@ -106,7 +107,7 @@ class Run:
                 known, counts * self.plan.layout.pp, sample_s, waited_s, strict=False
             )
         ]
-        figures[0][3], figures[0][6] = change_s, self.reported[6] if self.reported else 0.0
+        figures[0][3], figures[0][6] = change_s, self.reported.proposal if self.reported else 0.0
         own = division.of_rank(0, 0, SAMPLES)
         compute_s = counts[0] * sample_s[0]
         parts_s = {
@@ -115,8 +116,8 @@ class Run:
             "backward": 3 * compute_s / 4,
             "exposed_comm": waited_s[0] * len(own.sizes),
         }
-        tensor = torch.tensor(figures if self.reported else [[]] * len(figures))
-        self.scheduler.note_step(step + 1, own, parts_s, SAMPLES, tensor)
+        reported = [SpeedFigures(*row) for row in figures] if self.reported else []
+        self.scheduler.note_step(step + 1, own, parts_s, SAMPLES, reported)
         return counts
 
     def steps(self, first: int, last: int, *sample_s: float) -> list[tuple[int, ...]]:
@@ -234,16 +235,16 @@ def test_nothing_is_measured_where_nothing_would_be_done(tmp_path: Path, changes
     ranks = run.plan.layout.data_parallel_size
     for step in range(20):
         run.step(step, ONE_SLOW[-ranks:])
-        assert run.reported == []
+        assert run.reported is None
     assert run.written == [{}]
 
 
 def test_a_rank_reports_its_speed_and_its_last_step(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.step(0)
-    assert run.reported == [0.0, 0.0, 0.0, math.inf, 0.0, 0.0, 0.0, 0]
+    assert run.reported == SpeedFigures(0.0, 0.0, 0.0, math.inf, 0.0, 0.0, 0.0, 0)
     run.steps(1, 12)
-    assert run.reported == [
+    assert run.reported == (
         0.0,
         1.0,
         0.0,
@@ -252,7 +253,7 @@ def test_a_rank_reports_its_speed_and_its_last_step(tmp_path: Path) -> None:
         0.5,
         0.0,
         0,
-    ]  # its first batch took 6 s to read, the others half a second
+    )  # its first batch took 6 s to read, the others half a second
 
 
 def test_what_a_rank_waited_is_reported_for_each_micro_batch(tmp_path: Path) -> None:
@@ -260,8 +261,9 @@ def test_what_a_rank_waited_is_reported_for_each_micro_batch(tmp_path: Path) -> 
     run.step(0)
     division = Division((1.0,) * RANKS, 4)
     parts_s = {"data_wait": 0.0, "forward": 1.0, "backward": 2.0, "exposed_comm": 3.0}
-    run.scheduler.note_step(2, division.of_rank(0, 0, SAMPLES), parts_s, SAMPLES, torch.zeros(RANKS, 0))
-    assert run.scheduler.figures(2)[4:7] == [3.0, 1.5, 0.0]
+    run.scheduler.note_step(2, division.of_rank(0, 0, SAMPLES), parts_s, SAMPLES, [])
+    reported = run.scheduler.report(2)
+    assert reported is not None and (reported.last_s, reported.waited_s, reported.proposal) == (3.0, 1.5, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -528,7 +530,7 @@ def test_no_layers_move_where_memory_is_not_known_or_full(tmp_path: Path, change
 def test_one_pipeline_alone_reports_its_speeds_where_layers_may_move(tmp_path: Path) -> None:
     run = Run(tmp_path, layout=Layout(pp=4), layer_flops=(1.0,) * 8, largest_stage_layers=4)
     run.steps(0, 12, 1.0, 1.0, 2.0, 1.0)
-    assert run.reported[1] > 0
+    assert run.reported is not None and run.reported.per_sample_s > 0
     assert run.scheduler.decided_layers is not None
     assert ranks_of_pipelines(SimpleNamespace(mesh=SimpleNamespace(axes=SimpleNamespace(mesh=MESH)))) == [  # type: ignore[arg-type]
         [[0, 1], [8, 9]],
@@ -619,7 +621,7 @@ def test_a_proposal_is_known_in_the_step_after_it_and_taken_up_once(tmp_path: Pa
     assert not run.scheduler.is_proposed
     write_proposal(run.folder, proposal(1))
     run.step(3)
-    assert run.reported[6] == 1.0
+    assert run.reported is not None and run.reported.proposal == 1.0
     assert run.scheduler.is_proposed
     assert run.link.receive() == proposal(1)
     run.steps(4, 6)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
-from torch import Tensor
-
 from trainspec_cli.balance.decisions.buckets import WARM_STEPS, BucketTries, sizes_to_try
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.parallel.gradient_sums import GradientSums
 from trainspec_cli.engine.run.scheduling.directives import Directives
+from trainspec_cli.engine.run.step_report import BucketFigures
 from trainspec_cli.recipe.canonical import ABSENT
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.event_types.decisions import BucketsEvent, BucketTry
@@ -25,18 +24,14 @@ class StepBuckets:
     no two blocks' can go together, nothing is tried."""
 
     def __init__(self, plan: Plan, state: TrainState, directives: Directives, group: int | None):
+        """Begin with the layout of `plan`, which is in force; another layout has its own sizes."""
         self._directives, self._group = directives, group
-        self._width = 0
-        self.adopt(plan, state)
-
-    def adopt(self, plan: Plan, state: TrainState) -> None:
-        """Begin with the layout of `plan`, which is in force."""
         self._sums, self._layout = state.sums, plan.layout.describe()
         self._planned_bytes = _planned_bytes(plan)
         self._tries: BucketTries | None = None
         self._warm_steps = 0
-        self.figures = list[float]()
-        """The report of this rank in the exchange of the next step; empty where nothing is tried."""
+        self.report: BucketFigures | None = None
+        """This rank's part of the next step's report; None where nothing is tried."""
         self._is_on = False
         if self._sums is None:
             return
@@ -47,37 +42,35 @@ class StepBuckets:
 
     def begin(self) -> None:
         """Begin a step, or begin it again."""
-        self._width = len(self.figures)
         if self._sums is not None and self._tries is not None and self._is_on:
             self._sums.bucket_bytes = self._tries.size
 
-    def split(self, figures: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the figures (ranks, F) of a step without those of buckets, and those of buckets."""
-        others = figures.shape[1] - self._width
-        return figures[:, :others], figures[:, others:]
-
-    def note_step(self, step: int, step_s: float, figures: Tensor) -> None:
+    def note_step(self, step: int, step_s: float, reported: Sequence[BucketFigures]) -> None:
         """Take in the step that made update `step` in `step_s`, and what all ranks reported of the one before it."""
         if not self._is_on or self._sums is None:
             return
-        if figures.numel():
-            self._learn(step, figures.tolist(), self._sums)
-        self.figures = []
+        if reported:
+            self._learn(step, reported, self._sums)
+        self.report = None
         if self._sums.holds_back or not self._is_on:
             return  # a step that waits for each exchange, to show the links, says nothing
         sizes = self._sums.sizes_bytes if self._sums.can_join else []
-        self.figures = [self._sums.bucket_bytes, self._sums.waited_s, step_s, sum(sizes), max(sizes, default=0)]
+        self.report = BucketFigures(
+            self._sums.bucket_bytes, self._sums.waited_s, step_s, sum(sizes), max(sizes, default=0)
+        )
 
-    def _learn(self, step: int, reported: Sequence[Sequence[float]], sums: GradientSums) -> None:
-        (size, *_), waited_s, steps_s, totals_bytes, blocks_bytes = zip(*reported, strict=True)
+    def _learn(self, step: int, reported: Sequence[BucketFigures], sums: GradientSums) -> None:
         if self._tries is None:
             self._warm_steps += 1
             if self._warm_steps < WARM_STEPS:
                 return
-            sizes = sizes_to_try(round(max(totals_bytes)), round(max(blocks_bytes)), self._planned_bytes)
+            gradient_bytes = round(max(one.gradient_bytes for one in reported))
+            block_bytes = round(max(one.largest_block_bytes for one in reported))
+            sizes = sizes_to_try(gradient_bytes, block_bytes, self._planned_bytes)
             self._tries, self._is_on = BucketTries(sizes), bool(sizes)
             return
-        self._tries.note(round(size), fmean(waited_s), max(steps_s))
+        waited_s, step_s = fmean(one.waited_s for one in reported), max(one.step_s for one in reported)
+        self._tries.note(round(reported[0].bucket_bytes), waited_s, step_s)
         if self._tries.is_done:
             self._is_on, sums.bucket_bytes = False, self._tries.best
             self._settle(step, self._tries)

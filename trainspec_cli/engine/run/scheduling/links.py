@@ -32,6 +32,7 @@ from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.observe.links import GROUPS
 from trainspec_cli.engine.parallel.line_times import neighbours, time_messages
+from trainspec_cli.engine.run.step_report import LinkFigures
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.recipe.canonical import ABSENT
 from trainspec_cli.recipe.results.links import MeasuredLink
@@ -40,8 +41,6 @@ from trainspec_cli.run.folder.event_types.observed import LinkEvent, LinkRate, L
 
 AHEAD, BACK = "pp", "pp back"
 """Messages of a pipeline's ranks to the next stage and to the one before; a link is two neighbours and both ways."""
-PER_AXIS = 3
-"""A rank reports a `Transfer` of each axis, and then what the sample cost it and how long its steps take."""
 REMEMBERED = 5
 FIRST_WRITTEN, WRITTEN_SAMPLES = 8, 50
 """The speeds are written down after so many samples, then after every so many, at a change and at the end."""
@@ -58,12 +57,11 @@ class StepLinks:
         group: int | None,
         supervisor: SupervisorLink,
     ):
-        """`group`: the replica group, where there are several; the supervisor learns nothing of theirs."""
-        self._journal, self._group, self._supervisor = journal, group, supervisor
-        self.adopt(plan, state)
+        """Learn the links of the layout of `plan`, which is in force; another layout has other links.
 
-    def adopt(self, plan: Plan, state: TrainState) -> None:
-        """Begin with the layout of `plan`, which is in force: links are learnt anew."""
+        `group`: the replica group, where there are several; the supervisor learns nothing of theirs.
+        """
+        self._journal, self._group, self._supervisor = journal, group, supervisor
         self._state = state
         is_measured = plan.spec.scheduler.mode != "off" and not on_chip(state.device)
         self._links = links_of(state, self._group) if is_measured else {}
@@ -75,10 +73,10 @@ class StepLinks:
         self._due: int | None = None
         """The step after so many updates is sampled."""
         state.links.is_due = lambda step: step == self._due
-        self._is_sampled, self._width = False, 0
-        """The step that was begun last: whether it is sampled, and how many figures of this class it exchanges."""
-        self.figures = list[float]()
-        """The report of this rank in the exchange of the next step; empty where none was sampled."""
+        self._is_sampled = False
+        """Whether the step that was begun last is sampled."""
+        self.report: LinkFigures | None = None
+        """This rank's part of the next step's report; None where none was sampled."""
         self.steps_to_sample = 0
         """Rank 0 says so in the exchange of the next step; 0 where it says nothing, as all others do."""
         self._times = SampleTimes(change)
@@ -92,9 +90,9 @@ class StepLinks:
         """Begin the step after update `step`, or begin it again."""
         if not self._links:
             return
-        if self._due is None or (step > self._due and not self.figures):
+        if self._due is None or (step > self._due and self.report is None):
             self._due = step + FIRST_SAMPLE_STEPS
-        self._is_sampled, self._width = step == self._due, len(self.figures)
+        self._is_sampled = step == self._due
         self._state.links.begin(self._is_sampled)
         if self._state.sums is not None:
             self._state.sums.holds_back = self._is_sampled
@@ -113,9 +111,8 @@ class StepLinks:
             started_s = time.perf_counter()
             of_axis |= self._time_pipeline(micro_batches[0][0])
             cost_s += time.perf_counter() - started_s
-        transfers = [of_axis[column] for column in self._columns]
-        self.figures = [figure for one in transfers for figure in (one.sent_bytes, one.seconds, one.waited_s)]
-        self.figures += [cost_s, median(self._steps_s or [0.0])]
+        transfers = tuple(of_axis[column] for column in self._columns)
+        self.report = LinkFigures(transfers, cost_s, median(self._steps_s or [0.0]))
 
     def _time_pipeline(self, tokens: Tensor) -> dict[str, Transfer]:
         stages = self._state.stages
@@ -125,12 +122,7 @@ class StepLinks:
         ahead, back = (Transfer(message.nbytes, seconds) if seconds else Transfer() for seconds in times_s)
         return {AHEAD: ahead, BACK: back}
 
-    def split(self, figures: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the figures (ranks, F) of a step without those of links, and those of links."""
-        others = figures.shape[1] - self._width
-        return figures[:, :others], figures[:, others:]
-
-    def note_step(self, step: int, step_s: float, figures: Tensor, steps_to_sample: int) -> None:
+    def note_step(self, step: int, step_s: float, reported: Sequence[LinkFigures], steps_to_sample: int) -> None:
         """Take in the step that made update `step` in `step_s`, what all ranks reported of links in it, and what rank 0
         said of the next sample."""
         if not self._links:
@@ -139,15 +131,15 @@ class StepLinks:
             self._due, self.steps_to_sample = step + steps_to_sample - 1, 0
         if not self._is_sampled:
             self._steps_s.append(step_s)
-        if not figures.numel():
+        if not reported:
             self._ask_for_sample(step, step_s)
             return
         assert self._due is not None, "a step was sampled"
         started_s = time.perf_counter()
-        sampled_step, reported = self._due + 1, figures.tolist()
-        self._costs_s.append(max(cost_s for *_, cost_s, _ in reported))
-        steps_s = max(step_s for *_, step_s in reported)
-        self.figures = []
+        sampled_step = self._due + 1
+        self._costs_s.append(max(one.cost_s for one in reported))
+        steps_s = max(one.step_s for one in reported)
+        self.report = None
         if self._axes:
             self._learn(sampled_step, reported)
             usual, least = sampling_interval(self._costs_s, steps_s), reporting_interval(len(reported), steps_s)
@@ -161,11 +153,9 @@ class StepLinks:
         if self._axes and not is_coming and self._times.note_step(step_s):
             self.steps_to_sample = 1
 
-    def _learn(self, step: int, reported: Sequence[Sequence[float]]) -> None:
-        by_column = {
-            column: [Transfer(*row[PER_AXIS * place : PER_AXIS * (place + 1)]) for row in reported]
-            for place, column in enumerate(self._columns)
-        }
+    def _learn(self, step: int, reported: Sequence[LinkFigures]) -> None:
+        transfers = zip(*(one.transfers for one in reported), strict=True)
+        by_column = dict(zip(self._columns, map(list, transfers), strict=True))
         changes = [(one.axis, one.note(step, self._of_links(one.axis, by_column))) for one in self._axes]
         self._samples += 1
         self._tell()

@@ -10,9 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
-
-from torch import Tensor
 
 from trainspec_cli.balance.batch.division import Division, OwnSamples, even_division_of
 from trainspec_cli.balance.decisions.moved_layers import LayerChange, LayerScheduler
@@ -28,6 +25,7 @@ from trainspec_cli.balance.decisions.speeds import SETTLING_S, Speed, SpeedTrack
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.run.scheduling.directives import Directives, largest_stage_layers, watches_speeds
 from trainspec_cli.engine.run.scheduling.effects import Effects
+from trainspec_cli.engine.run.step_report import SpeedFigures
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.plan.partition.problem import LayerTimes
 from trainspec_cli.recipe.canonical import ABSENT
@@ -36,37 +34,16 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
 
 
-class Figures(NamedTuple):
-    """The figures that a rank reports in each step."""
-
-    fixed_s: float
-    per_sample_s: float
-    noise: float
-    """Its speed."""
-    change_s: float
-    """A change of shares was seen to cost it so much."""
-    last_s: float
-    """It computed so long in its last step."""
-    waited_s: float
-    """And waited so long for the exchanges of each micro-batch."""
-    proposal: float
-    """The number of the newest layout that the supervisor proposes, which rank 0 knows."""
-    shown_steps: float = 0.0
-    """The steps that confirmed its speed as a change."""
-
-
 class StepScheduler:
     """Called by every rank of the replica group together."""
 
     def __init__(self, plan: Plan, state: TrainState, directives: Directives, group: int | None, link: SupervisorLink):
-        """`group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
+        """Learn the ranks' speeds in the layout of `plan`, which is in force; in another they have other work.
+
+        `group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
         directives is followed again, and the supervisor learns none of their speeds.
         """
         self._group, self._directives, self._link = group, directives, link
-        self.adopt(plan, state)
-
-    def adopt(self, plan: Plan, state: TrainState) -> None:
-        """Begin with the layout of `plan`, which is in force: speeds are learnt anew."""
         spec = plan.spec.scheduler
         self._mode = spec.mode if watches_speeds(plan, self._group) else "off"
         self._layout = plan.layout
@@ -116,15 +93,15 @@ class StepScheduler:
         self._largest = min(self._largest, micro_batch_size)
         self._shares.limit(micro_batch_size)
 
-    def figures(self, step: int) -> list[float]:
-        """Return what this rank reports in the exchange of the step after update `step`: `Figures`, or none."""
+    def report(self, step: int) -> SpeedFigures | None:
+        """Return this rank's part of the report of the step after update `step`; None where it reports none."""
         if self._mode == "off" or step % self._interval_steps:
-            return []
+            return None
         speed = self._tracker.estimate or Speed(0.0, 0.0)
         proposal = self._link.look(step) if self._group is None else 0
         change_s = self._change_cost.seconds
         own = speed.fixed_s, speed.per_sample_s, speed.noise
-        return list(Figures(*own, change_s, *self._last_s, proposal, speed.shown_steps))
+        return SpeedFigures(*own, change_s, *self._last_s, proposal, speed.shown_steps)
 
     # After it
 
@@ -134,12 +111,12 @@ class StepScheduler:
         own: OwnSamples,
         parts_s: Mapping[str, float],
         samples: int,
-        figures: Tensor,
+        reported: Sequence[SpeedFigures],
         *,
         shows_speed: bool = True,
         garbage_s: float = 0.0,
     ) -> None:
-        """Take in where this rank's time of a step went, and the `figures` (ranks, `Figures`) of all ranks.
+        """Take in where this rank's time of a step went, and what all ranks `reported` in it.
 
         `samples` are those of the replica group. On a GPU the step after it has begun. `shows_speed`: the step took no
         longer on this rank than it needs, as one does that is profiled. `garbage_s`: of its passes in which garbage was
@@ -153,9 +130,8 @@ class StepScheduler:
             self._tracker.note(own.samples, micro_batches, own_s, parts_s["exposed_comm"])
             self._change_cost.note(own.samples, micro_batches, parts_s["data_wait"] + compute_s)
         self._last_s = compute_s, parts_s["exposed_comm"] / micro_batches
-        if not figures.numel():
+        if not reported:
             return
-        reported = [Figures(*one) for one in figures.tolist()]
         exchange_s = exchange_each_s(self._layout, min(one.waited_s for one in reported))
         slowest_s = max(one.last_s for one in reported)
         whole_s = sum(seconds for part, seconds in parts_s.items() if part != "checkpoint")

@@ -26,7 +26,6 @@ from trainspec_cli.engine.parallel.balance import forget_visits
 from trainspec_cli.engine.parallel.data_parallel import abandon_passes
 from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, TrainProgress
-from trainspec_cli.engine.run.scheduling.step_scheduler import StepScheduler
 from trainspec_cli.engine.run.shortage.emergency import Emergency
 from trainspec_cli.engine.run.shortage.out_of_memory import (
     OutOfMemory,
@@ -73,10 +72,11 @@ class MemoryRelief:
         coordinator: Coordinator,
         checkpoints: Checkpoints,
         watch: StepWatch,
-        scheduler: StepScheduler,
+        limit: Callable[[int], None],
     ):
+        """`limit` lets no rank process more than this number of samples together from now on."""
         self._run_dir, self._checkpoints, self._watch = run.run_dir, checkpoints, watch
-        self._group, self._scheduler = coordinator.group, scheduler
+        self._group, self._limit = coordinator.group, limit
         self._journal = coordinator.journal
         self._log = DirectiveLog(run.run_dir, self._journal)
         self._emergency: Emergency | None = None
@@ -176,4 +176,4 @@ class MemoryRelief:
             )
         )
         self._setting = taken
-        self._scheduler.limit(taken.micro_batch_size)
+        self._limit(taken.micro_batch_size)

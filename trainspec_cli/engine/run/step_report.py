@@ -1,0 +1,102 @@
+"""What each rank reports in a step, and how it travels: with the exchange that a step makes for its loss anyway.
+
+A report of its own would be one more collective per step, which costs more than its few numbers. All ranks report the
+same parts in the same step, because they choose them by figures that all of them have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trainspec_cli.balance.decisions.links import Transfer
+
+
+class SpeedFigures(NamedTuple):
+    """How fast a rank computes; `StepScheduler` makes them and learns from them."""
+
+    fixed_s: float
+    per_sample_s: float
+    noise: float
+    change_s: float
+    """What a change of shares was seen to cost it."""
+    last_s: float
+    """Its computing in its last step."""
+    waited_s: float
+    """Its wait for the exchanges of each micro-batch."""
+    proposal: float
+    """The number of the newest layout that the supervisor proposes, which rank 0 knows."""
+    shown_steps: float = 0.0
+    """The steps that confirmed its speed as a change."""
+
+
+class LinkFigures(NamedTuple):
+    """A sample of the links; `StepLinks` makes them and learns from them."""
+
+    transfers: tuple[Transfer, ...]
+    """One of each mesh axis, and of a pipeline one more for the way back."""
+    cost_s: float
+    """What the sample cost this rank."""
+    step_s: float
+    """How long its steps take."""
+
+
+class BucketFigures(NamedTuple):
+    """What a size of gradient buckets came to; `StepBuckets` makes them and learns from them."""
+
+    bucket_bytes: float
+    waited_s: float
+    """The step's wait for gradients."""
+    step_s: float
+    gradient_bytes: float
+    """Of all blocks whose gradients may share a bucket."""
+    largest_block_bytes: float
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one rank reports in a step. Counts and requests are added up over the ranks; parts are kept for each rank,
+    and a part that is None is left out on every rank."""
+
+    stop: bool = False
+    """This rank was asked to stop."""
+    writing: bool = False
+    """It is writing a checkpoint."""
+    steps_to_sample: int = 0
+    """The next sample of the links is taken after this number of steps; rank 0 alone says so, and 0 says nothing."""
+    speed: SpeedFigures | None = None
+    links: LinkFigures | None = None
+    buckets: BucketFigures | None = None
+
+    @property
+    def sums(self) -> tuple[float, float, float]:
+        """Return the numbers that are added up over the ranks, as `StepOutcome` names them."""
+        return float(self.stop), float(self.writing), float(self.steps_to_sample)
+
+    @property
+    def row(self) -> list[float]:
+        """Return the parts as numbers; `like` reads them back."""
+        numbers = [*(self.speed or ())]
+        if self.links is not None:
+            for one in self.links.transfers:
+                numbers += [one.sent_bytes, one.seconds, one.waited_s]
+            numbers += [self.links.cost_s, self.links.step_s]
+        return [*numbers, *(self.buckets or ())]
+
+    def like(self, row: Sequence[float]) -> StepReport:
+        """Return the report whose parts are in `row`: of another rank, in the step in which this one reports these."""
+        numbers = iter(row)
+
+        def following(count: int) -> list[float]:
+            return [next(numbers) for _ in range(count)]
+
+        speed, links, buckets = None, None, None
+        if self.speed is not None:
+            speed = SpeedFigures(*following(len(self.speed)))
+        if self.links is not None:
+            transfers = tuple(Transfer(*following(3)) for _ in self.links.transfers)
+            links = LinkFigures(transfers, *following(2))
+        if self.buckets is not None:
+            buckets = BucketFigures(*following(len(self.buckets)))
+        return StepReport(speed=speed, links=links, buckets=buckets)
