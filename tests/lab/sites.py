@@ -174,7 +174,6 @@ class SitesLab:
         self.link_delays_s: dict[int, float] = {}
         """Of sites that reach the meeting point over a thin link, one way."""
         self.links: dict[int, Link] = {}
-        """Seconds of a step and of an exchange that every site measures; None: those that they take."""
         self.sections: dict[str, Any] = {}
         self.settings = replace(SITES, count=sites, **changes)
         self.silence_s, self.return_s = 10.0, 5.0

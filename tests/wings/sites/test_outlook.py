@@ -23,8 +23,7 @@ from trainspec_cli.report.plan.json import plan_as_json
 from trainspec_cli.report.plan.page import render_plan_page
 from trainspec_cli.report.plan.text import render_plan
 from trainspec_cli.session.planning.plan import plan_recipe
-from trainspec_cli.wings.sites.outlook import KEPT_BYTES, SitesOutlook, outlook
-from trainspec_cli.wings.sites.schedule import WANTED
+from trainspec_cli.wings.sites.outlook import KEPT_BYTES, WANTED, SitesOutlook, outlook
 
 VALUES, STEP_S = 100e9, 4.9
 """A model of 100B on each of four sites; the step is an assumption."""
@@ -57,22 +56,6 @@ def test_a_recipe_whose_exchange_is_waited_for_says_so() -> None:
     found = outlook(tight, 1e9, 0.5)
     assert found.wanted.utilisation < 0.5 < found.hidden[0].utilisation
     assert found.wanted.exchange_s == pytest.approx(2 * 0.05 + 0.515625e9 / 4 / 6.25e6)
-
-
-def test_an_interval_that_follows_the_link_settles_where_the_exchange_is_hidden() -> None:
-    tight = SitesSpec(count=2, fragments=4, interval_steps=40, delay_steps=2, link_gbit_s=0.05, max_interval_steps=1000)
-    found = outlook(tight, 1e9, 0.5)
-    assert found.settled is not None
-    needed = found.wanted.exchange_s / 0.5
-    assert needed < found.settled.delay_steps == found.settled.interval_steps // 4 < 1.2 * needed
-    assert found.settled.utilisation == 1.0 > found.wanted.utilisation
-
-
-def test_an_interval_that_may_not_grow_enough_says_what_it_comes_to() -> None:
-    tight = SitesSpec(count=2, fragments=4, interval_steps=40, delay_steps=2, link_gbit_s=0.05, max_interval_steps=80)
-    found = outlook(tight, 1e9, 0.5).settled
-    assert found is not None and (found.interval_steps, found.delay_steps) == (80, 20)
-    assert found.utilisation < WANTED
 
 
 def test_bytes_are_fewer_by_the_interval_and_the_format() -> None:

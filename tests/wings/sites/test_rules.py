@@ -45,7 +45,6 @@ def spec_of(changes: dict[str, object]) -> RunSpec:
     [
         ({f"{OF}.interval_steps": 10}, f"{OF}.fragments", "no multiple of 4 fragments"),
         ({f"{OF}.delay_steps": 26}, f"{OF}.delay_steps", "sent after 25 steps"),
-        ({f"{OF}.max_interval_steps": 200}, f"{OF}.max_interval_steps", "`scheduler.mode` is advise"),
         ({f"{OF}.interval_steps": 4000}, f"{OF}.interval_steps", "a round plans 1,000 steps at most"),
         ({f"{OF}.count": 1}, f"{OF}.count", "no other to exchange with"),
         ({f"{OF}.quorum": 3}, f"{OF}.quorum", "of 2 sites it is 2 at most"),
@@ -69,25 +68,6 @@ def test_what_fits_is_not() -> None:
         check(spec_of(SITES | {f"{OF}.site": 1, f"{OF}.endpoint": "a.example:29500", f"{OF}.listen": "b.example:1"}))
         == []
     )
-
-
-@pytest.mark.parametrize(
-    ("longest", "says", "hint"),
-    [
-        (80, f"`{OF}.interval_steps` is 100", "100 or more"),
-        (150, "no multiple of 4 fragments", "152"),
-        (4000, "a round plans 1,000 steps at most", "2000 or less"),
-    ],
-)
-def test_a_longest_interval_that_fits_is_proposed(longest: int, says: str, hint: str) -> None:
-    changes = SITES | {"scheduler.mode": "auto", f"{OF}.max_interval_steps": longest}
-    (problem,) = check(spec_of(changes))
-    assert says in problem.message
-    assert str(problem.hint).startswith(f"type {OF}.max_interval_steps={hint}")
-
-
-def test_the_scheduler_may_change_the_interval() -> None:
-    assert check(spec_of(SITES | {"scheduler.mode": "auto", f"{OF}.max_interval_steps": 2000})) == []
 
 
 def test_fragments_that_divide_the_interval_are_proposed() -> None:

@@ -16,7 +16,7 @@ from trainspec_cli.run.job.place import listen
 from trainspec_cli.wings.sites.engine.site_connection import SiteAccess
 from trainspec_cli.wings.sites.engine.site_link import HELD_ROUNDS, ArrivingRounds, DirectSites
 from trainspec_cli.wings.sites.meeting import RoundRecord
-from trainspec_cli.wings.sites.schedule import SiteCadence, SiteExchange
+from trainspec_cli.wings.sites.schedule import SiteExchange
 from trainspec_cli.wings.sites.server import SiteInbox
 from trainspec_cli.wings.sites.wire import Inboxes, Sent, SiteHello, pack
 
@@ -108,7 +108,7 @@ OWN = 0
 
 def decided(number: int, *sites: int) -> RoundRecord:
     exchange = SiteExchange(number, (0,), sent_at=number, applied_at=number)
-    return RoundRecord(exchange, None, SiteCadence(1, 0), included=sites, weights=(1.0,) * len(sites))
+    return RoundRecord(exchange, None, included=sites, weights=(1.0,) * len(sites))
 
 
 def digests(*contents: bytes) -> tuple[str, ...]:

@@ -29,29 +29,4 @@ class ExchangeEvent(Event):
     """Outer gradients of other sites that it has received since its start."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class IntervalEvent(Event):
-    """A round has decided how often the sites exchange from then on, by what they have measured of their links."""
-
-    type: Literal["interval"] = "interval"
-    step: Count
-    """Updates made before it."""
-    round: Count
-    """The exchange after this round is the first that is sent so."""
-    interval_steps: Count
-    """Steps between two exchanges of a fragment (H)."""
-    delay_steps: Count
-    """Steps from when a sum is sent until it is applied (tau)."""
-    before_interval_steps: Count
-    before_delay_steps: Count
-    reason: str
-
-    def describe(self) -> str:
-        return (
-            f"step {self.step}: from here sites exchange each fragment every {self.interval_steps:,} steps and apply "
-            f"it {self.delay_steps:,} steps late, where it was {self.before_interval_steps:,} and "
-            f"{self.before_delay_steps:,}: {self.reason}"
-        )
-
-
-EVENT_TYPES = {"exchange": ExchangeEvent, "interval": IntervalEvent}
+EVENT_TYPES = {"exchange": ExchangeEvent}

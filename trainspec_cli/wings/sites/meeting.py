@@ -21,17 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainspec_cli.recipe.canonical import canonical_json, to_plain
-from trainspec_cli.recipe.keys.resilience import SitesSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.wings.sites.schedule import (
-    BEGINNING,
-    LOOKS,
-    SiteCadence,
-    SiteExchange,
-    SiteSchedule,
-    follow_links,
-    needed_steps,
-)
+from trainspec_cli.wings.sites.schedule import BEGINNING, SiteExchange, SiteSchedule
 
 Piece = tuple[int, int]
 """(first position, samples)"""
@@ -97,13 +88,6 @@ class Contribution:
     """Of the shared weights on each of its ranks, after the round before."""
     saved_round: int
     """The newest round that its newest checkpoint has applied: a new start asks for those after it."""
-    step_s: float = 0.0
-    """Its training takes so long for a step; 0 where nothing is to follow from that."""
-    exchange_s: float = 0.0
-    """It had the decision of the round before, and the others' outer gradients, so long after it had sent its own; 0
-    where that was not measured."""
-    came_s: float = 0.0
-    """The meeting's clock when it arrived."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +98,6 @@ class SitePieces:
 
 
 @dataclass(frozen=True)
-class CadenceChange:
-    before: SiteCadence
-    reason: str
-
-
-@dataclass(frozen=True)
 class RoundRecord:
     """The decision of a round, the same for all sites."""
 
@@ -127,10 +105,6 @@ class RoundRecord:
     """The one that it is about."""
     following: SiteExchange | None
     """The next one; None after the last."""
-    cadence: SiteCadence
-    """From which the next one follows."""
-    changed: CadenceChange | None = None
-    """Where the round before had another."""
     included: tuple[int, ...] = ()
     """The sites whose work is merged."""
     weights: tuple[float, ...] = ()
@@ -180,14 +154,6 @@ class MeetingRules:
 
 
 @dataclass(frozen=True)
-class HeldContribution:
-    """A contribution that waited for those of other sites."""
-
-    site: int
-    held_s: float
-
-
-@dataclass(frozen=True)
 class MeetingState:
     """All that a meeting needs to begin again where it ended."""
 
@@ -203,10 +169,6 @@ class MeetingState:
     """(site, step up to which its samples are in work that was merged)"""
     misses: tuple[tuple[int, int], ...] = ()
     """(site, rounds in a row for which it was late)"""
-    held: tuple[HeldContribution, ...] = ()
-    """Those to the newest round."""
-    needs: tuple[float, ...] = ()
-    """Steps that would have hidden each of the newest exchanges."""
 
 
 @dataclass
@@ -265,7 +227,7 @@ class Meeting:
         if self.is_over or not self._is_time(now_s):
             return None
         number = self.state.round + 1
-        record = self._begin() if number == 0 else self._merge(now_s)
+        record = self._begin() if number == 0 else self._merge()
         self.came = {}
         self.quorum_since_s = None
         return record
@@ -290,16 +252,12 @@ class Meeting:
         return min(self.rules.quorum, len(self.members))
 
     def _begin(self) -> RoundRecord:
-        cadence = self.schedule.cadence
-        record = RoundRecord(BEGINNING, self.schedule.after(BEGINNING, cadence), cadence)
+        record = RoundRecord(BEGINNING, self.schedule.after(BEGINNING))
         return self._record(record, dict(self.connected), {})
 
-    def _merge(self, now_s: float) -> RoundRecord:
+    def _merge(self) -> RoundRecord:
         exchange = self.state.records[-1].following
         assert exchange is not None, "the meeting is not over"
-        cadence, changed = self._follow_links()
-        held = tuple(HeldContribution(site, now_s - one.came_s) for site, one in sorted(self.came.items()))
-        self.state = replace(self.state, held=held)
         included = tuple(sorted(self.came))
         work = [self.came[site] for site in included]
         misses = {site: dict(self.state.misses).get(site, 0) + 1 for site in self.members if site not in included}
@@ -310,9 +268,7 @@ class Meeting:
         batches = {site: self._batch(site) for site in {*self.members, *joined} - lost}
         record = RoundRecord(
             exchange,
-            self.schedule.after(exchange, cadence),
-            cadence,
-            changed,
+            self.schedule.after(exchange),
             included,
             site_weights([one.tokens for one in work], [one.steps for one in work]),
             lost=tuple(sorted(lost)),
@@ -320,20 +276,6 @@ class Meeting:
             diverged=_differing({site: self.came[site].digests for site in included}),
         )
         return self._record(record, batches, misses)
-
-    def _follow_links(self) -> tuple[SiteCadence, CadenceChange | None]:
-        """Return the cadence from now on, by what the members have measured of the round before; a round that lacks one
-        of them says nothing of the links."""
-        now = self.state.records[-1].cadence
-        held_s = {one.site: one.held_s for one in self.state.held}
-        links_s = {site: one.exchange_s - held_s[site] for site, one in self.came.items() if site in held_s}
-        needed = needed_steps(links_s, {site: self.came[site].step_s for site in links_s})
-        if needed is None or links_s.keys() != set(self.members):
-            return now, None
-        needs = (*self.state.needs, needed)[-LOOKS:]
-        cadence, reason = follow_links(self.schedule, now, needs)
-        self.state = replace(self.state, needs=needs)
-        return cadence, CadenceChange(now, reason) if reason else None
 
     def _batch(self, site: int) -> int:
         """Return what a site takes at most; one that has left since it contributed is found lost in the next round."""
@@ -387,10 +329,6 @@ def _differing(digests: Mapping[int, Sequence[str]]) -> tuple[int, ...]:
         return ()
     (most, count), (_, others) = usual
     return tuple(sorted(site for site, own in digests.items() if tuple(own) != most or count == others))
-
-
-def schedule_for(sites: SitesSpec, steps: int) -> SiteSchedule:
-    return SiteSchedule(steps, sites.interval_steps, sites.fragments, sites.delay_steps, sites.max_interval_steps)
 
 
 def agreement_of(plan: Plan) -> str:

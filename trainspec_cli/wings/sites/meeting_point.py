@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from trainspec_cli.core.errors import MachineError, Problem, RecipeError
+from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.reading.files import UnreadableFileError
-from trainspec_cli.recipe.canonical import from_plain, to_plain
+from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.resilience import FIRST_SITE
+from trainspec_cli.recipe.records import FieldError, read_record
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.generations import read_secret
 from trainspec_cli.run.folder.paths import RunDir
@@ -33,8 +34,8 @@ from trainspec_cli.wings.sites.meeting import (
     MeetingState,
     RoundRecord,
     agreement_of,
-    schedule_for,
 )
+from trainspec_cli.wings.sites.schedule import SiteSchedule
 from trainspec_cli.wings.sites.server import ConnectedSite, RankConnection, SiteInbox, SiteServer, make_inbox
 from trainspec_cli.wings.sites.wire import (
     MEETING_POINT,
@@ -65,8 +66,9 @@ class Rounds:
         if not path.exists():
             return MeetingState()
         try:
-            return from_plain(MeetingState, read_versioned(path))
-        except (UnreadableFileError, RecipeError) as error:
+            # leniently: records of earlier versions also have how often the sites exchange from then on
+            return read_record(MeetingState, read_versioned(path))
+        except (UnreadableFileError, FieldError) as error:
             message = f"{path} cannot be read: {error}"
             hint = "restore it from a backup, or begin a new run"
             raise MachineError(Problem("sites", message, hint=hint, environment=True)) from error
@@ -339,7 +341,8 @@ def make_meeting_point(plan: Plan, folder: Path, secret: bytes, log: TextIO) -> 
     sites = spec.resilience.sites
     rules = MeetingRules(sites.count, sites.quorum, sites.grace_s, spec.run.node_timeout_s, spec.scheduler.change)
     rounds = Rounds(folder)
-    meeting = Meeting(rules, schedule_for(sites, plan.total_steps), rounds.load())
+    schedule = SiteSchedule(plan.total_steps, sites.interval_steps, sites.fragments, sites.delay_steps)
+    meeting = Meeting(rules, schedule, rounds.load())
     return MeetingPoint(meeting, rounds, secret, agreement_of(plan), spec.resilience.heartbeat_timeout_s, log)
 
 

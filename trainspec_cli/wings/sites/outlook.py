@@ -12,16 +12,7 @@ from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
 from trainspec_cli.report.plan.labels import percent
 from trainspec_cli.report.plan.report import PlanSection
-from trainspec_cli.wings.sites.meeting import schedule_for
-from trainspec_cli.wings.sites.schedule import (
-    LOOKS,
-    VALUE_BYTES,
-    WANTED,
-    SiteLinks,
-    follow_links,
-    hiding_interval,
-    utilisation,
-)
+from trainspec_cli.wings.sites.schedule import VALUE_BYTES, SiteLinks, hiding_interval, utilisation
 
 
 @dataclass(frozen=True)
@@ -62,11 +53,11 @@ class SitesOutlook:
     """How many times as many bytes data parallelism sends in the same steps."""
     loss_penalty: str
     """What is known of the loss, and its source."""
-    settled: SitesFigures | None = None
-    """What `max_interval_steps` has made of it once the meeting has followed links like these."""
 
 
 DAY_S = 86_400.0
+WANTED = 0.95
+"""An exchange that leaves less of the time for training is not hidden."""
 KEPT_BYTES = 4 + 4.0
 """Bytes that a site keeps for each parameter that it trains: the shared weights and the outer momentum in fp32."""
 LOSS_PENALTY = (
@@ -88,10 +79,7 @@ def plan_sites(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> PlanSe
     if not sites.direct and sites.sites > 2:
         direct_s = format_duration(sites.direct_exchange_s)
         compared = f"Where every site listens (--site-listen) an exchange takes {direct_s}. {compared}"
-    rows = [_row("the recipe", sites.wanted)]
-    if sites.settled:
-        rows.append(_row("settles at", sites.settled))
-    rows += [_row("hidden", one) for one in sites.hidden]
+    rows = [_row("the recipe", sites.wanted), *(_row("hidden", one) for one in sites.hidden)]
     return PlanSection(
         "sites",
         to_plain(sites),
@@ -122,24 +110,11 @@ def outlook(sites: SitesSpec, values: float, step_s: float) -> SitesOutlook:
         direct=sites.listen is not None,
         direct_exchange_s=direct.exchange_s(VALUE_BYTES[sites.format] * values / sites.fragments),
         wanted=wanted,
-        settled=_settled(links, sites, wanted, values, step_s),
         hidden=tuple(one for one in found if one is not None),
         data_parallel_utilisation=step_s / (step_s + summed_s),
         fewer_bytes=sent_bytes / links.carried_bytes(VALUE_BYTES[sites.format] * values),
         loss_penalty=LOSS_PENALTY,
     )
-
-
-def _settled(
-    links: SiteLinks, sites: SitesSpec, wanted: SitesFigures, values: float, step_s: float
-) -> SitesFigures | None:
-    if sites.max_interval_steps is None:
-        return None
-    schedule = schedule_for(sites, LOOKS * sites.max_interval_steps)
-    cadence, _ = follow_links(schedule, schedule.cadence, (wanted.exchange_s / step_s,) * LOOKS)
-    interval = cadence.interval_steps
-    delay = cadence.delay_steps
-    return _figures(links, sites.format, interval, sites.fragments, delay, values, step_s)
 
 
 def _shortest(links: SiteLinks, name: str, fragments: int, values: float, step_s: float) -> SitesFigures | None:

@@ -32,7 +32,6 @@ def numbers(spec: RunSpec) -> Iterator[Problem]:
         yield Problem("out_of_range", message, f"{PATH}.delay_steps", f"type {PATH}.delay_steps={between} or less")
     else:
         yield from _planned_steps(sites)
-    yield from _longest_interval(spec)
     if sites.count == 1:
         message = f"`{PATH}.count` is 1; one site has no other to exchange with"
         yield Problem("out_of_range", message, f"{PATH}.count", f"type {PATH}.count=2 or more, or {OTHERWISE}")
@@ -43,41 +42,15 @@ def numbers(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _planned_steps(sites: SitesSpec) -> Iterator[Problem]:
-    """A round plans the steps from when its sum is applied until the next one is: those between two exchanges, and as
-    many more as the delay has grown by."""
-    key = "interval_steps" if sites.max_interval_steps is None else "max_interval_steps"
-    between = (sites.max_interval_steps or sites.interval_steps) // sites.fragments
-    delay = sites.delay_steps if sites.max_interval_steps is None else between
+    """A round plans the steps from when its sum is applied until the next one is."""
+    between = sites.interval_steps // sites.fragments
+    delay = sites.delay_steps
     if between + delay > MAX_ITEMS:
         longest = sites.fragments * (MAX_ITEMS - delay if delay < between else MAX_ITEMS // 2)
-        message = (
-            f"`{PATH}.{key}` has {between:,} steps between exchanges, and sums {delay:,} steps late: a round plans"
-        )
-        message += f" {MAX_ITEMS:,} steps at most"
-        hint = f"type {PATH}.{key}={longest} or less, or more {PATH}.fragments"
-        yield Problem("out_of_range", message, f"{PATH}.{key}", hint)
-
-
-def _longest_interval(spec: RunSpec) -> Iterator[Problem]:
-    sites = spec.resilience.sites
-    path = f"{PATH}.max_interval_steps"
-    longest = sites.max_interval_steps
-    if longest is None:
-        return
-    if longest < sites.interval_steps:
-        message = f"`{path}` is {longest}, and `{PATH}.interval_steps` is {sites.interval_steps}"
-        hint = f"type {path}={sites.interval_steps} or more, or {path}=null for an interval that stays"
-        yield Problem("out_of_range", message, path, hint)
-    elif longest % sites.fragments:
-        fitting = longest + -longest % sites.fragments
-        message = f"`{path}` is {longest}, no multiple of {sites.fragments} fragments"
-        yield Problem("not_divisible", message, path, f"type {path}={fitting}")
-    if spec.scheduler.mode != "auto":
-        message = (
-            f"`{path}` is {longest}: the scheduler changes the interval, and `scheduler.mode` is {spec.scheduler.mode}"
-        )
-        hint = f"type scheduler=auto, or {path}=null for an interval that stays"
-        yield Problem("unsupported", message, path, hint)
+        message = f"`{PATH}.interval_steps` has {between:,} steps between exchanges, and sums {delay:,} steps late"
+        message += f": a round plans {MAX_ITEMS:,} steps at most"
+        hint = f"type {PATH}.interval_steps={longest} or less, or more {PATH}.fragments"
+        yield Problem("out_of_range", message, f"{PATH}.interval_steps", hint)
 
 
 def addresses(spec: RunSpec) -> Iterator[Problem]:

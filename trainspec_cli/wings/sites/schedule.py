@@ -1,28 +1,19 @@
-"""When sites exchange which fragment of the model, how long an exchange takes over their links, and how the interval
-follows that (arXiv:2501.18512, section 2).
+"""When sites exchange which fragment of the model, how long an exchange takes over their links, and which interval
+hides that (arXiv:2501.18512, section 2).
 
 A fragment is a set of layers, strided so that each has early and late ones. Steps are counted in updates that are made:
-an exchange that is sent at step 50 sends the weights after update 50. Each exchange follows from the one before it and
-the cadence that the round between them has decided, so that it is the same at every site.
+an exchange that is sent at step 50 sends the weights after update 50. Each exchange follows from the one before it, so
+that it is the same at every site.
 
 Links: where all sites reach one another, each link carries the others' outer gradients in while its own goes out to
 them. Else all go through the meeting point at one of them, whose link carries every site's outer gradient once in and
 to all others once out; each is passed on as soon as it has come. Nothing else uses the links.
-
-An exchange is hidden where its sum has arrived when it is to be applied. So the delay tau grows to what exchanges need,
-and the interval H with it where that is more than the steps between two of them; both shrink again, to what the recipe
-asks for at least, where exchanges need much less. What is measured of an exchange, at each site: the time from when its
-outer gradient is given to the connection until the decision and the others' outer gradients have arrived whole, less
-the time for which the meeting held the site's own and waited for those of others. So neither a site that computes
-slowly nor one that is waited for in vain counts as a slow link. Both are durations by one clock each; clocks of
-different sites are not compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import ceil, isfinite
 
 
 def fragment_of(layer: int | None, fragments: int, *, is_input: bool = False) -> int:
@@ -31,16 +22,6 @@ def fragment_of(layer: int | None, fragments: int, *, is_input: bool = False) ->
     if layer is None:
         return 0 if is_input else fragments - 1
     return layer % fragments
-
-
-@dataclass(frozen=True)
-class SiteCadence:
-    """How often sites exchange."""
-
-    interval_steps: int
-    """Each fragment is exchanged every so many steps (H); a multiple of the fragments."""
-    delay_steps: int
-    """A sum is applied so many steps after it was sent (tau), at most those between two exchanges."""
 
 
 @dataclass(frozen=True)
@@ -66,27 +47,20 @@ class SiteSchedule:
 
     total_steps: int
     interval_steps: int
-    """H at the beginning, and at least."""
+    """Steps between two exchanges of a fragment (H); a multiple of the fragments."""
     fragments: int
     delay_steps: int
-    """The same of tau."""
-    max_interval_steps: int | None = None
-    """H at most, where the meeting follows the sites' links; None: it stays as it is."""
+    """Steps from sending to applying a sum (tau), at most those between two exchanges."""
 
-    @property
-    def cadence(self) -> SiteCadence:
-        """Return the one that a run begins with."""
-        return SiteCadence(self.interval_steps, self.delay_steps)
-
-    def after(self, exchange: SiteExchange, cadence: SiteCadence) -> SiteExchange | None:
+    def after(self, exchange: SiteExchange) -> SiteExchange | None:
         """Return the exchange that follows another, not before that is applied; None where it was the last one."""
         if exchange.sent_at == self.total_steps:
             return None
         number = exchange.round + 1
-        sent_at = max(exchange.sent_at + cadence.interval_steps // self.fragments, exchange.applied_at)
+        sent_at = max(exchange.sent_at + self.interval_steps // self.fragments, exchange.applied_at)
         if sent_at >= self.total_steps:
             return SiteExchange(number, tuple(range(self.fragments)), self.total_steps, self.total_steps)
-        applied_at = min(sent_at + cadence.delay_steps, self.total_steps)
+        applied_at = min(sent_at + self.delay_steps, self.total_steps)
         return SiteExchange(number, (exchange.round % self.fragments,), sent_at, applied_at)
 
 
@@ -149,51 +123,3 @@ def hiding_interval(fragments: int, step_s: float, exchange_s: float, wanted: fl
         if utilisation(multiple, multiple, step_s, exchange_s) >= wanted:
             return multiple * fragments
     return None
-
-
-LOOKS = 3
-"""Exchanges in a row that have to agree on a change."""
-WANTED = 0.95
-"""An exchange that leaves less of the time for training is not hidden."""
-ROOM = 1.1
-"""An exchange is given so many times the steps that it needs."""
-SPARE = 0.75
-"""It is given fewer steps where those are less than this part of what it has."""
-
-
-def needed_steps(links_s: Mapping[int, float], steps_s: Mapping[int, float]) -> float | None:
-    """Return how many steps an exchange needs to be hidden; None where some site has not measured it.
-
-    `links_s`: how long it was on its way, by site. `steps_s`: a step of each site; the slowest counts, since the others
-    wait for its outer gradient anyway.
-    """
-    measured = [*links_s.values(), *steps_s.values()]
-    if not links_s or links_s.keys() != steps_s.keys() or not all(isfinite(one) and one > 0 for one in measured):
-        return None
-    return max(links_s.values()) / max(steps_s.values())
-
-
-def follow_links(schedule: SiteSchedule, now: SiteCadence, needs: Sequence[float]) -> tuple[SiteCadence, str]:
-    """Return the cadence after exchanges that needed so many steps, the newest last, and why it changes; the same one
-    and no reason where it does not."""
-    seen = sorted(needs[-LOOKS:])
-    if schedule.max_interval_steps is None or len(seen) < LOOKS:
-        return now, ""
-    least = seen[0]
-    usual = seen[LOOKS // 2]
-    most = seen[-1]
-    longer = _cadence_for(schedule, usual)
-    shorter = _cadence_for(schedule, most)
-    between = now.interval_steps // schedule.fragments
-    if utilisation(between, now.delay_steps, 1.0, least) < WANTED and longer.delay_steps > now.delay_steps:
-        return longer, f"exchanges take {usual:.1f} steps over the slowest link, and {now.delay_steps} hid them"
-    if shorter.delay_steps < SPARE * now.delay_steps:
-        return shorter, f"exchanges take {most:.1f} steps at most over the slowest link, and had {now.delay_steps}"
-    return now, ""
-
-
-def _cadence_for(schedule: SiteSchedule, needed: float) -> SiteCadence:
-    assert schedule.max_interval_steps is not None, "the schedule follows the links"
-    given = min(ceil(needed * ROOM), schedule.max_interval_steps // schedule.fragments)
-    delay_steps = max(given, schedule.delay_steps)
-    return SiteCadence(max(schedule.interval_steps, delay_steps * schedule.fragments), delay_steps)

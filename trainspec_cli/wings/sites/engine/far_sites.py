@@ -28,7 +28,7 @@ from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
 from trainspec_cli.run.folder.event_types.training import WarningEvent
 from trainspec_cli.wings.sites.engine.outer_state import OuterState
 from trainspec_cli.wings.sites.engine.site_voice import SiteVoice, WindowPace
-from trainspec_cli.wings.sites.events import ExchangeEvent, IntervalEvent
+from trainspec_cli.wings.sites.events import ExchangeEvent
 from trainspec_cli.wings.sites.meeting import RoundRecord
 from trainspec_cli.wings.sites.schedule import BEGINNING, SiteExchange, newest_applied
 
@@ -220,20 +220,6 @@ class FarSites:
                 received_bytes=voice.received_bytes,
             )
         )
-        if record.changed:
-            before = record.changed.before
-            now = record.cadence
-            self.journal.write(
-                IntervalEvent(
-                    step=step,
-                    round=record.round,
-                    interval_steps=now.interval_steps,
-                    delay_steps=now.delay_steps,
-                    before_interval_steps=before.interval_steps,
-                    before_delay_steps=before.delay_steps,
-                    reason=record.changed.reason,
-                )
-            )
         for change, sites in (("site_left", record.lost), ("site_joined", record.joined)):
             for site in sites:
                 self.journal.write(RecoveryEvent(step=step, change=change, group=site, stall_s=None, lost_steps=None))

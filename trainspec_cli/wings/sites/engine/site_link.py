@@ -251,15 +251,13 @@ class SiteLink:
         self._silence_s = silence_s
         self._meeting = SiteConnection(MEETING_POINT, endpoint, access, self._hear)
         self._rounds = ArrivingRounds(hello.site, applied())
-        self._direct = DirectSites(access, self._hold, self._ask)
+        self._direct = DirectSites(access, self._rounds.hold, self._ask)
         self.is_member: bool | None = None
         """None: the meeting point has not answered yet."""
         self.record: RoundRecord | None = None
         """That of the round which was applied when the connection began."""
         self._pending: tuple[int, bytes] | None = None
         self._followed: int | None = None
-        self._posted_s: float | None = None
-        self._exchange_s = 0.0
         self._asked: set[tuple[int, int]] = set()
         """Round and site of what the meeting point was asked for over this connection."""
         self._loop = asyncio.new_event_loop()
@@ -316,13 +314,6 @@ class SiteLink:
             self._pending = None
         return found
 
-    def cut_exchange_s(self) -> float:
-        """Return how long the newest exchange took, from when its outer gradient was sent until its round had arrived;
-        0 where the connection broke meanwhile, or none was made since the last call."""
-        taken_s = self._exchange_s
-        self._exchange_s = 0.0
-        return taken_s
-
     def close(self) -> None:
         self._call(self._task.cancel)
         self._thread.join(TIMEOUT_S)
@@ -363,30 +354,17 @@ class SiteLink:
             self._asked.clear()
             self._post_pending()
             self._post_followed()
-            self._posted_s = None  # sent once more
         elif isinstance(message, Decided):
             record = from_plain(RoundRecord, message.record)
             self._rounds.decide(record, message.sha256, _cut(payload, message))
-            self._note_arrival(record.round)
             self._ask()
             self._loop.call_later(self._silence_s, lambda: self._ask(record.round))
         elif isinstance(message, Passed):
-            self._hold(message.round, message.site, payload)
+            self._rounds.hold(message.round, message.site, payload)
         elif isinstance(message, Inboxes):
             self._direct.meet(message)
         else:
             raise ValueError(f"the meeting point does not say {type(message).__name__}")
-
-    def _hold(self, number: int, site: int, content: bytes) -> None:
-        self._rounds.hold(number, site, content)
-        self._note_arrival(number)
-
-    def _note_arrival(self, number: int) -> None:
-        """Measure the exchange that this site takes part in, once all of its round is there."""
-        takes_part = self._pending is not None and self._pending[0] == number
-        if takes_part and self._posted_s is not None and self._rounds.has(number):
-            self._exchange_s = self._loop.time() - self._posted_s
-            self._posted_s = None
 
     def _ask(self, patiently_awaited: int | None = None) -> None:
         """Ask the meeting point for what is lacking of decided rounds; what is on its direct way is waited for, but in
@@ -401,7 +379,6 @@ class SiteLink:
         """Send what waits for its round, where the meeting point has answered."""
         if self._pending and self.is_member and not self.trouble:
             self._meeting.post(self._pending[1])
-            self._posted_s = self._loop.time() if self._meeting.is_open else None
 
     def _post_followed(self) -> None:
         if self._followed is not None and not self.trouble:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,16 +25,6 @@ from trainspec_cli.wings.sites.meeting import RoundRecord, agreement_of
 from trainspec_cli.wings.sites.wire import Sent, SiteHello
 
 
-class Pace(NamedTuple):
-    rate: float
-    """Samples a second."""
-    step_s: float
-
-
-UNKNOWN = Pace(0.0, 0.0)
-"""Nothing is to follow from it."""
-
-
 class WindowPace:
     """How fast a site computes, from one exchange to the next, without its waits for others."""
 
@@ -42,7 +32,6 @@ class WindowPace:
         self._follows = follows
         self._busy_s = 0.0
         self._samples = 0
-        self._steps = 0
         self._since_s: float | None = None
 
     def go_on(self) -> None:
@@ -56,17 +45,14 @@ class WindowPace:
     def note(self, samples: int) -> None:
         """Note a step that was made."""
         self._samples += samples
-        self._steps += 1
 
-    def cut(self) -> Pace:
-        """Return the pace since the last call."""
+    def cut(self) -> float:
+        """Return the samples a second since the last call; 0 where nothing is to follow from that."""
         busy_s = self._busy_s
         samples = self._samples
-        steps = self._steps
         self._busy_s = 0.0
         self._samples = 0
-        self._steps = 0
-        return Pace(samples / busy_s, busy_s / steps) if self._follows and busy_s and steps else UNKNOWN
+        return samples / busy_s if self._follows and busy_s else 0.0
 
 
 class SiteVoice:
@@ -170,12 +156,11 @@ class SiteVoice:
     # What is sent
 
     def send(
-        self, number: int, encoded: bytes, work: tuple[int, int], pace: Pace, digest: str, saved_round: int
+        self, number: int, encoded: bytes, work: tuple[int, int], rate: float, digest: str, saved_round: int
     ) -> None:
         """Send the outer gradient of a round. `work`: tokens and steps that it is made of."""
         if self._link:
-            taken_s = self._link.cut_exchange_s()
-            self._link.send(Sent(number, *work, pace.rate, digest, saved_round, pace.step_s, taken_s), encoded)
+            self._link.send(Sent(number, *work, rate, digest, saved_round), encoded)
 
     def follow(self, number: int) -> None:
         if self._link:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainspec_cli.wings.sites.decisions.meeting import MeetingState
-from trainspec_cli.wings.sites.decisions.round import RoundRecord, SitePieces
-from trainspec_cli.wings.sites.decisions.schedule import SiteExchange
-from trainspec_cli.wings.sites.rounds import Rounds
-
 from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.run.folder.versioned import write_versioned
+from trainspec_cli.wings.sites.meeting import MeetingState, RoundRecord, SitePieces
+from trainspec_cli.wings.sites.meeting_point import Rounds
+from trainspec_cli.wings.sites.schedule import SiteExchange
 
 RECORD = RoundRecord(
     SiteExchange(1, (0,), 4, 6), SiteExchange(2, (1,), 8, 10), (0, 1), (0.5, 0.5), (SitePieces(0, ((0, 4), (4, 4))),)
