@@ -65,6 +65,7 @@ def test_what_the_checkpoint_depends_on_is_fixed(make_run: MakeRun, prepare: Pre
     problems = {problem.path: problem for problem in refused.value.problems}
     assert problems[path].code == "fixed_value"
     assert ("trainspec launch recipe=tiny" in problems[path].hint) is (path != "run.dir")
+    assert ("trainspec export" in problems[path].hint) is (f"export {run.root} --output MERGED" in problems[path].hint)
 
 
 def test_more_steps_are_counted_from_those_of_the_run(make_run: MakeRun, prepare: Prepare) -> None:

@@ -25,7 +25,7 @@ from trainspec_cli.session.recipe.load import Loaded
 OTHER_MODEL = "start a new run: trainspec launch recipe={recipe} {change}"
 SAME_WEIGHTS = "start a new run from this one's weights: trainspec launch recipe={recipe} init.from={run} {change}"
 MERGED = (
-    "merge its adapters, and start a new run from the result: trainspec export {run} MERGED, and then "
+    "merge its adapters, and start a new run from the result: trainspec export {run} --output MERGED, and then "
     "trainspec launch recipe={recipe} init.from=hf:MERGED {change}"
 )
 FIXED = {
