@@ -23,14 +23,12 @@ from lab.tracing import Trace, open_forks, tracer
 
 from trainspec_cli.data.corpus import bpe
 from trainspec_cli.plan.plan import plan
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
-from trainspec_cli.recipe.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
-from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
+from trainspec_cli.recipe.results.tools import Curve, MachineProbe, MatmulCurves, Passes, Reference
+from trainspec_cli.run.folder.event_types.events import PARTS
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 

@@ -159,9 +159,9 @@ def test_a_name_of_a_class_means_one_thing() -> None:
 
 UNTYPED = {
     "engine/kernels/adamw.py": "torch's parameter groups",
-    "engine/optim/guarded.py": "torch's parameter groups",
+    "engine/optim/whole.py": "torch's parameter groups",
     "engine/optim/own.py": "torch's parameter groups",
-    "engine/parallel/recompute.py": "keyword arguments of torch's checkpoint()",
+    "engine/parallel/expert.py": "keyword arguments of torch's checkpoint()",
 }
 """Files that may hold values without types by name, and what these are. Records are dataclasses; a plain value on its
 way to or from a file is a `JsonObject`."""

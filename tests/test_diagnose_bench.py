@@ -20,7 +20,7 @@ from bench.diagnose.judge import exhaustion_told, judge
 from bench.diagnose.matrix import figures, misses, render_matrix
 from bench.diagnose.recipe import arguments, write_documents
 
-from trainspec_cli.recipe.keys.fault import parse_faults
+from trainspec_cli.recipe.keys.training import parse_faults
 from trainspec_cli.session.recipe.load import load_for_planning
 
 NAMES = (*MECHANISMS, HEALTHY, *("+".join(pair) for pair in PAIRS))

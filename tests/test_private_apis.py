@@ -54,10 +54,10 @@ PARTS: dict[str, str] = {
     f"{FSDP_STATE}._root_post_backward_final_callback": "engine/parallel/data_parallel.py",
     f"{FSDP_STATE}._state_ctx": "engine/parallel/data_parallel.py",
     "torch.nn.Module._parameters": "engine/parallel/pipeline.py",
-    f"{ATEN}._grouped_mm": "engine/parallel/recompute.py",
+    f"{ATEN}._grouped_mm": "engine/parallel/expert.py",
     f"{ATEN}._to_copy": "engine/tools/ledger.py",
-    f"{ATEN}._scaled_mm": "engine/parallel/recompute.py",
-    f"{ATEN}._scaled_dot_product_cudnn_attention": "engine/parallel/recompute.py",
+    f"{ATEN}._scaled_mm": "engine/parallel/expert.py",
+    f"{ATEN}._scaled_dot_product_cudnn_attention": "engine/parallel/expert.py",
     f"{ATEN}._scaled_dot_product_efficient_attention": "engine/parallel/context.py engine/parallel/recompute.py",
     f"{ATEN}._scaled_dot_product_efficient_attention_backward": "engine/parallel/context.py",
     f"{ATEN}._scaled_dot_product_flash_attention": "engine/parallel/context.py engine/parallel/recompute.py",
@@ -71,7 +71,7 @@ PARTS: dict[str, str] = {
     "torch.testing._internal.distributed.fake_pg.FakeStore": "engine/tools/trace.py",
     "torch.utils._python_dispatch.TorchDispatchMode": "engine/parallel/recompute.py engine/tools/ledger.py",
     "torch.utils._pytree.tree_iter": "engine/tools/ledger.py",
-    "torch.utils._pytree.tree_map_only": "engine/parallel/recompute.py",
+    "torch.utils._pytree.tree_map_only": "engine/parallel/expert.py",
 }
 """The name -> the files that use it."""
 MAY_LACK = {

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from trainspec_cli.recipe.keys.run import RunSpec
     from trainspec_cli.report.collect import Report
-    from trainspec_cli.report.plan.report import PlanReport
+    from trainspec_cli.report.plan.labels import PlanReport
     from trainspec_cli.report.runs import RunLine
     from trainspec_cli.wings.own_script.attachment.run import AttachedRun
 

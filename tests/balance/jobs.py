@@ -3,13 +3,12 @@
 from math import inf
 
 from trainspec_cli.balance.batch.division import even_division
-from trainspec_cli.balance.cluster import Cluster
 from trainspec_cli.balance.decisions.speeds import Speed
-from trainspec_cli.balance.ideal import RankRows
+from trainspec_cli.balance.ideal import Cluster, RankRows
 from trainspec_cli.balance.job import DisturbedJob
 from trainspec_cli.plan.time.samples import StageTime, StepParts
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.layout import Layout, ZeroStage
+from trainspec_cli.recipe.keys.training import BatchingSpec
 
 NONE = Speed(0.0, 0.0)
 PER_NODE = 8

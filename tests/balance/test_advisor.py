@@ -13,26 +13,22 @@ import pytest
 from lab.events import ACHIEVED, DIRECTIVE, started, stepped, write_event
 
 from trainspec_cli.balance.advisor import LayoutAdvisor, decides_layouts
-from trainspec_cli.balance.decisions.link_paces import LinkPaces
+from trainspec_cli.balance.decisions.links import LinkPaces
 from trainspec_cli.balance.other_layout import OtherLayouts
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.recipe.canonical import to_plain
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
-from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
-from trainspec_cli.recipe.results.links import MeasuredLink
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec, SchedulerSpec
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import LayoutProposal, Plan, PlannedLayout
-from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.recipe.results.verdict import MeasuredLink
+from trainspec_cli.run.folder.event_types.events import Event
 from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.looks import ProposalRecord, SpeedsReport, read_proposal, write_speeds
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.proposals import ProposalRecord, read_proposal
-from trainspec_cli.run.folder.speeds import SpeedsReport, write_speeds
 
 PIPELINE, DATA = Layout(pp=2), Layout(dp_replicate=2)
 USUAL, SLOW = (1.0, 1.0), (1.0, 2.0)

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from balance.test_simulation_figures import CHIP, SPEC
 
-from trainspec_cli.balance.decisions.link_paces import LinkPaces
+from trainspec_cli.balance.decisions.links import LinkPaces
+from trainspec_cli.balance.ideal import PacedStep, Paces
 from trainspec_cli.balance.layout_memory import LayoutMemory
 from trainspec_cli.balance.other_layout import WORTHWHILE, OtherLayouts, axes_of, equalise_paces
-from trainspec_cli.balance.paced_step import PacedStep, Paces
 from trainspec_cli.plan.capacity import plan_capacity
 from trainspec_cli.plan.hardware.cluster import efficiency_of
 from trainspec_cli.plan.memory.frameworks import memory_limit_bytes
@@ -19,13 +19,11 @@ from trainspec_cli.plan.memory.predict import predict_memory
 from trainspec_cli.plan.search.auto import pin_layout
 from trainspec_cli.plan.search.space import Space, open_layout
 from trainspec_cli.plan.time.samples import step_parts
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
-from trainspec_cli.recipe.keys.optim import OptimSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec, SchedulerSpec
 from trainspec_cli.recipe.rules.engine import check_built
 
 TENSOR = LayoutSpec(dp_shard=1, tp=8)

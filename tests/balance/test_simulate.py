@@ -6,7 +6,7 @@ from balance.jobs import job_of
 from trainspec_cli.balance.disturbance import Disturbance, Leave, NarrowLink, SlowDevice, SlowNode
 from trainspec_cli.balance.job import DisturbedJob
 from trainspec_cli.balance.simulate import simulate
-from trainspec_cli.recipe.results.simulation import Simulation
+from trainspec_cli.recipe.results.forecast import Simulation
 
 SLOW = SlowDevice(device=3, factor=2, from_step=50, steps=150)
 SLOW_NODE = SlowNode(node=0, factor=1.5, from_step=50, steps=150)

@@ -12,12 +12,11 @@ from trainspec_cli.balance.disturbance import Disturbance, NarrowLink, SlowDevic
 from trainspec_cli.balance.job import DisturbedJob, describe_job
 from trainspec_cli.balance.simulate import simulate
 from trainspec_cli.plan.capacity import plan_capacity
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.keys.scheduler import Changeable, SchedulerSpec
-from trainspec_cli.recipe.results.simulation import Simulation
+from trainspec_cli.recipe.keys.training import BatchingSpec, Changeable, SchedulerSpec
+from trainspec_cli.recipe.results.forecast import Simulation
 
 MODEL = DecoderModel(32, 2048, 16, 16, 128, 5632, 32_000)
 PIPELINE = LayoutSpec(dp_shard=1, pp=8, zero_stage=1)

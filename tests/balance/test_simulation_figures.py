@@ -12,15 +12,12 @@ from trainspec_cli.balance.ideal import RankRows
 from trainspec_cli.balance.job import describe_job
 from trainspec_cli.balance.simulate import simulate
 from trainspec_cli.plan.capacity import plan_capacity
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
-from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec, SchedulerSpec
 
 
 def test_a_simulation_tells_what_was_simulated() -> None:

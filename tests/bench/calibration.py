@@ -16,8 +16,7 @@ from collections.abc import Sequence
 
 from planner_generality import TABLE, Known, choose_prior, learn, measured_runs, source_of
 
-from trainspec_cli.plan.calibration.observe import EFFICIENCIES, GPU_SPREAD, efficiency_with, of_rows
-from trainspec_cli.plan.calibration.posterior import infer, slopes_of
+from trainspec_cli.plan.calibration import EFFICIENCIES, GPU_SPREAD, efficiency_with, infer, of_rows, slopes_of
 from trainspec_cli.plan.hardware.rates import Efficiency
 from trainspec_cli.plan.validation.backtest import Prediction, backtest, fit_table
 

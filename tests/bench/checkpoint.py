@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainspec_cli.core.units import format_bytes, format_duration
+from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.paths import RunDir
 

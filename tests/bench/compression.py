@@ -30,21 +30,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.balance.batch.learning_rate import learning_rate
-from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.balance.batch.batch import learning_rate
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 from trainspec_cli.engine.comm.compressed import CompressedSum, Feedback
 from trainspec_cli.engine.comm.joining import leave_processes
+from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.optim.optimizer import clear_gradients, set_learning_rate
 from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.engine.run.step import compute_gradients, train_step
-from trainspec_cli.recipe.keys.batching import BatchingSpec
-from trainspec_cli.recipe.keys.comm import WireFormats
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec, ScheduleSpec
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec, ScheduleSpec, WireFormats
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.certify.cases import Case, build_plan
 

@@ -28,7 +28,7 @@ from trainspec_cli.engine.observe.counters import WINDOW_S, StepCounters
 from trainspec_cli.recipe.results.verdict import RunVerdict
 from trainspec_cli.report.diagnosis.conclude import conclude
 from trainspec_cli.report.diagnosis.evidence import RunEvidence
-from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.run.folder.event_types.events import PARTS
 from trainspec_cli.run.folder.events import EventWriter
 
 CASES = ("slow_device", "slow_loader", "host_bound", "slow_node")

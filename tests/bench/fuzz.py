@@ -26,8 +26,8 @@ from fuzz.conftest import damaged_bytes, strange_variants, tell
 from fuzz.test_recipes import NUMBERS, PATHS, RECIPE
 from lab.keys import make_key
 
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.certificate import Finding
 from trainspec_cli.wings.certify.certificate import digest, read_key, sign_certificate, write_certificate
 

@@ -15,13 +15,13 @@ import torch
 from rich.console import Console
 
 from trainspec_cli.core.node import cpu_name
-from trainspec_cli.engine.build.kernel_loading import load_kernel
+from trainspec_cli.engine.build.assemble import load_kernel
 from trainspec_cli.engine.tools.kernel_trial import try_kernels
 from trainspec_cli.engine.tools.kernels import calls_of, workloads_of
 from trainspec_cli.recipe.keys.kernels import KERNELS, KernelTable
-from trainspec_cli.recipe.rules.kernels import explain
+from trainspec_cli.recipe.rules.comm import explain
 from trainspec_cli.report.kernels_text import render_table
-from trainspec_cli.run.kernels import judge_operation
+from trainspec_cli.run.tools import judge_operation
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 
 RUNS = {

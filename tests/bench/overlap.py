@@ -32,11 +32,11 @@ from trainspec_cli.balance.batch.division import OwnSamples, even_division_of
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm import exchange
-from trainspec_cli.engine.comm.background import Background
 from trainspec_cli.engine.comm.exchange import sent_bytes
+from trainspec_cli.engine.comm.forking import Background
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.elastic import cross_group
-from trainspec_cli.engine.elastic.packets import GradientPackets, names_outside_blocks, packets_in_order
+from trainspec_cli.engine.elastic.cross_group import GradientPackets, names_outside_blocks, packets_in_order
 from trainspec_cli.engine.observe.clock import Segments
 from trainspec_cli.engine.parallel import data_parallel, gradient_sums
 from trainspec_cli.engine.run.step import train_step

@@ -17,8 +17,7 @@ import yaml
 from trainspec_cli.plan.run.goodput import SimulatedJob, simulate_many
 from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.run.recovery.cadence import daly_interval_s
-from trainspec_cli.run.recovery.reliability import job_mtbf_s
+from trainspec_cli.run.recovery.reliability import daly_interval_s, job_mtbf_s
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests/data/measured/goodput.yaml"

@@ -15,9 +15,9 @@ import tempfile
 from pathlib import Path
 from statistics import median
 
-from trainspec_cli.core.units import format_bytes, format_duration
+from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.report.changes import describe_directive
-from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.event_types.events import DirectiveEvent
 from trainspec_cli.run.folder.events import read_events, read_log
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan

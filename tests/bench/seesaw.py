@@ -22,18 +22,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.balance.batch.batch_schedule import BatchSchedule, schedule_batches
-from trainspec_cli.balance.batch.noise import NoiseAverage, NoiseMeasurement, PartSquares, measure_noise
+from trainspec_cli.balance.batch.batch import (
+    BatchSchedule,
+    NoiseAverage,
+    NoiseMeasurement,
+    PartSquares,
+    measure_noise,
+    schedule_batches,
+)
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.optim.optimizer import clear_gradients, set_learning_rate, squared_norm
 from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.run.pipeline_run import forward_only
-from trainspec_cli.engine.run.scheduling.pace import StepPace
+from trainspec_cli.engine.run.scheduling.step_scheduler import StepPace
 from trainspec_cli.engine.run.step import compute_gradients, train_step
-from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec, ScheduleSpec
+from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec, OptimSpec, ScheduleSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.certify.cases import Case, build_plan
 

@@ -147,7 +147,7 @@ def run_one(contender: str, token_dir: str, steps: int) -> float:
 
 def prepare_tokens() -> str:
     from trainspec_cli.data.corpus.prepare import prepare
-    from trainspec_cli.recipe.keys.data import DataSpec, TokenizerSpec
+    from trainspec_cli.recipe.keys.run import DataSpec, TokenizerSpec
 
     return str(prepare(DataSpec(SEQ_LEN, "python_stdlib", tokenizer=TokenizerSpec(MODEL["vocab_size"]))))
 

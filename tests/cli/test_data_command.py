@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 from trainspec_cli.cli.data import READY, Source, _as_option, _rows, app
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.data.corpus import bpe
-from trainspec_cli.data.corpus.manifest import ShardManifest, SplitSummary
-from trainspec_cli.data.corpus.shards import TokenFolder
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.data.corpus.shards import ShardManifest, SplitSummary, TokenFolder
+from trainspec_cli.recipe.keys.run import DataSpec
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from trainspec_cli import __main__
 from trainspec_cli.cli import export
-from trainspec_cli.data.huggingface.tensors import ADAPTER_CONFIG, ADAPTERS
+from trainspec_cli.data.huggingface.safetensors import ADAPTER_CONFIG, ADAPTERS
 from trainspec_cli.run.exporting import Export
 from trainspec_cli.run.folder.paths import RunDir
 

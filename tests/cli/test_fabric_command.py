@@ -10,7 +10,7 @@ import pytest
 from lab.sysfs import Sysfs
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.recipe.keys.fabric import TierSpec
+from trainspec_cli.recipe.keys.cluster import TierSpec
 from trainspec_cli.session.recipe.load import load_for_planning
 from trainspec_cli.wings.doctor import discover
 from trainspec_cli.wings.doctor.commands import fabric

@@ -16,11 +16,11 @@ import psutil
 import pytest
 from lab.waiting import wait_for
 
-from trainspec_cli.recipe.canonical import to_plain
-from trainspec_cli.recipe.results.probe import MachineProbe
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.measuring import probe_path
+from trainspec_cli.run.tools import probe_path
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 
 CLI = (sys.executable, "-m", "trainspec_cli")
@@ -182,7 +182,7 @@ def test_a_dry_run_shows_everything_and_leaves_nothing(trainspec: Command, place
     before = sorted(place.rglob("*"))
     shown = trainspec("launch", *TINY, "--dry-run")
     assert shown.returncode == 0
-    assert "trainspec_cli.engine.comm.torchrun" in shown.stdout
+    assert "trainspec_cli.engine.comm.joining" in shown.stdout
     assert "OMP_NUM_THREADS=" in shown.stdout
     plan = json.loads(trainspec("launch", *TINY, "--dry-run", "--json", "run.dir=somewhere").stdout)
     assert plan["plan"]["devices_per_node"] == 2

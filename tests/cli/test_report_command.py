@@ -13,7 +13,7 @@ from lab.events import started, stepped, write_event
 from lab.pages import assert_alone
 
 from trainspec_cli.__main__ import run as trainspec
-from trainspec_cli.run.folder.event_types.training import EvalEvent
+from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.runs import diagnose

@@ -14,7 +14,7 @@ from trainspec_cli.report.runs import RunLine
 from trainspec_cli.run.folder import memory
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.job.claim import claim
+from trainspec_cli.run.job.folder import claim
 from trainspec_cli.run.slurm import commands
 
 

@@ -14,11 +14,11 @@ from trainspec_cli.__main__ import run as trainspec
 from trainspec_cli.cli import runs as runs_command
 from trainspec_cli.core.errors import EXIT_DONE, RecipeError
 from trainspec_cli.run.folder import generations, memory
-from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.run.folder.event_types.events import PARTS
 from trainspec_cli.run.folder.events import EventWriter, parse_event
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.job.claim import claim
+from trainspec_cli.run.job.folder import claim
 from trainspec_cli.session.runs import removal
 
 MakeRun = Callable[..., RunDir]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.core.cache import cache_dir, make_cache
 from trainspec_cli.core.errors import MachineError
+from trainspec_cli.core.node import cache_dir, make_cache
 
 
 def test_the_place_follows_the_environment(monkeypatch, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.core.errors import Problem, closest, did_you_mean
-from trainspec_cli.core.units import format_bytes, format_count, format_duration, format_seconds, format_si
+from trainspec_cli.core.printable import format_bytes, format_count, format_duration, format_seconds, format_si
 
 
 @pytest.mark.parametrize(

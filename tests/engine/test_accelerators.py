@@ -26,7 +26,7 @@ from trainspec_cli.engine.accelerators import (
     synchronise,
     synchronise_stream,
 )
-from trainspec_cli.engine.checkpoint.parts import rng_parts, set_rng
+from trainspec_cli.engine.checkpoint.files import rng_parts, set_rng
 
 CPU = torch.device("cpu")
 Put = Callable[[str, Any], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainspec_cli.engine.finite import count_not_finite, is_finite
+from trainspec_cli.engine.digest import count_not_finite, is_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.engine import marks
-from trainspec_cli.engine.marks import elapsed_s, mark, wait_for
+from trainspec_cli.engine import digest as marks
+from trainspec_cli.engine.digest import elapsed_s, mark, wait_for
 
 
 class Event:

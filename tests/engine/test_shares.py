@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine import shares
-from trainspec_cli.engine.batch import held_part
+from trainspec_cli.engine.digest import held_part
 from trainspec_cli.engine.shares import Cut, Share, gather_cut, unique_shares
 
 

@@ -21,7 +21,7 @@ from trainspec_cli.data.huggingface import chat_template
 from trainspec_cli.data.huggingface.chat_template import ChatTemplate
 from trainspec_cli.data.huggingface.config_reading import read_model
 from trainspec_cli.data.huggingface.safetensors import make_header, open_checkpoint
-from trainspec_cli.run.measuring import read_probe
+from trainspec_cli.run.tools import read_probe
 from trainspec_cli.wings.certify.certificate import digest
 
 CONFIG = {
@@ -182,8 +182,8 @@ def test_pictures_and_volumes(project: Path) -> None:
     image.fromarray(array).save(project / "pictures/two/b.png")
     files = ["pictures/one/a.npy", "pictures/two/b.png", "volumes/images/a.nii", "volumes/labels/a.nii"]
     from trainspec_cli.data.corpus.labelled import open_samples
-    from trainspec_cli.recipe.keys.data import DataSpec
     from trainspec_cli.recipe.keys.model import ConvModel
+    from trainspec_cli.recipe.keys.run import DataSpec
 
     def look(name: str) -> None:
         kind = name.partition("/")[0]

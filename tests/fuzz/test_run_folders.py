@@ -13,19 +13,19 @@ import pytest
 from fuzz.conftest import STRANGE, damaged_bytes, strange_variants, tell
 
 from trainspec_cli.plan.plan import plan
-from trainspec_cli.recipe.canonical import to_plain
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
-from trainspec_cli.run.folder.event_types.event import PARTS
-from trainspec_cli.run.folder.event_types.failures import EndedMark, LaunchMark, RecoveryEvent
-from trainspec_cli.run.folder.event_types.training import (
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.run.folder.event_types.events import (
+    PARTS,
     CheckpointEvent,
+    EndedMark,
     EndEvent,
     EvalEvent,
+    LaunchMark,
+    RecoveryEvent,
     SampleEvent,
     SetFigures,
     StartEvent,

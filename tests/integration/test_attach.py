@@ -11,8 +11,13 @@ from pathlib import Path
 import pytest
 from lab.other_frameworks import NOT_IN_CI
 
-from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
-from trainspec_cli.run.folder.event_types.training import CheckpointEvent, EvalEvent, StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import (
+    CheckpointEvent,
+    DirectiveEvent,
+    EvalEvent,
+    StartEvent,
+    StepEvent,
+)
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
 

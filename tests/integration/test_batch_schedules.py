@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from integration.conftest import slow_from
 
-from trainspec_cli.balance.batch.batch_schedule import count_steps, schedule_batches
+from trainspec_cli.balance.batch.batch import count_steps, schedule_batches
 from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan

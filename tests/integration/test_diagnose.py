@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trainspec_cli.run.folder.event_types.observed import VerdictEvent
+from trainspec_cli.run.folder.event_types.events import VerdictEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
 

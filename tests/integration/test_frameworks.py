@@ -17,7 +17,7 @@ import pytest
 from lab.other_frameworks import python_with
 from lab.waiting import wait_for
 
-from trainspec_cli.run.folder.event_types.training import StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import StartEvent, StepEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.own_script import progress

@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.kernels import TORCH, KernelFigure, KernelSpec, KernelTable
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.run.folder.files import read_json, write_json
-from trainspec_cli.run.measuring import table_path
+from trainspec_cli.run.tools import table_path
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 
 RECIPE = ("recipe=tiny", "train.max_steps=6", "checkpoint.interval_steps=3", "sample.max_new_tokens=0", "kernels=auto")

@@ -15,8 +15,7 @@ import psutil
 import pytest
 from lab.waiting import wait_for
 
-from trainspec_cli.run.folder.event_types.observed import HangEvent
-from trainspec_cli.run.folder.event_types.training import StepEvent
+from trainspec_cli.run.folder.event_types.events import HangEvent, StepEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.own_script import progress

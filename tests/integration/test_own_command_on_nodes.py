@@ -12,8 +12,7 @@ import pytest
 from lab.ports import free_port
 from lab.waiting import wait_for
 
-from trainspec_cli.run.folder.event_types.observed import HangEvent, UsageEvent
-from trainspec_cli.run.folder.event_types.training import StepEvent
+from trainspec_cli.run.folder.event_types.events import HangEvent, StepEvent, UsageEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.own_script import progress

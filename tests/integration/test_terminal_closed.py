@@ -18,7 +18,7 @@ from lab.waiting import wait_for
 
 from trainspec_cli.run.folder.files import read_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.job.claim import is_running
+from trainspec_cli.run.job.folder import is_running
 
 pytestmark = pytest.mark.slow
 

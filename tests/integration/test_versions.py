@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.run.folder.event_types.training import StepEvent
+from trainspec_cli.run.folder.event_types.events import StepEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_result

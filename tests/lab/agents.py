@@ -6,8 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from trainspec_cli.run.backend.nodes.hub import Hub
-from trainspec_cli.run.backend.nodes.wire import Wire, call_hub
+from trainspec_cli.run.backend.nodes.hub import Hub, Wire, call_hub
 
 SECRET = b"s" * 32
 

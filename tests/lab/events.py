@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.results.memory import MemorySetting
-from trainspec_cli.run.folder.event_types.decisions import (
+from trainspec_cli.recipe.results.tables import MemorySetting
+from trainspec_cli.run.folder.event_types.events import (
     AchievedEvent,
     DirectiveEvent,
+    Event,
     MemoryEvent,
     NodesAchievedEvent,
     NodesEvent,
+    RetryEvent,
+    StartEvent,
+    StepEvent,
 )
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.failures import RetryEvent
-from trainspec_cli.run.folder.event_types.training import StartEvent, StepEvent
 from trainspec_cli.run.folder.events import EventWriter
 
 DIRECTIVE = DirectiveEvent(

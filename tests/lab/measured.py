@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.probe import MachineProbe
+from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.run.folder.files import write_json
-from trainspec_cli.run.measuring import probe_machine, probe_path
+from trainspec_cli.run.tools import probe_machine, probe_path
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 
 

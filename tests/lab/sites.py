@@ -22,24 +22,21 @@ from torch import Tensor, nn
 from lab.link import Link
 from lab.waiting import wait_for
 from trainspec_cli.balance.batch.division import OwnSamples
-from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
-from trainspec_cli.engine.data.staging import Staging
+from trainspec_cli.engine.data.loader import Staging, cut_micro_batches, positions_of
+from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
-from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.recipe.keys.batching import BatchingSpec
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec, SitesSpec
-from trainspec_cli.recipe.keys.run import RunSection, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSection, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.generations import create_secret, read_secret
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.job.place import listen
+from trainspec_cli.run.job.machine import listen
 from trainspec_cli.wings.sites.engine.far_sites import FarSites
 from trainspec_cli.wings.sites.meeting_point import MeetingPoint, make_meeting_point
 from trainspec_cli.wings.sites.server import SiteInbox, make_inbox

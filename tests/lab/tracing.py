@@ -12,7 +12,7 @@ from typing import Protocol
 
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import TraceResult
-from trainspec_cli.run.measuring import traced_ranks
+from trainspec_cli.run.tools import traced_ranks
 
 TRACER = "trainspec_cli.engine.tools.trace"
 

@@ -14,14 +14,11 @@ from trainspec_cli.plan.hardware.cluster import describe_fabric
 from trainspec_cli.plan.hardware.rates import peak_flops_per_s
 from trainspec_cli.plan.memory.frameworks import memory_limit_bytes
 from trainspec_cli.plan.search.variants import plan_on_what_divides
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, ReliabilitySpec
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec, Sharding
-from trainspec_cli.recipe.keys.lora import LoraSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import PrecisionSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, PrecisionSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, LoraSpec, OptimSpec
 
 SPEC = RunSpec(
     model=DecoderModel(4, 1024, 8, 8, 128, 4096, 8192),

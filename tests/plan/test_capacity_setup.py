@@ -11,7 +11,7 @@ from trainspec_cli.plan.search.variants import plan_on_what_divides
 from trainspec_cli.plan.time.step import estimate_step
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.prediction import Candidate
+from trainspec_cli.recipe.results.plan import Candidate
 from trainspec_cli.session.recipe.load import load_for_planning
 
 SHORT = ["recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=2", "data.seq_len=1024", "batching.micro_batch_size=2"]

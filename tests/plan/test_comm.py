@@ -12,16 +12,12 @@ from trainspec_cli.plan.hardware.topology import axis_groups
 from trainspec_cli.plan.memory.frameworks import feedback_bytes
 from trainspec_cli.plan.plan import plan
 from trainspec_cli.plan.this_machine import predict_device, setup_of
-from trainspec_cli.plan.time.step import estimate_step
-from trainspec_cli.plan.time.wire import gather_s, scatter_s, sum_s
-from trainspec_cli.recipe.keys.batching import BatchingSpec
+from trainspec_cli.plan.time.step import estimate_step, gather_s, scatter_s, sum_s
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.comm import CommSpec, WireFormats
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, CommSpec, OptimSpec, WireFormats
 from trainspec_cli.recipe.results.plan import Plan
 
 CPUS = Machine("node", 4, 2**35)

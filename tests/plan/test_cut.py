@@ -10,9 +10,8 @@ import pytest
 
 from trainspec_cli.plan.capacity import plan_capacity, template_of
 from trainspec_cli.plan.cut import AS_GOOD, cut, cut_on_chip, is_open, mean_times, planned_times, relative_times
-from trainspec_cli.plan.hardware.catalogue import find_accelerator
 from trainspec_cli.plan.hardware.cluster import describe_fabric
-from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.plan.hardware.rates import Efficiency, find_accelerator
 from trainspec_cli.plan.hardware.topology import axis_groups
 from trainspec_cli.plan.memory.frameworks import estimate_memory, memory_limit_bytes
 from trainspec_cli.plan.pipeline import layers_per_rank
@@ -20,14 +19,11 @@ from trainspec_cli.plan.plan import plan
 from trainspec_cli.plan.setup import RECOMPUTE, Setup
 from trainspec_cli.plan.this_machine import setup_of as setup_of_plan
 from trainspec_cli.plan.time.step import estimate_step, micro_batch, rank_parts
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
-from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel, ModelSpec
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, HybridModel, ModelSpec
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 
 EFF = Efficiency()
 DENSE = DecoderModel(12, 4096, 32, 8, 128, 14336, 128_256)

@@ -7,21 +7,24 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.balance.batch.batch_schedule import count_steps, schedule_batches
+from trainspec_cli.balance.batch.batch import count_steps, schedule_batches
 from trainspec_cli.balance.batch.division import even_division, take_portion
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.plan.plan import choose_micro_batch, in_engine_format, plan, resolve_layout
-from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.kernels import KernelSpec
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
-from trainspec_cli.recipe.keys.lora import LoraSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.keys.run import PrecisionSpec, RunSpec, TrainSection
-from trainspec_cli.recipe.keys.scheduler import LayoutChangeSpec, SchedulerSpec
+from trainspec_cli.recipe.keys.run import DataSpec, PrecisionSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import (
+    BatchingSpec,
+    BatchScheduleSpec,
+    LayoutChangeSpec,
+    LoraSpec,
+    OptimSpec,
+    SchedulerSpec,
+)
 
 SPEC = RunSpec(
     model=DecoderModel(2, 64, 4, 2, 16, 160, 512),

@@ -10,21 +10,17 @@ from trainspec_cli.plan.memory.local import copy_bytes, parameter_bytes, step_by
 from trainspec_cli.plan.plan import plan
 from trainspec_cli.plan.this_machine import is_predictable, predict_local
 from trainspec_cli.plan.time.local import block_matrices, curve_parts_s, micro_tokens, unit_params
-from trainspec_cli.recipe.canonical import from_plain, to_plain
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
-from trainspec_cli.recipe.keys.lora import LoraSpec
 from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.keys.run import CheckpointSpec, PrecisionSpec, RunSpec, TrainSection
-from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.prediction import LocalPrediction, PlannedLink
-from trainspec_cli.recipe.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
+from trainspec_cli.recipe.keys.run import CheckpointSpec, DataSpec, PrecisionSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, LoraSpec, OptimSpec
+from trainspec_cli.recipe.records import from_plain, to_plain
+from trainspec_cli.recipe.results.plan import LocalPrediction, Plan, PlannedLink
+from trainspec_cli.recipe.results.tools import Curve, MachineProbe, MatmulCurves, Passes, Reference
 from trainspec_cli.recipe.structure import build
-from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.run.folder.event_types.events import PARTS
 
 MODEL = DecoderModel(4, 64, 2, 2, 32, 128, 512, tied_embeddings=True)
 SPEC = RunSpec(

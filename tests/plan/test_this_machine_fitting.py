@@ -6,14 +6,11 @@ from dataclasses import replace
 
 from trainspec_cli.plan.plan import plan
 from trainspec_cli.plan.this_machine import suggest
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
-from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.prediction import LocalPrediction
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
+from trainspec_cli.recipe.results.plan import LocalPrediction, Plan
 
 SPEC = RunSpec(
     model=DecoderModel(4, 64, 2, 2, 32, 128, 512, tied_embeddings=True),

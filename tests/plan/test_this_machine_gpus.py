@@ -11,14 +11,12 @@ from trainspec_cli.plan.memory.predict import predict_memory
 from trainspec_cli.plan.plan import plan
 from trainspec_cli.plan.this_machine import device_limit_bytes, is_known, predict_device, setup_of
 from trainspec_cli.plan.time.step import estimate_step
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.keys.run import PrecisionSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, PrecisionSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 
 H100S = Machine("node", 64, 2**40, gpu_names=("NVIDIA H100 80GB HBM3",) * 8, gpu_memory_bytes=80 * 2**30, bf16=True)
 SPEC = RunSpec(

@@ -18,9 +18,8 @@ from trainspec_cli.recipe.keys.cluster import ClusterSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.probe import Curve, MatmulCurves
-from trainspec_cli.report.diagnosis.outlook import WAITING, Outlook
-from trainspec_cli.report.diagnosis.planned import COMPUTING, EXCHANGES, FASTER
+from trainspec_cli.recipe.results.tools import Curve, MatmulCurves
+from trainspec_cli.report.diagnosis.conclude import COMPUTING, EXCHANGES, FASTER, WAITING, Outlook
 
 SIZES = tuple(sorted(size * params for params in (BLOCK, OUTSIDE) for size in (2.0, 4.0)))
 """Of exchanges in bf16 and fp32."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.recipe.canonical import ABSENT, Absent, canonical_json, digest, from_plain, to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import ABSENT, Absent, canonical_json, digest, from_plain, to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.structure import structure
 

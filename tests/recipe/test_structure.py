@@ -10,11 +10,11 @@ import pytest
 from trainspec_cli.core.intentions import FORMER_KEYS, FORMER_WORDS
 from trainspec_cli.recipe.compose.folders import find_folders
 from trainspec_cli.recipe.json_schema import path_of_group
-from trainspec_cli.recipe.keys.data import DataSpec
-from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.structure import (
     OPTION_SECTIONS,
+    UNKNOWN,
     WrongValueError,
     build,
     choices_of,
@@ -26,7 +26,6 @@ from trainspec_cli.recipe.structure import (
     sections_of,
     structure,
 )
-from trainspec_cli.recipe.unknown import UNKNOWN
 
 
 def told(data: dict[str, Any]) -> list[tuple[str, str, str, str]]:

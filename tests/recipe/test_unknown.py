@@ -5,7 +5,7 @@ import operator
 
 import pytest
 
-from trainspec_cli.recipe.unknown import UNKNOWN, UnknownTouched
+from trainspec_cli.recipe.structure import UNKNOWN, UnknownTouched
 
 
 @pytest.mark.parametrize(

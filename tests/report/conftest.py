@@ -8,18 +8,16 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.core.units import GIB
-from trainspec_cli.recipe.keys.batching import BatchingSpec
+from trainspec_cli.core.printable import GIB
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec, SiteSpec
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.results.forecast import Assumption, Goodput, Interval, RunForecast
-from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan, MemoryBreakdown, StepTime
-from trainspec_cli.report.plan.report import PlanReport, SweepPoint, SweepReport
-from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, StepTime
+from trainspec_cli.report.plan.labels import PlanReport, SweepPoint, SweepReport
+from trainspec_cli.run.folder.event_types.events import PARTS
 from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json

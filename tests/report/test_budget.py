@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.recipe.results.budget import Budget, BudgetedRun, BudgetYear, Sensitivity
+from trainspec_cli.recipe.results.tables import Budget, BudgetedRun, BudgetYear, Sensitivity
 from trainspec_cli.report.budget import render_budget, render_budget_page
 from trainspec_cli.report.page.parts import PageOrigin
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from lab.events import LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY
 
-from trainspec_cli.recipe.canonical import ABSENT
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.results.memory import MemorySetting
+from trainspec_cli.recipe.records import ABSENT
+from trainspec_cli.recipe.results.tables import MemorySetting
 from trainspec_cli.report.changes import (
     RunChange,
     describe_directive,
@@ -20,7 +20,7 @@ from trainspec_cli.report.changes import (
 )
 from trainspec_cli.report.text import describe_event
 from trainspec_cli.run.folder.accounting import Recovery
-from trainspec_cli.run.folder.event_types.decisions import AchievedEvent, BucketsEvent, BucketTry, DirectiveEvent
+from trainspec_cli.run.folder.event_types.events import AchievedEvent, BucketsEvent, BucketTry, DirectiveEvent
 
 DIRECTIVE = DirectiveEvent(
     step=30,

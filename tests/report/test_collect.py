@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from lab.events import ACHIEVED, DIRECTIVE, LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY, write_event
 
-from trainspec_cli.recipe.canonical import ABSENT, to_plain
 from trainspec_cli.recipe.keys.kernels import KernelFigure, KernelTable
+from trainspec_cli.recipe.records import ABSENT, to_plain
 from trainspec_cli.report.collect import _events_of_ranks, collect
-from trainspec_cli.run.folder.event_types.decisions import BucketsEvent
-from trainspec_cli.run.folder.event_types.event import PARTS
-from trainspec_cli.run.folder.event_types.training import StepEvent
+from trainspec_cli.run.folder.event_types.events import PARTS, BucketsEvent, StepEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.report.progress import Progress
-from trainspec_cli.run.folder.event_types.failures import RetryEvent
+from trainspec_cli.run.folder.event_types.events import RetryEvent
 from trainspec_cli.run.folder.events import EventTail, read_log
 
 

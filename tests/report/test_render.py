@@ -9,14 +9,14 @@ from typing import Any
 from lab.events import ACHIEVED, DIRECTIVE, LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY, write_event
 from rich.console import Console, RenderableType
 
-from trainspec_cli.recipe.results.prediction import LocalPrediction
+from trainspec_cli.recipe.results.plan import LocalPrediction
 from trainspec_cli.report.changes import describe_left_out
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.render import render_report, render_summary
 from trainspec_cli.report.text import describe_event
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.accounting import WallTime
-from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.run.folder.event_types.events import PARTS
 
 EXPECTED = Path(__file__).parent / "expected"
 """Whole texts, read through once by a person; each figure follows from those of the run."""

@@ -12,20 +12,18 @@ import pytest
 from lab.events import ACHIEVED, DIRECTIVE, LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY, write_event
 from lab.pages import HOSTILE, assert_alone, assert_harmless, seen, widths, with_one_text_replaced
 
-from trainspec_cli.core.units import format_bytes, format_duration
-from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.recipe.results.prediction import LocalPrediction
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.results.plan import LocalPrediction
 from trainspec_cli.recipe.results.verdict import RunVerdict, WhatIf
 from trainspec_cli.report.changes import describe_directive
 from trainspec_cli.report.collect import Report, collect
 from trainspec_cli.report.page.parts import STYLE, PageOrigin
-from trainspec_cli.report.run_charts import PART_KINDS
-from trainspec_cli.report.run_page import MOST_LINES, render_run_page
-from trainspec_cli.report.verdicts_page import MOST_VERDICTS, render_verdicts_page
+from trainspec_cli.report.run_page import MOST_LINES, PART_KINDS, render_run_page
+from trainspec_cli.report.verdicts import MOST_VERDICTS, render_verdicts_page
 from trainspec_cli.run.folder.accounting import WallTime
-from trainspec_cli.run.folder.event_types.event import PARTS
-from trainspec_cli.run.folder.event_types.training import EvalEvent, WarningEvent
+from trainspec_cli.run.folder.event_types.events import PARTS, EvalEvent, WarningEvent
 from trainspec_cli.run.folder.files import write_json
 
 EXPECTED = Path(__file__).parent / "expected" / "run_page.txt"

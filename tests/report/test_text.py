@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from trainspec_cli.recipe.canonical import ABSENT
-from trainspec_cli.recipe.keys.batching import BatchScheduleSpec
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.kernels import KernelSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.backtest import BacktestReport, BacktestSummary, ErrorSummary, PredictedRow, Ranking
+from trainspec_cli.recipe.keys.training import BatchScheduleSpec
+from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.certificate import Certificate, ClauseSummary, Finding, Signer
 from trainspec_cli.recipe.results.doctor import Check, Diagnosis, NodeReport
 from trainspec_cli.recipe.results.forecast import RunForecast
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tables import BacktestReport, BacktestSummary, ErrorSummary, PredictedRow, Ranking
 from trainspec_cli.report.backtest import render_backtest
 from trainspec_cli.report.progress import Progress
 from trainspec_cli.report.text import (
@@ -30,13 +30,13 @@ from trainspec_cli.report.text import (
     describe_saving,
     first_text_parts,
 )
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
-from trainspec_cli.run.folder.event_types.training import (
+from trainspec_cli.run.folder.event_types.events import (
     CadenceEvent,
     CheckpointEvent,
     EvalEvent,
+    Event,
     FirstTextEvent,
+    RecoveryEvent,
     SetFigures,
     StartEvent,
     StepEvent,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from trainspec_cli.recipe.results.verdict import RunVerdict
-from trainspec_cli.report.verdicts import describe_event, render_verdicts
-from trainspec_cli.report.verdicts_page import verdicts_section
-from trainspec_cli.run.folder.event_types.observed import VerdictEvent
+from trainspec_cli.report.verdicts import describe_event, render_verdicts, verdicts_section
+from trainspec_cli.run.folder.event_types.events import VerdictEvent
 
 SPIN = RunVerdict(cause="host_bound", rank=1, since_step=20, cost_s=0.2, confidence=0.9, code="a/<b>.py:7 (f)")
 

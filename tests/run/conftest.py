@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSection, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSection, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.job.job import Job, build_job
 

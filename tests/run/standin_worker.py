@@ -26,7 +26,7 @@ RANK = int(os.environ["RANK"])
 if MODE == "import_error":
     import no_such_module_anywhere  # noqa: F401
 
-from trainspec_cli.run.folder.event_types.training import StartEvent, StepEvent  # noqa: E402
+from trainspec_cli.run.folder.event_types.events import StartEvent, StepEvent  # noqa: E402
 from trainspec_cli.run.folder.events import EventWriter, read_events  # noqa: E402
 from trainspec_cli.run.folder.files import write_json  # noqa: E402
 from trainspec_cli.run.folder.paths import RunDir  # noqa: E402

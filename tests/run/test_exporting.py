@@ -11,17 +11,16 @@ from typing import Any
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.data.corpus.collection import Collection
 from trainspec_cli.data.corpus.prepare import prepare
-from trainspec_cli.recipe.canonical import to_plain
-from trainspec_cli.recipe.keys.data import DataSpec, TokenizerSpec
-from trainspec_cli.recipe.keys.lora import LoraSpec
-from trainspec_cli.recipe.keys.run import InitSpec
+from trainspec_cli.data.corpus.sources import Collection
+from trainspec_cli.recipe.keys.run import DataSpec, InitSpec, TokenizerSpec
+from trainspec_cli.recipe.keys.training import LoraSpec
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import ExportRequest
 from trainspec_cli.run import exporting
 from trainspec_cli.run.exporting import Export, find_checkpoint, write_adapters, write_folder
-from trainspec_cli.run.folder.event_types.training import EvalEvent
+from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.recipe.canonical import from_plain, to_plain
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.kernels import TORCH, KernelTrial, KernelTrials
-from trainspec_cli.run.kernels import MARGIN, judge, judge_operation
+from trainspec_cli.recipe.records import from_plain, to_plain
+from trainspec_cli.run.tools import MARGIN, judge, judge_operation
 
 
 def trial(*ratios: float, error: float = 1e-3) -> KernelTrial:

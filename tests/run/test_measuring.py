@@ -15,9 +15,8 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.kernels import TORCH, KernelSpec, KernelTable, KernelTrial, KernelTrials
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.probe import BUSY, MachineProbe
-from trainspec_cli.recipe.results.tools import KernelRequest, KernelResult, TraceRequest
-from trainspec_cli.run import measuring
+from trainspec_cli.recipe.results.tools import BUSY, KernelRequest, KernelResult, MachineProbe, TraceRequest
+from trainspec_cli.run import tools as measuring
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.tools import Prepare
 

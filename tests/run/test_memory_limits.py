@@ -12,8 +12,8 @@ from lab.events import MEMORY, write_event
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.kernels import KernelSpec
-from trainspec_cli.recipe.results.memory import MemorySetting, Relief
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
+from trainspec_cli.recipe.results.tables import MemorySetting, Relief
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.memory_limits import LimitsWatch, forget_limits, list_limits, read_limits

@@ -10,12 +10,18 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.run.folder import memory
 from trainspec_cli.run.folder.accounting import Recovery, WallTime
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.failures import EndedMark, LaunchMark, RecoveryEvent
-from trainspec_cli.run.folder.event_types.training import EvalEvent, StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import (
+    EndedMark,
+    EvalEvent,
+    Event,
+    LaunchMark,
+    RecoveryEvent,
+    StartEvent,
+    StepEvent,
+)
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.record import NodeErrorRecord, RunResult, read_result, write_error, write_result
 from trainspec_cli.run.job.job import Job

@@ -13,19 +13,19 @@ from lab.events import stepped, write_event
 
 from trainspec_cli.balance.decisions.speeds import SKIPPED_STEPS
 from trainspec_cli.core.environment_names import LAUNCH_ID
-from trainspec_cli.recipe.canonical import ABSENT, to_plain
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+from trainspec_cli.recipe.keys.training import SchedulerSpec
+from trainspec_cli.recipe.records import ABSENT, to_plain
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run import slow_nodes as module
-from trainspec_cli.run.folder.event_types.decisions import NodesAchievedEvent, NodesEvent
+from trainspec_cli.run import supervise as module
+from trainspec_cli.run.folder.event_types.events import NodesAchievedEvent, NodesEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.files import write_json
+from trainspec_cli.run.folder.looks import SpeedsReport, write_speeds
 from trainspec_cli.run.folder.record import read_plan, read_plan_of_all_nodes
-from trainspec_cli.run.folder.speeds import SpeedsReport, write_speeds
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery.run_state import NodeSlow
-from trainspec_cli.run.slow_nodes import MEASURED_STEPS, SlowNodes
+from trainspec_cli.run.supervise import MEASURED_STEPS, SlowNodes
 
 STEP_S = 5.0
 """Of which the slow node computes 4."""

@@ -25,19 +25,19 @@ from run.memory_backend import World
 
 from trainspec_cli.core.environment_names import LAUNCH_ID
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
-from trainspec_cli.recipe.results.memory import MemorySetting, Shortage
+from trainspec_cli.recipe.keys.training import SchedulerSpec
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 from trainspec_cli.run import supervise as module
 from trainspec_cli.run.folder import generations
-from trainspec_cli.run.folder.event_types.decisions import MemoryEvent
+from trainspec_cli.run.folder.event_types.events import MemoryEvent
 from trainspec_cli.run.folder.events import read_events, read_log
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import note_stop
-from trainspec_cli.run.folder.speeds import SpeedsReport, write_speeds
+from trainspec_cli.run.folder.looks import SpeedsReport, write_speeds
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery.recovery import RESTART_WINDOW_S
 from trainspec_cli.run.recovery.run_state import (

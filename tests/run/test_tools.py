@@ -20,10 +20,10 @@ import pytest
 from lab.waiting import wait_for
 
 from trainspec_cli.core.errors import Interrupted, MachineError, RecipeError
-from trainspec_cli.recipe.canonical import from_plain, to_plain
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.kernels import KernelTrial, KernelTrials
+from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.recipe.results import tools as results
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.recipe.results.plan import Plan

@@ -25,10 +25,11 @@ from trainspec_cli.run.folder.generations import FENCED
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.signals import PatientRequests
-from trainspec_cli.run.slurm.placing import HOSTFILE
+from trainspec_cli.run.slurm.commands import HOSTFILE
 from trainspec_cli.session import slurm_job
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.launching import requeue, resume
+from trainspec_cli.session.launching import in_slurm as requeue
+from trainspec_cli.session.launching import resume
 from trainspec_cli.session.launching.session import Session
 
 MakeRun = Callable[..., RunDir]

@@ -15,21 +15,18 @@ from functools import partial
 from statistics import median
 from typing import Protocol
 
-from trainspec_cli.balance.decisions.link_paces import LinkPaces, LinkPaceTracker
+from trainspec_cli.balance.decisions.links import LinkPaces, LinkPaceTracker
 from trainspec_cli.balance.decisions.other_layout import LayoutScheduler
-from trainspec_cli.balance.decisions.paces import PaceTracker
-from trainspec_cli.core.units import format_duration
-from trainspec_cli.recipe.canonical import Absent
+from trainspec_cli.balance.decisions.speeds import PaceTracker
+from trainspec_cli.core.printable import format_duration
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.records import Absent
 from trainspec_cli.recipe.results.plan import LayoutProposal, Plan
-from trainspec_cli.run.folder.event_types.decisions import AchievedEvent, DirectiveEvent
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.training import StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import AchievedEvent, DirectiveEvent, Event, StartEvent, StepEvent
 from trainspec_cli.run.folder.events import EventTail
+from trainspec_cli.run.folder.looks import ProposalRecord, SpeedsReport, SpeedsWatch, read_proposal, write_proposal
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.proposals import ProposalRecord, read_proposal, write_proposal
 from trainspec_cli.run.folder.record import read_plan
-from trainspec_cli.run.folder.speeds import SpeedsReport, SpeedsWatch
 
 MEASURED_STEPS = 5
 """A step takes the median of the last so many."""

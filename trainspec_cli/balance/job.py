@@ -10,26 +10,23 @@ from math import inf
 import numpy as np
 
 from trainspec_cli.balance.batch.division import Division, Portion, even_division, take_portion
-from trainspec_cli.balance.cluster import Cluster, Condition, StepSeconds
-from trainspec_cli.balance.decisions.link_paces import LinkPaces
-from trainspec_cli.balance.decisions.moved_layers import LayerScheduler, expected_pause_s, with_stages
+from trainspec_cli.balance.decisions.balance import LayerScheduler, expected_pause_s, with_stages
+from trainspec_cli.balance.decisions.links import LinkPaces
 from trainspec_cli.balance.decisions.shares import reporting_interval
-from trainspec_cli.balance.ideal import RankRows
+from trainspec_cli.balance.ideal import Cluster, Condition, Paces, RankRows, StepSeconds
 from trainspec_cli.balance.other_layout import OtherLayouts
-from trainspec_cli.balance.paced_step import Paces
 from trainspec_cli.plan.capacity import largest_micro_batch, setup_of
 from trainspec_cli.plan.hardware.cluster import efficiency_of
 from trainspec_cli.plan.hardware.topology import group_of
-from trainspec_cli.plan.partition.cut import Counts
+from trainspec_cli.plan.partition import Counts
 from trainspec_cli.plan.search.space import one_group
 from trainspec_cli.plan.setup import Setup
 from trainspec_cli.plan.time.samples import step_parts
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.plan import LayoutProposal
-from trainspec_cli.recipe.results.prediction import Candidate
+from trainspec_cli.recipe.keys.training import BatchingSpec
+from trainspec_cli.recipe.results.plan import Candidate, LayoutProposal
 
 READ_S = 1.0
 """A step's text is read in this time where it was not read ahead: an assumption."""

@@ -14,17 +14,16 @@ from typing import Protocol
 import numpy as np
 
 from trainspec_cli.balance.batch.division import Division
-from trainspec_cli.balance.cluster import LEAST_S, StepSeconds
-from trainspec_cli.balance.decisions.link_paces import LinkPaces
-from trainspec_cli.balance.decisions.moved_layers import LayerChange
+from trainspec_cli.balance.decisions.balance import LayerChange
+from trainspec_cli.balance.decisions.links import LinkPaces
 from trainspec_cli.balance.decisions.other_layout import LayoutScheduler
-from trainspec_cli.balance.decisions.paces import PaceTracker
-from trainspec_cli.balance.decisions.speeds import Speed
+from trainspec_cli.balance.decisions.speeds import PaceTracker, Speed
 from trainspec_cli.balance.disturbance import Disturbance, Event
+from trainspec_cli.balance.ideal import LEAST_S, StepSeconds
 from trainspec_cli.balance.job import DisturbedJob, Taken
 from trainspec_cli.balance.measured_links import MeasuredLinks
+from trainspec_cli.recipe.results.forecast import SimulatedDecision
 from trainspec_cli.recipe.results.plan import LayoutProposal
-from trainspec_cli.recipe.results.simulation import SimulatedDecision
 
 STEP = 0.05
 """Paces are rounded to steps of this size: a search for each refined digit would find the same layout."""

@@ -11,17 +11,17 @@ from statistics import median_high
 
 import numpy as np
 
-from trainspec_cli.balance.cluster import LEAST_S, Cluster
-from trainspec_cli.balance.decisions.link_paces import LinkPaces
 from trainspec_cli.balance.decisions.links import (
     FIRST_SAMPLE_STEPS,
     LEAST_INTERVAL_STEPS,
     TOLD_STEPS,
+    LinkPaces,
     LinkTracker,
     SampleTimes,
     Transfer,
 )
 from trainspec_cli.balance.disturbance import Disturbance, Event, NarrowLink
+from trainspec_cli.balance.ideal import LEAST_S, Cluster
 from trainspec_cli.plan.time.samples import Tier
 
 Place = tuple[Tier, int]

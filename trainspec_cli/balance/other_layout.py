@@ -17,15 +17,15 @@ from math import inf
 from statistics import median_low
 
 from trainspec_cli.balance.batch.division import micro_batches_of
-from trainspec_cli.balance.decisions.link_paces import LinkPaces
-from trainspec_cli.balance.decisions.moved_layers import with_stages
+from trainspec_cli.balance.decisions.balance import with_stages
+from trainspec_cli.balance.decisions.links import LinkPaces
+from trainspec_cli.balance.ideal import PacedStep, PacedSteps, Paces, describe
 from trainspec_cli.balance.layout_memory import LayoutMemory, even_room
-from trainspec_cli.balance.paced_step import PacedStep, PacedSteps, Paces, describe
 from trainspec_cli.plan import this_machine
 from trainspec_cli.plan.capacity import setup_of, softwares_of
 from trainspec_cli.plan.cut import cut_on_chip
 from trainspec_cli.plan.hardware.cluster import efficiency_of
-from trainspec_cli.plan.partition.problem import Room
+from trainspec_cli.plan.partition import Room
 from trainspec_cli.plan.run.batches import main_size
 from trainspec_cli.plan.search.auto import pin_layout
 from trainspec_cli.plan.search.costs import Steps
@@ -34,12 +34,11 @@ from trainspec_cli.plan.setup import Setup
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.plan import LayoutProposal, Plan
-from trainspec_cli.recipe.results.prediction import Candidate
-from trainspec_cli.recipe.rules.batching import measurable_noise
+from trainspec_cli.recipe.results.plan import Candidate, LayoutProposal, Plan
+from trainspec_cli.recipe.rules.comm import KERNEL_RULES
 from trainspec_cli.recipe.rules.engine import BUILT
-from trainspec_cli.recipe.rules.kernels import KERNEL_RULES
-from trainspec_cli.recipe.rules.optim import describe_other_blocks
+from trainspec_cli.recipe.rules.layout import measurable_noise
+from trainspec_cli.recipe.rules.run import describe_other_blocks
 
 WORTHWHILE = 0.1
 """A layout is changed where that saves at least this fraction of a step: planned times of layouts are rough."""

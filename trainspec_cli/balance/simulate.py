@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from trainspec_cli.balance.disturbance import Disturbance
 from trainspec_cli.balance.job import DisturbedJob
-from trainspec_cli.balance.live import LiveRun
-from trainspec_cli.balance.situation import Situations
-from trainspec_cli.recipe.results.simulation import SimulatedPace, Simulation
+from trainspec_cli.balance.live import LiveRun, Situations
+from trainspec_cli.recipe.results.forecast import SimulatedPace, Simulation
 
 WORTH_TELLING = 1e-3
 """Where less than this part of the time can be won back, no share of it is reported."""

@@ -10,9 +10,9 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.recipe.results.profile import ClusterProfile
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.results.tables import ClusterProfile
 from trainspec_cli.session.console import make_console
 
 Sources = Annotated[

@@ -49,8 +49,7 @@ def _candidates(before: Sequence[str], word: str, commands: Mapping[str, Command
     elif (entry.takes_run and not given) or (command, *given[:1]) in RUNS_AFTER:
         yield from (LAST, *_runs(Path(RUNS)))
     elif command == "list":
-        from trainspec_cli.recipe.compose.folders import DISTURB, find_folders
-        from trainspec_cli.recipe.compose.origins import RECIPE
+        from trainspec_cli.recipe.compose.folders import DISTURB, RECIPE, find_folders
 
         yield from (RECIPE, *find_folders(Path.cwd()).groups, DISTURB)
     elif command == "completion":
@@ -58,8 +57,7 @@ def _candidates(before: Sequence[str], word: str, commands: Mapping[str, Command
     elif command == "explain":
         yield from (key.removesuffix("=") for key in _keys(word, takes_recipe=False))
     elif command == "schema" and not given:
-        from trainspec_cli.recipe.compose.folders import DISTURB, find_folders
-        from trainspec_cli.recipe.compose.origins import RECIPE
+        from trainspec_cli.recipe.compose.folders import DISTURB, RECIPE, find_folders
         from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS
 
         yield from (RECIPE, DISTURB, *FILE_SCHEMAS, *find_folders(Path.cwd()).groups)

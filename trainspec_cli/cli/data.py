@@ -13,15 +13,14 @@ import typer
 
 from trainspec_cli.cli.options import check_new, not_empty
 from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError
-from trainspec_cli.core.units import format_bytes, format_count
-from trainspec_cli.data.corpus.collection import Collection
-from trainspec_cli.data.corpus.manifest import ShardManifest, SplitSummary
+from trainspec_cli.core.printable import format_bytes, format_count
 from trainspec_cli.data.corpus.prepare import prepare as prepare_data
 from trainspec_cli.data.corpus.prepare import prepare_into
-from trainspec_cli.data.corpus.shards import TokenFolder
+from trainspec_cli.data.corpus.shards import ShardManifest, SplitSummary, TokenFolder
+from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.data.corpus.tokenise import OnProgress
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.recipe.keys.data import SAMPLE_SOURCES, DataSpec, Documents, SampleSource, TokenizerSpec
+from trainspec_cli.recipe.keys.run import SAMPLE_SOURCES, DataSpec, Documents, SampleSource, TokenizerSpec
 from trainspec_cli.report.live import showing_progress
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load

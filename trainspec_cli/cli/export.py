@@ -9,7 +9,7 @@ import typer
 
 from trainspec_cli.cli.options import AsJson, RunArgument, check_new
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.core.units import format_bytes
+from trainspec_cli.core.printable import format_bytes
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.run.exporting import (
     Export,

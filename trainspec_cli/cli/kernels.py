@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.report.kernels_text import render_table
 from trainspec_cli.run.signals import interrupt, on_stop_signal
 from trainspec_cli.session.console import make_console

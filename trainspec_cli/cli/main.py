@@ -152,7 +152,7 @@ def _meant_option(context: Any, option: str) -> str:
 
 def _hint_of_option(name: str, option: str) -> str:
     """Return what is typed in the place of an option of Slurm's own sbatch; empty for any other."""
-    from trainspec_cli.recipe.rules.slurm import KEYS, OF_SCRIPT, PREFIX
+    from trainspec_cli.recipe.rules.run import KEYS, OF_SCRIPT, PREFIX
 
     if name != "sbatch" or option not in {*KEYS, *OF_SCRIPT, "gres", "gpus-per-node", "mail-type"}:
         return ""
@@ -168,8 +168,10 @@ def _unknown_command(name: str, rest: Sequence[str]) -> Problem:
     if name.startswith("recipe="):
         hint = f"such as trainspec launch {' '.join((name, *rest))}"
         return Problem(code="usage", message="a command comes first", hint=hint)
-    from trainspec_cli.recipe.compose.folders import find_folders  # the help does without
-    from trainspec_cli.recipe.compose.origins import RECIPE
+    from trainspec_cli.recipe.compose.folders import (
+        RECIPE,
+        find_folders,  # the help does without
+    )
 
     folders = find_folders(Path.cwd())
     group = next((group for group in (RECIPE, *folders.groups) if name in (group, f"{group}s")), None)

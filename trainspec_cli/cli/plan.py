@@ -14,7 +14,7 @@ from trainspec_cli.cli.options import AsJson, Html, RecipeArguments, Sweeps, pag
 from trainspec_cli.core.errors import PlanError, Problem, RecipeError
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.report.plan.json import plan_as_json, sweep_as_json
-from trainspec_cli.report.plan.report import PlanReport, SweepPoint, SweepReport
+from trainspec_cli.report.plan.labels import PlanReport, SweepPoint, SweepReport
 from trainspec_cli.report.plan.text import render_plan, render_sweep
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.sweep import read_sweep, sweep_arguments
@@ -69,7 +69,7 @@ def _plan_many(arguments: Sequence[str], sweeps: Sequence[str], as_json: bool, h
         tuple(SweepPoint(dict(zip(keys, values, strict=True)), plan_recipe(point)) for values, point in points)
     )
     if html:
-        from trainspec_cli.report.plan.sweep_page import render_sweep_page  # as above
+        from trainspec_cli.report.plan.page import render_sweep_page  # as above
 
         write_page(html, render_sweep_page(swept, page_origin()))
     if as_json:

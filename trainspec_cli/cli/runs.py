@@ -14,9 +14,9 @@ import typer
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.core.units import format_bytes, format_duration
-from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.report.compare import MOST_RUNS, comparison_as_json, render_comparison, table
 from trainspec_cli.report.compare import compare as compare_reports
 from trainspec_cli.report.runs import RunLine, show_differences

@@ -10,8 +10,7 @@ import typer
 
 from trainspec_cli.core.errors import Problem, RecipeError, closest
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.recipe.compose.folders import DISTURB, find_folders
-from trainspec_cli.recipe.compose.origins import RECIPE
+from trainspec_cli.recipe.compose.folders import DISTURB, RECIPE, find_folders
 from trainspec_cli.recipe.json_schema import group_schema, recipe_schema, sections_of_group
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS

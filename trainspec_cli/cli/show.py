@@ -12,7 +12,7 @@ from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.core.json_value import JsonObject, flatten
 from trainspec_cli.core.reading.files import UnreadableFileError, exists, expand
 from trainspec_cli.core.reading.yaml_file import read_versioned_yaml
-from trainspec_cli.recipe.compose.origins import RECIPE
+from trainspec_cli.recipe.compose.folders import RECIPE
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.report.style import Style
 from trainspec_cli.run.folder.paths import RunDir

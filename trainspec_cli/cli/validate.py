@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from trainspec_cli.cli.options import AsJson, RecipeArguments
-from trainspec_cli.core.units import format_count
+from trainspec_cli.core.printable import format_count
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.results.plan import Plan

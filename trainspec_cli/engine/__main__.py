@@ -10,7 +10,7 @@ import traceback
 
 from trainspec_cli.core.environment_names import GROUP
 from trainspec_cli.core.errors import TrainspecError
-from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.run.folder.generations import Fence
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import WorkerErrorRecord, write_error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -65,3 +66,72 @@ def diverging_groups(digests: Sequence[Tensor]) -> list[int]:
         return []
     (usual, most), (_, next_most) = counted
     return [place for place, value in enumerate(values) if value != usual or most == next_most]
+
+
+# Finds NaN and infinity in tensors, without another tensor of their size.
+
+
+NOT_FINITE = "values that are not finite (NaN or infinity)"
+"""The reason that a file is refused for."""
+REMEDY = "try a lower optim.lr, a longer optim.schedule.warmup_steps, or precision=bf16 in place of fp8"
+"""A hint for a run that diverged."""
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether every value is finite; integers always are. Waits for the device."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    least, greatest = tensor.detach().aminmax()
+    return bool(least.isfinite() & greatest.isfinite())
+
+
+def count_not_finite(tensor: Tensor) -> int:
+    return int((~tensor.isfinite()).sum())
+
+
+# The batches that pass between the data, the models and the step, which do not import one another.
+
+
+MicroBatch = tuple[Tensor, ...]
+"""(tokens, targets), each (B, S) of int64, on the device; or images (B, C, ...) of fp32 and their labels of int64.
+
+Where attention is to stay within documents, (tokens, targets, documents): the number of each token's document.
+"""
+
+IGNORED_TARGET = -1
+"""A target that takes no part in the loss."""
+
+
+def held_part(micro_batch: MicroBatch, positions_S: Tensor | None) -> MicroBatch:
+    """The positions that a rank holds of each sequence; None: all."""
+    if positions_S is None:
+        return micro_batch
+    return tuple(tensor[:, positions_S] for tensor in micro_batch)
+
+
+# Moments of the computation: of the host's clock on a CPU, events on the compute stream on a GPU.
+
+
+Mark = float | torch.Event
+
+
+def mark(*, on_gpu: bool) -> Mark:
+    """Mark now; on a GPU, the moment at which the compute stream gets here."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def wait_for(moment: Mark) -> None:
+    """Wait until the device has reached `moment`."""
+    if isinstance(moment, torch.Event):
+        moment.synchronize()
+
+
+def elapsed_s(start: Mark, end: Mark) -> float:
+    """Return the seconds between two moments; on a GPU the device must have reached both."""
+    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
+        return start.elapsed_time(end) / 1e3
+    return float(end) - float(start)  # type: ignore[arg-type]

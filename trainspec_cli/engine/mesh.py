@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainspec_cli.engine.comm.codec import Connection, open_connections
 from trainspec_cli.engine.comm.exchange import is_on_gloo
-from trainspec_cli.engine.comm.wire_bytes import Connection, open_connections
 from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
 
 SUMMED_OVER = ("dp_replicate", "dp_shard", "expert_shard")

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainspec_cli.recipe.keys.lora import NF4_BLOCK, NF4_CHUNK, NF4_SCALE_BLOCK
+from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_CHUNK, NF4_SCALE_BLOCK
 
 NF4 = (
     -1.0,

@@ -11,17 +11,14 @@ from itertools import islice
 from trainspec_cli.balance.batch.division import largest_that_fits
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.plan import workload
-from trainspec_cli.plan.blueprint.blueprint import draw_blueprint
+from trainspec_cli.plan.blueprint import draw_blueprint
 from trainspec_cli.plan.cut import cut_on_chip
-from trainspec_cli.plan.framework import describe_software
 from trainspec_cli.plan.hardware.cluster import describe_fabric, efficiency_of
 from trainspec_cli.plan.hardware.rates import Efficiency, peak_flops_per_s
 from trainspec_cli.plan.hardware.topology import Fabric
 from trainspec_cli.plan.memory.engine.run import outer_bytes_of
-from trainspec_cli.plan.memory.fit import SURELY, expected_step_s, fit_probability
 from trainspec_cli.plan.memory.frameworks import memory_limit_bytes
-from trainspec_cli.plan.memory.predict import layer_memory, memory_within
-from trainspec_cli.plan.optimizer import moment_bytes
+from trainspec_cli.plan.memory.predict import SURELY, expected_step_s, fit_probability, layer_memory, memory_within
 from trainspec_cli.plan.run.batches import main_size, predict_sizes
 from trainspec_cli.plan.search.search import (
     ABOUT,
@@ -35,7 +32,7 @@ from trainspec_cli.plan.search.search import (
     share_recomputed,
 )
 from trainspec_cli.plan.search.space import Space, asked_groups
-from trainspec_cli.plan.setup import RECOMPUTE, Setup, Software
+from trainspec_cli.plan.setup import RECOMPUTE, Setup, Software, describe_software, moment_bytes
 from trainspec_cli.plan.time.step import estimate_step
 from trainspec_cli.recipe.field_types import AUTO, AutoInt
 from trainspec_cli.recipe.keys.cluster import Machine
@@ -43,7 +40,7 @@ from trainspec_cli.recipe.keys.framework import SumFormat
 from trainspec_cli.recipe.keys.layout import SHARDINGS, Layout, Sharding
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.blueprint import Blueprint
-from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 
 SHOWN = 10
 COUNTED, SLACK = 40, 1.1

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainspec_cli.core.units import format_duration
+from trainspec_cli.core.printable import format_duration
 from trainspec_cli.plan.hardware.cluster import efficiency_of
 from trainspec_cli.plan.this_machine import is_known, setup_of
 from trainspec_cli.plan.time.step import estimate_step
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.keys.comm import CommSpec, WireFormat, WireFormats
+from trainspec_cli.recipe.keys.training import CommSpec, WireFormat, WireFormats
 from trainspec_cli.recipe.results.plan import Plan
 
 CANDIDATES: tuple[WireFormat, ...] = ("full", "bf16", "int8")

@@ -9,14 +9,13 @@ from trainspec_cli.plan.hardware.rates import Efficiency
 from trainspec_cli.plan.hardware.topology import axis_groups
 from trainspec_cli.plan.memory.frameworks import estimate_memory, memory_limit_bytes
 from trainspec_cli.plan.memory.predict import memory_within, predict_memory
-from trainspec_cli.plan.partition.cut import cut_by_times, cut_evenly
-from trainspec_cli.plan.partition.problem import LayerTimes, Room
+from trainspec_cli.plan.partition import LayerTimes, Room, cut_by_times, cut_evenly
 from trainspec_cli.plan.setup import Setup
 from trainspec_cli.plan.time.step import MicroBatch, layer_s, micro_batch, own_work_s
 from trainspec_cli.plan.workload import head_work, layer_works
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import ModelSpec
-from trainspec_cli.recipe.results.prediction import MemoryBreakdown
+from trainspec_cli.recipe.results.plan import MemoryBreakdown
 
 AS_GOOD = 1e-3
 """A cut that makes the heaviest rank lighter by no more than this part is not taken instead of the even one."""

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
-from trainspec_cli.plan.partition.cut import cut_evenly
+from trainspec_cli.plan.partition import cut_evenly
 from trainspec_cli.recipe.keys.layout import Layout
 
 Kind = Literal["forward", "backward", "backward_input", "backward_weight"]

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal, cast
 
-from trainspec_cli.balance.batch.batch_schedule import count_steps, schedule_batches
+from trainspec_cli.balance.batch.batch import count_steps, schedule_batches
 from trainspec_cli.balance.batch.division import count_micro_batches, turns_of
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.plan import workload
-from trainspec_cli.plan.blueprint.blueprint import draw_blueprint
+from trainspec_cli.plan.blueprint import draw_blueprint
 from trainspec_cli.plan.comm import choose_formats
 from trainspec_cli.plan.cut import cut, cut_on_chip, is_open, relative_times
-from trainspec_cli.plan.hardware.cluster import efficiency_of
-from trainspec_cli.plan.hardware.detected import chip_of, is_derived
+from trainspec_cli.plan.hardware.cluster import chip_of, efficiency_of, is_derived
 from trainspec_cli.plan.search.auto import best_candidate, is_searched
 from trainspec_cli.plan.search.space import asked_groups, one_group
 from trainspec_cli.plan.this_machine import is_known, setup_of
@@ -25,11 +24,8 @@ from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec, PipelineSchedul
 from trainspec_cli.recipe.keys.run import Offload, Recompute, RunSpec
 from trainspec_cli.recipe.results.blueprint import Blueprint
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
-from trainspec_cli.recipe.rules.batching import measurable_noise
-from trainspec_cli.recipe.rules.comm import exchanged, joined
-from trainspec_cli.recipe.rules.elastic import wanted_groups, whole_hosts
-from trainspec_cli.recipe.rules.layout import size_of
-from trainspec_cli.recipe.rules.relayout import changed_specs
+from trainspec_cli.recipe.rules.comm import changed_specs, exchanged, joined, wanted_groups, whole_hosts
+from trainspec_cli.recipe.rules.layout import measurable_noise, size_of
 
 MAX_MICRO_BATCH_TOKENS = 8192
 """`micro_batch_size: auto` takes as many samples as have no more tokens than this."""

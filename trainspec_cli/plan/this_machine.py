@@ -8,8 +8,7 @@ from dataclasses import replace
 
 from trainspec_cli.balance.batch.division import count_micro_batches, turns_of
 from trainspec_cli.plan.capacity import software_of, template_of
-from trainspec_cli.plan.hardware.cluster import describe_fabric, efficiency_of
-from trainspec_cli.plan.hardware.detected import chip_of
+from trainspec_cli.plan.hardware.cluster import chip_of, describe_fabric, efficiency_of
 from trainspec_cli.plan.hardware.rates import Efficiency
 from trainspec_cli.plan.hardware.topology import axis_groups
 from trainspec_cli.plan.memory.frameworks import memory_limit_bytes
@@ -20,9 +19,8 @@ from trainspec_cli.plan.time.local import planned_links, step_parts_s
 from trainspec_cli.plan.time.step import assemble_step, micro_batch
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
-from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.prediction import LocalPrediction
-from trainspec_cli.recipe.results.probe import MachineProbe
+from trainspec_cli.recipe.results.plan import LocalPrediction, Plan
+from trainspec_cli.recipe.results.tools import MachineProbe
 
 # The CPU
 

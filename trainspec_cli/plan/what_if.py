@@ -22,12 +22,19 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.probe import Curve, MachineProbe, MatmulCurves, Passes
-from trainspec_cli.recipe.rules.batching import measurable_noise
+from trainspec_cli.recipe.results.tools import Curve, MachineProbe, MatmulCurves, Passes
 from trainspec_cli.recipe.rules.engine import check_built
+from trainspec_cli.recipe.rules.layout import measurable_noise
+from trainspec_cli.report.diagnosis.conclude import (
+    COMPUTING,
+    EXCHANGES,
+    FASTER,
+    UNPLANNED,
+    WAITING,
+    Outlook,
+    PlannedChange,
+)
 from trainspec_cli.report.diagnosis.evidence import COMPUTE_PARTS
-from trainspec_cli.report.diagnosis.outlook import WAITING, Outlook, PlannedChange
-from trainspec_cli.report.diagnosis.planned import COMPUTING, EXCHANGES, FASTER, UNPLANNED
 
 MEMORY, BUBBLE, CALLS = "memory bandwidth", "the pipeline's bubble", "calls of small operations"
 WIDER, SOONER = "twice the links' bandwidth", "half the links' latency"

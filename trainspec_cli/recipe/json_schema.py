@@ -20,8 +20,8 @@ from trainspec_cli.recipe.field_types import AUTO, Range, largest_of, ranges_of
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, PoolSpec
 from trainspec_cli.recipe.keys.kernels import KERNELS, KernelSpec
 from trainspec_cli.recipe.keys.model import AUTO_FAMILY
-from trainspec_cli.recipe.keys.optim import ScheduleSpec
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.keys.training import ScheduleSpec
 from trainspec_cli.recipe.structure import (
     MAX_ITEMS,
     hints_of,

@@ -15,9 +15,8 @@ from trainspec_cli.recipe.extensions.kinds import (
     ExtensionKind,
 )
 from trainspec_cli.recipe.extensions.source import Extension, find
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.model import ModelSpec, OwnModel
-from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec
 
 KINDS: tuple[ExtensionKind, ...] = (SOURCE, TOKENIZER, BLOCK, LOSS, OPTIMIZER, CALLBACK, TRACKER)
 """The extension points, by the order in which a run comes to them."""

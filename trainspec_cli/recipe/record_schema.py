@@ -14,10 +14,9 @@ from typing import Any
 
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.reading.spec_version import CURRENT, KEY
-from trainspec_cli.recipe.canonical import Absent
 from trainspec_cli.recipe.explain import docs_of
 from trainspec_cli.recipe.json_schema import DRAFT, written_sections
-from trainspec_cli.recipe.records import PLAIN
+from trainspec_cli.recipe.records import PLAIN, Absent
 from trainspec_cli.recipe.structure import is_required, key_of
 
 STATED: JsonObject = {"description": "The version of the training spec that the file keeps to.", "const": CURRENT}

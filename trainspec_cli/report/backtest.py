@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from trainspec_cli.core.printable import printable
-from trainspec_cli.recipe.results.backtest import BacktestReport, ErrorSummary
+from trainspec_cli.recipe.results.tables import BacktestReport, ErrorSummary
 
 
 def render_backtest(report: BacktestReport) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from trainspec_cli.core.printable import printable
-from trainspec_cli.core.units import format_count, format_duration
-from trainspec_cli.recipe.results.budget import WAYS, Budget, Sensitivity, Way
+from trainspec_cli.core.printable import format_count, format_duration, printable
+from trainspec_cli.recipe.results.tables import WAYS, Budget, Sensitivity, Way
 from trainspec_cli.report.page.parts import (
     PageOrigin,
     bar_rows,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from trainspec_cli.core.units import format_bytes, format_duration
-from trainspec_cli.recipe.canonical import Absent
+from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.records import Absent
 from trainspec_cli.report.plan.labels import stages_label
 from trainspec_cli.run.folder.accounting import Recovery
-from trainspec_cli.run.folder.event_types.decisions import (
+from trainspec_cli.run.folder.event_types.events import (
     ADVICE,
     AchievedEvent,
     BucketsEvent,

@@ -10,35 +10,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainspec_cli.core.errors import ERRORS_OF_RUNS, Interrupted, Problem, Stopped, TrainspecError, WorkerError
-from trainspec_cli.recipe.canonical import Absent, from_plain, to_plain
 from trainspec_cli.recipe.keys.kernels import KernelSpec, KernelTable
-from trainspec_cli.recipe.results.prediction import LocalPrediction
+from trainspec_cli.recipe.records import Absent, from_plain, to_plain
+from trainspec_cli.recipe.results.plan import LocalPrediction
 from trainspec_cli.recipe.results.verdict import RunVerdict
-from trainspec_cli.report.history import History, read_history
 from trainspec_cli.report.run_speed import RunSpeed, SpeedMeter
-from trainspec_cli.report.runs import name_of, status_of
+from trainspec_cli.report.runs import History, name_of, read_history, status_of
 from trainspec_cli.run.folder.accounting import Recovery, RecoveryLog, RunAccount, WallTime
-from trainspec_cli.run.folder.columns import StepCurve
-from trainspec_cli.run.folder.event_types.decisions import (
+from trainspec_cli.run.folder.event_types.events import (
     AchievedEvent,
     BucketsEvent,
+    CheckpointEvent,
     DirectiveEvent,
+    EvalEvent,
+    Event,
+    LinkEvent,
+    LinkRate,
+    LinksEvent,
     MemoryEvent,
     NodesAchievedEvent,
     NodesEvent,
-)
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.observed import LinkEvent, LinkRate, LinksEvent
-from trainspec_cli.run.folder.event_types.training import (
-    CheckpointEvent,
-    EvalEvent,
     SampleEvent,
     WarningEvent,
 )
 from trainspec_cli.run.folder.events import read_log, read_sound
+from trainspec_cli.run.folder.files import StepCurve, read_versioned
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline, read_result, read_run_record
-from trainspec_cli.run.folder.versioned import read_versioned
 
 HELDOUT = ("heldout_loss", "heldout_bits_per_byte", "heldout_accuracy", "heldout_dice")
 """Figures of an evaluation; which of them it has depends on the data."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 
 from trainspec_cli.core.json_value import JsonObject, JsonValue, flatten
-from trainspec_cli.core.units import format_bytes, format_count, format_duration
-from trainspec_cli.recipe.canonical import to_plain
-from trainspec_cli.report.chart import Point, render_overlay
+from trainspec_cli.core.printable import format_bytes, format_count, format_duration
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.report.collect import Report
 from trainspec_cli.report.runs import differing, show_value
+from trainspec_cli.report.svg import Point, render_overlay
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_outline
 

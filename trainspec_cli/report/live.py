@@ -17,9 +17,7 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.report.changes import advises_shares
 from trainspec_cli.report.progress import Progress
 from trainspec_cli.report.text import describe_event, describe_progress, first_text_parts
-from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.training import EvalEvent, FirstTextEvent
+from trainspec_cli.run.folder.event_types.events import DirectiveEvent, EvalEvent, Event, FirstTextEvent
 from trainspec_cli.run.folder.events import EventTail
 from trainspec_cli.run.folder.paths import RunDir
 

@@ -6,9 +6,15 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from trainspec_cli.run.folder.accounting import WARMUP_STEPS, measure_throughput
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.observed import UsageEvent
-from trainspec_cli.run.folder.event_types.training import CheckpointEvent, EndEvent, EvalEvent, StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import (
+    CheckpointEvent,
+    EndEvent,
+    EvalEvent,
+    Event,
+    StartEvent,
+    StepEvent,
+    UsageEvent,
+)
 
 RECENT_STEPS = 20
 """The steps that a shown speed is taken over."""

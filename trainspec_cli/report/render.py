@@ -10,22 +10,26 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from trainspec_cli.core.units import format_bytes, format_duration
-from trainspec_cli.recipe.results.prediction import LocalPrediction
+from trainspec_cli.core.printable import format_bytes, format_duration
+from trainspec_cli.recipe.results.plan import LocalPrediction
 from trainspec_cli.report.changes import describe_recovery
-from trainspec_cli.report.chart import render_chart
 from trainspec_cli.report.collect import Curve, Report
 from trainspec_cli.report.rich_text import Text
-from trainspec_cli.report.run_lines import (
+from trainspec_cli.report.run_speed import RunSpeed
+from trainspec_cli.report.svg import render_chart
+from trainspec_cli.report.text import (
+    STEPS,
+    describe_evaluation,
+    describe_event,
+    describe_ranks,
     facts_of,
+    format_rate,
     heldout_title,
     scheduler_changes,
     speed_line,
     speed_lines,
     warning_lines,
 )
-from trainspec_cli.report.run_speed import RunSpeed
-from trainspec_cli.report.text import STEPS, describe_evaluation, describe_event, describe_ranks, format_rate
 from trainspec_cli.report.verdicts import describe_verdict
 
 BAR_CELLS = 24

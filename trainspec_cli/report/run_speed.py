@@ -7,10 +7,9 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from operator import eq
 
-from trainspec_cli.report.history import History, Start
+from trainspec_cli.report.runs import History, Start
 from trainspec_cli.run.folder.accounting import Throughput, throughput_of
-from trainspec_cli.run.folder.event_types.event import PARTS
-from trainspec_cli.run.folder.event_types.training import StartEvent
+from trainspec_cli.run.folder.event_types.events import PARTS, StartEvent
 
 
 @dataclass(frozen=True)

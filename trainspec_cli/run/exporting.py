@@ -12,9 +12,8 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.data.corpus.bpe import decode, load
 from trainspec_cli.data.corpus.chat import keep_template
-from trainspec_cli.data.corpus.collection import Collection
-from trainspec_cli.data.corpus.manifest import read_manifest
-from trainspec_cli.data.corpus.publish import publishing
+from trainspec_cli.data.corpus.shards import publishing, read_manifest
+from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.data.huggingface.chat_template import CHATML_TOKENS
 from trainspec_cli.data.huggingface.config import write_config
 from trainspec_cli.data.huggingface.folder import (
@@ -26,14 +25,14 @@ from trainspec_cli.data.huggingface.folder import (
     TOKENIZER_CONFIG,
     read_config,
 )
-from trainspec_cli.data.huggingface.tensors import ADAPTER_CONFIG, adapter_config
+from trainspec_cli.data.huggingface.safetensors import ADAPTER_CONFIG, adapter_config
 from trainspec_cli.data.weights import litgpt_config
 from trainspec_cli.data.weights.naming import other_tensors
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import ExportRequest
 from trainspec_cli.run.folder.files import write_json
-from trainspec_cli.run.folder.heldout import best_checkpoint
+from trainspec_cli.run.folder.looks import best_checkpoint
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir, read_plan
 from trainspec_cli.run.tools import EXPORT, run_tool

@@ -14,8 +14,8 @@ from pathlib import Path
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.core.printable import without_colours
 from trainspec_cli.core.reading.files import open_regular
-from trainspec_cli.recipe.results.memory import Shortage
-from trainspec_cli.run.folder.event_types.training import EndEvent
+from trainspec_cli.recipe.results.tables import Shortage
+from trainspec_cli.run.folder.event_types.events import EndEvent
 from trainspec_cli.run.folder.events import tail_events
 from trainspec_cli.run.folder.record import NodeErrorRecord, WorkerErrorRecord, read_error
 from trainspec_cli.run.job.job import LOOPBACK, Job

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainspec_cli.core.cache import cache_dir, make_cache
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.recipe.canonical import Absent, to_plain
+from trainspec_cli.core.node import cache_dir, make_cache
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.results.memory import Relief
+from trainspec_cli.recipe.records import Absent, to_plain
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.folder.event_types.decisions import MemoryEvent
+from trainspec_cli.recipe.results.tables import Relief
+from trainspec_cli.run.folder.event_types.events import MemoryEvent
 from trainspec_cli.run.folder.events import EventTail
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.measuring import figures_path, read_figures
+from trainspec_cli.run.tools import figures_path, read_figures
 
 KIND = "memory"
 

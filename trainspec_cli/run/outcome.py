@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from trainspec_cli.core.errors import ERRORS_OF_RUNS, Interrupted, Stopped, WorkerError
-from trainspec_cli.recipe.canonical import ABSENT, Absent
+from trainspec_cli.recipe.records import ABSENT, Absent
 from trainspec_cli.run.failure import Explanation, explain_end, find_failures
 from trainspec_cli.run.folder.accounting import account_run, read_recoveries
-from trainspec_cli.run.folder.event_types.training import EvalEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import EvalEvent, StepEvent
 from trainspec_cli.run.folder.events import read_sound
 from trainspec_cli.run.folder.memory import newest_copy, remove_copies
 from trainspec_cli.run.folder.paths import RunDir

@@ -23,8 +23,8 @@ from trainspec_cli.run.signals import PatientRequests, interrupt, on_stop_signal
 from trainspec_cli.run.slurm import commands as slurm
 from trainspec_cli.run.slurm.queue import note_job, own_job
 from trainspec_cli.session.console import RunConsole
+from trainspec_cli.session.launching.in_slurm import TimeWarning, requeue_if_of_use
 from trainspec_cli.session.launching.kinds import kind_of
-from trainspec_cli.session.launching.requeue import TimeWarning, requeue_if_of_use
 
 FORCE = "--force"
 """Train although the plan is predicted not to fit the nodes."""

@@ -9,23 +9,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainspec_cli.balance.batch.batch_schedule import (
+from trainspec_cli.balance.batch.batch import (
     OPTIMIZER_RULES,
     BatchPhase,
     BatchSchedule,
     BatchStage,
     StepBatch,
     count_steps,
+    learning_rate,
     run_phases,
     schedule_batches,
     step_batch,
 )
-from trainspec_cli.balance.batch.learning_rate import learning_rate
-from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec, RampStage
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OPTIMIZERS, OptimSpec, ScheduleSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import (
+    OPTIMIZERS,
+    BatchingSpec,
+    BatchScheduleSpec,
+    OptimSpec,
+    RampStage,
+    ScheduleSpec,
+)
 
 COSINE = ScheduleSpec(kind="cosine", warmup_steps=0, final_lr_ratio=0.1)
 
@@ -219,7 +224,7 @@ def test_a_quarter_of_a_cosine_would_make_2_over_pi_of_the_steps(monkeypatch) ->
     def quarter(schedule, peak_lr, step, max_steps):
         return peak_lr * math.cos(math.pi / 2 * step / max_steps)
 
-    monkeypatch.setattr("trainspec_cli.balance.batch.batch_schedule.learning_rate", quarter)
+    monkeypatch.setattr("trainspec_cli.balance.batch.batch.learning_rate", quarter)
     lr = ScheduleSpec(kind="cosine", final_lr_ratio=0.0)
     schedule = make_schedule(seesaw(1.05, 8000 * 1000), lr, max_steps=10_000, start=8000)
     assert 1 <= count_steps(schedule) / 10_000 / (2 / math.pi) <= 1 + EIGHTHS

@@ -20,8 +20,8 @@ from trainspec_cli.balance.batch.division import (
     waits_in_micro_batches,
     weighted_counts,
 )
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.training import BatchingSpec
 
 KEEP = BatchingSpec(global_batch_size=48)
 SHRINK = BatchingSpec(global_batch_size=48, on_loss="shrink")

@@ -2,8 +2,8 @@ from itertools import pairwise
 
 import pytest
 
-from trainspec_cli.balance.batch.learning_rate import learning_rate
-from trainspec_cli.recipe.keys.optim import ScheduleSpec
+from trainspec_cli.balance.batch.batch import learning_rate
+from trainspec_cli.recipe.keys.training import ScheduleSpec
 
 
 def rates(schedule: ScheduleSpec, max_steps: int = 100) -> list[float]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainspec_cli.balance.batch.noise import (
+from trainspec_cli.balance.batch.batch import (
     NoiseAverage,
     NoiseMeasurement,
     PartSquares,
@@ -18,7 +18,7 @@ from trainspec_cli.balance.batch.noise import (
     next_size,
     outgrows_noise,
 )
-from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec
+from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec
 
 EVEN, UNEVEN = (8,) * 8, (1, 2, 3, 5, 8, 13, 16, 16)
 

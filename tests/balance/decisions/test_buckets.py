@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from trainspec_cli.balance.decisions.buckets import ONE_BY_ONE, ROUNDS, BucketTries, sizes_to_try
+from trainspec_cli.balance.decisions.speeds import ONE_BY_ONE, ROUNDS, BucketTries, sizes_to_try
 
 BLOCK, TOTAL = 1000, 100_000
 

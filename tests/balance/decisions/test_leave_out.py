@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainspec_cli.balance.batch.division import even_division
-from trainspec_cli.balance.decisions.leave_out import (
+from trainspec_cli.balance.decisions.shares import (
     Gain,
     LeaveOutScheduler,
     RankTimes,

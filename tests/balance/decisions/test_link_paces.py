@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.balance.decisions.link_paces import LinkPaces, LinkPaceTracker
+from trainspec_cli.balance.decisions.links import LinkPaces, LinkPaceTracker
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.results.links import MeasuredLink
+from trainspec_cli.recipe.results.verdict import MeasuredLink
 
 MESH = Layout(dp_shard=2, tp=2)
 DATA = Layout(dp_shard=4)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainspec_cli.balance.decisions.moved_layers import PAUSE_S, PAUSE_STEPS
+from trainspec_cli.balance.decisions.balance import PAUSE_S, PAUSE_STEPS
 from trainspec_cli.balance.decisions.other_layout import LayoutScheduler
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.plan import LayoutProposal

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainspec_cli.balance.decisions.paces import PaceTracker
+from trainspec_cli.balance.decisions.speeds import PaceTracker
 from trainspec_cli.recipe.keys.layout import Layout
 
 DATA, PIPELINE, BOTH = Layout(dp_shard=4), Layout(pp=4), Layout(pp=2, dp_shard=2)

@@ -48,7 +48,7 @@ def measure_memory(plan: Any, device: Any, items: Items, label: str) -> dict[str
     import torch
 
     from trainspec_cli.engine.accelerators import on_chip
-    from trainspec_cli.engine.observe.device import peak_memory_bytes
+    from trainspec_cli.engine.observe.counters import peak_memory_bytes
 
     from .allocations import keep, replay, start_recording, stop_recording
     from .live import LiveRun, memory_statistics
@@ -96,7 +96,7 @@ def profile_of(name: str, items: Items, device_type: str, tiny: bool, compiled: 
 
 def profiled(run: Any, device: Any) -> dict[str, Any]:
     from trainspec_cli.engine.accelerators import on_chip, synchronise
-    from trainspec_cli.engine.observe.step_profile import StepProfile, heaviest, own_times
+    from trainspec_cli.engine.observe.deeper_look import StepProfile, heaviest, own_times
 
     for _ in range(2):
         run.step()

@@ -136,8 +136,8 @@ def has_gpu() -> bool:
 def facts_of(device: str) -> dict[str, Any]:
     import torch
 
-    from trainspec_cli.engine.observe.device import device_name, measure_peak
-    from trainspec_cli.plan.hardware.catalogue import find_accelerator
+    from trainspec_cli.engine.observe.counters import device_name, measure_peak
+    from trainspec_cli.plan.hardware.rates import find_accelerator
 
     where = torch.device(device)
     name = device_name(where)

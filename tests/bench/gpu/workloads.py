@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trainspec_cli.plan.hardware.catalogue import models
+from trainspec_cli.plan.hardware.rates import models
 from trainspec_cli.plan.workload import count_params, flops_per_token
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel
 

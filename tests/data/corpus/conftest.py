@@ -13,7 +13,7 @@ from trainspec_cli.data.corpus.prepare import prepare
 from trainspec_cli.data.corpus.shards import TokenFolder
 from trainspec_cli.data.corpus.source_files import find_files
 from trainspec_cli.data.corpus.sources import documents
-from trainspec_cli.recipe.keys.data import DataSpec, TokenizerSpec
+from trainspec_cli.recipe.keys.run import DataSpec, TokenizerSpec
 
 STDLIB = DataSpec(
     seq_len=64, source="python_stdlib", max_bytes=300_000, tokenizer=TokenizerSpec(vocab_size=600), heldout_fraction=0.1

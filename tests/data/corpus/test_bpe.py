@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.corpus import bpe
-from trainspec_cli.recipe.keys.data import TokenizerSpec
+from trainspec_cli.recipe.keys.run import TokenizerSpec
 
 
 def test_it_fills_the_vocabulary_and_gives_every_text_back(tokenizer, stdlib_texts):

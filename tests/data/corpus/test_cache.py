@@ -8,7 +8,7 @@ import pytest
 
 from trainspec_cli.data.corpus.cache import cached_folder
 from trainspec_cli.data.corpus.source_files import find_files
-from trainspec_cli.recipe.keys.data import TokenizerSpec
+from trainspec_cli.recipe.keys.run import TokenizerSpec
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import pytest
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.corpus import bpe
 from trainspec_cli.data.corpus.chat import describe, parse_record, question
-from trainspec_cli.data.corpus.collection import Collection
 from trainspec_cli.data.corpus.prepare import check_text, prepare
 from trainspec_cli.data.corpus.rows import IGNORED, PADDING_DOCUMENT, Packed
 from trainspec_cli.data.corpus.shards import TokenFolder
+from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.data.huggingface.chat_template import ChatTemplate
-from trainspec_cli.recipe.keys.data import DataSpec, TokenizerSpec
+from trainspec_cli.recipe.keys.run import DataSpec, TokenizerSpec
 
 TALK = {"messages": [{"role": "user", "content": "what is it"}, {"role": "assistant", "content": "a fox"}]}
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.data.corpus.chat_formats import FormatError, find_format, format_in_file, to_messages
+from trainspec_cli.data.corpus.chat import FormatError, find_format, format_in_file, to_messages
 from trainspec_cli.data.corpus.prepare import check_text, prepare
 from trainspec_cli.data.corpus.rows import open_rows
 from trainspec_cli.data.corpus.shards import TokenFolder
-from trainspec_cli.recipe.keys.data import DataSpec, TokenizerSpec
+from trainspec_cli.recipe.keys.run import DataSpec, TokenizerSpec
 
 Read = Callable[[str, str], DataSpec]
 HUMAN = {"from": "human", "value": "hi"}
@@ -241,7 +241,7 @@ def test_an_array_that_is_not_utf8_or_too_large_is_named(read: Read, monkeypatch
     Path(data.path or "").write_bytes(b'\xef\xbb\xbf[{"instruction": "\xff", "output": "a"}]')
     with pytest.raises(RecipeError, match=r"byte 21 \(0xff\) is not UTF-8"):
         check_text(data, 2**20)
-    monkeypatch.setattr("trainspec_cli.data.corpus.json_records.MAX_ARRAY_BYTES", 8)
+    monkeypatch.setattr("trainspec_cli.data.corpus.rows.MAX_ARRAY_BYTES", 8)
     with pytest.raises(RecipeError, match="which is read whole") as error:
         check_text(data, 2**20)
     assert error.value.problems[0].hint == "write an object a line: jq -c '.[]' a.json > a.jsonl"

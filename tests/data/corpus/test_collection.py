@@ -8,12 +8,12 @@ import pytest
 
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.data.corpus import bpe
-from trainspec_cli.data.corpus.collection import Collection
 from trainspec_cli.data.corpus.prepare import prepare
 from trainspec_cli.data.corpus.rows import IGNORED
+from trainspec_cli.data.corpus.samples import content_hash
 from trainspec_cli.data.corpus.shards import TokenFolder
-from trainspec_cli.data.corpus.split import content_hash
-from trainspec_cli.recipe.keys.data import DataSpec, PartSpec, TokenizerSpec
+from trainspec_cli.data.corpus.sources import Collection
+from trainspec_cli.recipe.keys.run import DataSpec, PartSpec, TokenizerSpec
 
 pyarrow = pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.usefixtures("cache")

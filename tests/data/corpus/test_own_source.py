@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.data.corpus.collection import Collection
-from trainspec_cli.data.corpus.manifest import SPLITS, TOKENIZER_FILE
 from trainspec_cli.data.corpus.prepare import prepare, prepared_folder
-from trainspec_cli.data.corpus.shards import TokenFolder
-from trainspec_cli.recipe.keys.data import DataSpec, PartSpec, TokenizerSpec
+from trainspec_cli.data.corpus.shards import SPLITS, TOKENIZER_FILE, TokenFolder
+from trainspec_cli.data.corpus.sources import Collection
+from trainspec_cli.recipe.keys.run import DataSpec, PartSpec, TokenizerSpec
 
 TEXTS = [f"number {n} is {'odd' if n % 2 else 'even'}, and its square is {n * n}\n" * 3 for n in range(200)]
 CODE = """

@@ -12,7 +12,7 @@ from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.data.corpus.bpe import MIN_VOCAB_SIZE, decode
 from trainspec_cli.data.corpus.prepare import check_options, prepare
 from trainspec_cli.data.corpus.shards import TokenFolder
-from trainspec_cli.recipe.keys.data import DataSpec, TokenizerSpec
+from trainspec_cli.recipe.keys.run import DataSpec, TokenizerSpec
 
 END = "<|endoftext|>"
 POEMS = [
@@ -140,7 +140,7 @@ PROGRAM = """
 import os, resource, signal, sys
 from trainspec_cli.data.corpus.prepare import prepare
 from trainspec_cli.core.errors import TrainspecError
-from trainspec_cli.recipe.keys.data import DataSpec, TokenizerSpec
+from trainspec_cli.recipe.keys.run import DataSpec, TokenizerSpec
 
 def on_progress(phase, done, rows):
     if sys.argv[1] == "die" and phase == "encoding":

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.data.corpus.publish import publishing
+from trainspec_cli.data.corpus.shards import publishing
 
 
 def test_the_folder_appears_whole_at_the_end(tmp_path):
@@ -64,7 +64,7 @@ def test_a_file_in_the_way_is_an_error_of_the_machine(tmp_path):
 
 def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path):
     program = (
-        "import os, signal, sys; from pathlib import Path; from trainspec_cli.data.corpus.publish import publishing\n"
+        "import os, signal, sys; from pathlib import Path; from trainspec_cli.data.corpus.shards import publishing\n"
         "with publishing(Path(sys.argv[1])) as folder:\n"
         "    (folder / 'half').write_text('x'); os.kill(os.getpid(), signal.SIGKILL)"
     )

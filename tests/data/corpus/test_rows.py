@@ -11,10 +11,20 @@ import numpy as np
 import pytest
 
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.data.corpus.manifest import MANIFEST_FILE, SCHEMA, Shard, ShardManifest, SplitSummary, write_manifest
 from trainspec_cli.data.corpus.rows import JoinedRows, Packed, Row, Windows, empty_row, first_text, open_rows
-from trainspec_cli.data.corpus.shards import ShardWriter, TokenFolder, read_documents, write_documents
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.data.corpus.shards import (
+    MANIFEST_FILE,
+    SCHEMA,
+    Shard,
+    ShardManifest,
+    ShardWriter,
+    SplitSummary,
+    TokenFolder,
+    read_documents,
+    write_documents,
+    write_manifest,
+)
+from trainspec_cli.recipe.keys.run import DataSpec
 
 END = 9
 """The id that ends a document."""

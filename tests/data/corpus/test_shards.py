@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from trainspec_cli.core.errors import MachineError, RecipeError
-from trainspec_cli.data.corpus.manifest import MANIFEST_FILE, write_manifest
-from trainspec_cli.data.corpus.shards import ShardWriter, TokenFolder, choose_dtype
+from trainspec_cli.data.corpus.shards import MANIFEST_FILE, ShardWriter, TokenFolder, choose_dtype, write_manifest
 
 
 def folder_of(path, tokens: list[int], template, dtype="uint16", max_shard_tokens=10) -> TokenFolder:

@@ -11,8 +11,8 @@ import pytest
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.data.corpus.source_files import find_files
 from trainspec_cli.data.corpus.sources import documents
-from trainspec_cli.recipe.compose.origins import locate
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.compose.folders import locate
+from trainspec_cli.recipe.keys.run import DataSpec
 from trainspec_cli.report.problems import render_problems
 from trainspec_cli.report.style import Style
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from trainspec_cli.data.corpus.split import HeldoutRule, SplitScan, content_hash, hold_out, pieces
+from trainspec_cli.data.corpus.samples import HeldoutRule, SplitScan, content_hash, hold_out, pieces
 
 
 def rule_for(texts: list[str], fraction: float) -> HeldoutRule:

@@ -9,7 +9,7 @@ from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.data.corpus import bpe
 from trainspec_cli.data.corpus.prepare import prepare
 from trainspec_cli.data.corpus.shards import TokenFolder
-from trainspec_cli.recipe.keys.data import DataSpec, TokenizerSpec
+from trainspec_cli.recipe.keys.run import DataSpec, TokenizerSpec
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from trainspec_cli.data.corpus import tokenise
+from trainspec_cli.data.corpus.samples import HeldoutRule
 from trainspec_cli.data.corpus.source_files import find_files
-from trainspec_cli.data.corpus.split import HeldoutRule
 from trainspec_cli.data.corpus.tokenise import XzMeter, _batches, _cut, _Piece, _read, _take_evenly
 
 

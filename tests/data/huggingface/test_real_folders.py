@@ -15,8 +15,7 @@ from trainspec_cli.data.corpus import bpe
 from trainspec_cli.data.huggingface.chat_template import find_template
 from trainspec_cli.data.huggingface.config_reading import read_model
 from trainspec_cli.data.huggingface.folder import read_config
-from trainspec_cli.data.huggingface.safetensors import _read_index
-from trainspec_cli.data.huggingface.tensors import parameters
+from trainspec_cli.data.huggingface.safetensors import _read_index, parameters
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.structure import build
 

@@ -9,11 +9,17 @@ import pytest
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.data.huggingface import folder as checkpoint
-from trainspec_cli.data.huggingface.safetensors import StoredTensor, make_header
-from trainspec_cli.data.huggingface.tensors import Parameter, Piece, adapter_config, adapters_of, parameters
-from trainspec_cli.recipe.keys.lora import LoraSpec
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec
+from trainspec_cli.data.huggingface.safetensors import (
+    Parameter,
+    Piece,
+    StoredTensor,
+    adapter_config,
+    adapters_of,
+    make_header,
+    parameters,
+)
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
+from trainspec_cli.recipe.keys.training import LoraSpec
 
 MODEL = DecoderModel(num_layers=1, hidden_size=8, num_heads=4, num_kv_heads=2, head_dim=3, ffn_size=10, vocab_size=20)
 LAYER = "model.layers.0"

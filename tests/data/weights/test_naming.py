@@ -8,10 +8,9 @@ from itertools import product
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.data.huggingface.tensors import parameters
+from trainspec_cli.data.huggingface.safetensors import parameters
 from trainspec_cli.data.weights.naming import Naming, RowRange, other_tensors
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
 
 MODEL = DecoderModel(2, 16, 4, 2, 4, 24, 40)
 MODELS = {

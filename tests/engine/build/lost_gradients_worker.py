@@ -20,15 +20,15 @@ from trainspec_cli.balance.batch.division import even_division_of
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.lost_gradients import PREFIX, lost_parts
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.checkpoint.parts import TensorPart
+from trainspec_cli.engine.checkpoint.files import TensorPart
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.run.scheduling.relayout import Meshes, change_layout
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
-from trainspec_cli.recipe.keys.comm import WireFormats
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.training import WireFormats
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.certify.families import SAMPLES

@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from trainspec_cli.engine.build.assemble import build_train_state
-from trainspec_cli.engine.build.kernel_loading import load_kernel
+from trainspec_cli.engine.build.assemble import build_train_state, load_kernel
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.models.quantised import QuantisedLinear
 from trainspec_cli.engine.parallel.context import RingCore
 from trainspec_cli.engine.tools.trace import fake_world
 from trainspec_cli.recipe.keys.kernels import KernelSpec
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.lora import LoraSpec
+from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.certify.cases import Case, build_plan
 

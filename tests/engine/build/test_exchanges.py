@@ -6,12 +6,11 @@ import pytest
 
 from trainspec_cli.engine.build.exchanges import STEP_EXCHANGES
 from trainspec_cli.engine.tools.trace import trace_rank
-from trainspec_cli.plan.blueprint.blueprint import draw_blueprint
-from trainspec_cli.plan.hardware.catalogue import find_accelerator
-from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.plan.blueprint import draw_blueprint
+from trainspec_cli.plan.hardware.rates import Efficiency, find_accelerator
 from trainspec_cli.plan.hardware.topology import Fabric
 from trainspec_cli.plan.setup import Setup
-from trainspec_cli.recipe.keys.fabric import FabricSpec
+from trainspec_cli.recipe.keys.cluster import FabricSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.wings.certify.cases import Case, build_plan

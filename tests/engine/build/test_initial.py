@@ -9,9 +9,9 @@ import torch
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.data.huggingface.config import write_config
 from trainspec_cli.data.huggingface.config_reading import read_model
-from trainspec_cli.data.huggingface.tensors import parameters
+from trainspec_cli.data.huggingface.safetensors import parameters
+from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.engine.build.initial import load_folder
-from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.engine.tools.export import export
 from trainspec_cli.recipe.keys.model import DecoderModel

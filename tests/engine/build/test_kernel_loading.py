@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainspec_cli.engine.build.kernel_loading import apply_kernels, load_kernel, modules_with
-from trainspec_cli.engine.build.materialise import build_model
-from trainspec_cli.engine.parallel.recompute import apply_recompute
-from trainspec_cli.plan.hardware.catalogue import models
+from trainspec_cli.engine.build.assemble import apply_kernels, build_model, load_kernel, modules_with
+from trainspec_cli.engine.parallel.expert import apply_recompute
+from trainspec_cli.plan.hardware.rates import models
 from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH, KernelSpec
 
 pytestmark = pytest.mark.usefixtures("compile_anew")

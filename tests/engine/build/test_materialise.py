@@ -3,7 +3,7 @@ import hashlib
 import pytest
 import torch
 
-from trainspec_cli.engine.build.materialise import allocate, materialise, parameter_generator
+from trainspec_cli.engine.build.assemble import allocate, materialise, parameter_generator
 from trainspec_cli.engine.models.decoder import Decoder
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.recipe.keys.model import DecoderModel

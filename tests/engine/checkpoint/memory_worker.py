@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.engine.checkpoint.files import Held, TensorPart
 from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.memory import CopyLocation
-from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
-from trainspec_cli.engine.checkpoint.saver import Saver
-from trainspec_cli.engine.checkpoint.store import load_newest
+from trainspec_cli.engine.checkpoint.saver import Saver, load_newest
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.run.folder.paths import RunDir
 

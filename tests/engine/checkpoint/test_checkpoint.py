@@ -15,11 +15,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from trainspec_cli.balance.batch.noise import BatchPace, NoiseAverage
+from trainspec_cli.balance.batch.batch import BatchPace, NoiseAverage
 from trainspec_cli.core.environment_names import GENERATION
 from trainspec_cli.core.errors import MachineError, RecipeError, WorkerError
-from trainspec_cli.engine.checkpoint import files, manifest, saver, store
-from trainspec_cli.engine.checkpoint.image import plan_image
+from trainspec_cli.engine.checkpoint import files, manifest, saver
+from trainspec_cli.engine.checkpoint import saver as store
+from trainspec_cli.engine.checkpoint.files import Held, TensorPart, choose_owners, rng_parts
 from trainspec_cli.engine.checkpoint.manifest import (
     MANIFEST,
     About,
@@ -28,12 +29,18 @@ from trainspec_cli.engine.checkpoint.manifest import (
     TensorEntry,
     read_manifest,
 )
-from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, choose_owners, rng_parts
-from trainspec_cli.engine.checkpoint.saver import Saver
-from trainspec_cli.engine.checkpoint.store import files_needed, fill_parts, load_newest, load_weights, read_weights
+from trainspec_cli.engine.checkpoint.memory import plan_image
+from trainspec_cli.engine.checkpoint.saver import (
+    Saver,
+    files_needed,
+    fill_parts,
+    load_newest,
+    load_weights,
+    read_weights,
+)
 from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.training import OptimSpec
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir

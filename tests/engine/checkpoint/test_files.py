@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from trainspec_cli.engine.checkpoint import files, image, parts
+from trainspec_cli.engine.checkpoint import files
+from trainspec_cli.engine.checkpoint import files as parts
+from trainspec_cli.engine.checkpoint import memory as image
 from trainspec_cli.engine.checkpoint import saver as saving
-from trainspec_cli.engine.checkpoint.image import CODES, pin, plan_image
+from trainspec_cli.engine.checkpoint.files import Held, TensorPart, kept_buffers, rng_parts, set_rng
 from trainspec_cli.engine.checkpoint.manifest import About, WrittenPart
-from trainspec_cli.engine.checkpoint.parts import Held, TensorPart, kept_buffers, rng_parts, set_rng
-from trainspec_cli.engine.checkpoint.saver import Saver
-from trainspec_cli.engine.checkpoint.store import load_newest
+from trainspec_cli.engine.checkpoint.memory import CODES, pin, plan_image
+from trainspec_cli.engine.checkpoint.saver import Saver, load_newest
 from trainspec_cli.run.folder.files import read_json
 from trainspec_cli.run.folder.paths import RunDir
 

@@ -13,14 +13,11 @@ import torch
 
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.engine.checkpoint import memory
-from trainspec_cli.engine.checkpoint.files import file_name
-from trainspec_cli.engine.checkpoint.image import plan_image
+from trainspec_cli.engine.checkpoint.files import Held, TensorPart, file_name
 from trainspec_cli.engine.checkpoint.manifest import About, Chunk, FileDigest, TensorEntry, WrittenPart, digest_file
-from trainspec_cli.engine.checkpoint.memory import CopyLocation, KeptPart, clear, find_newest
-from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
-from trainspec_cli.engine.checkpoint.saver import Saver
-from trainspec_cli.engine.checkpoint.store import load_newest
-from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.engine.checkpoint.memory import CopyLocation, KeptPart, clear, find_newest, plan_image
+from trainspec_cli.engine.checkpoint.saver import Saver, load_newest
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 

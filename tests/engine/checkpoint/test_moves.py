@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainspec_cli.engine.checkpoint.moves import PartPlace, fill_buckets, peak_bytes, plan_moves
+from trainspec_cli.engine.checkpoint.reshard import PartPlace, fill_buckets, peak_bytes, plan_moves
 
 RANKS = 4
 FULL = {"bias": (7,), "count": (), "matrix": (6, 5), "other": (4, 3)}

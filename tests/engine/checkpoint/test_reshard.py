@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from trainspec_cli.engine.checkpoint.image import plan_image, view_bytes
-from trainspec_cli.engine.checkpoint.parts import TensorPart
+from trainspec_cli.engine.checkpoint.files import TensorPart
+from trainspec_cli.engine.checkpoint.memory import plan_image, view_bytes
 from trainspec_cli.engine.checkpoint.reshard import Storages
 
 

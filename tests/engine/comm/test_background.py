@@ -11,8 +11,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from trainspec_cli.engine.comm import background
-from trainspec_cli.engine.comm.background import Background
+from trainspec_cli.engine.comm import forking as background
+from trainspec_cli.engine.comm.forking import Background
 
 CPU = torch.device("cpu")
 

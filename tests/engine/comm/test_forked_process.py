@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainspec_cli.engine.comm.forked_process import ForkedProcess
+from trainspec_cli.engine.comm.forking import ForkedProcess
 from trainspec_cli.run.backend.processes import rank_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
@@ -21,7 +21,7 @@ ENVIRONMENT = {"RANK": "7", "OWN": "yes"}
 # The programs run in a clean Python, as torchrun is: this test's own process has threads.
 HOST = """
 import os, signal, sys
-from trainspec_cli.engine.comm.forked_process import ForkedProcess
+from trainspec_cli.engine.comm.forking import ForkedProcess
 signal.signal(signal.SIGTERM, lambda *_: print("the parent's handler", flush=True))
 os.environ["OF_THE_PARENT"] = "yes"
 def program():

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from trainspec_cli.core.environment_names import RENDEZVOUS, SECRET_FILE, STORE_FILE
-from trainspec_cli.engine.comm import joining, rendezvous, torchrun
+from trainspec_cli.engine.comm import joining, rendezvous
+from trainspec_cli.engine.comm import joining as torchrun
 from trainspec_cli.engine.comm.rendezvous import RendezvousStore
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.core.environment_names import RENDEZVOUS
-from trainspec_cli.engine.comm.wire_bytes import OTHER, WireMeter
+from trainspec_cli.engine.comm.codec import OTHER, WireMeter
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counted by Linux")
 

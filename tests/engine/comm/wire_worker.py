@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.engine.comm.codec import GRADIENT_CODECS, Codec
+from trainspec_cli.engine.comm.codec import GRADIENT_CODECS, Codec, WireMeter
 from trainspec_cli.engine.comm.compressed import CompressedSum, Feedback, GroupWire
 from trainspec_cli.engine.comm.exchange import all_gather, all_reduce_, reduce_scatter
 from trainspec_cli.engine.comm.joining import leave_processes
-from trainspec_cli.engine.comm.wire_bytes import WireMeter
 
 VALUES = 2**16
 """Of each rank's row."""

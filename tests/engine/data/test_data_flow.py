@@ -17,23 +17,21 @@ import torch
 from rich.console import Console
 
 from trainspec_cli.balance.batch.division import OwnSamples
-from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.data.staging import SLOTS, Staging
+from trainspec_cli.engine.data.loader import SLOTS, Staging
+from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.optim.optimizer import clear_gradients
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples
-from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.plan.plan import plan
-from trainspec_cli.recipe.canonical import to_plain
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.render import render_report
 from trainspec_cli.run.folder.accounting import account_run

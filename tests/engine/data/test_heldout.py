@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from trainspec_cli.engine.data.heldout import HeldoutLoss, total
+from trainspec_cli.engine.data.loader import HeldoutLoss, total
 
 
 def test_bits_per_byte_of_all_sets_need_the_bytes_of_each():

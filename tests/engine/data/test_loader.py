@@ -14,11 +14,18 @@ from trainspec_cli.data.corpus.prepare import prepare
 from trainspec_cli.data.corpus.rows import Windows
 from trainspec_cli.data.corpus.samples import Shuffled, num_samples
 from trainspec_cli.data.corpus.shards import TokenFolder
-from trainspec_cli.engine.batch import IGNORED_TARGET, MicroBatch
-from trainspec_cli.engine.data.heldout import heldout_batches
-from trainspec_cli.engine.data.loader import BatchReader, cut_micro_batches, positions_of, read_tokens
-from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, SLOTS, Staging
-from trainspec_cli.recipe.keys.data import DataSpec, TokenizerSpec
+from trainspec_cli.engine.data.loader import (
+    PREFETCHED_STEPS,
+    SLOTS,
+    BatchReader,
+    Staging,
+    cut_micro_batches,
+    heldout_batches,
+    positions_of,
+    read_tokens,
+)
+from trainspec_cli.engine.digest import IGNORED_TARGET, MicroBatch
+from trainspec_cli.recipe.keys.run import DataSpec, TokenizerSpec
 
 SEQ_LEN, BATCH = 32, 12
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainspec_cli.balance.batch.division import Division, OwnSamples
-from trainspec_cli.engine.data.sample_loader import SampleLoader
+from trainspec_cli.engine.data.loader import SampleLoader
 
 
 class Numbered:

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from trainspec_cli.balance.batch.division import OwnSamples
-from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.data import staging as module
-from trainspec_cli.engine.data.loader import BatchReader
-from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, SLOTS, Staging, Traffic
+from trainspec_cli.engine.data import loader as module
+from trainspec_cli.engine.data.loader import PREFETCHED_STEPS, SLOTS, BatchReader, Staging, Traffic
+from trainspec_cli.engine.digest import MicroBatch
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainspec_cli.engine.comm.background import Background
+from trainspec_cli.engine.comm.forking import Background
 from trainspec_cli.engine.elastic import cross_group
-from trainspec_cli.engine.elastic.packets import GradientPackets, names_outside_blocks, packets_in_order
+from trainspec_cli.engine.elastic.cross_group import GradientPackets, names_outside_blocks, packets_in_order
 from trainspec_cli.engine.shares import Share
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine.kernels.shapes import CALLS
 
-from trainspec_cli.engine.batch import IGNORED_TARGET
+from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.kernels.inputs import OPERATIONS, describe_call, make_inputs
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from engine.kernels.shapes import CALLS
 from torch import Tensor
 
-from trainspec_cli.engine.batch import IGNORED_TARGET
+from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.kernels import attention, fla, liger
 from trainspec_cli.engine.kernels.inputs import OPERATIONS, make_inputs
 

@@ -9,8 +9,7 @@ import torch
 
 from trainspec_cli.engine.models.attention import CausalCore, MultiHeadLatentAttention, carry_sinks
 from trainspec_cli.engine.models.rope import rope_angles, score_factor
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.model_parts import LatentAttentionSpec, RopeScaling
+from trainspec_cli.recipe.keys.model import DecoderModel, LatentAttentionSpec, RopeScaling
 
 
 def written_out(q, k, v, window, sinks):

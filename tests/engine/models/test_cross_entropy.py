@@ -3,10 +3,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainspec_cli.engine.batch import IGNORED_TARGET
+from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.models import cross_entropy
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
-from trainspec_cli.recipe.keys.model_parts import loss_chunk_tokens
+from trainspec_cli.recipe.keys.model import loss_chunk_tokens
 
 TOKENS, HIDDEN, VOCAB = 300, 24, 97
 

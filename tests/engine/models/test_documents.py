@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from trainspec_cli.engine.batch import IGNORED_TARGET
-from trainspec_cli.engine.build.materialise import build_model
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.model_parts import LatentAttentionSpec
+from trainspec_cli.engine.build.assemble import build_model
+from trainspec_cli.engine.digest import IGNORED_TARGET
+from trainspec_cli.recipe.keys.model import DecoderModel, LatentAttentionSpec
 
 SIZES = {
     "num_layers": 2,

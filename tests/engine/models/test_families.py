@@ -8,15 +8,14 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 
-from trainspec_cli.engine.build.materialise import build_model
+from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.engine.models.lora import apply_lora
-from trainspec_cli.engine.parallel.recompute import apply_recompute
-from trainspec_cli.plan.hardware.catalogue import models
+from trainspec_cli.engine.parallel.expert import apply_recompute
+from trainspec_cli.plan.hardware.rates import models
 from trainspec_cli.plan.workload import count_params
 from trainspec_cli.plan.workload.adapters import adapter_params
-from trainspec_cli.recipe.keys.lora import LoraSpec
-from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, TextModel
-from trainspec_cli.recipe.keys.model_parts import LatentAttentionSpec
+from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, LatentAttentionSpec, TextModel
+from trainspec_cli.recipe.keys.training import LoraSpec
 
 TEXT = {name: model for name, model in models().items() if isinstance(model, TextModel)}
 TINY = {name: model for name, model in TEXT.items() if name.endswith("_tiny")}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.engine.models.feed_forward import FeedForward, clamped_glu
-from trainspec_cli.recipe.keys.model_parts import Activation
+from trainspec_cli.recipe.keys.model import Activation
 
 FORMULAS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: x * torch.sigmoid(x),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainspec_cli.engine.build.materialise import build_model
+from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel
 
 DECODER = DecoderModel(8, 16, 2, 2, 8, 24, 32)
@@ -129,7 +129,7 @@ def test_running_statistics_begin_as_those_of_normal_numbers() -> None:
 def test_routers_begin_without_a_bias_and_without_visits() -> None:
     from dataclasses import replace
 
-    from trainspec_cli.recipe.keys.model_parts import ExpertSpec
+    from trainspec_cli.recipe.keys.model import ExpertSpec
 
     experts = ExpertSpec(num_experts=3, top_k=1, expert_ffn_size=8, balance_rate=0.1)
     model = build_model(replace(DECODER, num_layers=2, experts=experts), 8)

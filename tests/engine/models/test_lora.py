@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from trainspec_cli.engine.build.materialise import build_model
+from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.engine.models.lora import LoraLinear, apply_lora
-from trainspec_cli.recipe.keys.lora import LoraSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.training import LoraSpec
 
 MODEL = DecoderModel(2, 32, 4, 2, 8, 48, 61, tied_embeddings=True)
 TOKENS = torch.arange(12)[None]

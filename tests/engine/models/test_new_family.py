@@ -14,20 +14,19 @@ import pytest
 import torch
 import yaml
 
-from trainspec_cli.engine.build.assemble import build_train_state
-from trainspec_cli.engine.build.materialise import build_model
+from trainspec_cli.engine.build.assemble import build_model, build_train_state
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.plan import workload
 from trainspec_cli.plan.capacity import plan_capacity
-from trainspec_cli.plan.hardware.catalogue import find_accelerator
+from trainspec_cli.plan.hardware.rates import find_accelerator
 from trainspec_cli.plan.memory.engine import run as run_memory
 from trainspec_cli.plan.plan import plan
 from trainspec_cli.recipe import structure
-from trainspec_cli.recipe.canonical import from_plain, to_plain
 from trainspec_cli.recipe.keys import model as models
 from trainspec_cli.recipe.keys import run as recipe
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import check
 from trainspec_cli.recipe.rules.engine import check_engine

@@ -11,8 +11,7 @@ import torch
 from lab.own_model import BLOCK_PARAMS, HIDDEN, OWN
 
 from trainspec_cli.core.errors import RecipeError, WorkerError
-from trainspec_cli.engine.build.kernel_loading import modules_with
-from trainspec_cli.engine.build.materialise import allocate, build_model, materialise
+from trainspec_cli.engine.build.assemble import allocate, build_model, materialise, modules_with
 from trainspec_cli.engine.models.own import OwnLanguageModel
 from trainspec_cli.engine.parallel.pipeline import WeightQueue
 from trainspec_cli.engine.shares import Share

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.core.errors import RecipeError, WorkerError
-from trainspec_cli.engine.batch import IGNORED_TARGET
+from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.models import own_loss
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 from trainspec_cli.engine.models.own_loss import OwnLinearLoss, load_loss

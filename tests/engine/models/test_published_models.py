@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainspec_cli.engine.build.materialise import build_model
-from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec, LatentAttentionSpec, RopeScaling
+from trainspec_cli.engine.build.assemble import build_model
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, HybridModel, LatentAttentionSpec, RopeScaling
 
 transformers = pytest.importorskip("transformers", reason="pip install transformers to compare with its models")
 

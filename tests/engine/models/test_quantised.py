@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from trainspec_cli.engine.models.lora import LoraLinear, QuantisedLoraLinear
 from trainspec_cli.engine.models.quantised import QuantisedLinear
 from trainspec_cli.engine.nf4 import quantise
-from trainspec_cli.engine.quantised_shares import TENSORS, restore
-from trainspec_cli.recipe.keys.lora import LoraSpec
+from trainspec_cli.engine.shares import TENSORS, restore
+from trainspec_cli.recipe.keys.training import LoraSpec
 
 SPEC = LoraSpec(rank=4, base="nf4")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.models.rope import apply_rope, rope_angles
-from trainspec_cli.recipe.keys.model_parts import RopeScaling
+from trainspec_cli.recipe.keys.model import RopeScaling
 
 HEAD = 64
 LLAMA3 = RopeScaling("llama3", 8.0, 512, low_freq_factor=2.0, high_freq_factor=6.0)

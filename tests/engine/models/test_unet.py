@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from trainspec_cli.engine.build.materialise import build_model
+from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.engine.models.conv import dice, segmentation_loss
-from trainspec_cli.plan.hardware.catalogue import models
+from trainspec_cli.plan.hardware.rates import models
 from trainspec_cli.plan.workload import count_params
 from trainspec_cli.recipe.keys.model import ConvModel
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from trainspec_cli.engine import marks
+from trainspec_cli.engine import digest as marks
 from trainspec_cli.engine.observe.clock import StepClock
-from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.run.folder.event_types.events import PARTS
 
 
 class Time:

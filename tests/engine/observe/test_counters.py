@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainspec_cli.engine.comm import connections
-from trainspec_cli.engine.comm.connections import ConnectionCounter, ends_of
+from trainspec_cli.engine.comm import joining as connections
+from trainspec_cli.engine.comm.joining import ConnectionCounter, ends_of
 from trainspec_cli.engine.observe import counters
-from trainspec_cli.engine.observe.clock import QueuedTime, StepClock
+from trainspec_cli.engine.observe.clock import ProcessorClock, QueuedTime, StepClock
 from trainspec_cli.engine.observe.counters import GarbageClock, ProcessCounters, StepCounters, WindowWork, window_steps
-from trainspec_cli.engine.observe.processor import ProcessorClock
-from trainspec_cli.recipe.canonical import ABSENT
+from trainspec_cli.recipe.records import ABSENT
 
 PARTS_S = {"forward": 0.2, "exposed_comm": 0.05}
 BATCH = [(torch.zeros(2, 8, dtype=torch.int64), torch.zeros(2, 8, dtype=torch.int64))]

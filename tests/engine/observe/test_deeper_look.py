@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from trainspec_cli.engine.observe import deeper_look, stack_samples
-from trainspec_cli.engine.observe.deeper_look import LOOK_STEPS, DeeperLook
-from trainspec_cli.engine.observe.step_profile import TRACE_BYTES
-from trainspec_cli.recipe.results.look import LookOrder
-from trainspec_cli.run.folder.event_types.observed import LookEvent
-from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.engine.observe.deeper_look import LOOK_STEPS, TRACE_BYTES, DeeperLook
+from trainspec_cli.recipe.results.verdict import LookOrder
+from trainspec_cli.run.folder.event_types.events import LookEvent, WarningEvent
 from trainspec_cli.run.folder.looks import LooksRecord, write_looks
 from trainspec_cli.run.folder.paths import RunDir
 

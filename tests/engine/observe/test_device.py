@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainspec_cli.engine.observe import device
+from trainspec_cli.engine.observe import counters as device
 
 CPU = torch.device("cpu")
 

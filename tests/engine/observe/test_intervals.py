@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from trainspec_cli.engine.observe.intervals import ExchangeTime, Interval, exchange_time
+from trainspec_cli.engine.observe.clock import ExchangeTime, Interval, exchange_time
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,14 @@ from trainspec_cli.engine.observe.journal import (
     scalars_of,
 )
 from trainspec_cli.run.folder import generations
-from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
-from trainspec_cli.run.folder.event_types.training import EvalEvent, SampleEvent, SetFigures, StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import (
+    DirectiveEvent,
+    EvalEvent,
+    SampleEvent,
+    SetFigures,
+    StartEvent,
+    StepEvent,
+)
 from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.recipe.load import load

@@ -3,8 +3,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainspec_cli.engine.observe import memory
-from trainspec_cli.engine.observe.memory import MemoryWatch
+from trainspec_cli.engine.observe import counters as memory
+from trainspec_cli.engine.observe.counters import MemoryWatch
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ import torch
 from trainspec_cli.core.errors import RecipeError, WorkerError
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.run.folder.event_types.training import EndEvent, EvalEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import EndEvent, EvalEvent, StepEvent
 from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.certify.cases import Case, build_plan

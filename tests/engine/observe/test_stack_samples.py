@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainspec_cli.engine.comm import background
+from trainspec_cli.engine.comm import forking as background
 from trainspec_cli.engine.observe import stack_samples
 from trainspec_cli.engine.observe.stack_samples import (
     Frame,
@@ -57,7 +57,7 @@ def test_a_thread_that_has_ended_has_no_samples():
 def test_files_of_a_package_are_named_from_it_on():
     frames = (Frame(background.__file__, 3, "work"), Frame(threading.__file__, 9, "wait"))
     line = code_lines([StackSample(1, frames), StackSample(2, (Frame(COLLECTIVE, 1, "all_reduce"),))], 4)[0]
-    assert (line.file, line.line, line.share) == ("trainspec_cli/engine/comm/background.py", 3, 0.25)
+    assert (line.file, line.line, line.share) == ("trainspec_cli/engine/comm/forking.py", 3, 0.25)
 
 
 @pytest.mark.parametrize(

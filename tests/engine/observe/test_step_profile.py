@@ -6,7 +6,7 @@ import json
 
 import torch
 
-from trainspec_cli.engine.observe.step_profile import (
+from trainspec_cli.engine.observe.deeper_look import (
     Operation,
     StepProfile,
     busy_ns,

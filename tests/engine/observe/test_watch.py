@@ -14,12 +14,11 @@ import torch
 from lab.waiting import PATIENCE_S
 
 from trainspec_cli.core.errors import WorkerError
-from trainspec_cli.engine.comm.background import Background
+from trainspec_cli.engine.comm.forking import Background
 from trainspec_cli.engine.data import loader
 from trainspec_cli.engine.observe import watch
 from trainspec_cli.engine.observe.watch import StepWatch, describe, last_collectives
-from trainspec_cli.run.folder.event_types.observed import HangEvent, StallEvent
-from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.run.folder.event_types.events import HangEvent, StallEvent, WarningEvent
 from trainspec_cli.run.folder.events import EventWriter, read_events
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import WorkerErrorRecord, read_error

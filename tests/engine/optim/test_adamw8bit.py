@@ -15,10 +15,10 @@ from trainspec_cli.engine.optim.adamw8bit import Codebook, dynamic_map
 from trainspec_cli.engine.optim.muon import Muon
 from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update
 from trainspec_cli.engine.shares import Cut, Share
-from trainspec_cli.plan.memory.engine.optimizer import state_bytes
+from trainspec_cli.plan.memory.engine.run import state_bytes
 from trainspec_cli.plan.memory.engine.units import Unit
-from trainspec_cli.plan.optimizer import QUANTISED_BYTES, UPDATE_BYTES
-from trainspec_cli.recipe.keys.optim import OptimizerName, OptimSpec
+from trainspec_cli.plan.setup import QUANTISED_BYTES, UPDATE_BYTES
+from trainspec_cli.recipe.keys.training import OptimizerName, OptimSpec
 
 CPU = torch.device("cpu")
 SPEC = OptimSpec(name="adamw8bit", lr=0.03, beta1=0.7, beta2=0.8, eps=1e-3, weight_decay=0.2)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainspec_cli.engine.optim.muon import STEPS, Muon, is_hidden_matrix, orthogonalise
 from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update, set_learning_rate
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.training import OptimSpec
 
 SPEC = OptimSpec(name="muon", lr=0.03, momentum=0.8, weight_decay=0.2, beta1=0.7, beta2=0.8, eps=0.05)
 SHAPES = {

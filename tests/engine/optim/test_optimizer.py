@@ -6,7 +6,7 @@ import torch
 
 from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update, squared_norm
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.training import OptimSpec
 
 
 def model_with_gradients(scale: float = 1.0) -> torch.nn.Module:

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from trainspec_cli.core.errors import RecipeError, TrainspecError, WorkerError
+from trainspec_cli.engine.checkpoint.files import Held
 from trainspec_cli.engine.checkpoint.manifest import About
-from trainspec_cli.engine.checkpoint.parts import Held
-from trainspec_cli.engine.checkpoint.saver import Saver
-from trainspec_cli.engine.checkpoint.store import load_newest
+from trainspec_cli.engine.checkpoint.saver import Saver, load_newest
 from trainspec_cli.engine.optim.optimizer import guarded_update, set_learning_rate
 from trainspec_cli.engine.optim.own import OwnOptimizer, build_own_optimizer
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.training import OptimSpec
 from trainspec_cli.run.folder.paths import RunDir
 
 CPU = torch.device("cpu")

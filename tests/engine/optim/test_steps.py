@@ -9,7 +9,7 @@ import torch
 
 from trainspec_cli.engine.optim.optimizer import build_optimizer, guarded_update, set_learning_rate, squared_norm
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.training import OptimSpec
 
 SPEC = OptimSpec(lr=0.03, beta1=0.7, beta2=0.8, eps=0.05, weight_decay=0.2)
 

@@ -30,9 +30,8 @@ from trainspec_cli.engine.parallel.noise import parts_of
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
-from trainspec_cli.recipe.keys.comm import WireFormats
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.lora import LoraSpec
+from trainspec_cli.recipe.keys.training import LoraSpec, WireFormats
 from trainspec_cli.recipe.results.blueprint import Blueprint, BlueprintTier, Exchange
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.certify.cases import Case, build_plan

@@ -13,8 +13,7 @@ from engine.parallel.ranks import FakePeers, Ranks, all_to_all
 from trainspec_cli.engine.models.experts import Experts, LocalDispatch, sort_by_expert
 from trainspec_cli.engine.parallel import expert
 from trainspec_cli.engine.parallel.expert import SpreadDispatch, apply_expert_parallel, even_splits, read_splits
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
 
 EXPERTS, TOP, HIDDEN = 6, 2, 8
 MODEL = DecoderModel(

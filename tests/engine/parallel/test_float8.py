@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from trainspec_cli.engine.models.feed_forward import FeedForward
-from trainspec_cli.engine.parallel.float8 import apply_float8
+from trainspec_cli.engine.parallel.expert import apply_float8
 
 E4M3_HALF_STEP = 2.0**-4
 """Three bits of mantissa: a number is at most so far from its rounded self, relative to it."""

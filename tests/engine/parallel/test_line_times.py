@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainspec_cli.engine.parallel import line_times
-from trainspec_cli.engine.parallel.line_times import neighbours, time_messages
-from trainspec_cli.engine.parallel.pipeline import Lines
+from trainspec_cli.engine.parallel import pipeline as line_times
+from trainspec_cli.engine.parallel.pipeline import Lines, neighbours, time_messages
 from trainspec_cli.recipe.keys.layout import Layout
 
 MESSAGE = torch.zeros(3, 5)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainspec_cli.engine.models.decoder import Block
 from trainspec_cli.engine.models.rope import rope_angles
-from trainspec_cli.engine.parallel.recompute import COSTLY, apply_recompute
+from trainspec_cli.engine.parallel.expert import COSTLY, apply_recompute
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import Recompute
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from engine.parallel.ranks import FakePeers, Ranks
 
-from trainspec_cli.engine.batch import IGNORED_TARGET
+from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
-from trainspec_cli.engine.parallel.tensor import VocabularyCutChunk, cut_parameters, partial_parameters
+from trainspec_cli.engine.parallel.context import VocabularyCutChunk, cut_parameters, partial_parameters
 from trainspec_cli.engine.shares import Cut
 
 

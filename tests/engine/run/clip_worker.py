@@ -9,20 +9,18 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.joining import leave_processes
+from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.run.step import StepOutcome, train_step
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.plan.plan import plan
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import PrecisionSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, PrecisionSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 
 CPU = torch.device("cpu")
 TOKENS, LR = 16, 0.5

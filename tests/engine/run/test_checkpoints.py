@@ -9,21 +9,27 @@ import torch
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.engine.checkpoint import files
+from trainspec_cli.engine.checkpoint.files import Held, TensorPart
 from trainspec_cli.engine.checkpoint.manifest import MANIFEST, About
 from trainspec_cli.engine.checkpoint.memory import CopyLocation
-from trainspec_cli.engine.checkpoint.parts import Held, TensorPart
 from trainspec_cli.engine.checkpoint.saver import Saved
 from trainspec_cli.engine.comm.compressed import Compression
 from trainspec_cli.engine.run import checkpoints as module
 from trainspec_cli.engine.run.checkpoints import MEASURING_STEPS, Cadence, Checkpoints
-from trainspec_cli.recipe.canonical import ABSENT, to_plain
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, ReliabilitySpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.keys.run import CheckpointSpec
+from trainspec_cli.recipe.records import ABSENT, to_plain
 from trainspec_cli.run.folder import memory
-from trainspec_cli.run.folder.event_types.failures import EndedMark, FailureMark, LaunchMark
-from trainspec_cli.run.folder.event_types.training import CadenceEvent, CheckpointEvent, WarningEvent
+from trainspec_cli.run.folder.event_types.events import (
+    CadenceEvent,
+    CheckpointEvent,
+    EndedMark,
+    FailureMark,
+    LaunchMark,
+    WarningEvent,
+)
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 

@@ -13,19 +13,16 @@ import pytest
 import torch
 
 from trainspec_cli.balance.batch.division import OwnSamples
-from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
-from trainspec_cli.engine.data.staging import PREFETCHED_STEPS, Staging
+from trainspec_cli.engine.data.loader import PREFETCHED_STEPS, Staging, cut_micro_batches, positions_of
+from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, SingleGroup, TrainProgress
-from trainspec_cli.engine.run.scheduling.pace import StepPace
-from trainspec_cli.engine.run.signals import StopRequest
-from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec, RampStage
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.engine.run.faults import StopRequest
+from trainspec_cli.engine.run.scheduling.step_scheduler import StepPace
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec, OptimSpec, RampStage
 from trainspec_cli.run.folder.paths import RunDir
 
 CPU = torch.device("cpu")

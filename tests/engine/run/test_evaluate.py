@@ -10,16 +10,14 @@ import torch
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.finite import REMEDY
+from trainspec_cli.engine.digest import REMEDY
 from trainspec_cli.engine.run import evaluate
 from trainspec_cli.engine.run.evaluate import _choose, _next_logits, _padded_length, _whole_vocabulary, write_text
 from trainspec_cli.plan.plan import plan
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 
 CONTEXT = 20
 SPEC = RunSpec(

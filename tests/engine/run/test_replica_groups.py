@@ -22,27 +22,24 @@ from torch import nn
 
 from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.core.errors import WorkerError
-from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine.comm.codec import WireMeter
 from trainspec_cli.engine.comm.compressed import Compression
-from trainspec_cli.engine.comm.wire_bytes import WireMeter
-from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
-from trainspec_cli.engine.data.staging import Staging
+from trainspec_cli.engine.data.loader import Staging, cut_micro_batches, positions_of
+from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.elastic.membership import GroupRank, HealFailedError
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run.coordinator import RunContext, TrainProgress
+from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.run.replica_groups import HEALS_WITHOUT_LOST, STAGED, START, ReplicaGroups
-from trainspec_cli.engine.run.scheduling.pace import StepPace
-from trainspec_cli.engine.run.shortage.out_of_memory import PassesOutOfMemory
-from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.scheduling.step_scheduler import StepPace
+from trainspec_cli.engine.run.shortage import PassesOutOfMemory
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec, RampStage
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
-from trainspec_cli.run.folder.event_types.training import StepEvent
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec, OptimSpec, RampStage
+from trainspec_cli.run.folder.event_types.events import StepEvent
 from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 from trainspec_cli.core.environment_names import GENERATION
 from trainspec_cli.core.errors import WorkerError
-from trainspec_cli.engine.checkpoint.parts import TensorPart
-from trainspec_cli.engine.observe.device import Peak
+from trainspec_cli.engine.checkpoint.files import TensorPart
+from trainspec_cli.engine.observe.counters import Peak
 from trainspec_cli.engine.run import result as module
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
-from trainspec_cli.recipe.canonical import ABSENT
+from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.run.folder import generations
-from trainspec_cli.run.folder.event_types.training import EvalEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import EvalEvent, StepEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_result

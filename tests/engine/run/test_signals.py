@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainspec_cli.engine.run.signals import STOP_SIGNALS, StopRequest
+from trainspec_cli.engine.run.faults import STOP_SIGNALS, StopRequest
 
 
 @pytest.fixture

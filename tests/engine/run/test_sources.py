@@ -15,24 +15,22 @@ import torch
 
 from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.data.corpus.bpe import decode, encode
-from trainspec_cli.data.corpus.collection import Collection
 from trainspec_cli.data.corpus.prepare import prepare
 from trainspec_cli.data.corpus.rows import Row
+from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.data.heldout import HeldoutLoss, heldout_batches
+from trainspec_cli.engine.data.loader import HeldoutLoss, heldout_batches
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run import sources
 from trainspec_cli.engine.run.sources import SampleSource, TokenSource, WrittenSample, open_source
 from trainspec_cli.plan.plan import plan
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec, TokenizerSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, SampleSection, TrainSection
-from trainspec_cli.run.folder.event_types.training import EvalEvent, TextPart
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, SampleSection, TokenizerSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
+from trainspec_cli.run.folder.event_types.events import EvalEvent, TextPart
 from trainspec_cli.run.folder.record import RunResult
 
 CPU, TOKENS, BATCH = torch.device("cpu"), 8, 3

@@ -11,7 +11,7 @@ from trainspec_cli.engine.comm.compressed import Compression, Feedback
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.parallel.noise import Columns, NoiseProbe, SampleParts
 from trainspec_cli.engine.run import step
-from trainspec_cli.engine.run.shortage.out_of_memory import PassesOutOfMemory
+from trainspec_cli.engine.run.shortage import PassesOutOfMemory
 from trainspec_cli.engine.run.step_report import LinkFigures, StepReport
 from trainspec_cli.engine.shares import Share
 

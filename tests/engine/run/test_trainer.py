@@ -20,14 +20,12 @@ from torch import Tensor
 
 from trainspec_cli.balance.batch.division import Division, OwnSamples
 from trainspec_cli.core.errors import WorkerError
-from trainspec_cli.engine import marks
-from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.engine import digest as marks
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
-from trainspec_cli.engine.data.staging import Staging, Traffic
-from trainspec_cli.engine.digest import weights_sha256
-from trainspec_cli.engine.observe.device import Peak
+from trainspec_cli.engine.data.loader import Staging, Traffic, cut_micro_batches, positions_of
+from trainspec_cli.engine.digest import MicroBatch, weights_sha256
+from trainspec_cli.engine.observe.counters import Peak
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.parallel.noise import SampleParts
@@ -39,21 +37,19 @@ from trainspec_cli.engine.run.coordinator import (
     StepStart,
     TrainProgress,
 )
-from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.run.sources import WrittenSample
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.plan.plan import plan
-from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec, RampStage
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
-from trainspec_cli.recipe.keys.optim import OptimSpec, ScheduleSpec
-from trainspec_cli.recipe.keys.run import CheckpointSpec, RunSpec, TrainSection
-from trainspec_cli.run.folder.event_types.training import EvalEvent
+from trainspec_cli.recipe.keys.run import CheckpointSpec, DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec, OptimSpec, RampStage, ScheduleSpec
+from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.files import read_json, write_json
-from trainspec_cli.run.folder.heldout import best_checkpoint
+from trainspec_cli.run.folder.looks import best_checkpoint
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunResult
 
@@ -484,7 +480,7 @@ def noisy(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(outcome, noise=torch.tensor([weighted_square, 0.0, 2.0, 0.0, 0.0], dtype=torch.float64))
 
     monkeypatch.setattr("trainspec_cli.engine.run.trainer.train_step", measured)
-    monkeypatch.setattr("trainspec_cli.engine.run.scheduling.pace.noise_hindrance", lambda *_: "")
+    monkeypatch.setattr("trainspec_cli.engine.run.scheduling.step_scheduler.noise_hindrance", lambda *_: "")
 
 
 def following_noise(folder: Path) -> RunContext:
@@ -542,7 +538,7 @@ def test_a_constant_batch_reports_the_noise_and_keeps_none_of_it(context: RunCon
 
 def test_what_shows_no_noise_reports_none(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank that computes all samples of a step together; null would mean that it is infinite."""
-    monkeypatch.setattr("trainspec_cli.engine.run.scheduling.pace.noise_hindrance", lambda *_: "")
+    monkeypatch.setattr("trainspec_cli.engine.run.scheduling.step_scheduler.noise_hindrance", lambda *_: "")
     Trainer(context, SingleGroup(context)).run()
     assert not any("noise_scale" in event for event in events(context, "step"))
 

@@ -14,7 +14,7 @@ import torch
 from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.engine.run.coordinator import SingleGroup, TrainProgress
 from trainspec_cli.engine.run.scheduling.relayout import Meshes
-from trainspec_cli.engine.run.shortage.out_of_memory import OutOfMemory
+from trainspec_cli.engine.run.shortage import OutOfMemory
 from trainspec_cli.engine.tools import certify_live
 from trainspec_cli.engine.tools.certify_live import (
     DrawnSource,
@@ -26,8 +26,8 @@ from trainspec_cli.engine.tools.certify_live import (
     run_live,
 )
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.results.memory import MemorySetting, Shortage
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 from trainspec_cli.recipe.results.tools import CertifyRun
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunResult

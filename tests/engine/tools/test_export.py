@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainspec_cli.data.huggingface.tensors import Piece, parameters
+from trainspec_cli.data.huggingface.safetensors import Piece, parameters
 from trainspec_cli.engine.tools import export
-from trainspec_cli.recipe.keys.lora import LoraSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import ExportRequest, ExportResult
 from trainspec_cli.wings.certify.cases import Case, build_plan

@@ -21,12 +21,11 @@ from trainspec_cli.data.huggingface.config import write_config
 from trainspec_cli.data.weights import litgpt_config
 from trainspec_cli.data.weights.folder import open_other, read_other_model
 from trainspec_cli.data.weights.naming import other_tensors
+from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.engine.build.initial import load_tensors
-from trainspec_cli.engine.build.materialise import build_model
 from trainspec_cli.engine.shares import Cut, Share
 from trainspec_cli.engine.tools import export_other
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.model_parts import RopeScaling
+from trainspec_cli.recipe.keys.model import DecoderModel, RopeScaling
 from trainspec_cli.recipe.structure import build
 
 MODELS = {

@@ -8,12 +8,10 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.engine.tools.kernels import calls_of
-from trainspec_cli.plan.hardware.catalogue import models
-from trainspec_cli.recipe.keys.batching import BatchingSpec
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.plan.hardware.rates import models
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.results.plan import Plan
 
 LLAMA = models()["llama_tiny"]  # 2 layers of 4 heads of 16, 2 of keys; hidden 64, feed-forward 160, 512 words

@@ -16,7 +16,7 @@ from trainspec_cli.engine.tools import kernel_trial, kernels
 from trainspec_cli.engine.tools.kernel_trial import SUM_ERROR, Workload, relative_error, time_in_turns, try_kernels
 from trainspec_cli.engine.tools.kernels import Calls
 from trainspec_cli.recipe.keys.kernels import TORCH, KernelTrial, KernelTrials
-from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.training import OptimSpec
 from trainspec_cli.wings.certify.cases import Case, build_plan
 
 CPU = torch.device("cpu")

@@ -8,12 +8,12 @@ import pytest
 import torch
 from engine.kernels.shapes import DEVICE, PARAMETERS
 
-from trainspec_cli.engine.build.kernel_loading import load_kernel
+from trainspec_cli.engine.build.assemble import load_kernel
 from trainspec_cli.engine.tools import kernel_trial
 from trainspec_cli.engine.tools.kernel_trial import operation, optimizer_update, try_kernels
 from trainspec_cli.recipe.keys.kernels import TORCH
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.run.kernels import judge_operation
+from trainspec_cli.recipe.keys.training import OptimSpec
+from trainspec_cli.run.tools import judge_operation
 
 pytestmark = pytest.mark.usefixtures("compile_anew")
 

@@ -13,8 +13,8 @@ from trainspec_cli.engine.models.rope import rope_angles
 from trainspec_cli.engine.tools.probe import scheduled_s
 from trainspec_cli.plan.memory.local import activation_bytes_per_token
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.results.probe import MachineProbe
-from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.recipe.results.tools import MachineProbe
+from trainspec_cli.run.folder.event_types.events import PARTS
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from trainspec_cli.engine.models.rope import apply_rope
-from trainspec_cli.engine.observe.device import Peak
+from trainspec_cli.engine.observe.counters import Peak
 from trainspec_cli.engine.tools import probe, probe_curves, speed
 from trainspec_cli.engine.tools.probe import SmallRun
-from trainspec_cli.recipe.results.probe import Curve, MachineProbe, Passes
-from trainspec_cli.recipe.results.tools import SpeedRequest
-from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.recipe.results.tools import Curve, MachineProbe, Passes, SpeedRequest
+from trainspec_cli.run.folder.event_types.events import PARTS
 
 FP32 = torch.float32
 

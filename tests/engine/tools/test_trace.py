@@ -9,9 +9,9 @@ from lab.tracing import Trace
 
 from trainspec_cli.plan.workload import count_params, flops_per_token
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.lora import LoraSpec
+from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.measuring import trace_plan
+from trainspec_cli.run.tools import trace_plan
 from trainspec_cli.wings.certify.cases import Case, build_plan
 
 

@@ -20,9 +20,8 @@ import pytest
 
 from lab.gpus.machines import play
 from trainspec_cli.__main__ import run
-from trainspec_cli.core.units import GIB
-from trainspec_cli.data.corpus.manifest import SCHEMA, ShardManifest, write_manifest
-from trainspec_cli.data.corpus.shards import ShardWriter
+from trainspec_cli.core.printable import GIB
+from trainspec_cli.data.corpus.shards import SCHEMA, ShardManifest, ShardWriter, write_manifest
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 SAMPLES = {"mri_unet3d": [], "resnet50": ["model.num_classes=8"]}

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.plan.blueprint.algorithms import (
+from trainspec_cli.plan.blueprint import (
     best_bucket_bytes,
     fastest,
     hierarchical_s,

@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.plan.blueprint.blueprint import draw_blueprint, tree_until_bytes
-from trainspec_cli.plan.blueprint.order import groups_in, orders
-from trainspec_cli.plan.hardware.catalogue import find_accelerator
+from trainspec_cli.plan.blueprint import draw_blueprint, groups_in, orders, tree_until_bytes
 from trainspec_cli.plan.hardware.cluster import with_tiers
-from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.plan.hardware.rates import Efficiency, find_accelerator
 from trainspec_cli.plan.hardware.topology import Fabric, Group
 from trainspec_cli.plan.setup import Setup
 from trainspec_cli.plan.time.step import assemble_step, estimate_step, micro_batch
-from trainspec_cli.recipe.keys.fabric import FabricSpec, TierSpec
+from trainspec_cli.recipe.keys.cluster import FabricSpec, TierSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.results.blueprint import Blueprint

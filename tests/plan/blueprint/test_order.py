@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from trainspec_cli.plan.blueprint.order import Extent, groups_in, node_places, orders, usual_order
-from trainspec_cli.plan.hardware.catalogue import find_accelerator
-from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.plan.blueprint import Extent, groups_in, node_places, orders, usual_order
+from trainspec_cli.plan.hardware.rates import Efficiency, find_accelerator
 from trainspec_cli.plan.hardware.topology import Fabric, NetworkTier, axis_groups
 from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.plan.calibration.observe import calibrated, efficiency_with, of_parts, of_rows
-from trainspec_cli.plan.calibration.posterior import PACE
+from trainspec_cli.plan.calibration import PACE, calibrated, efficiency_with, of_parts, of_rows
 from trainspec_cli.plan.hardware.rates import Efficiency
 from trainspec_cli.plan.validation.backtest import backtest
-from trainspec_cli.recipe.results.prediction import LocalPrediction
+from trainspec_cli.recipe.results.plan import LocalPrediction
 
 TABLE = Path(__file__).parents[2] / "data" / "measured" / "throughput.csv"
 PREDICTED = LocalPrediction({"forward": 0.2, "backward": 0.4, "optimizer": 0.001, "other": 0.1}, {})

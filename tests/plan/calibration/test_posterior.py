@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from trainspec_cli.plan.calibration.posterior import (
+from trainspec_cli.plan.calibration import (
     NINE_IN_TEN,
     PACE,
     Observation,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.plan.hardware import catalogue
-from trainspec_cli.plan.hardware.catalogue import accelerators, conf_folders, find_accelerator, find_model, words
+from trainspec_cli.plan.hardware import rates as catalogue
+from trainspec_cli.plan.hardware.rates import accelerators, conf_folders, find_accelerator, find_model, words
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import pytest
 from lab.made_up import CHIP, CLUSTER
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.plan.hardware.catalogue import find_accelerator
 from trainspec_cli.plan.hardware.cluster import accelerator_of, describe_fabric, efficiency_of
-from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.plan.hardware.rates import Efficiency, find_accelerator
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
 

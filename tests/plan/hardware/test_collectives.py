@@ -6,10 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.plan.hardware.catalogue import find_accelerator
-from trainspec_cli.plan.hardware.collectives import all_gather_s, all_reduce_s, all_to_all_s, latency_s, send_s
-from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.hardware.topology import Fabric, Group, group_of
+from trainspec_cli.plan.hardware.rates import Efficiency, find_accelerator
+from trainspec_cli.plan.hardware.topology import (
+    Fabric,
+    Group,
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    group_of,
+    latency_s,
+    send_s,
+)
 
 EFF = Efficiency()
 

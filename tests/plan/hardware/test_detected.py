@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from lab.gpus.machines import CARDS, play
 
-from trainspec_cli.core.units import GIB
-from trainspec_cli.plan.hardware import catalogue, detected
-from trainspec_cli.plan.hardware.catalogue import find_accelerator
-from trainspec_cli.plan.hardware.detected import chip_of, derive, is_derived
+from trainspec_cli.core.printable import GIB
+from trainspec_cli.plan.hardware import cluster as detected
+from trainspec_cli.plan.hardware import rates as catalogue
+from trainspec_cli.plan.hardware.cluster import chip_of, derive, is_derived
+from trainspec_cli.plan.hardware.rates import find_accelerator
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, Machine
 from trainspec_cli.run.job.machine import detect
 

@@ -9,15 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainspec_cli.plan.hardware.catalogue import find_accelerator, models
 from trainspec_cli.plan.hardware.cluster import describe_fabric
-from trainspec_cli.plan.hardware.collectives import all_gather_s, all_to_all_s, latency_s, reduce_scatter_s, send_s
-from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.hardware.topology import Crossing, Fabric, Group, axis_groups, group_of
+from trainspec_cli.plan.hardware.rates import Efficiency, find_accelerator, models
+from trainspec_cli.plan.hardware.topology import (
+    Crossing,
+    Fabric,
+    Group,
+    all_gather_s,
+    all_to_all_s,
+    axis_groups,
+    group_of,
+    latency_s,
+    reduce_scatter_s,
+    send_s,
+)
 from trainspec_cli.plan.setup import Setup
 from trainspec_cli.plan.time.step import estimate_step
-from trainspec_cli.recipe.keys.cluster import ClusterSpec
-from trainspec_cli.recipe.keys.fabric import FabricSpec, TierSpec
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, FabricSpec, TierSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.session.recipe.load import load_for_planning
 

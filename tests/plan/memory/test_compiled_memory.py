@@ -14,10 +14,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trainspec_cli.engine.models.decoder import Block
-from trainspec_cli.engine.parallel.recompute import apply_recompute
-from trainspec_cli.plan.hardware.catalogue import models
+from trainspec_cli.engine.parallel.expert import apply_recompute
+from trainspec_cli.plan.hardware.rates import models
 from trainspec_cli.plan.memory.engine.blocks import BlockProfile, profile_block
-from trainspec_cli.plan.memory.engine.parts import Shape
+from trainspec_cli.plan.memory.engine.run import Shape
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import Recompute

@@ -16,24 +16,23 @@ from lab.drawing import drawn_in_ci
 from lab.tracing import Trace
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trainspec_cli.core.units import GIB
+from trainspec_cli.core.printable import GIB
 from trainspec_cli.engine.models.rope import apply_rope
 from trainspec_cli.engine.tools.ledger import Ledger
-from trainspec_cli.plan.hardware.catalogue import models
+from trainspec_cli.plan.hardware.rates import models
 from trainspec_cli.plan.memory.engine import engine_peak, is_counted, run_of, tensors_by_cause
-from trainspec_cli.plan.memory.engine.attention import rotate
-from trainspec_cli.plan.memory.engine.parts import linear
-from trainspec_cli.plan.memory.engine.run import rank_peaks
+from trainspec_cli.plan.memory.engine.blocks import rotate
+from trainspec_cli.plan.memory.engine.run import linear, rank_peaks
 from trainspec_cli.plan.memory.engine.step import shape_of
 from trainspec_cli.plan.memory.engine.tape import Tape
 from trainspec_cli.plan.memory.engine.units import block_unit, outside_unit
 from trainspec_cli.plan.workload import count_params
-from trainspec_cli.recipe.canonical import from_plain
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.lora import LoraSpec
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, TextModel
+from trainspec_cli.recipe.keys.training import LoraSpec
+from trainspec_cli.recipe.records import from_plain
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.measuring import traced_ranks
+from trainspec_cli.run.tools import traced_ranks
 from trainspec_cli.wings.certify.cases import Case, build_plan
 
 MODELS = Path(__file__).parents[3] / "conf" / "model"

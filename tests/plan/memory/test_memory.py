@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.plan.hardware.catalogue import find_accelerator, models
+from trainspec_cli.plan.hardware.rates import find_accelerator, models
 from trainspec_cli.plan.hardware.topology import Fabric
 from trainspec_cli.plan.memory.engine import EngineRun, engine_peak
 from trainspec_cli.plan.memory.frameworks import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.core.units import GIB, format_bytes
+from trainspec_cli.core.printable import GIB, format_bytes
 from trainspec_cli.plan.capacity import SLACK, plan_capacity, search_of, setup_of
 from trainspec_cli.plan.hardware.cluster import accelerator_of, describe_fabric, efficiency_of
 from trainspec_cli.plan.memory.frameworks import memory_limit_bytes, peak_of

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainspec_cli.plan.partition.cut import Counts, cut_by_times, cut_evenly, rank_times_s
-from trainspec_cli.plan.partition.problem import LayerTimes, Room
+from trainspec_cli.plan.partition import Counts, LayerTimes, Room, cut_by_times, cut_evenly, rank_times_s
 from trainspec_cli.recipe.keys.layout import Layout
 
 ONE_STAGE = [Layout(pp=2), Layout(pp=3), Layout(pp=4), Layout(pp=5, pipeline_schedule="zero_bubble")]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainspec_cli.plan.planes.sizes import single_plane, size_planes
-from trainspec_cli.plan.planes.spray import Failure, SprayedFabric, simulate
-from trainspec_cli.recipe.keys.fabric import PlanesSpec
+from trainspec_cli.plan.planes import Failure, SprayedFabric, simulate, single_plane, size_planes
+from trainspec_cli.recipe.keys.cluster import PlanesSpec
 
 MRC = PlanesSpec(planes=8, nic_gbit_per_s=800, switch_tbit_per_s=51.2)
 EIGHT, ONE = size_planes(MRC), size_planes(single_plane(MRC))

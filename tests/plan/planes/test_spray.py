@@ -7,10 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.plan.planes.plan import dip_share, dips_per_s, ending_failures, plan_planes
-from trainspec_cli.plan.planes.spray import DETECT_S, PROBE_S, Failure, SprayedFabric, flaps_by_chance, simulate
-from trainspec_cli.recipe.keys.cluster import ClusterSpec, ReliabilitySpec
-from trainspec_cli.recipe.keys.fabric import FabricSpec, PlanesSpec
+from trainspec_cli.plan.planes import (
+    DETECT_S,
+    PROBE_S,
+    Failure,
+    SprayedFabric,
+    dip_share,
+    dips_per_s,
+    ending_failures,
+    flaps_by_chance,
+    plan_planes,
+    simulate,
+)
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, FabricSpec, PlanesSpec, ReliabilitySpec
 
 SPEC = PlanesSpec(planes=4, nic_gbit_per_s=400, switch_tbit_per_s=1.6, entropy_values=64)
 """Switches of 16 ports: 8 NICs below each T0."""

@@ -21,14 +21,11 @@ from trainspec_cli.plan.pools.search import PoolSearch, stages_on
 from trainspec_cli.plan.pools.step import Stopwatch
 from trainspec_cli.plan.run.forecast import forecast_run
 from trainspec_cli.plan.time.step import micro_batch, rank_parts
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec, PoolSpec
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import PrecisionSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
+from trainspec_cli.recipe.keys.run import DataSpec, PrecisionSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 
 FAST = AcceleratorSpec(
     *("fast", "nvidia", 500.0, 80.0, 3.0),

@@ -7,19 +7,17 @@ from itertools import pairwise
 
 import pytest
 
-from trainspec_cli.balance.batch.batch_schedule import schedule_batches, step_batch
+from trainspec_cli.balance.batch.batch import schedule_batches, step_batch
 from trainspec_cli.plan.capacity import plan_capacity
 from trainspec_cli.plan.run.batches import PREDICTED_SIZES, expect_work, main_size
 from trainspec_cli.plan.run.forecast import forecast_run
 from trainspec_cli.plan.search.auto import as_plan
-from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec, RampStage
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
-from trainspec_cli.recipe.results.prediction import Candidate, SizedStep, StepTime
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec, OptimSpec, RampStage
+from trainspec_cli.recipe.results.plan import Candidate, SizedStep, StepTime
 
 CHIP = AcceleratorSpec("chip", "maker", 500.0, 80.0, 3.0, link_gb_per_s=300.0, link_kind="nvswitch", tdp_w=500)
 SEESAW = BatchScheduleSpec(kind="seesaw", growth=2.0)

@@ -21,7 +21,7 @@ from trainspec_cli.recipe.keys.cluster import (
     ReliabilitySpec,
     SiteSpec,
 )
-from trainspec_cli.recipe.results.budget import Budget
+from trainspec_cli.recipe.results.tables import Budget
 
 HOUR_S, YEAR_H, KWH = 3600.0, 8766.0, 3.6e6
 COST = CostSpec(

@@ -26,7 +26,7 @@ from trainspec_cli.recipe.keys.cluster import (
     SiteSpec,
 )
 from trainspec_cli.recipe.results.forecast import Goodput, Interval
-from trainspec_cli.recipe.results.prediction import StepTime
+from trainspec_cli.recipe.results.plan import StepTime
 
 HOUR_S = 3600.0
 MWH = 3.6e9

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.plan.capacity import plan_capacity
-from trainspec_cli.plan.hardware.catalogue import models
-from trainspec_cli.plan.planes.spray import Failure, simulate
+from trainspec_cli.plan.hardware.rates import models
+from trainspec_cli.plan.planes import Failure, simulate
 from trainspec_cli.plan.run import forecast as forecast_module
 from trainspec_cli.plan.run import goodput
 from trainspec_cli.plan.run.cost import occupation
@@ -25,18 +25,22 @@ from trainspec_cli.plan.run.forecast import (
     recovery_modes,
 )
 from trainspec_cli.plan.search.variants import plan_other_recovery
-from trainspec_cli.recipe.keys.batching import BatchingSpec
-from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec, CostSpec, ReliabilitySpec, SiteSpec
-from trainspec_cli.recipe.keys.data import DataSpec
-from trainspec_cli.recipe.keys.fabric import FabricSpec, PlanesSpec
+from trainspec_cli.recipe.keys.cluster import (
+    AcceleratorSpec,
+    ClusterSpec,
+    CostSpec,
+    FabricSpec,
+    PlanesSpec,
+    ReliabilitySpec,
+    SiteSpec,
+)
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
-from trainspec_cli.recipe.keys.lora import LoraSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.keys.run import CheckpointSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import CheckpointSpec, DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, LoraSpec, OptimSpec
 from trainspec_cli.recipe.results.forecast import Interval, RunForecast
-from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan, MemoryBreakdown, StepTime
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, StepTime
 
 H100 = AcceleratorSpec(
     name="H100", vendor="nvidia", bf16_tflops=989, memory_gb=80, memory_tb_per_s=3.35, tdp_w=700, price_usd_per_hour=2.5

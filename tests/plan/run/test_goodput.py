@@ -10,8 +10,7 @@ import pytest
 from trainspec_cli.plan.run.goodput import Clock, SimulatedJob, SimulatedRun, draw, simulate, simulate_many
 from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.run.recovery.cadence import daly_interval_s
-from trainspec_cli.run.recovery.reliability import durations, job_mtbf_s
+from trainspec_cli.run.recovery.reliability import daly_interval_s, durations, job_mtbf_s
 
 DAY_S = 86_400.0
 RESTART = ResilienceSpec(mode="restart")

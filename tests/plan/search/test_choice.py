@@ -20,14 +20,14 @@ from trainspec_cli.plan.search.auto import pin_layout
 from trainspec_cli.plan.search.search import ABOUT, complexity
 from trainspec_cli.plan.search.space import one_group
 from trainspec_cli.plan.validation.backtest import SWEEP_KEYS, backtest
-from trainspec_cli.plan.validation.frameworks import frameworks
+from trainspec_cli.plan.validation.fit import frameworks
 from trainspec_cli.recipe.compose.folders import find_folders
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.elastic import whole_hosts
+from trainspec_cli.recipe.rules.comm import whole_hosts
 from trainspec_cli.recipe.rules.engine import check_engine
 from trainspec_cli.session.planning.plan import plan_loaded, plan_recipe
 from trainspec_cli.session.recipe.load import load_for_planning

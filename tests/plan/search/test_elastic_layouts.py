@@ -8,16 +8,13 @@ import pytest
 from trainspec_cli.balance.batch.division import even_division
 from trainspec_cli.plan.search.auto import pin_layout
 from trainspec_cli.plan.search.space import NOT_RUN, Space, divisors, schedules_of, splits_heads, stages_of
-from trainspec_cli.plan.validation.frameworks import frameworks
+from trainspec_cli.plan.validation.fit import frameworks
 from trainspec_cli.recipe.field_types import AUTO
-from trainspec_cli.recipe.keys.batching import BatchingSpec
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
-from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec
-from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, ExpertSpec, HybridModel
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.rules.engine import check_built
 
 SPEC = RunSpec(

@@ -11,26 +11,22 @@ import pytest
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.plan.capacity import plan_best, plan_capacity, search_of, template_of
 from trainspec_cli.plan.cut import cut, is_open, planned_times
-from trainspec_cli.plan.hardware.catalogue import find_accelerator, models
 from trainspec_cli.plan.hardware.cluster import describe_fabric
-from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.plan.hardware.rates import Efficiency, find_accelerator, models
 from trainspec_cli.plan.hardware.topology import axis_groups
-from trainspec_cli.plan.memory.fit import SURELY, expected_step_s, fit_probability
 from trainspec_cli.plan.memory.frameworks import memory_limit_bytes, peak_bytes
+from trainspec_cli.plan.memory.predict import SURELY, expected_step_s, fit_probability
 from trainspec_cli.plan.search.search import ABOUT, Search, recompute_names
 from trainspec_cli.plan.search.space import Space
 from trainspec_cli.plan.setup import RECOMPUTE, Software
 from trainspec_cli.plan.time.step import estimate_step, micro_batch
 from trainspec_cli.plan.workload.adapters import adapter_params
 from trainspec_cli.recipe.field_types import AUTO
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import SHARDINGS, LayoutSpec
-from trainspec_cli.recipe.keys.lora import LoraSpec
-from trainspec_cli.recipe.keys.optim import OptimSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, LoraSpec, OptimSpec
 
 OPEN = LayoutSpec(AUTO, AUTO, AUTO, AUTO, AUTO, AUTO, AUTO, pipeline_schedule=AUTO, virtual_stages=AUTO)
 

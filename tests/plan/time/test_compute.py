@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.plan.hardware.catalogue import find_accelerator, find_model
-from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.plan.hardware.rates import Efficiency, find_accelerator, find_model
 from trainspec_cli.plan.hardware.topology import Fabric, axis_groups
 from trainspec_cli.plan.setup import Setup, Software
 from trainspec_cli.plan.time.compute import (

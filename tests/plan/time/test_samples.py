@@ -6,9 +6,8 @@ import pytest
 
 from trainspec_cli.balance.decisions.speeds import Speed
 from trainspec_cli.plan.capacity import setup_of
-from trainspec_cli.plan.hardware.catalogue import find_accelerator
 from trainspec_cli.plan.hardware.cluster import efficiency_of
-from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.plan.hardware.rates import Efficiency, find_accelerator
 from trainspec_cli.plan.hardware.topology import Fabric, axis_groups
 from trainspec_cli.plan.search.variants import plan_on_what_divides
 from trainspec_cli.plan.setup import RECOMPUTE, Setup, Software
@@ -17,7 +16,7 @@ from trainspec_cli.plan.time.step import data_parallel_s, estimate_step, micro_b
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.prediction import Candidate
+from trainspec_cli.recipe.results.plan import Candidate
 from trainspec_cli.session.recipe.load import load_for_planning
 
 LAYOUTS = {

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.plan.hardware.catalogue import find_accelerator
-from trainspec_cli.plan.hardware.collectives import all_reduce_s
-from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.hardware.topology import Fabric, Group, axis_groups, group_of
+from trainspec_cli.plan.hardware.rates import Efficiency, find_accelerator
+from trainspec_cli.plan.hardware.topology import Fabric, Group, all_reduce_s, axis_groups, group_of
 from trainspec_cli.plan.pipeline import Action, actions
 from trainspec_cli.plan.setup import RECOMPUTE, Recompute, Setup, Software
 from trainspec_cli.plan.time.compute import LayerTime, Rates, rates_of
@@ -37,7 +35,7 @@ from trainspec_cli.plan.time.step import (
 from trainspec_cli.plan.workload.work import Work
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.results.prediction import StepTime
+from trainspec_cli.recipe.results.plan import StepTime
 
 EFF = Efficiency(
     collective_latency_s=0.0,

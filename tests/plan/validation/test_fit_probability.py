@@ -11,7 +11,7 @@ from statistics import fmean, pvariance, variance
 import pytest
 
 from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.memory.fit import LOG_BIAS, LOG_DEVIATION, expected_step_s, fit_probability
+from trainspec_cli.plan.memory.predict import LOG_BIAS, LOG_DEVIATION, expected_step_s, fit_probability
 from trainspec_cli.plan.validation.backtest import backtest
 
 MEASURED = Path(__file__).parents[2] / "data" / "measured"

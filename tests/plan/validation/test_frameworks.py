@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.plan.framework import describe_software
 from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.setup import Software
+from trainspec_cli.plan.setup import Software, describe_software
 from trainspec_cli.plan.validation.backtest import predict
-from trainspec_cli.plan.validation.frameworks import UnknownFramework, framework_of, frameworks
+from trainspec_cli.plan.validation.fit import UnknownFramework, framework_of, frameworks
 from trainspec_cli.plan.validation.table import software_of as software_and_whether_open
 from trainspec_cli.recipe.keys.framework import FrameworkSpec, ShardingFacts, StateFacts
 from trainspec_cli.recipe.keys.layout import SHARDINGS

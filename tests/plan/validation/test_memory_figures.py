@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.core.units import GIB
-from trainspec_cli.plan.hardware.catalogue import find_accelerator, models
+from trainspec_cli.core.printable import GIB
+from trainspec_cli.plan.hardware.rates import find_accelerator, models
 from trainspec_cli.plan.hardware.topology import Fabric
 from trainspec_cli.plan.memory.frameworks import DEFAULT_MEMORY
 from trainspec_cli.plan.setup import RECOMPUTE, Setup
-from trainspec_cli.plan.validation.memory import memory_figure, predicted_as
+from trainspec_cli.plan.validation.backtest import memory_figure, predicted_as
 from trainspec_cli.recipe.keys.layout import Layout
 
 

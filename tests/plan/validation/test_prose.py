@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainspec_cli.plan.hardware.catalogue import find_accelerator, models
+from trainspec_cli.plan.hardware.rates import find_accelerator, models
 from trainspec_cli.plan.validation.prose import network_of, recompute_of
 from trainspec_cli.plan.validation.table import RowRefused, number, state
 from trainspec_cli.recipe.keys.layout import Layout

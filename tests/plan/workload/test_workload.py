@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.plan.hardware.catalogue import find_accelerator, find_model, models
+from trainspec_cli.plan.hardware.rates import find_accelerator, find_model, models
 from trainspec_cli.plan.workload import (
     count_active_params,
     count_params,
@@ -25,9 +25,15 @@ from trainspec_cli.plan.workload.ssm import mamba_params
 from trainspec_cli.plan.workload.transformer import attention_work
 from trainspec_cli.plan.workload.work import Gemm, Work
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.lora import LoraSpec
-from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, ModelSpec
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec, LatentAttentionSpec
+from trainspec_cli.recipe.keys.model import (
+    ConvModel,
+    DecoderModel,
+    ExpertSpec,
+    HybridModel,
+    LatentAttentionSpec,
+    ModelSpec,
+)
+from trainspec_cli.recipe.keys.training import LoraSpec
 
 PUBLISHED = {
     "llama3_8b": (8.03e9, 8.03e9),

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainspec_cli.core.errors import Problem
-from trainspec_cli.recipe.compose.origins import Origin, find_origin, locate, show_path
+from trainspec_cli.recipe.compose.folders import Origin, find_origin, locate, show_path
 
 ORIGINS = {"optim": Origin("a.yaml", 1, 1), "optim.lr": Origin("a.yaml", 2, 3), "foo.bar": Origin("command line", 3)}
 

@@ -7,7 +7,7 @@ import yaml
 
 from trainspec_cli.core.json_value import flatten
 from trainspec_cli.recipe.compose.compose import Composed, compose
-from trainspec_cli.recipe.compose.origins import Origin
+from trainspec_cli.recipe.compose.folders import Origin
 from trainspec_cli.recipe.compose.render import WIDEST_ALIGNED, render_value, render_yaml
 
 

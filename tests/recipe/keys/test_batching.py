@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec
-from trainspec_cli.recipe.keys.optim import ScheduleSpec
+from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec, ScheduleSpec
 
 
 @pytest.mark.parametrize(

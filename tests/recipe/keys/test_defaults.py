@@ -6,14 +6,18 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.recipe.canonical import to_plain
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
-from trainspec_cli.recipe.keys.data import DataSpec, PartSpec
-from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec, LatentAttentionSpec, RopeScaling
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.model import (
+    ConvModel,
+    DecoderModel,
+    ExpertSpec,
+    HybridModel,
+    LatentAttentionSpec,
+    RopeScaling,
+)
+from trainspec_cli.recipe.keys.run import DataSpec, PartSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
+from trainspec_cli.recipe.records import to_plain
 
 RECIPE = RunSpec(
     DecoderModel(1, 2, 3, 4, 5, 6, 7), DataSpec(8, "text"), OptimSpec(lr=0.5), BatchingSpec(9), TrainSection(10)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainspec_cli.recipe.keys.fault import Fault, FaultSyntaxError, parse_faults
+from trainspec_cli.recipe.keys.training import Fault, FaultSyntaxError, parse_faults
 
 
 def test_several_faults() -> None:

@@ -7,12 +7,20 @@ from importlib.util import find_spec
 
 import pytest
 
-from trainspec_cli.recipe.keys.data import DataSpec, PartSpec
 from trainspec_cli.recipe.keys.layout import MESH_AXES
-from trainspec_cli.recipe.keys.lora import LoraSpec
-from trainspec_cli.recipe.keys.model import FEATURES, ConvModel, DecoderModel, HybridModel, OwnModel
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec, LatentAttentionSpec, Layer, loss_chunk_tokens
-from trainspec_cli.recipe.keys.run import InitSpec
+from trainspec_cli.recipe.keys.model import (
+    FEATURES,
+    ConvModel,
+    DecoderModel,
+    ExpertSpec,
+    HybridModel,
+    LatentAttentionSpec,
+    Layer,
+    OwnModel,
+    loss_chunk_tokens,
+)
+from trainspec_cli.recipe.keys.run import DataSpec, InitSpec, PartSpec
+from trainspec_cli.recipe.keys.training import LoraSpec
 
 LLAMA = DecoderModel(6, 64, 4, 2, 16, 128, 512)
 HYBRID = HybridModel(

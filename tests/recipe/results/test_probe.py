@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainspec_cli.recipe.results.probe import Curve
+from trainspec_cli.recipe.results.tools import Curve
 
 CURVE = Curve((1.0, 100.0, 10_000.0), (1e-3, 4e-3, 1.0))
 

@@ -6,17 +6,13 @@ from dataclasses import fields, replace
 
 import pytest
 
-from trainspec_cli.recipe.keys.batching import BatchingSpec
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.results.doctor import Check, Diagnosis, NodeReport
-from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan, LocalPrediction, MemoryBreakdown, StepTime
-from trainspec_cli.recipe.results.probe import Curve, MachineProbe, MatmulCurves, Passes, Reference
-from trainspec_cli.recipe.results.tools import SpeedResult
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, LocalPrediction, MemoryBreakdown, Plan, StepTime
+from trainspec_cli.recipe.results.tools import Curve, MachineProbe, MatmulCurves, Passes, Reference, SpeedResult
 
 SPEC = RunSpec(
     model=DecoderModel(2, 64, 4, 2, 16, 160, 512),

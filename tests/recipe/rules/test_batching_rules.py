@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.recipe.keys.batching import RampStage
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.rules.batching import data_parallel_ranks, largest_size, measurable_noise, noise_hindrance
+from trainspec_cli.recipe.keys.training import RampStage
 from trainspec_cli.recipe.rules.check import check
 from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.layout import data_parallel_ranks, largest_size, measurable_noise, noise_hindrance
 from trainspec_cli.recipe.structure import structure
 
 PATH = "batching.schedule"

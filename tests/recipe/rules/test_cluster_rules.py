@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import (
     AcceleratorSpec,
     ClusterSpec,
@@ -15,10 +14,9 @@ from trainspec_cli.recipe.keys.cluster import (
     ReliabilitySpec,
     SiteSpec,
 )
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.rules.check import check
 
 CONF = Path(__file__).parents[3] / "conf"

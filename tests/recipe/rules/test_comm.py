@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.recipe.keys.comm import CommSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.keys.training import CommSpec
 from trainspec_cli.recipe.rules.check import apply
 from trainspec_cli.recipe.rules.comm import COMM_RULES, exchanged, joined
 from trainspec_cli.wings.certify.cases import Case, build_plan

@@ -37,7 +37,7 @@ def test_layers_that_predict_further_tokens_are_not_built(make_spec):
 
 
 def test_hybrids_are_trained(make_spec):
-    from trainspec_cli.recipe.canonical import to_plain
+    from trainspec_cli.recipe.records import to_plain
 
     plain = to_plain(make_spec({}))
     plain["model"] = {"family": "hybrid", "hidden_size": 64, "vocab_size": 100, "mamba_layers": 2}

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, HybridModel
 from trainspec_cli.recipe.rules.check import check
 
 DECODER = DecoderModel(

@@ -8,18 +8,13 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
-from trainspec_cli.recipe.keys.lora import LoraSpec
-from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec, LatentAttentionSpec
-from trainspec_cli.recipe.keys.optim import BLOCK, OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
-from trainspec_cli.recipe.keys.scheduler import LayoutChangeSpec, SchedulerSpec
+from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, ExpertSpec, HybridModel, LatentAttentionSpec
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BLOCK, BatchingSpec, LayoutChangeSpec, LoraSpec, OptimSpec, SchedulerSpec
 from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.optim import describe_other_blocks
+from trainspec_cli.recipe.rules.run import describe_other_blocks
 
 SPEC = RunSpec(
     model=DecoderModel(2, 64, 2, 2, 32, 160, 4096),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from recipe.rules.test_optim_rules import SPEC
 
-from trainspec_cli.recipe.keys.data import PartSpec
-from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.run import PartSpec
+from trainspec_cli.recipe.keys.training import OptimSpec
 from trainspec_cli.recipe.own_code import own_code_of
 from trainspec_cli.recipe.rules.check import check
 from trainspec_cli.session.recipe.load import examine

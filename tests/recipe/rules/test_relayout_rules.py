@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.recipe.keys.batching import BatchingSpec
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
-from trainspec_cli.recipe.keys.optim import OptimSpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
-from trainspec_cli.recipe.keys.scheduler import LayoutChangeSpec, SchedulerSpec
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, LayoutChangeSpec, OptimSpec, SchedulerSpec
 from trainspec_cli.recipe.rules.check import apply
-from trainspec_cli.recipe.rules.relayout import RELAYOUT_RULES, changed_specs
-from trainspec_cli.recipe.unknown import UNKNOWN
+from trainspec_cli.recipe.rules.comm import RELAYOUT_RULES, changed_specs
+from trainspec_cli.recipe.structure import UNKNOWN
 from trainspec_cli.wings.certify.families import FAMILIES
 
 SPEC = RunSpec(

@@ -8,15 +8,13 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.core.errors import Problem
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, SlurmSpec
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.rules.check import check
-from trainspec_cli.recipe.rules.slurm import time_limit_s
-from trainspec_cli.recipe.unknown import UNKNOWN
+from trainspec_cli.recipe.rules.run import time_limit_s
+from trainspec_cli.recipe.structure import UNKNOWN
 
 SPEC = RunSpec(
     model=DecoderModel(2, 64, 4, 2, 16, 160, 4096),

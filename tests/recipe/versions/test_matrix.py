@@ -16,10 +16,8 @@ from trainspec_cli.report.collect import collect
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS
 from trainspec_cli.run.folder.forms import FORMS
-from trainspec_cli.run.folder.looks import read_looks
-from trainspec_cli.run.folder.own_code import read_code
+from trainspec_cli.run.folder.looks import read_code, read_looks, read_proposal, read_speeds
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.proposals import read_proposal
 from trainspec_cli.run.folder.record import (
     NodeErrorRecord,
     WorkerErrorRecord,
@@ -29,7 +27,6 @@ from trainspec_cli.run.folder.record import (
     read_result,
     read_run_record,
 )
-from trainspec_cli.run.folder.speeds import read_speeds
 from trainspec_cli.session.planning.profile import read_profile
 from trainspec_cli.session.recipe.migrate import apply, find_migrations
 from trainspec_cli.wings.certify.certificate import verify

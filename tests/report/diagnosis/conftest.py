@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.observed import ConnectionCounts, CountersEvent, StallEvent
-from trainspec_cli.run.folder.event_types.training import StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import (
+    ConnectionCounts,
+    CountersEvent,
+    Event,
+    StallEvent,
+    StartEvent,
+    StepEvent,
+)
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir

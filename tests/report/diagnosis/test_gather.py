@@ -8,12 +8,18 @@ import numpy as np
 import pytest
 from report.diagnosis.conftest import connection
 
-from trainspec_cli.recipe.results.look import Look, LookOrder
+from trainspec_cli.recipe.results.verdict import Look, LookOrder
 from trainspec_cli.report.diagnosis.conclude import conclude
 from trainspec_cli.report.diagnosis.gather import RunReader, read_run, shape_of
-from trainspec_cli.run.folder.event_types.failures import RecoveryEvent, RetryEvent
-from trainspec_cli.run.folder.event_types.observed import HangEvent, LookEvent, UsageEvent
-from trainspec_cli.run.folder.event_types.training import StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import (
+    HangEvent,
+    LookEvent,
+    RecoveryEvent,
+    RetryEvent,
+    StartEvent,
+    StepEvent,
+    UsageEvent,
+)
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunRecord, write_run_record

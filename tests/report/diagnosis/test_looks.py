@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.recipe.results.look import CodeLine, Look, LookOrder, OperationTime
-from trainspec_cli.recipe.results.verdict import RunVerdict
+from trainspec_cli.recipe.results.verdict import CodeLine, Look, LookOrder, OperationTime, RunVerdict
 from trainspec_cli.report.diagnosis.looks import MOST_LOOKS, next_look, with_look
 
 NODES = (0, 0, 1, 1)

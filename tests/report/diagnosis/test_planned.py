@@ -6,9 +6,7 @@ import pytest
 from lab.telemetry import Telemetry
 
 from trainspec_cli.recipe.results.verdict import RunVerdict
-from trainspec_cli.report.diagnosis.conclude import conclude
-from trainspec_cli.report.diagnosis.outlook import Outlook, PlannedChange
-from trainspec_cli.report.diagnosis.planned import as_planned
+from trainspec_cli.report.diagnosis.conclude import Outlook, PlannedChange, as_planned, conclude
 
 
 def judge(telemetry: Telemetry, outlook: Outlook) -> RunVerdict:

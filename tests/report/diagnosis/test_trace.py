@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.recipe.results.verdict import RunVerdict
-from trainspec_cli.report.diagnosis.clocks import Leaving, clock_offsets
-from trainspec_cli.report.diagnosis.gather import shape_of
-from trainspec_cli.report.diagnosis.trace import trace_run
-from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.report.diagnosis.gather import shape_of, trace_run
+from trainspec_cli.report.diagnosis.memory import Leaving, clock_offsets
+from trainspec_cli.run.folder.event_types.events import PARTS
 
 
 def test_offsets_are_measured_from_the_ends_of_common_exchanges():

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from trainspec_cli.recipe.results.look import CodeLine, Look
+from trainspec_cli.recipe.results.verdict import CodeLine, Look
 from trainspec_cli.report.diagnosis.watch import LONGEST_S, DiagnosisWatch
-from trainspec_cli.run.folder.event_types.observed import LookEvent, VerdictEvent
+from trainspec_cli.run.folder.event_types.events import LookEvent, VerdictEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.looks import read_looks
 

@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from trainspec_cli.recipe.results.blueprint import Blueprint, BlueprintTier, Exchange, Setting, TunerRow
-from trainspec_cli.report.plan.blueprint import (
+from trainspec_cli.report.plan.labels import PlanReport
+from trainspec_cli.report.plan.page import render_plan_page
+from trainspec_cli.report.plan.sections import (
     describe_order,
     describe_tiers,
     draw_tiers,
@@ -18,8 +20,6 @@ from trainspec_cli.report.plan.blueprint import (
     render_blueprint,
     setting_lines,
 )
-from trainspec_cli.report.plan.page import render_plan_page
-from trainspec_cli.report.plan.report import PlanReport
 from trainspec_cli.report.plan.text import render_plan
 
 RING = Exchange("dp", "reduce_scatter", 64, "spine", 2.0**25, 12.0, "hierarchical", 0.002, 0.003, bucket_bytes=2.0**25)

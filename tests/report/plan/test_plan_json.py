@@ -9,7 +9,7 @@ import pytest
 
 from trainspec_cli.recipe.results.forecast import BatchForecast
 from trainspec_cli.report.plan.json import plan_as_json, sweep_as_json
-from trainspec_cli.report.plan.report import PlanReport, SweepReport
+from trainspec_cli.report.plan.labels import PlanReport, SweepReport
 
 
 @pytest.fixture

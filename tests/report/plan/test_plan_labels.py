@@ -8,7 +8,7 @@ import pytest
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.forecast import Interval
 from trainspec_cli.report.plan import labels
-from trainspec_cli.report.plan.report import PlanReport
+from trainspec_cli.report.plan.labels import PlanReport
 
 
 def test_a_layout_names_what_is_not_one(plan: PlanReport) -> None:

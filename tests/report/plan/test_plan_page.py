@@ -7,10 +7,8 @@ import pytest
 from lab.pages import assert_alone, assert_harmless, assert_whole, seen, widths, with_one_text_replaced
 
 from trainspec_cli.report.page.parts import STYLE, PageOrigin
-from trainspec_cli.report.plan.labels import LOST_PARTS, MEMORY_PARTS, TIME_PARTS
-from trainspec_cli.report.plan.page import render_plan_page
-from trainspec_cli.report.plan.report import PlanReport, SweepPoint, SweepReport
-from trainspec_cli.report.plan.sweep_page import render_sweep_page
+from trainspec_cli.report.plan.labels import LOST_PARTS, MEMORY_PARTS, TIME_PARTS, PlanReport, SweepPoint, SweepReport
+from trainspec_cli.report.plan.page import render_plan_page, render_sweep_page
 
 
 @pytest.mark.parametrize("which", ["plan", "infeasible", "sweep"])

@@ -8,13 +8,12 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from trainspec_cli.plan.planes.plan import plan_planes
-from trainspec_cli.recipe.keys.cluster import ClusterSpec
-from trainspec_cli.recipe.keys.fabric import FabricSpec, PlanesSpec
-from trainspec_cli.recipe.results.planes import PlanesPlan
+from trainspec_cli.plan.planes import plan_planes
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, FabricSpec, PlanesSpec
+from trainspec_cli.recipe.results.blueprint import PlanesPlan
+from trainspec_cli.report.plan.labels import PlanReport
 from trainspec_cli.report.plan.page import render_plan_page
-from trainspec_cli.report.plan.planes import NO_PACKETS, describe_dips, event_rows, figure_rows
-from trainspec_cli.report.plan.report import PlanReport
+from trainspec_cli.report.plan.sections import NO_PACKETS, describe_dips, event_rows, figure_rows
 from trainspec_cli.report.plan.text import render_plan
 
 

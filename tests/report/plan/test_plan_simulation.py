@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from trainspec_cli.recipe.results.simulation import SimulatedDecision, SimulatedPace, Simulation
+from trainspec_cli.recipe.results.forecast import SimulatedDecision, SimulatedPace, Simulation
+from trainspec_cli.report.plan.labels import PlanReport
 from trainspec_cli.report.plan.page import render_plan_page
-from trainspec_cli.report.plan.report import PlanReport
-from trainspec_cli.report.plan.simulation import (
+from trainspec_cli.report.plan.sections import (
     SHOWN_DECISIONS,
     decision_rows,
     describe_won_back,

@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from trainspec_cli.core.units import GIB
+from trainspec_cli.core.printable import GIB
 from trainspec_cli.recipe.results.forecast import Assumption, BatchForecast
-from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 from trainspec_cli.recipe.results.tools import TraceResult
-from trainspec_cli.report.plan.report import PlanReport, SweepReport
+from trainspec_cli.report.plan.labels import PlanReport, SweepReport
+from trainspec_cli.report.plan.page import compare_trace, render_trace
 from trainspec_cli.report.plan.text import _memory_cell, bar, render_plan, render_sweep, run_rows
-from trainspec_cli.report.plan.trace import compare_trace, render_trace
 
 EXPECTED = Path(__file__).parent / "expected"
 """Whole texts, read through once by a person; each figure follows from those of conftest.py."""

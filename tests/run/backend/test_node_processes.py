@@ -24,7 +24,7 @@ from trainspec_cli.run.backend.nodes.messages import (
 )
 from trainspec_cli.run.folder.generations import GenerationRecord, was_stop_noted
 from trainspec_cli.run.job.job import Job, build_node_job
-from trainspec_cli.run.job.place import NodePlace
+from trainspec_cli.run.job.machine import NodePlace
 
 STANDIN = str(Path(__file__).parents[1] / "standin_worker.py")
 HERE = "127.0.0.1"

@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from lab.events import DIRECTIVE, retried, started, stepped, write_event
 
-from trainspec_cli.recipe.results.memory import MemorySetting, Shortage
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 from trainspec_cli.run.backend.nodes.messages import GroupExited, WorkerExited, WorkersOrphaned
 from trainspec_cli.run.backend.observe import GroupStart, RendezvousWatch, newest_checkpoint
 from trainspec_cli.run.failure import explain
-from trainspec_cli.run.folder.event_types.decisions import MemoryEvent
+from trainspec_cli.run.folder.event_types.events import MemoryEvent
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery.run_state import (

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from trainspec_cli.recipe.canonical import ABSENT, to_plain
+from trainspec_cli.recipe.records import ABSENT, to_plain
 from trainspec_cli.run.folder.accounting import (
     Recovery,
     WallTime,
@@ -13,9 +13,15 @@ from trainspec_cli.run.folder.accounting import (
     measure_throughput,
     read_recoveries,
 )
-from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
+from trainspec_cli.run.folder.event_types.events import (
+    CheckpointEvent,
+    EndEvent,
+    EvalEvent,
+    RecoveryEvent,
+    StartEvent,
+    StepEvent,
+)
 from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES
-from trainspec_cli.run.folder.event_types.training import CheckpointEvent, EndEvent, EvalEvent, StartEvent, StepEvent
 from trainspec_cli.run.folder.paths import RunDir
 
 

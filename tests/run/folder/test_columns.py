@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 from array import array
 
-from trainspec_cli.run.folder.columns import StepColumns, StepCurve
+from trainspec_cli.run.folder.files import StepColumns, StepCurve
 
 
 def columns_of(*steps: int) -> StepColumns:

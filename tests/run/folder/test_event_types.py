@@ -9,38 +9,42 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from lab.events import LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY
 
-from trainspec_cli.recipe.canonical import ABSENT, to_plain
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.records import FieldError
-from trainspec_cli.recipe.results.look import CodeLine, Look, LookOrder, OperationTime
-from trainspec_cli.recipe.results.verdict import RunVerdict
-from trainspec_cli.run.folder.event_types.decisions import AchievedEvent, BucketsEvent, BucketTry, DirectiveEvent
-from trainspec_cli.run.folder.event_types.event import Event, UnknownEvent
-from trainspec_cli.run.folder.event_types.failures import EndedMark, FailureMark, LaunchMark, RecoveryEvent, RetryEvent
-from trainspec_cli.run.folder.event_types.observed import (
+from trainspec_cli.recipe.records import ABSENT, FieldError, to_plain
+from trainspec_cli.recipe.results.verdict import CodeLine, Look, LookOrder, OperationTime, RunVerdict
+from trainspec_cli.run.folder.event_types.events import (
+    AchievedEvent,
+    BucketsEvent,
+    BucketTry,
+    CadenceEvent,
+    CheckpointEvent,
     ConnectionCounts,
     CountersEvent,
+    DirectiveEvent,
+    EndedMark,
+    EndEvent,
+    EvalEvent,
+    Event,
+    FailureMark,
     HangEvent,
+    LaunchMark,
     LinkEvent,
     LinkRate,
     LinksEvent,
     LookEvent,
-    StallEvent,
-    UsageEvent,
-    VerdictEvent,
-)
-from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES, parse_event
-from trainspec_cli.run.folder.event_types.training import (
-    CadenceEvent,
-    CheckpointEvent,
-    EndEvent,
-    EvalEvent,
+    RecoveryEvent,
+    RetryEvent,
     SampleEvent,
     SetFigures,
+    StallEvent,
     StartEvent,
     StepEvent,
+    UnknownEvent,
+    UsageEvent,
+    VerdictEvent,
     WarningEvent,
 )
+from trainspec_cli.run.folder.event_types.parse import EVENT_TYPES, parse_event
 from trainspec_cli.run.folder.events import EventWriter, read_log
 
 START = StartEvent(

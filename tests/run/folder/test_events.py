@@ -9,9 +9,14 @@ import pytest
 
 from trainspec_cli.core.reading.files import UnreadableFileError
 from trainspec_cli.run.folder import events
-from trainspec_cli.run.folder.event_types.event import UnknownEvent
-from trainspec_cli.run.folder.event_types.failures import RetryEvent
-from trainspec_cli.run.folder.event_types.training import EvalEvent, SetFigures, StepEvent, WarningEvent
+from trainspec_cli.run.folder.event_types.events import (
+    EvalEvent,
+    RetryEvent,
+    SetFigures,
+    StepEvent,
+    UnknownEvent,
+    WarningEvent,
+)
 from trainspec_cli.run.folder.events import (
     EventTail,
     EventWriter,
@@ -48,7 +53,7 @@ def test_a_killed_writer_loses_no_whole_line(tmp_path):
     path = tmp_path / "rank00000.jsonl"
     script = f"""
 import os, pathlib
-from trainspec_cli.run.folder.event_types.failures import RetryEvent
+from trainspec_cli.run.folder.event_types.events import RetryEvent
 from trainspec_cli.run.folder.events import EventWriter
 writer = EventWriter(pathlib.Path({str(path)!r}), 0)
 for step in range(100):

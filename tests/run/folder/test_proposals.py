@@ -10,8 +10,8 @@ from trainspec_cli.core.reading.files import UnreadableFileError
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.plan import LayoutProposal
 from trainspec_cli.run.folder.files import FileWatch, read_json, write_json
+from trainspec_cli.run.folder.looks import ProposalRecord, read_proposal, write_proposal
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.proposals import ProposalRecord, read_proposal, write_proposal
 
 PROPOSAL = LayoutProposal(Layout(dp_shard=2), 4, 2, 8, None, 2.0, 1.5, "rank 1 is slow")
 RECORD = ProposalRecord(number=3, before=Layout(pp=2, stage_layers=(3, 1)), **vars(PROPOSAL))

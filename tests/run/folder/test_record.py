@@ -12,9 +12,9 @@ from conftest import MACHINE, SPEC
 
 from trainspec_cli.core.reading.files import UnreadableFileError
 from trainspec_cli.plan.plan import plan
-from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.run.folder.accounting import Recovery, WallTime
-from trainspec_cli.run.folder.event_types.training import SetFigures
+from trainspec_cli.run.folder.event_types.events import SetFigures
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import (

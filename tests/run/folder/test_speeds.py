@@ -8,10 +8,10 @@ import pytest
 
 from trainspec_cli.core.reading.files import UnreadableFileError
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.results.links import MeasuredLink
+from trainspec_cli.recipe.results.verdict import MeasuredLink
 from trainspec_cli.run.folder.files import read_json, write_json
+from trainspec_cli.run.folder.looks import SpeedsReport, SpeedsWatch, read_speeds, write_speeds
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.speeds import SpeedsReport, SpeedsWatch, read_speeds, write_speeds
 
 REPORT = SpeedsReport(
     step=12,

@@ -12,8 +12,8 @@ from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.core.reading.files import UnreadableFileError
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.job import claim as claiming
-from trainspec_cli.run.job.claim import claim, is_running
+from trainspec_cli.run.job import folder as claiming
+from trainspec_cli.run.job.folder import claim, is_running
 
 
 @pytest.mark.clause("LAUNCH-4")
@@ -56,7 +56,7 @@ def test_a_killed_launch_lets_go_once_its_workers_are_gone(tmp_path: Path) -> No
     run, launch_id = RunDir(tmp_path), f"killed-{os.getpid()}"
     program = f"""
 import os, signal
-from trainspec_cli.run.job.claim import claim
+from trainspec_cli.run.job.folder import claim
 from trainspec_cli.core.reading.files import UnreadableFileError
 from trainspec_cli.run.folder.paths import RunDir
 with claim(RunDir({str(tmp_path)!r}), {launch_id!r}):

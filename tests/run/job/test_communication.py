@@ -14,12 +14,12 @@ from trainspec_cli.recipe.results.blueprint import Blueprint, Setting, TunerRow
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.job.communication import (
+from trainspec_cli.run.job.job import build_node_job
+from trainspec_cli.run.job.machine import (
     communication_environment,
     describe_communication,
     write_communication,
 )
-from trainspec_cli.run.job.job import build_node_job
 
 SETTING = Setting("NCCL_CROSS_NIC", "0", "rails have switches of their own", "user guide")
 ROWS = (

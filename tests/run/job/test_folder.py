@@ -13,10 +13,9 @@ import pytest
 
 from trainspec_cli import __version__
 from trainspec_cli.core.errors import MachineError, RecipeError
-from trainspec_cli.recipe.canonical import digest
 from trainspec_cli.recipe.field_types import AUTO
-from trainspec_cli.recipe.keys.data import DataSpec
-from trainspec_cli.recipe.keys.run import InitSpec
+from trainspec_cli.recipe.keys.run import DataSpec, InitSpec
+from trainspec_cli.recipe.records import digest
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.spawn import start
 from trainspec_cli.run.folder.files import read_json, write_json
@@ -80,7 +79,7 @@ def test_what_the_workers_need_is_written_before_the_run_exists(
     assert Path(about["data_dir"]) == tmp_path / "tokens"
     assert run.composed_yaml.read_text() == f'spec_version: "1.0"\n{ORIGIN.composed_yaml}'
     assert read_json(run.versions_json)["torch"]
-    assert "trainspec_cli.engine.comm.torchrun" in run.command_txt.read_text()
+    assert "trainspec_cli.engine.comm.joining" in run.command_txt.read_text()
     with pytest.raises(RecipeError, match="holds a run already"):
         write_launch(job, plan, ORIGIN, tmp_path / "tokens")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.run.job import identity
-from trainspec_cli.run.job.identity import machine_identity
+from trainspec_cli.run.job import job as identity
+from trainspec_cli.run.job.job import machine_identity
 
 
 def test_it_stays_the_same_differs_between_systems_and_does_not_show_what_it_is_made_of(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from trainspec_cli.run.job.job import build_job, job_environment, render_command
 
 def test_the_command_starts_as_many_workers_as_asked_for() -> None:
     command = torchrun_command(3, Path("/logs"), ("-m", "some.worker", "/run"))
-    assert command[:3] == (sys.executable, "-m", "trainspec_cli.engine.comm.torchrun")
+    assert command[:3] == (sys.executable, "-m", "trainspec_cli.engine.comm.joining")
     assert command[-3:] == ("-m", "some.worker", "/run")
     assert command[command.index("--nproc-per-node") + 1] == "3"
 

@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.run.job import place
-from trainspec_cli.run.job.place import (
+from trainspec_cli.run.job import machine as place
+from trainspec_cli.run.job.machine import (
     SPARE_DESCRIPTORS,
     allow_connections,
     interface_of,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.run.job.provenance import GitRefusal, GitState, git_state, versions
+from trainspec_cli.run.job.job import GitRefusal, GitState, git_state, versions
 
 
 def test_the_lock_holds_dependencies_of_dependencies_and_imports_none() -> None:

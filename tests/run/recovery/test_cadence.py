@@ -4,14 +4,15 @@ import math
 
 import pytest
 
-from trainspec_cli.run.recovery.cadence import (
+from trainspec_cli.run.recovery.reliability import (
+    PRIOR_WEIGHT,
     auto_interval_s,
     checkpoint_interval_s,
     checkpoint_interval_steps,
     daly_interval_s,
+    updated_mtbf_s,
     young_interval_s,
 )
-from trainspec_cli.run.recovery.reliability import PRIOR_WEIGHT, updated_mtbf_s
 
 
 def expected_efficiency(interval_s: float, checkpoint_s: float, restart_s: float, mtbf_s: float) -> float:

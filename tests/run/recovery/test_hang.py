@@ -1,6 +1,6 @@
 import pytest
 
-from trainspec_cli.run.recovery.hang import Whereabouts, find_late, step_deadline_s
+from trainspec_cli.run.recovery.watch import Whereabouts, find_late, step_deadline_s
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from trainspec_cli.run.recovery.leak import WINDOW, slope_per_step, steps_until_full
+from trainspec_cli.run.recovery.watch import WINDOW, slope_per_step, steps_until_full
 
 STEPS = [10 * i for i in range(WINDOW)]
 MB = 1e6

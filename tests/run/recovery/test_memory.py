@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainspec_cli.plan.plan import plan
-from trainspec_cli.recipe.results.memory import MemorySetting, Relief
+from trainspec_cli.recipe.results.tables import MemorySetting, Relief
 from trainspec_cli.run.recovery.memory import (
     OFFLOAD,
     RECOMPUTE,

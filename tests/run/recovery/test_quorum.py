@@ -7,7 +7,7 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainspec_cli.run.recovery.quorum import ConnectedGroup, QuorumRules, choose_members, plan_healing
+from trainspec_cli.run.recovery.reliability import ConnectedGroup, QuorumRules, choose_members, plan_healing
 
 RULES = QuorumRules(silence_s=1.0, patience_s=10.0)
 NOW = 100.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.results.memory import MemorySetting, Shortage
+from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 from trainspec_cli.run.recovery.recovery import (
     ANSWER_S,
     FAILURE_GRACE_S,

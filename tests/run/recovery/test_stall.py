@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from trainspec_cli.run.recovery.hang import stall_after_s
+from trainspec_cli.run.recovery.watch import stall_after_s
 
 
 @pytest.mark.parametrize(

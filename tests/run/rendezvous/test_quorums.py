@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainspec_cli.core.wire.rendezvous import FormedQuorum, GroupBeat, JoinQuorum
-from trainspec_cli.run.recovery.quorum import QuorumRules
+from trainspec_cli.run.recovery.reliability import QuorumRules
 from trainspec_cli.run.rendezvous.server import Quorums, Write
 
 

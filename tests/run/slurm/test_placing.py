@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from trainspec_cli.run.slurm.placing import arrange, has_switches, sort_by_switch
+from trainspec_cli.run.slurm.commands import arrange, has_switches, sort_by_switch
 
 MIXED = {
     "a1": "top.leaf1.a1",

@@ -23,8 +23,7 @@ from trainspec_cli.core.printable import is_printable
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, SlurmSpec
 from trainspec_cli.recipe.results.blueprint import Blueprint
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.rules.slurm import gpus_of_node
-from trainspec_cli.recipe.rules.values import slurm_text
+from trainspec_cli.recipe.rules.run import gpus_of_node, slurm_text
 from trainspec_cli.run.slurm.container import mounts
 from trainspec_cli.run.slurm.script import asked_by_plan, check_folder, render_script, srun_command, start_command
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.run.slurm.step import Step, idle_nodes, read_step
+from trainspec_cli.run.slurm.commands import Step, idle_nodes, read_step
 
 OF_JOB = {"SLURM_JOB_ID": "41", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
 """What a batch script has too."""

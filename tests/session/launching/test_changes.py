@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.data.corpus.collection import Collection
+from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan, read_run_record

@@ -9,8 +9,8 @@ import pytest
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.session.launching import fewer_nodes
-from trainspec_cli.session.launching.fewer_nodes import plan_on_fewer
+from trainspec_cli.session.launching import changes as fewer_nodes
+from trainspec_cli.session.launching.changes import plan_on_fewer
 from trainspec_cli.session.recipe.load import load, plan_on
 
 THREE = ("recipe=tiny", "model.num_layers=6", "cluster.num_nodes=3", "cluster.devices_per_node=2", "run.dir=/run")

@@ -11,8 +11,8 @@ import pytest
 
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.core.reading.files import UnreadableFileError
-from trainspec_cli.recipe.canonical import to_plain
-from trainspec_cli.recipe.results.memory import MemorySetting, Relief
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.results.tables import MemorySetting, Relief
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan

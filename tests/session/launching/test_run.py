@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from trainspec_cli.core.errors import MachineError, RecipeError, TrainspecError, WorkerError
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.report.collect import collect
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.accounting import Recovery, WallTime
-from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
-from trainspec_cli.run.folder.event_types.training import FirstTextEvent, TextPart
+from trainspec_cli.run.folder.event_types.events import FirstTextEvent, RecoveryEvent, TextPart
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir

@@ -12,24 +12,23 @@ import pytest
 
 from trainspec_cli.balance.advisor import LayoutAdvisor
 from trainspec_cli.core.errors import MachineError, PlanError, Problem, WorkerError
-from trainspec_cli.core.units import format_count
+from trainspec_cli.core.printable import format_count
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.results.memory import Relief
-from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.prediction import LocalPrediction
+from trainspec_cli.recipe.results.plan import LocalPrediction, Plan
+from trainspec_cli.recipe.results.tables import Relief
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.backend.nodes.backend import NodesBackend, Reach
-from trainspec_cli.run.folder.event_types.training import StartEvent
+from trainspec_cli.run.folder.event_types.events import StartEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import read_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
-from trainspec_cli.run.job.claim import claim, is_running
+from trainspec_cli.run.job.folder import claim, is_running
 from trainspec_cli.run.memory_limits import Learned, LimitsWatch, MemoryLimits
 from trainspec_cli.run.notify import NOBODY
 from trainspec_cli.session.console import RunConsole
 from trainspec_cli.session.launching import session as session_module
-from trainspec_cli.session.launching.fewer_nodes import plan_on_fewer
+from trainspec_cli.session.launching.changes import plan_on_fewer
 from trainspec_cli.session.launching.session import CHECK_NODES, Session, rehearse, start
 from trainspec_cli.session.recipe.load import load, plan_on
 

@@ -19,7 +19,7 @@ import pytest
 from trainspec_cli.core.errors import EXIT_DONE, MachineError, RecipeError, Stopped, WorkerError
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.folder.event_types.training import EvalEvent
+from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir

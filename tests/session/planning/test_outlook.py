@@ -10,15 +10,14 @@ from plan.test_this_machine_gpus import SPEC as GPU_SPEC
 from report.diagnosis.conftest import Folder
 
 from trainspec_cli.plan.plan import plan
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.report.diagnosis.conclude import Outlook
 from trainspec_cli.report.diagnosis.gather import read_run
-from trainspec_cli.report.diagnosis.outlook import Outlook
-from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
-from trainspec_cli.run.folder.event_types.training import StartEvent
+from trainspec_cli.run.folder.event_types.events import DirectiveEvent, StartEvent
 from trainspec_cli.run.folder.files import write_json
-from trainspec_cli.run.measuring import probe_path
+from trainspec_cli.run.tools import probe_path
 from trainspec_cli.session.planning.outlook import outlook_of
 from trainspec_cli.session.runs.diagnose import verdicts_of
 

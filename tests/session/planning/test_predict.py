@@ -17,26 +17,22 @@ from trainspec_cli.__main__ import run
 from trainspec_cli.core.errors import Interrupted, MachineError, PlanError, TrainspecError
 from trainspec_cli.plan.plan import plan
 from trainspec_cli.plan.this_machine import least_memory, moving_bytes, predict_local
-from trainspec_cli.recipe.canonical import from_plain, to_plain
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
-from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
-from trainspec_cli.recipe.results.memory import MemorySetting, Relief
-from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
-from trainspec_cli.recipe.results.prediction import LocalPrediction
-from trainspec_cli.recipe.results.probe import MachineProbe
-from trainspec_cli.run.folder.event_types.decisions import MemoryEvent
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec, SchedulerSpec
+from trainspec_cli.recipe.records import from_plain, to_plain
+from trainspec_cli.recipe.results.plan import LocalPrediction, Plan, PlannedLayout
+from trainspec_cli.recipe.results.tables import MemorySetting, Relief
+from trainspec_cli.recipe.results.tools import MachineProbe
+from trainspec_cli.run.folder.event_types.events import MemoryEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.machine import detect
-from trainspec_cli.run.measuring import probe_path
 from trainspec_cli.run.memory_limits import Learned, LimitsWatch, MemoryLimits
+from trainspec_cli.run.tools import probe_path
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.planning.predict import (
     PROBING,
@@ -348,8 +344,8 @@ def test_a_machine_is_measured_after_a_run_that_a_probe_predicts(
         began.append(1)
         return made_up_probe
 
-    monkeypatch.setattr("trainspec_cli.run.measuring.torchrun", lambda *_: None)
-    monkeypatch.setattr("trainspec_cli.run.measuring.run_tool", probe)
+    monkeypatch.setattr("trainspec_cli.run.tools.torchrun", lambda *_: None)
+    monkeypatch.setattr("trainspec_cli.run.tools.run_tool", probe)
     shown: Any = Shown()
     own = replace(plan(SPEC, MACHINE), **changed)
     for _ in range(2):

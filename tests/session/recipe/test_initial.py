@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.data.huggingface.config import write_config
-from trainspec_cli.data.huggingface.safetensors import make_header
-from trainspec_cli.data.huggingface.tensors import parameters
+from trainspec_cli.data.huggingface.safetensors import make_header, parameters
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.run.folder.files import read_json, write_json
 from trainspec_cli.run.folder.paths import RunDir

@@ -12,7 +12,7 @@ import pytest
 from trainspec_cli.core.errors import MachineError, RecipeError, TrainspecError
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.job.claim import claim
+from trainspec_cli.run.job.folder import claim
 from trainspec_cli.session.recipe.migrate import apply, find_migrations
 
 RESULT = {"status": "done", "exit_code": 0}

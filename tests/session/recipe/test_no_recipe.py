@@ -6,8 +6,7 @@ import pytest
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.session.recipe.load import load_for_planning
-from trainspec_cli.session.recipe.no_recipe import with_defaults
+from trainspec_cli.session.recipe.load import load_for_planning, with_defaults
 
 
 def spec_of(*arguments: str) -> RunSpec:

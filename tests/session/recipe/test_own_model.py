@@ -15,8 +15,7 @@ from trainspec_cli.plan.workload import count_params
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.own_code import describe_code
-from trainspec_cli.session.recipe.load import load, load_for_planning
-from trainspec_cli.session.recipe.no_recipe import with_defaults
+from trainspec_cli.session.recipe.load import load, load_for_planning, with_defaults
 
 CODE = """
 from pathlib import Path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.balance.batch.batch_schedule import run_phases, schedule_batches
+from trainspec_cli.balance.batch.batch import run_phases, schedule_batches
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.run.folder.files import write_json

@@ -9,8 +9,7 @@ from report.diagnosis.conftest import Folder
 
 from trainspec_cli.recipe.results.verdict import RunVerdict
 from trainspec_cli.report.diagnosis import gather
-from trainspec_cli.run.folder.event_types.observed import VerdictEvent
-from trainspec_cli.run.folder.event_types.training import EvalEvent
+from trainspec_cli.run.folder.event_types.events import EvalEvent, VerdictEvent
 from trainspec_cli.session.runs.diagnose import VerdictLines, verdicts_of
 
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from trainspec_cli.core.units import format_duration
+from trainspec_cli.core.printable import format_duration
 from trainspec_cli.plan.this_machine import predict_device
 from trainspec_cli.recipe.keys.cluster import SlurmSpec
-from trainspec_cli.session.slurm.submit import _machine_of_job, plan_runs, warnings
-from trainspec_cli.session.slurm.time_limit import short_limit
+from trainspec_cli.session.slurm.submit import _machine_of_job, plan_runs, short_limit, warnings
 
 H100 = (
     "recipe=tiny",

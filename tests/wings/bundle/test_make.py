@@ -11,8 +11,8 @@ import pytest
 from lab import own_model
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.data.corpus.collection import Collection
 from trainspec_cli.data.corpus.prepare import prepare
+from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.recipe.compose.folders import find_folders
 from trainspec_cli.session.recipe.load import load
 from trainspec_cli.wings.bundle import Carried, carry, copy_recipes

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from pytest import MonkeyPatch
 
-from trainspec_cli.engine.checkpoint import reshard, store
-from trainspec_cli.engine.checkpoint.parts import Held
+from trainspec_cli.engine.checkpoint import reshard
+from trainspec_cli.engine.checkpoint import saver as store
+from trainspec_cli.engine.checkpoint.files import Held
 from trainspec_cli.engine.comm.compressed import CompressedSum, Feedback
 from trainspec_cli.engine.optim.optimizer import squared_norm
 from trainspec_cli.engine.parallel import context, data_parallel, gradient_sums

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.certificate import Finding
 from trainspec_cli.recipe.results.tools import CertifyRunResult, TrainedSteps
 from trainspec_cli.run.folder.files import write_json

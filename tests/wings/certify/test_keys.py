@@ -11,8 +11,8 @@ from lab.keys import make_key
 
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.certificate import Signer
 from trainspec_cli.wings.certify import certificate as module
 from trainspec_cli.wings.certify.certificate import (

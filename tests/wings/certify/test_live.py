@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 
-from trainspec_cli.recipe.keys.fault import Fault, parse_faults
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.training import Fault, parse_faults
 from trainspec_cli.wings.certify.cases import (
     KILLED_AT,
     LIVE_CLAUSES,

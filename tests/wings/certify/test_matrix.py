@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.certificate import Finding
 from trainspec_cli.wings.certify.cases import (
     COMBINED,

@@ -11,7 +11,7 @@ import pytest
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.run.folder.event_types.training import StepEvent
+from trainspec_cli.run.folder.event_types.events import StepEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.machine import detect

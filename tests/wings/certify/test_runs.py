@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from trainspec_cli.core.errors import MachineError, Problem
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.tools import CertifyRequest, CertifyRunResult, TrainedSteps
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.wings.certify import runs

@@ -15,8 +15,8 @@ from lab.keys import make_key
 
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.certificate import Certificate, Figure, Finding, NotOffered
 from trainspec_cli.wings.certify.cases import refused
 from trainspec_cli.wings.certify.certificate import (

@@ -14,9 +14,8 @@ from trainspec_cli.__main__ import run
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.plan.run.forecast import checkpoint_bytes
 from trainspec_cli.recipe.results.doctor import Check, NodeReport
-from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.prediction import LocalPrediction
-from trainspec_cli.recipe.results.probe import MachineProbe
+from trainspec_cli.recipe.results.plan import LocalPrediction, Plan
+from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.wings.doctor.check_nodes import _needs, check_nodes
 

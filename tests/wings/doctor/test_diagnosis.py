@@ -7,8 +7,8 @@ from itertools import combinations
 import pytest
 
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.recipe.canonical import from_plain, to_plain
 from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.recipe.results.doctor import Check, NodeReport
 from trainspec_cli.recipe.results.tools import AllReduceRate, LinksResult, PairRate, PingRate, SpeedResult
 from trainspec_cli.wings.doctor.examine import compare, diagnose, judge_links, refuse_unfit

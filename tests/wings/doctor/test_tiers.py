@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainspec_cli.recipe.keys.fabric import TierSpec
+from trainspec_cli.recipe.keys.cluster import TierSpec
 from trainspec_cli.recipe.results.tools import PairRate, PingRate
 from trainspec_cli.wings.doctor.discover import parse_matrix
 from trainspec_cli.wings.doctor.found_fabric import FoundGpu, Nic

@@ -18,7 +18,7 @@ from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.signals import PatientRequests, StopRequests
 from trainspec_cli.run.slurm.queue import job_of, note_job
 from trainspec_cli.session.console import PrintableConsole
-from trainspec_cli.session.launching import requeue
+from trainspec_cli.session.launching import in_slurm as requeue
 from trainspec_cli.session.launching.nodes import NodeOptions
 from trainspec_cli.wings.own_script import in_slurm
 from trainspec_cli.wings.own_script.in_slurm import describe_place, earlier_start, find_place, requeueing

@@ -12,7 +12,7 @@ from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.job.place import NodePlace
+from trainspec_cli.run.job.machine import NodePlace
 from trainspec_cli.wings.own_script.job import (
     HOOK,
     Wanted,

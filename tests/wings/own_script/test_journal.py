@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.run.folder.accounting import read_recoveries
-from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
-from trainspec_cli.run.folder.event_types.training import StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import RecoveryEvent, StartEvent, StepEvent
 from trainspec_cli.run.folder.events import EventWriter, read_log
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.own_script import progress

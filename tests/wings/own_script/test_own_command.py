@@ -74,7 +74,7 @@ def test_a_job_that_slurm_has_started_again_goes_on_in_its_folder(
     started: list[Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "41")
-    monkeypatch.setattr("trainspec_cli.session.launching.requeue.slurm", None)
+    monkeypatch.setattr("trainspec_cli.session.launching.in_slurm.slurm", None)
     assert run_command(COMMAND, "mine", WANTED, as_json=False) == EXIT_DONE
     run = RunDir(tmp_path / "mine")
     write_json(run.result_json, {"status": "stopped", "exit_code": 1, "steps": 3})

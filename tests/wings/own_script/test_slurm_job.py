@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from trainspec_cli.core.errors import EXIT_DONE, RecipeError, Stopped
-from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
+from trainspec_cli.run.folder.event_types.events import RecoveryEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_run_record
 from trainspec_cli.run.signals import PatientRequests
 from trainspec_cli.session import slurm_job
-from trainspec_cli.session.launching import requeue
+from trainspec_cli.session.launching import in_slurm as requeue
 from trainspec_cli.wings.own_script import launching
 from trainspec_cli.wings.own_script.job import OwnJob, Wanted, write_own_job
 

@@ -14,7 +14,7 @@ pytest.importorskip("cryptography")
 
 from lab.sites import BATCH, STEPS, Site, SitesLab, begun, kill, wait_until
 
-from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+from trainspec_cli.recipe.keys.training import SchedulerSpec
 
 Lab = Callable[..., SitesLab]
 AUTO = {"scheduler": SchedulerSpec(mode="auto")}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trainspec_cli.recipe.canonical import from_plain, to_plain
+from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.wings.sites.meeting import (
     Contribution,
     Meeting,

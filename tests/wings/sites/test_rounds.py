@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainspec_cli.recipe.canonical import to_plain
-from trainspec_cli.run.folder.versioned import write_versioned
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.run.folder.files import write_versioned
 from trainspec_cli.wings.sites.meeting import MeetingState, RoundRecord, SitePieces
 from trainspec_cli.wings.sites.meeting_point import Rounds
 from trainspec_cli.wings.sites.schedule import SiteExchange

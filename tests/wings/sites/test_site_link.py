@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lab.link import Link
 
-from trainspec_cli.run.job.place import listen
+from trainspec_cli.run.job.machine import listen
 from trainspec_cli.wings.sites.engine.site_connection import SiteAccess
 from trainspec_cli.wings.sites.engine.site_link import HELD_ROUNDS, ArrivingRounds, DirectSites
 from trainspec_cli.wings.sites.meeting import RoundRecord

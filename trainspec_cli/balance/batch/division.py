@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from trainspec_cli.recipe.keys.batching import BatchingSpec, ShrinkRule
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.training import BatchingSpec, ShrinkRule
 from trainspec_cli.recipe.results.plan import Plan
 
 ROUNDING = 1e-9

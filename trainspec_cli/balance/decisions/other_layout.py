@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trainspec_cli.balance.decisions.moved_layers import expected_pause_s
+from trainspec_cli.balance.decisions.balance import expected_pause_s
 from trainspec_cli.balance.decisions.ski_rental import SkiRental
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.plan import LayoutProposal

@@ -11,8 +11,10 @@ import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median, median_low
 from typing import NamedTuple
+
+from trainspec_cli.recipe.keys.layout import Layout
 
 FIRST_STEPS = 8
 """A rank's first speed is learnt from so many steps, and from more where they differ."""
@@ -307,3 +309,109 @@ def through(before: StepShape, known: Speed, now: StepShape, measured_s: float) 
         if fixed_s >= 0 and per_sample_s > 0:
             return Speed(fixed_s, per_sample_s)
     return known.scaled(measured_s / known.time_s(*now))
+
+
+# How much longer than usual each rank computes, whatever work its layout gives it. Ranks of one pipeline stage do the
+# same work, so what is usual is learnt from them together: the median. It is learnt once for each layout, with what
+# was known of the ranks before: a rank that has a stage to itself after a change of layout is as slow as it was.
+
+
+class PaceTracker:
+    def __init__(self, change: float):
+        """`change`: a rank that differs from what is usual by no more than this fraction computes as usual."""
+        self._change = change
+        self._paces: tuple[float, ...] = ()
+        self._layout: Layout | None = None
+        self._usual_s: list[float] = []
+        """The usual seconds of each pipeline stage's ranks."""
+
+    def note(self, layout: Layout, times_s: Sequence[float]) -> tuple[float, ...]:
+        """Take in what each global rank computes in a step of evenly many samples; return how many times as long as
+        usual that is, 1 for what counts as usual."""
+        rows = [times_s[slice(*place)] for place in _stages(layout)]
+        if layout != self._layout:
+            known = self._paces if len(self._paces) == len(times_s) else (1.0,) * len(times_s)
+            paces = [known[slice(*place)] for place in _stages(layout)]
+            self._layout, self._usual_s = layout, list(map(_usual_s, rows, paces))
+        ratios = [time_s / usual_s for row, usual_s in zip(rows, self._usual_s, strict=True) for time_s in row]
+        self._paces = tuple(1.0 if abs(ratio - 1) <= self._change else ratio for ratio in ratios)
+        return self._paces
+
+
+def _stages(layout: Layout) -> list[tuple[int, int]]:
+    """Return the first global rank of each pipeline rank, and the one after its last: `pp` is the outermost axis."""
+    size = layout.world_size // layout.pp
+    return [(stage * size, (stage + 1) * size) for stage in range(layout.pp)]
+
+
+def _usual_s(times_s: Sequence[float], paces: Sequence[float]) -> float:
+    return median_low(time_s / pace for time_s, pace in zip(times_s, paces, strict=True))
+
+
+# The size of the buckets in which gradients are summed, found by tries in a run's first steps. A large bucket pays
+# the latency of an exchange once for many gradients, and leaves more of the last exchange without a backward to hide
+# it: b* = sqrt(S a B), of S bytes, latency a and bandwidth B, balances both. Steps take sizes around it in turns, and
+# the one whose exchanges are waited for least is kept. All ranks see the same figures and decide alike.
+
+
+ONE_BY_ONE = 0
+"""Each block's gradients by themselves."""
+WARM_STEPS, ROUNDS = 3, 3
+"""The first steps of a start connect and warm up; then each size is tried so often."""
+SPREAD = 4
+"""A size is so many times the one below it."""
+WORTH, BETTER = 0.01, 0.95
+"""Sizes are tried where this part of a step is spent waiting, and one is taken for better below this part of that of
+the first."""
+
+
+def sizes_to_try(total_bytes: int, block_bytes: int, planned_bytes: float | None) -> tuple[int, ...]:
+    """Return sizes in the order in which they are preferred, `planned_bytes` (b*) first where it is known; none where
+    there is one block alone, the largest of which has `block_bytes`."""
+    if total_bytes <= block_bytes:
+        return ()
+    middle = planned_bytes or math.sqrt(total_bytes * block_bytes)
+    sizes = [_between(ONE_BY_ONE, middle * factor, total_bytes) for factor in (1, SPREAD, 1 / SPREAD)]
+    first = [sizes[0], ONE_BY_ONE] if planned_bytes else [ONE_BY_ONE, sizes[0]]
+    return tuple(dict.fromkeys(size if size > block_bytes else ONE_BY_ONE for size in (*first, *sizes[1:])))
+
+
+def _between(least: float, size: float, most: float) -> int:
+    return round(min(max(size, least), most))
+
+
+@dataclass
+class BucketTries:
+    """Tries `sizes` in turns, step after step."""
+
+    sizes: Sequence[int]
+    waited_s: dict[int, list[float]] = field(default_factory=dict)
+    is_done: bool = False
+
+    @property
+    def size(self) -> int:
+        """Return the size of the next step's buckets: in the end the best."""
+        if self.is_done:
+            return self.best
+        return min(self.sizes, key=lambda size: len(self.waited_s.get(size, ())))
+
+    @property
+    def best(self) -> int:
+        """Return the size that is waited for least, or the first one where that is hardly longer."""
+        usual_s = self.usual_s
+        least = min(usual_s, key=lambda size: usual_s[size])
+        return least if usual_s[least] < BETTER * usual_s.get(self.sizes[0], math.inf) else self.sizes[0]
+
+    @property
+    def usual_s(self) -> dict[int, float]:
+        """Return how long a step waits for gradients with each size that was tried."""
+        return {size: median(seconds) for size, seconds in self.waited_s.items()}
+
+    def note(self, size: int, waited_s: float, step_s: float) -> None:
+        """Take in a step with buckets of `size`, of whose `step_s` the ranks have waited `waited_s` on average."""
+        if size not in self.sizes or self.is_done:
+            return
+        self.waited_s.setdefault(size, []).append(waited_s)
+        has_all = all(len(self.waited_s.get(one, ())) >= ROUNDS for one in self.sizes)
+        is_first = sum(map(len, self.waited_s.values())) == 1
+        self.is_done = has_all or (is_first and waited_s < WORTH * step_s)

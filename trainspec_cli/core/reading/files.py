@@ -19,7 +19,7 @@ from typing import BinaryIO, TypeVar, get_origin, overload
 
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.core.units import format_bytes
+from trainspec_cli.core.printable import format_bytes
 
 MAX_BYTES = 64 * 2**20
 """The default limit for a file that is read whole."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.reading.files import exists, read_text
-from trainspec_cli.data.corpus.manifest import TOKENIZER_FILE
-from trainspec_cli.recipe.keys.data import TokenizerSpec
+from trainspec_cli.data.corpus.shards import TOKENIZER_FILE
+from trainspec_cli.recipe.keys.run import TokenizerSpec
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

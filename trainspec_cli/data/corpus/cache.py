@@ -7,12 +7,12 @@ import json
 import sys
 from pathlib import Path
 
-from trainspec_cli.core.cache import cache_dir
+from trainspec_cli.core.node import cache_dir
 from trainspec_cli.core.reading.files import expand
 from trainspec_cli.data.corpus.chat import describe
-from trainspec_cli.data.corpus.manifest import SCHEMA
 from trainspec_cli.data.corpus.own_tokenizer import tokenizer_sha256
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.data.corpus.shards import SCHEMA
+from trainspec_cli.recipe.keys.run import DataSpec
 
 
 def cached_folder(data: DataSpec, files: list[Path]) -> Path:

@@ -3,25 +3,165 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
-from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.core.errors import RecipeError, closest
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import exists, expand, read_text, show_kind
-from trainspec_cli.data.corpus.chat_formats import (
-    FIELDS_OF_TEMPLATES,
-    SHAPES,
-    ChatFormat,
-    FormatError,
-    Record,
-    to_messages,
-)
+from trainspec_cli.data.corpus.rows import excerpt
 from trainspec_cli.data.huggingface.chat_template import ChatTemplate, Span, find_template
 from trainspec_cli.data.huggingface.folder import CHAT_TEMPLATE, SPECIAL_TOKENS, TOKENIZER_CONFIG
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.run import DataSpec
+
+# The formats that conversations come in. Each becomes the messages that a chat template takes.
+
+
+Record = Mapping[str, object]
+ChatFormat = Literal["messages", "completions", "ShareGPT", "Alpaca"]
+SHAPES: Mapping[ChatFormat, str] = {
+    "messages": '{"messages": [{"role": ..., "content": ...}, ...]}',
+    "completions": '{"prompt": ..., "completion": ...}',
+    "ShareGPT": '{"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}',
+    "Alpaca": '{"instruction": ..., "input": ..., "output": ...}',
+}
+_SIGNS: Mapping[ChatFormat, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "completions": ("prompt", "completion"),
+    "ShareGPT": ("conversations",),
+    "Alpaca": ("instruction",),
+}
+"""A record that has all of these fields is of the format; the first that fits counts."""
+ANY_SHAPE = f"each line must be {', '.join(list(SHAPES.values())[:-1])} or {SHAPES['Alpaca']}"
+PREFERENCE_FIELDS = ("chosen", "rejected")
+"""A record with both is a pair of preference, for training that is not supported."""
+FIELDS = ("messages", "prompt", "completion", "conversations", "instruction", "input", "output", "system")
+REFUSED_FIELDS = ("history", *PREFERENCE_FIELDS)
+FIELDS_OF_TEMPLATES = ("tools", "documents")
+"""Values that a template gets beside the messages."""
+COLUMNS = (*FIELDS, *REFUSED_FIELDS, *FIELDS_OF_TEMPLATES)
+"""The columns that are read of a table."""
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""The usual roles of messages; a template may know others."""
+SHAREGPT_ROLES = {"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
+SHAREGPT_TOOLS = ("tool", "function", "function_call", "function_response", "observation", "tool_call", "tool_response")
+_INSTEAD = f'write such conversations as {SHAPES["messages"][:-1]}, "tools": [...]}}'
+
+
+def describe_formats(found: Iterable[ChatFormat]) -> str:
+    """Return `messages and completions`, in the order in which this file lists them."""
+    there = set(found)
+    return " and ".join(name for name in SHAPES if name in there)
+
+
+class FormatError(ValueError):
+    """A record is not of its format: what was got, and what is allowed."""
+
+    def __init__(self, got: str, allowed: str):
+        super().__init__(got)
+        self.allowed = allowed
+
+
+def find_format(record: Record) -> ChatFormat:
+    """Return the format of a record by the fields that it has. Raises FormatError where none fits."""
+    for name, signs in _SIGNS.items():
+        if all(record.get(sign) is not None for sign in signs):
+            return name
+    if all(record.get(name) is not None for name in PREFERENCE_FIELDS):
+        got = "preference pairs (`chosen`, `rejected`), and preference training (DPO and the like) is not supported"
+        wanted = f"{SHAPES['completions']} or {SHAPES['messages']}"
+        raise FormatError(got, f"supervised fine-tuning is supported: write the chosen replies alone as {wanted}")
+    raise FormatError(f"no format of conversations has the fields {excerpt(', '.join(record)) or '(none)'}", ANY_SHAPE)
+
+
+def format_in_file(record: Record, first: ChatFormat | None) -> ChatFormat:
+    """Return the format of a record in a file whose records so far began with `first`: messages and completions may
+    stand together. Raises FormatError for another, and for a record of none."""
+    if first is None:
+        return find_format(record)
+    allowed = f"this file's first record is {first}: each must be {SHAPES[first]}"
+    try:
+        found = find_format(record)
+    except FormatError as error:
+        missing = [name for name in _SIGNS[first] if record.get(name) is None]
+        raise FormatError(f"there is no `{missing[0]}`", allowed) from error
+    if found != first and {found, first} != {"messages", "completions"}:
+        raise FormatError(f"a record of {found} among those of {first}", f"{allowed}; a file has one format")
+    return found
+
+
+def to_messages(record: Record, of: ChatFormat) -> list[Record]:
+    """Return a conversation of a format with messages as a template takes them. Raises FormatError."""
+    if of == "ShareGPT":
+        if record.get("tools"):
+            raise FormatError("`tools` are not read from ShareGPT", _INSTEAD)
+        messages = [_system(record, "ShareGPT")] if record.get("system") else []
+        for number, turn in enumerate(_turns(record, "conversations", "ShareGPT")):
+            name = f"conversations[{number}]"
+            role = _text(turn, "from", name, "ShareGPT")
+            if role in SHAREGPT_TOOLS:
+                raise FormatError(f"`{name}.from` is {show_kind(role)}; tools are not read from ShareGPT", _INSTEAD)
+            if role not in SHAREGPT_ROLES:
+                allowed = f"it may be {', '.join(SHAREGPT_ROLES)}"
+                raise FormatError(f"`{name}.from` is {show_kind(role)}", allowed)
+            if role == "system" and messages:
+                raise FormatError(
+                    f"`{name}.from` is 'system', which the first turn alone may be", "keep one, as the first"
+                )
+            messages.append({"role": SHAREGPT_ROLES[role], "content": _text(turn, "value", name, "ShareGPT")})
+        return messages
+    if of == "Alpaca":
+        # The input stands below the instruction, as other programs put it.
+        if record.get("history"):
+            turns = SHAPES["ShareGPT"]
+            raise FormatError("`history` is not read from Alpaca", f"write conversations of several turns as {turns}")
+        question = _text(record, "instruction", "", "Alpaca")
+        if record.get("input") not in (None, ""):
+            question = f"{question}\n{_text(record, 'input', '', 'Alpaca')}"
+        reply = {"role": "assistant", "content": _text(record, "output", "", "Alpaca")}
+        system = [_system(record, "Alpaca")] if record.get("system") else []
+        return [*system, {"role": "user", "content": question}, reply]
+    messages = _turns(record, "messages", "messages")
+    for number, message in enumerate(messages):
+        name = f"messages[{number}]"
+        role = _text(message, "role", name, "messages")
+        near = SHAREGPT_ROLES.get(role) or closest(role, ROLES)
+        if near and role not in ROLES:
+            raise FormatError(
+                f"`{name}.role` is {show_kind(role)}", f"did you mean {near}? roles are {', '.join(ROLES)}"
+            )
+        said = ("content", "tool_calls", "function_call", "thinking", "reasoning_content")
+        if all(message.get(key) is None for key in said):
+            raise FormatError(f"`{name}` has no `content`", f"each line must be {SHAPES['messages']}")
+    return messages
+
+
+def _turns(record: Record, name: str, of: ChatFormat) -> list[Record]:
+    turns = record[name]
+    if not isinstance(turns, list):
+        raise FormatError(f"`{name}` is {show_kind(turns)}", f"each line must be {SHAPES[of]}")
+    if not turns:
+        raise FormatError(f"`{name}` is empty", f"each line must be {SHAPES[of]}")
+    for number, turn in enumerate(turns):
+        if not isinstance(turn, Mapping):
+            raise FormatError(f"`{name}[{number}]` is {show_kind(turn)}", f"each line must be {SHAPES[of]}")
+    return turns
+
+
+def _system(record: Record, of: ChatFormat) -> Record:
+    return {"role": "system", "content": _text(record, "system", "", of)}
+
+
+def _text(section: Record, key: str, within: str, of: ChatFormat) -> str:
+    value, name = section.get(key), f"{within}.{key}" if within else key
+    if isinstance(value, str):
+        return value
+    got = f"there is no `{name}`" if value is None else f"`{name}` is {show_kind(value)}, not text"
+    raise FormatError(got, f"each line must be {SHAPES[of]}")
 
 
 @dataclass(frozen=True)

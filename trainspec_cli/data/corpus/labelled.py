@@ -14,9 +14,9 @@ from trainspec_cli.core.reading.files import expand
 from trainspec_cli.data.corpus.imaging.images import ImageFolder
 from trainspec_cli.data.corpus.imaging.phantom import Phantoms
 from trainspec_cli.data.corpus.imaging.volumes import VolumeFolder
-from trainspec_cli.data.corpus.manifest import Split
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.data.corpus.shards import Split
 from trainspec_cli.recipe.keys.model import ConvModel
+from trainspec_cli.recipe.keys.run import DataSpec
 
 Labelled = tuple[np.ndarray, np.ndarray]
 """(image, label)"""

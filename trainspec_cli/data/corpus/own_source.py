@@ -17,15 +17,22 @@ from typing import Any
 import numpy as np
 
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.data.corpus.manifest import SCHEMA, Dtype, ShardManifest, Split, SplitSummary, write_manifest
-from trainspec_cli.data.corpus.mistakes import excerpt
-from trainspec_cli.data.corpus.shards import ShardWriter
+from trainspec_cli.data.corpus.rows import excerpt
+from trainspec_cli.data.corpus.samples import hold_out
+from trainspec_cli.data.corpus.shards import (
+    SCHEMA,
+    Dtype,
+    ShardManifest,
+    ShardWriter,
+    Split,
+    SplitSummary,
+    write_manifest,
+)
 from trainspec_cli.data.corpus.sources import check_encodable
-from trainspec_cli.data.corpus.split import hold_out
 from trainspec_cli.recipe.extensions.load import load, own_errors
 from trainspec_cli.recipe.extensions.source import Extension, find, source_sha256
 from trainspec_cli.recipe.extensions.source import source_files as files_of
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.run import DataSpec
 from trainspec_cli.recipe.own_code import own_source
 
 ALLOWED = "text, {'text': text} or a list of token ids is needed"

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainspec_cli.core.errors import Problem, RecipeError, WorkerError
-from trainspec_cli.recipe.canonical import canonical_json
 from trainspec_cli.recipe.extensions.load import arguments, load, own_errors
 from trainspec_cli.recipe.extensions.source import find, source_files, source_sha256
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.run import DataSpec
 from trainspec_cli.recipe.own_code import own_tokenizers
+from trainspec_cli.recipe.records import canonical_json
 
 TRIAL_TEXT = "Tokens, and back: 3 + 4 = 7.\n"
 LARGEST_VOCABULARY = 2**31

@@ -6,24 +6,21 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trainspec_cli.core.cache import make_cache
 from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.node import make_cache
 from trainspec_cli.core.reading.files import expand
 from trainspec_cli.data.corpus import token_files
 from trainspec_cli.data.corpus.bpe import MIN_VOCAB_SIZE, load
 from trainspec_cli.data.corpus.cache import cached_folder
-from trainspec_cli.data.corpus.chat_formats import ChatFormat
-from trainspec_cli.data.corpus.collection import write_collection
-from trainspec_cli.data.corpus.manifest import TOKENIZER_FILE
+from trainspec_cli.data.corpus.chat import ChatFormat
 from trainspec_cli.data.corpus.own_source import source_files, write_own
-from trainspec_cli.data.corpus.publish import publishing
 from trainspec_cli.data.corpus.rows import Packed
 from trainspec_cli.data.corpus.samples import num_samples
-from trainspec_cli.data.corpus.shards import TokenFolder
+from trainspec_cli.data.corpus.shards import TOKENIZER_FILE, TokenFolder, publishing
 from trainspec_cli.data.corpus.source_files import find_files
-from trainspec_cli.data.corpus.sources import READERS, documents
+from trainspec_cli.data.corpus.sources import READERS, documents, write_collection
 from trainspec_cli.data.corpus.tokenise import OnProgress, tokens_before_reply, write_tokens
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.run import DataSpec
 
 
 def prepare(data: DataSpec, on_progress: OnProgress | None = None) -> Path:

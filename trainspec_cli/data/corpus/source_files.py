@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.reading.files import UnreadableFileError, exists, expand, how_to_copy
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.run import DataSpec
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
 STDLIB_LEFT_OUT = frozenset({

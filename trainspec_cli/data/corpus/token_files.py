@@ -15,7 +15,7 @@ import numpy as np
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.reading.files import expand, open_regular, read_bytes
 from trainspec_cli.data.corpus import bpe
-from trainspec_cli.data.corpus.manifest import (
+from trainspec_cli.data.corpus.shards import (
     SCHEMA,
     TOKENIZER_FILE,
     Dtype,
@@ -24,7 +24,7 @@ from trainspec_cli.data.corpus.manifest import (
     SplitSummary,
     write_manifest,
 )
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.run import DataSpec
 
 LLMC_MAGIC, LLMC_HEADER_BYTES = 20240520, 1024
 """llm.c's files of the same kind begin with a header of 256 int32."""

@@ -18,23 +18,24 @@ import numpy as np
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.reading.files import expand
 from trainspec_cli.data.corpus import bpe
-from trainspec_cli.data.corpus.chat import Conversation
-from trainspec_cli.data.corpus.chat_formats import ANY_SHAPE, ChatFormat, describe_formats
-from trainspec_cli.data.corpus.manifest import (
+from trainspec_cli.data.corpus.chat import ANY_SHAPE, ChatFormat, Conversation, describe_formats
+from trainspec_cli.data.corpus.own_tokenizer import OwnTokenizer, tokenizer_sha256
+from trainspec_cli.data.corpus.samples import HeldoutRule, SplitScan, pieces
+from trainspec_cli.data.corpus.shards import (
     SCHEMA,
     SPLITS,
     TOKENIZER_FILE,
     ShardManifest,
+    ShardWriter,
     Split,
     SplitSummary,
+    choose_dtype,
+    write_documents,
     write_manifest,
 )
-from trainspec_cli.data.corpus.own_tokenizer import OwnTokenizer, tokenizer_sha256
-from trainspec_cli.data.corpus.shards import ShardWriter, choose_dtype, write_documents
 from trainspec_cli.data.corpus.sources import Document, documents
-from trainspec_cli.data.corpus.split import HeldoutRule, SplitScan, pieces
 from trainspec_cli.data.huggingface.chat_template import CHATML_TOKENS, Span
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.recipe.keys.run import DataSpec
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer

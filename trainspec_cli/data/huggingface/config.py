@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
-from trainspec_cli.recipe.keys.model_parts import RopeScaling
+from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec, RopeScaling
 
 T = TypeVar("T")
 

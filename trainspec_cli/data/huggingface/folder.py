@@ -12,8 +12,7 @@ from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import UnreadableFileError, read_object
 from trainspec_cli.core.reading.hub_cache import hub_cache, hub_name
 from trainspec_cli.data.huggingface.config import model_type
-from trainspec_cli.data.huggingface.safetensors import StoredTensor, open_checkpoint
-from trainspec_cli.data.huggingface.tensors import HEAD, Shape, parameters
+from trainspec_cli.data.huggingface.safetensors import HEAD, Shape, StoredTensor, open_checkpoint, parameters
 from trainspec_cli.recipe.keys.model import DecoderModel
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,9 @@ from trainspec_cli.core.reading.files import (
     read_object,
     show_kind,
 )
-from trainspec_cli.recipe.canonical import to_plain
-from trainspec_cli.recipe.records import read_record
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
+from trainspec_cli.recipe.keys.training import LoraSpec
+from trainspec_cli.recipe.records import read_record, to_plain
 
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
@@ -141,3 +142,157 @@ def make_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
 
 def _damaged(file: Path, what: str) -> MachineError:
     return MachineError(f"{file} {what}", code="bad_checkpoint", hint="download it again")
+
+
+# The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder. The table serves both
+# directions: loading fills parameters from tensors, exporting cuts parameters into them. Most tensors are a whole
+# parameter; a routed expert's matrices are parts of one, and transposed. LoRA adapters have PEFT's names, and an
+# adapter_config.json.
+
+
+Shape = tuple[int, ...]
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_PEFT_PREFIX = "base_model.model."
+_PROJECTIONS = {
+    "q": "q_proj",
+    "k": "k_proj",
+    "v": "v_proj",
+    "out": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor, and the box of a parameter that it fills."""
+
+    tensor: str
+    start: Shape
+    """The start of the box in the parameter."""
+    shape: Shape
+    """The shape of the box, with as many dims as the parameter."""
+    transposed: bool = False
+    """True if the tensor holds the last two dims in reverse order."""
+
+    @property
+    def tensor_shape(self) -> Shape:
+        """The shape in the file, without the dim of experts."""
+        shape = self.shape[-2:] if self.transposed else self.shape
+        return shape[::-1] if self.transposed else shape
+
+    def overlap(self, start: Shape, shape: Shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+        """Return (slices of this piece, slices of the box at `start`) of the overlap; None if there is none."""
+        inner, outer = [], []
+        for mine, size, theirs, extent in zip(self.start, self.shape, start, shape, strict=True):
+            low, high = max(mine, theirs), min(mine + size, theirs + extent)
+            if low >= high:
+                return None
+            inner.append(slice(low - mine, high - mine))
+            outer.append(slice(low - theirs, high - theirs))
+        return tuple(inner), tuple(outer)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    """The name in the engine's model."""
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def parameters(model: DecoderModel) -> list[Parameter]:
+    """Return every parameter of `model`, in checkpoint order. `config.model_type` must support the model."""
+    hidden, vocab = model.hidden_size, model.vocab_size
+    found = [_whole("embed.weight", EMBED, (vocab, hidden))]
+    for layer in range(model.num_layers):
+        found += _layer(model, layer)
+    found.append(_whole("norm.weight", "model.norm.weight", (hidden,)))
+    return found if model.tied_embeddings else [*found, _whole("head.weight", HEAD, (vocab, hidden))]
+
+
+def _layer(model: DecoderModel, layer: int) -> Iterator[Parameter]:
+    ours, theirs, hidden = f"blocks.{layer}", f"model.layers.{layer}", model.hidden_size
+    yield _whole(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", (hidden,))
+    yield from _attention(model, ours, f"{theirs}.self_attn")
+    yield _whole(f"{ours}.ffn_norm.weight", f"{theirs}.post_attention_layernorm.weight", (hidden,))
+    if model.experts is not None:
+        yield from _experts(model, model.experts, f"{ours}.ffn", theirs)
+        return
+    wide, tall = (model.ffn_size, hidden), (hidden, model.ffn_size)
+    for matrix, shape in {"gate": wide, "up": wide, "down": tall}.items():
+        yield _whole(f"{ours}.ffn.{matrix}.weight", f"{theirs}.mlp.{matrix}_proj.weight", shape)
+
+
+def _attention(model: DecoderModel, ours: str, theirs: str) -> Iterator[Parameter]:
+    hidden, head = model.hidden_size, model.head_dim
+    for matrix, heads in {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}.items():
+        name = f"{ours}.attention.{matrix}"
+        yield _whole(f"{name}.weight", f"{theirs}.{matrix}_proj.weight", (heads * head, hidden))
+        if model.attention_bias != "none":
+            yield _whole(f"{name}.bias", f"{theirs}.{matrix}_proj.bias", (heads * head,))
+    yield _whole(f"{ours}.attention.out.weight", f"{theirs}.o_proj.weight", (hidden, model.num_heads * head))
+    if model.attention_bias == "all":
+        yield _whole(f"{ours}.attention_bias", f"{theirs}.o_proj.bias", (hidden,))
+    if model.qk_norm:
+        for norm in ("q_norm", "k_norm"):
+            yield _whole(f"{ours}.attention.{norm}.weight", f"{theirs}.{norm}.weight", (head,))
+
+
+def _experts(model: DecoderModel, experts: ExpertSpec, ours: str, layer: str) -> Iterator[Parameter]:
+    """Yield the experts' parameters, under Qwen3's names if queries and keys are normalised, else Mixtral's."""
+    theirs = f"{layer}.mlp" if model.qk_norm else f"{layer}.block_sparse_moe"
+    gate, up, down = ("gate_proj", "up_proj", "down_proj") if model.qk_norm else ("w1", "w3", "w2")
+    count, hidden, width = experts.num_experts, model.hidden_size, experts.expert_ffn_size
+
+    def piece(expert: int, matrix: str, column: int, shape: Shape) -> Piece:
+        return Piece(f"{theirs}.experts.{expert}.{matrix}.weight", (expert, 0, column), (1, *shape), transposed=True)
+
+    rows = range(count)
+    halves = [piece(e, name, at, (hidden, width)) for e in rows for name, at in ((gate, 0), (up, width))]
+    downs = [piece(e, down, 0, (width, hidden)) for e in rows]
+    yield _whole(f"{ours}.router.weight", f"{theirs}.gate.weight", (count, hidden))
+    yield Parameter(f"{ours}.experts.up", (count, hidden, 2 * width), tuple(halves))
+    yield Parameter(f"{ours}.experts.down", (count, width, hidden), tuple(downs))
+
+
+def _whole(name: str, tensor: str, shape: Shape) -> Parameter:
+    return Parameter(name, shape, (Piece(tensor, (0,) * len(shape), shape),))
+
+
+def adapters_of(parameter: Parameter, lora: LoraSpec) -> list[Parameter]:
+    """Return the two halves of a matrix's adapter, (R, D) and (F, R); none if it has no adapter."""
+    owner, _, leaf = parameter.name.rpartition(".")
+    if not lora.rank or leaf != "weight" or not owner.startswith("blocks."):
+        return []
+    if owner.rpartition(".")[2] not in lora.targets or len(parameter.shape) != 2:
+        return []
+    outputs, inputs = parameter.shape
+    name = f"{_PEFT_PREFIX}{parameter.pieces[0].tensor.removesuffix('.weight')}"
+    shapes = {"lora_a": ("lora_A", (lora.rank, inputs)), "lora_b": ("lora_B", (outputs, lora.rank))}
+    return [
+        Parameter(f"{owner}.{ours}", shape, (Piece(f"{name}.{theirs}.weight", (0, 0), shape),))
+        for ours, (theirs, shape) in shapes.items()
+    ]
+
+
+def adapter_config(lora: LoraSpec, base: str | None) -> JsonObject:
+    """Return the content of adapter_config.json. `base` names the frozen weights, as from_pretrained takes it."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": [_PROJECTIONS[target] for target in lora.targets],
+        "bias": "none",
+        "inference_mode": True,
+    }

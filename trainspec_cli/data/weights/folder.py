@@ -11,7 +11,7 @@ from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import exists
 from trainspec_cli.data.huggingface.config_reading import read_model
 from trainspec_cli.data.huggingface.folder import CONFIG, check_count, compare_tensors, list_names, read_config
-from trainspec_cli.data.huggingface.tensors import parameters
+from trainspec_cli.data.huggingface.safetensors import parameters
 from trainspec_cli.data.weights import litgpt_config
 from trainspec_cli.data.weights.dcp import Checkpoint
 from trainspec_cli.data.weights.naming import Naming, OtherTensor, other_spellings, other_tensors

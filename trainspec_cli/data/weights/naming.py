@@ -14,7 +14,7 @@ from typing import Literal
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.data.huggingface.config import model_type
-from trainspec_cli.data.huggingface.tensors import EMBED, HEAD, parameters
+from trainspec_cli.data.huggingface.safetensors import EMBED, HEAD, parameters
 from trainspec_cli.data.weights.stored import Shape
 from trainspec_cli.recipe.keys.model import DecoderModel
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from trainspec_cli.engine.comm.codec import WireMeter
 from trainspec_cli.engine.comm.compressed import Compression
 from trainspec_cli.engine.comm.exchange import Peers, Purpose, Tiers, TimeCollective
-from trainspec_cli.engine.comm.wire_bytes import WireMeter
 from trainspec_cli.engine.mesh import Mesh, split_by_tier
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.observe.links import LinkTimers
+from trainspec_cli.engine.parallel.expert import ModuleLosses
 from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
-from trainspec_cli.engine.parallel.lost_gradients import ModuleLosses
 from trainspec_cli.recipe.results.plan import Plan
 
 STEP_EXCHANGES: Mapping[str, Collection[str]] = {

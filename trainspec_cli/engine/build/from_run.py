@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.engine.build.materialise import allocate, build_model, start_buffers
-from trainspec_cli.engine.checkpoint.image import DTYPES
+from trainspec_cli.engine.build.assemble import allocate, build_model, start_buffers
+from trainspec_cli.engine.checkpoint.files import TensorPart
 from trainspec_cli.engine.checkpoint.manifest import read_manifest, verify_files
-from trainspec_cli.engine.checkpoint.parts import TensorPart
-from trainspec_cli.engine.checkpoint.store import PREFIX, fill_parts
-from trainspec_cli.engine.quantised_shares import TENSORS
-from trainspec_cli.run.folder.own_code import describe_changed_code
+from trainspec_cli.engine.checkpoint.memory import DTYPES
+from trainspec_cli.engine.checkpoint.saver import PREFIX, fill_parts
+from trainspec_cli.engine.shares import TENSORS
+from trainspec_cli.run.folder.looks import describe_changed_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 

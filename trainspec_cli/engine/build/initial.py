@@ -13,18 +13,16 @@ from torch import Tensor, nn
 
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.data.huggingface.folder import list_names, open_weights
-from trainspec_cli.data.huggingface.safetensors import StoredTensor
-from trainspec_cli.data.huggingface.tensors import Piece, parameters
+from trainspec_cli.data.huggingface.safetensors import Piece, StoredTensor, parameters
 from trainspec_cli.data.weights.folder import open_other
 from trainspec_cli.data.weights.stored import PartedTensor
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.checkpoint.image import DTYPES
 from trainspec_cli.engine.checkpoint.manifest import read_manifest, verify_files
-from trainspec_cli.engine.checkpoint.store import load_weights
+from trainspec_cli.engine.checkpoint.memory import DTYPES
+from trainspec_cli.engine.checkpoint.saver import load_weights
 from trainspec_cli.engine.comm.json_collectives import errors_together
-from trainspec_cli.engine.finite import NOT_FINITE, count_not_finite, is_finite
-from trainspec_cli.engine.quantised_shares import QuantisedMatrix, split_quantised
-from trainspec_cli.engine.shares import Share
+from trainspec_cli.engine.digest import NOT_FINITE, count_not_finite, is_finite
+from trainspec_cli.engine.shares import QuantisedMatrix, Share, split_quantised
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.paths import RunDir

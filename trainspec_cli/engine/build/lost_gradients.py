@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.checkpoint.parts import TensorPart
+from trainspec_cli.engine.checkpoint.files import TensorPart
 from trainspec_cli.engine.comm.exchange import all_reduce_
 from trainspec_cli.engine.optim.optimizer import without_memory
 from trainspec_cli.engine.shares import Share

@@ -17,7 +17,7 @@ from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.engine.models.own import BlockMaker
 from trainspec_cli.engine.models.own_loss import OwnLinearLoss, load_loss
 from trainspec_cli.engine.own_code import has_values
-from trainspec_cli.engine.parallel.recompute import apply_recompute
+from trainspec_cli.engine.parallel.expert import apply_recompute
 from trainspec_cli.recipe.extensions.load import own_errors
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.keys.run import Recompute

@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainspec_cli.engine.checkpoint.parts import Held
+from trainspec_cli.engine.checkpoint.files import Held
+from trainspec_cli.engine.comm.codec import WireMeter
 from trainspec_cli.engine.comm.compressed import Compression
 from trainspec_cli.engine.comm.exchange import Peers
-from trainspec_cli.engine.comm.wire_bytes import WireMeter
 from trainspec_cli.engine.mesh import Mesh
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.observe.links import LinkTimers
+from trainspec_cli.engine.parallel.expert import ModuleLosses
 from trainspec_cli.engine.parallel.gradient_sums import GradientSums
-from trainspec_cli.engine.parallel.lost_gradients import ModuleLosses
 from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
 from trainspec_cli.engine.shares import Share

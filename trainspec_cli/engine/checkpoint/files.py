@@ -12,12 +12,18 @@ import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.reading.files import read_field, read_object
+from trainspec_cli.engine.accelerators import on_chip, random_state, set_random_state
 from trainspec_cli.engine.checkpoint.manifest import (
     About,
     CheckpointManifest,
@@ -27,6 +33,8 @@ from trainspec_cli.engine.checkpoint.manifest import (
     part_from,
     write_manifest,
 )
+from trainspec_cli.engine.shares import Share, unique_shares
+from trainspec_cli.recipe.structure import convert
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import Fence
 from trainspec_cli.run.folder.paths import RunDir
@@ -147,3 +155,160 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# The content of a checkpoint as named parts of full tensors, and the choice of the rank that writes each part.
+
+
+PartKey = tuple[str, tuple[int, ...]]
+"""(name of the tensor, start of the part in it)"""
+Span = tuple[int, int]
+
+
+class Box(Protocol):
+    """A part of a full tensor, by its place alone."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def overlap(ours: Box, theirs: Box) -> list[Span] | None:
+    """Return the overlap of two parts in the full tensor, by dim; None if empty, [] for a scalar."""
+    spans = [
+        (max(our_start, their_start), min(our_start + our_size, their_start + their_size))
+        for our_start, our_size, their_start, their_size in zip(
+            ours.offsets, ours.shape, theirs.offsets, theirs.shape, strict=True
+        )
+    ]
+    return spans if all(begin < end for begin, end in spans) else None
+
+
+def slices(spans: Sequence[Span], offsets: Sequence[int]) -> tuple[slice, ...]:
+    """Return where `spans` of the full tensor lie in a part that starts at `offsets`."""
+    return tuple(slice(begin - start, end - start) for (begin, end), start in zip(spans, offsets, strict=True))
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A rank's part of a full tensor: `tensor` is the live memory; it starts at `offsets` in `full_shape`."""
+
+    name: str
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    full_shape: tuple[int, ...]
+
+    @staticmethod
+    def whole(name: str, tensor: Tensor) -> TensorPart:
+        return TensorPart(name, tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+
+@dataclass(frozen=True)
+class Held:
+    """The state that a rank saves and loads."""
+
+    shares: Sequence[Share]
+    modules: Sequence[nn.Module]
+    optimizer: torch.optim.Optimizer
+    feedback: Mapping[str, Tensor] = field(default_factory=dict)
+    """Losses of compressed exchanges of gradients on this rank, and what its coordinator keeps, by a name that no other
+    rank or layout has. It is saved and loaded, and stays behind where the state is copied to another replica group."""
+    lost: Sequence[TensorPart] = ()
+    """The same as shares of the parameters, as which they move to another layout; made for that alone."""
+
+    def parts(self) -> list[TensorPart]:
+        """Return the live tensors as parts `model.*` and `optimizer.*`, without empty ones."""
+        return [part for part in self._parts() if part.tensor.numel()]
+
+    def feedback_parts(self) -> list[TensorPart]:
+        return [TensorPart.whole(name, tensor) for name, tensor in self.feedback.items()]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the parts' tensors in an order that depends on the layout alone, the same on ranks with the same
+        parts."""
+        return [part.tensor for part in sorted(self.parts(), key=lambda part: (part.name, part.offsets))]
+
+    def _parts(self) -> Iterator[TensorPart]:
+        yield from self.lost
+        for share in unique_shares(self.shares):
+            yield _part(f"model.{share.name}", share, share.local.detach())
+            for key, value in self.optimizer.state[share.local].items():
+                name = f"optimizer.state.{share.name}.{key}"
+                yield _part(name, share, value) if value.dim() else TensorPart.whole(name, value)
+        buffers = {name: buffer for module in self.modules for name, buffer in kept_buffers(module)}
+        yield from (TensorPart.whole(f"model.{name}", buffer) for name, buffer in buffers.items())
+
+
+def _part(name: str, share: Share, tensor: Tensor) -> TensorPart:
+    return TensorPart(name, tensor, *share.place_of(tensor))
+
+
+def kept_buffers(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """Return the buffers that training changes; they are the same on every rank that holds them."""
+    kept = module.state_dict(keep_vars=True).keys()
+    return ((name, buffer) for name, buffer in module.named_buffers() if name in kept)
+
+
+@torch.no_grad()
+def copy_twins(shares: Sequence[Share], optimizer: torch.optim.Optimizer) -> None:
+    """Copy loaded values to a second copy of a parameter on this rank (a tied embedding on two stages)."""
+    first = {share.name: share for share in unique_shares(shares)}
+    for share in shares:
+        source = first[share.name]
+        if source is not share:
+            share.local.copy_(source.local)
+            for key, value in optimizer.state[share.local].items():
+                value.copy_(optimizer.state[source.local][key])
+
+
+def rng_parts(rank: int, device: torch.device) -> list[TensorPart]:
+    """Return copies of the states of this rank's random generators."""
+    states = {"cpu": torch.get_rng_state()}
+    if on_chip(device):
+        states[device.type] = random_state(device)
+    return [TensorPart.whole(f"rng.{rank}.{kind}", state) for kind, state in states.items()]
+
+
+def set_rng(parts: Sequence[TensorPart], device: torch.device) -> None:
+    """Set the random generators to the states loaded into `rng_parts`."""
+    for part in parts:
+        if part.name.endswith(".cpu"):
+            torch.set_rng_state(part.tensor)
+        else:
+            set_random_state(part.tensor, device)
+
+
+def read_held(rows: Iterable[tuple[Any, Any, Any]]) -> dict[PartKey, int]:
+    """Parse the parts that a rank holds from JSON rows of name, offsets and bytes. Raises ValueError."""
+    return {(convert(str, name), convert(tuple[int, ...], offsets)): convert(int, size) for name, offsets, size in rows}
+
+
+def choose_owners(held: Sequence[dict[PartKey, int]]) -> dict[PartKey, int]:
+    """Return the rank that writes each part, given the parts with their bytes that each rank holds: `held[rank]`.
+
+    The largest parts are assigned first, each to the holder with the least to write so far. Every rank that computes
+    this from the same lists gets the same result.
+    """
+    holders: defaultdict[PartKey, list[int]] = defaultdict(list)
+    sizes: dict[PartKey, int] = {}
+    for rank, parts in enumerate(held):
+        for key, size in parts.items():
+            holders[key].append(rank)
+            sizes[key] = size
+    owners: dict[PartKey, int] = {}
+    load_bytes = [0] * len(held)
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        owner = min(holders[key], key=lambda rank: (load_bytes[rank], rank))
+        load_bytes[owner] += sizes[key]
+        owners[key] = owner
+    return owners

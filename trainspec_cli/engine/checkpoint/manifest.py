@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainspec_cli.balance.batch.noise import BatchPace
+from trainspec_cli.balance.batch.batch import BatchPace
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.reading.files import read_object
 from trainspec_cli.core.trust import is_plain_name

@@ -7,19 +7,130 @@ may start a thread or touch a GPU before the fork: the parent imports, and does 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
+import math
 import os
 import runpy
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
+from queue import Queue
+from typing import NoReturn
 
+import torch
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.numa.binding import NumaOptions
 
-from trainspec_cli.engine.comm.forked_process import ForkedProcess
+from trainspec_cli.core.environment_names import RANK, rank_title
+from trainspec_cli.engine.accelerators import on_chip, own_stream, synchronise_stream
+from trainspec_cli.engine.digest import Mark, mark, wait_for
+
+# A forked child that runs a program as a process of its own would, with the parent's imports at hand.
+
+
+POLL_S = 0.01
+
+
+class ForkedProcess:
+    """A forked child with what torchrun uses of `subprocess.Popen`."""
+
+    def __init__(self, program: Callable[[], None], environment: Mapping[str, str], stdout: int, stderr: int):
+        """Run `program` in a child of this process that leads a session of its own, with this environment and these
+        descriptors for its output. Returns when the child is a session's leader and bears its rank's title."""
+        self.returncode: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        ready, is_ready = os.pipe()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run_as_process(program, environment, (stdout, stderr), mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(is_ready)
+        os.read(ready, 1)
+        os.close(ready)
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative for a signal; None while the process lives."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code. Raises subprocess.TimeoutExpired where the process outlives `timeout`, in seconds."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if timeout is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout)
+            time.sleep(POLL_S)
+        return code
+
+
+def _run_as_process(
+    program: Callable[[], None],
+    environment: Mapping[str, str],
+    outputs: tuple[int, int],
+    mask: set[int | signal.Signals],
+) -> NoReturn:
+    """Run `program` as a new process would, with nothing left of the parent's signal handlers and files, and exit."""
+    code = 1
+    try:
+        os.setsid()
+        Path("/proc/self/comm").write_text(rank_title(environment[RANK]))
+        _redirect(outputs)
+        _reset_signals(mask)
+        os.environ.clear()
+        os.environ.update(environment)
+        code = _exit_code_of(program)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    finally:
+        os._exit(code)
+
+
+def _redirect(outputs: tuple[int, int]) -> None:
+    """Write to the two descriptors from now on, and close all others: the parent waits for one, and the other end of a
+    connection is to see that the parent is gone."""
+    for descriptor, own in zip(outputs, (sys.stdout, sys.stderr), strict=True):
+        os.dup2(descriptor, own.fileno())
+        own.reconfigure(write_through=True)  # type: ignore[union-attr]
+    os.closerange(3, 1 + max(int(entry.name) for entry in Path("/proc/self/fd").iterdir()))
+
+
+def _reset_signals(mask: set[int | signal.Signals]) -> None:
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _exit_code_of(program: Callable[[], None]) -> int:
+    """Run a program to its end; an exception is written to stderr, as Python does."""
+    try:
+        program()
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        return 1
+    return 0
+
 
 ENGINE, TOOLS = "trainspec_cli.engine", "trainspec_cli.engine.tools"
 WITHOUT_CUDA_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -64,3 +175,85 @@ def _forking_handler(
 def _run_module(module: str, arguments: Sequence[str]) -> None:
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+# Work in a thread of its own, one piece after another, while the main thread computes.
+
+
+UNHEARD_S = 10.0
+
+
+class Background:
+    """Runs what it is given in the order in which it came. The end of the process does not wait for it."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        note: Callable[[float, float], None],
+        most_waiting: int = 0,
+        give_up: Callable[[], object] | None = None,
+    ):
+        """`note` is called with the times when each piece began and ended, on the host's clock. `start` waits while
+        `most_waiting` pieces have not begun; 0: it never does. `give_up` is called where the main thread has not heard
+        of an error for `UNHEARD_S`: it may wait for other ranks, and they for what was not run."""
+        self._device, self._note, self._give_up = device, note, give_up
+        self._unheard: threading.Timer | None = None
+        self._given: Queue[Callable[[], None] | None] = Queue(most_waiting)
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def start(self, act: Callable[[], None], after: Callable[[], object] = lambda: None) -> None:
+        """Run `act` after what was started before it, once the device has done what the current stream has to do, and
+        when `after` has returned. Raises the first error of what was started before."""
+        if self._error is not None:
+            self.wait()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="exchange", daemon=True)
+            self._thread.start()
+        reached = mark(on_gpu=on_chip(self._device))
+        self._given.put(lambda: self._run(act, reached, after))
+
+    def wait(self) -> None:
+        """Wait until all is done. Raises the first error; what was started after it has not been run."""
+        self._given.join()
+        if (error := self.take_error()) is not None:
+            raise error
+
+    def take_error(self) -> BaseException | None:
+        """Return the first error, which nobody has to hear of any more."""
+        error, self._error = self._error, None
+        if self._unheard is not None:
+            self._unheard.cancel()
+        return error
+
+    def close(self) -> None:
+        """End the thread once all is done."""
+        if self._thread is not None:
+            self._given.put(None)
+            self._thread = None
+
+    def _work(self) -> None:
+        with own_stream(self._device):
+            while (act := self._given.get()) is not None:
+                try:
+                    if self._error is None:
+                        act()
+                except BaseException as error:  # the main thread raises it
+                    self._error = error
+                    self._await_main()
+                del act  # it holds tensors
+                self._given.task_done()
+
+    def _await_main(self) -> None:
+        if self._give_up is not None:
+            self._unheard = threading.Timer(UNHEARD_S, self._give_up)
+            self._unheard.daemon = True
+            self._unheard.start()
+
+    def _run(self, act: Callable[[], None], reached: Mark, after: Callable[[], object]) -> None:
+        wait_for(reached)
+        after()
+        started_s = time.perf_counter()
+        act()
+        synchronise_stream(self._device)
+        self._note(started_s, time.perf_counter())

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainspec_cli.core.errors import ERRORS_OF_RUNS, Problem, TrainspecError, WorkerError
-from trainspec_cli.recipe.canonical import from_plain, to_plain
+from trainspec_cli.recipe.records import from_plain, to_plain
 
 T = TypeVar("T")
 

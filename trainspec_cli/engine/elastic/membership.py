@@ -20,14 +20,13 @@ from torch import Tensor
 
 from trainspec_cli.core.wire.client import JsonClient
 from trainspec_cli.core.wire.rendezvous import FormedQuorum, GroupBeat, JoinQuorum, QuorumRequest, to_json
+from trainspec_cli.engine.comm.codec import Connection, open_connections
 from trainspec_cli.engine.comm.compressed import CompressedSum
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
 from trainspec_cli.engine.comm.rendezvous import connect
-from trainspec_cli.engine.comm.wire_bytes import Connection, open_connections
 from trainspec_cli.engine.elastic.cross_group import CrossGroupComm
-from trainspec_cli.recipe.canonical import from_plain, to_plain
-from trainspec_cli.recipe.records import read_record
-from trainspec_cli.run.recovery.quorum import plan_healing
+from trainspec_cli.recipe.records import from_plain, read_record, to_plain
+from trainspec_cli.run.recovery.reliability import plan_healing
 
 BEAT_INTERVAL_S = 0.1
 ANSWER_TIMEOUT_S = 30 * 60.0

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainspec_cli.engine.batch import IGNORED_TARGET
+from trainspec_cli.engine.digest import IGNORED_TARGET
 
 
 def full(x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, _chunk: object = None) -> Tensor:

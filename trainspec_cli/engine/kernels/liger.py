@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainspec_cli.engine.batch import IGNORED_TARGET
+from trainspec_cli.engine.digest import IGNORED_TARGET
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float | None) -> Tensor:

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from trainspec_cli.engine.models.norm import RMSNorm
 from trainspec_cli.engine.models.rope import apply_rope, score_factor
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.model_parts import SINK_DIMS
+from trainspec_cli.recipe.keys.model import SINK_DIMS, DecoderModel
 
 
 def attention(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.batch import IGNORED_TARGET
-from trainspec_cli.recipe.keys.model_parts import LOSS_CHUNK_BYTES, loss_chunk_tokens
+from trainspec_cli.engine.digest import IGNORED_TARGET
+from trainspec_cli.recipe.keys.model import LOSS_CHUNK_BYTES, loss_chunk_tokens
 
 
 class ChunkCrossEntropy(nn.Module):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.recipe.keys.model_parts import Activation
+from trainspec_cli.recipe.keys.model import Activation
 
 
 def squared_relu(x: Tensor) -> Tensor:

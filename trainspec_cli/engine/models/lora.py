@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.models.quantised import QuantisedLinear, quantise_blocks
-from trainspec_cli.recipe.keys.lora import LoraSpec
+from trainspec_cli.recipe.keys.training import LoraSpec
 
 
 class LoraLinear(nn.Linear):

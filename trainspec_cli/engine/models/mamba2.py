@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.models.norm import precise
-from trainspec_cli.recipe.keys.model import HybridModel
-from trainspec_cli.recipe.keys.model_parts import CONV_TAPS, SCAN_BLOCK
+from trainspec_cli.recipe.keys.model import CONV_TAPS, SCAN_BLOCK, HybridModel
 
 STEP_RANGE = (1e-3, 0.1)
 """Initial values of the step dt, log-uniform."""

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from trainspec_cli.engine.models.experts import Experts, LocalDispatch, count_experts
 from trainspec_cli.engine.models.feed_forward import FeedForward
 from trainspec_cli.engine.models.norm import precise
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec
 
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {"softmax": lambda x: x.softmax(-1), "sigmoid": torch.sigmoid}
 

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.engine.batch import IGNORED_TARGET
+from trainspec_cli.engine.digest import IGNORED_TARGET
 from trainspec_cli.engine.models.cross_entropy import LinearCrossEntropy
 from trainspec_cli.engine.own_code import has_values, is_no_fault
 from trainspec_cli.recipe.extensions.load import arguments, load, own_errors
 from trainspec_cli.recipe.extensions.source import Extension
-from trainspec_cli.recipe.keys.model_parts import loss_chunk_tokens
+from trainspec_cli.recipe.keys.model import loss_chunk_tokens
 
 TRIAL_TOKENS = 6
 AGREEMENT = 1e-5

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.nf4 import Nf4, Place, dequantise, magnitude_table, pair_table, shapes_of
-from trainspec_cli.engine.quantised_shares import TENSORS
-from trainspec_cli.engine.shares import Cut
+from trainspec_cli.engine.shares import TENSORS, Cut
 
 
 class QuantisedLinear(nn.Module):

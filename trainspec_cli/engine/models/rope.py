@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from trainspec_cli.recipe.keys.model_parts import RopeScaling
+from trainspec_cli.recipe.keys.model import RopeScaling
 
 
 def rope_angles(

@@ -11,18 +11,98 @@ against the parts (`intervals.py`).
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from trainspec_cli.engine.accelerators import on_chip
-from trainspec_cli.engine.marks import Mark, elapsed_s, mark, wait_for
-from trainspec_cli.engine.observe.intervals import ExchangeTime, Interval, exchange_time
-from trainspec_cli.engine.observe.processor import ProcessorClock
-from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.engine.digest import Mark, elapsed_s, mark, wait_for
+from trainspec_cli.run.folder.event_types.events import PARTS
+
+# The exposed part of a step's exchanges: the time in which they went on and nothing was computed beside them.
+
+
+Interval = tuple[float, float]
+"""(begin, end) in seconds of one clock."""
+
+
+@dataclass(frozen=True)
+class ExchangeTime:
+    seconds: float
+    """Time in which at least one exchange went on."""
+    exposed_s: float
+    """The part of it in which nothing was computed."""
+
+
+def exchange_time(exchanges: Iterable[Interval], computing: Iterable[Interval]) -> ExchangeTime:
+    """Return how long the exchanges took and how much of that was exposed; intervals may overlap, in any order."""
+    going_on, busy = _union(exchanges), _union(computing)
+    seconds = _length_s(going_on)
+    return ExchangeTime(seconds, seconds - _common_s(going_on, busy))
+
+
+def _union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return disjoint intervals that cover the same time, in order."""
+    joined: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _length_s(intervals: Iterable[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def _common_s(first: list[Interval], second: list[Interval]) -> float:
+    """Return how long the time is that lies in both, each of which is a union."""
+    common_s, place = 0.0, 0
+    for begin, end in first:
+        while place < len(second) and second[place][1] <= begin:
+            place += 1
+        at = place
+        while at < len(second) and second[at][0] < end:
+            common_s += min(end, second[at][1]) - max(begin, second[at][0])
+            at += 1
+    return common_s
+
+
+# The main thread's time on a processor, and its time of waiting for one, as the kernel counts them (`schedstat`).
+
+
+SCHEDULED = "/proc/self/schedstat"
+LINE_BYTES = 80
+
+
+class ProcessorClock:
+    """Opened by the process that it is about: a forked one opens its own. Elsewhere than on Linux all is 0."""
+
+    def __init__(self) -> None:
+        self._descriptor = -1
+        with suppress(OSError):
+            self._descriptor = os.open(SCHEDULED, os.O_RDONLY | os.O_CLOEXEC)
+            self._close = weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self) -> tuple[float, float]:
+        """Return (seconds that the main thread has run, seconds that it could run and had no processor)."""
+        if self._descriptor < 0:
+            return 0.0, 0.0
+        ran_ns, queued_ns, _ = os.pread(self._descriptor, LINE_BYTES, 0).split()
+        return int(ran_ns) / 1e9, int(queued_ns) / 1e9
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            self._close()
+            self._descriptor = -1
+
 
 COMPUTING = ("forward", "backward", "optimizer")
 

@@ -9,26 +9,31 @@ cannot be told from 0, it is left out.
 from __future__ import annotations
 
 import gc
+import math
 import os
 import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+import psutil
 import torch
 
-from trainspec_cli.engine.accelerators import allocator_count, on_chip
-from trainspec_cli.engine.batch import MicroBatch
-from trainspec_cli.engine.comm.connections import ConnectionCounter
-from trainspec_cli.engine.observe.clock import QueuedTime
-from trainspec_cli.engine.observe.processor import ProcessorClock
-from trainspec_cli.recipe.canonical import ABSENT
-from trainspec_cli.run.folder.event_types.observed import CountersEvent
+from trainspec_cli.core.node import cpu_name
+from trainspec_cli.core.printable import format_bytes
+from trainspec_cli.engine.accelerators import allocator_count, chip_name, device_memory, on_chip, synchronise
+from trainspec_cli.engine.comm.joining import ConnectionCounter
+from trainspec_cli.engine.digest import MicroBatch
+from trainspec_cli.engine.observe.clock import ProcessorClock, QueuedTime
+from trainspec_cli.recipe.records import ABSENT
+from trainspec_cli.run.folder.event_types.events import CountersEvent
+from trainspec_cli.run.recovery.watch import WINDOW, slope_per_step, steps_until_full
 
 WINDOW_S = 0.5
 """The counters are read so often at the most: reading and writing take a thousandth of that."""
@@ -282,3 +287,161 @@ def _compiles() -> int:
 
 def _allocator_retries(device: torch.device) -> int:
     return allocator_count(device, "num_alloc_retries")
+
+
+# The device of this rank: its name, its speed, the memory used.
+
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+PRODUCTS: tuple[Product, ...] = (lambda a, b: a @ b, lambda a, b: a @ b.T, lambda a, b: a.T @ b)
+"""A layer's products, forward and backward. CPUs differ in them, tenfold in a format that they do not have."""
+MATMUL_SIZES, CHIP_MATMUL_SIZES = (1024, 2048), (4096, 8192)
+MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02
+"""A size is tried in so many rounds, of one product at least; the best counts."""
+MATMUL_LIMIT_S = 1.0
+"""No round begins after so long, and no size is tried whose product takes longer: a CPU that has no bf16 makes some
+1 GFLOP a second in it."""
+
+
+@dataclass(frozen=True)
+class Peak:
+    flops: float
+    """FLOP/s of one device."""
+    source: str
+    """The source of the value; it is shown with every MFU."""
+
+
+def device_name(device: torch.device) -> str:
+    return chip_name(device) if on_chip(device) else cpu_name()
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
+    """The best rate of a square matrix product, with every rank of the node measuring at the same time."""
+    best, products = 0.0, PRODUCTS[:1] if on_chip(device) else PRODUCTS
+    limits = MATMUL_ROUNDS, MATMUL_ROUND_S, MATMUL_LIMIT_S
+    for size in CHIP_MATMUL_SIZES if on_chip(device) else MATMUL_SIZES:
+        rates = [matmul_flops(device, dtype, size, *limits, product) for product in products]
+        products = (products[rates.index(max(rates))],)
+        best = max(best, *rates)
+        if 8 * (2 * size**3) / max(rates) > MATMUL_LIMIT_S:  # of the next size, which is twice as large
+            break
+    return Peak(best, f"best {str(dtype).removeprefix('torch.')} matmul measured on this device")
+
+
+def matmul_flops(
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int,
+    rounds: int,
+    round_s: float,
+    limit_s: float = math.inf,
+    product: Product = PRODUCTS[0],
+) -> float:
+    """Return the FLOP/s of a square product in the quickest round."""
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / quickest_s(lambda: product(a, b), device, rounds, round_s, limit_s)
+
+
+def quickest_s(
+    call: Callable[[], Any], device: torch.device, rounds: int, round_s: float = 0.0, limit_s: float = math.inf
+) -> float:
+    """Return the seconds of a call in the quickest round, after one call that does not count.
+
+    A round makes calls for `round_s`, and one at least: what another program takes away is not the call's own. None but
+    the first begins after `limit_s`.
+    """
+    call()
+    quickest, started = math.inf, time.perf_counter()
+    for _ in range(rounds):
+        quickest = min(quickest, _round_s(call, device, round_s))
+        if time.perf_counter() - started > limit_s:
+            break
+    return quickest
+
+
+def _round_s(call: Callable[[], Any], device: torch.device, round_s: float) -> float:
+    synchronise(device)
+    calls, taken_s, started = 0, 0.0, time.perf_counter()
+    while not calls or taken_s < round_s:
+        call()
+        synchronise(device)
+        calls, taken_s = calls + 1, time.perf_counter() - started
+    return taken_s / calls
+
+
+def free_bytes(device: torch.device) -> float:
+    """Return the memory that this process may still take: of a GPU all that is free, of a host its part of it."""
+    if on_chip(device):
+        return float(device_memory(device).available)
+    return psutil.virtual_memory().available / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def device_allocations(device: torch.device) -> int:
+    """Return how often this process has allocated from the device's driver; 0 on a CPU."""
+    return allocator_count(device, "num_device_alloc")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the allocator's peak on a GPU, the resident peak of this process on a CPU."""
+    if on_chip(device):
+        return torch.accelerator.max_memory_allocated(device)
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+
+
+# Watch this rank's memory from step to step, and report a leak once, while the run is still alive.
+
+
+SETTLING_STEPS = 10
+"""The first steps, which allocate memory that later ones reuse."""
+
+
+@dataclass
+class Readings:
+    steps: deque[int] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    used_bytes: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+
+class MemoryWatch:
+    """Takes a reading every few steps, so that a window spans a fraction of the run, whatever its length."""
+
+    def __init__(self, device: torch.device, first_step: int, last_step: int):
+        self._device, self._last_step = device, last_step
+        self._first_step = first_step + SETTLING_STEPS
+        self._every_steps = max(1, (last_step - first_step) // (4 * WINDOW))
+        self._readings: dict[str, Readings] = {}
+        self._sizes = set[int]()
+        self._process = psutil.Process()
+
+    def check(self, step: int, micro_batch_size: int = 0) -> str | None:
+        """Return a warning if one kind of memory grows so fast that it will run out before the last step. A step whose
+        largest micro-batch has another size than any before it allocates anew, as the first ones do."""
+        if micro_batch_size not in self._sizes:
+            if self._sizes and self._first_step <= self._last_step:
+                self._first_step = max(self._first_step, step + SETTLING_STEPS)
+                self._readings.clear()
+            self._sizes.add(micro_batch_size)
+        if step < self._first_step or step % self._every_steps:
+            return None
+        for kind, (used_bytes, free_bytes) in self._usage().items():
+            readings = self._readings.setdefault(kind, Readings())
+            readings.steps.append(step)
+            readings.used_bytes.append(used_bytes)
+            left = steps_until_full(list(readings.steps), list(readings.used_bytes), free_bytes)
+            if left is not None and step + left < self._last_step:
+                self._first_step = self._last_step + 1
+                slope = slope_per_step(list(readings.steps), list(readings.used_bytes))
+                return (
+                    f"{kind} memory grows by {format_bytes(slope)} a step and will be full at about step "
+                    f"{step + left:.0f}, before the last one ({self._last_step}): something keeps what it should free"
+                )
+        return None
+
+    def _usage(self) -> dict[str, tuple[float, float]]:
+        """Map each kind of memory to (bytes this process uses, bytes left)."""
+        host = (float(self._process.memory_info().rss), float(psutil.virtual_memory().available))
+        if not on_chip(self._device):
+            return {"host": host}
+        memory = device_memory(self._device)
+        return {"host": host, "device": (float(memory.used), float(memory.available))}

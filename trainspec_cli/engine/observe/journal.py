@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Protocol
 
 from trainspec_cli.engine.observe.own import OptionalCodeError, watchers_of
-from trainspec_cli.recipe.canonical import Absent, digest, to_plain
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.run.folder.event_types.decisions import BucketsEvent, MemoryEvent, SchedulerEvent
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.training import (
+from trainspec_cli.recipe.records import Absent, digest, to_plain
+from trainspec_cli.run.folder.event_types.events import (
+    BucketsEvent,
     EvalEvent,
+    Event,
+    MemoryEvent,
     SampleEvent,
+    SchedulerEvent,
     SetFigures,
     StartEvent,
     StepEvent,

@@ -19,12 +19,12 @@ import torch
 from trainspec_cli.core.errors import Problem, RecipeError, WorkerError, did_you_mean
 from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.engine.accelerators import started_kind
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.extensions.load import load, own_errors
 from trainspec_cli.recipe.extensions.source import Extension
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.own_code import own_callbacks, own_trackers
-from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.run.folder.event_types.events import Event
 from trainspec_cli.run.folder.paths import RunDir
 
 CALLBACK_METHODS = {kind: f"on_{kind}" for kind in ("start", "step", "eval", "checkpoint", "sample", "warning", "end")}

@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 import torch
 
-from trainspec_cli.engine.comm import background
-from trainspec_cli.recipe.results.look import CodeLine
+from trainspec_cli.engine.comm import forking as background
+from trainspec_cli.recipe.results.verdict import CodeLine
 
 PERIOD_S = 0.005
 MOST_SAMPLES = 4000

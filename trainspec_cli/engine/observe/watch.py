@@ -28,15 +28,14 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.core.errors import WorkerError
-from trainspec_cli.engine.comm import background
+from trainspec_cli.engine.comm import forking as background
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.observe.stack_samples import is_in_exchange
-from trainspec_cli.run.folder.event_types.observed import HangEvent, LateStepEvent, StallEvent
-from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.run.folder.event_types.events import HangEvent, LateStepEvent, StallEvent, WarningEvent
 from trainspec_cli.run.folder.events import tail_events
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import WorkerErrorRecord, write_error
-from trainspec_cli.run.recovery.hang import (
+from trainspec_cli.run.recovery.watch import (
     NOTE_S,
     READING_THREAD,
     Whereabouts,

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainspec_cli.engine.optim.guarded import Group, Guard, GuardedOptimizer
+from trainspec_cli.engine.optim.whole import Group, Guard, GuardedOptimizer
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.recipe.keys.optim import BLOCK, QUANTISED_ROW, QUANTISED_SIZE
+from trainspec_cli.recipe.keys.training import BLOCK, QUANTISED_ROW, QUANTISED_SIZE
 
 EXPONENTS = 7
 """Powers of ten that the map covers."""

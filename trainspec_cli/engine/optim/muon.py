@@ -18,10 +18,9 @@ from torch import Tensor
 
 from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.comm.exchange import TimeCollective
-from trainspec_cli.engine.optim.guarded import Group, Guard, GuardedOptimizer
-from trainspec_cli.engine.optim.whole import gather_own, scatter_own
+from trainspec_cli.engine.optim.whole import Group, Guard, GuardedOptimizer, gather_own, scatter_own
 from trainspec_cli.engine.shares import Share, Split
-from trainspec_cli.recipe.keys.optim import STACKED_VALUES
+from trainspec_cli.recipe.keys.training import STACKED_VALUES
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from trainspec_cli.engine.comm.exchange import TimeCollective
 from trainspec_cli.engine.optim.adamw8bit import AdamW8bit, is_quantised
-from trainspec_cli.engine.optim.guarded import Group, GuardedOptimizer, start_adamw
 from trainspec_cli.engine.optim.muon import Muon, is_hidden_matrix
+from trainspec_cli.engine.optim.whole import Group, GuardedOptimizer, start_adamw
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.training import OptimSpec
 
 
 def fused(groups: Sequence[Group], lr: float, betas: tuple[float, float], eps: float) -> torch.optim.AdamW:

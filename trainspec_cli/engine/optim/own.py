@@ -24,8 +24,8 @@ from trainspec_cli.engine.own_code import is_no_fault
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.extensions.load import arguments, load, own_errors
 from trainspec_cli.recipe.extensions.source import Extension
-from trainspec_cli.recipe.keys.optim import OptimSpec
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.keys.training import OptimSpec
 from trainspec_cli.recipe.own_code import own_optimizer
 
 Entry = Tensor | int | float | bool

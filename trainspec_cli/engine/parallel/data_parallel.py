@@ -33,8 +33,8 @@ from trainspec_cli.engine.comm.exchange import (
     reduce_scatter,
     sent_bytes,
 )
+from trainspec_cli.engine.parallel.expert import ModuleLosses
 from trainspec_cli.engine.parallel.gradient_sums import GradientSums, Route
-from trainspec_cli.engine.parallel.lost_gradients import ModuleLosses
 from trainspec_cli.engine.parallel.noise import (
     Columns,
     HeldBy,

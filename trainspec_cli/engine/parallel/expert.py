@@ -8,15 +8,24 @@ L experts held here (E / n), D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from trainspec_cli.engine.comm.exchange import Peers, exchange, sent_bytes
+from trainspec_cli.engine.comm.compressed import Feedback
+from trainspec_cli.engine.comm.exchange import Peers, all_reduce_, exchange, reduce_scatter, sent_bytes
+from trainspec_cli.engine.parallel.noise import trained, trained_columns
 from trainspec_cli.engine.shares import Cut
+from trainspec_cli.recipe.keys.run import Recompute
 
 
 def apply_expert_parallel(model: Any, peers: Peers, sort: Sort) -> dict[str, Cut]:
@@ -98,3 +107,162 @@ def _by_expert(came_nL: Tensor, rows: int) -> Tensor:
     """(N,): rows stand by sender and then by expert; where to take them from to stand by expert."""
     expert_nL = torch.arange(came_nL.shape[1], device=came_nL.device).expand_as(came_nL)
     return expert_nL.flatten().repeat_interleave(came_nL.flatten(), output_size=rows).argsort(stable=True)
+
+
+# Linear layers that multiply in fp8, by torchao (extra `float8`): inputs and weights rounded to e4m3, gradients of
+# outputs to e5m2, one scale a tensor, sums in fp32 (arXiv:2209.05433). Parameters stay what they are: sharding,
+# checkpoints and the optimizer see no difference. A rank's scales are those of its own parts. On a CPU the rounding
+# is exact and the product is one of fp32: right in numbers, slow.
+
+
+def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
+    """Replace every linear layer of the blocks (on meta) in place; experts' grouped products and the head stay."""
+    from torchao.float8 import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear
+
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=not emulate)  # kernels take multiples of 16
+    for block in blocks:
+        linears = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+        for name, linear in linears:
+            owner, _, leaf = name.rpartition(".")
+            setattr(block.get_submodule(owner), leaf, Float8Linear.from_float(linear, config))
+
+
+# Activations that are computed again in the backward instead of being kept (arXiv:1604.06174). `full` keeps a block's
+# input alone. `selective` keeps what matrix products and attention computed and repeats the cheap rest: norms,
+# rotations, activation functions, casts.
+
+
+_aten = torch.ops.aten
+COSTLY = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.convolution.default,
+        _aten._grouped_mm.default,
+        _aten._scaled_mm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""Operations whose results `selective` keeps."""
+
+
+def apply_recompute(blocks: Sequence[nn.Module], recompute: Recompute, *, compiled: bool = False) -> None:
+    """Change the blocks' forwards in place; names of parameters stay as they are."""
+    if recompute == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if recompute == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy) if compiled else _keep_and_recall
+    for block in blocks:
+        forward = block.forward
+        if compiled and recompute == "full":
+            # A compiler leaves the whole of a checkpoint alone whose inside it cannot take in one graph: with tp, ep
+            # or a split backward. Then it compiles the parts inside; else it takes both at once, as without this.
+            forward = torch.compile(forward)
+        block.forward = _recomputed(forward, options)  # type: ignore[method-assign]
+
+
+def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def recomputed(*inputs: Any) -> Any:
+        return checkpoint(forward, *inputs, **options)
+
+    return recomputed
+
+
+def _keep_and_recall() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+    """torch's own contexts want every operation to come again, which those of FSDP2's hooks inside a block do not."""
+    kept: deque[Any] = deque()
+    return _Keep(kept), _Recall(kept)
+
+
+class _Keep(TorchDispatchMode):
+    """Around the first pass."""
+
+    def __init__(self, kept: deque[Any]):
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in COSTLY:
+            self.kept.append(tree_map_only(Tensor, Tensor.detach, result))
+        return result
+
+
+class _Recall(TorchDispatchMode):
+    """Around the second: costly operations come in the same order, and their results are at hand."""
+
+    def __init__(self, kept: deque[Any]):
+        super().__init__()
+        self.kept = kept
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.kept.popleft() if func in COSTLY else func(*args, **(kwargs or {}))
+
+
+def _policy(_context: Any, operation: Any, *_inputs: Any, **_options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in COSTLY else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# What the compressed exchanges of a module have lost, as shares of its parameters: the form that fits any layout.
+# Each rank keeps what its own encoding has lost of the gradients that it sent (`comm/compressed.py`), which belongs
+# to the rows of one layout. Their sum over the ranks is what the sums of gradients lack so far, and has the shape of
+# the gradients: a rank's share of it moves to another layout as a moment does. There the rank keeps it for its own
+# row, which no exchange over shards encodes.
+
+
+@dataclass(frozen=True)
+class ModuleLosses:
+    """The feedback of a module's exchanges of gradients on this rank, first over shards, then over replicas."""
+
+    module: nn.Module
+    shards: dist.ProcessGroup
+    replicas: dist.ProcessGroup
+    over_shards: Feedback | None
+    over_replicas: Feedback | None
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter.sharded_param for parameter in trained(self.module)]
+
+    @torch.no_grad()
+    def sum_up(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter with what the sums of its gradients lack, this rank's share, flat, in fp32.
+
+        Called by the ranks of both groups together.
+        """
+        feedback = self.over_shards or self.over_replicas
+        assert feedback is not None, "a module without feedback has lost nothing"
+        own_N = torch.zeros(sum(self._columns), device=feedback.settled.device)
+        if self.over_shards is not None:
+            reduce_scatter(own_N, self.over_shards.settled.float().view(self.shards.size(), -1), self.shards)
+        if self.over_replicas is not None:
+            own_N += self.over_replicas.settled
+        if self.replicas.size() > 1:
+            all_reduce_(own_N, self.replicas)
+        yield from zip(self.parameters, own_N.split(self._columns), strict=True)
+
+    @torch.no_grad()
+    def take(self, share_of: Callable[[nn.Parameter], Tensor]) -> None:
+        """Keep, in the place of what was kept, `share_of` each parameter; the replicas keep an equal part of it."""
+        parts = []
+        for parameter, columns in zip(self.parameters, self._columns, strict=True):
+            share = share_of(parameter).float().flatten() / self.replicas.size()
+            parts.append(torch.nn.functional.pad(share, (0, columns - len(share))))
+        own_N = torch.cat(parts)
+        if self.over_shards is not None:
+            self.over_shards.clear()
+            self.over_shards.settled.view(self.shards.size(), -1)[self.shards.rank()] = own_N.bfloat16()
+        if self.over_replicas is not None:
+            self.over_replicas.clear()
+            if self.over_shards is None:
+                self.over_replicas.settled.copy_(own_N)
+
+    @property
+    def _columns(self) -> list[int]:
+        return list(trained_columns(self.module, self.shards.size()))

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainspec_cli.engine.comm.background import Background
+from trainspec_cli.engine.comm.codec import end_connections
 from trainspec_cli.engine.comm.compressed import CompressedSum, GroupWire
 from trainspec_cli.engine.comm.exchange import Peers, all_reduce_, reduce_scatter, sent_bytes
-from trainspec_cli.engine.comm.wire_bytes import end_connections
+from trainspec_cli.engine.comm.forking import Background
 
 MOST_WAITING = 2
 """Buckets that wait while one is summed: enough that the link is never idle for want of one, and all the memory that

@@ -6,6 +6,7 @@ receives in the sender's order, and no message needs a tag (NCCL has none).
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trainspec_cli.engine.comm.exchange import TimeCollective
+from trainspec_cli.engine.comm.exchange import Peers, TimeCollective
 from trainspec_cli.plan.pipeline import Action
 from trainspec_cli.recipe.keys.layout import Layout
 
@@ -204,3 +205,98 @@ def _weight_gradient(x: Tensor, dout: Tensor) -> Tensor:
 @torch.no_grad()
 def _add_gradient(weight: Tensor, gradient: Tensor) -> None:
     weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+# Keeps experts evenly visited: counts of the global batch, and the routers' update after each step.
+
+
+def routers_of(parts: Sequence[Any]) -> list[Any]:
+    return [router for part in parts for router in part.balance_modules()]
+
+
+def sum_over_sequence(routers: Sequence[Any], over: Sequence[Peers]) -> None:
+    """Let routers compute the balancing loss of whole sequences where these are spread over ranks."""
+
+    def summed(counts_BE: Tensor) -> Tensor:
+        counts_BE = counts_BE.clone()
+        for peers in over:
+            peers.sum_(counts_BE)
+        return counts_BE
+
+    for router in routers:
+        router.sum_over_sequence = torch.compiler.disable(summed)
+
+
+def scale_balance_loss(routers: Sequence[Any], global_tokens: int) -> None:
+    """Divide the balancing loss like the main one."""
+    for router in routers:
+        router.loss_scale.fill_(1 / global_tokens)
+
+
+def forget_visits(routers: Sequence[Any]) -> None:
+    """Forget the visits of a step that is made again."""
+    for router in routers:
+        router.tokens_per_expert_E.zero_()
+
+
+def update_balance(routers: Sequence[Any], peers: Peers) -> None:
+    """Update all routers by the visits of the global batch, in one exchange.
+
+    `peers` hold the same layers and see the other tokens.
+    """
+    counts = peers.sum_(torch.stack([router.tokens_per_expert_E for router in routers]))
+    for router, counts_E in zip(routers, counts, strict=True):
+        router.update_balance(counts_E)
+
+
+# Time the messages between neighbouring stages of a pipeline, when none are under way. Within a step a message
+# arrives while its receiver computes, and neither end sees how long it took. So after a sampled step neighbours send
+# one of the same size each way, to a peer that waits for it; a receipt of one number comes back.
+
+
+def neighbours(layout: Layout) -> list[tuple[int, int]]:
+    """Return the pairs of pipeline ranks of which the first sends forwards to the second, in the order that they are
+    timed in: first those that have no rank in common."""
+    pairs = [(rank, rank + 1) for rank in range(layout.pp - 1)]
+    goes_round = 2 < layout.pp < layout.num_stages and layout.rank_of_stage(layout.pp) == 0
+    return pairs[::2] + pairs[1::2] + ([(layout.pp - 1, 0)] if goes_round else [])
+
+
+def time_messages(layout: Layout, lines: Lines, message: Tensor) -> tuple[float, float]:
+    """Return the seconds that `message` takes to the next rank and to the one before; 0 where there is none.
+
+    Called by all ranks of a pipeline together.
+    """
+    rank, ahead_s, back_s = lines.up.rank(), 0.0, 0.0
+    for low, high in neighbours(layout):
+        if rank == low:
+            ahead_s = _send_timed(lines, message, high)
+            _answer(lines, message, high)
+        elif rank == high:
+            _answer(lines, message, low)
+            back_s = _send_timed(lines, message, low)
+    return ahead_s, back_s
+
+
+def _send_timed(lines: Lines, message: Tensor, receiver: int) -> float:
+    receipt = message.new_empty(1)
+    _receive(lines, receipt, receiver)  # it is ready, and waits
+    started_s = time.perf_counter()
+    _send(lines, message, receiver)
+    _receive(lines, receipt, receiver)
+    return time.perf_counter() - started_s
+
+
+def _answer(lines: Lines, message: Tensor, sender: int) -> None:
+    receipt = message.new_zeros(1)
+    _send(lines, receipt, sender)
+    _receive(lines, torch.empty_like(message), sender)
+    _send(lines, receipt, sender)
+
+
+def _send(lines: Lines, tensor: Tensor, receiver: int) -> None:
+    dist.send(tensor, group=lines.towards(receiver > lines.up.rank()), group_dst=receiver)
+
+
+def _receive(lines: Lines, tensor: Tensor, sender: int) -> None:
+    dist.recv(tensor, group=lines.towards(sender < lines.up.rank()), group_src=sender)

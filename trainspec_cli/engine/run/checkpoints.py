@@ -12,27 +12,37 @@ from statistics import median
 import torch.distributed as dist
 from torch import Tensor
 
-from trainspec_cli.balance.batch.noise import BatchPace
+from trainspec_cli.balance.batch.batch import BatchPace
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.manifest import About
 from trainspec_cli.engine.checkpoint.memory import CopyLocation, clear
-from trainspec_cli.engine.checkpoint.saver import Saved, Saver
-from trainspec_cli.engine.checkpoint.store import Restored, load_newest
+from trainspec_cli.engine.checkpoint.saver import Restored, Saved, Saver, load_newest
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, raise_together
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
-from trainspec_cli.recipe.canonical import ABSENT, to_plain
 from trainspec_cli.recipe.field_types import AUTO
-from trainspec_cli.recipe.records import read_record
+from trainspec_cli.recipe.records import ABSENT, read_record, to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.structure import convert
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.failures import EndedMark, FailureMark, LaunchMark
-from trainspec_cli.run.folder.event_types.training import CadenceEvent, CheckpointEvent, WarningEvent
+from trainspec_cli.run.folder.event_types.events import (
+    CadenceEvent,
+    CheckpointEvent,
+    EndedMark,
+    Event,
+    FailureMark,
+    LaunchMark,
+    WarningEvent,
+)
 from trainspec_cli.run.folder.events import read_sound
 from trainspec_cli.run.folder.memory import make_memory_folder
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.recovery.cadence import AUTO_SHORTEST_S, auto_interval_s, checkpoint_interval_steps
-from trainspec_cli.run.recovery.reliability import job_mtbf_s, rollback_mtbf_s, updated_mtbf_s
+from trainspec_cli.run.recovery.reliability import (
+    AUTO_SHORTEST_S,
+    auto_interval_s,
+    checkpoint_interval_steps,
+    job_mtbf_s,
+    rollback_mtbf_s,
+    updated_mtbf_s,
+)
 
 MEASURING_STEPS = 3
 """`auto` learns from so many steps how long one takes."""

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from trainspec_cli.balance.batch.division import Division, OwnSamples, even_division_of
 from trainspec_cli.core.wings import Point
-from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.data.loader import BatchReader
+from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
-from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.run.sources import DataSource
-from trainspec_cli.recipe.canonical import ABSENT, Absent
+from trainspec_cli.recipe.records import ABSENT, Absent
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.wings import parts_for
 from trainspec_cli.run.folder.paths import RunDir

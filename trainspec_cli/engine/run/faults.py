@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from trainspec_cli.core.environment_names import GROUP
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.recipe.keys.fault import Fault, parse_faults
+from trainspec_cli.recipe.keys.training import Fault, parse_faults
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.paths import RunDir
 
@@ -112,3 +113,23 @@ _INJECTORS: dict[str, Callable[[Any], None]] = {
     "bitflip": _flip_bit,
     "disk_full": lambda _state: _limit_files(resource.getpagesize()),
 }
+
+
+# A request to stop: SIGTERM, SIGINT or SIGUSR2 sets a flag that the next step carries to every rank.
+
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+"""SIGUSR2 is the warning of a batch system; NCCL keeps SIGUSR1 for itself."""
+
+
+class StopRequest:
+    def __init__(self) -> None:
+        self.requested = False
+
+    def listen(self) -> StopRequest:
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._note)
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True

@@ -26,17 +26,14 @@ from trainspec_cli.core.environment_names import GROUP, START
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.core.reading.files import read_field, read_object
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.comm.background import Background
 from trainspec_cli.engine.comm.exchange import sent_bytes
+from trainspec_cli.engine.comm.forking import Background
 from trainspec_cli.engine.digest import diverging_groups, local_digest
-from trainspec_cli.engine.elastic.cross_group import sum_as_one
+from trainspec_cli.engine.elastic.cross_group import GradientPackets, names_outside_blocks, packets_in_order, sum_as_one
 from trainspec_cli.engine.elastic.membership import NOBODY, GroupRank, Membership, Participation
-from trainspec_cli.engine.elastic.packets import GradientPackets, names_outside_blocks, packets_in_order
 from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal
 from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
-from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
-from trainspec_cli.run.folder.event_types.failures import RecoveryEvent, RetryEvent
-from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.run.folder.event_types.events import DirectiveEvent, RecoveryEvent, RetryEvent, WarningEvent
 from trainspec_cli.run.recovery.recovery import enough_groups
 
 WAIT_S = 0.1

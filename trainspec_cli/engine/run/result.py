@@ -18,18 +18,17 @@ import torch.distributed as dist
 
 from trainspec_cli.core.errors import EXIT_DONE, Stopped, WorkerError
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.checkpoint.parts import Held
+from trainspec_cli.engine.checkpoint.files import Held
+from trainspec_cli.engine.comm.codec import OTHER
 from trainspec_cli.engine.comm.json_collectives import raise_together
-from trainspec_cli.engine.comm.wire_bytes import OTHER
-from trainspec_cli.engine.digest import weights_sha256
-from trainspec_cli.engine.finite import REMEDY, is_finite
-from trainspec_cli.engine.observe.device import Peak, peak_memory_bytes
+from trainspec_cli.engine.digest import REMEDY, is_finite, weights_sha256
+from trainspec_cli.engine.observe.counters import Peak, peak_memory_bytes
 from trainspec_cli.engine.run.sources import DataSource
-from trainspec_cli.recipe.canonical import ABSENT, Absent
+from trainspec_cli.recipe.records import ABSENT, Absent
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder import record
 from trainspec_cli.run.folder.accounting import account_run, measure_throughput
-from trainspec_cli.run.folder.event_types.training import EvalEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import EvalEvent, StepEvent
 from trainspec_cli.run.folder.events import read_sound
 from trainspec_cli.run.folder.generations import Fence, may_stop
 from trainspec_cli.run.folder.paths import RunDir

@@ -15,20 +15,17 @@ from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.core.printable import cut_middle
 from trainspec_cli.data.corpus.bpe import decode, decode_parts, encode, encode_template, until_special
 from trainspec_cli.data.corpus.chat import question
-from trainspec_cli.data.corpus.collection import Collection
 from trainspec_cli.data.corpus.labelled import LabelledSamples, open_samples
 from trainspec_cli.data.corpus.own_tokenizer import OwnTokenizer, tokenizer_sha256
 from trainspec_cli.data.corpus.rows import first_text
-from trainspec_cli.engine.batch import MicroBatch
+from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.data.heldout import total
-from trainspec_cli.engine.data.loader import read_tokens
-from trainspec_cli.engine.data.sample_loader import SampleLoader
-from trainspec_cli.engine.data.staging import Staging
+from trainspec_cli.engine.data.loader import SampleLoader, Staging, read_tokens, total
+from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.run.evaluate import heldout_loss, heldout_metrics, write_text
-from trainspec_cli.recipe.canonical import ABSENT
+from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.folder.event_types.training import EvalEvent, FirstTextEvent, SetFigures, TextPart
+from trainspec_cli.run.folder.event_types.events import EvalEvent, FirstTextEvent, SetFigures, TextPart
 from trainspec_cli.run.folder.record import RunResult
 
 MOST_PARTS, MOST_CHARS = 8, 600

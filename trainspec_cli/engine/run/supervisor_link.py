@@ -16,15 +16,13 @@ from trainspec_cli.balance.decisions.speeds import Speed
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.engine.comm.json_collectives import broadcast_json
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.records import read_record
-from trainspec_cli.recipe.results.links import MeasuredLink
-from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.recipe.records import read_record, to_plain
+from trainspec_cli.recipe.results.verdict import MeasuredLink
+from trainspec_cli.run.folder.event_types.events import WarningEvent
 from trainspec_cli.run.folder.files import FileWatch
+from trainspec_cli.run.folder.looks import ProposalRecord, SpeedsReport, read_proposal, write_speeds
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.proposals import ProposalRecord, read_proposal
-from trainspec_cli.run.folder.speeds import SpeedsReport, write_speeds
 
 LOOK_INTERVAL_S = 1.0
 """Rank 0 looks for a proposal at most so often."""

@@ -13,34 +13,36 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.balance.batch.noise import PartSquares
+from trainspec_cli.balance.batch.batch import PartSquares
 from trainspec_cli.engine.build.train_state import DTYPES, TrainState
-from trainspec_cli.engine.data.staging import PREFETCHED_STEPS
-from trainspec_cli.engine.observe.counters import StepCounters
+from trainspec_cli.engine.data.loader import PREFETCHED_STEPS
+from trainspec_cli.engine.observe.counters import (
+    MemoryWatch,
+    Peak,
+    StepCounters,
+    device_allocations,
+    device_name,
+    measure_peak,
+)
 from trainspec_cli.engine.observe.deeper_look import DeeperLook, NoLook
-from trainspec_cli.engine.observe.device import Peak, device_allocations, device_name, measure_peak
-from trainspec_cli.engine.observe.memory import MemoryWatch
 from trainspec_cli.engine.observe.watch import StepWatch
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
 from trainspec_cli.engine.parallel.noise import SampleParts, parts_of
 from trainspec_cli.engine.run.checkpoints import Checkpoints
 from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, StepSamples, TrainProgress
-from trainspec_cli.engine.run.done_step import DoneStep
+from trainspec_cli.engine.run.evaluate import HeldoutWatch
 from trainspec_cli.engine.run.faults import Faults
-from trainspec_cli.engine.run.heldout_watch import HeldoutWatch
 from trainspec_cli.engine.run.result import Divergence, RunTally, write_result
-from trainspec_cli.engine.run.scheduling.buckets import StepBuckets
 from trainspec_cli.engine.run.scheduling.directives import Directives, follows_earlier
 from trainspec_cli.engine.run.scheduling.links import StepLinks
-from trainspec_cli.engine.run.scheduling.pace import StepPace
 from trainspec_cli.engine.run.scheduling.relayout import DROPS_LOST, LayoutChanges
-from trainspec_cli.engine.run.scheduling.step_scheduler import StepScheduler
-from trainspec_cli.engine.run.shortage.relief import MemoryRelief
-from trainspec_cli.engine.run.step import StepOutcome, train_step
+from trainspec_cli.engine.run.scheduling.step_scheduler import StepBuckets, StepPace, StepScheduler
+from trainspec_cli.engine.run.shortage import MemoryRelief
+from trainspec_cli.engine.run.step import DoneStep, StepOutcome, train_step
 from trainspec_cli.engine.run.step_report import StepReport
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.folder.event_types.training import EndEvent, SampleEvent, StartEvent, WarningEvent
+from trainspec_cli.run.folder.event_types.events import EndEvent, SampleEvent, StartEvent, WarningEvent
 
 
 class Trainer:

@@ -7,14 +7,14 @@ from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.initial import load_initial
 from trainspec_cli.engine.comm.joining import join_processes, leave_processes
 from trainspec_cli.engine.run.coordinator import RunContext, open_coordinator
-from trainspec_cli.engine.run.shortage.relief import recall_reliefs
-from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.faults import StopRequest
+from trainspec_cli.engine.run.shortage import recall_reliefs
 from trainspec_cli.engine.run.sources import open_source
 from trainspec_cli.engine.run.trainer import Trainer
-from trainspec_cli.run.folder.own_code import check_code
+from trainspec_cli.run.folder.files import read_versioned
+from trainspec_cli.run.folder.looks import check_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
-from trainspec_cli.run.folder.versioned import read_versioned
 from trainspec_cli.run.recovery.memory import with_reliefs
 
 

@@ -15,7 +15,7 @@ from typing import get_type_hints
 import torch.distributed as dist
 
 from trainspec_cli.engine.comm.joining import leave_processes
-from trainspec_cli.recipe.canonical import from_plain, to_plain
+from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.recipe.results.tools import REQUEST, RESULT
 from trainspec_cli.run.folder.files import read_json, write_json
 

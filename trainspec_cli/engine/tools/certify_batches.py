@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from trainspec_cli.balance.batch.division import OwnSamples
-from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
+from trainspec_cli.engine.digest import MicroBatch, held_part
 from trainspec_cli.recipe.keys.run import RunSpec
 
 Taken = tuple[int, tuple[int, ...]]

@@ -17,25 +17,23 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.balance.batch.division import OwnSamples
-from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import Allowance, TrainState
-from trainspec_cli.engine.data.staging import Staging
-from trainspec_cli.engine.digest import weights_sha256
+from trainspec_cli.engine.data.loader import Staging
+from trainspec_cli.engine.digest import MicroBatch, weights_sha256
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSamples, StepStart, TrainProgress
-from trainspec_cli.engine.run.faults import Faults
+from trainspec_cli.engine.run.faults import Faults, StopRequest
 from trainspec_cli.engine.run.scheduling.relayout import Meshes
-from trainspec_cli.engine.run.shortage.out_of_memory import OutOfMemory
-from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.shortage import OutOfMemory
 from trainspec_cli.engine.run.sources import WrittenSample
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.engine.tools.certify_batches import Taken, read_drawn, taken_by_all, taken_positions
 from trainspec_cli.plan.pipeline import Kind
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.results.memory import Relief
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tables import Relief
 from trainspec_cli.recipe.results.tools import CertifyRun, LiveSteps, TrainedSteps
-from trainspec_cli.run.folder.event_types.training import EvalEvent
+from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunResult
 from trainspec_cli.run.recovery.memory import next_setting, with_reliefs

@@ -20,19 +20,18 @@ from trainspec_cli.balance.batch.division import OwnSamples, even_division_of
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint.manifest import About
-from trainspec_cli.engine.checkpoint.saver import Saver
-from trainspec_cli.engine.checkpoint.store import load_newest
+from trainspec_cli.engine.checkpoint.saver import Saver, load_newest
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.digest import weights_sha256
 from trainspec_cli.engine.optim.optimizer import clear_gradients, set_learning_rate
 from trainspec_cli.engine.run.coordinator import TrainProgress
-from trainspec_cli.engine.run.scheduling.pace import StepPace
 from trainspec_cli.engine.run.scheduling.relayout import Meshes
+from trainspec_cli.engine.run.scheduling.step_scheduler import StepPace
 from trainspec_cli.engine.run.step import compute_gradients, train_step
 from trainspec_cli.engine.shares import Share, unique_shares
 from trainspec_cli.engine.tools.certify_batches import drawn_batch, drawn_tokens, taken_by_all, taken_positions
 from trainspec_cli.engine.tools.certify_live import run_live
-from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import (
     DRAWN_BATCHES,

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.checkpoint.manifest import About
-from trainspec_cli.engine.checkpoint.saver import Saver
-from trainspec_cli.engine.checkpoint.store import load_newest
+from trainspec_cli.engine.checkpoint.saver import Saver, load_newest
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.run.scheduling.relayout import Meshes
 from trainspec_cli.recipe.results.tools import CheckpointRates, CheckpointRatesRequest

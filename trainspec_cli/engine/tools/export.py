@@ -13,16 +13,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainspec_cli.data.huggingface.safetensors import DTYPE_BYTES, INDEX, SINGLE, make_header
-from trainspec_cli.data.huggingface.tensors import ADAPTERS, Parameter, adapters_of, parameters
+from trainspec_cli.data.huggingface.safetensors import (
+    ADAPTERS,
+    DTYPE_BYTES,
+    INDEX,
+    SINGLE,
+    Parameter,
+    adapters_of,
+    make_header,
+    parameters,
+)
 from trainspec_cli.data.weights.naming import other_tensors
-from trainspec_cli.engine.checkpoint.image import DTYPES
-from trainspec_cli.engine.checkpoint.store import read_weights
+from trainspec_cli.engine.checkpoint.memory import DTYPES
+from trainspec_cli.engine.checkpoint.saver import read_weights
 from trainspec_cli.engine.tools.export_other import cut, reader, write_distributed, write_state
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.recipe.keys.lora import LoraSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import LITGPT_FILE
+from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import ExportRequest, ExportResult
 from trainspec_cli.run.folder.record import read_plan_file

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from trainspec_cli.data.huggingface.tensors import Parameter, Piece, parameters
+from trainspec_cli.data.huggingface.safetensors import Parameter, Piece, parameters
 from trainspec_cli.data.weights.naming import OtherTensor, RowRange
 from trainspec_cli.data.weights.stored import Shape
 from trainspec_cli.recipe.keys.model import DecoderModel

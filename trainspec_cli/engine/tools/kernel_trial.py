@@ -18,7 +18,7 @@ from trainspec_cli.engine.kernels.inputs import OPERATIONS, Call, Inputs, make_i
 from trainspec_cli.engine.optim.optimizer import build_optimizer
 from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.keys.kernels import TORCH, KernelTrial
-from trainspec_cli.recipe.keys.optim import OptimSpec
+from trainspec_cli.recipe.keys.training import OptimSpec
 
 clock = time.perf_counter
 Kernel = Callable[..., Any]

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trainspec_cli.engine.accelerators import enter
-from trainspec_cli.engine.build.assemble import build_train_state
-from trainspec_cli.engine.build.kernel_loading import load_kernel, modules_with
+from trainspec_cli.engine.build.assemble import build_train_state, load_kernel, modules_with
 from trainspec_cli.engine.build.train_state import DTYPES, TrainState
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json
@@ -28,12 +27,12 @@ from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
 from trainspec_cli.engine.run.pipeline_run import forward_only
 from trainspec_cli.engine.tools.kernel_trial import Kernel, Workload, operation, optimizer_update, try_kernels
 from trainspec_cli.engine.tools.trace import CPU, even_out, fake_batch, fake_world
-from trainspec_cli.recipe.canonical import from_plain, to_plain
 from trainspec_cli.recipe.json_text import finite_or_none
 from trainspec_cli.recipe.keys.kernels import IN_BLOCKS, KERNELS, TORCH, KernelSpec, KernelTrial, KernelTrials
+from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import KernelRequest, KernelResult
-from trainspec_cli.recipe.rules.kernels import why_untried
+from trainspec_cli.recipe.rules.comm import why_untried
 
 
 def run(request: KernelRequest) -> KernelResult:

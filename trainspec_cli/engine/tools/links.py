@@ -13,7 +13,7 @@ from trainspec_cli.core.node import node_name
 from trainspec_cli.engine.accelerators import on_chip
 from trainspec_cli.engine.comm.joining import join_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json
-from trainspec_cli.engine.observe.device import quickest_s
+from trainspec_cli.engine.observe.counters import quickest_s
 from trainspec_cli.recipe.results.tools import AllReduceRate, LinksRequest, LinksResult, PairRate, PingRate
 from trainspec_cli.recipe.structure import convert
 

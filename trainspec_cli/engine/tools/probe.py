@@ -18,24 +18,20 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from trainspec_cli.engine.build.assemble import build_train_state
-from trainspec_cli.engine.build.materialise import build_model
+from trainspec_cli.engine.build.assemble import build_model, build_train_state
 from trainspec_cli.engine.build.train_state import DTYPES
 from trainspec_cli.engine.comm.joining import join_processes
-from trainspec_cli.engine.observe.device import measure_peak
+from trainspec_cli.engine.observe.counters import measure_peak
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.trainer import Trainer  # noqa: F401 - a worker's memory holds what it imports
 from trainspec_cli.engine.tools import probe_curves as curves
-from trainspec_cli.recipe.keys.batching import BatchingSpec
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.probe import PROBED_HEAD_SIZES, MachineProbe, Reference
-from trainspec_cli.recipe.results.tools import ProbeRequest
-from trainspec_cli.run.folder.event_types.event import PARTS
+from trainspec_cli.recipe.results.tools import PROBED_HEAD_SIZES, MachineProbe, ProbeRequest, Reference
+from trainspec_cli.run.folder.event_types.events import PARTS
 
 EMPTY_STEPS = 12
 WARMUP_STEPS = 6

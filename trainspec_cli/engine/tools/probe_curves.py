@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from trainspec_cli.engine.comm import exchange
 from trainspec_cli.engine.models.cross_entropy import ChunkCrossEntropy
 from trainspec_cli.engine.models.rope import apply_rope
-from trainspec_cli.engine.observe.device import quickest_s
+from trainspec_cli.engine.observe.counters import quickest_s
 from trainspec_cli.engine.optim.optimizer import guarded_update, squared_norm
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.recipe.results.probe import PROBED_HEADS, PROBED_TOKENS, Curve, MatmulCurves, Passes
+from trainspec_cli.recipe.results.tools import PROBED_HEADS, PROBED_TOKENS, Curve, MatmulCurves, Passes
 
 CPU = torch.device("cpu")
 ROUNDS, ROUND_S = 3, 0.004

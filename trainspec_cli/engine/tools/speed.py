@@ -7,7 +7,7 @@ import torch
 from trainspec_cli.engine.accelerators import devices_here, on_chip
 from trainspec_cli.engine.build.train_state import DTYPES
 from trainspec_cli.engine.cuda_only import nccl_version
-from trainspec_cli.engine.observe.device import matmul_flops, quickest_s
+from trainspec_cli.engine.observe.counters import matmul_flops, quickest_s
 from trainspec_cli.recipe.results.tools import SpeedRequest, SpeedResult
 
 MATMUL_SIZE, CHIP_MATMUL_SIZE = 1024, 8192

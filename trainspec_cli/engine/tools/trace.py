@@ -20,9 +20,9 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainspec_cli.engine.batch import MicroBatch, held_part
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.digest import MicroBatch, held_part
 from trainspec_cli.engine.mesh import build_mesh
 from trainspec_cli.engine.models.experts import Experts
 from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits

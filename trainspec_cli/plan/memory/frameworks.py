@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainspec_cli.core.units import GIB
+from trainspec_cli.core.printable import GIB
 from trainspec_cli.plan.memory.caching_allocator import grows_segments
 from trainspec_cli.plan.pipeline import layers_per_rank
 from trainspec_cli.plan.setup import Setup
@@ -18,11 +18,10 @@ from trainspec_cli.plan.time.compute import EIGHT_BIT
 from trainspec_cli.plan.workload import count_params, embedding_work, head_work, layer_kinds
 from trainspec_cli.plan.workload.work import Work
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
-from trainspec_cli.recipe.keys.comm import WireFormats
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.lora import NF4_BLOCK, NF4_SCALE_BLOCK
 from trainspec_cli.recipe.keys.model import ModelSpec
-from trainspec_cli.recipe.results.prediction import MemoryBreakdown
+from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_SCALE_BLOCK, WireFormats
+from trainspec_cli.recipe.results.plan import MemoryBreakdown
 
 
 @dataclass(frozen=True)

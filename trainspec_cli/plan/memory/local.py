@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from trainspec_cli.plan.memory.engine.run import outer_bytes_of
 from trainspec_cli.plan.memory.frameworks import feedback_bytes
-from trainspec_cli.plan.optimizer import moment_bytes
+from trainspec_cli.plan.setup import moment_bytes
 from trainspec_cli.plan.time.local import COMPUTE_BYTES, micro_tokens, unit_params
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.model_parts import loss_chunk_tokens
+from trainspec_cli.recipe.keys.model import DecoderModel, loss_chunk_tokens
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.probe import MachineProbe
+from trainspec_cli.recipe.results.tools import MachineProbe
 
 LOSS_BYTES_A_LOGIT = 12
 """fp32 logits and their softmax (2 x 4), and logits and their gradient in bf16 (2 x 2); in fp32 a third one (4)."""

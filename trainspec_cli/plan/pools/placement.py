@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
-from trainspec_cli.plan.hardware.collectives import send_s
 from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.hardware.topology import Crossing, Group, axis_groups, network_bytes_per_s
+from trainspec_cli.plan.hardware.topology import Crossing, Group, axis_groups, network_bytes_per_s, send_s
 from trainspec_cli.plan.pools.describe import Pool
 from trainspec_cli.recipe.keys.layout import Layout
 

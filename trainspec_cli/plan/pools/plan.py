@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from trainspec_cli.core.units import format_duration
+from trainspec_cli.core.printable import format_duration
 from trainspec_cli.plan import workload
 from trainspec_cli.plan.capacity import SHOWN, choose_safest
 from trainspec_cli.plan.capacity import assumptions as assumptions_of
@@ -20,8 +20,8 @@ from trainspec_cli.plan.search.search import share_recomputed
 from trainspec_cli.plan.search.variants import plan_on_what_divides
 from trainspec_cli.recipe.keys.cluster import PoolSpec
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.pools import PoolChoice, PoolsPlan
-from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan, MemoryBreakdown, PoolPart, SizedStep
+from trainspec_cli.recipe.results.blueprint import PoolChoice, PoolsPlan
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, MemoryBreakdown, PoolPart, SizedStep
 
 SAME = 5e-3
 """Choices that differ by less than this part are as fast, or as cheap."""

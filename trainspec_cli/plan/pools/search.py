@@ -17,9 +17,8 @@ from typing import NamedTuple
 from trainspec_cli.plan.capacity import SLACK, softwares_of, start_s_a_step, template_of
 from trainspec_cli.plan.cut import is_open, room_within
 from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.memory.fit import SURELY, expected_step_s, fit_probability
 from trainspec_cli.plan.memory.frameworks import DEFAULT_MEMORY, peak_of, stage_memory
-from trainspec_cli.plan.memory.predict import layer_memory, predict_memory
+from trainspec_cli.plan.memory.predict import SURELY, expected_step_s, fit_probability, layer_memory, predict_memory
 from trainspec_cli.plan.pipeline import layers_per_rank
 from trainspec_cli.plan.pools.describe import Pool
 from trainspec_cli.plan.pools.placement import NOT_WHOLE, Placement, placements
@@ -32,7 +31,7 @@ from trainspec_cli.plan.setup import RECOMPUTE
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.prediction import MemoryBreakdown
+from trainspec_cli.recipe.results.plan import MemoryBreakdown
 
 KEPT = 2
 """Layouts of each way to use the pools that are kept for each that is shown: which fit is seen when every tensor is

@@ -18,7 +18,7 @@ from trainspec_cli.balance.decisions.speeds import Speed
 from trainspec_cli.plan.cut import cut, is_open, mean_times, planned_times
 from trainspec_cli.plan.hardware.rates import Efficiency
 from trainspec_cli.plan.hardware.topology import Group
-from trainspec_cli.plan.partition.problem import Room
+from trainspec_cli.plan.partition import Room
 from trainspec_cli.plan.pools.describe import Pool
 from trainspec_cli.plan.pools.placement import Placement, groups_of
 from trainspec_cli.plan.run.batches import weigh_times
@@ -37,7 +37,7 @@ from trainspec_cli.plan.time.step import (
     waiting_share,
 )
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.results.prediction import StepTime
+from trainspec_cli.recipe.results.plan import StepTime
 
 Setups = tuple[Setup, ...]
 """The same layout and micro-batch on the devices of each pool."""

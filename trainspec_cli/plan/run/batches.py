@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
-from trainspec_cli.balance.batch.batch_schedule import run_phases, schedule_batches
+from trainspec_cli.balance.batch.batch import run_phases, schedule_batches
 from trainspec_cli.balance.batch.division import micro_batches_of
 from trainspec_cli.plan.hardware.rates import Efficiency
 from trainspec_cli.plan.setup import Setup
 from trainspec_cli.plan.time.step import estimate_step
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.forecast import BatchForecast
-from trainspec_cli.recipe.results.prediction import Candidate, SizedStep, StepTime
+from trainspec_cli.recipe.results.plan import Candidate, SizedStep, StepTime
 
 PREDICTED_SIZES = 6
 """Sizes of a changing batch that are predicted; those between them are interpolated."""

@@ -19,7 +19,7 @@ from trainspec_cli.plan.run.cost import (
     rental_price,
 )
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, CostSpec, ReliabilitySpec
-from trainspec_cli.recipe.results.budget import WAYS, Budget, BudgetedRun, BudgetYear, Sensitivity, Way
+from trainspec_cli.recipe.results.tables import WAYS, Budget, BudgetedRun, BudgetYear, Sensitivity, Way
 
 MONTHS = 12
 SENSITIVE = (

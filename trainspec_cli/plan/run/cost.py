@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from trainspec_cli.plan.run.uncertainty import propagate, within
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, CostSpec, PowerSpec, SiteSpec
 from trainspec_cli.recipe.results.forecast import Goodput, Interval
-from trainspec_cli.recipe.results.prediction import StepTime
+from trainspec_cli.recipe.results.plan import StepTime
 
 JOULES_PER_KWH = 3.6e6
 SECONDS_PER_HOUR = 3600.0

@@ -8,24 +8,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.core.units import GIB
+from trainspec_cli.core.printable import GIB
 from trainspec_cli.plan.memory.caching_allocator import grows_segments
 from trainspec_cli.plan.memory.frameworks import DEFAULT_MEMORY, NF4_BYTES
-from trainspec_cli.plan.optimizer import moment_bytes
-from trainspec_cli.plan.planes.plan import dip_share, ending_failures
+from trainspec_cli.plan.planes import dip_share, ending_failures
 from trainspec_cli.plan.pools.describe import cluster_of
 from trainspec_cli.plan.run import goodput
 from trainspec_cli.plan.run.batches import RunWork, expect_work
 from trainspec_cli.plan.run.cost import add_costs, expect_carbon, expect_energy, expect_money, occupation
 from trainspec_cli.plan.run.uncertainty import propagate, within
+from trainspec_cli.plan.setup import moment_bytes
 from trainspec_cli.plan.workload.adapters import quantised_params
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec
 from trainspec_cli.recipe.keys.resilience import RecoveryMode, ResilienceSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.forecast import Assumption, Goodput, Interval, RunForecast
-from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
-from trainspec_cli.run.recovery import cadence, reliability
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
+from trainspec_cli.run.recovery import reliability
+from trainspec_cli.run.recovery import reliability as cadence
 
 SEEDS = 24
 STEP_TIME_KNOWN_WITHIN = 1.7

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from trainspec_cli.core.units import format_bytes, format_duration
+from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.plan.capacity import find_best, search_of
 from trainspec_cli.plan.hardware.cluster import describe_fabric, efficiency_of
 from trainspec_cli.plan.hardware.rates import Efficiency
@@ -14,7 +14,7 @@ from trainspec_cli.plan.search.space import open_layout
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.prediction import Candidate
+from trainspec_cli.recipe.results.plan import Candidate
 from trainspec_cli.recipe.rules.check import check
 
 TRIED = 16

@@ -7,14 +7,13 @@ from typing import Literal
 
 from trainspec_cli.balance.batch.division import micro_batches_of
 from trainspec_cli.plan.capacity import plan_best
-from trainspec_cli.plan.hardware.detected import chip_of
+from trainspec_cli.plan.hardware.cluster import chip_of
 from trainspec_cli.plan.search.space import one_group
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan, Plan
 
 
 def is_searched(spec: RunSpec, machine: Machine, device: str) -> bool:

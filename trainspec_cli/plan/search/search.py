@@ -20,15 +20,15 @@ from typing import NamedTuple
 
 from trainspec_cli.balance.batch.division import micro_batches_of
 from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.memory.fit import SURELY, expected_step_s, fit_probability
 from trainspec_cli.plan.memory.frameworks import LayerMemory, mean_layer_memory, memory_limit_bytes, peak_of
+from trainspec_cli.plan.memory.predict import SURELY, expected_step_s, fit_probability
 from trainspec_cli.plan.search.costs import LayerMemories, costs_of
 from trainspec_cli.plan.search.space import Space, one_group
 from trainspec_cli.plan.setup import Setup, Software
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout, Sharding
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.prediction import Candidate
+from trainspec_cli.recipe.results.plan import Candidate
 
 ABOUT = 1.1
 """A layout is about as fast as another whose step is this much shorter at most.

@@ -11,7 +11,7 @@ from trainspec_cli.plan.run.forecast import other_recovery
 from trainspec_cli.plan.search.space import Space
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 
 ODD_PARTS = (1, 3, 5, 7, 9, 11, 13, 15)
 """Device counts that are tried are a power of two times one of these, which pipeline stages or the batch may take."""

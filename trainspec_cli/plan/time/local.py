@@ -9,14 +9,12 @@ Shapes as in the decoder: D hidden, H heads, K key-value heads, E head size, F f
 
 from __future__ import annotations
 
-from trainspec_cli.plan.optimizer import UPDATE_BYTES, matrix_share, newton_schulz_flops
-from trainspec_cli.plan.time.wire import ENCODING_BYTES, GRADIENT_BYTES
-from trainspec_cli.recipe.keys.comm import WireFormat
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.model_parts import loss_chunk_tokens
-from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.prediction import PlannedLink
-from trainspec_cli.recipe.results.probe import PROBED_HEAD_SIZES, PROBED_HEADS, PROBED_TOKENS, Curve, MachineProbe
+from trainspec_cli.plan.setup import UPDATE_BYTES, matrix_share, newton_schulz_flops
+from trainspec_cli.plan.time.step import ENCODING_BYTES, GRADIENT_BYTES
+from trainspec_cli.recipe.keys.model import DecoderModel, loss_chunk_tokens
+from trainspec_cli.recipe.keys.training import WireFormat
+from trainspec_cli.recipe.results.plan import Plan, PlannedLink
+from trainspec_cli.recipe.results.tools import PROBED_HEAD_SIZES, PROBED_HEADS, PROBED_TOKENS, Curve, MachineProbe
 
 COMPUTE_BYTES = {"bf16": 2, "fp32": 4}
 ADAMW_TRAFFIC_BYTES = 28.0

@@ -6,17 +6,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from trainspec_cli.plan.framework import describe_software
-from trainspec_cli.plan.hardware.catalogue import find_accelerator, find_model
+from trainspec_cli.plan.hardware.rates import find_accelerator, find_model
 from trainspec_cli.plan.hardware.topology import Fabric
-from trainspec_cli.plan.setup import Setup, Software
-from trainspec_cli.plan.validation.frameworks import UnknownFramework, framework_of
+from trainspec_cli.plan.setup import Setup, Software, describe_software
+from trainspec_cli.plan.validation.fit import UnknownFramework, framework_of
 from trainspec_cli.plan.validation.prose import network_of, recompute_of
 from trainspec_cli.recipe.field_types import LARGEST_OF
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec
 from trainspec_cli.recipe.keys.layout import Layout, PipelineSchedule, Sharding, ZeroStage
-from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel, ModelSpec
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec, LatentAttentionSpec
+from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec, HybridModel, LatentAttentionSpec, ModelSpec
 
 Row = Mapping[str, str]
 ADAPTER_SHARE = 0.002

@@ -13,8 +13,8 @@ from typing import Any, Protocol, cast
 from trainspec_cli.plan.workload.adapters import adapted_decoder, adapter_params, quantised_params
 from trainspec_cli.plan.workload.work import Gemm, Kinds, Layers, Work
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.lora import LoraSpec
 from trainspec_cli.recipe.keys.model import ModelSpec
+from trainspec_cli.recipe.keys.training import LoraSpec
 
 WHOLE = LoraSpec()
 LOSS_BYTES = 12.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from trainspec_cli.recipe.keys.lora import NF4_BLOCK, NF4_SCALE_BLOCK, LoraSpec
 from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec
+from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_SCALE_BLOCK, LoraSpec
 
 
 def adapted_matrices(

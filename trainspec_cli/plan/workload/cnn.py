@@ -8,8 +8,7 @@ from functools import lru_cache
 
 from trainspec_cli.plan.workload.work import Gemm, Layers, Work
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import ConvModel
-from trainspec_cli.recipe.keys.model_parts import STEM_CHANNELS
+from trainspec_cli.recipe.keys.model import STEM_CHANNELS, ConvModel
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainspec_cli.plan.workload.work import Gemm, Work
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec
+from trainspec_cli.recipe.keys.model import ExpertSpec
 
 
 def shared_width(experts: ExpertSpec) -> int:

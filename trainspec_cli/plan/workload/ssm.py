@@ -8,8 +8,7 @@ from trainspec_cli.plan.workload import transformer
 from trainspec_cli.plan.workload.moe import active_expert_params, expert_layer_params, expert_work
 from trainspec_cli.plan.workload.work import Gemm, Layers, Work
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import LETTERS, HybridModel
-from trainspec_cli.recipe.keys.model_parts import CONV_TAPS
+from trainspec_cli.recipe.keys.model import CONV_TAPS, LETTERS, HybridModel
 
 CHUNK = 256
 """Tokens of one block of the state-space dual form."""

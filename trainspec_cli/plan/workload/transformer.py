@@ -7,8 +7,7 @@ from functools import lru_cache
 from trainspec_cli.plan.workload.moe import active_expert_params, expert_layer_params, expert_work
 from trainspec_cli.plan.workload.work import Gemm, Layers, Work
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.model_parts import Layer
+from trainspec_cli.recipe.keys.model import DecoderModel, Layer
 
 
 def attention_params(model: DecoderModel) -> int:

@@ -14,8 +14,7 @@ from hydra.errors import HydraException
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.json_value import JsonValue
-from trainspec_cli.recipe.compose.folders import DISTURB
-from trainspec_cli.recipe.compose.origins import COMMAND_LINE, RECIPE
+from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, RECIPE
 
 TEXTS = (RECIPE, DISTURB, "fault")
 """Keys whose value is taken as plain text, without Hydra's grammar for brackets."""

@@ -21,8 +21,7 @@ from omegaconf import DictConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from trainspec_cli.core.reading.spec_version import KEY
-from trainspec_cli.recipe.compose.folders import ROOT, Folders
-from trainspec_cli.recipe.compose.origins import RECIPE
+from trainspec_cli.recipe.compose.folders import RECIPE, ROOT, Folders
 from trainspec_cli.recipe.compose.yaml_file import YamlFile, read_yaml
 
 HYDRA_VERSION_BASE = "1.3"

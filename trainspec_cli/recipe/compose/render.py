@@ -9,7 +9,7 @@ import yaml
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.printable import is_printable, on_one_line
 from trainspec_cli.recipe.compose.compose import Composed
-from trainspec_cli.recipe.compose.origins import Origin, Origins
+from trainspec_cli.recipe.compose.folders import Origin, Origins
 
 WIDEST_ALIGNED = 44
 """Origins are aligned in one column after lines of up to this length."""

@@ -16,8 +16,7 @@ from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import UnreadableFileError, exists, read_text
 from trainspec_cli.core.reading.spec_version import KEY as VERSION_KEY
 from trainspec_cli.core.reading.yaml_file import MAX_BYTES, YamlLimitError, compose_yaml, construct_yaml
-from trainspec_cli.recipe.compose.folders import shipped_data
-from trainspec_cli.recipe.compose.origins import Origin, Origins, show_path
+from trainspec_cli.recipe.compose.folders import Origin, Origins, shipped_data, show_path
 
 SYNTAX_HINTS = {
     "mapping values are not allowed": "indent it like its neighbours, and quote text that holds `: `",

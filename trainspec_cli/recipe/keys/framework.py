@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from trainspec_cli.core.units import GIB
+from trainspec_cli.core.printable import GIB
 from trainspec_cli.recipe.field_types import NonNegativeFloat, PositiveFloat, PositiveInt
 from trainspec_cli.recipe.keys.layout import PipelineSchedule, ZeroStage
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.tools import LinksResult, SpeedResult
 
 Status = Literal["ok", "warn", "fail"]

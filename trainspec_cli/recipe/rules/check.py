@@ -19,20 +19,25 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import MESH_AXES
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.rules.batching import BATCHING_RULES
-from trainspec_cli.recipe.rules.comm import COMM_RULES
-from trainspec_cli.recipe.rules.elastic import ELASTIC_RULES, fixed_groups
-from trainspec_cli.recipe.rules.fabric import FABRIC_RULES
-from trainspec_cli.recipe.rules.kernels import KERNEL_RULES, check_kernels, find_compiler
-from trainspec_cli.recipe.rules.model import MODEL_RULES, divisors
-from trainspec_cli.recipe.rules.optim import OPTIM_RULES
-from trainspec_cli.recipe.rules.own_code import OWN_CODE_RULES
-from trainspec_cli.recipe.rules.pools import POOL_RULES
-from trainspec_cli.recipe.rules.relayout import RELAYOUT_RULES
-from trainspec_cli.recipe.rules.run import RUN_RULES
-from trainspec_cli.recipe.rules.slurm import SLURM_RULES
-from trainspec_cli.recipe.rules.values import TEXT_RULES, forget_out_of_range
-from trainspec_cli.recipe.unknown import UnknownTouched
+from trainspec_cli.recipe.rules.comm import (
+    COMM_RULES,
+    ELASTIC_RULES,
+    KERNEL_RULES,
+    RELAYOUT_RULES,
+    check_kernels,
+    find_compiler,
+    fixed_groups,
+)
+from trainspec_cli.recipe.rules.layout import BATCHING_RULES, FABRIC_RULES, MODEL_RULES, POOL_RULES, divisors
+from trainspec_cli.recipe.rules.run import (
+    OPTIM_RULES,
+    OWN_CODE_RULES,
+    RUN_RULES,
+    SLURM_RULES,
+    TEXT_RULES,
+    forget_out_of_range,
+)
+from trainspec_cli.recipe.structure import UnknownTouched
 from trainspec_cli.recipe.wings import PACKAGES, RULES, keys_of_wings, parts_for
 
 WITHOUT_PATH = {"python_stdlib": "data=text or data=jsonl", "phantom": "data=images or data=volumes"}

@@ -13,11 +13,9 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.model import TextModel
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.rules.check import Rule, apply
-from trainspec_cli.recipe.rules.elastic import wanted_groups, whole_hosts
-from trainspec_cli.recipe.rules.layout import LAYOUT_RULES, pipeline_of, size_of
-from trainspec_cli.recipe.rules.model import family_training
-from trainspec_cli.recipe.rules.pools import only_planned
-from trainspec_cli.recipe.unknown import UNKNOWN
+from trainspec_cli.recipe.rules.comm import wanted_groups, whole_hosts
+from trainspec_cli.recipe.rules.layout import LAYOUT_RULES, family_training, only_planned, pipeline_of, size_of
+from trainspec_cli.recipe.structure import UNKNOWN
 
 TRAINED: dict[str, tuple[Any, ...]] = {
     "precision.compute": ("bf16", "fp32", AUTO),

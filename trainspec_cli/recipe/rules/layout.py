@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.cluster import TierSpec
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
-from trainspec_cli.recipe.keys.lora import NF4_BLOCK, TARGETS
-from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, ModelSpec, TextModel
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.keys.training import NF4_BLOCK, TARGETS, RampStage
 
 
 def size_of(layout: LayoutSpec, axis: str) -> int:
@@ -243,3 +247,498 @@ def _indivisible(axis: str, parts: int, path: str, size: int) -> Problem:
     fitting = ", ".join(str(n) for n in range(1, parts + 1) if size % n == 0)
     message = f"{size} (`{path}`) does not divide by {parts} (layout.{axis})"
     return Problem("not_divisible", message, f"layout.{axis}", f"it divides by {fitting}")
+
+
+# Rules for a model's sizes: what fits in any model and in those of one family, and what the engine can train.
+
+
+MAX_PHANTOM_CLASSES = 8
+"""Tissues, or kinds of lesions, of phantoms that differ by enough."""
+
+
+def expert_choice(spec: RunSpec) -> Iterator[Problem]:
+    experts = spec.model.experts
+    if experts is not None and experts.top_k > experts.num_experts:
+        message = f"a token cannot visit {experts.top_k} (`model.experts.top_k`) of {experts.num_experts} experts"
+        hint = f"type model.experts.top_k={experts.num_experts} or less"
+        yield Problem(code="out_of_range", path="model.experts.top_k", message=message, hint=hint)
+
+
+def expert_groups(spec: RunSpec) -> Iterator[Problem]:
+    """Groups are of one size, and those that a token may visit hold enough experts."""
+    experts = spec.model.experts
+    if experts is None or experts.num_groups == 1:
+        return
+    number, groups = experts.num_experts, experts.num_groups
+    if number % groups:
+        message = f"{number} experts (`model.experts.num_experts`) do not divide into {groups} groups"
+        yield not_divisible("model.experts.num_groups", message, number, groups)
+    elif experts.top_groups * number // groups < experts.top_k or experts.top_groups > groups:
+        message = (
+            f"{experts.top_groups} of {groups} groups (`model.experts.top_groups`) are to hold a token's "
+            f"{experts.top_k} experts; a group has {number // groups}"
+        )
+        fewest = min(groups, -(-experts.top_k * groups // number))
+        allowed = f"{groups} or less" if experts.top_groups > groups else f"{fewest} or more"
+        hint = f"type model.experts.top_groups={allowed}"
+        yield Problem(code="out_of_range", path="model.experts.top_groups", message=message, hint=hint)
+
+
+def expert_width(spec: RunSpec) -> Iterator[Problem]:
+    """Grouped matrix products want rows of whole 16 bytes."""
+    experts = spec.model.experts
+    if experts is None:
+        return
+    sizes = {"model.experts.expert_ffn_size": experts.expert_ffn_size, "model.hidden_size": spec.model.hidden_size}
+    for path, size in sizes.items():
+        if size % 8:
+            message = f"`{path}` is {size}; experts' matrices need a multiple of 8"
+            yield Problem(code="not_divisible", path=path, message=message, hint=f"type {path}={size + -size % 8}")
+
+
+def position_table(spec: RunSpec) -> Iterator[Problem]:
+    rows = spec.model.learned_positions
+    if rows and spec.data.seq_len > rows:
+        message = f"`data.seq_len` is {spec.data.seq_len}; the model has {rows} positions (`model.learned_positions`)"
+        yield Problem(code="out_of_range", path="data.seq_len", message=message, hint=f"type data.seq_len={rows}")
+
+
+# By family
+
+
+def family_sizes(spec: RunSpec) -> Iterator[Problem]:
+    """Whatever is done with the model."""
+    for rule in SIZES.get(spec.model.family, ()):
+        yield from rule(spec.model, spec)
+
+
+def family_training(spec: RunSpec) -> Iterator[Problem]:
+    """Apply the family's rules where the engine is to train it; what it cannot train can still be planned."""
+    for rule in TRAINING.get(spec.model.family, ()):
+        yield from rule(spec.model, spec)
+
+
+# Models of text
+
+
+def prediction_layers(model: DecoderModel, _spec: RunSpec) -> Iterator[Problem]:
+    if not model.is_built:
+        message = "the engine does not build layers that predict further tokens; without them the model is the same"
+        yield Problem("unsupported", message, "model.prediction_layers", "type model.prediction_layers=0")
+
+
+def heads(model: TextModel, _spec: RunSpec) -> Iterator[Problem]:
+    """Each key-value head serves equally many heads."""
+    if model.num_kv_heads and model.num_heads % model.num_kv_heads:
+        message = f"{model.num_heads} heads (`model.num_heads`) do not divide by {model.num_kv_heads} key-value heads"
+        yield not_divisible("model.num_kv_heads", message, model.num_heads, model.num_kv_heads)
+
+
+def rotary_width(model: DecoderModel, _spec: RunSpec) -> Iterator[Problem]:
+    if model.head_dim % 2:
+        message = f"`model.head_dim` is {model.head_dim}; rotary embeddings turn pairs and need an even number"
+        yield Problem("not_divisible", message, "model.head_dim", f"type model.head_dim={model.head_dim + 1}")
+
+
+def layer_pattern(model: HybridModel, _spec: RunSpec) -> Iterator[Problem]:
+    """It has as many letters of each kind as the model has layers of it."""
+    pattern, counts = model.layer_pattern, model.layer_counts
+    if not pattern:
+        return
+    if {letter: pattern.count(letter) for letter in counts} != counts or len(pattern) != model.num_layers:
+        wanted = ", ".join(f"{count} x {letter}" for letter, count in counts.items() if count)
+        message = f"`model.layer_pattern` is {pattern}; the model has {wanted} (M Mamba, * attention, - MLP, E experts)"
+        hint = "give as many letters, or leave it empty to spread each kind evenly"
+        yield Problem("wrong_value", message, "model.layer_pattern", hint)
+
+
+def mamba_heads(model: HybridModel, _spec: RunSpec) -> Iterator[Problem]:
+    """Each group serves equally many heads."""
+    if model.mamba_layers and model.mamba_heads % model.mamba_groups:
+        message = f"{model.mamba_heads} Mamba heads do not divide into {model.mamba_groups} groups"
+        yield not_divisible("model.mamba_groups", message, model.mamba_heads, model.mamba_groups)
+
+
+# Convolutional networks
+
+
+def known_architecture(model: ConvModel, _spec: RunSpec) -> Iterator[Problem]:
+    if not model.is_built:
+        message = f"the engine trains a resnet or a unet; a {model.architecture} can be planned"
+        yield Problem("unsupported", message, "model.architecture", "type model.architecture=resnet")
+    elif model.architecture == "resnet" and len(model.widths) != len(model.blocks):
+        message = f"{len(model.widths)} stages in `model.widths`, {len(model.blocks)} in `model.blocks`"
+        yield Problem("not_divisible", message, "model.blocks", "give both a number for every stage")
+
+
+def fitting_input(model: ConvModel, _spec: RunSpec) -> Iterator[Problem]:
+    dims = len(model.input_size)
+    if dims not in ((2, 3) if model.segments else (2,)):
+        allowed = "a unet takes 2 or 3" if model.segments else f"a {model.architecture} takes 2"
+        yield Problem("out_of_range", f"`model.input_size` has {dims} dimensions; {allowed}", "model.input_size")
+    shrinks_by = 2 ** len(model.widths)
+    if model.segments and any(extent % shrinks_by for extent in model.input_size):
+        message = f"`model.input_size` is {list(model.input_size)}; {len(model.widths)} levels halve every extent"
+        near = ",".join(str(max(1, round(extent / shrinks_by)) * shrinks_by) for extent in model.input_size)
+        yield Problem("not_divisible", message, "model.input_size", f"type model.input_size=[{near}]")
+
+
+def phantom_classes(model: ConvModel, spec: RunSpec) -> Iterator[Problem]:
+    fewest = 2 if model.segments else 1
+    if spec.data.source == "phantom" and not fewest <= model.num_classes <= MAX_PHANTOM_CLASSES:
+        message = f"`model.num_classes` is {model.num_classes}; phantoms have {fewest} to {MAX_PHANTOM_CLASSES} classes"
+        yield Problem("out_of_range", message, "model.num_classes", f"type model.num_classes={MAX_PHANTOM_CLASSES}")
+
+
+FamilyRule = Callable[[Any, RunSpec], Iterator[Problem]]
+SIZES: dict[str, tuple[FamilyRule, ...]] = {
+    "decoder": (heads, rotary_width),
+    "hybrid": (heads, layer_pattern, mamba_heads),
+}
+TRAINING: dict[str, tuple[FamilyRule, ...]] = {
+    "decoder": (prediction_layers,),
+    "conv": (known_architecture, fitting_input, phantom_classes),
+}
+MODEL_RULES = (expert_choice, expert_groups, expert_width, position_table, family_sizes)
+
+
+def not_divisible(path: str, message: str, total: int, part: int) -> Problem:
+    fitting = ", ".join(map(str, divisors(total)))
+    return Problem(code="not_divisible", path=path, message=message, hint=f"{path} may be {fitting}")
+
+
+def divisors(number: int, most: int = 8) -> list[Any]:
+    """Return all divisors of a number, or of a large one the smallest few."""
+    found: list[Any] = [n for n in range(1, min(number, 4096) + 1) if number % n == 0]
+    return found if len(found) <= most else [*found[:most], "..."]
+
+
+# Rules for a network: each tier holds more than the one below, the last every device; planes join every NIC.
+
+
+TIERS = "cluster.fabric.tiers"
+
+
+def tiers(spec: RunSpec) -> Iterator[Problem]:
+    """A fabric has a scale-up domain and a network or more; sizes grow, in whole nodes, up to all devices."""
+    described = spec.cluster.fabric.tiers
+    if len(described) == 1:
+        message = f"`{TIERS}` has one tier, `{described[0].name}`; the scale-up domain and a network are needed"
+        yield Problem("missing_value", message, TIERS, "add the tier that joins the domains, or type fabric=flat")
+    for place, tier in enumerate(described):
+        if tier.devices is None and 0 < place < len(described) - 1:
+            path = f"{TIERS}.{place}.devices"
+            message = f"`{path}` has no value; only the first tier and the last take it from the cluster"
+            yield Problem("missing_value", message, path, "say how many devices one element of the tier holds")
+    if described and described[0].kind is not None:
+        path = f"{TIERS}.0.kind"
+        message = f"`{path}` is {described[0].kind}, and the first tier is the devices' own links"
+        yield Problem("unsupported", message, path, "leave it out: cluster.accelerator.link_kind says what they are")
+    yield from _sizes(described, spec)
+
+
+def _sizes(described: tuple[TierSpec, ...], spec: RunSpec) -> Iterator[Problem]:
+    per_node = spec.cluster.devices_per_node
+    known = [(place, tier.name, tier.devices) for place, tier in enumerate(described) if tier.devices is not None]
+    domain = spec.cluster.scaleup_devices or (None if per_node == AUTO else per_node)
+    if described and described[0].devices is None and domain is not None:
+        known.insert(0, (0, described[0].name, domain))
+    whole = 1 if per_node == AUTO else per_node
+    for (_, below, inner), (place, name, outer) in pairwise(known):
+        if outer > inner and outer % whole == 0:
+            continue
+        path = f"{TIERS}.{place}.devices"
+        holds = f"`{name}` holds more than one of `{below}`, which has {inner}"
+        message = f"`{path}` is {outer}; {holds}" + (f", and whole nodes of {whole}" if whole > 1 else "")
+        near = whole * max(math.floor(inner / whole) + 1, round(outer / whole))
+        yield Problem("not_divisible", message, path, f"type a multiple of {whole}, such as {near}")
+    if described and described[-1].devices is not None and per_node != AUTO:
+        wanted = spec.cluster.num_nodes * per_node
+        if described[-1].devices < wanted:
+            path = f"{TIERS}.{len(described) - 1}.devices"
+            message = f"`{path}` is {described[-1].devices}, and the cluster has {wanted} devices"
+            hint = f"type {wanted} or more, or null for all of them, or add the tier that joins these"
+            yield Problem("out_of_range", message, path, hint)
+
+
+def network(spec: RunSpec) -> Iterator[Problem]:
+    """Several nodes are joined by links that carry something."""
+    cluster = spec.cluster
+    described = cluster.fabric.tiers[1:]
+    is_described = bool(described) and all(tier.gbit_per_s for tier in described)
+    if cluster.nic_gbit_per_s == 0 and cluster.num_nodes > 1 and not is_described:
+        path = "cluster.nic_gbit_per_s"
+        message = f"`{path}` is 0, and {cluster.num_nodes} nodes exchange data over their NICs"
+        hint = f"type {path}=400, or what a device has, in Gbit/s; null takes what is usual for the accelerator"
+        yield Problem("out_of_range", message, path, hint)
+
+
+def planes(spec: RunSpec) -> Iterator[Problem]:
+    """A switch has a whole, even number of ports, half of which go up, and the tiers join every device's NIC."""
+    found, per_node = spec.cluster.fabric.planes, spec.cluster.devices_per_node
+    if found is None:
+        return
+    radix = found.switch_tbit_per_s * 1e3 * found.planes / found.nic_gbit_per_s
+    if abs(radix - round(radix)) > 1e-6 or round(radix) % 2 or radix < 2:
+        path = "cluster.fabric.planes.planes"
+        message = (
+            f"`{path}` is {found.planes}: a switch of {found.switch_tbit_per_s:g} Tbit/s would have {radix:g} ports of "
+            f"{found.nic_gbit_per_s / found.planes:g} Gbit/s; a whole, even number is needed"
+        )
+        yield Problem("not_divisible", message, path, "choose planes, nic_gbit_per_s and switch_tbit_per_s that divide")
+        return
+    most = round(radix) ** found.switch_tiers // (2 if found.switch_tiers == 2 else 4)
+    nics = None if per_node == AUTO else spec.cluster.num_nodes * per_node
+    if nics is not None and nics > most:
+        path = "cluster.fabric.planes.switch_tiers"
+        message = f"`{path}` is {found.switch_tiers}, which join {most:,} NICs, and the cluster has {nics:,} devices"
+        hint = f"type {path}=3" if found.switch_tiers == 2 else "choose more planes, or fewer nodes"
+        yield Problem("out_of_range", message, path, hint)
+
+
+FABRIC_RULES = (tiers, network, planes)
+
+
+# Rules for a cluster of several pools: what nothing is said beside, and what they cannot be joined with.
+
+
+POOLS = "cluster.pools"
+MOST = 4
+"""Pipelines go through the pools in every order, of which there are 24 for four."""
+
+
+def instead_of_nodes(spec: RunSpec) -> Iterator[Problem]:
+    """Pools say what the cluster's nodes are; the keys of an ordinary cluster say nothing beside them."""
+    cluster = spec.cluster
+    if not cluster.pools:
+        if cluster.pool_link_gbit_per_s is not None:
+            path = "cluster.pool_link_gbit_per_s"
+            message = f"`{path}` is {cluster.pool_link_gbit_per_s:g}, and the cluster has no pools"
+            yield Problem("unsupported", message, path, f"type {path}=null, or {POOLS}=[...]")
+        return
+    if cluster.accelerator is not None:
+        message = f"`{POOLS}` names the accelerators, and `cluster.accelerator` is {cluster.accelerator.name} besides"
+        yield Problem("unsupported", message, POOLS, "type cluster=auto, and say in each pool what it has")
+        return
+    set_besides = {
+        "num_nodes": (cluster.num_nodes, 1),
+        "devices_per_node": (cluster.devices_per_node, AUTO),
+        "scaleup_devices": (cluster.scaleup_devices, None),
+        "link_gb_per_s": (cluster.link_gb_per_s, None),
+    }
+    for key, (value, usual) in set_besides.items():
+        if value != usual:
+            message = f"`cluster.{key}` is {value}, and each of `{POOLS}` says its own"
+            yield Problem("unsupported", message, f"cluster.{key}", f"type cluster=auto, or leave out {POOLS}")
+
+
+def number(spec: RunSpec) -> Iterator[Problem]:
+    if len(spec.cluster.pools) > MOST:
+        message = f"`{POOLS}` has {len(spec.cluster.pools)} pools; at most {MOST} are planned together"
+        yield Problem("out_of_range", message, POOLS, "join those that are alike")
+
+
+def half_precision(spec: RunSpec) -> Iterator[Problem]:
+    for place, pool in enumerate(spec.cluster.pools):
+        path = f"{POOLS}.{place}.accelerator.bf16_tflops"
+        if pool.accelerator.bf16_tflops == pool.accelerator.fp16_tflops == 0:
+            message = f"`{path}` is 0, and fp16_tflops too; one of them is needed"
+            yield Problem("missing_value", message, path, "write the rate of the chip's data sheet")
+
+
+def joined_with(spec: RunSpec) -> Iterator[Problem]:
+    """Refuse keys that describe nodes which are alike."""
+    cluster = spec.cluster
+    if not cluster.pools:
+        return
+    if cluster.fabric.tiers or cluster.fabric.planes:
+        message = (
+            f"the fabric {cluster.fabric.name or 'of this recipe'} has tiers, and `{POOLS}` are joined by one link"
+        )
+        hint = "type fabric=flat, and cluster.pool_link_gbit_per_s=<Gbit/s of a device> for what joins the pools"
+        yield Problem("unsupported", message, "cluster.fabric.tiers", hint)
+    if cluster.nic_gbit_per_s == 0:
+        path = "cluster.nic_gbit_per_s"
+        message = f"`{path}` is 0, and the nodes of `{POOLS}` exchange data over their NICs"
+        yield Problem("out_of_range", message, path, f"type {path}=null, and write it in each pool")
+    if cluster.reliability.spare_nodes:
+        path = "cluster.reliability.spare_nodes"
+        message = f"`{path}` is {cluster.reliability.spare_nodes}, and does not say of which of `{POOLS}`"
+        yield Problem("unsupported", message, path, f"type {path}=null, or count the spare nodes in a pool")
+    if cluster.cost.owned:
+        message = f"`cluster.cost.owned` has one price of a device, and `{POOLS}` have several kinds"
+        hint = f"type cost=rented, and write price_usd_per_device_hour in each of {POOLS}"
+        yield Problem("unsupported", message, "cluster.cost.owned", hint)
+
+
+def only_planned(spec: RunSpec) -> Iterator[Problem]:
+    """The engine does not place ranks by pools."""
+    if not spec.cluster.pools:
+        return
+    sizes = {pool.devices_per_node for pool in spec.cluster.pools}
+    nodes = sum(pool.num_nodes for pool in spec.cluster.pools)
+    message = f"`{POOLS}` are planned (trainspec plan) and not launched: no layout is placed on nodes by their kind"
+    if len(sizes) > 1:
+        hint = "launch on the nodes of one pool: ~cluster.pools cluster.num_nodes=<its nodes>"
+    else:
+        hint = (
+            f"type ~{POOLS} cluster.num_nodes={nodes} cluster.devices_per_node={sizes.pop()}: every rank then has "
+            "an equal share of the work"
+        )
+    yield Problem("unsupported", message, POOLS, hint)
+
+
+POOL_RULES = (instead_of_nodes, number, half_precision, joined_with)
+
+
+# Rules for a batch that changes over the run.
+
+
+SCHEDULE_PATH = "batching.schedule"
+LARGEST = f"{SCHEDULE_PATH}.max_global_batch_size"
+WITH_LARGEST = ("seesaw", "noise")
+"""Schedules with a largest size."""
+
+
+def largest_size(spec: RunSpec) -> float:
+    """Return the bound of a batch under `seesaw` or `noise`; infinity where nothing bounds it.
+
+    Seesaw needs no more than what the lowest learning rate asks for.
+    """
+    batching, largest = spec.batching, math.inf
+    if batching.schedule.kind == "seesaw" and spec.optim.schedule.lowest_lr_ratio:
+        largest = batching.global_batch_size / spec.optim.schedule.lowest_lr_ratio
+    return min(largest, batching.schedule.max_global_batch_size or math.inf)
+
+
+def ramp(spec: RunSpec) -> Iterator[Problem]:
+    """The stages of a ramp follow one another, and no size is smaller than the one before it."""
+    kind, stages, path = spec.batching.schedule.kind, spec.batching.schedule.stages, f"{SCHEDULE_PATH}.stages"
+    if kind != "ramp" and stages:
+        message = f"`{path}` has {len(stages)} sizes, and `{SCHEDULE_PATH}.kind` is {kind}, which has no stages"
+        yield Problem("unsupported", message, path, f"type {SCHEDULE_PATH}.kind=ramp, or ~{path}")
+    elif kind == "ramp" and not stages:
+        doubled = 2 * spec.batching.global_batch_size
+        hint = f"type {path}='[{{from_tokens: 1e9, global_batch_size: {doubled}}}]'"
+        yield Problem("missing_value", f"`{path}` is empty; a ramp has at least one", path, hint)
+    elif kind == "ramp":
+        first = RampStage(0, spec.batching.global_batch_size)
+        for place, (before, stage) in enumerate(pairwise((first, *stages))):
+            yield from _follows(stage, before, f"{path}.{place}")
+
+
+def _follows(stage: RampStage, before: RampStage, path: str) -> Iterator[Problem]:
+    if stage.from_tokens <= before.from_tokens:
+        message = f"`{path}.from_tokens` is {stage.from_tokens}, and the stage before it begins at {before.from_tokens}"
+        hint = f"put the stages in their order, each with more tokens: {before.from_tokens + 1} or more"
+        yield Problem("out_of_range", message, f"{path}.from_tokens", hint)
+    if stage.global_batch_size < before.global_batch_size:
+        path = f"{path}.global_batch_size"
+        message = f"`{path}` is {stage.global_batch_size}, and the steps before it have {before.global_batch_size}"
+        hint = f"a ramp does not fall: type {before.global_batch_size} or more"
+        yield Problem("out_of_range", message, path, hint)
+
+
+def bounds(spec: RunSpec) -> Iterator[Problem]:
+    """A largest size stands where the schedule has one, and leaves room for the batch to grow."""
+    schedule, start = spec.batching.schedule, spec.batching.global_batch_size
+    largest = schedule.max_global_batch_size
+    if schedule.kind not in WITH_LARGEST:
+        if largest is not None:
+            message = (
+                f"`{LARGEST}` is {largest}, and `{SCHEDULE_PATH}.kind` is {schedule.kind}, which has no largest size"
+            )
+            yield Problem("unsupported", message, LARGEST, f"type {LARGEST}=null, or batching=seesaw")
+    elif largest is not None and largest < start:
+        message = f"`{LARGEST}` is {largest}, and the run begins with {start} (`batching.global_batch_size`)"
+        yield Problem("out_of_range", message, LARGEST, f"type {LARGEST}={math.ceil(start * schedule.growth)} or more")
+    elif math.isinf(largest_size(spec)):
+        zero = "the learning rate ends at 0" if schedule.kind == "seesaw" else "the noise scale has no bound"
+        hint = f"type {LARGEST}={8 * start}, or what the data's critical batch size allows"
+        yield Problem("missing_value", f"`{LARGEST}` is null, and {zero}: so would the batch have none", LARGEST, hint)
+    elif _falls(spec) and len(spec.batching.sizes_up_to(largest_size(spec))) == 1:
+        message = (
+            f"a `{SCHEDULE_PATH}.growth` of {schedule.growth:g} leads from {start} to no size up to the largest, "
+            f"{largest_size(spec):g}: the batch would never change"
+        )
+        hint = f"type {SCHEDULE_PATH}.growth=1.1, a larger {LARGEST}, or {SCHEDULE_PATH}.kind=constant"
+        yield Problem("out_of_range", message, f"{SCHEDULE_PATH}.growth", hint)
+
+
+def _falls(spec: RunSpec) -> bool:
+    return spec.batching.schedule.kind != "seesaw" or spec.optim.schedule.lowest_lr_ratio < 1
+
+
+def seesaw(spec: RunSpec) -> Iterator[Problem]:
+    """Seesaw replaces a falling learning rate, and so needs one, and a rule for the rate."""
+    if spec.batching.schedule.kind != "seesaw":
+        return
+    if not _falls(spec):
+        lr = spec.optim.schedule
+        message = (
+            f"`{SCHEDULE_PATH}.kind` is seesaw, which grows the batch where the learning rate falls, and it does not"
+        )
+        path = "optim.schedule.kind" if lr.kind == "constant" else "optim.schedule.final_lr_ratio"
+        if lr.kind == "wsd" and lr.decay_fraction == 0:
+            path = "optim.schedule.decay_fraction"
+        typed = {"kind": "cosine", "final_lr_ratio": "0.1", "decay_fraction": "0.2"}[path.rpartition(".")[2]]
+        yield Problem("unsupported", message, path, f"type {path}={typed}, or {SCHEDULE_PATH}.kind=constant")
+    if spec.batching.schedule.lr_rule == "none":
+        path = f"{SCHEDULE_PATH}.lr_rule"
+        message = f"`{path}` is none: the learning rate would fall as without seesaw, and the batch grow beside it"
+        yield Problem("unsupported", message, path, f"type {path}=optimizer")
+
+
+def noise(spec: RunSpec) -> Iterator[Problem]:
+    """The noise shows between two data-parallel ranks; `measurable_noise` refuses what only the plan can tell."""
+    if spec.batching.schedule.kind == "noise" and data_parallel_ranks(spec) == 1:
+        message = f"`{SCHEDULE_PATH}.kind` is noise, which is measured between data-parallel ranks, and there is 1"
+        hint = f"type cluster.devices_per_node=2 or more with room for data parallelism, or {SCHEDULE_PATH}.kind=seesaw"
+        yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
+
+
+def noise_hindrance(model: ModelSpec, layout: Layout, replica_groups: int, micro_batches: int) -> str:
+    """Return why the noise of the gradients cannot be measured in a layout; empty where it can.
+
+    It shows between the gradients of different samples, before they are summed. `micro_batches` of a rank in a step are
+    so many parts where each is exchanged by itself.
+    """
+    turns = micro_batches if layout.exchanges_every_backward else 1
+    if layout.data_parallel_size * replica_groups < 2:
+        return "it is measured between data-parallel ranks, and there is 1"
+    if model.tied_embeddings and layout.pp > 1 and layout.exchanges_every_backward:
+        return f"ZeRO-{layout.zero_stage} sums a tied embedding's gradient on each of its stages by itself"
+    ranks, left = divmod(layout.ep, layout.cp * layout.tp)
+    if layout.ep > 1 and left:
+        return f"the {layout.ep} ranks of ep hold parts of a sample's gradient"
+    if layout.ep > 1 and layout.data_parallel_size // ranks * replica_groups * turns < 2:
+        return "all data-parallel ranks train the same experts together"
+    return ""
+
+
+def measurable_noise(spec: RunSpec, layout: Layout, replica_groups: int, micro_batches: int) -> Iterator[Problem]:
+    """Refuse a batch that is to follow a noise which cannot be measured in the layout."""
+    if spec.batching.schedule.kind != "noise":
+        return
+    why = noise_hindrance(spec.model, layout, replica_groups, micro_batches)
+    if replica_groups > 1:
+        message = f"`{SCHEDULE_PATH}.kind` is noise, and a replica group that comes back ({replica_groups} of them)"
+        message += " knows none of it"
+        hint = f"type resilience=restart, or {SCHEDULE_PATH}.kind=seesaw"
+        yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
+    elif why:
+        message = f"`{SCHEDULE_PATH}.kind` is noise, and in this layout ({layout.describe()}) nobody measures it: {why}"
+        hint = f"type layout=ddp or layout=fsdp with two processes or more, or {SCHEDULE_PATH}.kind=seesaw"
+        yield Problem("unsupported", message, f"{SCHEDULE_PATH}.kind", hint)
+
+
+def data_parallel_ranks(spec: RunSpec) -> int | None:
+    """Return the data-parallel ranks of all replica groups; None where a machine or a search decides, or none fit."""
+    devices, axes = spec.cluster.devices_per_node, (spec.layout.pp, spec.layout.cp, spec.layout.tp)
+    if devices == AUTO or AUTO in axes:
+        return None
+    ranks, left = divmod(spec.cluster.num_nodes * int(devices), math.prod(map(int, axes)))
+    return None if left else ranks
+
+
+BATCHING_RULES = (ramp, bounds, seesaw, noise)

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, get_args
 
 from trainspec_cli.core.errors import Problem
+from trainspec_cli.core.printable import is_printable, on_one_line
 from trainspec_cli.core.reading.files import how_to_copy
-from trainspec_cli.recipe.field_types import AUTO
-
-if TYPE_CHECKING:
-    from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.extensions.kinds import SOURCE, TOKENIZER
+from trainspec_cli.recipe.extensions.source import Extension, problems_of
+from trainspec_cli.recipe.field_types import AUTO, Range, ranges_of
+from trainspec_cli.recipe.keys.kernels import TORCH
+from trainspec_cli.recipe.keys.model import HybridModel, OwnModel, TextModel, has_layer_list
+from trainspec_cli.recipe.keys.run import SOURCES, DataSpec, Documents, PartSpec, RunSpec
+from trainspec_cli.recipe.keys.training import BLOCK, ON_DEVICE, OPTIMIZERS, QUANTISED_ROW, QUANTISED_SIZE
+from trainspec_cli.recipe.own_code import (
+    own_blocks,
+    own_callbacks,
+    own_losses,
+    own_optimizer,
+    own_tokenizers,
+    own_trackers,
+)
+from trainspec_cli.recipe.rules.layout import size_of
+from trainspec_cli.recipe.structure import UNKNOWN
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 
@@ -69,3 +85,463 @@ def framework_has(spec: RunSpec) -> Iterator[Problem]:
 
 
 RUN_RULES = (memory_copies, heldout, run_name, local_folder, framework_has)
+
+
+# Rules for what an optimizer does not train, or does not go with.
+
+
+NAME = "optim.name"
+
+
+def muon_models(spec: RunSpec) -> Iterator[Problem]:
+    """Muon is for matrices of hidden layers that are trained as a whole."""
+    if spec.optim.name != "muon":
+        return
+    if spec.model.unit == "samples":
+        message = f"`{NAME}` is muon, which trains matrices, and `model.family` {spec.model.family} has convolutions"
+        yield Problem("unsupported", message, NAME, f"type {NAME}=adamw or {NAME}=sgd")
+    elif reason := spec.model.record.refuses.get("muon"):
+        yield Problem("unsupported", f"`{NAME}` is muon, and {reason}", NAME, f"type {NAME}=adamw or {NAME}=sgd")
+    elif not has_layer_list(spec.model):
+        message = f"`{NAME}` is muon, and the planner does not know the matrices of `model.family` {spec.model.family}"
+        yield Problem("unsupported", message, NAME, f"type {NAME}=adamw or {NAME}=sgd")
+    elif spec.lora.rank:
+        message = f"`{NAME}` is muon, which trains whole matrices, and `lora.rank` is {spec.lora.rank}"
+        yield Problem("unsupported", message, NAME, f"type {NAME}=adamw, or lora.rank=0")
+
+
+def offloaded_state(spec: RunSpec) -> Iterator[Problem]:
+    if spec.optim.name in ON_DEVICE and spec.offload not in ("none", AUTO):
+        message = f"`offload` is {spec.offload}, and the update of `{NAME}` {spec.optim.name} is made on the device"
+        yield Problem("unsupported", message, "offload", f"type offload=none, or {NAME}=adamw")
+
+
+def blocks_of_changed_layouts(spec: RunSpec) -> Iterator[Problem]:
+    """A layout that the recipe changes to has to have the same blocks, in which the state is moved."""
+    if spec.optim.name != "adamw8bit" or not has_layer_list(spec.model):
+        return
+    tp = size_of(spec.layout, "tp")
+    for place, change in enumerate(spec.scheduler.changes):
+        if other := describe_other_blocks(spec, tp, size_of(change.of(spec.layout), "tp")):
+            path = f"scheduler.changes.{place}.tp"
+            yield Problem("unsupported", other, path, f"type ~{path}, or {NAME}=adamw")
+
+
+def describe_other_blocks(spec: RunSpec, tp: int, other_tp: int) -> str:
+    """Return why 8-bit state that was made under `tp` cannot be read under another one; "" where it can.
+
+    tp cuts rows of some matrices, and each rank quantises its part in blocks of its own: those of another tp are the
+    same only where every part of either is some whole blocks.
+    """
+    if spec.optim.name != "adamw8bit" or not has_layer_list(spec.model) or tp == other_tp:
+        return ""
+    for key, row in _rows_cut_by_tp(spec.model, spec.lora.rank).items():
+        if any(size > 1 and row % (size * BLOCK) for size in (tp, other_tp)):
+            cut = f"layout.tp {tp} and {other_tp} cut rows of {key} ({row}) into other blocks of {BLOCK}"
+            return f"`{NAME}` is adamw8bit, and {cut}"
+    return ""
+
+
+def _rows_cut_by_tp(model: TextModel, lora_rank: int) -> dict[str, int]:
+    """Return the lengths of the rows that tp cuts and whose moments are kept in 8 bits, by the keys that say them."""
+    mixers = {mixer for layer in model.layer_list for mixer in layer.mixers}
+    decoder, experts = model.as_decoder, model.experts
+    rows = {}
+    if "attention" in mixers:
+        rows["model.num_heads x head_dim"] = model.num_heads * model.head_dim
+    if "latent" in mixers and decoder.mla:
+        rows["model.num_heads x mla.v_head_dim"] = model.num_heads * decoder.mla.v_head_dim
+    if "feed_forward" in mixers:
+        rows["model.ffn_size"] = model.ffn_size
+    if "experts" in mixers and experts and experts.shared_experts:
+        width = experts.shared_expert_ffn_size or experts.expert_ffn_size
+        rows["model.experts.shared_experts x their width"] = experts.shared_experts * width
+    if isinstance(model, HybridModel) and "mamba" in mixers:
+        rows["model.mamba_num_heads x mamba_head_dim"] = model.mamba_heads * model.mamba_head_dim
+    others = lora_rank or model.hidden_size
+    return {key: row for key, row in rows.items() if row >= QUANTISED_ROW and row * others >= QUANTISED_SIZE}
+
+
+OPTIM_RULES = (muon_models, offloaded_state, blocks_of_changed_layouts)
+
+
+# Rules for one's own code: it is there, it can be called as the engine does, and the recipe says what it needs.
+# Nothing of it runs for that: `extensions.source` reads it.
+
+
+BLOCK_PARAMS = "model.block_params"
+
+
+def optimizer(spec: RunSpec) -> Iterator[Problem]:
+    if not spec.optim.is_own:
+        given = {"optim.options": bool(spec.optim.options), "optim.state_bytes": spec.optim.state_bytes is not None}
+        for path, is_given in given.items():
+            if is_given:
+                message = f"`{path}` is for an optimizer of one's own, and `optim.name` is {spec.optim.name}"
+                yield Problem("unsupported", message, path, "leave it out, or type optim.name=FILE.py:NAME")
+        return
+    problems = list(problems_of(own_optimizer(spec), OPTIMIZERS))
+    yield from problems
+    if problems:
+        return
+    path = "optim.state_bytes"
+    if spec.optim.state_bytes is None:
+        message = f"`{path}` has no value: the plan cannot know what {spec.optim.name} keeps of each parameter"
+        yield Problem("missing_value", message, path, f"type {path}=8 for two averages in fp32, 4 for one, 0 for none")
+    schedule = spec.batching.schedule
+    if schedule.kind != "constant" and schedule.lr_rule == "optimizer":
+        path = "batching.schedule.lr_rule"
+        message = f"`{path}` is optimizer, and {spec.optim.name} has no rule for a batch that changes"
+        yield Problem("missing_value", message, path, f"type {path}=sqrt, linear or none")
+
+
+def block(spec: RunSpec) -> Iterator[Problem]:
+    """A model of one's own blocks says which, and how large they are."""
+    model = spec.model
+    if not isinstance(model, OwnModel):
+        return
+    if not model.block:
+        message = "`model.block` has no value: a model of the family own is made of blocks of one's own"
+        yield Problem("missing_value", message, "model.block", "type model.block=FILE.py:NAME (docs/extending.md)")
+        return
+    problems = [problem for extension in own_blocks(model) for problem in problems_of(extension)]
+    yield from problems
+    if model.block_params is None and not problems:
+        path = BLOCK_PARAMS
+        message = f"`{path}` has no value: the plan cannot know how many parameters {model.block} makes"
+        yield Problem("missing_value", message, path, f"type {path}=NUMBER; commands that load a recipe count them")
+
+
+def loss(spec: RunSpec) -> Iterator[Problem]:
+    for extension in own_losses(spec):
+        yield from problems_of(extension)
+    backend = spec.kernels.linear_cross_entropy
+    if spec.train.loss and spec.model.unit == "samples":
+        message = f"`train.loss` is for models of text, and `model.family` is {spec.model.family}"
+        yield Problem("unsupported", message, "train.loss", "leave it out")
+    elif spec.train.loss and backend not in (TORCH, AUTO):
+        path = "kernels.linear_cross_entropy"
+        message = f"`{path}` is {backend}, a kernel of cross-entropy, and `train.loss` is {spec.train.loss}"
+        yield Problem("contradiction", message, path, f"type {path}={TORCH}, or leave out train.loss")
+    if spec.train.loss_options and not spec.train.loss:
+        message = "`train.loss_options` is for a loss of one's own, and `train.loss` has no value"
+        yield Problem("unsupported", message, "train.loss_options", "leave it out, or type train.loss=FILE.py:NAME")
+
+
+TEXT_SOURCES = ("python_stdlib", "text", "jsonl", "parquet", "arrow", "tokens")
+"""Sources that a tokenizer of one's own encodes, or has encoded."""
+
+
+def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
+    data, tokenizer, key = spec.data, spec.data.tokenizer, TOKENIZER.key
+    if not tokenizer.code:
+        if tokenizer.options:
+            message = f"`data.tokenizer.options` is for a tokenizer of one's own, and `{key}` has no value"
+            yield Problem("unsupported", message, "data.tokenizer.options", f"leave it out, or type {key}=FILE.py:NAME")
+        return
+    for extension in own_tokenizers(data):
+        yield from problems_of(extension)
+    parts = () if data.is_own else tuple(data.parts.values())
+    for source in {part.source for part in (*parts, *data.validation.values())} - {*TEXT_SOURCES}:
+        message = f"`{key}` is {tokenizer.code}, and the source {source} does not go with a tokenizer of one's own"
+        yield Problem("unsupported", message, key, f"it goes with {', '.join(TEXT_SOURCES)} and one's own source")
+    for path, value in (("path", tokenizer.path), ("end_of_document", tokenizer.end_of_document)):
+        if value is not None:
+            message = f"`data.tokenizer.{path}` is {value}, and the tokenizer is one's own (`{key}`)"
+            yield Problem("contradiction", message, f"data.tokenizer.{path}", f"type data.tokenizer.{path}=null")
+
+
+def watchers(spec: RunSpec) -> Iterator[Problem]:
+    for extension in (*own_callbacks(spec), *own_trackers(spec)):
+        yield from problems_of(extension)
+
+
+def source(spec: RunSpec) -> Iterator[Problem]:
+    data = spec.data
+    yield from _source(data, "data", SOURCES)
+    for group in ("mixture", "validation"):
+        for name, part in getattr(data, group).items():
+            yield from _source(part, f"data.{group}.{name}", get_args(Documents))
+
+
+def _source(data: DataSpec | PartSpec, where: str, built_in: Sequence[str]) -> Iterator[Problem]:
+    if data.source not in SOURCES:
+        yield from problems_of(Extension(SOURCE, f"{where}.source", data.source, tuple(data.options)), built_in)
+        if data.path is not None:
+            message = f"`{where}.path` is {data.path}, which one's own source is not given"
+            hint = f"type {where}.path=null {where}.options.path={data.path}"
+            yield Problem("unsupported", message, f"{where}.path", hint)
+    elif data.source not in built_in:
+        message = f"`{where}.source` is {data.source}; {', '.join(built_in)}, or one's own code is needed"
+        yield Problem("wrong_choice", message, f"{where}.source", f"type {where}.source=jsonl, or another of these")
+    elif data.options:
+        message = f"`{where}.options` is for a source of one's own, and `{where}.source` is {data.source}"
+        yield Problem("unsupported", message, f"{where}.options", f"leave it out, or type {where}.source=FILE.py:NAME")
+
+
+OWN_CODE_RULES = (source, own_tokenizer, block, loss, optimizer, watchers)
+
+
+# Rules on a value by itself: a number's range, and text that becomes a line of a batch script or a folder's path.
+
+
+def forget_out_of_range(section: Any, prefix: str = "") -> tuple[Any, list[Problem]]:
+    """Return `section` with UNKNOWN in the place of each value that is out of its range, and a problem for each.
+
+    null and auto are in every range. The sections of a list are looked through one by one.
+    """
+    changes: dict[str, object] = {}
+    problems: list[Problem] = []
+    ranges = ranges_of(section.__class__)
+    for field in fields(section):
+        value, path = getattr(section, field.name), f"{prefix}{field.name}"
+        if is_dataclass(value):
+            changes[field.name], found = forget_out_of_range(value, f"{path}.")
+            problems += found
+        elif isinstance(value, tuple) and any(map(is_dataclass, value)):
+            items = [forget_out_of_range(item, f"{path}.{place}.") for place, item in enumerate(value)]
+            changes[field.name] = tuple(item for item, _ in items)
+            problems += [problem for _, found in items for problem in found]
+        elif value is not UNKNOWN and value is not None and value != AUTO and field.name in ranges:
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not all(map(ranges[field.name].holds, numbers)):
+                changes[field.name] = UNKNOWN
+                problems.append(_out_of_range(path, value, ranges[field.name]))
+    return replace(section, **changes) if problems else section, problems
+
+
+def _out_of_range(path: str, value: float | tuple[float, ...], allowed: Range) -> Problem:
+    if isinstance(value, tuple):
+        message = f"`{path}` is {list(value)}; numbers of {allowed.describe()} are needed"
+        return Problem("out_of_range", message, path)
+    kind = f"{value}; a whole number" if isinstance(value, int) else f"{value:g}; a number"
+    fits = value <= allowed.low and allowed.includes_low
+    hint = f"type {path}={allowed.low:g} or more" if fits else ""
+    return Problem("out_of_range", f"`{path}` is {kind} of {allowed.describe()} is needed", path, hint)
+
+
+def slurm_text(spec: RunSpec) -> Iterator[Problem]:
+    """A line break would begin a line of its own in job.sbatch; other control characters could hide what stands there.
+
+    `setup` is shell, which may have several lines.
+    """
+    slurm = spec.cluster.slurm
+    for field in fields(slurm):
+        value, path = getattr(slurm, field.name), f"cluster.slurm.{field.name}"
+        for text in value if isinstance(value, tuple) else (value,):
+            yield from _check_text(path, text, may_have_lines=field.name == "setup")
+
+
+def run_folder(spec: RunSpec) -> Iterator[Problem]:
+    yield from _check_text("run.dir", spec.run.dir)
+
+
+def _check_text(path: str, text: object, *, may_have_lines: bool = False) -> Iterator[Problem]:
+    if not isinstance(text, str):  # a number, or of a wrong type, which is reported elsewhere
+        return
+    if is_printable(text) if may_have_lines else text == on_one_line(text):
+        return
+    what = "control characters" if may_have_lines else "line breaks or other control characters"
+    message = f"`{path}` is `{on_one_line(text)}`; it cannot hold {what}"
+    yield Problem("bad_text", message, path, "take out what is shown with a backslash")
+
+
+TEXT_RULES = (slurm_text, run_folder)
+
+
+# Rules for the options of a Slurm job: forms of times, sizes and GPUs as sbatch(1) has them, and further options that
+# contradict what the script asks for.
+
+
+PREFIX = "cluster.slurm"
+_TIME = re.compile(
+    r"(?:(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?)|(?P<plain>\d+(:\d+){0,2})"
+)
+TIME_FORMS = "minutes, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
+NO_LIMIT = ("unlimited", "infinite")
+"""Words that Slurm takes for a time without an end."""
+_MEMORY = re.compile(r"\d+[KMGT]?", re.IGNORECASE)
+_GPUS = re.compile(r"(?:(?P<type>[\w.+-]*[A-Za-z_][\w.+-]*)(?::(?P<typed>[1-9]\d*))?|(?P<number>[1-9]\d*))", re.ASCII)
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+
+OF_SCRIPT = {
+    "job-name": f"{PREFIX}.job_name",
+    "nodes": "cluster.num_nodes",
+    "ntasks": "cluster.num_nodes and cluster.devices_per_node: a node has one task, which starts its processes",
+    "ntasks-per-node": "cluster.devices_per_node: a node has one task, which starts its processes",
+    "output": "run.dir, whose logs/ holds the job's log",
+    "open-mode": "nothing: a job that is requeued goes on with its log",
+    "array": "--sweep, which makes the array",
+    "signal": f"{PREFIX}.warn_s",
+    "requeue": f"{PREFIX}.max_requeues",
+    "no-requeue": f"{PREFIX}.max_requeues=0",
+}
+"""Options that every script has -> where they are set."""
+KEYS = {
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "time": "time",
+    "constraint": "constraint",
+    "exclude": "exclude",
+    "dependency": "dependency",
+    "mem": "mem",
+    "mem-per-cpu": "mem",
+    "mem-per-gpu": "mem",
+    "cpus-per-task": "cpus_per_task",
+    "exclusive": "exclusive",
+    "oversubscribe": "exclusive",
+}
+"""Options that contradict a key of `cluster.slurm` that is set -> the key."""
+OF_GPUS = ("gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "gres")
+SHORT = {
+    "J": "job-name",
+    "N": "nodes",
+    "n": "ntasks",
+    "o": "output",
+    "a": "array",
+    "p": "partition",
+    "A": "account",
+    "q": "qos",
+    "t": "time",
+    "c": "cpus-per-task",
+    "C": "constraint",
+    "x": "exclude",
+    "d": "dependency",
+    "G": "gpus",
+    "s": "oversubscribe",
+}
+"""sbatch's letters for those options."""
+
+
+def time_limit_s(text: str) -> float | None:
+    """Return the seconds of one of Slurm's forms of time, infinity for no limit; None where it is none of them."""
+    if text.lower() in NO_LIMIT:
+        return float("inf")
+    found = _TIME.fullmatch(text)
+    if found is None:
+        return None
+    if plain := found["plain"]:
+        numbers = [int(part) for part in plain.split(":")]
+        hours, minutes, seconds = [0, *numbers, 0] if len(numbers) == 1 else [0] * (3 - len(numbers)) + numbers
+        days = 0
+    else:
+        days, hours, minutes, seconds = (int(found[part] or 0) for part in ("days", "hours", "minutes", "seconds"))
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds or float("inf")
+
+
+def gpus_of_node(text: str, devices: int) -> str | None:
+    """Return the GPUs of a node as Slurm writes them, `h100:8` or `8`; a type alone gets the number of `devices`. None
+    where the text is neither type, number nor both."""
+    found = _GPUS.fullmatch(text)
+    if found is None:
+        return None
+    return f"{text}:{devices}" if found["type"] and not found["typed"] else text
+
+
+def times(spec: RunSpec) -> Iterator[Problem]:
+    slurm, path = spec.cluster.slurm, f"{PREFIX}.time"
+    if slurm.time is None:
+        return
+    limit_s = time_limit_s(str(slurm.time))
+    if limit_s is None:
+        message = f"`{path}` is `{slurm.time}`, which is no time of Slurm's; {TIME_FORMS} is needed"
+        yield Problem("bad_time", message, path, f"such as two hours: {path}=2:00:00 (2:00 would be two minutes)")
+    elif limit_s <= slurm.warn_s:
+        read = f"{limit_s:g} s" + (" (a number alone is minutes)" if str(slurm.time).isdigit() else "")
+        message = f"`{path}` is `{slurm.time}`, {read}: the job would be asked to end as soon as it starts"
+        hint = (
+            f"type a longer one, such as {path}=2:00:00 for two hours, or {PREFIX}.warn_s below {limit_s:g} "
+            f"(it is {slurm.warn_s})"
+        )
+        yield Problem("out_of_range", message, path, hint)
+
+
+def memory(spec: RunSpec) -> Iterator[Problem]:
+    text, path = spec.cluster.slurm.mem, f"{PREFIX}.mem"
+    if text is not None and not _MEMORY.fullmatch(str(text)):
+        message = f"`{path}` is `{text}`; a whole number with K, M, G or T is needed"
+        yield Problem("bad_size", message, path, f"such as {path}=64G; all memory of a node is 0G")
+
+
+def gpus(spec: RunSpec) -> Iterator[Problem]:
+    slurm, devices, path = spec.cluster.slurm, spec.cluster.devices_per_node, f"{PREFIX}.gpus_per_node"
+    text = slurm.gpus_per_node
+    if text is None:
+        return
+    found = _GPUS.fullmatch(str(text))
+    if found is None:
+        message = f"`{path}` is `{text}`; a type and number such as h100:8, a number or a type is needed"
+        hint = f"the option itself is {PREFIX}.gpu_request, such as gres"
+        yield Problem("bad_gpus", message, path, hint)
+    elif slurm.gpu_request == "none":
+        message = f"`{path}` is `{text}`, and `{PREFIX}.gpu_request` is none, which asks for no GPUs"
+        yield Problem("unsupported", message, path, f"leave out one of them, or type {PREFIX}.gpu_request=gres")
+    elif spec.cluster.device == "cuda" and isinstance(devices, int):
+        asked = int(found["typed"] or found["number"] or devices)
+        if asked < devices:
+            message = f"`{path}` asks for {asked} GPUs of a node, and `cluster.devices_per_node` uses {devices}"
+            yield Problem("out_of_range", message, path, f"type cluster.devices_per_node={asked}, or ask for {devices}")
+
+
+def container(spec: RunSpec) -> Iterator[Problem]:
+    slurm = spec.cluster.slurm
+    keys = ("container_runtime", "container_mounts", "container_python", "container_gpus", "container_env")
+    defaults = {name: slurm.__dataclass_fields__[name].default for name in keys}
+    for name in keys if slurm.container_image is None else ():
+        if getattr(slurm, name) != defaults[name]:
+            path = f"{PREFIX}.{name}"
+            message = f"`{path}` is set, and `{PREFIX}.container_image` is null: there is no container"
+            yield Problem("unsupported", message, path, f"type {PREFIX}.container_image=/images/torch.sif")
+    for mount in slurm.container_mounts.split(",") if slurm.container_mounts is not None else ():
+        parts = mount.split(":")
+        if not all(parts) or len(parts) > 3:
+            path = f"{PREFIX}.container_mounts"
+            message = f"`{path}` has `{mount}`; a folder outside, and inside, and options are needed"
+            yield Problem("bad_mount", message, path, "such as /data:/data:ro, and commas between several")
+    for name in slurm.container_env:
+        if not _VARIABLE.fullmatch(name):
+            path = f"{PREFIX}.container_env"
+            message = f"`{path}` has `{name}`, which is no variable's name; its value is that outside"
+            yield Problem("bad_name", message, path, f"such as {path}=[NCCL_IB_HCA]")
+    if slurm.container_image is not None and slurm.container_runtime == "pyxis" and slurm.container_gpus != "auto":
+        path = f"{PREFIX}.container_gpus"
+        message = f"`{path}` is {slurm.container_gpus}, and pyxis has no such option: the site's hooks give GPUs"
+        yield Problem("unsupported", message, path, f"leave it out, or type {PREFIX}.container_runtime=apptainer")
+
+
+def further_options(spec: RunSpec) -> Iterator[Problem]:
+    """sbatch takes the last of two options of one name without a word."""
+    slurm, path = spec.cluster.slurm, f"{PREFIX}.sbatch_lines"
+    set_keys = {option: f"{PREFIX}.{key}" for option, key in KEYS.items() if getattr(slurm, key) not in (None, False)}
+    owners = {**OF_SCRIPT, **set_keys}
+    if slurm.gpu_request != "none" and (spec.cluster.device == "cuda" or slurm.gpus_per_node is not None):
+        owners |= dict.fromkeys(OF_GPUS, f"{PREFIX}.gpus_per_node, and {PREFIX}.gpu_request=none asks for none")
+    for line in slurm.sbatch_lines:
+        if not line.lstrip().startswith("-"):
+            message = f"`{path}` has `{line}`, which is no option of sbatch: it stands after #SBATCH in the script"
+            yield Problem("bad_option", message, path, "write the option alone, such as --mail-type=END")
+            continue
+        for name, value in _options(line):
+            if name not in owners or (name == "gres" and slurm.gpu_request != "gres" and "gpu" not in value):
+                continue
+            message = f"`{path}` has `{line}`, and the script has such an option already: sbatch would take one of them"
+            yield Problem("contradiction", message, path, f"leave it out; it is set by {owners[name]}")
+
+
+def _options(line: str) -> Iterator[tuple[str, str]]:
+    """Yield the options of a line by their long names, each with its value."""
+    try:
+        words = shlex.split(line, comments=True)
+    except ValueError:  # an unmatched quotation mark, which sbatch itself refuses
+        return
+    for place, word in enumerate(words):
+        following = words[place + 1] if place + 1 < len(words) else ""
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            yield name, value if equals else following
+        elif word.startswith("-") and word[1:2] in SHORT:
+            yield SHORT[word[1]], word[2:] or following
+
+
+SLURM_RULES = (times, memory, gpus, container, further_options)

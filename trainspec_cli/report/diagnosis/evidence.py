@@ -12,7 +12,7 @@ from functools import cached_property, reduce
 import numpy as np
 import numpy.typing as npt
 
-from trainspec_cli.recipe.results.look import Look
+from trainspec_cli.recipe.results.verdict import Look
 
 Figures = npt.NDArray[np.float64]
 

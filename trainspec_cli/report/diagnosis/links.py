@@ -14,9 +14,21 @@ from dataclasses import replace
 import numpy as np
 
 from trainspec_cli.recipe.results.verdict import Cause, RunVerdict
-from trainspec_cli.report.diagnosis.episodes import NOISE_FACTOR, Episode, deviation, find_episodes, smoothed, usual
 from trainspec_cli.report.diagnosis.evidence import Figures, RunEvidence
-from trainspec_cli.report.diagnosis.paths import QUEUED_S, Pair, Path, over_all_ranks, paths_of, rise
+from trainspec_cli.report.diagnosis.memory import (
+    NOISE_FACTOR,
+    QUEUED_S,
+    Episode,
+    Pair,
+    Path,
+    deviation,
+    find_episodes,
+    over_all_ranks,
+    paths_of,
+    rise,
+    smoothed,
+    usual,
+)
 from trainspec_cli.report.diagnosis.ranks import LEAST_SHARE, STEADY, confidence, until
 
 LOST = 1e-3

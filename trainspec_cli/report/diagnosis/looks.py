@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trainspec_cli.recipe.results.look import Look, LookOrder
-from trainspec_cli.recipe.results.verdict import Cause, RunVerdict
+from trainspec_cli.recipe.results.verdict import Cause, Look, LookOrder, RunVerdict
 
 MOST_LOOKS = 8
 """Looks of a run, over all of its starts."""

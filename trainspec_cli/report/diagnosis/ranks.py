@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from trainspec_cli.recipe.results.verdict import Cause, RunVerdict
-from trainspec_cli.report.diagnosis.episodes import (
+from trainspec_cli.report.diagnosis.evidence import OWN_PARTS, Figures, RunEvidence
+from trainspec_cli.report.diagnosis.memory import (
     CONFIRMING_S,
     CONFIRMING_STEPS,
     GAP_STEPS,
@@ -26,7 +27,6 @@ from trainspec_cli.report.diagnosis.episodes import (
     smoothed,
     usual,
 )
-from trainspec_cli.report.diagnosis.evidence import OWN_PARTS, Figures, RunEvidence
 
 LEAST_SHARE = 0.1
 """Causes that cost less than this part of a step are not reported."""

@@ -11,7 +11,7 @@ from trainspec_cli.recipe.results.verdict import RunVerdict
 from trainspec_cli.report.diagnosis.conclude import conclude
 from trainspec_cli.report.diagnosis.gather import RunReader, shape_of
 from trainspec_cli.report.diagnosis.looks import next_look
-from trainspec_cli.run.folder.event_types.observed import VerdictEvent
+from trainspec_cli.run.folder.event_types.events import VerdictEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.looks import LooksRecord, read_looks, write_looks
 from trainspec_cli.run.folder.paths import RunDir

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.json_text import finite_or_none
 from trainspec_cli.recipe.keys.cluster import PoolSpec
 from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.forecast import Goodput, Interval, RunForecast
-from trainspec_cli.recipe.results.prediction import Candidate
-from trainspec_cli.report.plan.report import PlanReport, SweepReport
+from trainspec_cli.recipe.results.plan import Candidate
+from trainspec_cli.report.plan.labels import PlanReport, SweepReport
 
 SCHEMA = "trainspec.plan/1"
 SWEEP_SCHEMA = "trainspec.plan-sweep/1"

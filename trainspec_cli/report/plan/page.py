@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
-from trainspec_cli.core.units import format_bytes, format_count, format_duration
+from rich.console import RenderableType
+from rich.table import Table
+
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.printable import format_bytes, format_count, format_duration, format_si
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.blueprint import Blueprint
-from trainspec_cli.recipe.results.forecast import Assumption, Goodput, RunForecast
-from trainspec_cli.recipe.results.planes import PlanesPlan
-from trainspec_cli.recipe.results.pools import PoolsPlan
-from trainspec_cli.recipe.results.prediction import Candidate
-from trainspec_cli.recipe.results.simulation import Simulation
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.results.blueprint import Blueprint, PlanesPlan, PoolsPlan
+from trainspec_cli.recipe.results.forecast import Assumption, Goodput, RunForecast, Simulation
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
+from trainspec_cli.recipe.results.tools import TraceResult
 from trainspec_cli.report.page.parts import (
     PageOrigin,
     bar_rows,
@@ -30,28 +34,33 @@ from trainspec_cli.report.page.parts import (
     tiles,
 )
 from trainspec_cli.report.plan import labels
-from trainspec_cli.report.plan.blueprint import (
-    HEADINGS,
-    NUMBERS,
-    describe_order,
-    draw_tiers,
-    exchange_rows,
-    setting_lines,
-)
-from trainspec_cli.report.plan.labels import percent
-from trainspec_cli.report.plan.planes import (
+from trainspec_cli.report.plan.labels import PlanReport, SweepPoint, SweepReport, percent
+from trainspec_cli.report.plan.sections import (
     EVENT_HEADINGS,
+    HEADINGS,
     NO_PACKETS,
+    NUMBERS,
+    PART_HEADINGS,
+    WHERE,
+    choice_headings,
+    choice_rows,
+    decision_rows,
     describe_dips,
+    describe_order,
+    describe_won_back,
+    draw_tiers,
+    event_lines,
     event_rows,
+    exchange_rows,
     figure_headings,
     figure_rows,
+    pace_rows,
+    part_rows,
+    sentence,
+    setting_lines,
 )
-from trainspec_cli.report.plan.pools import PART_HEADINGS, choice_headings, choice_rows, part_rows, sentence
-from trainspec_cli.report.plan.report import PlanReport
-from trainspec_cli.report.plan.simulation import WHERE, decision_rows, describe_won_back, event_lines, pace_rows
 from trainspec_cli.report.plan.text import assumption_row, run_rows
-from trainspec_cli.report.svg import Segment, render_bar, render_legend
+from trainspec_cli.report.svg import LineSeries, Segment, render_bar, render_legend, render_lines
 
 CHARTED_CANDIDATES = 8
 TABLED_CANDIDATES = 20
@@ -299,3 +308,153 @@ def _assumptions(of_run: Sequence[Assumption], of_layouts: Sequence[str]) -> str
 
 def _segments(breakdown: Mapping[str, float], names: dict[str, str], say: labels.Formatter) -> list[Segment]:
     return [Segment(f"c-{key}", name, value, say(value)) for key, name, value in labels.present(breakdown, names)]
+
+
+# The page of a sweep: how it scales, what each point takes and costs, and one of its plans in detail.
+
+
+def render_sweep_page(sweep: SweepReport, origin: PageOrigin | None = None) -> str:
+    """The page of a sweep: how it scales, then the plan of the last point that fits (else of the last)."""
+    points = sweep.points
+    shown = next((point for point in reversed(points) if point.plan.best), points[-1])
+    chosen = f'<p class="soft below">In detail: <code>{escape(_setting(shown))}</code></p>'
+    above = [heading_of(shown.plan), origin_line(origin), _scaling(sweep), *_outcomes(sweep), chosen]
+    return render_page(title_of(shown.plan), "".join([*above, *body_of(shown.plan)]), FOOTER)
+
+
+def _setting(point: SweepPoint) -> str:
+    return " ".join(f"{key}={value}" for key, value in point.values.items())
+
+
+def _scaling(sweep: SweepReport) -> str:
+    fitting = [(point.plan.capacity.world_size, best) for point in sweep.points if (best := point.plan.best)]
+    unit = sweep.points[0].plan.spec.model.unit
+    chart = _scaling_chart(fitting, f"{unit} a second") if len(fitting) > 1 else ""
+    figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money")
+    headings = (sweep.key, "#devices", "best layout", *(f"#{name}" for name in figures))
+    rows = [_scaling_row(point, fitting[0][1] if fitting else None) for point in sweep.points]
+    text = "Throughput of the best layout at each point. Scaling: throughput a device over that of the first that fits."
+    return section(f"Scaling over {sweep.key}", text, chart + table(headings, rows))
+
+
+def _outcomes(sweep: SweepReport) -> Iterator[str]:
+    """Draw what each point takes in time, and costs, as bars: values of a swept key need be no numbers."""
+    runs = [(point.value, point.plan.run) for point in sweep.points if point.plan.run]
+    times = [(value, run.wall_time_s) for value, run in runs]
+    costs = [(value, run.cost_usd) for value, run in runs if run.cost_usd]
+    for title, figures, show in (("Time", times, format_duration), ("Money", costs, labels.format_money)):
+        if len(figures) > 1:
+            most = max(figure.value for _, figure in figures)
+            drawn = [(value, show(figure.value), figure.value) for value, figure in figures]
+            rows = [
+                (value, render_bar([Segment("c-used", title, size, text)], most), text) for value, text, size in drawn
+            ]
+            yield section(f"{title} over {sweep.key}", "Of the best layout's whole run.", bar_rows(rows))
+
+
+def _scaling_chart(fitting: Sequence[tuple[int, Candidate]], rate: str) -> str:
+    """Draw the throughput of the best layouts, each with its number of devices; nothing where two have the same."""
+    points = sorted((devices, best.tokens_per_s) for devices, best in fitting)
+    if len({devices for devices, _ in points}) < len(points):
+        return ""
+    (first_x, first_y), (last_x, _) = points[0], points[-1]
+    lines = [
+        LineSeries("c-ideal", "even scaling", [(first_x, first_y), (last_x, first_y * last_x / first_x)], marked=False),
+        LineSeries("c-measure", rate, points),
+    ]
+    ticks = [(x, f"{x:,}") for x, _ in points]
+    legend = render_legend([Segment(line.kind, line.label, 0, "") for line in reversed(lines)])
+    return render_lines(lines, "devices", rate, ticks) + legend
+
+
+def _scaling_row(point: SweepPoint, first: Candidate | None) -> str:
+    plan, best, run = point.plan, point.plan.best, point.plan.run
+    start = cell(point.value) + cell(f"{plan.capacity.world_size:,}", "number")
+    if not best or not run or not first:
+        return f'<tr>{start}<td colspan="9">nothing fits: {escape("; ".join(plan.capacity.advice[:1]))}</td></tr>'
+    figures = "".join(cell(text, "number") for text in labels.sweep_figures(best, run, first))
+    return f"<tr>{start}{cell(labels.layout_label(best.layout))}{figures}</tr>"
+
+
+# A traced step beside the planner's estimate of it.
+
+
+@dataclass(frozen=True)
+class TraceEstimate:
+    """The planner's figures for what a trace counts: tensors, without the allocator's holes, the collectives' own
+    buffers and the device's context."""
+
+    peak_memory_bytes: float
+    peak_by_cause: dict[str, float]
+    flops: float
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    """A traced step of a layout, and the planner's estimate of it."""
+
+    layout: str
+    micro_batch_size: int
+    recompute: str
+    traced: TraceResult
+    estimated: TraceEstimate
+
+    def as_json(self) -> JsonObject:
+        plain = to_plain(self)
+        del plain["traced"]
+        return plain | to_plain(self.traced)
+
+
+def compare_trace(
+    candidate: Candidate, capacity: CapacityPlan, traced: TraceResult, counted: dict[str, float] | None
+) -> TraceReport:
+    """Put a trace of `candidate` beside its estimate. `counted`: the engine's memory by cause, where the planner counts
+    that."""
+    memory = candidate.fullest_memory
+    by_cause = {
+        "parameters": memory.parameters_bytes,
+        "gradients": memory.gradients_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "activations": memory.activations_bytes,
+        "logits": memory.logits_bytes,
+        "collectives": 0.0,
+    }
+    if counted is not None:
+        by_cause = {cause: sum(counted.get(part, 0.0) for part in parts) for cause, parts in GROUPS.items()}
+    model_flops = capacity.flops_per_token * capacity.tokens_per_step / capacity.world_size
+    executed = model_flops * candidate.hfu / candidate.mfu if candidate.mfu else model_flops
+    estimated = TraceEstimate(sum(by_cause.values()), by_cause, executed)
+    layout = candidate.layout.describe()
+    return TraceReport(layout, candidate.micro_batch_size, candidate.recompute, traced, estimated)
+
+
+GROUPS = {
+    "parameters": ("parameters", "gathered"),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations", "temporaries"),
+    "logits": ("logits",),
+    "collectives": ("collectives",),
+}
+"""The planner's causes -> the trace's."""
+
+
+def render_trace(trace: TraceReport) -> RenderableType:
+    traced, estimated = trace.traced, trace.estimated
+    title = f"traced in {format_duration(traced.seconds)}: rank {traced.rank} of {trace.layout}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("a step of one device", header_style="dim")
+    for column in ("traced", "planned", ""):
+        table.add_column(column, justify="right", header_style="dim")
+    _add_row(table, "peak of tensors", traced.peak_memory_bytes, estimated.peak_memory_bytes, format_bytes)
+    for cause, parts in GROUPS.items():
+        size = sum(traced.peak_by_cause.get(part, 0) for part in parts)
+        _add_row(table, f"  {cause}", size, estimated.peak_by_cause[cause], format_bytes)
+    _add_row(table, "executed", traced.flops, estimated.flops, lambda flops: format_si(flops, "FLOP"))
+    for kind, size in sorted(traced.comm_bytes.items()):
+        table.add_row(kind.replace("_", "-"), format_bytes(size), "", "")
+    return table
+
+
+def _add_row(table: Table, name: str, traced: float, planned: float, show: Callable[[float], str]) -> None:
+    table.add_row(name, show(traced), show(planned), f"{planned / traced - 1:+.1%}" if traced else "")

@@ -10,18 +10,14 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 
-from trainspec_cli.core.units import format_bytes, format_count, format_duration, format_si
+from trainspec_cli.core.printable import format_bytes, format_count, format_duration, format_si
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.own_code import describe_code
 from trainspec_cli.recipe.results.forecast import Assumption, BatchForecast, Goodput, Interval, RunForecast
-from trainspec_cli.recipe.results.prediction import Candidate
+from trainspec_cli.recipe.results.plan import Candidate
 from trainspec_cli.report.plan import labels
-from trainspec_cli.report.plan.blueprint import render_blueprint
-from trainspec_cli.report.plan.labels import percent
-from trainspec_cli.report.plan.planes import render_planes
-from trainspec_cli.report.plan.pools import render_pools
-from trainspec_cli.report.plan.report import PlanReport, PlanSection, SweepPoint, SweepReport
-from trainspec_cli.report.plan.simulation import render_simulation
+from trainspec_cli.report.plan.labels import PlanReport, PlanSection, SweepPoint, SweepReport, percent
+from trainspec_cli.report.plan.sections import render_blueprint, render_planes, render_pools, render_simulation
 from trainspec_cli.report.rich_text import Text
 
 WIDE = 120
@@ -53,7 +49,7 @@ def render_plan(plan: PlanReport, width: int = WIDE) -> RenderableType:
     if plan.simulation:
         parts.append(render_simulation(plan.simulation, min(width, WIDE)))
     if plan.trace:
-        from trainspec_cli.report.plan.trace import render_trace  # loads tables of results
+        from trainspec_cli.report.plan.page import render_trace  # loads tables of results
 
         parts.append(render_trace(plan.trace))
     parts += _refusals(plan)

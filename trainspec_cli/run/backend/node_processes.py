@@ -27,8 +27,7 @@ from trainspec_cli.run.backend.spawn import start, start_guard
 from trainspec_cli.run.failure import describe_exit, find_listed
 from trainspec_cli.run.folder.generations import note_stop
 from trainspec_cli.run.job.job import Job, node_command, torchrun_command
-from trainspec_cli.run.job.machine import count_oom_kills, usable_memory_bytes
-from trainspec_cli.run.job.place import NodePlace
+from trainspec_cli.run.job.machine import NodePlace, count_oom_kills, usable_memory_bytes
 
 
 class PassedThrough(Protocol):

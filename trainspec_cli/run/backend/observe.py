@@ -7,23 +7,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from trainspec_cli.recipe.canonical import Absent
-from trainspec_cli.recipe.keys.fault import parse_faults
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.results.memory import MemorySetting, Shortage
+from trainspec_cli.recipe.keys.training import parse_faults
+from trainspec_cli.recipe.records import Absent
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 from trainspec_cli.run.backend.node_processes import group_job
 from trainspec_cli.run.backend.nodes.messages import GroupExited, ProcessMessage, WorkerExited
 from trainspec_cli.run.failure import WorkerFailure, explain, explain_end, find_failures, first_causes
-from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.failures import RetryEvent
-from trainspec_cli.run.folder.event_types.training import StepEvent
+from trainspec_cli.run.folder.event_types.events import DirectiveEvent, Event, RetryEvent, StepEvent
 from trainspec_cli.run.folder.events import EventTail, read_sound
+from trainspec_cli.run.folder.looks import read_sound_reliefs
 from trainspec_cli.run.folder.memory import newest_copy
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_result
-from trainspec_cli.run.folder.shortages import read_sound_reliefs
 from trainspec_cli.run.job.job import Job
 from trainspec_cli.run.recovery import run_state
 from trainspec_cli.run.recovery.memory import settle

@@ -11,12 +11,21 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
-from trainspec_cli.recipe.canonical import Absent
-from trainspec_cli.run.folder.columns import StepColumns
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.failures import EndedMark, FailureMark, LaunchMark, RecoveryEvent
-from trainspec_cli.run.folder.event_types.training import CheckpointEvent, EndEvent, EvalEvent, StartEvent, StepEvent
+from trainspec_cli.recipe.records import Absent
+from trainspec_cli.run.folder.event_types.events import (
+    CheckpointEvent,
+    EndedMark,
+    EndEvent,
+    EvalEvent,
+    Event,
+    FailureMark,
+    LaunchMark,
+    RecoveryEvent,
+    StartEvent,
+    StepEvent,
+)
 from trainspec_cli.run.folder.events import read_sound
+from trainspec_cli.run.folder.files import StepColumns
 from trainspec_cli.run.folder.paths import RunDir
 
 WARMUP_STEPS = 3

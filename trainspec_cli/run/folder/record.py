@@ -12,15 +12,24 @@ from typing import Annotated, TypeVar
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.reading.files import read_field, read_text, show_kind, unreadable
-from trainspec_cli.recipe.canonical import ABSENT, Absent, canonical_json, from_plain, to_plain
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.recipe.records import Count, FieldError, number, read_record
-from trainspec_cli.recipe.results.memory import Shortage
+from trainspec_cli.recipe.records import (
+    ABSENT,
+    Absent,
+    Count,
+    FieldError,
+    canonical_json,
+    from_plain,
+    number,
+    read_record,
+    to_plain,
+)
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tables import Shortage
 from trainspec_cli.run.folder.accounting import Recovery, WallTime
-from trainspec_cli.run.folder.event_types.training import SetFigures
+from trainspec_cli.run.folder.event_types.events import SetFigures
+from trainspec_cli.run.folder.files import read_versioned, read_versioned_record, write_versioned
 from trainspec_cli.run.folder.paths import COMMAND, RECIPE, RunDir
-from trainspec_cli.run.folder.versioned import read_versioned, read_versioned_record, write_versioned
 
 ErrorRecord = TypeVar("ErrorRecord", "WorkerErrorRecord", "NodeErrorRecord")
 PLAN_DIGEST = "sha256"

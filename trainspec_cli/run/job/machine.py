@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import re
+import resource
 import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 import psutil
 
+from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.node import CPUINFO, cpu_flags
+from trainspec_cli.core.printable import on_one_line
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.results.blueprint import Setting
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.files import write_text
+from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.gpus import FoundGpus, find_gpus
 
 BF16_CPU_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
@@ -110,3 +120,143 @@ def _cgroup_setting(
 def cpu_has_bf16(cpuinfo: Path = CPUINFO) -> bool:
     """Return whether the CPU multiplies bf16 natively; False where the system does not say (macOS)."""
     return not BF16_CPU_FLAGS.isdisjoint(cpu_flags(cpuinfo))
+
+
+# One node's place in a job of several: its number, the first node's address, and its own as seen from there.
+
+
+BACKLOG = 1024
+SPARE_DESCRIPTORS = 512
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    node: int
+    """0 is the node of the supervisor and the rendezvous server."""
+    num_nodes: int
+    head: str
+    """The first node's name or address."""
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens at this node's address `host` alone. Raises MachineError."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        message = f"{socket.gethostname()} cannot listen at {host or 'any address'}:{port}: {error.strerror or error}"
+        hint = "give another port, that nobody listens on"
+        raise MachineError(Problem("cannot_listen", message, hint=hint, environment=True)) from error
+
+
+def allow_connections(connections: int) -> None:
+    """Raise the limit of open files for so many more than a process usually has, as far as the system lets it."""
+    wanted = connections + SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    while soft != resource.RLIM_INFINITY and soft < allowed:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+            break
+        except (ValueError, OSError):  # macOS takes less than it says
+            allowed //= 2
+
+
+def listening_address(head: str) -> str:
+    """Return the address at which the first node, this one, listens for the others: that of the job's interface.
+
+    Where its own name means a loopback here (as in many an /etc/hosts) and another address elsewhere, it has to be
+    every interface: "".
+    """
+    address = own_address(head)
+    named = head != "localhost" and not _is_address(head)
+    return "" if named and ipaddress.ip_address(address).is_loopback else address
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
+
+
+def own_address(head: str) -> str:
+    """Return this node's address on the way to `head`; nothing is sent. Raises MachineError where there is no way."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(head, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as way:
+            way.connect(address)
+            return str(way.getsockname()[0])
+    except OSError as error:
+        message = f"{socket.gethostname()} finds no way to the first node, {head}: {error.strerror or error}"
+        hint = f"check that its name is known here (getent hosts {head}) and the network is up (ip address)"
+        raise MachineError(Problem("no_route", message, hint=hint, environment=True)) from error
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface that holds `address`."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, held in interfaces if any(entry.address == address for entry in held)), None)
+
+
+# Write a blueprint into the run folder and the workers' environment, each line with its reason and source.
+
+
+TUNER_FILE = "NCCL_TUNER_CONFIG_FILE"
+EXAMPLE_TUNER = "NVIDIA/nccl, ext-tuner/example/README.md"
+TUNER_COLUMNS = "collective_type,min_bytes,max_bytes,algorithm,protocol,channels,nNodes,nRanks,numPipeOps,regBuff"
+PROTOCOL = "simple"
+"""The protocol that the example tuner takes by itself: a row changes the algorithm and nothing else."""
+
+
+def communication_settings(plan: Plan, run: RunDir) -> tuple[Setting, ...]:
+    """Return the variables that the plan's blueprint sets; where the table of a tuner is wanted, its place too."""
+    if plan.blueprint is None:
+        return ()
+    table: tuple[Setting, ...] = ()
+    if plan.blueprint.tuner and plan.spec.cluster.fabric.nccl_tuner:
+        reason = "cluster.fabric.nccl_tuner: the planned algorithm for each size"
+        table = (Setting(TUNER_FILE, str(run.nccl_tuner_csv), reason, EXAMPLE_TUNER),)
+    return (*plan.blueprint.settings, *table)
+
+
+def communication_environment(plan: Plan, run: RunDir) -> Mapping[str, str]:
+    """Return them as variables; what the user has set already stays."""
+    settings = communication_settings(plan, run)
+    return {setting.name: setting.value for setting in settings if setting.name not in os.environ}
+
+
+def write_communication(plan: Plan, run: RunDir) -> None:
+    """Write the settings, and the tuner's table where there is something in it."""
+    if plan.blueprint is None:
+        return
+    if lines := describe_communication(plan, run):
+        write_text(run.nccl_env, "\n".join(lines) + "\n")
+    if plan.blueprint.tuner:
+        about = (
+            f"For NCCL's example tuner plugin ({EXAMPLE_TUNER}), which forces ring and {PROTOCOL} where no row fits."
+        )
+        lines = [f"# {about}", f"# {TUNER_COLUMNS}"]
+        for row in plan.blueprint.tuner:
+            size = f"{row.min_bytes},{row.max_bytes}"
+            figures = f"{row.collective},{size},{row.algorithm},{PROTOCOL},-1,{row.nodes},{row.ranks},-1,-1"
+            lines += [f"# {row.reason}", figures]
+        write_text(run.nccl_tuner_csv, "\n".join(lines) + "\n")
+
+
+def describe_communication(plan: Plan, run: RunDir) -> list[str]:
+    """Return each setting below its reason and source, as comments and assignments, or why nothing is set; empty for a
+    run that has no NCCL between nodes."""
+    settings = communication_settings(plan, run)
+    if settings:
+        lines = ["# Set for the workers of this run; a variable that you have set yourself stays as it is."]
+        for setting in settings:
+            lines += [f"# {setting.reason} ({setting.source})", f"{setting.name}={on_one_line(setting.value)}"]
+        return lines
+    chip = plan.spec.cluster.accelerator
+    if plan.blueprint is None or plan.device != "cuda" or plan.num_nodes == 1 or (chip and chip.vendor != "nvidia"):
+        return []
+    wiring = plan.spec.cluster.fabric.nic_wiring
+    why = f"cluster.fabric.nic_wiring is {'null' if wiring is None else wiring}"
+    return [f"# No variable of NCCL is set for the workers of this run: {why}."]

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from trainspec_cli.balance.batch.division import micro_batches_of
 from trainspec_cli.recipe.keys.run import Offload, Recompute
-from trainspec_cli.recipe.results.memory import MemorySetting, Relief
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tables import MemorySetting, Relief
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 OFFLOAD: tuple[Offload, ...] = ("none", "optimizer")

@@ -24,7 +24,7 @@ import math
 from typing import Any
 
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.results.memory import MemorySetting
+from trainspec_cli.recipe.results.tables import MemorySetting
 from trainspec_cli.run.recovery.memory import next_setting
 from trainspec_cli.run.recovery.run_state import (
     Action,

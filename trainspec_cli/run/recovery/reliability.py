@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from trainspec_cli.recipe.field_types import LARGEST_WHOLE
 from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 
@@ -57,3 +59,123 @@ def rollback_mtbf_s(resilience: ResilienceSpec, cluster: ReliabilitySpec, mtbf_s
     if resilience.mode != "elastic" or replica_groups == 1:
         return mtbf_s
     return mtbf_s / cluster.job_wide_fraction if cluster.job_wide_fraction else float("inf")
+
+
+# The checkpoint interval: writing costs as much as the work that failures undo.
+
+
+AUTO_SHORTEST_S = 60.0
+"""`auto` lets at least so much work go by before its first checkpoint, and between two: shorter runs write the last one
+alone, and a restart takes longer anyway."""
+MOST_LOST_S = 600.0
+"""`auto` lets no more work than this go by between checkpoints that are cheap."""
+MOST_WAITED = 0.05
+"""`auto` writes so seldom that checkpoints hold training up for this fraction of the time, at most."""
+
+
+def young_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
+    """Work between checkpoints, first order: sqrt(2 C M) (Young 1974, doi:10.1145/361147.361115).
+
+    `checkpoint_s` (C) is the time a checkpoint holds training up, `mtbf_s` (M) the mean time between failures of the
+    whole job. Good while C is small beside M; at C = M/10 the loss is some 1% above the least.
+    """
+    return math.sqrt(2 * checkpoint_s * mtbf_s)
+
+
+def daly_interval_s(checkpoint_s: float, mtbf_s: float) -> float:
+    """Work between checkpoints, higher order (Daly 2006, eq. 37, doi:10.1016/j.future.2004.11.016).
+
+    sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C below C = 2 M, and M above it.
+    """
+    if math.isinf(mtbf_s):
+        return mtbf_s
+    ratio = checkpoint_s / (2 * mtbf_s)
+    if ratio >= 1:
+        return mtbf_s
+    return young_interval_s(checkpoint_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - checkpoint_s
+
+
+def checkpoint_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
+    """Return Daly's interval for the time that training waits (`blocked_s`), but at least a checkpoint's writing
+    time."""
+    return max(daly_interval_s(blocked_s, mtbf_s), written_s)
+
+
+def auto_interval_s(blocked_s: float, written_s: float, mtbf_s: float) -> float:
+    """Return the interval of `checkpoint.interval_steps: auto`: that of `checkpoint_interval_s`, but at least a minute
+    and at most ten, as failures are not the only reason to end a run; twenty times `blocked_s` where that is longer, so
+    that training waits for a twentieth of the time at most."""
+    longest_s = max(MOST_LOST_S, blocked_s / MOST_WAITED)
+    return max(min(daly_interval_s(blocked_s, mtbf_s), longest_s), written_s, AUTO_SHORTEST_S)
+
+
+def checkpoint_interval_steps(interval_s: float, step_time_s: float) -> int:
+    """Return the nearest whole number of steps, at least one; for an infinite interval, more than any run has.
+
+    It is a number that a record may hold.
+    """
+    if math.isinf(interval_s):
+        return LARGEST_WHOLE
+    return max(1, round(interval_s / step_time_s))
+
+
+# Decide which replica groups make the next step together, and which heal from which, on plain numbers. The rules are
+# those of torchft's lighthouse (github.com/pytorch/torchft, `quorum_compute`), restated.
+
+
+@dataclass(frozen=True)
+class ConnectedGroup:
+    heard_at_s: float
+    asked_at_s: float = math.inf
+    """The time when it asked to take part in the next step; infinite while it computes."""
+
+    @property
+    def asks(self) -> bool:
+        return self.asked_at_s < math.inf
+
+
+@dataclass(frozen=True)
+class QuorumRules:
+    silence_s: float
+    """A replica group that was silent for this long counts as dead."""
+    patience_s: float
+    """How long waiting replica groups wait for one that is alive but does not ask."""
+
+
+def choose_members(
+    groups: Mapping[str, ConnectedGroup], previous: Collection[str], now_s: float, rules: QuorumRules
+) -> list[str]:
+    """Return the names of the replica groups that make the next step, in order; empty while they have to wait.
+
+    They start at once if all of the previous quorum ask. Else more than half of the living must ask; they start when
+    all of the living ask, or when the first of them has waited long enough.
+    """
+    living = {name: each for name, each in groups.items() if now_s - each.heard_at_s <= rules.silence_s}
+    asking = {name: each for name, each in living.items() if each.asks}
+    if previous and all(name in asking for name in previous):
+        return sorted(asking)
+    if not asking or 2 * len(asking) <= len(living):
+        return []
+    waited_s = now_s - min(each.asked_at_s for each in asking.values())
+    return sorted(asking) if len(asking) == len(living) or waited_s >= rules.patience_s else []
+
+
+@dataclass(frozen=True)
+class Healing:
+    """The copies that one rank of a replica group makes before the step, to and from the same rank of others."""
+
+    gives_to: tuple[int, ...]
+    """Indices in the quorum of the groups that copy the state from it."""
+    takes_from: int | None
+    """Index of the group that it copies the state from; None if its own is the newest."""
+
+
+def plan_healing(steps: Sequence[int], place: int, rank: int) -> Healing:
+    """Plan the copies of rank `rank` of the group at index `place`; `steps` are the updates that each group has made.
+
+    Groups that are behind copy from those in front, in turn; each rank starts at another one, which spreads the load.
+    """
+    front = [other for other, step in enumerate(steps) if step == max(steps)]
+    behind = [other for other, step in enumerate(steps) if step < max(steps)]
+    sources = {other: front[(number + rank) % len(front)] for number, other in enumerate(behind)}
+    return Healing(tuple(other for other, source in sources.items() if source == place), sources.get(place))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
-from trainspec_cli.recipe.results.memory import MemorySetting, Shortage
+from trainspec_cli.recipe.results.tables import MemorySetting, Shortage
 
 Phase = Literal["waiting", "running", "ending", "done", "gone"]
 Presence = Literal["there", "awaited", "away"]

@@ -15,7 +15,7 @@ from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.run.backend.processes import KILL_TIMEOUT_S
 from trainspec_cli.run.backend.spawn import start
 from trainspec_cli.run.job.job import Job
-from trainspec_cli.run.job.place import listen
+from trainspec_cli.run.job.machine import listen
 from trainspec_cli.run.rendezvous import server as rendezvous_server
 
 RESTART_INTERVAL_S = 1.0

@@ -26,8 +26,8 @@ from trainspec_cli.core.wire.client import LINE_BYTES, RENDEZVOUS_PURPOSE
 from trainspec_cli.core.wire.handshake import Challenge
 from trainspec_cli.recipe.records import read_record
 from trainspec_cli.run.folder.generations import read_secret
-from trainspec_cli.run.job.place import BACKLOG, allow_connections
-from trainspec_cli.run.recovery.quorum import ConnectedGroup, QuorumRules, choose_members
+from trainspec_cli.run.job.machine import BACKLOG, allow_connections
+from trainspec_cli.run.recovery.reliability import ConnectedGroup, QuorumRules, choose_members
 from trainspec_cli.run.rendezvous.door import BAD_REQUEST, Door, prove
 from trainspec_cli.run.rendezvous.key_value import KeyValueStore
 

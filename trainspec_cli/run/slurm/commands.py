@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from trainspec_cli.core.errors import MachineError, Problem
+from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 
 TIMEOUT_S = 30.0
 NONE = "(null)"
@@ -120,3 +121,93 @@ def _run(command: Sequence[str], hint: str) -> str:
 
 def _failed(code: str, message: str, hint: str) -> MachineError:
     return MachineError(Problem(code, message, hint=hint, environment=True))
+
+
+# Place a job's nodes beside their neighbours on the same switch, as the plan wants them. Slurm numbers tasks by the
+# hostfile where it is asked to (`srun --distribution=arbitrary` with SLURM_HOSTFILE), and tells each task the
+# switches above its node (SLURM_TOPOLOGY_ADDR, under topology/tree); both are documented in srun(1).
+
+
+HOSTFILE = "SLURM_HOSTFILE"
+SEPARATOR = "."
+
+
+def arrange(addresses: Mapping[str, str], first: str, places: Sequence[int]) -> list[str]:
+    """Return the job's nodes by their number. `addresses`: the switches above each node, from the top, and its name.
+
+    `first` gets number 0, since the supervisor runs there. `places`: of each number, among nodes sorted by switch;
+    empty: they are numbered in that order.
+    """
+    standing = sort_by_switch(addresses, first)
+    return [standing[place] for place in places] if places else standing
+
+
+def sort_by_switch(addresses: Mapping[str, str], first: str) -> list[str]:
+    """Return the nodes in an order that leaves each switch once, with `first` and its neighbours at the beginning.
+
+    Those of one switch stay in the order of `addresses`.
+    """
+    own = _switches(addresses[first], first)
+
+    def place(node: str) -> tuple[list[tuple[bool, str]], bool]:
+        """The node's own switches come first at every tier, then the others by name."""
+        above = _switches(addresses[node], node)
+        far = [above[: depth + 1] != own[: depth + 1] for depth in range(len(above))]
+        return list(zip(far, above, strict=True)), node != first
+
+    return sorted(addresses, key=place)
+
+
+def has_switches(addresses: Mapping[str, str]) -> bool:
+    """Return whether Slurm knows what its nodes are joined by."""
+    return any(_switches(address, node) for node, address in addresses.items())
+
+
+def _switches(address: str, node: str) -> list[str]:
+    """`top.leaf1.node7` -> top, leaf1. Without the plugin the address is empty, or the node's name alone."""
+    above = address.removesuffix(node).rstrip(SEPARATOR)
+    return above.split(SEPARATOR) if above else []
+
+
+# Where a process stands in a Slurm job that srun has started it in, as the environment says it (srun(1)).
+
+
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""Steps from this number on are Slurm's own, such as the shell of `salloc`; srun's are counted from 0."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of srun's with one task on each of its nodes."""
+
+    job_id: str
+    number: int
+    node: int
+    """This node's number among the step's, from 0."""
+    num_nodes: int
+
+
+def read_step(environ: Mapping[str, str]) -> Step | None:
+    """Return the step that this process is a task of; None where srun has not started it. Raises RecipeError where a
+    node has several tasks."""
+    number, tasks = environ.get("SLURM_STEP_ID", ""), environ.get("SLURM_STEP_NUM_TASKS", "")
+    if (
+        not number.isdigit()
+        or int(number) >= FIRST_SPECIAL_STEP
+        or not tasks.isdigit()
+        or "SLURM_PROCID" not in environ
+    ):
+        return None
+    nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
+    if int(tasks) != nodes:
+        message = f"srun has started this command {tasks} times on {nodes} {'node' if nodes == 1 else 'nodes'}"
+        hint = "start it once on each: srun --ntasks-per-node=1 trainspec run -- torchrun --nproc-per-node N train.py"
+        raise RecipeError(Problem("usage", message, "--ntasks-per-node", hint))
+    return Step(environ["SLURM_JOB_ID"], int(number), int(environ["SLURM_PROCID"]), nodes)
+
+
+def idle_nodes(environ: Mapping[str, str]) -> int:
+    """Return how many of the job's nodes have no part in a command that is started without srun."""
+    nodes = environ.get("SLURM_JOB_NUM_NODES", "")
+    is_task = environ.get("SLURM_STEP_ID", "").isdigit() and int(environ["SLURM_STEP_ID"]) < FIRST_SPECIAL_STEP
+    return int(nodes) - 1 if nodes.isdigit() and not is_task else 0

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from trainspec_cli.core.errors import EXIT_DONE, Interrupted, Stopped, WorkerError
 from trainspec_cli.core.reading.files import read_field
+from trainspec_cli.run.folder.files import read_versioned, write_versioned
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import NodeErrorRecord, WorkerErrorRecord, read_error
-from trainspec_cli.run.folder.versioned import read_versioned, write_versioned
 from trainspec_cli.run.slurm import commands as slurm
 
 HUNG = "hang"

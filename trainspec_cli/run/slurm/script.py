@@ -10,18 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainspec_cli.core.cache import cache_dir
 from trainspec_cli.core.environment_names import CACHE, HUB_MIRROR, OWN_PATH, OWN_SAFE_PATH
 from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.node import cache_dir
 from trainspec_cli.core.printable import on_one_line
 from trainspec_cli.core.reading.hub_cache import hub_cache
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, SlurmSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.rules.slurm import gpus_of_node
+from trainspec_cli.recipe.rules.run import gpus_of_node
 from trainspec_cli.run.backend.nodes.backend import AGENT, agent_command
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.job.communication import describe_communication
 from trainspec_cli.run.job.job import own_modules
+from trainspec_cli.run.job.machine import describe_communication
 from trainspec_cli.run.slurm import container
 from trainspec_cli.run.slurm.activation import activation_lines
 

@@ -13,25 +13,22 @@ from pathlib import Path
 from trainspec_cli import __version__
 from trainspec_cli.core.errors import PlanError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.node import cpu_name
-from trainspec_cli.plan.calibration.observe import (
+from trainspec_cli.plan.calibration import (
     CPU_SPREAD,
     EFFICIENCIES,
     GPU_SPREAD,
-    PARTS,
-    of_parts,
-    of_rows,
-    of_setup,
-)
-from trainspec_cli.plan.calibration.posterior import (
     NINE_IN_TEN,
+    PARTS,
     Observation,
     Posterior,
     choose,
     infer,
+    of_parts,
+    of_rows,
+    of_setup,
     slopes_of,
 )
-from trainspec_cli.plan.hardware.catalogue import find_accelerator
-from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.plan.hardware.rates import Efficiency, find_accelerator
 from trainspec_cli.plan.plan import plan
 from trainspec_cli.plan.this_machine import is_known, is_predictable, predict_local, setup_of
 from trainspec_cli.plan.validation.backtest import backtest
@@ -39,15 +36,15 @@ from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import MESH_AXES
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.recipe.results.probe import MachineProbe
-from trainspec_cli.recipe.results.profile import Calibrated, ClusterProfile
+from trainspec_cli.recipe.results.tables import Calibrated, ClusterProfile
+from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.recipe.rules.check import check
 from trainspec_cli.recipe.rules.engine import check_engine
 from trainspec_cli.report.collect import Report, collect
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.job.machine import detect
-from trainspec_cli.run.measuring import known_probe, probe_machine
+from trainspec_cli.run.tools import known_probe, probe_machine
 from trainspec_cli.session.calibration.table import read_rows
 from trainspec_cli.session.launching.launch import launch_apart
 from trainspec_cli.session.planning.profile import UNNAMED

@@ -8,17 +8,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainspec_cli.balance.batch.batch_schedule import schedule_batches, step_batch
-from trainspec_cli.core.errors import Problem
+from trainspec_cli.balance.batch.batch import schedule_batches, step_batch
+from trainspec_cli.core.errors import Problem, TrainspecError
 from trainspec_cli.core.json_value import JsonObject, JsonValue, flatten
 from trainspec_cli.core.reading.files import read_field, read_object
-from trainspec_cli.data.corpus.collection import Collection, check_tokenizers
-from trainspec_cli.data.corpus.manifest import TOKENIZER_FILE
-from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.data.corpus.shards import TOKENIZER_FILE
+from trainspec_cli.data.corpus.sources import Collection, check_tokenizers
+from trainspec_cli.plan.plan import plan
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.rules.check import check
+from trainspec_cli.recipe.rules.engine import check_engine
+from trainspec_cli.recipe.rules.run import describe_other_blocks
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir
-from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.console import PrintableConsole, RunConsole
+from trainspec_cli.session.planning.predict import predict
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded
 
@@ -126,3 +134,43 @@ def trained_samples(run: RunDir, spec: RunSpec, step: int) -> int:
         return step * spec.batching.global_batch_size
     manifest = run.manifest(step)
     return read_field(manifest, read_field(manifest, read_object(manifest), "about", dict), "samples", int)
+
+
+# The plan of a run that goes on with fewer nodes than it was started on.
+
+
+def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
+    """Return the plan of the same run on so many nodes; None where its recipe allows none, or none fits.
+
+    The layout is the recipe's. Where that does not divide the nodes it has other data parallelism, then fewer pipeline
+    stages, and then whatever the search finds, if the prediction of memory says that it fits. Kernels stay as they were
+    chosen; changes of layout that the recipe plans are of all nodes, and are not made.
+    """
+    quiet = RunConsole(quiet=True)  # nobody has asked for the prediction of what may never be
+    for spec, must_be_predicted in _on_fewer(before, nodes):
+        # The data was read when the run began; where it came from need not be there any more.
+        if any(not problem.path.startswith("data.") for problem in [*check(spec), *check_engine(spec)]):
+            continue
+        try:
+            found = predict(plan(spec, machine), machine, quiet, force=False)
+        except TrainspecError:
+            continue
+        if describe_other_blocks(spec, before.layout.tp, found.layout.tp):
+            continue
+        if found.prediction is not None or not must_be_predicted:
+            return replace(found, kernels=before.kernels)
+    return None
+
+
+def _on_fewer(before: Plan, nodes: int) -> Iterator[tuple[RunSpec, bool]]:
+    """Yield the recipe with the layouts to try, and whether one that no prediction speaks of is passed over."""
+    spec, wanted = before.spec, before.spec.layout
+    fewer = replace(spec, cluster=replace(spec.cluster, num_nodes=nodes), scheduler=replace(spec.scheduler, changes=()))
+    shards = before.layout.dp_shard > 1
+    data = {"dp_replicate": 1, "dp_shard": AUTO} if shards else {"dp_replicate": AUTO, "dp_shard": 1}
+    for pp in range(before.layout.pp, 0, -1):
+        layout = wanted if pp == before.layout.pp else replace(wanted, pp=pp, stage_layers=None)
+        yield replace(fewer, layout=layout), False
+        yield replace(fewer, layout=replace(layout, **data)), False  # type: ignore[arg-type]
+    axes = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp"), AUTO)
+    yield replace(fewer, layout=replace(wanted, stage_layers=None, **axes)), True  # type: ignore[arg-type]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from trainspec_cli.core.errors import EXIT_DONE, Stopped
 from trainspec_cli.core.wings import Point, part_named
-from trainspec_cli.recipe.compose.origins import show_path
+from trainspec_cli.recipe.compose.folders import show_path
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
 from trainspec_cli.run.folder.record import kind_of_run, read_plan
 from trainspec_cli.run.outcome import RunOutcome, conclude_recipe
-from trainspec_cli.session.launching.requeue import Limits
+from trainspec_cli.session.launching.in_slurm import Limits
 
 if TYPE_CHECKING:
     from trainspec_cli.run.backend.nodes.backend import Reach

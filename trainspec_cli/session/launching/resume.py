@@ -9,15 +9,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trainspec_cli.core.errors import EXIT_DONE, Problem, RecipeError
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.memory import Relief
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tables import Relief
 from trainspec_cli.recipe.rules.check import check
+from trainspec_cli.recipe.rules.comm import check_kernels
 from trainspec_cli.recipe.rules.engine import check_engine, close_axes
-from trainspec_cli.recipe.rules.kernels import check_kernels
-from trainspec_cli.recipe.rules.optim import describe_other_blocks
+from trainspec_cli.recipe.rules.run import describe_other_blocks
 from trainspec_cli.recipe.structure import build
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.memory import newest_copy
@@ -29,12 +29,12 @@ from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.recovery.memory import rank_setting, with_reliefs
 from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.run.slurm import commands as slurm
-from trainspec_cli.run.slurm.placing import HOSTFILE, arrange, has_switches
+from trainspec_cli.run.slurm.commands import HOSTFILE, arrange, has_switches
 from trainspec_cli.run.slurm.script import places_nodes
 from trainspec_cli.session.console import PrintableConsole, RunConsole, make_console
 from trainspec_cli.session.launching.changes import count_more_steps, find_fixed, prepare_changed_data, trained_samples
-from trainspec_cli.session.launching.detach import check_detachable, describe_detached, resume_detached
 from trainspec_cli.session.launching.kinds import kind_of
+from trainspec_cli.session.launching.launch import check_detachable, describe_detached, resume_detached
 from trainspec_cli.session.launching.nodes import NodeOptions, join
 from trainspec_cli.session.launching.session import Session, start
 from trainspec_cli.session.recipe.data import check_data_of

@@ -12,9 +12,9 @@ from typing import Protocol
 from trainspec_cli.balance.advisor import LayoutAdvisor
 from trainspec_cli.core.errors import ERRORS_OF_RUNS, EXIT_DONE, Problem
 from trainspec_cli.core.json_value import JsonObject, JsonValue
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.report.changes import describe_recovery
 from trainspec_cli.report.collect import collect
@@ -23,7 +23,7 @@ from trainspec_cli.report.render import render_summary
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.node_processes import PassedThrough
 from trainspec_cli.run.failure import Explanation
-from trainspec_cli.run.folder.event_types.training import FirstTextEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import FirstTextEvent, StepEvent
 from trainspec_cli.run.folder.events import read_sound
 from trainspec_cli.run.folder.generations import Fence
 from trainspec_cli.run.folder.paths import RunDir
@@ -33,8 +33,7 @@ from trainspec_cli.run.memory_limits import LimitsWatch
 from trainspec_cli.run.notify import NOBODY, Notify, notify
 from trainspec_cli.run.outcome import RunOutcome, conclude
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
-from trainspec_cli.run.slow_nodes import Replan
-from trainspec_cli.run.supervise import Ending, supervise
+from trainspec_cli.run.supervise import Ending, Replan, supervise
 from trainspec_cli.session.console import RunConsole, open_run_log
 from trainspec_cli.session.launching.kinds import RECIPE_RUNS, RunKind, shown
 from trainspec_cli.session.runs.diagnose import VerdictLines

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from trainspec_cli.balance.advisor import LayoutAdvisor, Layouts, decides_layouts
 from trainspec_cli.core.errors import EXIT_DONE, TrainspecError
+from trainspec_cli.core.printable import format_count
 from trainspec_cli.core.reading.files import read_text
-from trainspec_cli.core.units import format_count
 from trainspec_cli.core.wings import Point, parts_of
 from trainspec_cli.plan.workload.adapters import adapter_params
 from trainspec_cli.recipe.field_types import AUTO
@@ -29,23 +29,21 @@ from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.backend.nodes.backend import Examination, NodesBackend, Reach, build_nodes_job
 from trainspec_cli.run.folder import generations
-from trainspec_cli.run.folder.event_types.training import StartEvent
+from trainspec_cli.run.folder.event_types.events import StartEvent
 from trainspec_cli.run.folder.events import EventTail
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.known_runs import known_runs
+from trainspec_cli.run.folder.looks import describe_changed_code
 from trainspec_cli.run.folder.memory import newest_copy
-from trainspec_cli.run.folder.own_code import describe_changed_code
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan_of_all_nodes
-from trainspec_cli.run.job.claim import claim, find_owner
-from trainspec_cli.run.job.folder import RUNS, make_folder, storage, write_launch, write_resume
+from trainspec_cli.run.job.folder import RUNS, claim, find_owner, make_folder, storage, write_launch, write_resume
 from trainspec_cli.run.job.job import Job, build_job
 from trainspec_cli.run.memory_limits import LimitsWatch
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.session.console import RunConsole
-from trainspec_cli.session.launching.changes import describe_changes, trained_samples
-from trainspec_cli.session.launching.fewer_nodes import plan_on_fewer
+from trainspec_cli.session.launching.changes import describe_changes, plan_on_fewer, trained_samples
 from trainspec_cli.session.launching.run import describe_tracking, run
 from trainspec_cli.session.launching.select_kernels import select_kernels
 from trainspec_cli.session.planning.predict import predict, probe_after_run, with_known_limits

@@ -18,7 +18,7 @@ from rich.text import Text
 from trainspec_cli.core import environment_names
 from trainspec_cli.core.errors import EXIT_DONE, MachineError, Problem, RecipeError, Stopped, WorkerError
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.core.units import format_duration
+from trainspec_cli.core.printable import format_duration
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
@@ -26,15 +26,15 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.report.compare import table
 from trainspec_cli.report.progress import Progress
 from trainspec_cli.run.backend.processes import POLL_S
-from trainspec_cli.run.folder.event_types.training import EvalEvent
+from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.events import EventTail
-from trainspec_cli.run.folder.heldout import read_heldout_losses
+from trainspec_cli.run.folder.looks import read_heldout_losses
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import RunResult, read_result
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.signals import StopRequests, on_stop_signal
 from trainspec_cli.session.console import RunConsole, make_console
-from trainspec_cli.session.launching.detach import spawn_resume
+from trainspec_cli.session.launching.launch import spawn_resume
 from trainspec_cli.session.launching.session import Session, write_down
 from trainspec_cli.session.launching.sweep import Sweep, load_points
 from trainspec_cli.session.planning.predict import probe_after_run

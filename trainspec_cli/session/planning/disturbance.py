@@ -13,14 +13,13 @@ from trainspec_cli.core.json_value import JsonObject
 from trainspec_cli.core.reading.files import exists, expand
 from trainspec_cli.plan.hardware.cluster import describe_fabric
 from trainspec_cli.plan.search.space import one_group
-from trainspec_cli.recipe.compose.folders import DISTURB, SUFFIX, Folders, find_folders
-from trainspec_cli.recipe.compose.origins import COMMAND_LINE, Origins, locate
+from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, SUFFIX, Folders, Origins, find_folders, locate
 from trainspec_cli.recipe.compose.yaml_file import read_yaml
 from trainspec_cli.recipe.json_schema import plain_schema
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.prediction import Candidate
-from trainspec_cli.recipe.results.simulation import Simulation
+from trainspec_cli.recipe.results.forecast import Simulation
+from trainspec_cli.recipe.results.plan import Candidate
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from trainspec_cli.core.errors import TrainspecError
 from trainspec_cli.plan.what_if import ALONE, look_ahead
-from trainspec_cli.recipe.canonical import Absent
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.records import Absent
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
+from trainspec_cli.report.diagnosis.conclude import Outlook
 from trainspec_cli.report.diagnosis.gather import RunReader
-from trainspec_cli.report.diagnosis.outlook import Outlook
-from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.event_types.events import DirectiveEvent
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.job.machine import detect
-from trainspec_cli.run.measuring import known_probe
+from trainspec_cli.run.tools import known_probe
 
 
 def outlook_of(run: RunDir, reader: RunReader) -> Outlook:

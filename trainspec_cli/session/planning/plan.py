@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Literal
 from trainspec_cli.core.errors import MachineError, PlanError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.wings import Point
 from trainspec_cli.plan.capacity import blueprint_of
-from trainspec_cli.plan.hardware.cluster import accelerator_of
-from trainspec_cli.plan.hardware.detected import chip_of
+from trainspec_cli.plan.hardware.cluster import accelerator_of, chip_of
 from trainspec_cli.plan.memory.engine import tensors_by_cause
 from trainspec_cli.plan.plan import in_engine_format
-from trainspec_cli.plan.planes.plan import plan_planes
+from trainspec_cli.plan.planes import plan_planes
 from trainspec_cli.plan.pools.describe import on_pools
 from trainspec_cli.plan.run.forecast import forecast_run
 from trainspec_cli.plan.search.advice import advise
@@ -21,17 +20,16 @@ from trainspec_cli.plan.search.auto import as_plan, pin_layout
 from trainspec_cli.plan.search.variants import plan_on_what_divides, plan_other_recovery
 from trainspec_cli.recipe.compose.folders import DISTURB
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 from trainspec_cli.recipe.rules.check import matrix_units
 from trainspec_cli.recipe.rules.engine import check_built
 from trainspec_cli.recipe.wings import parts_for
-from trainspec_cli.report.plan.report import PlanReport, PlanSection
+from trainspec_cli.report.plan.labels import PlanReport, PlanSection
 from trainspec_cli.session.planning.profile import with_profile
-from trainspec_cli.session.recipe.load import Loaded, load_for_planning, this_machine
-from trainspec_cli.session.recipe.no_recipe import with_defaults
+from trainspec_cli.session.recipe.load import Loaded, load_for_planning, this_machine, with_defaults
 
 if TYPE_CHECKING:
-    from trainspec_cli.report.plan.trace import TraceReport
+    from trainspec_cli.report.plan.page import TraceReport
     from trainspec_cli.session.planning.disturbance import NamedDisturbance
 
 PLAN_SECTIONS: Point[Callable[[RunSpec, CapacityPlan, Candidate], PlanSection | None]] = Point("plan_sections")
@@ -142,8 +140,8 @@ def _sections(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> tuple[P
 
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:
     """Trace the first candidate. Raises RecipeError where the engine does not build the model."""
-    from trainspec_cli.report.plan.trace import compare_trace
-    from trainspec_cli.run.measuring import trace_plan
+    from trainspec_cli.report.plan.page import compare_trace
+    from trainspec_cli.run.tools import trace_plan
 
     candidate = capacity.candidates[0]
     if problems := check_built(pin_layout(spec, candidate.layout)):

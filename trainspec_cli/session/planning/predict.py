@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from trainspec_cli.balance.batch.division import largest_that_fits
-from trainspec_cli.balance.decisions.moved_layers import largest_stage
+from trainspec_cli.balance.decisions.balance import largest_stage
 from trainspec_cli.core import environment_names
 from trainspec_cli.core.errors import Interrupted, MachineError, PlanError, Problem
-from trainspec_cli.core.units import format_bytes
-from trainspec_cli.plan.calibration.observe import calibrated
-from trainspec_cli.plan.hardware.detected import chip_of
+from trainspec_cli.core.printable import format_bytes
+from trainspec_cli.plan.calibration import calibrated
+from trainspec_cli.plan.hardware.cluster import chip_of
 from trainspec_cli.plan.this_machine import (
     Predict,
     device_limit_bytes,
@@ -31,16 +31,15 @@ from trainspec_cli.plan.this_machine import (
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.results.memory import MemorySetting
-from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
-from trainspec_cli.recipe.results.prediction import LocalPrediction
-from trainspec_cli.recipe.results.probe import MachineProbe
+from trainspec_cli.recipe.results.plan import LocalPrediction, Plan, PlannedLayout
+from trainspec_cli.recipe.results.tables import MemorySetting
+from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.recipe.rules.check import check
 from trainspec_cli.recipe.rules.engine import check_engine
 from trainspec_cli.report.text import describe_prediction
-from trainspec_cli.run.measuring import DISTURBED_HOLDS_S, known_probe, probe_machine
 from trainspec_cli.run.memory_limits import read_limits
 from trainspec_cli.run.recovery.memory import build_ladder, with_reliefs, with_setting
+from trainspec_cli.run.tools import DISTURBED_HOLDS_S, known_probe, probe_machine
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.planning.profile import describe_profile, find_profile
 

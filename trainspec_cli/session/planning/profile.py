@@ -9,19 +9,17 @@ from pathlib import Path
 import yaml
 
 from trainspec_cli import __version__
-from trainspec_cli.core.cache import cache_dir, make_cache
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.core.node import cpu_name
+from trainspec_cli.core.node import cache_dir, cpu_name, make_cache
 from trainspec_cli.core.reading.spec_version import VERSION_LINE
 from trainspec_cli.core.reading.yaml_file import read_versioned_yaml
-from trainspec_cli.plan.calibration.observe import efficiency_with
-from trainspec_cli.plan.calibration.posterior import PACE
-from trainspec_cli.plan.hardware.detected import chip_of
+from trainspec_cli.plan.calibration import PACE, efficiency_with
+from trainspec_cli.plan.hardware.cluster import chip_of
 from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.recipe.canonical import from_plain, to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.profile import ClusterProfile
+from trainspec_cli.recipe.records import from_plain, to_plain
+from trainspec_cli.recipe.results.tables import ClusterProfile
 from trainspec_cli.run.folder.files import write_text
 
 UNNAMED = "auto"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, TrainspecError
-from trainspec_cli.data.corpus.chat_formats import describe_formats
-from trainspec_cli.data.corpus.collection import Collection
+from trainspec_cli.data.corpus.chat import describe_formats
 from trainspec_cli.data.corpus.labelled import find_samples
 from trainspec_cli.data.corpus.prepare import check_text, prepare
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.data.corpus.sources import Collection
+from trainspec_cli.recipe.keys.run import DataSpec
 from trainspec_cli.report.live import showing_progress
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir

@@ -14,12 +14,11 @@ from trainspec_cli.data.huggingface.config import differences
 from trainspec_cli.data.huggingface.config_reading import read_model
 from trainspec_cli.data.huggingface.folder import CONFIG, TOKENIZER, open_weights, read_config
 from trainspec_cli.data.weights.folder import config_file, open_other, read_other_model
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.compose.compose import Completion
-from trainspec_cli.recipe.keys.data import SAMPLE_SOURCES
-from trainspec_cli.recipe.keys.lora import LoraSpec
 from trainspec_cli.recipe.keys.model import AUTO_FAMILY, DecoderModel, ModelSpec
-from trainspec_cli.recipe.keys.run import HUGGING_FACE, InitSpec, RunSpec
+from trainspec_cli.recipe.keys.run import HUGGING_FACE, SAMPLE_SOURCES, InitSpec, RunSpec
+from trainspec_cli.recipe.keys.training import LoraSpec
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.structure import build, choose_section
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir, read_section
@@ -74,7 +73,7 @@ def _read(init: InitSpec) -> tuple[JsonObject, str, Path | None]:
 
 def _tokenizer_of(data_dir: str) -> Path | None:
     """Return the tokenizer of prepared data."""
-    from trainspec_cli.data.corpus.collection import Collection  # loads numpy, which plans do without
+    from trainspec_cli.data.corpus.sources import Collection  # loads numpy, which plans do without
 
     made = Collection.open(data_dir).tokenizer_folder
     return _if_there(made / TOKENIZER) if made else None

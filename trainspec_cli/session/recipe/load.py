@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.wings import Point
 from trainspec_cli.plan.plan import plan
-from trainspec_cli.recipe.compose.folders import DISTURB
-from trainspec_cli.recipe.compose.origins import COMMAND_LINE, RECIPE
+from trainspec_cli.plan.workload import count_params
+from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, RECIPE
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.model import OwnModel
+from trainspec_cli.recipe.keys.model import DecoderModel, ModelSpec, OwnModel
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import apply, check, check_machine
 from trainspec_cli.recipe.rules.engine import check_engine, close_axes
-from trainspec_cli.recipe.rules.own_code import BLOCK_PARAMS
-from trainspec_cli.recipe.structure import build
-from trainspec_cli.recipe.unknown import UNKNOWN, UnknownTouched
+from trainspec_cli.recipe.rules.run import BLOCK_PARAMS
+from trainspec_cli.recipe.structure import UNKNOWN, UnknownTouched, build
 from trainspec_cli.recipe.wings import parts_for
 
 if TYPE_CHECKING:
     from trainspec_cli.recipe.compose.compose import Composed
     from trainspec_cli.run.job.folder import LaunchOrigin
+
 
 DATA_PATHS = ("data.path", "data.tokenizer.path")
 CHECK_START: Point[Callable[[RunSpec], None]] = Point("check_start")
@@ -210,3 +210,60 @@ def follows(problem: Problem, composed: Composed) -> bool:
 def _place(problem: Problem) -> tuple[bool, str, int, int]:
     """The command line first, then file by file."""
     return problem.file != COMMAND_LINE, problem.file or "", problem.line or 0, problem.column or 0
+
+
+# The plan where no recipe is named: a model on a cluster, with what is usual for the rest.
+
+
+DEFAULTS = "plan_defaults"
+"""The recipe in the place of one (recipes/plan_defaults.yaml)."""
+TOKENS_A_PARAMETER = 20
+"""arXiv:2203.15556, table 3: what trains a model of its size best for the compute."""
+SEQ_LEN, TOKENS_A_STEP = 4096, 2**22
+POOLS = "cluster.pools"
+"""Say what a cluster's nodes are, so that no other cluster stands in the place of what nobody has given."""
+LENGTHS = ("train.max_steps", "train.tokens", "train.epochs")
+
+
+def with_defaults(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
+    """-> (the arguments with a recipe, the overrides among them that stand for what nobody has given).
+
+    Those that name a recipe stay as they are. Raises RecipeError where neither a recipe nor a model is named.
+    """
+    given = {argument.partition("=")[0].lstrip("~+") for argument in arguments}
+    if RECIPE in given:
+        return list(arguments), ()
+    if "model" not in given:
+        hint = "type recipe=NAME, or model=NAME cluster=NAME: trainspec list shows both"
+        raise RecipeError(Problem("missing_value", "neither a recipe nor a model is named", RECIPE, hint))
+    named = [*arguments, f"{RECIPE}={DEFAULTS}"]
+    if POOLS in given and "cluster" not in given:
+        named.append("cluster=auto")
+    try:
+        examined = examine(named, to_run=False)
+        counted = with_counted_block(named, examined)
+        if len(counted) > len(named):  # the usual number of tokens follows from the parameters
+            named = counted
+            examined = examine(named, to_run=False)
+        usual = _usual(examined.draft.model, arguments)
+    except UnknownTouched:  # the model is wrong, which the plan reports
+        return named, ()
+    if given & set(LENGTHS):
+        del usual["train.tokens"]
+    overrides = tuple(f"{key}={value}" for key, value in usual.items() if key not in given)
+    return [*named, *overrides], overrides
+
+
+def _usual(model: ModelSpec, arguments: Sequence[str]) -> dict[str, str]:
+    """Samples of 4,096 tokens, as far as the model's positions reach, four million tokens a step, 20 a parameter; of
+    pictures, 90 times the 1.28 million of ImageNet."""
+    if model.unit == "samples":
+        return {"data.seq_len": "1", "train.tokens": "1.15e8"}
+    learnt = model.learned_positions if isinstance(model, DecoderModel) else 0
+    asked = next((value for key, _, value in (one.partition("=") for one in arguments) if key == "data.seq_len"), "")
+    seq_len = int(asked) if asked.isdecimal() and int(asked) else min(SEQ_LEN, learnt or SEQ_LEN)
+    return {
+        "data.seq_len": f"{seq_len}",
+        "batching.global_batch_size": f"{max(1, TOKENS_A_STEP // seq_len)}",
+        "train.tokens": f"{float(f'{TOKENS_A_PARAMETER * count_params(model):.3g}'):g}",
+    }

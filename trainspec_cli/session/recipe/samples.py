@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError
 from trainspec_cli.core.reading.files import expand
-from trainspec_cli.data.corpus.collection import Collection
 from trainspec_cli.data.corpus.labelled import open_samples
 from trainspec_cli.data.corpus.prepare import prepare, prepared_folder
 from trainspec_cli.data.corpus.rows import open_rows
+from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.recipe.keys.model import ConvModel
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.report.live import showing_progress

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 from trainspec_cli.recipe.results.verdict import RunVerdict
 from trainspec_cli.report.collect import Report
 from trainspec_cli.report.verdicts import describe_event
-from trainspec_cli.run.folder.event_types.observed import VerdictEvent
-from trainspec_cli.run.folder.event_types.training import EvalEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import EvalEvent, StepEvent, VerdictEvent
 from trainspec_cli.run.folder.events import EventTail, read_sound
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import has_plan, read_composed
-from trainspec_cli.run.job.claim import is_running
+from trainspec_cli.run.job.folder import is_running
 from trainspec_cli.session.runs.find import collect_run, find_run, refusing_closed, status_of_run
 
 if TYPE_CHECKING:
@@ -89,8 +88,7 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
 
 def trace_to(name: str, file: Path) -> None:
     """Write the trace of a run. Raises as `find_run`, and OSError where the file cannot be written."""
-    from trainspec_cli.report.diagnosis.gather import shape_of
-    from trainspec_cli.report.diagnosis.trace import trace_run
+    from trainspec_cli.report.diagnosis.gather import shape_of, trace_run
 
     run = find_run(name)
     with refusing_closed(name):

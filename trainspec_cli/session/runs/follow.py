@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
-from trainspec_cli.recipe.canonical import Absent
+from trainspec_cli.recipe.records import Absent
 from trainspec_cli.report.collect import collect
 from trainspec_cli.report.live import LiveView
 from trainspec_cli.report.render import render_summary
@@ -21,7 +21,7 @@ from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.folder.events import TAIL_BYTES
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import has_plan, read_plan
-from trainspec_cli.run.job.claim import Owner, find_owner, is_running
+from trainspec_cli.run.job.folder import Owner, find_owner, is_running
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.runs.find import status_of_run
 

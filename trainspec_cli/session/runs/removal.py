@@ -11,11 +11,11 @@ from pathlib import Path
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.report.runs import ALIVE, DAMAGED, RunLine
 from trainspec_cli.run.folder import generations
-from trainspec_cli.run.folder.heldout import best_checkpoint
+from trainspec_cli.run.folder.looks import best_checkpoint
 from trainspec_cli.run.folder.memory import find_copies, remove_folder
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_section
-from trainspec_cli.run.job.claim import claim
+from trainspec_cli.run.job.folder import claim
 from trainspec_cli.session.runs.find import find_own_run, runs_below, runs_here, status_of_run
 
 BLOCK_BYTES = 512

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainspec_cli.core.cache import cache_dir, make_cache
 from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.node import cache_dir, make_cache
 from trainspec_cli.core.reading.files import expand
-from trainspec_cli.data.corpus.collection import Collection
-from trainspec_cli.data.corpus.manifest import SPLITS
+from trainspec_cli.data.corpus.shards import SPLITS
+from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import SlurmSpec
 from trainspec_cli.recipe.results.plan import Plan

@@ -6,6 +6,7 @@ everyone may write, are submitted only with --allow-setup. root's files are trus
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,15 +15,18 @@ from pathlib import Path
 from textwrap import indent
 
 from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.core.printable import format_duration
 from trainspec_cli.core.reading.files import read_text
 from trainspec_cli.core.trust import private_files, why_not_trusted
-from trainspec_cli.recipe.canonical import digest
+from trainspec_cli.plan.this_machine import is_known, is_predictable, predict_device, predict_local
 from trainspec_cli.recipe.compose.arguments import assign, find_argument
-from trainspec_cli.recipe.compose.origins import COMMAND_LINE, Origin, find_origin
+from trainspec_cli.recipe.compose.folders import COMMAND_LINE, Origin, find_origin
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine, SlurmSpec
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import digest
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.rules.run import time_limit_s
 from trainspec_cli.run.backend.nodes.backend import Reach, build_nodes_job
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.generations import newest as newest_generation
@@ -33,13 +37,53 @@ from trainspec_cli.run.job.machine import detect
 from trainspec_cli.run.slurm.commands import submit as submit_to_slurm
 from trainspec_cli.run.slurm.queue import job_of, note_job
 from trainspec_cli.run.slurm.script import array_log, check_folder, log_of, render_script
+from trainspec_cli.run.tools import known_probe
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.sweep import Sweep, load_points
 from trainspec_cli.session.recipe.data import prepare_data
 from trainspec_cli.session.recipe.load import Loaded, check_start, machine_of_cluster, plan_for
 from trainspec_cli.session.recipe.load import load as load_recipe
 from trainspec_cli.session.slurm.container import check_container, folders_read, unseen_image
-from trainspec_cli.session.slurm.time_limit import short_limit
+
+# Whether a job's time limit is as long as its run is predicted to train.
+
+
+def short_limit(plan: Plan, machine: Machine) -> Iterator[str]:
+    """Yield a warning with both figures where the limit is shorter; nothing where no prediction can be made."""
+    slurm = plan.spec.cluster.slurm
+    limit_s = None if slurm.time is None else time_limit_s(slurm.time)
+    if limit_s is None:
+        return
+    trains_s = _predicted_s(plan, machine)
+    if trains_s is None or trains_s <= limit_s - slurm.warn_s:
+        return
+    shorter = (
+        f"cluster.slurm.time is {slurm.time} ({format_duration(limit_s)}, of which the last {slurm.warn_s} s are for "
+        f"the checkpoint), and the run is predicted to train for {format_duration(trains_s)}"
+    )
+    # Each start goes on from the newest checkpoint, so that all starts together train for as long as one would.
+    requeues = math.ceil(trains_s / (limit_s - slurm.warn_s)) - 1
+    if slurm.max_requeues == 0:
+        follows = "it will be stopped there, and not be requeued (cluster.slurm.max_requeues=0)"
+    elif requeues > slurm.max_requeues:
+        follows = f"it needs at least {requeues:,} requeues, and gets {slurm.max_requeues} (cluster.slurm.max_requeues)"
+    else:
+        follows = f"it will be requeued at least {'once' if requeues == 1 else f'{requeues} times'}"
+    yield f"{shorter}: {follows}"
+
+
+def _predicted_s(plan: Plan, machine: Machine) -> float | None:
+    """Return the time of all steps, without start, checkpoints and evaluations: on GPUs that the catalogue knows, and
+    on CPUs like this machine's where that was probed."""
+    plan = plan.as_one_group
+    if is_known(plan, machine):
+        step_s = predict_device(plan, machine).step_time_s
+    elif is_predictable(plan) and (probe := known_probe(plan, machine)) is not None:
+        step_s = predict_local(plan, probe).step_time_s
+    else:
+        return None
+    return step_s * plan.spec.train.max_steps
+
 
 RUN_DIR = "run.dir"
 DEFAULT_PYTHON = SlurmSpec.container_python

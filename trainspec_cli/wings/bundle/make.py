@@ -16,18 +16,17 @@ from pathlib import Path
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.reading.files import expand
-from trainspec_cli.data.corpus.collection import Collection
 from trainspec_cli.data.corpus.prepare import prepare
-from trainspec_cli.data.corpus.publish import publishing
+from trainspec_cli.data.corpus.shards import publishing
 from trainspec_cli.data.corpus.source_files import find_files
+from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.data.corpus.token_files import SOURCES as TOKEN_FILES
 from trainspec_cli.data.corpus.tokenise import OnProgress
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.compose.folders import SUFFIX, Folders, find_folders
 from trainspec_cli.recipe.extensions.source import find, source_files
-from trainspec_cli.recipe.keys.data import SAMPLE_SOURCES, DataSpec
-from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.keys.run import SAMPLE_SOURCES, DataSpec, RunSpec
 from trainspec_cli.recipe.own_code import worker_code_of
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.run.folder.files import write_json, write_text
 from trainspec_cli.wings.bundle import installer
 from trainspec_cli.wings.bundle.installer import INSTALLER, RECORD, WHEELS, BundledFile, BundleRecord, sha256_of

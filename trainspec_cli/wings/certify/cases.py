@@ -14,18 +14,31 @@ from typing import Literal
 
 from trainspec_cli.balance.batch.division import count_micro_batches, turns_of, weighted_counts
 from trainspec_cli.core.errors import Problem
-from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec, RampStage
-from trainspec_cli.recipe.keys.comm import CommSpec, WireFormat
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH, KernelSpec
 from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
 from trainspec_cli.recipe.keys.model import ModelSpec, has_layer_list
-from trainspec_cli.recipe.keys.optim import OptimSpec, ScheduleSpec
-from trainspec_cli.recipe.keys.run import CheckpointSpec, Offload, PrecisionSpec, Recompute, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import (
+    CheckpointSpec,
+    DataSpec,
+    Offload,
+    PrecisionSpec,
+    Recompute,
+    RunSpec,
+    TrainSection,
+)
+from trainspec_cli.recipe.keys.training import (
+    BatchingSpec,
+    BatchScheduleSpec,
+    CommSpec,
+    OptimSpec,
+    RampStage,
+    ScheduleSpec,
+    WireFormat,
+)
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
 from trainspec_cli.recipe.rules.check import apply
+from trainspec_cli.recipe.rules.comm import KERNEL_RULES, lacking
 from trainspec_cli.recipe.rules.engine import check_engine
-from trainspec_cli.recipe.rules.kernels import KERNEL_RULES, lacking
 from trainspec_cli.run.recovery.memory import build_ladder
 from trainspec_cli.wings.certify.families import FAMILIES, LOSSES, SAMPLES, SEQ_LEN
 

@@ -23,11 +23,10 @@ from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.json_value import JsonObject, JsonValue
 from trainspec_cli.core.reading.files import UnreadableFileError, read_field, read_object, read_text
 from trainspec_cli.core.trust import read_private
-from trainspec_cli.recipe.canonical import canonical_json, to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.records import FieldError, read_record
+from trainspec_cli.recipe.records import FieldError, canonical_json, read_record, to_plain
 from trainspec_cli.recipe.results.certificate import Certificate, ClauseSummary, Finding, NotOffered, Signer
-from trainspec_cli.run.job.provenance import versions
+from trainspec_cli.run.job.job import versions
 from trainspec_cli.wings.certify.cases import refused
 from trainspec_cli.wings.certify.clauses import LEVELS, SECURITY, read_clauses, spec_sha256, spec_version, stand
 from trainspec_cli.wings.certify.judge import checks

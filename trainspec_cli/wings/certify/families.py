@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel, ModelSpec
-from trainspec_cli.recipe.keys.model_parts import ExpertSpec, LatentAttentionSpec
+from trainspec_cli.recipe.keys.model import (
+    ConvModel,
+    DecoderModel,
+    ExpertSpec,
+    HybridModel,
+    LatentAttentionSpec,
+    ModelSpec,
+)
 from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
 
 SEQ_LEN = 64

@@ -23,13 +23,13 @@ import psutil
 
 from trainspec_cli.core.errors import EXIT_CODES, MachineError, Problem, RecipeError
 from trainspec_cli.core.trust import PRIVATE_UMASK
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.certificate import Finding
 from trainspec_cli.recipe.results.tools import CheckpointRatesRequest, LinksRequest
 from trainspec_cli.run.folder.accounting import WARMUP_STEPS
-from trainspec_cli.run.folder.event_types.training import StepEvent
+from trainspec_cli.run.folder.event_types.events import StepEvent
 from trainspec_cli.run.folder.events import read_sound
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan, read_result

@@ -26,14 +26,12 @@ from trainspec_cli.core.errors import Problem, RecipeError, TrainspecError, Work
 from trainspec_cli.core.reading.files import UnreadableFileError, read_object
 from trainspec_cli.core.trust import is_plain_name
 from trainspec_cli.data.huggingface.config import write_config
-from trainspec_cli.data.huggingface.safetensors import read_header
-from trainspec_cli.data.huggingface.tensors import parameters
-from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.data.huggingface.safetensors import parameters, read_header
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import Recompute
-from trainspec_cli.recipe.records import FieldError, read_record
+from trainspec_cli.recipe.records import FieldError, read_record, to_plain
 from trainspec_cli.recipe.results.certificate import Finding, NotOffered
 from trainspec_cli.recipe.results.tools import Device
 from trainspec_cli.run.folder.files import write_json

@@ -25,15 +25,13 @@ from trainspec_cli import __version__
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.reading.files import UnreadableFileError, read_object
 from trainspec_cli.core.trust import make_folder
-from trainspec_cli.recipe.canonical import canonical_json, from_plain, to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
-from trainspec_cli.recipe.records import FieldError, read_record
+from trainspec_cli.recipe.records import FieldError, canonical_json, from_plain, read_record, to_plain
 from trainspec_cli.recipe.results.tools import DRAWN_BATCHES as BATCHES
 from trainspec_cli.recipe.results.tools import DRAWN_TOKENS as TOKENS
 from trainspec_cli.recipe.results.tools import CertifyRequest, CertifyResult, CertifyRun, CertifyRunResult, Device
 from trainspec_cli.run.folder.files import read_json, write_json
-from trainspec_cli.run.job.identity import machine_identity
-from trainspec_cli.run.job.provenance import versions
+from trainspec_cli.run.job.job import machine_identity, versions
 from trainspec_cli.run.tools import CERTIFY, Tool, run_tool, torchrun
 from trainspec_cli.wings.certify.cases import CLIP_FROM, CLIP_NORM, KILLED_AT, SAVE_AT, STEPS, Case, build_plan
 from trainspec_cli.wings.certify.clauses import spec_version

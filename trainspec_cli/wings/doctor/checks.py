@@ -19,12 +19,12 @@ import psutil
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.core.node import cpu_name
-from trainspec_cli.core.units import format_bytes
+from trainspec_cli.core.printable import format_bytes
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.doctor import Check
 from trainspec_cli.run.job.gpus import find_gpus, opened_nvml
+from trainspec_cli.run.job.job import versions
 from trainspec_cli.run.job.machine import detect
-from trainspec_cli.run.job.provenance import versions
 from trainspec_cli.wings.doctor.sysfs import INFINIBAND, own_text, read_nics
 
 SHM_BYTES = 2**30

@@ -19,9 +19,8 @@ from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.node import node_name
-from trainspec_cli.core.printable import printable
-from trainspec_cli.core.units import format_bytes
-from trainspec_cli.recipe.keys.fabric import TierSpec
+from trainspec_cli.core.printable import format_bytes, printable
+from trainspec_cli.recipe.keys.cluster import TierSpec
 from trainspec_cli.recipe.results.tools import PairRate
 from trainspec_cli.run.job.machine import usable_cores
 from trainspec_cli.run.slurm import commands as slurm

@@ -16,10 +16,10 @@ from statistics import median
 
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.node import node_name
-from trainspec_cli.core.units import format_bytes, format_si
-from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.core.printable import format_bytes, format_si
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.doctor import Check, Diagnosis, NodeReport, Status
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tools import Compute, Device, LinksRequest, LinksResult, SpeedRequest, SpeedResult

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trainspec_cli.core.json_value import JsonObject
-from trainspec_cli.recipe.canonical import to_plain
-from trainspec_cli.recipe.keys.fabric import FabricSpec, NetworkKind, TierSpec
+from trainspec_cli.recipe.keys.cluster import FabricSpec, NetworkKind, TierSpec
+from trainspec_cli.recipe.records import to_plain
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trainspec_cli.recipe.keys.fabric import NetworkKind
+from trainspec_cli.recipe.keys.cluster import NetworkKind
 from trainspec_cli.wings.doctor.found_fabric import FoundGpu, Nic, NumaNode
 
 SYS = Path("/sys")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from trainspec_cli.recipe.keys.fabric import TierSpec
+from trainspec_cli.recipe.keys.cluster import TierSpec
 from trainspec_cli.recipe.results.doctor import Check
 from trainspec_cli.recipe.results.tools import PairRate
 from trainspec_cli.wings.doctor.found_fabric import FoundGpu, FoundTier, Nic

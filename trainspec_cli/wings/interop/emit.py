@@ -12,12 +12,11 @@ from trainspec_cli.plan.search.auto import asked_for
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.run import ComputeFormat, RunSpec
-from trainspec_cli.report.plan.report import PlanReport
+from trainspec_cli.report.plan.labels import PlanReport
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.session.planning.disturbance import load_disturbance
 from trainspec_cli.session.planning.plan import plan_loaded, require_fit
-from trainspec_cli.session.recipe.load import load_for_planning
-from trainspec_cli.session.recipe.no_recipe import with_defaults
+from trainspec_cli.session.recipe.load import load_for_planning, with_defaults
 from trainspec_cli.wings.interop import (
     EMITTED,
     NO_CONTAINER,

@@ -14,10 +14,10 @@ from typing import Any, Literal, Protocol
 
 from trainspec_cli.core.errors import Problem
 from trainspec_cli.core.json_value import JsonValue, flatten
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import to_plain
 
 DERIVED = "derived."
 """The prefix of values that are no keys of a recipe."""

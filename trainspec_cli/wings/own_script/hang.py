@@ -20,9 +20,8 @@ from pathlib import Path
 import psutil
 
 from trainspec_cli.run.backend.nodes.messages import NodeStands, RankStands
-from trainspec_cli.run.folder.event_types.observed import HangEvent
-from trainspec_cli.run.recovery.hang import Whereabouts, find_late, step_deadline_s
-from trainspec_cli.run.recovery.silence import Reading, working
+from trainspec_cli.run.folder.event_types.events import HangEvent
+from trainspec_cli.run.recovery.watch import Reading, Whereabouts, find_late, step_deadline_s, working
 from trainspec_cli.wings.own_script.journal import CountedRank
 from trainspec_cli.wings.own_script.progress import CountedProcess
 from trainspec_cli.wings.own_script.usage import gpu_uses, moved_bytes, wanted_s

@@ -20,11 +20,11 @@ from trainspec_cli.run.folder.record import read_result, read_run_record
 from trainspec_cli.run.job.folder import RUNS
 from trainspec_cli.run.signals import PatientRequests, StopRequests
 from trainspec_cli.run.slurm import commands as slurm
+from trainspec_cli.run.slurm.commands import idle_nodes, read_step
 from trainspec_cli.run.slurm.queue import job_of, note_job, own_job
-from trainspec_cli.run.slurm.step import idle_nodes, read_step
 from trainspec_cli.session.console import PrintableConsole
+from trainspec_cli.session.launching.in_slurm import Limits, TimeWarning, requeue_if_of_use, restarts
 from trainspec_cli.session.launching.nodes import NodeOptions
-from trainspec_cli.session.launching.requeue import Limits, TimeWarning, requeue_if_of_use, restarts
 from trainspec_cli.wings.own_script.job import script_name
 
 JOB = "SLURM_JOB_ID"

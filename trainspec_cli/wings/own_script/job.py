@@ -18,12 +18,12 @@ from pathlib import Path
 from trainspec_cli.core.environment_names import GENERATION, LAUNCH_ID, OWN_PATH, OWN_SAFE_PATH, PROGRESS
 from trainspec_cli.core.errors import Problem, RecipeError, closest
 from trainspec_cli.core.reading.files import parse_json, unreadable
-from trainspec_cli.recipe.canonical import canonical_json, from_plain, to_plain
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSection
+from trainspec_cli.recipe.records import canonical_json, from_plain, to_plain
+from trainspec_cli.run.folder.files import read_versioned, write_versioned
 from trainspec_cli.run.folder.generations import GenerationRecord, UnplannedWork
 from trainspec_cli.run.folder.paths import COMMAND, RunDir
-from trainspec_cli.run.folder.versioned import read_versioned, write_versioned
 from trainspec_cli.run.job.job import (
     Job,
     growing_segments,
@@ -31,7 +31,7 @@ from trainspec_cli.run.job.job import (
     next_log_folder,
     own_modules,
 )
-from trainspec_cli.run.job.place import NodePlace, interface_of, own_address
+from trainspec_cli.run.job.machine import NodePlace, interface_of, own_address
 from trainspec_cli.wings.own_script.journal import count_steps
 
 HOOK = Path(__file__).parent / "hook"

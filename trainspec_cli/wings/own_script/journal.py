@@ -9,9 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
-from trainspec_cli.run.folder.event_types.training import StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import Event, RecoveryEvent, StartEvent, StepEvent
 from trainspec_cli.run.folder.events import EventWriter, read_sound
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.own_script.progress import CountedProcess, CountedStep, StepFile, step_files

@@ -16,10 +16,10 @@ from pathlib import Path
 from trainspec_cli import __version__
 from trainspec_cli.core.errors import EXIT_DONE, Problem, RecipeError, Stopped, WorkerError
 from trainspec_cli.core.printable import without_colours
-from trainspec_cli.recipe.canonical import Absent
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine, SlurmSpec
+from trainspec_cli.recipe.records import Absent
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.nodes.backend import NodesBackend, Reach
 from trainspec_cli.run.folder.files import write_json, write_text
@@ -27,20 +27,17 @@ from trainspec_cli.run.folder.generations import GenerationRecord
 from trainspec_cli.run.folder.known_runs import remember_run
 from trainspec_cli.run.folder.paths import COMMAND, RunDir
 from trainspec_cli.run.folder.record import Resume, RunRecord, RunResult, read_result, read_run_record, write_run_record
-from trainspec_cli.run.job.claim import claim
-from trainspec_cli.run.job.folder import RUNS, check_free, check_no_run, clear_end, make_folder, storage
-from trainspec_cli.run.job.job import Job, render_command
-from trainspec_cli.run.job.machine import detect
-from trainspec_cli.run.job.place import NodePlace
-from trainspec_cli.run.job.provenance import git_state, versions
+from trainspec_cli.run.job.folder import RUNS, check_free, check_no_run, claim, clear_end, make_folder, storage
+from trainspec_cli.run.job.job import Job, git_state, render_command, versions
+from trainspec_cli.run.job.machine import NodePlace, detect
 from trainspec_cli.run.notify import NOBODY, Notify
 from trainspec_cli.run.outcome import RunOutcome
 from trainspec_cli.run.signals import StopRequests
 from trainspec_cli.run.supervise import Ending
 from trainspec_cli.session.console import RunConsole, make_console
+from trainspec_cli.session.launching.in_slurm import Limits
 from trainspec_cli.session.launching.kinds import RunKind, command_to_resume, quoted, shown
 from trainspec_cli.session.launching.nodes import Joined, NodeOptions, join
-from trainspec_cli.session.launching.requeue import Limits
 from trainspec_cli.session.launching.run import run
 from trainspec_cli.wings.own_script.failure import conclude_own
 from trainspec_cli.wings.own_script.in_slurm import (

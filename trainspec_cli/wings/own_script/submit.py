@@ -12,13 +12,12 @@ from trainspec_cli.cli.options import CommandOptions
 from trainspec_cli.cli.sbatch import PreparedJob
 from trainspec_cli.core.errors import Problem, RecipeError, closest
 from trainspec_cli.recipe.compose.arguments import Argument, parse_arguments, problem_at
-from trainspec_cli.recipe.compose.origins import RECIPE, locate
+from trainspec_cli.recipe.compose.folders import RECIPE, locate
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, SlurmSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.rules.check import apply
-from trainspec_cli.recipe.rules.slurm import SLURM_RULES
-from trainspec_cli.recipe.rules.values import TEXT_RULES, forget_out_of_range
+from trainspec_cli.recipe.rules.run import SLURM_RULES, TEXT_RULES, forget_out_of_range
 from trainspec_cli.recipe.structure import build
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.run.folder.paths import RunDir
@@ -26,8 +25,7 @@ from trainspec_cli.run.folder.record import read_run_record
 from trainspec_cli.run.job.folder import RUNS, check_free, make_folder, storage
 from trainspec_cli.run.slurm.container import mounts
 from trainspec_cli.run.slurm.script import asked_by_cluster, check_folder, log_of, render_own_script
-from trainspec_cli.session.recipe.load import Loaded, require
-from trainspec_cli.session.recipe.no_recipe import DEFAULTS
+from trainspec_cli.session.recipe.load import DEFAULTS, Loaded, require
 from trainspec_cli.session.slurm.container import unseen_image
 from trainspec_cli.session.slurm.submit import Submission, is_previewed
 from trainspec_cli.wings.own_script.commands.run import wanted_of

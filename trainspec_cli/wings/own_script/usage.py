@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.recipe.canonical import ABSENT
-from trainspec_cli.run.folder.event_types.observed import UsageEvent
+from trainspec_cli.recipe.records import ABSENT
+from trainspec_cli.run.folder.event_types.events import UsageEvent
 from trainspec_cli.run.job.gpus import opened_nvml
 from trainspec_cli.wings.own_script.journal import CountedRank
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainspec_cli.recipe.records import Count, Seconds
-from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.event_types.events import Event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

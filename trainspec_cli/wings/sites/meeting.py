@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from trainspec_cli.recipe.canonical import canonical_json, to_plain
+from trainspec_cli.recipe.records import canonical_json, to_plain
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.sites.schedule import BEGINNING, SiteExchange, SiteSchedule
 

@@ -19,14 +19,13 @@ from typing import TextIO
 
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.core.reading.files import UnreadableFileError
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.resilience import FIRST_SITE
-from trainspec_cli.recipe.records import FieldError, read_record
+from trainspec_cli.recipe.records import FieldError, read_record, to_plain
 from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.run.folder.files import read_versioned, write_versioned
 from trainspec_cli.run.folder.generations import read_secret
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.versioned import read_versioned, write_versioned
-from trainspec_cli.run.job.place import listen, listening_address
+from trainspec_cli.run.job.machine import listen, listening_address
 from trainspec_cli.wings.sites.meeting import (
     Contribution,
     Meeting,

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trainspec_cli.core.units import format_bytes, format_duration
-from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.core.printable import format_bytes, format_duration
 from trainspec_cli.recipe.keys.resilience import SitesSpec
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.recipe.results.prediction import Candidate, CapacityPlan
-from trainspec_cli.report.plan.labels import percent
-from trainspec_cli.report.plan.report import PlanSection
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
+from trainspec_cli.report.plan.labels import PlanSection, percent
 from trainspec_cli.wings.sites.schedule import VALUE_BYTES, SiteLinks, hiding_interval, utilisation
 
 

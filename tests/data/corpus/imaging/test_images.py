@@ -19,9 +19,9 @@ from trainspec_cli.data.corpus.imaging.images import (
     weights,
 )
 from trainspec_cli.data.corpus.labelled import find_samples
-from trainspec_cli.data.corpus.split import hold_out
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.data.corpus.samples import hold_out
 from trainspec_cli.recipe.keys.model import ConvModel
+from trainspec_cli.recipe.keys.run import DataSpec
 
 MODEL = ConvModel("resnet", (8, 12), widths=(4,), blocks=(1,), in_channels=3, num_classes=3)
 

@@ -16,8 +16,8 @@ from trainspec_cli.data.corpus.imaging.phantom import (
     ellipsoid,
     random_rotation,
 )
-from trainspec_cli.recipe.keys.data import DataSpec, PhantomSpec
 from trainspec_cli.recipe.keys.model import ConvModel
+from trainspec_cli.recipe.keys.run import DataSpec, PhantomSpec
 
 UNET = ConvModel("unet", (16, 24, 16), widths=(4,), in_channels=2, num_classes=4)
 RESNET = ConvModel("resnet", (32, 32), widths=(4,), blocks=(1,), in_channels=1, num_classes=8)

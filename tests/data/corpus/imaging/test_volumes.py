@@ -13,9 +13,9 @@ import pytest
 from trainspec_cli.core.errors import MachineError, RecipeError
 from trainspec_cli.data.corpus.imaging.volumes import VolumeFolder, find_pairs
 from trainspec_cli.data.corpus.labelled import find_samples
-from trainspec_cli.data.corpus.split import hold_out
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.data.corpus.samples import hold_out
 from trainspec_cli.recipe.keys.model import ConvModel
+from trainspec_cli.recipe.keys.run import DataSpec
 
 MODEL = ConvModel("unet", (8, 8, 8), widths=(4,), in_channels=1, num_classes=4)
 SHAPE = (12, 10, 6)

@@ -29,9 +29,9 @@ from trainspec_cli.engine.run.scheduling.links import StepLinks
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.run.step_report import StepReport
 from trainspec_cli.engine.tools.certify_worker import drawn_batch
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.run.folder.event_types.events import Event
 from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.certify.families import SAMPLES
 

@@ -20,7 +20,7 @@ from trainspec_cli.balance.batch.division import even_division_of
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.checkpoint import reshard
-from trainspec_cli.engine.checkpoint.moves import BUCKET_BYTES
+from trainspec_cli.engine.checkpoint.reshard import BUCKET_BYTES
 from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.optim.optimizer import set_learning_rate
@@ -29,7 +29,7 @@ from trainspec_cli.engine.run.scheduling.relayout import Meshes, Prepare, Relayo
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.lora import LoraSpec
+from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.wings.certify.cases import Case, build_plan
 from trainspec_cli.wings.certify.families import SAMPLES

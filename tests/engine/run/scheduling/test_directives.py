@@ -11,12 +11,11 @@ import pytest
 
 from trainspec_cli.core.errors import MachineError
 from trainspec_cli.engine.run.scheduling.directives import Directives, follows_earlier, planned_by, read_directives
-from trainspec_cli.recipe.canonical import ABSENT
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+from trainspec_cli.recipe.keys.training import SchedulerSpec
+from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import PlannedLayout
-from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
-from trainspec_cli.run.folder.event_types.event import Event
+from trainspec_cli.run.folder.event_types.events import DirectiveEvent, Event
 from trainspec_cli.run.folder.events import EventWriter, read_events
 from trainspec_cli.run.folder.paths import RunDir
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.balance.decisions.moved_layers import LayerChange
+from trainspec_cli.balance.decisions.balance import LayerChange
 from trainspec_cli.engine.run.scheduling.directives import Directives, planned_by, read_directives
 from trainspec_cli.engine.run.scheduling.relayout import DueLayout, LayoutChanges
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
+from trainspec_cli.recipe.keys.training import SchedulerSpec
 from trainspec_cli.recipe.results.plan import PlannedLayout
-from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.event_types.events import DirectiveEvent
+from trainspec_cli.run.folder.looks import ProposalRecord
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.proposals import ProposalRecord
 from trainspec_cli.wings.certify.cases import Case, build_plan
 
 pytestmark = pytest.mark.usefixtures("one_process")

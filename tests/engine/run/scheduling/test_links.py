@@ -11,7 +11,7 @@ from lab.ranks import outputs
 
 from trainspec_cli.recipe.records import read_record
 from trainspec_cli.report.text import describe_event
-from trainspec_cli.run.folder.event_types.observed import LinkEvent
+from trainspec_cli.run.folder.event_types.events import LinkEvent
 
 WORKER = Path(__file__).with_name("link_worker.py")
 RANKS, SLOW_FACTOR = 4, 10

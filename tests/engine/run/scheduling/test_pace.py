@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.balance.batch.batch_schedule import count_steps, schedule_batches
-from trainspec_cli.balance.batch.learning_rate import learning_rate
-from trainspec_cli.balance.batch.noise import BatchPace, NoiseAverage, PartSquares
+from trainspec_cli.balance.batch.batch import (
+    BatchPace,
+    NoiseAverage,
+    PartSquares,
+    count_steps,
+    learning_rate,
+    schedule_batches,
+)
 from trainspec_cli.engine.run.coordinator import TrainProgress
-from trainspec_cli.engine.run.scheduling.pace import StepPace
-from trainspec_cli.recipe.keys.batching import BatchingSpec, BatchScheduleSpec, RampStage
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.engine.run.scheduling.step_scheduler import StepPace
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel
-from trainspec_cli.recipe.keys.optim import OptimSpec, ScheduleSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, BatchScheduleSpec, OptimSpec, RampStage, ScheduleSpec
 
 STEPS, BATCH, SEQ_LEN = 40, 8, 4
 OPTIM = OptimSpec(lr=1e-2, schedule=ScheduleSpec(kind="cosine", warmup_steps=4, final_lr_ratio=0.1))

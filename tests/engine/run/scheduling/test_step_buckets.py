@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from trainspec_cli.balance.decisions.buckets import ONE_BY_ONE, ROUNDS, WARM_STEPS
-from trainspec_cli.engine.run.scheduling.buckets import StepBuckets
+from trainspec_cli.balance.decisions.speeds import ONE_BY_ONE, ROUNDS, WARM_STEPS
+from trainspec_cli.engine.run.scheduling.step_scheduler import StepBuckets
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.blueprint import Blueprint, Exchange
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.folder.event_types.decisions import BucketsEvent
+from trainspec_cli.run.folder.event_types.events import BucketsEvent
 from trainspec_cli.wings.certify.cases import Case, build_plan
 
 RANKS, BLOCK = 2, 1000

@@ -29,8 +29,7 @@ from trainspec_cli.engine.observe.links import GROUPS
 from trainspec_cli.engine.run.scheduling import links
 from trainspec_cli.engine.run.scheduling.links import StepLinks
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.observed import LinkEvent, LinksEvent
+from trainspec_cli.run.folder.event_types.events import Event, LinkEvent, LinksEvent
 
 RANKS = 4
 BYTES, RATE, STEP_S = 1e6, 2e9, 50.0

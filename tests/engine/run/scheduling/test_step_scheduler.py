@@ -29,15 +29,12 @@ from trainspec_cli.engine.run.scheduling.step_scheduler import (
 from trainspec_cli.engine.run.step_report import SpeedFigures
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
-from trainspec_cli.recipe.results.links import MeasuredLink
-from trainspec_cli.run.folder.event_types.decisions import AchievedEvent, DirectiveEvent
-from trainspec_cli.run.folder.event_types.event import Event
-from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.recipe.keys.training import SchedulerSpec
+from trainspec_cli.recipe.results.verdict import MeasuredLink
+from trainspec_cli.run.folder.event_types.events import AchievedEvent, DirectiveEvent, Event, WarningEvent
 from trainspec_cli.run.folder.events import EventWriter, read_events
+from trainspec_cli.run.folder.looks import ProposalRecord, SpeedsWatch, read_speeds, write_proposal
 from trainspec_cli.run.folder.paths import RunDir
-from trainspec_cli.run.folder.proposals import ProposalRecord, write_proposal
-from trainspec_cli.run.folder.speeds import SpeedsWatch, read_speeds
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

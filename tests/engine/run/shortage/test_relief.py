@@ -13,33 +13,34 @@ from torch import Tensor
 
 from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.checkpoint.parts import kept_buffers
-from trainspec_cli.engine.checkpoint.store import load_newest
-from trainspec_cli.engine.data.loader import cut_micro_batches, positions_of
-from trainspec_cli.engine.data.staging import Staging
+from trainspec_cli.engine.checkpoint.files import kept_buffers
+from trainspec_cli.engine.checkpoint.saver import load_newest
+from trainspec_cli.engine.data.loader import Staging, cut_micro_batches, positions_of
+from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.optim.optimizer import clear_gradients
-from trainspec_cli.engine.parallel.balance import forget_visits
+from trainspec_cli.engine.parallel.pipeline import forget_visits
+from trainspec_cli.engine.run import shortage as emergency
 from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, TrainProgress
-from trainspec_cli.engine.run.shortage import emergency
-from trainspec_cli.engine.run.shortage.out_of_memory import OutOfMemory, PassesOutOfMemory, is_out_of_memory
-from trainspec_cli.engine.run.shortage.relief import NOT_SAVED, recall_reliefs
-from trainspec_cli.engine.run.signals import StopRequest
+from trainspec_cli.engine.run.faults import StopRequest
+from trainspec_cli.engine.run.shortage import (
+    NOT_SAVED,
+    OutOfMemory,
+    PassesOutOfMemory,
+    is_out_of_memory,
+    recall_reliefs,
+)
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.plan.plan import plan
-from trainspec_cli.recipe.keys.batching import BatchingSpec
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
-from trainspec_cli.recipe.keys.data import DataSpec
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, ExpertSpec
-from trainspec_cli.recipe.keys.optim import OptimSpec, ScheduleSpec
-from trainspec_cli.recipe.keys.run import RunSpec, TrainSection
-from trainspec_cli.recipe.results.memory import MemorySetting, Relief
+from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec, ScheduleSpec
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.folder.event_types.decisions import MemoryEvent
-from trainspec_cli.run.folder.event_types.training import EvalEvent
+from trainspec_cli.recipe.results.tables import MemorySetting, Relief
+from trainspec_cli.run.folder.event_types.events import EvalEvent, MemoryEvent
 from trainspec_cli.run.folder.events import EventWriter, read_events
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainspec_cli.data.huggingface.tensors import parameters
+from trainspec_cli.data.huggingface.safetensors import parameters
 from trainspec_cli.recipe.results.certificate import Finding, NotOffered
 from trainspec_cli.wings.certify.families import plain_decoder
 from trainspec_cli.wings.certify.other_engine import (

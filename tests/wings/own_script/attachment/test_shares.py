@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.run.folder.event_types.events import DirectiveEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.own_script.attachment import shares

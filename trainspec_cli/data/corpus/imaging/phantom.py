@@ -10,9 +10,9 @@ import math
 
 import numpy as np
 
-from trainspec_cli.data.corpus.manifest import Split
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.data.corpus.shards import Split
 from trainspec_cli.recipe.keys.model import ConvModel
+from trainspec_cli.recipe.keys.run import DataSpec
 
 NOISE_STD = 0.05
 """Noise of each of the receiver's two channels (Gudbjartsson and Patz 1995); tissues lie between 0 and 1."""

@@ -14,10 +14,10 @@ import numpy as np
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.core.reading.files import ANY_DAMAGE, check_regular
 from trainspec_cli.data.corpus.imaging.images import load_reader
-from trainspec_cli.data.corpus.manifest import Split
-from trainspec_cli.data.corpus.split import hold_out
-from trainspec_cli.recipe.keys.data import DataSpec
+from trainspec_cli.data.corpus.samples import hold_out
+from trainspec_cli.data.corpus.shards import Split
 from trainspec_cli.recipe.keys.model import ConvModel
+from trainspec_cli.recipe.keys.run import DataSpec
 
 SUFFIXES = (".npy", ".nii", ".nii.gz")
 

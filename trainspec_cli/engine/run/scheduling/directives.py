@@ -16,12 +16,11 @@ import torch.distributed as dist
 from trainspec_cli.core.reading.files import UnreadableFileError, unreadable
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, errors_together
 from trainspec_cli.engine.observe.journal import DirectiveLog, GroupJournal, Journal
-from trainspec_cli.recipe.canonical import ABSENT, Absent, to_plain
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.records import read_record
+from trainspec_cli.recipe.records import ABSENT, Absent, read_record, to_plain
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
-from trainspec_cli.run.folder.event_types.decisions import AchievedEvent, BucketsEvent, DirectiveEvent
+from trainspec_cli.run.folder.event_types.events import AchievedEvent, BucketsEvent, DirectiveEvent
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.paths import RunDir
 

@@ -27,17 +27,17 @@ from trainspec_cli.balance.decisions.links import (
 )
 from trainspec_cli.balance.decisions.shares import reporting_interval
 from trainspec_cli.engine.accelerators import on_chip
-from trainspec_cli.engine.batch import MicroBatch
 from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.observe.journal import GroupJournal, Journal
 from trainspec_cli.engine.observe.links import GROUPS
-from trainspec_cli.engine.parallel.line_times import neighbours, time_messages
+from trainspec_cli.engine.parallel.pipeline import neighbours, time_messages
 from trainspec_cli.engine.run.step_report import LinkFigures
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
-from trainspec_cli.recipe.canonical import ABSENT
-from trainspec_cli.recipe.results.links import MeasuredLink
+from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.folder.event_types.observed import LinkEvent, LinkRate, LinksEvent
+from trainspec_cli.recipe.results.verdict import MeasuredLink
+from trainspec_cli.run.folder.event_types.events import LinkEvent, LinkRate, LinksEvent
 
 AHEAD, BACK = "pp", "pp back"
 """Messages of a pipeline's ranks to the next stage and to the one before; a link is two neighbours and both ways."""

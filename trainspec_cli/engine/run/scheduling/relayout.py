@@ -18,22 +18,21 @@ import torch
 import torch.distributed as dist
 
 from trainspec_cli.balance.batch.division import even_division_of
-from trainspec_cli.balance.decisions.moved_layers import LayerChange, with_stages
+from trainspec_cli.balance.decisions.balance import LayerChange, with_stages
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.accelerators import release_unused
 from trainspec_cli.engine.build.assemble import build_train_state
 from trainspec_cli.engine.build.lost_gradients import has_other_losses, lost_parts, parts_to_fill, take_lost
 from trainspec_cli.engine.build.train_state import TrainState
-from trainspec_cli.engine.checkpoint.moves import BUCKET_BYTES
-from trainspec_cli.engine.checkpoint.reshard import ReshardError, agree_on_failure, reshard
+from trainspec_cli.engine.checkpoint.reshard import BUCKET_BYTES, ReshardError, agree_on_failure, reshard
 from trainspec_cli.engine.mesh import Mesh, build_mesh
-from trainspec_cli.engine.observe.device import free_bytes
+from trainspec_cli.engine.observe.counters import free_bytes
 from trainspec_cli.engine.run.scheduling.directives import Directives, planned_by
-from trainspec_cli.recipe.canonical import ABSENT
 from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
+from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
-from trainspec_cli.run.folder.event_types.decisions import ADVICE, DirectiveEvent
-from trainspec_cli.run.folder.proposals import ProposalRecord
+from trainspec_cli.run.folder.event_types.events import ADVICE, DirectiveEvent
+from trainspec_cli.run.folder.looks import ProposalRecord
 
 Prepare = Callable[[int, int], None]
 DROPS_LOST = "what compressed gradients had lost is not sent in this layout, in part or as a whole: it starts from zero"

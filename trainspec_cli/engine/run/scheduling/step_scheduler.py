@@ -8,11 +8,27 @@ computes the same bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from statistics import fmean, median
 
-from trainspec_cli.balance.batch.division import Division, OwnSamples, even_division_of
-from trainspec_cli.balance.decisions.moved_layers import LayerChange, LayerScheduler
+from trainspec_cli.balance.batch.batch import (
+    EQUIVALENT_FRACTION,
+    BatchPace,
+    NoiseAverage,
+    PartSquares,
+    StepBatch,
+    learning_rate,
+    measure_noise,
+    next_size,
+    outgrows_noise,
+    schedule_batches,
+    step_batch,
+)
+from trainspec_cli.balance.batch.division import Division, OwnSamples, even_division_of, lr_factor
+from trainspec_cli.balance.decisions.balance import LayerChange, LayerScheduler
 from trainspec_cli.balance.decisions.shares import (
     ChangeCost,
     ShareChange,
@@ -21,17 +37,192 @@ from trainspec_cli.balance.decisions.shares import (
     reporting_interval,
     samples_per_s,
 )
-from trainspec_cli.balance.decisions.speeds import SETTLING_S, Speed, SpeedTracker, computing_s, slowest
+from trainspec_cli.balance.decisions.speeds import (
+    SETTLING_S,
+    SKIPPED_STEPS,
+    WARM_STEPS,
+    BucketTries,
+    Speed,
+    SpeedTracker,
+    computing_s,
+    sizes_to_try,
+    slowest,
+)
 from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.parallel.gradient_sums import GradientSums
+from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.run.scheduling.directives import Directives, largest_stage_layers, watches_speeds
-from trainspec_cli.engine.run.scheduling.effects import Effects
-from trainspec_cli.engine.run.step_report import SpeedFigures
+from trainspec_cli.engine.run.step_report import BucketFigures, SpeedFigures
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
-from trainspec_cli.plan.partition.problem import LayerTimes
-from trainspec_cli.recipe.canonical import ABSENT
+from trainspec_cli.plan.partition import LayerTimes
 from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.recipe.rules.layout import noise_hindrance
+from trainspec_cli.run.folder.event_types.events import AchievedEvent, BucketsEvent, BucketTry, DirectiveEvent
+
+# The samples and the learning rate of the steps to come, by the recipe's batch schedule.
+
+
+class StepPace:
+    """The same on every rank: what it learns of the gradients' noise comes with the steps' own exchange."""
+
+    def __init__(self, plan: Plan):
+        self._spec = plan.spec
+        self._schedule = schedule_batches(plan.spec)
+        self.follows_noise = plan.spec.batching.schedule.kind == "noise"
+        self.adopt(plan)
+        self.state = BatchPace(plan.spec.batching.global_batch_size, NoiseAverage())
+        self._warned = False
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on in another layout.
+
+        Under cp the noise takes an exchange of all gradients, which nobody pays for where nothing follows it.
+        """
+        hindrance = noise_hindrance(plan.spec.model, plan.layout, plan.replica_groups, plan.grad_accum_steps)
+        self.measures_noise = not hindrance and (self.follows_noise or plan.layout.cp == 1)
+
+    @property
+    def kept(self) -> BatchPace | None:
+        """Return what a checkpoint holds, for a resumed run to decide the same."""
+        return self.state if self.follows_noise else None
+
+    def batch(self, progress: TrainProgress) -> StepBatch | None:
+        """Return the step that begins at `progress`; None where the run has trained all that it should.
+
+        A constant batch is counted in steps unless the recipe says how much is trained: while a replica group is away,
+        they may have fewer samples.
+        """
+        if self._spec.ends_by_samples:
+            size = self.state.size if self.follows_noise else None
+            over = progress.samples >= self._schedule.run_samples
+            return None if over else step_batch(self._schedule, progress.samples, size)
+        if progress.step >= self._spec.train.max_steps:
+            return None
+        optim = self._spec.optim
+        rate = learning_rate(optim.schedule, optim.lr, progress.step, self._spec.train.max_steps)
+        return StepBatch(self._spec.batching.global_batch_size, rate)
+
+    def coming(self, progress: TrainProgress, steps: int) -> list[tuple[int, int]]:
+        """Return (first position, samples) of so many steps from `progress` on, as far as they are foreseen."""
+        return list(islice(self._following(progress), steps))
+
+    def _following(self, progress: TrainProgress) -> Iterator[tuple[int, int]]:
+        while batch := self.batch(progress):
+            yield progress.samples, batch.samples
+            progress = TrainProgress(progress.step + 1, progress.samples + batch.samples)
+
+    def note_step(self, step: int, samples: int, squares: Sequence[PartSquares]) -> float | None:
+        """Take in the squared norms of the gradients of a step of `samples`.
+
+        Return the noise scale in samples, averaged over the steps so far; None where nothing was measured.
+        """
+        if min(of.parts for of in squares) < 2:
+            return None
+        batching, size, noise = self._spec.batching, self.state.size, self.state.noise
+        noise = noise.updated(measure_noise(samples, squares), batching.schedule.smoothing_steps)
+        if self.follows_noise and step % batching.schedule.interval_steps == 0:
+            size = next_size(batching, size, noise.noise_scale)
+        self.state = BatchPace(size, noise)
+        return noise.noise_scale
+
+    def warning(self, samples: int) -> str | None:
+        """Return what to tell of a step of `samples` whose batch has outgrown the noise; None where it has not, or
+        it was said before."""
+        batching, noise = self._spec.batching, self.state.noise
+        if self._warned or not outgrows_noise(batching, samples, noise):
+            return None
+        self._warned = True
+        measured = f"{noise.noise_scale:.3g} over {batching.schedule.smoothing_steps} steps"
+        return (
+            f"the batch has grown to {samples} samples, more than half the gradient noise scale ({measured}): "
+            f"the loss tends to suffer. {self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        """Return what to type in the next run: the growth that the noise allows, or a smaller first batch."""
+        batching, scale = self._spec.batching, self.state.noise.noise_scale or 0.0
+        allowed, first = batching.sizes_up_to(EQUIVALENT_FRACTION * scale), batching.global_batch_size
+        if batching.schedule.kind == "ramp":
+            return "In the next run, let batching.schedule.stages grow later or less"
+        if len(allowed) > 1:
+            return f"In the next run, type batching.schedule.max_global_batch_size={allowed[-1]}"
+        smaller = max(1, math.floor(min(scale, first) / 4))
+        steps = round(self._schedule.run_samples / smaller)
+        lr = self._spec.optim.lr * lr_factor(self._schedule.lr_rule, smaller, first)
+        return (
+            f"In the next run, begin with a smaller batch: type batching.global_batch_size={smaller} "
+            f"train.max_steps={steps} optim.lr={lr:.3g}, or batching.schedule.kind=constant"
+        )
+
+
+# Measure the effect of directives in the steps after them, and write it down beside what was expected.
+
+
+MEASURED_STEPS = 5
+"""The effect of a directive is the median over so many steps."""
+SETTLED_STEPS = 10
+"""The number of steps after which shares have followed the speeds of another layout, once these are known."""
+
+
+@dataclass
+class Watched:
+    """A directive whose effect is being measured."""
+
+    directive: DirectiveEvent
+    before_s: float
+    skipped: int
+    """The first steps still bring what was measured before it."""
+    seen_s: list[float] = field(default_factory=list)
+
+    @property
+    def is_of_layout(self) -> bool:
+        return self.directive.kind == "layout"
+
+
+class Effects:
+    """The effects of the directives that were given in one layout, and of the one that led to it."""
+
+    def __init__(self, directives: Directives):
+        self._directives = directives
+        self._slowest_s: deque[float] = deque(maxlen=MEASURED_STEPS)
+        self._watched: list[Watched] = []
+
+    def watch(self, directive: DirectiveEvent) -> None:
+        """Measure what a directive comes to, which is in force from the next step on. Another layout has come to what
+        it can once its speeds are learnt and shares have followed them."""
+        if directive.kind == "shares":
+            before_s, skipped = median(self._slowest_s), SKIPPED_STEPS
+        else:
+            before_s = directive.before_s
+            skipped = SKIPPED_STEPS + (SETTLED_STEPS if directive.kind == "layout" else 0)
+        self._watched = [one for one in self._watched if one.is_of_layout]
+        self._watched.append(Watched(directive, before_s, skipped))
+
+    def note_step(self, step: int, slowest_s: float, whole_s: float, *, knows_speeds: bool) -> None:
+        """Take in what the slowest rank computed in the step before, and what the step itself took: layouts differ in
+        exchanges and waiting too. `knows_speeds`: of all ranks."""
+        self._slowest_s.append(slowest_s)
+        for watched in list(self._watched):
+            if knows_speeds or not watched.is_of_layout:
+                watched.seen_s.append(whole_s if watched.is_of_layout else slowest_s)
+            if len(watched.seen_s) == watched.skipped + MEASURED_STEPS:
+                self._watched.remove(watched)
+                self._write(step, watched)
+
+    def _write(self, step: int, watched: Watched) -> None:
+        given = watched.directive
+        self._directives.note_effect(
+            AchievedEvent(
+                step=step,
+                number=given.number,
+                before_s=watched.before_s,
+                expected_s=given.expected_s,
+                achieved_s=median(watched.seen_s[watched.skipped :]),
+                group=given.group,
+            )
+        )
 
 
 class StepScheduler:
@@ -248,3 +439,86 @@ def ranks_of_data(state: TrainState) -> list[list[int]]:
     mesh = state.mesh.axes.mesh  # (pp, dp_replicate, dp_shard, cp, tp)
     rows = mesh.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
     return [[int(rank) for rank in row] for row in rows.tolist()]
+
+
+# Tries sizes of the buckets in which gradients are summed, in a run's first steps, and keeps the best. What a step
+# has waited for gradients travels with the exchange that the next step makes for its loss. A size changes no bit of
+# the sums, so that a run may try them whatever `scheduler.mode` is, but for off.
+
+
+class StepBuckets:
+    """Called by every rank of the replica group together. On a GPU, where FSDP2 sums each block's gradients, and where
+    no two blocks' can go together, nothing is tried."""
+
+    def __init__(self, plan: Plan, state: TrainState, directives: Directives, group: int | None):
+        """Begin with the layout of `plan`, which is in force; another layout has its own sizes."""
+        self._directives, self._group = directives, group
+        self._sums, self._layout = state.sums, plan.layout.describe()
+        self._planned_bytes = _planned_bytes(plan)
+        self._tries: BucketTries | None = None
+        self._warm_steps = 0
+        self.report: BucketFigures | None = None
+        """This rank's part of the next step's report; None where nothing is tried."""
+        self._is_on = False
+        if self._sums is None:
+            return
+        known = self._directives.buckets.get(self._layout)
+        chosen = known if plan.spec.comm.bucket_bytes is None else plan.spec.comm.bucket_bytes
+        self._sums.bucket_bytes = chosen or 0
+        self._is_on = chosen is None and plan.spec.scheduler.mode != "off"
+
+    def begin(self) -> None:
+        """Begin a step, or begin it again."""
+        if self._sums is not None and self._tries is not None and self._is_on:
+            self._sums.bucket_bytes = self._tries.size
+
+    def note_step(self, step: int, step_s: float, reported: Sequence[BucketFigures]) -> None:
+        """Take in the step that made update `step` in `step_s`, and what all ranks reported of the one before it."""
+        if not self._is_on or self._sums is None:
+            return
+        if reported:
+            self._learn(step, reported, self._sums)
+        self.report = None
+        if self._sums.holds_back or not self._is_on:
+            return  # a step that waits for each exchange, to show the links, says nothing
+        sizes = self._sums.sizes_bytes if self._sums.can_join else []
+        self.report = BucketFigures(
+            self._sums.bucket_bytes, self._sums.waited_s, step_s, sum(sizes), max(sizes, default=0)
+        )
+
+    def _learn(self, step: int, reported: Sequence[BucketFigures], sums: GradientSums) -> None:
+        if self._tries is None:
+            self._warm_steps += 1
+            if self._warm_steps < WARM_STEPS:
+                return
+            gradient_bytes = round(max(one.gradient_bytes for one in reported))
+            block_bytes = round(max(one.largest_block_bytes for one in reported))
+            sizes = sizes_to_try(gradient_bytes, block_bytes, self._planned_bytes)
+            self._tries, self._is_on = BucketTries(sizes), bool(sizes)
+            return
+        waited_s, step_s = fmean(one.waited_s for one in reported), max(one.step_s for one in reported)
+        self._tries.note(round(reported[0].bucket_bytes), waited_s, step_s)
+        if self._tries.is_done:
+            self._is_on, sums.bucket_bytes = False, self._tries.best
+            self._settle(step, self._tries)
+
+    def _settle(self, step: int, tries: BucketTries) -> None:
+        usual = tries.usual_s
+        self._directives.buckets[self._layout] = tries.best
+        if len(usual) > 1:
+            self._directives.note_buckets(
+                BucketsEvent(
+                    step=step,
+                    layout=self._layout,
+                    bucket_bytes=tries.best,
+                    tries=tuple(BucketTry(size, usual[size]) for size in tries.sizes),
+                    group=ABSENT if self._group is None else self._group,
+                )
+            )
+
+
+def _planned_bytes(plan: Plan) -> float | None:
+    """Return the blueprint's size for gradients, where there is one: of the axis over which they are summed first."""
+    exchanges = plan.blueprint.exchanges if plan.blueprint else ()
+    summed = (one for one in exchanges if one.operation in ("reduce_scatter", "all_reduce"))
+    return next((one.bucket_bytes for one in summed if one.bucket_bytes is not None), None)

@@ -8,10 +8,17 @@ from functools import cached_property
 from typing import cast
 
 from trainspec_cli.plan.memory.engine.blocks import BlockProfile, profile_block
-from trainspec_cli.plan.memory.engine.optimizer import state_bytes, update_bytes
-from trainspec_cli.plan.memory.engine.parts import Shape
-from trainspec_cli.plan.memory.engine.run import WIDTHS, Account, EngineRun
-from trainspec_cli.plan.memory.engine.sharding import MASTER_WIDTH, Sharded, Sharding
+from trainspec_cli.plan.memory.engine.run import (
+    MASTER_WIDTH,
+    WIDTHS,
+    Account,
+    EngineRun,
+    Shape,
+    Sharded,
+    Sharding,
+    state_bytes,
+    update_bytes,
+)
 from trainspec_cli.plan.memory.engine.tape import Event, Stretch
 from trainspec_cli.plan.memory.engine.units import (
     Unit,
@@ -23,8 +30,7 @@ from trainspec_cli.plan.memory.engine.units import (
 )
 from trainspec_cli.plan.pipeline import Action, actions, cut_layers
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.model import TextModel
-from trainspec_cli.recipe.keys.model_parts import Layer, loss_chunk_tokens
+from trainspec_cli.recipe.keys.model import Layer, TextModel, loss_chunk_tokens
 
 
 def replay(run: EngineRun, pipeline_rank: int) -> dict[str, float]:

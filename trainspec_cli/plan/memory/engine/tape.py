@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal
 
-from trainspec_cli.recipe.keys.lora import NF4_BLOCK, NF4_CHUNK
+from trainspec_cli.recipe.keys.training import NF4_BLOCK, NF4_CHUNK
 
 PRECISE = 4.0
 """Bytes of an element in which scores, decays and statistics are taken."""

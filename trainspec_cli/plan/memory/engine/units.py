@@ -9,9 +9,8 @@ from functools import cached_property
 from trainspec_cli.plan.workload.adapters import adapted_decoder, adapted_matrices
 from trainspec_cli.plan.workload.adapters import quantised_bytes as quantised_bytes_of
 from trainspec_cli.recipe.keys.layout import Layout
-from trainspec_cli.recipe.keys.lora import LoraSpec
-from trainspec_cli.recipe.keys.model import DecoderModel, HybridModel, TextModel
-from trainspec_cli.recipe.keys.model_parts import CONV_TAPS, Layer
+from trainspec_cli.recipe.keys.model import CONV_TAPS, DecoderModel, HybridModel, Layer, TextModel
+from trainspec_cli.recipe.keys.training import LoraSpec
 
 Matrix = tuple[int, int]
 """(rows, elements of a row), after tensor parallelism."""

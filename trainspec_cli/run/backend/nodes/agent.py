@@ -25,21 +25,20 @@ from trainspec_cli.core.node import node_name
 from trainspec_cli.core.reading.files import parse_json
 from trainspec_cli.core.trust import private_files
 from trainspec_cli.core.wings import part_named
-from trainspec_cli.recipe.canonical import from_plain
+from trainspec_cli.recipe.records import from_plain
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.check import check_machine
 from trainspec_cli.run.backend import processes
 from trainspec_cli.run.backend.nodes import messages
 from trainspec_cli.run.backend.nodes.backend import JOB_KINDS, RECIPE_JOBS, NodePart, RunningNode, run_section
-from trainspec_cli.run.backend.nodes.wire import Wire, call_hub
+from trainspec_cli.run.backend.nodes.hub import Wire, call_hub
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.generations import GenerationRecord, read_secret
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
-from trainspec_cli.run.job.machine import detect
-from trainspec_cli.run.job.place import NodePlace
+from trainspec_cli.run.job.machine import NodePlace, detect
 from trainspec_cli.run.signals import PatientRequests, on_stop_signal
 
 APPEAR_TIMEOUT_S = 60.0

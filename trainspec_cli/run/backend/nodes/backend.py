@@ -16,7 +16,7 @@ from typing import Protocol
 
 from trainspec_cli.core.environment_names import LAUNCH_ID
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.core.units import format_duration
+from trainspec_cli.core.printable import format_duration
 from trainspec_cli.core.wings import Point
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSection
@@ -34,7 +34,7 @@ from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import Fence, GenerationRecord, UnplannedWork, create_secret
 from trainspec_cli.run.folder.paths import RECIPE, RunDir
 from trainspec_cli.run.job.job import ENGINE, Job, build_node_job, next_log_folder, own_modules
-from trainspec_cli.run.job.place import NodePlace, allow_connections, listen, listening_address
+from trainspec_cli.run.job.machine import NodePlace, allow_connections, listen, listening_address
 from trainspec_cli.run.recovery import run_state
 from trainspec_cli.run.rendezvous.address import Rendezvous
 

@@ -8,9 +8,145 @@ import time
 from collections import deque
 from dataclasses import dataclass, replace
 
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.core.wire.handshake import ANSWER_BYTES, TIMEOUT_S, Challenge, HandshakeError, connect
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.run.backend.nodes import messages
-from trainspec_cli.run.backend.nodes.wire import Knock, Wire
+from trainspec_cli.run.backend.nodes.messages import Beat, Message, decode, encode
+
+# The connection between the hub and an agent: messages over TCP, once both have shown that they know the secret.
+# Neither end blocks: both look at their sockets while they do their own work. A peer that is silent for too long is
+# lost, whether its process hangs, its node is off or its cable is cut (TCP by itself would wait for a quarter of an
+# hour).
+
+
+PURPOSE = "hub"
+BEAT_INTERVAL_S = 1.0
+PIECE_BYTES = 65536
+RETRY_S = 0.2
+CALL_TIMEOUT_S = 60.0
+"""An agent that the hub has sent away, as it does when too many knock at once, calls again for this long."""
+LINE_BYTES = 2**22
+"""A peer that sends a longer line, or leaves as much unread, is cut off."""
+SHOWN_BYTES = 80
+"""Bytes that are shown of a line that is no message."""
+
+
+def call_hub(address: tuple[str, int], secret: bytes) -> Wire:
+    """Raises OSError where the hub is not reached, or does not know the secret."""
+    deadline = time.monotonic() + CALL_TIMEOUT_S
+    while True:
+        try:
+            return Wire(connect(address, secret, PURPOSE))
+        except ConnectionResetError:  # too many knock at once
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)
+
+
+class Knock:
+    """A connection to the hub that has proved nothing yet."""
+
+    def __init__(self, connection: socket.socket, secret: bytes):
+        """Raises OSError where the other end has gone already."""
+        connection.setblocking(False)
+        self._connection, self._challenge = connection, Challenge(secret, PURPOSE)
+        self._answer, self._deadline = b"", time.monotonic() + TIMEOUT_S
+        connection.send(self._challenge.nonce)  # an empty buffer takes 32 bytes
+
+    def advance(self) -> Wire | None:
+        """Return the wire once the other end has proved itself; None until then.
+
+        Raises OSError where it never will: a wrong proof, a closed connection, too long a silence.
+        """
+        if time.monotonic() > self._deadline:
+            raise HandshakeError("the connection has proved nothing in time")
+        try:
+            piece = self._connection.recv(ANSWER_BYTES - len(self._answer))
+        except BlockingIOError:
+            return None
+        if not piece:
+            raise HandshakeError("the connection was closed")
+        self._answer += piece
+        if len(self._answer) < ANSWER_BYTES:
+            return None
+        self._connection.send(self._challenge.accept(self._answer))
+        return Wire(self._connection)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+class Wire:
+    def __init__(self, connection: socket.socket):
+        connection.setblocking(False)
+        self._connection, self._unread, self._unsent = connection, b"", b""
+        self._heard_at = self._beat_at = time.monotonic()
+        self.closed = False
+        self.was_heard = False
+        """The peer has sent something."""
+        self.fault = ""
+        """Why the connection was closed here: the peer sent what is no message."""
+
+    @property
+    def silent_s(self) -> float:
+        return time.monotonic() - self._heard_at
+
+    def send(self, message: Message) -> None:
+        self._unsent += encode(message)
+        self._flush()
+        if len(self._unsent) > LINE_BYTES:
+            self.close()
+
+    def beat(self) -> None:
+        """Send a beat where none was sent for `BEAT_INTERVAL_S`; to be called often."""
+        if time.monotonic() - self._beat_at >= BEAT_INTERVAL_S:
+            self._beat_at = time.monotonic()
+            self.send(Beat())
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have come, without beats; at most `LINE_BYTES` at once. A peer that sends what is no
+        message is cut off."""
+        self._read()
+        *lines, self._unread = self._unread.split(b"\n")
+        if len(self._unread) > LINE_BYTES:
+            self.close()
+        received: list[Message] = []
+        for line in lines:
+            try:
+                received.append(decode(line))
+            except (ValueError, RecipeError):
+                self.fault = f"sent what the hub does not understand: {line[:SHOWN_BYTES].decode(errors='replace')!r}"
+                self.close()
+                break
+        return [message for message in received if not isinstance(message, Beat)]
+
+    def _read(self) -> None:
+        while not self.closed and len(self._unread) <= LINE_BYTES:
+            try:
+                piece = self._connection.recv(PIECE_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                piece = b""
+            self.closed = not piece
+            if piece:
+                self._heard_at, self.was_heard = time.monotonic(), True
+                self._unread += piece
+
+    def close(self) -> None:
+        self.closed = True
+        self._connection.close()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent and not self.closed:
+                self._unsent = self._unsent[self._connection.send(self._unsent) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.closed = True
+
 
 MAX_ACCEPTED = 256
 """The most connections that are accepted in one poll: a flood of them does not keep the hub from its agents."""

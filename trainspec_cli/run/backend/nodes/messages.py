@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainspec_cli.core.reading.files import parse_json
-from trainspec_cli.recipe.canonical import canonical_json, from_plain, to_plain
+from trainspec_cli.recipe.records import canonical_json, from_plain, to_plain
 from trainspec_cli.recipe.results.doctor import NodeReport
 
 KIND = "kind"

@@ -7,35 +7,36 @@ from functools import cache
 
 from trainspec_cli.core.wings import Point, parts_of
 from trainspec_cli.recipe.records import FieldError, read_record
-from trainspec_cli.run.folder.event_types.decisions import (
+from trainspec_cli.run.folder.event_types.events import (
     AchievedEvent,
     BucketsEvent,
-    DirectiveEvent,
-    MemoryEvent,
-    NodesAchievedEvent,
-    NodesEvent,
-)
-from trainspec_cli.run.folder.event_types.event import Event, UnknownEvent
-from trainspec_cli.run.folder.event_types.failures import EndedMark, FailureMark, LaunchMark, RecoveryEvent, RetryEvent
-from trainspec_cli.run.folder.event_types.observed import (
+    CadenceEvent,
+    CheckpointEvent,
     CountersEvent,
+    DirectiveEvent,
+    EndedMark,
+    EndEvent,
+    EvalEvent,
+    Event,
+    FailureMark,
+    FirstTextEvent,
     HangEvent,
+    LaunchMark,
     LinkEvent,
     LinksEvent,
     LookEvent,
-    StallEvent,
-    UsageEvent,
-    VerdictEvent,
-)
-from trainspec_cli.run.folder.event_types.training import (
-    CadenceEvent,
-    CheckpointEvent,
-    EndEvent,
-    EvalEvent,
-    FirstTextEvent,
+    MemoryEvent,
+    NodesAchievedEvent,
+    NodesEvent,
+    RecoveryEvent,
+    RetryEvent,
     SampleEvent,
+    StallEvent,
     StartEvent,
     StepEvent,
+    UnknownEvent,
+    UsageEvent,
+    VerdictEvent,
     WarningEvent,
 )
 

@@ -13,9 +13,9 @@ import typer
 
 from trainspec_cli.cli.options import AsJson, check_new, not_empty
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
-from trainspec_cli.core.units import format_bytes
-from trainspec_cli.recipe.canonical import to_plain
+from trainspec_cli.core.printable import format_bytes
 from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.report.live import showing_progress
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.load import load

@@ -19,12 +19,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Interrupted, MachineError, Problem, RecipeError, WorkerError, closest
-from trainspec_cli.recipe.canonical import to_plain
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.certificate import REFUSALS, Certificate
 from trainspec_cli.run.job.gpus import CPU_HINT
-from trainspec_cli.run.job.identity import machine_identity
+from trainspec_cli.run.job.job import machine_identity
 from trainspec_cli.run.job.machine import detect
 from trainspec_cli.session.console import PrintableConsole, make_console
 from trainspec_cli.session.recipe.load import load_for_planning

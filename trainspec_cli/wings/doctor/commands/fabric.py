@@ -11,10 +11,10 @@ import typer
 from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.reading.files import read_object, read_text, unreadable
-from trainspec_cli.recipe.canonical import from_plain
 from trainspec_cli.recipe.compose.folders import SUFFIX, find_folders, shipped_data
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.records import from_plain
 from trainspec_cli.recipe.results.tools import LinksResult, PairRate
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.session.console import PrintableConsole

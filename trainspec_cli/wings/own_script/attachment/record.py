@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from typing import Any, Protocol, SupportsFloat
 
-from trainspec_cli.run.folder.event_types.training import CheckpointEvent, EvalEvent, StartEvent, StepEvent
+from trainspec_cli.run.folder.event_types.events import CheckpointEvent, EvalEvent, StartEvent, StepEvent
 from trainspec_cli.run.folder.events import EventWriter
 from trainspec_cli.run.folder.paths import RunDir
 

@@ -23,8 +23,8 @@ from trainspec_cli.balance.batch.division import Division
 from trainspec_cli.balance.decisions.shares import ChangeCost, ShareChange, ShareScheduler
 from trainspec_cli.balance.decisions.speeds import SETTLING_S, Speed, SpeedTracker
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.recipe.keys.scheduler import SchedulerSpec
-from trainspec_cli.run.folder.event_types.decisions import DirectiveEvent
+from trainspec_cli.recipe.keys.training import SchedulerSpec
+from trainspec_cli.run.folder.event_types.events import DirectiveEvent
 from trainspec_cli.run.folder.events import EventWriter, read_log
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.wings.own_script.attachment.stopping import ScriptRanks

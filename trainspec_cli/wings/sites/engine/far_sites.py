@@ -24,8 +24,7 @@ from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.comm.codec import GRADIENT_CODECS
 from trainspec_cli.engine.observe.journal import Journal
 from trainspec_cli.engine.run.coordinator import GroupBatches, RunContext, StepSamples, StepStart, TrainProgress
-from trainspec_cli.run.folder.event_types.failures import RecoveryEvent
-from trainspec_cli.run.folder.event_types.training import WarningEvent
+from trainspec_cli.run.folder.event_types.events import RecoveryEvent, WarningEvent
 from trainspec_cli.wings.sites.engine.outer_state import OuterState
 from trainspec_cli.wings.sites.engine.site_voice import SiteVoice, WindowPace
 from trainspec_cli.wings.sites.events import ExchangeEvent

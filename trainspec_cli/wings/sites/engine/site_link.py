@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainspec_cli.core.wire.handshake import TIMEOUT_S
-from trainspec_cli.recipe.canonical import from_plain
 from trainspec_cli.recipe.keys.resilience import FIRST_SITE
+from trainspec_cli.recipe.records import from_plain
 from trainspec_cli.wings.sites.engine.site_connection import SiteAccess, SiteConnection
 from trainspec_cli.wings.sites.meeting import RoundRecord
 from trainspec_cli.wings.sites.wire import (

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from trainspec_cli.core.errors import WorkerError
 from trainspec_cli.engine.comm.json_collectives import broadcast_json, gather_json
 from trainspec_cli.engine.run.coordinator import RunContext
-from trainspec_cli.recipe.canonical import from_plain, to_plain
+from trainspec_cli.recipe.records import from_plain, to_plain
 from trainspec_cli.recipe.structure import convert
 from trainspec_cli.run.folder.generations import read_secret
 from trainspec_cli.wings.sites.engine.site_link import SiteLink

@@ -1,0 +1,331 @@
+"""Learning-rate schedules: pure functions of the step, so a resume needs no state."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainspec_cli.balance.batch.division import lr_factor
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec, ScheduleSpec, ShrinkRule
+from trainspec_cli.recipe.rules.layout import largest_size
+
+
+def learning_rate(schedule: ScheduleSpec, peak_lr: float, step: float, max_steps: int) -> float:
+    """Return the rate of update `step` (0 is the first) of a run of `max_steps`.
+
+    `step` may lie between two updates, where one update stands for several (see `balance/batch/batch_schedule.py`).
+    """
+    if step < schedule.warmup_steps:
+        return min(peak_lr, peak_lr * (step + 1) / schedule.warmup_steps)
+    return peak_lr * _DECAYS[schedule.kind](schedule, step, max_steps)
+
+
+def _constant(schedule: ScheduleSpec, step: float, max_steps: int) -> float:
+    return 1.0
+
+
+def _cosine(schedule: ScheduleSpec, step: float, max_steps: int) -> float:
+    """Return half a cosine from 1 to `final_lr_ratio` (SGDR, arXiv:1608.03983, eq. 5)."""
+    progress = _part_done(step, schedule.warmup_steps, max_steps)
+    return schedule.final_lr_ratio + (1 - schedule.final_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _wsd(schedule: ScheduleSpec, step: float, max_steps: int) -> float:
+    """Stay at 1, then fall linearly over the last `decay_fraction` (WSD; MiniCPM, arXiv:2404.06395)."""
+    decay_start = max(schedule.warmup_steps, round(max_steps * (1 - schedule.decay_fraction)))
+    if step < decay_start:
+        return 1.0
+    return 1 - (1 - schedule.final_lr_ratio) * _part_done(step, decay_start, max_steps)
+
+
+def _part_done(step: float, start: int, end: int) -> float:
+    """Return the progress: 0 at `start`, 1 at the last update, `end` - 1."""
+    return min(1.0, (step - start) / max(1, end - 1 - start))
+
+
+_DECAYS = {"constant": _constant, "cosine": _cosine, "wsd": _wsd}
+
+
+# The samples and the learning rate of each step: pure functions of the samples trained so far. A run trains
+# `train.max_steps` x `batching.global_batch_size` samples under every schedule, and ends with the step that trains
+# the last of them. A step of B samples stands for B / B0 steps of the starting size B0. Its learning rate is that of
+# `optim.schedule` in the middle of these, times f(B / B0), where f is `batching.schedule.lr_rule`. So a batch that
+# grows while the schedule lowers the rate replaces the lower rate. Where the schedule multiplies the rate by a, a
+# batch of B0 / a keeps a f(1/a) of the rate: sqrt(a) for AdamW, as Seesaw has it (arXiv:2510.14717), and the whole
+# rate for SGD (arXiv:1711.00489; arXiv:2510.14717, theorem 1). A run then makes as many steps as the mean of a tells:
+# half as many for a cosine that ends at 0, 1 - 2/pi fewer for a quarter of a cosine.
+
+
+OPTIMIZER_RULES: Mapping[str, ShrinkRule] = {"adamw": "sqrt", "adamw8bit": "sqrt", "muon": "sqrt", "sgd": "linear"}
+"""How the learning rate follows the batch, by optimizer. One that is not here has no rule for a growing batch."""
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step."""
+
+    samples: int
+    """Samples of a step, over all ranks and replica groups."""
+    lr: float
+
+
+@dataclass(frozen=True)
+class BatchStage:
+    """A size, and the progress from which it holds."""
+
+    from_samples: int
+    """Samples trained before the first step of this size."""
+    step_samples: int
+
+
+@dataclass(frozen=True)
+class BatchPhase:
+    """Steps of one size."""
+
+    step_samples: int
+    """The very last step of a run may have fewer or more."""
+    steps: int
+
+
+@dataclass(frozen=True)
+class BatchSchedule:
+    """The sizes of a run's steps, resolved from its recipe by `schedule_batches`."""
+
+    optim: OptimSpec
+    max_steps: int
+    """Steps that the run would make at the starting size."""
+    start_samples: int
+    """Samples of the first step, and the fewest of any."""
+    lr_rule: ShrinkRule
+    stages: tuple[BatchStage, ...]
+    """The first is from 0 on. One alone for `noise`, which decides while it runs (`balance/batch/noise.py`)."""
+
+    @property
+    def run_samples(self) -> int:
+        """Samples that the run trains. It is over when it has."""
+        return self.max_steps * self.start_samples
+
+    def size_at(self, samples: int) -> int:
+        """Return the samples of a step that begins after `samples`, but for the last step."""
+        return self.stages[bisect_right(self.stages, samples, key=lambda stage: stage.from_samples) - 1].step_samples
+
+
+def schedule_batches(spec: RunSpec) -> BatchSchedule:
+    """Return the batch schedule of a recipe that `spec.rules` found no fault with."""
+    batching, rule = spec.batching, spec.batching.schedule.lr_rule
+    return BatchSchedule(
+        optim=spec.optim,
+        max_steps=spec.train.max_steps,
+        start_samples=batching.global_batch_size,
+        lr_rule=OPTIMIZER_RULES.get(spec.optim.name, "none") if rule == "optimizer" else rule,
+        stages=(BatchStage(0, batching.global_batch_size), *_later_stages(spec)),
+    )
+
+
+def step_batch(schedule: BatchSchedule, samples: int, size: int | None = None) -> StepBatch:
+    """Return the step that begins after `samples` have been trained.
+
+    `size`: the samples that a step has by now where they are decided while the run goes on (`noise`).
+    The last step takes what is left, and with it what would be less than the starting size after it.
+    Raises ValueError where nothing is left.
+    """
+    left = schedule.run_samples - samples
+    if left <= 0:
+        raise ValueError(f"the run has trained its {schedule.run_samples} samples: no step follows")
+    wanted = schedule.size_at(samples) if size is None else size
+    taken = left if left < wanted + schedule.start_samples else wanted
+    start = schedule.start_samples
+    middle = samples / start + (taken / start - 1) / 2
+    lr = learning_rate(schedule.optim.schedule, schedule.optim.lr, middle, schedule.max_steps)
+    return StepBatch(taken, lr * lr_factor(schedule.lr_rule, taken, start))
+
+
+def run_phases(schedule: BatchSchedule) -> tuple[BatchPhase, ...]:
+    """Return the steps of the whole run by size, in their order; exact, except for `noise`, which makes no more."""
+    return tuple(_phases(schedule))
+
+
+def count_steps(schedule: BatchSchedule) -> int:
+    """Return the number of steps of the run: exact, except for `noise`, which makes no more."""
+    return sum(phase.steps for phase in _phases(schedule))
+
+
+def _phases(schedule: BatchSchedule) -> Iterator[BatchPhase]:
+    """Count in whole stages: a run may have 10^12 steps."""
+    trained, total, start = 0, schedule.run_samples, schedule.start_samples
+    ends = [stage.from_samples for stage in schedule.stages[1:]] + [total]
+    for stage, end in zip(schedule.stages, ends, strict=True):
+        size = stage.step_samples
+        until_end = -(-(min(end, total) - trained) // size)
+        before_last = (total - trained - start) // size
+        steps = min(until_end, before_last)
+        trained += max(0, steps) * size
+        is_last = before_last < until_end
+        if steps + is_last > 0:
+            yield BatchPhase(size, steps + is_last)
+        if is_last:
+            return
+
+
+def _later_stages(spec: RunSpec) -> tuple[BatchStage, ...]:
+    if spec.batching.schedule.kind == "ramp":
+        return tuple(
+            BatchStage(-(-stage.from_tokens // spec.data.seq_len), stage.global_batch_size)
+            for stage in spec.batching.schedule.stages
+        )
+    return _seesaw_stages(spec) if spec.batching.schedule.kind == "seesaw" else ()
+
+
+def _seesaw_stages(spec: RunSpec) -> tuple[BatchStage, ...]:
+    """Each size of the ladder holds from where the schedule has multiplied the rate by B0 / size or less."""
+    start, lr = spec.batching.global_batch_size, spec.optim.schedule
+    after_warmup = range(lr.warmup_steps, spec.train.max_steps)
+    stages = []
+    largest = min(largest_size(spec), start * spec.train.max_steps)
+    for size in spec.batching.sizes_up_to(largest)[1:]:
+        reached = bisect_left(
+            after_warmup, -start / size, key=lambda step: -learning_rate(lr, 1.0, step, spec.train.max_steps)
+        )
+        if reached < len(after_warmup):
+            stages.append(BatchStage((lr.warmup_steps + reached) * start, size))
+    return tuple(stages)
+
+
+# The gradient noise scale: measured from what data-parallel ranks exchange anyway, and the batch that follows it. The
+# gradient of one sample has the mean mu and the covariance S. Of B samples that n ranks share, rank i's mean gradient
+# g_i over its part w_i of them (the w_i sum to 1) has E|g_i|^2 = |mu|^2 + tr S / (w_i B), and their sum g = sum w_i
+# g_i has E|g|^2 = |mu|^2 + tr S / B. Both are solved for tr S and |mu|^2; B_noise = tr S / |mu|^2 is the simple noise
+# scale (McCandlish et al., arXiv:1812.06162). Both are sums over parameters, some of which may be divided in other
+# parts: experts are trained by several ranks' samples together.
+
+
+@dataclass(frozen=True)
+class NoiseMeasurement:
+    """Unbiased estimates from one step; each may be far off, and below 0."""
+
+    trace: float
+    """tr S: the variance of one sample's gradient, summed over the parameters."""
+    square: float
+    """|mu|^2 of the expected gradient."""
+
+
+@dataclass(frozen=True)
+class PartSquares:
+    """Squared norms of one step's gradient, taken before clipping, of parameters that are divided in the same parts."""
+
+    weighted_square: float
+    """Sum of w_i |g_i|^2 over the parts, of their mean gradients and fractions of the step; equal fractions 1/n make it
+    their plain mean."""
+    square: float
+    """|g|^2 of the mean over all samples."""
+    parts: int
+    """Micro-batches that had samples."""
+
+
+def measure_noise(samples: int, squares: Sequence[PartSquares]) -> NoiseMeasurement:
+    """Estimate the noise of one step's gradient.
+
+    Raises ValueError for fewer than two parts: their difference is all that is known of the noise.
+    """
+    if (fewest := min(of.parts for of in squares)) < 2:
+        raise ValueError(f"the noise of a gradient shows between parts, and {fewest} had samples")
+    trace = sum(samples * (of.weighted_square - of.square) / (of.parts - 1) for of in squares)
+    return NoiseMeasurement(trace, sum(of.square for of in squares) - trace / samples)
+
+
+@dataclass(frozen=True)
+class NoiseAverage:
+    """Exponential averages of a run's measurements."""
+
+    trace: float = 0.0
+    square: float = 0.0
+    weight: float = 0.0
+    """The sum of the measurements' weights: 1 after many. It corrects the bias of averages that begin at 0."""
+
+    def updated(self, measured: NoiseMeasurement, smoothing_steps: int) -> NoiseAverage:
+        """Return the averages with one more step, which weighs 1 / `smoothing_steps`.
+
+        What is not finite is passed over, as the update of its step is.
+        """
+        if not (math.isfinite(measured.trace) and math.isfinite(measured.square)):
+            return self
+        part = 1 / smoothing_steps
+        return NoiseAverage(
+            self.trace + part * (measured.trace - self.trace),
+            self.square + part * (measured.square - self.square),
+            self.weight + part * (1 - self.weight),
+        )
+
+    @property
+    def mean(self) -> NoiseMeasurement | None:
+        """The averages without their bias; None before the first measurement."""
+        return NoiseMeasurement(self.trace / self.weight, self.square / self.weight) if self.weight else None
+
+    @property
+    def settled(self) -> bool:
+        """Return whether at least as many steps were measured as the averages are smoothed over.
+
+        After n of them, each weighing 1/n, the weight is 1 - (1 - 1/n)^n, which is 1 - 1/e or a little more.
+        """
+        return self.weight >= 1 - math.exp(-1)
+
+    @property
+    def noise_scale(self) -> float | None:
+        """B_noise in samples; None before the first measurement.
+
+        A ratio of averages: the average of the ratios is biased. Infinite where |mu|^2 is lost in the noise.
+        """
+        mean = self.mean
+        if mean is None:
+            return None
+        return max(0.0, mean.trace) / mean.square if mean.square > 0 else math.inf
+
+
+@dataclass(frozen=True)
+class BatchPace:
+    """The state of a run's batch schedule: a checkpoint holds it, so that a resumed run decides the same."""
+
+    size: int
+    """Samples of the steps to come, under the schedule `noise`."""
+    noise: NoiseAverage
+
+
+def next_size(batching: BatchingSpec, size: int, noise_scale: float | None) -> int:
+    """Return the samples of the steps to come, of which there were `size`, by the schedule `noise`.
+
+    One size up when the aim (`noise_fraction` of the noise scale) reaches the next size, and one down
+    when it is below the size before: between the two a size stays, so that noise in the measurement moves nothing.
+    Without a measurement it stays too. Called every `interval_steps` steps.
+    """
+    sizes = batching.sizes_up_to(batching.schedule.max_global_batch_size or batching.global_batch_size)
+    place = max(0, bisect_right(sizes, size) - 1)
+    if noise_scale is None:
+        return sizes[place]
+    aim = batching.schedule.noise_fraction * noise_scale
+    if place + 1 < len(sizes) and aim >= sizes[place + 1]:
+        return sizes[place + 1]
+    return sizes[place - 1] if place and aim < sizes[place - 1] else sizes[place]
+
+
+GROWS_BY_ITSELF = ("ramp", "seesaw")
+"""Schedules whose batch grows whatever the noise is."""
+EQUIVALENT_FRACTION = 0.5
+"""Up to this part of the noise scale B_n, a larger batch at a larger rate trains nearly as the first size does.
+
+The square root of the batch is the rate for a gradient that is lost in its noise. Beside a gradient AdamW's normaliser
+falls less: to move as far, the rate would have to be sqrt((B_n + B) / (B_n + B0)) times larger at B than at B0, by up
+to 22% at B = B_n / 2. Measured (docs/benchmarks.md): no loss at a sixth of B_n, 0.4% at a third, 1% at two thirds."""
+
+
+def outgrows_noise(batching: BatchingSpec, samples: int, noise: NoiseAverage) -> bool:
+    """Return whether a schedule has grown the batch to `samples`, beyond half the gradient noise scale.
+
+    A larger batch with a larger rate trains as a smaller batch with a smaller rate while the noise outweighs the
+    gradient (arXiv:2205.10287; arXiv:2510.14717). Only settled averages count.
+    """
+    grown = batching.schedule.kind in GROWS_BY_ITSELF and samples > batching.global_batch_size
+    scale = noise.noise_scale
+    return grown and noise.settled and scale is not None and samples > EQUIVALENT_FRACTION * scale

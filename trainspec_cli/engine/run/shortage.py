@@ -1,0 +1,344 @@
+"""Save the state of a step's beginning where the memory of a rank runs out within the step.
+
+The step's update needs an exchange that this rank does not reach, so no rank has made it: all of them hold the state of
+the step's beginning, in pieces. The others may wait in any collective, for ever. So the rank that failed leaves a note
+in the run folder, a thread of each other rank finds it, and each rank writes its own piece without exchanging anything.
+With the last piece it is a checkpoint like any other, from which the run goes on.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import resource
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from trainspec_cli.core.errors import WorkerError
+from trainspec_cli.engine.accelerators import device_memory, on_chip, own_stream, release_unused
+from trainspec_cli.engine.build.train_state import TrainState
+from trainspec_cli.engine.checkpoint.files import kept_buffers
+from trainspec_cli.engine.comm.json_collectives import broadcast_json, errors_together
+from trainspec_cli.engine.digest import Mark, mark, wait_for
+from trainspec_cli.engine.observe.journal import DirectiveLog
+from trainspec_cli.engine.observe.watch import StepWatch
+from trainspec_cli.engine.optim.optimizer import clear_gradients
+from trainspec_cli.engine.parallel.data_parallel import abandon_passes
+from trainspec_cli.engine.parallel.pipeline import forget_visits
+from trainspec_cli.engine.run.checkpoints import Checkpoints
+from trainspec_cli.engine.run.coordinator import Coordinator, RunContext, TrainProgress
+from trainspec_cli.recipe.records import ABSENT, read_record, to_plain
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tables import MemorySetting, Relief, Shortage
+from trainspec_cli.run.folder.event_types.events import MemoryEvent, WarningEvent
+from trainspec_cli.run.folder.looks import ShortageNote, leave_note, read_note, read_reliefs
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.recovery.memory import next_setting, rank_setting, with_reliefs
+
+LOOK_INTERVAL_S = 0.25
+PATIENT_S, MOST_PATIENT_S = 1.0, 5.0
+"""A step that lasts longer than this, and twice as long as the one before it, may wait for a rank that failed; every
+step that lasts longer than the second may."""
+RANKS_A_LOOK = 512
+"""For every so many ranks the interval between two looks grows by `LOOK_INTERVAL_S`: they may share the server of a
+file system."""
+OTHERS_S, OTHERS_TIMES = 30.0, 10.0
+"""The others' pieces are waited for so long, and so many times longer than the own one took."""
+
+
+class Emergency:
+    """One rank's part in it. The main thread calls `begin_step` before each step."""
+
+    def __init__(self, run_dir: RunDir, state: TrainState, checkpoints: Checkpoints, watch: StepWatch):
+        self._run_dir, self._state, self._checkpoints, self._watch = run_dir, state, checkpoints, watch
+        self._progress: TrainProgress | None = None
+        self._mark: Mark | None = None
+        self._began_s, self._last_s = time.monotonic(), 0.0
+        self._saved_step = -1
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self.kept: dict[str, Tensor] = {}
+        """Values that change within a step (running statistics), as they were when it began."""
+        self._buffers = [pair for part in state.parts for pair in kept_buffers(part)]
+        if dist.get_world_size() > 1:
+            threading.Thread(target=self._look_for_notes, name="emergency", daemon=True).start()
+
+    def begin_step(self, progress: TrainProgress) -> None:
+        """The state is that of `progress` until this step's update."""
+        self._began_s = time.monotonic()
+        self.kept = {f"model.{name}": buffer.clone() for name, buffer in self._buffers}
+        self._mark = mark(on_gpu=self._state.clock.on_gpu)
+        self._progress = progress
+
+    def restore_kept(self) -> None:
+        """Set what changes within a step back to its beginning."""
+        for name, buffer in self._buffers:
+            buffer.copy_(self.kept[f"model.{name}"])
+
+    def end_step(self) -> None:
+        """The update is made: there is nothing to save until the next step begins."""
+        self._last_s, self._progress = time.monotonic() - self._began_s, None
+
+    def save(self) -> bool:
+        """Save this rank's piece, tell the others, and wait until the checkpoint is whole; False where it is not."""
+        progress = self._progress
+        assert progress is not None, "a step has begun"
+        started = time.monotonic()
+        try:
+            leave_note(self._run_dir, ShortageNote(dist.get_rank(), progress.step))
+            self._save_own(progress)
+        except OSError:  # of a full disk, say: the caller reports that nothing was saved
+            return False
+        own_s = time.monotonic() - started
+        deadline = time.monotonic() + OTHERS_S + OTHERS_TIMES * own_s
+        while not (whole := self._run_dir.manifest(progress.step).is_file()) and time.monotonic() < deadline:
+            time.sleep(LOOK_INTERVAL_S)
+        return whole
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _look_for_notes(self) -> None:
+        """A healthy step is not looked at, unless it is long."""
+        interval_s = LOOK_INTERVAL_S * (1 + dist.get_world_size() // RANKS_A_LOOK)
+        while not self._closed.wait(interval_s):
+            progress = self._progress
+            patience_s = min(MOST_PATIENT_S, max(PATIENT_S, 2 * self._last_s))
+            if progress is None or time.monotonic() - self._began_s < patience_s:
+                continue
+            note = read_note(self._run_dir)
+            if note is not None and note.step == progress.step:
+                self._save_own(progress)
+                return
+
+    def _save_own(self, progress: TrainProgress) -> None:
+        """Save the own piece once. On a GPU by a stream of its own, since that of the step may wait for other ranks."""
+        with self._lock:
+            if self._saved_step == progress.step:
+                return
+            assert self._mark is not None, "a step has begun"
+            wait_for(self._mark)
+            with self._watch.between_steps(), own_stream(self._state.device):
+                self._checkpoints.save_where_it_stands(progress.step, progress.samples, self.kept)
+            self._saved_step = progress.step
+
+
+# Recognise that memory ran out, and say so to the supervisor with figures.
+
+
+OUT_OF_MEMORY = "out_of_memory"
+"""The error's code."""
+_MESSAGES = re.compile(
+    r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"
+    r"|CUDA(_ERROR| error:) ?(OUT_OF_MEMORY|out of memory)|(CUBLAS|CUDNN)_STATUS_ALLOC_FAILED"
+    r"|Cannot allocate memory|std::bad_alloc",
+    re.IGNORECASE,
+)
+"""Texts of the errors that torch and its libraries raise as plain RuntimeErrors."""
+
+
+class OutOfMemory(WorkerError):  # noqa: N818 - the word of the field
+    """A rank ran out of memory, and its processes cannot go on."""
+
+    def __init__(self, shortage: Shortage, message: str, hint: str):
+        super().__init__(message, code=OUT_OF_MEMORY, hint=hint)
+        self.shortage = shortage
+
+
+class PassesOutOfMemory(Exception):  # noqa: N818 - likewise
+    """Memory ran out in the forward or backward: no rank can have made the step's update."""
+
+    def __init__(self, samples: int):
+        super().__init__(f"memory ran out in the forward or backward of {samples} samples at a time")
+        self.samples = samples
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation has failed, on a device or on the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(_MESSAGES.search(str(error)))
+
+
+def measure_shortage(plan: Plan, setting: MemorySetting, device: torch.device) -> Shortage:
+    """Return the shortage in the layout of `plan`, with what this process holds now, and may hold."""
+    layout = plan.layout.describe()
+    if on_chip(device):
+        memory = device_memory(device)
+        return Shortage(setting, layout, memory.reserved, memory.total)
+    soft = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    limits = [limit for limit in soft if limit != resource.RLIM_INFINITY]
+    return Shortage(setting, layout, psutil.Process().memory_info().rss, min(limits, default=None))
+
+
+def describe_cause(cause: BaseException) -> str:
+    """Return the first line of an error's message, or the error's name where it has none, like a bare MemoryError."""
+    lines = str(cause).strip().splitlines()
+    return lines[0] if lines else type(cause).__name__
+
+
+def out_of_memory(plan: Plan, shortage: Shortage, cause: BaseException) -> OutOfMemory:
+    """Return the error that ends this process; the supervisor starts the run again where something is left to take."""
+    failed = shortage.failed
+    message = f"memory ran out with {failed.describe()}: {describe_cause(cause)}"
+    tried = [one for one in plan.memory_ladder if rank_setting(one) < rank_setting(failed)]
+    if tried:
+        message += f"; tried before: {'; '.join(one.describe() for one in tried)}"
+    return OutOfMemory(shortage, message, _hint(plan, failed))
+
+
+def _hint(plan: Plan, failed: MemorySetting) -> str:
+    if plan.spec.scheduler.mode == "off" and failed.micro_batch_size > 1:
+        smaller = f"batching.micro_batch_size={failed.micro_batch_size // 2}"
+        return f"type {smaller}, or scheduler=advise, with which a run takes less memory by itself and goes on"
+    return "a smaller model, a shorter data.seq_len, or more devices that share the state (layout.dp_shard) take less"
+
+
+# Steps that go on where memory runs out: made again with smaller micro-batches, or saved for another start. A rank
+# that exchanges nothing with others makes the step again in place. Elsewhere the other ranks are inside collectives
+# that this one has left: they save the state of the step's beginning (`emergency.py`), all processes end, and the
+# supervisor starts them with the next setting of the plan's ladder (`policy/recovery/memory.py`). Each replica group
+# is healed by the others instead.
+
+
+Made = TypeVar("Made")
+NOT_SAVED = "memory ran out, and the state could not be saved: the run goes on from an earlier checkpoint"
+
+
+def recall_reliefs(plan: Plan, run_dir: RunDir) -> list[Relief]:
+    """Return what the run has changed so far for want of memory. Rank 0 reads for all, since another replica group may
+    be writing. Raises MachineError, on every rank, where that cannot be followed."""
+    found: list[Relief] = []
+    if not plan.memory_ladder:
+        return found
+    with errors_together():
+        if dist.get_rank() == 0:
+            found = read_reliefs(run_dir, plan.layout.describe())
+    return broadcast_json(
+        [to_plain(relief) for relief in found], lambda lines: [read_record(Relief, line) for line in lines]
+    )
+
+
+class MemoryRelief:
+    """Called by every rank of the replica group together."""
+
+    def __init__(
+        self,
+        run: RunContext,
+        coordinator: Coordinator,
+        checkpoints: Checkpoints,
+        watch: StepWatch,
+        limit: Callable[[int], None],
+    ):
+        """`limit` lets no rank process more than this number of samples together from now on."""
+        self._run_dir, self._checkpoints, self._watch = run.run_dir, checkpoints, watch
+        self._group, self._limit = coordinator.group, limit
+        self._journal = coordinator.journal
+        self._log = DirectiveLog(run.run_dir, self._journal)
+        self._emergency: Emergency | None = None
+        self.adopt(run)
+
+    def adopt(self, run: RunContext) -> None:
+        """Begin with the layout and the setting of the run's plan."""
+        self._plan, self._state, self._setting = run.plan, run.state, run.plan.memory_setting
+        if self._emergency:
+            self._emergency.close()
+            self._emergency = None
+        if run.plan.memory_ladder and self._group is None:
+            self._checkpoints.agree()
+            self._emergency = Emergency(run.run_dir, run.state, self._checkpoints, self._watch)
+
+    def relieved(self, plan: Plan) -> Plan:
+        """Return `plan`, of another layout, with what the run has changed in that layout before."""
+        return with_reliefs(plan, recall_reliefs(plan, self._run_dir))
+
+    def make_step(self, progress: TrainProgress, attempt: Callable[[], Made]) -> Made:
+        """Return what `attempt` does, which makes the step after `progress` and may be called several times.
+
+        Raises OutOfMemory where memory ran out and these processes cannot go on.
+        """
+        while True:
+            if self._emergency:
+                self._emergency.begin_step(progress)
+            try:
+                made = attempt()
+            except PassesOutOfMemory as error:
+                failure = error  # what its frames hold is freed below, when it is handled no more
+            else:
+                if self._emergency:
+                    self._emergency.end_step()
+                return made
+            self._relieve(progress, failure)
+
+    def explain(self, error: Exception) -> OutOfMemory | None:
+        """Return the error that says so, with figures, where memory ran out elsewhere than in a step's passes."""
+        if not is_out_of_memory(error):
+            return None
+        return out_of_memory(self._plan, measure_shortage(self._plan, self._setting, self._state.device), error)
+
+    def close(self) -> None:
+        self._log.close()
+        if self._emergency:
+            self._emergency.close()
+
+    def _relieve(self, progress: TrainProgress, failure: PassesOutOfMemory) -> None:
+        """Prepare the step for another attempt, or save the state and raise OutOfMemory."""
+        cause = failure.__cause__ or failure
+        failed = replace(self._setting, micro_batch_size=failure.samples)
+        shortage = measure_shortage(self._plan, failed, self._state.device)
+        traceback.clear_frames(cause.__traceback__)
+        traceback.clear_frames(failure.__traceback__)
+        clear_gradients(self._state.shares)
+        if taken := self._in_place(failed):
+            self._begin_anew()
+            self._take(progress, shortage, taken, cause)
+            return
+        if self._emergency and not self._emergency.save():
+            self._journal.write(WarningEvent(step=progress.step, message=NOT_SAVED))
+        raise out_of_memory(self._plan, shortage, cause)
+
+    def _in_place(self, failed: MemorySetting) -> MemorySetting | None:
+        """Return the setting with which these processes can make the step again; None where others wait for this rank,
+        or nothing less than another start takes less memory."""
+        taken = next_setting(self._plan.memory_ladder, failed)
+        alone = dist.get_world_size() == 1 and hasattr(FSDPModule, "reset_iter_state")  # torch 2.13 has it
+        same_model = taken and (taken.recompute, taken.offload) == (failed.recompute, failed.offload)
+        return taken if alone and same_model else None
+
+    def _begin_anew(self) -> None:
+        """Take back what the passes have changed."""
+        for part in self._state.parts:
+            abandon_passes(part)
+        clear_gradients(self._state.shares)
+        forget_visits(self._state.routers)
+        self._state.stages.noise.begin(None)
+        if self._emergency:
+            self._emergency.restore_kept()
+        gc.collect()
+        release_unused(self._state.device)
+
+    def _take(self, progress: TrainProgress, shortage: Shortage, taken: MemorySetting, cause: BaseException) -> None:
+        self._log.write(
+            MemoryEvent(
+                step=progress.step,
+                layout=shortage.layout,
+                failed=shortage.failed,
+                taken=taken,
+                restarts=False,
+                reason=f"memory ran out: {describe_cause(cause)}",
+                used_bytes=shortage.used_bytes,
+                limit_bytes=shortage.limit_bytes,
+                group=ABSENT if self._group is None else self._group,
+            )
+        )
+        self._setting = taken
+        self._limit(taken.micro_batch_size)

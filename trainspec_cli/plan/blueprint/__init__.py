@@ -1,1 +1,0 @@
-"""The communication blueprint: which exchange crosses which tier, by which algorithm, and where nodes are placed."""

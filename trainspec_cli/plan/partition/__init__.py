@@ -1,1 +1,0 @@
-"""The cut of a model into pipeline stages by the times of its layers."""

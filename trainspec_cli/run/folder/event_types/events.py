@@ -1,0 +1,630 @@
+"""Events: what happened in a run, one dataclass per type. Each is one JSON object on a line of its rank's file.
+
+A field that is `Absent` has no key on disk. Where a field of a later version is unknown here, it is passed over; an
+event of an unknown type becomes an `UnknownEvent`.
+
+The leading replica group writes rank 0's file, the run's log; each process of a group has a file of its own below
+`groupNNNNN/`. The supervisor's marks (launch, failure, ended) are in a file of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.records import (
+    ABSENT,
+    Absent,
+    Count,
+    FieldError,
+    Rank,
+    Rate,
+    Seconds,
+    ValueKind,
+    WorldSize,
+    from_plain,
+)
+from trainspec_cli.recipe.results.tables import MemorySetting
+from trainspec_cli.recipe.results.verdict import Look, RunVerdict
+
+PARTS = ("data_wait", "forward", "backward", "exposed_comm", "optimizer", "checkpoint", "other")
+"""The parts of a step's time, which sum to `step_time_s`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """The fields that every event has. The writer stamps `time` and `rank`."""
+
+    type: str
+    time: Seconds = 0.0
+    """Unix seconds."""
+    rank: Rank = -1
+
+    def describe(self) -> str:
+        """Describe an event of a wing in a line; empty for those that need none. `report.text` describes the others."""
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnknownEvent(Event):
+    """An event of a type that a later version writes."""
+
+
+# Events of what changes a run between two steps: shares, layers, layout, buckets, memory and nodes.
+
+
+def _read_layout(value: object) -> Layout:
+    try:
+        return from_plain(Layout, value)
+    except RecipeError as error:
+        raise FieldError(error.problems[0].message) from error
+
+
+WrittenLayout = Annotated[Layout, ValueKind("a layout", _read_layout, section=Layout)]
+
+
+ADVICE = "advice: "
+"""The beginning of the reason for a layout that was not changed to because `scheduler.mode` is advise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerEvent(Event):
+    """A line of `directives.jsonl`: a directive, or its effect."""
+
+    step: Count
+    """Updates made before it; a directive holds from the next one on."""
+    number: Count
+    """Directives are numbered 1, 2, ... over the starts of a run; each replica group numbers its own, and group_shares
+    have their step's."""
+    before_s: Seconds
+    """The slowest rank's own computing in a step took so long, with the exchanges of its micro-batches; before another
+    layout, the step itself."""
+    expected_s: Seconds
+    """The same is expected to take so long after the change; both are 0 where the recipe asked for it."""
+    group: Count | Absent | None = ABSENT
+    """The replica group whose ranks it is about, where there are several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DirectiveEvent(SchedulerEvent):
+    """The scheduler changes the run between two steps, or advises it."""
+
+    type: Literal["directive"] = "directive"
+    kind: Literal["shares", "group_shares", "layers", "layout"] = "shares"
+    """shares: of the data-parallel ranks. group_shares: of the replica groups that take part. layers: of the pipeline's
+    stages. layout: any other change of the layout."""
+    applied: bool
+    """False: `scheduler.mode` is advise, or the layout could not be changed."""
+    counts: tuple[Count, ...]
+    """Each takes so many samples of a step."""
+    micro_batch_size: Count | Absent = ABSENT
+    """A rank processes at most so many samples at a time; absent of group_shares."""
+    micro_batches: Count | Absent = ABSENT
+    reason: str
+    before: WrittenLayout | Absent = ABSENT
+    """layers, layout: the layout up to now."""
+    layout: WrittenLayout | Absent = ABSENT
+    """The layout from here on."""
+    largest_micro_batch_size: Count | Absent | None = ABSENT
+    """layers, layout: what memory allows there, for shares; None where that is not known."""
+    largest_stage_layers: Count | Absent | None = ABSENT
+    pause_s: Seconds | Absent = ABSENT
+    """layers, layout: what the change took."""
+    moved_bytes: Count | Absent = ABSENT
+    """Bytes of the state that were sent from rank to rank."""
+    peak_bytes: Count | Absent = ABSENT
+    """One rank held so much of the state meanwhile, at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AchievedEvent(SchedulerEvent):
+    """The effect of a directive was measured."""
+
+    type: Literal["achieved"] = "achieved"
+    achieved_s: Seconds
+    """The same takes so long since then."""
+
+
+@dataclass(frozen=True, slots=True)
+class BucketTry:
+    bucket_bytes: Count
+    """0: each block's gradients by themselves."""
+    waited_s: Seconds
+    """The time of a step in which a rank waited for gradients: the median over the tries, of the ranks' mean."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BucketsEvent(Event):
+    """A size of the buckets in which gradients are summed was found by tries. Also a line of `directives.jsonl`."""
+
+    type: Literal["buckets"] = "buckets"
+    step: Count
+    """Updates made before it."""
+    layout: str
+    """The axes that it was found in: a run in another layout does not follow it."""
+    bucket_bytes: Count
+    tries: tuple[BucketTry, ...]
+    group: Count | Absent | None = ABSENT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEvent(Event):
+    """Memory ran out, and the run goes on with another setting. A directive: also a line of `directives.jsonl`."""
+
+    type: Literal["memory"] = "memory"
+    kind: Literal["memory"] = "memory"
+    step: Count
+    """Updates made before it."""
+    layout: str
+    """The axes that the setting was of: a run in another layout does not follow it."""
+    failed: MemorySetting
+    taken: MemorySetting
+    restarts: bool
+    """False: the same processes made the step again."""
+    was_killed: bool = False
+    """The kernel killed a process; else an allocation failed."""
+    reason: str
+    lost_steps: Count = 0
+    used_bytes: Count | Absent | None = ABSENT
+    """Memory that the process held."""
+    limit_bytes: Count | Absent | None = ABSENT
+    """Memory that it may hold."""
+    group: Count | Absent | None = ABSENT
+    """The replica group whose memory it was, where there are several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodesEvent(Event):
+    """A node is left out of the run, or that is advised. A directive: also a line of `directives.jsonl`."""
+
+    type: Literal["nodes"] = "nodes"
+    kind: Literal["nodes"] = "nodes"
+    step: Count
+    """Updates made before it."""
+    number: Count
+    """These are numbered 1, 2, ... over the starts of a run, apart from other directives."""
+    applied: bool
+    """False: `scheduler.mode` is advise."""
+    node: Count
+    """As it was numbered when the run was started."""
+    host: str
+    spare: Count | Absent = ABSENT
+    """The node that takes its place."""
+    num_nodes: Count
+    """Nodes that take part from here on."""
+    layout: WrittenLayout
+    """The layout from here on."""
+    pace: Rate
+    """The slowest of its ranks computes so many times as long as usual."""
+    before_s: Seconds
+    """A step took so long."""
+    expected_s: Seconds
+    """A step is expected to take so long without the node."""
+    cost_s: Seconds
+    """The new start is expected to take so long, from the stop to its first step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodesAchievedEvent(Event):
+    """The effect of leaving a node out was measured."""
+
+    type: Literal["nodes_achieved"] = "nodes_achieved"
+    step: Count
+    number: Count
+    """The number of the directive."""
+    achieved_s: Seconds
+    """A step takes so long since then."""
+    restart_s: Seconds
+    """The new start took so long, from the stop to its first step."""
+
+
+# Events of failures and recoveries, and the supervisor's marks.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryEvent(Event):
+    """An exchange between replica groups failed, and the step is made again."""
+
+    type: Literal["retry"] = "retry"
+    step: Count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecoveryEvent(Event):
+    type: Literal["recovery"] = "recovery"
+    step: Count
+    change: str
+    """left, joined or retried (replica groups), NOUN_left or NOUN_joined (what else takes part, such as site_left), or
+    restart (the whole run)."""
+    group: Count | None
+    """The number of the replica group, or of what NOUN names."""
+    stall_s: Seconds | None
+    lost_steps: Count | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchMark(Event):
+    """The supervisor starts the processes."""
+
+    type: Literal["launch"] = "launch"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailureMark(Event):
+    """The supervisor has learned of a failure."""
+
+    type: Literal["failure"] = "failure"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndedMark(Event):
+    """All processes have ended."""
+
+    type: Literal["ended"] = "ended"
+    exit_code: int | None = None
+
+
+# Events of what the ranks observe beside training: links, counters, stalls and verdicts.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkRate:
+    """The slowest link of an axis, as the steps' own exchanges show it."""
+
+    axis: str
+    """An axis of the mesh, `expert_shard` or `groups` (`engine/run/scheduling/links.py`)."""
+    ranks: tuple[Count, ...]
+    """The ranks of the link; of `groups` one rank of every replica group."""
+    links: Count
+    """The number of the axis' links."""
+    bytes_per_s: Rate
+    """Rate at which each of its ranks sends, waiting left out: the median over the samples since its last change."""
+    noise: Rate
+    """The samples' standard deviation, as a fraction."""
+    sent_bytes: Rate
+    """Bytes that a rank sends in one exchange."""
+    waited_s: Seconds
+    """The first rank waits so long for the last one in each exchange."""
+    last_rank: Count
+    """The rank that came last in most samples."""
+    samples: Count
+    planned_bytes_per_s: Rate | Absent | None = ABSENT
+    """The plan's figure; absent where it has not looked at the axis."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinksEvent(Event):
+    """The speeds of the links of each axis by now."""
+
+    type: Literal["links"] = "links"
+    step: Count
+    links: tuple[LinkRate, ...]
+    group: Count | Absent | None = ABSENT
+    """The replica group whose ranks these are, where there are several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkEvent(Event):
+    """A link has become faster or slower."""
+
+    type: Literal["link"] = "link"
+    step: Count
+    since_step: Count
+    """The first step that showed it."""
+    axis: str
+    ranks: tuple[Count, ...]
+    before_bytes_per_s: Rate
+    now_bytes_per_s: Rate
+    changed_links: Count = 1
+    """The number of links of the axis that changed at once; this one changed most."""
+    group: Count | Absent | None = ABSENT
+    """The replica group whose ranks these are, where there are several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectionCounts:
+    """A connection's segments in a window, sent and lost, counted by the kernel of the sending end."""
+
+    local: str
+    """Address and port of this end; the other end knows the connection by the same two."""
+    peer: str
+    sent_bytes: Count
+    segments: Count
+    resent: Count
+    """Segments that were sent again, and had been lost."""
+    timeouts: Count
+    """Times that no answer came until the connection gave up waiting, and sent again."""
+    busy_s: Seconds
+    """Time in which something sent had not been acknowledged."""
+    rtt_s: Seconds
+    """Smoothed round-trip time at the window's end."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountersEvent(Event):
+    """Counters of a rank's process over the `steps` steps up to `step`."""
+
+    type: Literal["counters"] = "counters"
+    step: Count
+    steps: Count
+    wall_s: Seconds
+    own_s: Seconds
+    """Time of the steps without what was spent in exchanges."""
+    cpu_s: Seconds
+    """Processor time of the main thread."""
+    queued_s: Seconds
+    """Time in which the main thread could run and had no processor, in exposed communication."""
+    throttled_s: Seconds
+    """Time for which a quota held the process's control group back, over all processors."""
+    steal_s: Seconds
+    """Time for which other virtual machines had the node's processors, over all of them."""
+    memory_stall_s: Seconds
+    """Time in which some process of the node waited for memory."""
+    major_faults: Count
+    """Pages that had to be read from disk."""
+    gc_s: Seconds
+    """Processor time in Python's garbage collection."""
+    gc_runs: Count
+    compiles: Count
+    """Graphs that torch compiled."""
+    allocator_retries: Count
+    """Times that the GPU's allocator gave back what it held to satisfy a request."""
+    rss_bytes: Count
+    swap_bytes: Count
+    """At the window's end."""
+    available_bytes: Count | Absent = ABSENT
+    """Memory that the process may still take, by the node's memory and its control groups."""
+    samples: Count | Absent = ABSENT
+    """Samples of this rank: the scheduler may give it more than others."""
+    tokens: Count
+    attended: Count
+    """The sum of the squares of the lengths within which tokens attend to one another."""
+    agreed_s: Seconds
+    """The shortest of the small exchanges that end each step; of all ranks' the least is the network's latency."""
+    left_at: Seconds
+    """Unix time when this rank left the last of them, by its node's clock."""
+    connections: tuple[ConnectionCounts, ...]
+    """The connections that sent most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UsageEvent(Event):
+    """What a process of one's own command uses, seen from outside, with what it has started."""
+
+    type: Literal["usage"] = "usage"
+    step: Count
+    cores: Rate
+    """Processor time in a second since the last such event."""
+    rss_bytes: Count
+    """Memory of the process itself."""
+    swap_bytes: Count
+    available_bytes: Count
+    """Memory that it may still take."""
+    gpu_busy: Rate | Absent = ABSENT
+    """Part of the last second or so in which its GPU ran a kernel; absent where it has none."""
+    gpu_bytes: Count | Absent = ABSENT
+    """Memory of its GPUs that it holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LateStepEvent(Event):
+    """The position of this rank in a step that takes too long."""
+
+    step: Count
+    waited_s: Seconds
+    host: str
+    waiting: bool
+    """True in a collective."""
+    waits_in: str | None
+    collectives: dict[str, int]
+    """The number that this rank has entered, by process group."""
+    stack: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StallEvent(LateStepEvent):
+    """The step takes far longer than usual, and may be hung; the time-out has not come yet."""
+
+    type: Literal["stall"] = "stall"
+    usual_s: Seconds
+    """The slowest of the steps before it took so long."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HangEvent(LateStepEvent):
+    """This rank has waited longer than a step may take."""
+
+    type: Literal["hang"] = "hang"
+    deadline_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerdictEvent(Event):
+    """Something that slows the run was found while it goes on: a line of `verdicts.jsonl`."""
+
+    type: Literal["verdict"] = "verdict"
+    step: Count
+    """Steps made when it was found, or had ended."""
+    is_over: bool
+    verdict: RunVerdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LookEvent(Event):
+    """This rank has looked at itself more deeply for a few steps."""
+
+    type: Literal["look"] = "look"
+    step: Count
+    look: Look
+
+
+# Events of training itself: its start, steps, evaluations, checkpoints and end.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartEvent(Event):
+    """The workers of a launch, a resume or a restart are ready to train."""
+
+    type: Literal["start"] = "start"
+    step: Count
+    world_size: WorldSize
+    device_name: str
+    params: Count
+    peak_flops: Rate
+    """Peak of one device; `peak_source` says how it is known."""
+    peak_source: str
+    flops_per_token: Rate
+    unit: str = "tokens"
+    restored_from: str | None = None
+    """The checkpoint's folder."""
+    pid: int | Absent = ABSENT
+    host: str | Absent = ABSENT
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepEvent(Event):
+    type: Literal["step"] = "step"
+    step: Count
+    loss: float | None
+    grad_norm: float | None
+    lr: float | Absent | None = ABSENT
+    tokens: Count | Absent = ABSENT
+    """Absent for images and volumes, which count samples."""
+    samples: Count | Absent = ABSENT
+    steps: Count | Absent = ABSENT
+    """1, of a command of one's own: neither tokens nor samples are known of it."""
+    step_time_s: Seconds
+    time_s: dict[str, Seconds]
+    """Seconds of each part (`PARTS`)."""
+    exchange_s: Seconds | Absent = ABSENT
+    """Time in which an exchange between ranks went on; absent where none did beside the computation."""
+    exposed_s: Seconds | Absent = ABSENT
+    """The part of `exchange_s` in which the rank computed nothing."""
+    queued_s: Seconds | Absent = ABSENT
+    """Time in which the main thread could run and had no processor, in parts other than exposed communication."""
+    noise_scale: float | Absent | None = ABSENT
+    """Noise scale of the gradients, in samples (`balance/batch/noise.py`), averaged over the steps so far; None where
+    it is infinite."""
+    skipped: bool
+    """The loss or the gradients were not finite, and nothing was updated."""
+    h2d_copies: Count | Absent = ABSENT
+    h2d_bytes: Count | Absent = ABSENT
+    """Batches copied to the device; 0 where it is the host itself."""
+    allocations: Count | Absent = ABSENT
+    """Buffers made for batches, and calls to a GPU's driver for memory; what malloc does on a CPU is not counted."""
+    group: Count | Absent | None = ABSENT
+    """The replica group that wrote this event; `groups` took part in the step."""
+    groups: tuple[Count, ...] | Absent = ABSENT
+    took: tuple[Count, ...] | Absent = ABSENT
+    """(first sample, samples) of this group."""
+
+    @property
+    def units(self) -> int:
+        """Tokens, or samples where no tokens are counted (images, volumes), or the step alone."""
+        for counted in (self.tokens, self.samples, self.steps):
+            if not isinstance(counted, Absent):
+                return counted
+        raise AssertionError("a step counts tokens, samples or itself")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SetFigures:
+    loss: float | None
+    bits_per_byte: float | None
+    """None where the number of bytes is not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvalEvent(Event):
+    """The held-out data were evaluated. Text has bits per byte, images have an accuracy, volumes have Dice."""
+
+    type: Literal["eval"] = "eval"
+    step: Count
+    heldout_loss: float | None
+    heldout_bits_per_byte: float | Absent | None = ABSENT
+    xz_bits_per_byte: float | Absent | None = ABSENT
+    sets: dict[str, SetFigures] | Absent = ABSENT
+    """The figures of each set by name, where there are several."""
+    heldout_accuracy: float | Absent | None = ABSENT
+    heldout_dice: float | Absent | None = ABSENT
+    seconds: Seconds = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleEvent(Event):
+    """Text that the model wrote."""
+
+    type: Literal["sample"] = "sample"
+    step: Count
+    prompt: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextPart:
+    text: str
+    """Decoded, without the middle of a long part."""
+    trained: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstTextEvent(Event):
+    """The first text of the first batch, with the mask of what is trained on."""
+
+    type: Literal["first_text"] = "first_text"
+    step: Count
+    tokens: Count
+    """Tokens that could be targets."""
+    trained: Count
+    """Those that are: the loss counts them."""
+    parts: tuple[TextPart, ...]
+    """The text, cut where training begins and ends; only its first parts."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointEvent(Event):
+    type: Literal["checkpoint"] = "checkpoint"
+    step: Count
+    path: str
+    bytes: Count
+    seconds: Seconds
+    """How long training waited."""
+    written_s: Seconds | Absent | None = ABSENT
+    """The time until it was whole on disk, beside later steps."""
+    waited_s: Seconds | Absent | None = ABSENT
+    """The time that the run's end waited for the last one, outside any step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CadenceEvent(Event):
+    """`checkpoint.interval_steps: auto` has chosen an interval, for these reasons."""
+
+    type: Literal["cadence"] = "cadence"
+    step: Count
+    interval_steps: Count
+    blocked_s: Seconds
+    drag_s: Seconds
+    written_s: Seconds
+    step_time_s: Seconds
+    mtbf_s: float | None = None
+    failures: Count | Absent = ABSENT
+    """Failures of this run that `mtbf_s` takes into account; absent: none were seen."""
+    observed_s: Seconds | Absent = ABSENT
+    """The time that the run had been running when they had been counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarningEvent(Event):
+    type: Literal["warning"] = "warning"
+    step: Count
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndEvent(Event):
+    type: Literal["end"] = "end"
+    step: Count
+    status: str
+    weights_sha256: str | None = None

@@ -1,0 +1,152 @@
+"""Decide when a step has hung, and which rank the others wait for, on plain numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+SLOWER = 5.0
+"""A step may take this many times as long as the slowest of the recent ones."""
+STALL_SLOWER, STALL_FLOOR_S = 2.5, 2.0
+"""A step is reported as stalled when it takes so many times as long, and so long at least."""
+LEARNING_STEPS = 3
+FIRST_S = 1800.0
+"""The usual limit until a program's own steps are known (the first ones compile), and between steps."""
+READING_THREAD = "loader"
+"""The prefix of the names of threads that read batches, by which a hang is traced to them."""
+NOTE_S = 120.0
+"""A first step that takes this long is reported with what it waits for, long before its limit."""
+
+
+def step_deadline_s(recent_s: Sequence[float], floor_s: float, first_s: float = FIRST_S) -> float:
+    """Return the time limit of a step, learned from those before it; never below `floor_s`. Until there are steps to
+    learn from (the first ones compile) it is `first_s`."""
+    if len(recent_s) < LEARNING_STEPS:
+        return max(first_s, floor_s)
+    return max(floor_s, SLOWER * max(recent_s))
+
+
+def stall_after_s(recent_s: Sequence[float], deadline_s: float) -> float:
+    """Return the time after which a step is reported that may come to hang, long before `deadline_s` ends the run."""
+    if len(recent_s) < LEARNING_STEPS:
+        return math.inf
+    return min(deadline_s / 2, max(STALL_FLOOR_S, STALL_SLOWER * max(recent_s)))
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """The position of a rank in a step that hangs."""
+
+    waiting: bool
+    """True in a collective, or while waiting for the device to finish one."""
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    """The number of the last collective that it entered, by process group."""
+
+
+def find_late(found: Mapping[int, Whereabouts], world_size: int) -> tuple[list[int], str]:
+    """Return the ranks that the others wait for, and why; none if all wait in the same collectives."""
+    if silent := [rank for rank in range(world_size) if rank not in found]:
+        return silent, "it gives no sign of life"
+    if elsewhere := [rank for rank, place in found.items() if not place.waiting]:
+        if len(elsewhere) < world_size:
+            return sorted(elsewhere), "it is in no collective"
+        return [], "no rank waits for another"
+    furthest: dict[str, int] = {}
+    for place in found.values():
+        for group, number in place.collectives.items():
+            furthest[group] = max(furthest.get(group, 0), number)
+    behind = [rank for rank, place in found.items() if any(n < furthest[g] for g, n in place.collectives.items())]
+    if behind and len(behind) < world_size:
+        return sorted(behind), "it has entered fewer collectives"
+    return [], "all ranks wait in the same collective"
+
+
+# Detect memory that grows from step to step and will run out, while there is still some left.
+
+
+WINDOW = 48
+"""The number of readings that a verdict is based on."""
+STEADY = 0.8
+"""Fraction of neighbouring eighths that must grow: caches fill and then stay, leaks go on."""
+EIGHTHS = 8
+
+
+def slope_per_step(steps: Sequence[int], readings_bytes: Sequence[float]) -> float:
+    """Return bytes per step: the median over pairs half a window apart (Theil and Sen), robust to single jumps."""
+    half = len(steps) // 2
+    pairs = zip(range(half), range(half, 2 * half), strict=True)
+    return median((readings_bytes[b] - readings_bytes[a]) / (steps[b] - steps[a]) for a, b in pairs)
+
+
+def grows_steadily(readings_bytes: Sequence[float]) -> bool:
+    """Return True if nearly every eighth of the window lies above the one before."""
+    size = len(readings_bytes) // EIGHTHS
+    levels = [median(readings_bytes[i * size : (i + 1) * size]) for i in range(EIGHTHS)]
+    rises = sum(after > before for before, after in pairwise(levels))
+    return rises >= STEADY * (EIGHTHS - 1)
+
+
+def steps_until_full(steps: Sequence[int], readings_bytes: Sequence[float], free_bytes: float) -> float | None:
+    """Return the steps until a leak has taken `free_bytes`; None if a full window shows no leak."""
+    if len(readings_bytes) < WINDOW or not grows_steadily(readings_bytes):
+        return None
+    slope = slope_per_step(steps, readings_bytes)
+    return free_bytes / slope if slope > 0 else None
+
+
+# Tell a process that works from one that hangs, by what is seen of it from outside while it makes no step. A program
+# evaluates, compiles and saves between steps, and says nothing of it. What works shows that: its stack changes, it
+# reads or writes, its children compute. A process whose stack stays the same may still compute in native code; where
+# another one stands still meanwhile, and it has a GPU, it spins: it waits for that one.
+
+
+MOVED_BYTES = 2**16
+"""A process that reads and writes less between two looks does not work: connections are kept alive by less."""
+BUSY_CORES = 0.2
+"""A process that computes, or waits for a processor, for a smaller part of the time is asleep."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What was seen of a process since the look before."""
+
+    stopped: bool = False
+    """It was stopped by a signal, and its stack cannot be read."""
+    stack_changed: bool = False
+    has_stack: bool = True
+    """False for a process that does not answer the signal that asks for its stack."""
+    in_library: bool = False
+    """Its innermost Python frame is one of torch or of another library that trains."""
+    busy_cores: float = 0.0
+    """Threads that computed, or waited for a processor, on average."""
+    child_cores: float = 0.0
+    """Likewise, of what it has started and is no rank itself."""
+    moved_bytes: int = 0
+    """Bytes read and written."""
+    on_gpu: bool = False
+
+
+def working(readings: Mapping[int, Reading]) -> tuple[int, ...]:
+    """Return the ranks that show a sign of work."""
+    asleep = [rank for rank, reading in readings.items() if _stands_still(reading)]
+    return tuple(rank for rank, reading in readings.items() if _works(reading, waits_for=bool(set(asleep) - {rank})))
+
+
+def _stands_still(reading: Reading) -> bool:
+    if reading.stopped:
+        return True
+    moves = reading.stack_changed or reading.moved_bytes > MOVED_BYTES
+    return not moves and max(reading.busy_cores, reading.child_cores) < BUSY_CORES
+
+
+def _works(reading: Reading, *, waits_for: bool) -> bool:
+    """`waits_for`: another rank stands still, for which this one may wait."""
+    if _stands_still(reading):
+        return False
+    if reading.stack_changed or reading.moved_bytes > MOVED_BYTES or reading.child_cores >= BUSY_CORES:
+        return True
+    spins = reading.has_stack and waits_for and (reading.in_library or reading.on_gpu)
+    return not spins
