@@ -45,7 +45,8 @@ class Layouts(Protocol):
 
 def decides_layouts(plan: Plan) -> bool:
     """Return whether the scheduler may change a run's layout. Replica groups and sites keep theirs."""
-    scheduler, alone = plan.spec.scheduler, plan.replica_groups == 1 and not plan.spec.resilience.keeps_layout
+    scheduler = plan.spec.scheduler
+    alone = plan.replica_groups == 1 and not plan.spec.resilience.keeps_layout
     return scheduler.mode != "off" and "layout" in scheduler.may_change and alone and plan.world_size > 1
 
 
@@ -54,7 +55,9 @@ class LayoutAdvisor:
 
     def __init__(self, run: RunDir, plan: Plan, layouts: Callable[[Plan], Layouts], executor: Executor | None = None):
         """`layouts` makes what finds other layouts for a plan; it is called when a rank is slow for the first time."""
-        self._run, self._plan, self._make = run, plan, layouts
+        self._run = run
+        self._plan = plan
+        self._make = layouts
         self._executor = executor or ThreadPoolExecutor(1, "other layouts")
         self._events, self._speeds = EventTail(run.events(0)), SpeedsWatch(run)
         before = read_proposal(run)
@@ -63,7 +66,8 @@ class LayoutAdvisor:
         """The plan whose layout is gone back to."""
         self._layouts: dict[Layout, Layouts] = {}
         """Finders of other layouts, by the layout that is gone back to."""
-        self._timing, self._is_over = LayoutScheduler(), False
+        self._timing = LayoutScheduler()
+        self._is_over = False
         self._begin()
 
     def _begin(self) -> None:
@@ -89,7 +93,8 @@ class LayoutAdvisor:
         """Time of a step in the planned layout then, measured."""
         self._lost: AchievedEvent | None = None
         """The effect of the change to the layout in force, where that was no gain."""
-        self._step, self._new_steps = 0, 0
+        self._step = 0
+        self._new_steps = 0
         self._step_s: deque[float] = deque(maxlen=MEASURED_STEPS)
         self._pause_s: float | None = None
         self._timing.want(None)
@@ -127,7 +132,8 @@ class LayoutAdvisor:
                     self._layouts.clear()
                 self._begin()
             case StepEvent():
-                self._step, self._new_steps = event.step, self._new_steps + 1
+                self._step = event.step
+                self._new_steps = self._new_steps + 1
                 self._step_s.append(event.step_time_s - event.time_s.get("checkpoint", 0.0))
             case DirectiveEvent(kind="layers" | "layout"):
                 self._take_change(event)
@@ -144,7 +150,8 @@ class LayoutAdvisor:
             self._watched = event if event.layout == self._proposed else None
             self._pause_s = event.pause_s or None
             self._in_force = self._wanted = self._searching = self._proposed = self._lost = None
-            self._changed_to, self._new_steps = event.layout or None, 0
+            self._changed_to = event.layout or None
+            self._new_steps = 0
             self._step_s.clear()
             self._timing.want(None)
         elif self._plan.spec.scheduler.mode == "auto" and event.layout == self._proposed:
@@ -162,7 +169,8 @@ class LayoutAdvisor:
         # The recipe may have changed the layout by itself: that one is then the planned one.
         planned = [change for change in self._plan.changes if _is_alike(change.layout, report.layout)]
         if planned and not self._is_home:
-            self._home, self._home_s = self._plan.with_layout(planned[-1]), math.inf
+            self._home = self._plan.with_layout(planned[-1])
+            self._home_s = math.inf
         self._wanted = self._searching = None
         if self._is_usual and (self._is_home or self._home_s < math.inf):
             self._timing.want(None)
@@ -184,7 +192,8 @@ class LayoutAdvisor:
 
     def _propose(self) -> None:
         """Write down what is due."""
-        steps, self._new_steps = self._new_steps, 0
+        steps = self._new_steps
+        self._new_steps = 0
         if not steps or self._in_force is None:
             return
         step_s = median(self._step_s)
@@ -193,17 +202,20 @@ class LayoutAdvisor:
         self._look_back(step_s)
         due = self._timing.note_steps(steps, step_s, self._plan.total_steps - self._step, self._pause_s)
         if due is not None:
-            self._number, self._proposed = self._number + 1, due.layout
+            self._number = self._number + 1
+            self._proposed = due.layout
             write_proposal(self._run, ProposalRecord(number=self._number, before=self._in_force, **vars(due)))
 
     def _look_back(self, step_s: float) -> None:
         """Want the planned layout, where it was measured to be faster than the present one, whose step takes
         `step_s`."""
-        layout, home = self._in_force, self._home.layout.describe()
+        layout = self._in_force
+        home = self._home.layout.describe()
         if layout is None or self._is_home:
             return
         if self._lost is not None:
-            expected_s, was_s = self._lost.before_s, format_duration(self._lost.before_s)
+            expected_s = self._lost.before_s
+            was_s = format_duration(self._lost.before_s)
             reason = f"as {layout.describe()} a step takes {format_duration(step_s)}, and it took {was_s} before"
         elif self._is_usual and self._home_s < math.inf:
             expected_s = self._home_s

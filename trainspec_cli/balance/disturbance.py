@@ -119,13 +119,17 @@ class Disturbance:
         """Return it with the events that chance brings written out, for a run whose steps take `step_s`."""
         if self.by_chance is None:
             return self
-        wanted, chance = self.by_chance, random.Random(f"disturbance {self.seed}")
-        devices, links = list(self.slow_devices), list(self.narrow_links)
+        wanted = self.by_chance
+        chance = random.Random(f"disturbance {self.seed}")
+        devices = list(self.slow_devices)
+        links = list(self.narrow_links)
         for _ in range(wanted.count):
             lasts_s = math.exp(chance.uniform(math.log(wanted.shortest_s), math.log(wanted.longest_s)))
-            from_step, steps = chance.randint(1, self.steps), max(1, round(lasts_s / step_s))
+            from_step = chance.randint(1, self.steps)
+            steps = max(1, round(lasts_s / step_s))
             factor = chance.uniform(wanted.least_factor, wanted.most_factor)
-            node, place = chance.randrange(num_nodes), chance.randrange(devices_per_node)
+            node = chance.randrange(num_nodes)
+            place = chance.randrange(devices_per_node)
             if chance.random() < wanted.network_share:
                 links.append(NarrowLink(from_step=from_step, steps=steps, node=node, factor=factor))
             else:
@@ -162,7 +166,8 @@ def _inside_out(disturbance: Disturbance, path: str) -> Iterator[Problem]:
     if chance is None:
         return
     for least, most in (("shortest_s", "longest_s"), ("least_factor", "most_factor")):
-        low, high = getattr(chance, least), getattr(chance, most)
+        low = getattr(chance, least)
+        high = getattr(chance, most)
         if low > high:
             name = f"{path}.by_chance.{least}"
             message = f"`{name}` is {low:g}, and `{most}` is {high:g}"
@@ -215,5 +220,6 @@ def _check_leaves(
 
 def groups_of_node(node: int, num_nodes: int, replica_groups: int) -> range:
     """Return the replica groups that run on a node: one of some whole nodes, or several on one."""
-    first, end = node * replica_groups // num_nodes, -(-(node + 1) * replica_groups // num_nodes)
+    first = node * replica_groups // num_nodes
+    end = -(-(node + 1) * replica_groups // num_nodes)
     return range(first, end)

@@ -65,9 +65,11 @@ class StepSeconds:
 class Cluster:
     def __init__(self, parts: StepParts, layout: Layout, num_nodes: int, devices_per_node: int, replica_groups: int):
         """`layout` is of all replica groups together, whose devices lie one group after the other."""
-        self.parts, self._layout = parts, layout
+        self.parts = parts
+        self._layout = layout
         self.ranks, self._stages = layout.data_parallel_size, len(parts.stages)
-        self._num_nodes, self._per_node = num_nodes, devices_per_node
+        self._num_nodes = num_nodes
+        self._per_node = devices_per_node
         self._groups = replica_groups
         apart = layout.ep * layout.etp // (layout.cp * layout.tp)
         self._exchanging_rows = max(1, apart)
@@ -90,7 +92,8 @@ class Cluster:
     def condition(self, events: Sequence[Event]) -> Condition:
         """Return what these events at once amount to. Devices that compute one micro-batch together wait for the
         slowest."""
-        links, by_place = self.link_paces(events), self._by_place
+        links = self.link_paces(events)
+        by_place = self._by_place
         of_tier: dict[Tier, Floats] = {"scaleup": by_place(links.scaleup), "network": by_place(links.network)}
         return Condition(
             compute=by_place(self.paces(events)),
@@ -214,12 +217,16 @@ def best_step(
     ranks = sum(group.size for group in groups)
     _, each_s = cluster.lines(condition, even.count_micro_batches(samples // len(groups)), samples / ranks)
     rates = [float((1 / each_s[group.rows]).sum()) for group in groups]
-    whole, real = np.zeros((2, cluster.ranks)), np.zeros((2, cluster.ranks))  # samples, and micro-batches
+    # samples, and micro-batches
+    whole = np.zeros((2, cluster.ranks))
+    real = np.zeros((2, cluster.ranks))
     for group, own in zip(groups, weighted_counts(samples, rates), strict=True):
-        exact, usual = samples * rates[groups.index(group)] / sum(rates), even.count_micro_batches(own)
+        exact = samples * rates[groups.index(group)] / sum(rates)
+        usual = even.count_micro_batches(own)
         wanted = list(_numbers(own, group.size, usual, largest_micro_batch, even.turns))
         wanted = [usual] if keeps_micro_batches else wanted
-        best_whole, best_real = math.inf, math.inf
+        best_whole = math.inf
+        best_real = math.inf
         found = [
             (number, *_in_reals(cluster, condition, group, exact, number, largest_micro_batch)) for number in wanted
         ]
@@ -255,7 +262,8 @@ def _in_reals(
     """Return a step's seconds and the shares, in real numbers of samples, with which all ranks end at once."""
     lines = cluster.lines(condition, number, samples / group.size)
     fixed_s, each_s = (part[group.rows] for part in lines)
-    low_s, high_s = float(fixed_s.min()), float((fixed_s + number * largest * each_s).max())
+    low_s = float(fixed_s.min())
+    high_s = float((fixed_s + number * largest * each_s).max())
     # Ranks that all end at once hold more samples the later that is: the time is found by bisection.
     for _ in range(HALVINGS):
         middle_s = (low_s + high_s) / 2
@@ -345,16 +353,20 @@ class PacedSteps:
 
     def __init__(self, steps: Steps, samples: int, *, keeps_micro_batches: bool):
         """`keeps_micro_batches`: what a step computes depends on which samples share a micro-batch (batch norm)."""
-        self._steps, self._samples, self._keeps = steps, samples, keeps_micro_batches
+        self._steps = steps
+        self._samples = samples
+        self._keeps = keeps_micro_batches
         self._planned_s: dict[tuple[Layout, float], float] = {}
 
     def best(self, setup: Setup, paces: Paces, largest: int) -> PacedStep:
         """Return the step in the setup's layout and cut, with the best shares of micro-batches of `largest` samples at
         most. It is not expected to take less than the planned cut does on ranks of the usual speed."""
-        layout, fabric = setup.layout, setup.fabric
+        layout = setup.layout
+        fabric = setup.fabric
         parts = assemble_parts(setup, *self._once_and_twice(setup), self._steps.eff)
         cluster = Cluster(parts, layout, fabric.num_devices // fabric.devices_per_node, fabric.devices_per_node, 1)
-        condition, ranks = paces.condition(layout, parts), layout.data_parallel_size
+        condition = paces.condition(layout, parts)
+        ranks = layout.data_parallel_size
         even = even_division(layout, int(setup.micro_batch_size), keeps_micro_batches=self._keeps)
         number = even.count_micro_batches(self._samples)
         fixed_s, each_s = cluster.lines(condition, number, self._samples / ranks)
@@ -373,7 +385,8 @@ class PacedSteps:
 
     def cuts(self, setup: Setup, paces: Paces, room: Room) -> Iterator[Counts]:
         """Yield the best cuts into one stage a rank for the slowest rank of each stage, and for their mean."""
-        grid, times = paces.grid(setup.layout), self.layer_times(setup)
+        grid = paces.grid(setup.layout)
+        times = self.layer_times(setup)
         for own in (grid.max(1), grid.mean(1)):
             if counts := cut_by_times(times, setup.layout, (1 / own).tolist(), room):
                 yield counts
@@ -406,7 +419,8 @@ class PacedSteps:
     def _least_each_s(self, setup: Setup, largest: int) -> tuple[float, float]:
         """Return the least that a sample takes through the whole model and back: computing, and exchanges in layers."""
         once, twice = self._once_and_twice(setup)
-        size, most = setup.micro_batch_size, max(largest, setup.micro_batch_size)
+        size = setup.micro_batch_size
+        most = max(largest, setup.micro_batch_size)
         compute_s = comm_s = 0.0
         for number, one, two, again in _parts_of(once, twice):
             once_s, twice_s = (
@@ -451,7 +465,8 @@ def describe(paces: Paces, before: PacedStep, found: PacedStep) -> str:
     ]
     odds = [_describe_odd(what, of_ranks) for what, of_ranks in ways if set(of_ranks) != {1.0}]
     odd = odds[0][0]  # the rank that differs most, in computing where any does
-    before_layout, layout = before.setup.layout, found.setup.layout
+    before_layout = before.setup.layout
+    layout = found.setup.layout
     waiting = (before_layout.tp * before_layout.cp, layout.tp * layout.cp)
     row = odd // (layout.tp * layout.cp) % layout.data_parallel_size
     share = found.division.weights[row] * layout.data_parallel_size / sum(found.division.weights)
@@ -469,6 +484,7 @@ def describe(paces: Paces, before: PacedStep, found: PacedStep) -> str:
 
 def _describe_odd(what: str, paces: Sequence[float]) -> tuple[int, str]:
     odd = max(range(len(paces)), key=lambda rank: max(paces[rank], 1 / paces[rank]))
-    slow, pace = sum(pace > 1 for pace in paces), paces[odd]
+    slow = sum(pace > 1 for pace in paces)
+    pace = paces[odd]
     others = f", and {slow - 1:,} more are slow" if slow > 1 else ""
     return odd, f"{what.format(odd)} {pace:{'.2g' if pace < 100 else ',.0f'}} times as long as usual{others}"

@@ -62,7 +62,8 @@ class DisturbedJob:
 
     def portions(self, weights: Sequence[float]) -> list[Portion]:
         """Return the samples of each group that is there."""
-        total, groups = self.batching.global_batch_size, len(self.groups)
+        total = self.batching.global_batch_size
+        groups = len(self.groups)
         return [take_portion(self.batching, total, weights, groups, 0, place) for place in range(len(weights))]
 
 
@@ -79,9 +80,11 @@ def describe_job(spec: RunSpec, candidate: Candidate, machine: Machine | None) -
 
 
 def _job_of(spec: RunSpec, setup: Setup, replica_groups: int, largest: int) -> DisturbedJob:
-    layout, fabric = setup.layout, setup.fabric
+    layout = setup.layout
+    fabric = setup.fabric
     own = replace(layout, dp_replicate=layout.dp_replicate // replica_groups)
-    size, keeps = own.data_parallel_size, spec.model.unit == "samples"
+    size = own.data_parallel_size
+    keeps = spec.model.unit == "samples"
     compiles = spec.compile and largest > setup.micro_batch_size
     return DisturbedJob(
         cluster=Cluster(
@@ -146,7 +149,8 @@ class JobLayouts:
     def pause_s(self, after: JobLayouts, step_s: float) -> float:
         """Return what the change to another cut or layout takes: the bytes of state that a rank gets, over the links
         between all ranks, and what building the new stages and a slower first step take."""
-        before, setup = self.others.present, after.others.present
+        before = self.others.present
+        setup = after.others.present
         fabric = setup.fabric
         links = group_of(fabric, fabric.num_devices, 1, efficiency_of(self.spec.cluster))
         bytes_per_s = links.nic_bytes_per_s if links.crosses else links.link_bytes_per_s

@@ -27,7 +27,8 @@ class LayoutMemory:
     """The memory of setups that differ in layout and micro-batches alone."""
 
     def __init__(self, scheduler: SchedulerSpec, recompute: str):
-        self._scheduler, self.recompute = scheduler, recompute
+        self._scheduler = scheduler
+        self.recompute = recompute
         self._layers = LayerMemories(layer_memory)
         self._stages: dict[Setup, int | None] = {}
         self._known: dict[tuple[Layout, float, int], tuple[MemoryBreakdown, ...]] = {}
@@ -54,7 +55,8 @@ class LayoutMemory:
 
     def most_samples(self, setup: Setup) -> int:
         """Return the samples of a micro-batch that the recipe allows; for auto twice the setup's own."""
-        usual, wanted = int(setup.micro_batch_size), self._scheduler.max_micro_batch_size
+        usual = int(setup.micro_batch_size)
+        wanted = self._scheduler.max_micro_batch_size
         return 2 * usual if wanted == AUTO else max(usual, int(wanted))
 
     def largest_micro_batch(self, setup: Setup) -> int:
@@ -69,7 +71,8 @@ class LayoutMemory:
     def room(self, setup: Setup) -> Room:
         """Return the layers that each pipeline rank may hold, roughly: by how the estimate grows with a layer."""
         room = rough_room(setup, self.of_stages(setup))
-        wanted, layers = self._scheduler.max_stage_layers, setup.model.num_layers
+        wanted = self._scheduler.max_stage_layers
+        layers = setup.model.num_layers
         most = layers if wanted == AUTO else int(wanted)
         rows = zip(room.layer_bytes, room.capacity_bytes, strict=True)
         return even_room(layers, [min(most, floor(capacity_bytes / each[0])) for each, capacity_bytes in rows])
@@ -91,7 +94,8 @@ class LayoutMemory:
     def may_move(self, before: Setup, after: Setup) -> bool:
         """Return whether every rank holds its old and its new state together, as it may have to for a moment."""
         limit_bytes = memory_limit_bytes(before.fabric.chip)
-        olds, news = self.of_stages(before), self.of_stages(after)
+        olds = self.of_stages(before)
+        news = self.of_stages(after)
         # Pipeline ranks are neighbours: of as many parts as both pipelines together, each has one stage of either.
         places = range(len(olds) * len(news))
         pairs = {(olds[place // len(news)], news[place // len(olds)]) for place in places}
@@ -104,7 +108,8 @@ class LayoutMemory:
     def moved_bytes(self, before: Setup, after: Setup) -> float:
         """Return the bytes of state that a rank gets at most: of its new layers where the cut alone changes, else all
         of it."""
-        old, new = before.layout, after.layout
+        old = before.layout
+        new = after.layout
         states = [_state_bytes(stage) for stage in self.of_stages(after)]
         if replace(old, stage_layers=new.stage_layers) != new or new.num_stages > new.pp:
             return max(states)

@@ -46,7 +46,8 @@ class Situation:
 
 class Situations:
     def __init__(self, job: DisturbedJob, disturbance: Disturbance):
-        self._job, self._events = job, disturbance.events
+        self._job = job
+        self._events = disturbance.events
         self._known: dict[tuple[int, ...], Situation] = {}
 
     def at(self, step: int) -> Situation:
@@ -56,7 +57,8 @@ class Situations:
         return self._known[holding]
 
     def _describe(self, holding: Sequence[int]) -> Situation:
-        job, events = self._job, tuple(self._events[number] for number in holding)
+        job = self._job
+        events = tuple(self._events[number] for number in holding)
         away = {
             group
             for event in events
@@ -84,8 +86,10 @@ class Situations:
 
     def _others(self, events: Sequence[Event]) -> Iterator[DisturbedJob]:
         """Yield the job in its best cut and in its best other layout, where there are."""
-        layouts, cluster = self._job.layouts, self._job.cluster
-        paces, links = cluster.paces(events).tolist(), cluster.link_paces(events)
+        layouts = self._job.layouts
+        cluster = self._job.cluster
+        paces = cluster.paces(events).tolist()
+        links = cluster.link_paces(events)
         if layouts is None or (max(paces) == min(paces) and links.is_usual):
             return
         if (counts := layouts.best_cut(paces, links)) and counts != self._job.layout.stage_layers:
@@ -110,7 +114,8 @@ class LiveGroup:
     """A replica group of the live run: its ranks' trackers, and its scheduler."""
 
     def __init__(self, job: DisturbedJob, group: int, interval: int):
-        self._job, self._interval = job, interval
+        self._job = job
+        self._interval = interval
         stages = len(job.cluster.parts.stages)
         self.trackers = [
             [SpeedTracker(job.change, SETTLING_S) for _ in range(stages)] for _ in range(job.groups[group].size)
@@ -125,7 +130,8 @@ class LiveGroup:
 
     def begin_step(self) -> ShareChange | None:
         """Return the change that this step begins with."""
-        change, self.due = self.due, None
+        change = self.due
+        self.due = None
         self.division = self._scheduler.division
         return change
 
@@ -142,7 +148,9 @@ class LiveGroup:
             settled = all(speed is not None and speed.is_settled for row in stages for speed in row)
             self.rate = samples_per_s(speeds) if settled else 0.0
             each_s = exchange_each_s(self._job.layout, exchanged_s / taken.micro_batches)
-            samples, steps, change_s = sum(taken.counts), self._interval, self._job.change_s
+            samples = sum(taken.counts)
+            steps = self._interval
+            change_s = self._job.change_s
             self.due = self._scheduler.note_step(samples, speeds, each_s, steps, change_s)
 
     def stage_speeds(self) -> list[list[Speed | None]]:
@@ -156,7 +164,9 @@ class LiveRun:
 
     def __init__(self, job: DisturbedJob, disturbance: Disturbance, interval: int):
         """`interval`: steps between two exchanges of the ranks' speeds."""
-        self._job, self._noise, self._interval = job, disturbance.noise, interval
+        self._job = job
+        self._noise = disturbance.noise
+        self._interval = interval
         self._random = np.random.default_rng(disturbance.seed)
         self._groups = {group: LiveGroup(job, group, interval) for group in range(len(job.groups))}
         self._layouts = LiveLayouts(job, disturbance, interval) if job.layouts else None
@@ -199,13 +209,15 @@ class LiveRun:
         """Go on in another cut or layout, in which speeds are learnt anew."""
         self._job = job
         self._groups = {0: LiveGroup(job, 0, self._interval)}
-        self._conditions, self._made = {}, None
+        self._conditions = {}
+        self._made = None
 
     def _weigh(self, step: int, situation: Situation) -> tuple[float, ...]:
         """Return the shares of the groups that are there, as they agree on them."""
         present = situation.present
         rates = group_weights([self._groups[group].rate for group in present], self._job.change)
-        before, self._weights = self._weights, rates
+        before = self._weights
+        self._weights = rates
         if len(before) == len(present):
             was, now = (weighted_counts(situation.samples, weights) for weights in (before, self._weights))
             if was != now:
@@ -247,7 +259,8 @@ class LiveRun:
             self._groups[group].end_step(own, own_s, seconds.exchanged_s, reports=reports)
 
     def _note(self, step: int, group: int, change: ShareChange, taken: Taken, seconds: StepSeconds) -> None:
-        rows, micro_batches = self._job.groups[group].rows, taken.micro_batches
+        rows = self._job.groups[group].rows
+        micro_batches = taken.micro_batches
         each_s = exchange_each_s(self._job.layout, seconds.exchanged_s / micro_batches)
         self.decisions.append(
             SimulatedDecision(

@@ -74,7 +74,9 @@ class LiveLayouts:
 
     def __init__(self, job: DisturbedJob, disturbance: Disturbance, interval: int):
         """`interval`: steps between two exchanges of the ranks' speeds."""
-        self._steps, self._events, self._interval = disturbance.steps, disturbance.events, interval
+        self._steps = disturbance.steps
+        self._events = disturbance.events
+        self._interval = interval
         self._paces = PaceTracker(job.change)
         self._links = MeasuredLinks(disturbance, job.num_nodes, job.devices_per_node, job.change)
         self._pause_s: float | None = None
@@ -84,7 +86,8 @@ class LiveLayouts:
 
     def _begin(self, job: DisturbedJob) -> None:
         assert job.layouts is not None, "a run that keeps its layout has nothing to follow"
-        self._job, self._layouts = job, job.layouts
+        self._job = job
+        self._layouts = job.layouts
         self._layers = job.layouts.layer_scheduler(job)
         self._timing = LayoutScheduler()
         self._known: tuple[tuple[float, ...], LinkPaces] | None = None
@@ -96,7 +99,8 @@ class LiveLayouts:
 
     def begin_step(self) -> Moved | None:
         """Return the change that this step begins with."""
-        due, self._due = self._due, None
+        due = self._due
+        self._due = None
         if due is not None:
             self._pause_s = due.pause_s
             self._begin(due.job)
@@ -113,7 +117,8 @@ class LiveLayouts:
         speeds = [[speed for speed in row if speed is not None] for row in stages]
         if any(len(known) < len(row) for known, row in zip(speeds, stages, strict=True)):
             return
-        left, step_s = self._steps - step, seconds.total_s
+        left = self._steps - step
+        step_s = seconds.total_s
         if self._layers is not None:
             samples = sum(taken.counts)
             change = self._layers.note_step(samples, group.division, stages, left, self._pause_s, self._interval)
@@ -131,7 +136,8 @@ class LiveLayouts:
 
     def _want(self, speeds: Sequence[Sequence[Speed]], taken: Taken) -> None:
         """Look for the layout that suits the paces of devices and links, where these are others than before."""
-        cluster, number = self._job.cluster, taken.micro_batches
+        cluster = self._job.cluster
+        number = taken.micro_batches
         # A device's own pace shows in its computing alone, in a step of evenly many samples: what layers exchange is
         # taken off, and devices that only wait for others keep their usual time.
         share = sum(taken.counts) / cluster.ranks

@@ -31,9 +31,11 @@ Place = tuple[Tier, int]
 class MeasuredLinks:
     def __init__(self, disturbance: Disturbance, num_nodes: int, devices_per_node: int, change: float):
         """`change`: the smallest relative change that is confirmed."""
-        self._noise, self._change = disturbance.noise, change
+        self._noise = disturbance.noise
+        self._change = change
         self._random = np.random.default_rng([disturbance.seed, 1])  # apart from the noise of the ranks' computing
-        self._num_nodes, self._per_node = num_nodes, devices_per_node
+        self._num_nodes = num_nodes
+        self._per_node = devices_per_node
         self._places: tuple[Place, ...] = tuple(
             dict.fromkeys(
                 (event.tier, node)

@@ -113,7 +113,8 @@ class OtherLayouts:
         if axes_of(self._home.layout) == axes_of(self.present.layout):
             return None
         usual = Paces([1.0] * self._template.fabric.num_devices)
-        before, home = self.in_present(usual), self.in_layout(self._home, usual)
+        before = self.in_present(usual)
+        home = self.in_layout(self._home, usual)
         if home is None or home.step_s >= before.step_s:
             return None
         reason = f"all ranks are equally fast again, and the run was planned as {self._home.layout.describe()}"
@@ -156,7 +157,8 @@ class OtherLayouts:
 
     def _fastest(self, paces: Paces, before_s: float) -> PacedStep | None:
         """Return the fastest of the other layouts that are worth the change from a step of `before_s`."""
-        best, enough_s = None, before_s * (1 - WORTHWHILE)
+        best = None
+        enough_s = before_s * (1 - WORTHWHILE)
         own = axes_of(self.present.layout)
         others = [setup for setup in self.others if axes_of(setup.layout) != own]
         bounds_s = [self.steps.bound_s(setup, paces, self.memory.most_samples(setup)) for setup in others]
@@ -170,7 +172,8 @@ class OtherLayouts:
                 if bound_s * self._faster_anyhow(setup) < before_s * (1 - WORTHWHILE):
                     heappush(queue, (bound_s, place, True))
             elif found := self.worth(setup, paces, before_s, enough_s):
-                best, enough_s = found, found.step_s
+                best = found
+                enough_s = found.step_s
         return best
 
     def worth(self, setup: Setup, paces: Paces, before_s: float, enough_s: float) -> PacedStep | None:
@@ -223,7 +226,8 @@ class OtherLayouts:
         has one stage. None where it does not fit, or takes `enough_s`."""
         if setup not in self._cut:
             self._cut[setup], _ = cut_on_chip(setup, self.memory.recompute, efficiency_of(self._spec.cluster))
-        planned, layout = self._cut[setup], setup.layout
+        planned = self._cut[setup]
+        layout = setup.layout
         setups = [planned]
         if layout.pp > 1 and layout.num_stages == layout.pp:
             setups += self._cuts(planned, paces, self.memory.room(planned))
@@ -248,7 +252,8 @@ class OtherLayouts:
             # `hoped` has micro-batches as large as the recipe allows; this one as large as fit.
             step = self.steps.best(hoped.setup, paces, self.memory.largest_micro_batch(hoped.setup))
             if step.step_s < enough_s:
-                best, enough_s = step, step.step_s
+                best = step
+                enough_s = step.step_s
         return best
 
 

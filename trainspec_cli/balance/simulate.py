@@ -19,7 +19,8 @@ def simulate(job: DisturbedJob, disturbance: Disturbance, name: str) -> Simulati
     usual = Situations(job, Disturbance()).at(1)
     drawn = disturbance.drawn(usual.even_s, job.num_nodes, job.devices_per_node)
     interval = job.interval(usual.even_s)
-    situations, live = Situations(job, drawn), LiveRun(job, drawn, interval)
+    situations = Situations(job, drawn)
+    live = LiveRun(job, drawn, interval)
     met = [situations.at(step) for step in range(1, drawn.steps + 1)]
     on_s = [live.make_step(step, situation) for step, situation in enumerate(met, 1)]
     samples = [situation.samples for situation in met]

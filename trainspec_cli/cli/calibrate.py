@@ -66,7 +66,8 @@ def _measure(sources: list[str], cluster: str, layouts: int, steps: int, *, as_j
     keys = [source for source in sources if "=" in source]
     runs = [Path(source) for source in sources if source not in tables and source not in keys]
     if (bool(tables) + bool(keys) + bool(runs)) != 1 or len(tables) > 1:
-        one, two = "trainspec calibrate recipe=tiny", "trainspec calibrate rows.csv --cluster h100"
+        one = "trainspec calibrate recipe=tiny"
+        two = "trainspec calibrate rows.csv --cluster h100"
         hint = f"such as {one}, {two}, or trainspec calibrate runs/a runs/b"
         raise RecipeError(Problem("usage", "a calibration takes one recipe, one table, or folders of runs", hint=hint))
     if tables and not cluster:

@@ -16,7 +16,9 @@ from trainspec_cli.core.wings import Command
 PACKAGE = Path(__file__).parents[1]
 RUNS_AFTER = (("runs", "compare"), ("runs", "rm"))
 """Commands of commands that take any number of runs."""
-RUNS, RUN_FILE, LAST = "runs", "run.json", "last"
+RUNS = "runs"
+RUN_FILE = "run.json"
+LAST = "last"
 MOST_FOLDERS = 2_000
 """Folders below ./runs that are looked through."""
 

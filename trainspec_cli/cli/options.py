@@ -84,8 +84,12 @@ Webhook = Annotated[
     str,
     typer.Option("--webhook", metavar="URL", help="Post how the run has ended to this address.", show_default=False),
 ]
-HANG_S, SILENT_S = 600.0, 1800.0
-MAX_RESTARTS, GRACE_S, WORK_S, JOIN_TIMEOUT_S = 3, 60.0, 300.0, 300.0
+HANG_S = 600.0
+SILENT_S = 1800.0
+MAX_RESTARTS = 3
+GRACE_S = 60.0
+WORK_S = 300.0
+JOIN_TIMEOUT_S = 300.0
 CommandFolder = Annotated[
     str | None,
     typer.Option("--dir", metavar="RUN", help="The run's folder; by default one of its own below ./runs."),

@@ -105,7 +105,8 @@ def _show_limits(*, clear: bool, as_json: bool) -> None:
 
 def _limit_cells(limits: MemoryLimits, learned: Learned) -> tuple[str, ...]:
     relief = learned.relief
-    instead, age = relief.taken.describe(relief.failed), format_duration(max(0.0, time.time() - learned.at))
+    instead = relief.taken.describe(relief.failed)
+    age = format_duration(max(0.0, time.time() - learned.at))
     return limits.model, limits.layout, limits.device, relief.failed.describe(), instead, age, learned.run
 
 
@@ -201,7 +202,8 @@ def prune(
     """Remove runs below ./runs that failed or were killed, or checkpoints that nothing needs."""
     statuses = status or (FORSAKEN[1:] if checkpoints else ("failed", "killed"))
     if wrong := sorted({*statuses} - {*FORSAKEN[1:]}):
-        message, hint = f"--status is {', '.join(wrong)}", f"one of {', '.join(FORSAKEN[1:])}"
+        message = f"--status is {', '.join(wrong)}"
+        hint = f"one of {', '.join(FORSAKEN[1:])}"
         raise RecipeError(Problem("usage", message, "--status", hint))
     if not 0 <= older_than < math.inf:
         raise RecipeError(

@@ -71,7 +71,8 @@ def _compose_other(other: str) -> JsonObject:
 
 
 def _difference(composed: Composed, other: JsonObject, other_name: str, as_json: bool) -> str:
-    these, those = flatten(composed.data), flatten(other)
+    these = flatten(composed.data)
+    those = flatten(other)
     differing = [path for path in {**these, **those} if these.get(path, _ABSENT) != those.get(path, _ABSENT)]
     if as_json:
         rows = [{"path": path, "this": these.get(path), "other": those.get(path)} for path in differing]

@@ -90,7 +90,8 @@ class LastingStream:
     reason to end a command. A terminal that is closed says so by SIGHUP. `ends_at` are the errors of a stream's end."""
 
     def __init__(self, stream: TextIO, ends_at: Sequence[int] = (errno.EIO,)):
-        self._stream, self._ends_at = stream, ends_at
+        self._stream = stream
+        self._ends_at = ends_at
 
     def write(self, text: str) -> int:
         with self._dropping_where_gone():
@@ -139,7 +140,10 @@ def cut_middle(text: str, most_chars: int) -> str:
 # Constants and formatting of quantities. A GiB is 2**30 bytes, a GB 1e9.
 
 
-KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+TIB = 2**40
 
 _SI = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 

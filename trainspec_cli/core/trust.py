@@ -18,7 +18,8 @@ from pathlib import Path
 from trainspec_cli.core.errors import MachineError, Problem
 
 PRIVATE_UMASK = 0o077
-PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+PRIVATE_FOLDER = 0o700
+PRIVATE_FILE = 0o600
 NEVER_READ = ("wandb",)
 """Folders at the top of a run that another program writes and trainspec never reads. Weights & Biases puts links into
 its own: `latest-run`, and `debug-core.log`, which leads to its cache in the user's home."""

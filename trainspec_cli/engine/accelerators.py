@@ -61,7 +61,8 @@ def make_current(device: torch.device) -> None:
 
 def process_group_backends(device_type: str) -> str:
     """Return what `init_process_group` takes: for an accelerator one backend of its own, and gloo for the host."""
-    own, host = KINDS[device_type].collectives, KINDS["cpu"].collectives
+    own = KINDS[device_type].collectives
+    host = KINDS["cpu"].collectives
     return host if device_type == "cpu" else f"cpu:{host},{device_type}:{own}"
 
 
@@ -114,7 +115,8 @@ class DeviceMemory:
 
 
 def device_memory(device: torch.device) -> DeviceMemory:
-    used, reserved = torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device)
+    used = torch.accelerator.memory_allocated(device)
+    reserved = torch.accelerator.memory_reserved(device)
     return DeviceMemory(used, reserved, *torch.accelerator.get_memory_info(device))
 
 

@@ -105,7 +105,8 @@ def split_by_tier(
     """
     if not sizes:
         return None
-    levels, columns = list[list[list[int]]](), [list(row) for row in rows]
+    levels = list[list[list[int]]]()
+    columns = [list(row) for row in rows]
     for size in sizes:
         inside = [_by_element(column, place_of, size) for column in columns]
         if len({(len(elements), len(ranks)) for elements in inside for ranks in elements}) > 1:

@@ -133,7 +133,8 @@ def _nearest(table: Tensor, values: Tensor) -> Tensor:
 
 def dequantise(held: Nf4, place: Place, pairs: Tensor, levels: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weights (F, D) in `dtype`, rounded once from fp32. `pairs` and `levels` are the two tables."""
-    rows, columns = held.codes.shape[0], 2 * held.codes.shape[1]
+    rows = held.codes.shape[0]
+    columns = 2 * held.codes.shape[1]
     largest_FN = magnitudes_of(held, place, levels)
     weight_FD = torch.empty((rows, columns), dtype=dtype, device=held.codes.device)
     step = max(1, NF4_CHUNK // columns)

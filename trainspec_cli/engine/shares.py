@@ -124,7 +124,8 @@ class Share:
         in its last dimension so many values for each row (scales of blocks), along which only a cut divides it."""
         if state.shape == self.local.shape:
             return tuple(self.offsets), tuple(self.full_shape)
-        rows, values = state.dim() - 1, state.shape[-1]
+        rows = state.dim() - 1
+        values = state.shape[-1]
         index, count = (self.cut.index, self.cut.count) if self.cut and self.cut.dim >= rows else (0, 1)
         return (*self.offsets[:rows], index * values), (*self.full_shape[:rows], count * values)
 

@@ -75,7 +75,8 @@ def levels_of(group: Group, eff: Efficiency) -> list[Level]:
 
 def ring_s(group: Group, operation: Operation, message_bytes: float, eff: Efficiency) -> float:
     """Every step of a flat ring waits for its slowest hop."""
-    passes, steps = PASSES[operation], group.size - 1
+    passes = PASSES[operation]
+    steps = group.size - 1
     hop_s = max((level.hop_s for level in levels_of(group, eff)), default=0.0)
     sent_s = message_bytes * steps / group.size / group.ring_bytes_per_s
     return eff.collective_latency_s + passes * (sent_s + steps * hop_s)
@@ -86,7 +87,8 @@ def hierarchical_s(group: Group, operation: Operation, message_bytes: float, eff
 
     On gloo each tier's ranks send each other their rows, in one step.
     """
-    passes, total_s = PASSES[operation], 0.0
+    passes = PASSES[operation]
+    total_s = 0.0
     levels = levels_of(group, eff)
     for level in levels:
         is_ring = not group.speaks_gloo and operation == "all_reduce" and level is levels[-1]
@@ -170,10 +172,12 @@ def exchanges_of(
 
 def _exchange(need: Need, group: Group, fabric: Fabric, eff: Efficiency) -> Exchange:
     bucket_bytes = None
-    message_bytes, per_step = need.message_bytes, need.per_step
+    message_bytes = need.message_bytes
+    per_step = need.per_step
     if need.is_bucketed:
         bucket_bytes = best_bucket_bytes(group, need.operation, need.message_bytes, eff)
-        message_bytes, per_step = bucket_bytes, per_step * need.message_bytes / bucket_bytes
+        message_bytes = bucket_bytes
+        per_step = per_step * need.message_bytes / bucket_bytes
     times = times_of(group, need.operation, message_bytes, eff)
     algorithm = fastest(times)
     return Exchange(
@@ -227,8 +231,10 @@ def _sends(setup: Setup) -> Iterator[Need]:
 def _of_parameters(setup: Setup, once: MicroBatch) -> Iterator[Need]:
     """Gradients and parameters of the pipeline rank that holds most of them."""
     part = max((rank.whole for rank in rank_parts(once, setup.layout)), key=lambda rank: rank.params)
-    layout, trained = setup.layout, setup.trainable
-    gradients, weights = trained * setup.software.reduce_bytes, 2.0
+    layout = setup.layout
+    trained = setup.trainable
+    gradients = trained * setup.software.reduce_bytes
+    weights = 2.0
     for params, expert in ((part.params, False), (part.expert_params, True)):
         label = " (experts)" if expert else ""
         if layout.shards_parameters:
@@ -311,7 +317,8 @@ def groups_in(order: Sequence[Extent], layout: Layout, fabric: Fabric, eff: Effi
     for name, members in DENSE.items():
         groups[name] = group_with(fabric, groups[name].size, partial(_inside, order, members), eff)
     if layout.ep > 1:
-        held, block = layout.expert_ranks, layout.ep * layout.etp
+        held = layout.expert_ranks
+        block = layout.ep * layout.etp
         beyond = [extent for extent in order if extent.axis not in EXPERT_AXES]
         experts = [Extent("ep", block), Extent("expert_dp", held // block), *beyond]
         size = groups["expert_dp"].size
@@ -321,7 +328,8 @@ def groups_in(order: Sequence[Extent], layout: Layout, fabric: Fabric, eff: Effi
 
 def _inside(order: Sequence[Extent], members: Sequence[str], devices: int) -> int:
     """Ranks of a group inside an element of so many consecutive devices."""
-    ranks, stride = 1, 1
+    ranks = 1
+    stride = 1
     for extent in order:
         if extent.axis in members:
             ranks *= min(extent.size, max(1, devices // stride))
@@ -332,13 +340,15 @@ def _inside(order: Sequence[Extent], members: Sequence[str], devices: int) -> in
 def node_places(usual: Sequence[Extent], order: Sequence[Extent], per_node: int) -> tuple[int, ...]:
     """Return for each node by its number its place among nodes sorted by tier; both orders are the same in a node."""
     outside = _outside(usual, per_node)
-    strides, stride = {}, 1
+    strides = {}
+    stride = 1
     for extent in _outside(order, per_node):
         strides[extent] = stride
         stride *= extent.size
     places = []
     for node in range(stride):
-        place, left = 0, node
+        place = 0
+        left = node
         for extent in outside:
             left, coordinate = divmod(left, extent.size)
             place += coordinate * strides[extent]
@@ -364,7 +374,8 @@ NCCL_DOCS = "NVIDIA NCCL user guide, environment variables"
 LARGEST_MESSAGE = 4_294_967_295
 """The largest size in the example tuner's table, which stands for all sizes."""
 COLLECTIVES = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
-SMALLEST_TUNED, LARGEST_TUNED = 2**10, 2**32
+SMALLEST_TUNED = 2**10
+LARGEST_TUNED = 2**32
 
 
 @dataclass(frozen=True)
@@ -383,7 +394,8 @@ def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint
 
     The usual order stays unless another is faster by a thousandth; no exchange is slower than by a flat ring.
     """
-    fabric, layout = setup.fabric, setup.layout
+    fabric = setup.fabric
+    layout = setup.layout
     tried = [_place(setup, order, eff) for order in orders(layout, fabric.devices_per_node)]
     usual = tried[0] if tried else _place(setup, None, eff)
     best = min(tried, key=lambda placed: placed.step_s, default=usual)
@@ -408,7 +420,8 @@ def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint
 
 
 def _place(setup: Setup, order: tuple[Extent, ...] | None, eff: Efficiency) -> _Placed:
-    layout, fabric = setup.layout, setup.fabric
+    layout = setup.layout
+    fabric = setup.fabric
     groups = axis_groups(layout, fabric, eff) if order is None else groups_in(order, layout, fabric, eff)
     once = micro_batch(setup, groups, eff)
     return _Placed(order, groups, once, assemble_step(setup, once, groups, eff).total_s)
@@ -475,7 +488,8 @@ def _nodes_of(group: Group, fabric: Fabric) -> int:
 
 def tree_until_bytes(group: Group, eff: Efficiency) -> int:
     """Return the largest power of two up to which a tree is faster than a ring; 0 where it never is."""
-    limit, size = 0, SMALLEST_TUNED
+    limit = 0
+    size = SMALLEST_TUNED
     while size < LARGEST_TUNED:
         times = times_of(group, "all_reduce", float(size), eff)
         if times["tree"] >= times["ring"]:

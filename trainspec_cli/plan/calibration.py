@@ -84,7 +84,8 @@ def infer(observations: Sequence[Observation], names: Sequence[str], spread: Spr
 
     every = (*names, PACE)
     prior = np.array([spread.parameter] * len(names) + [spread.pace])
-    theta, noise = np.zeros(len(every)), _noise(observations, spread, np)
+    theta = np.zeros(len(every))
+    noise = _noise(observations, spread, np)
     for iteration in range(ITERATIONS):
         errors = _errors(observations, every, theta, np)
         if iteration % 3 == 0:
@@ -136,7 +137,8 @@ def slopes_of(observations: Sequence[Observation], names: Sequence[str]) -> Any:
 
 def _gain(slopes: Any, covariance: Any, spread: Spread, np: Any) -> float:
     noise = _one_group(len(slopes), spread, np)
-    sure, doubtful = np.linalg.slogdet(noise)[1], np.linalg.slogdet(noise + slopes @ covariance @ slopes.T)[1]
+    sure = np.linalg.slogdet(noise)[1]
+    doubtful = np.linalg.slogdet(noise + slopes @ covariance @ slopes.T)[1]
     return float(doubtful - sure)
 
 
@@ -190,7 +192,8 @@ LARGEST = 0.98
 
 def efficiency_with(factors: Mapping[str, float], start: Efficiency) -> Efficiency:
     """Return `start` with its parameters changed by their factors, and the step by the pace."""
-    values, pace = start.as_dict(), factors.get(PACE, 1.0)
+    values = start.as_dict()
+    pace = factors.get(PACE, 1.0)
     for name in values:
         value = values[name] * factors.get(name, 1.0)
         values[name] = min(value, max(LARGEST, values[name])) if name in FRACTIONS else value
@@ -217,7 +220,8 @@ def of_rows(predictions: Sequence[Prediction], start: Efficiency) -> list[Observ
 
 def of_parts(predicted: LocalPrediction, measured: Mapping[str, float] | None, group: str) -> list[Observation]:
     """Return the observations of a step's parts on a CPU; without `measured`, as they are predicted."""
-    found, whole_s = [], predicted.step_time_s
+    found = []
+    whole_s = predicted.step_time_s
     for part in PARTS:
         own_s = predicted.time_s.get(part, 0.0)
         took_s = own_s if measured is None else measured.get(part, 0.0)

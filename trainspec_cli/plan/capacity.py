@@ -261,7 +261,8 @@ def candidate_of(found: Estimated, spec: RunSpec, eff: Efficiency) -> Candidate:
     mfu = tokens_per_s * model_flops / devices / peak_flops_per_s(setup.fabric.chip, setup.matmul)
     attention = workload.mixing_flops_per_token(spec.model, spec.data.seq_len)
     again = share_recomputed(setup, model_flops - attention, attention)
-    peak_bytes, limit_bytes = max(stage.total_bytes for stage in stages), memory_limit_bytes(setup.fabric.chip)
+    peak_bytes = max(stage.total_bytes for stage in stages)
+    limit_bytes = memory_limit_bytes(setup.fabric.chip)
     probability = fit_probability(peak_bytes, limit_bytes)
     return Candidate(
         layout=setup.layout,

@@ -26,7 +26,8 @@ def choose_formats(plan: Plan, machine: Machine) -> WireFormats:
         return comm.fixed
     if hindrance := _hindrance(plan, machine):
         return replace(comm.fixed, reason=hindrance)
-    setup, eff = setup_of(plan, machine), efficiency_of(plan.spec.cluster)
+    setup = setup_of(plan, machine)
+    eff = efficiency_of(plan.spec.cluster)
 
     def step_s(formats: WireFormats) -> float:
         return estimate_step(replace(setup, software=replace(setup.software, wire=formats)), eff).total_s

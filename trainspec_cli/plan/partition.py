@@ -118,11 +118,14 @@ class CutProblem:
     def least_s(self) -> float:
         """Return a time that no cut's heaviest rank is below: that of layers that could be cut themselves."""
         ranks = sorted(self.ranks, key=lambda rank: rank.beside_s / rank.speed)
-        work_s, speed, least = self.time_before[-1], 0.0, 0.0
+        work_s = self.time_before[-1]
+        speed = 0.0
+        least = 0.0
         for rank in ranks:  # those whose own part is lighter share the layers
             if speed and rank.beside_s / rank.speed >= work_s / speed:
                 break
-            work_s, speed = work_s + rank.beside_s, speed + rank.speed
+            work_s = work_s + rank.beside_s
+            speed = speed + rank.speed
             least = work_s / speed
         return max(least, ranks[-1].beside_s / ranks[-1].speed)
 
@@ -143,7 +146,8 @@ class Chain:
 
     def cut(self) -> Borders | None:
         """Bisect the heaviest rank's time: a cut that is found lowers it at once to its own heaviest rank."""
-        low, high = self.least_s() * (1 - self.equal), self.heaviest_s(self.near)
+        low = self.least_s() * (1 - self.equal)
+        high = self.heaviest_s(self.near)
         if high == inf:
             found = self.walk(inf)
             if found is None:
@@ -178,7 +182,8 @@ class Chain:
 
         Stage by stage: the borders that it can end at, each with the nearest cut up to there.
         """
-        before, end = self.time_before, self.near[-1]
+        before = self.time_before
+        end = self.near[-1]
         reached: dict[int, tuple[int, Borders]] = {self.near[0]: (0, (self.near[0],))}
         for stage, (rank, least) in enumerate(zip(self.ranks, self._least_borders(heaviest_s), strict=True), 1):
             last = end - len(self.ranks) + stage
@@ -193,8 +198,10 @@ class Chain:
 
     def _least_borders(self, heaviest_s: float) -> Sequence[int]:
         """Return for each stage the first border behind which no more layers stand than the stages there can take."""
-        before, end = self.time_before, self.near[-1]
-        behind, found = 0.0, [end]
+        before = self.time_before
+        end = self.near[-1]
+        behind = 0.0
+        found = [end]
         for rank in reversed(self.ranks[1:]):
             behind += heaviest_s * rank.speed - rank.beside_s
             found.append(bisect_left(before, (before[end] - behind) * (1 - 1e-12)))
@@ -223,9 +230,13 @@ def cut_rounds(problem: CutProblem, even: Borders) -> Borders | None:
 
 def _proportional(problem: CutProblem) -> Borders:
     """Give each stage an equal part of what its rank could do in the least time, up to the nearest layer's border."""
-    before, rounds = problem.time_before, len(problem.rank_of_stage) // len(problem.ranks)
-    layers, stages, least_s = len(before) - 1, len(problem.rank_of_stage), problem.least_s()
-    borders, ended_s = [0], 0.0
+    before = problem.time_before
+    rounds = len(problem.rank_of_stage) // len(problem.ranks)
+    layers = len(before) - 1
+    stages = len(problem.rank_of_stage)
+    least_s = problem.least_s()
+    borders = [0]
+    ended_s = 0.0
     for stage, number in enumerate(problem.rank_of_stage[:-1], 1):
         rank = problem.ranks[number]
         ended_s += max(0.0, least_s * rank.speed - rank.beside_s) / rounds
@@ -251,15 +262,20 @@ def _move_layers(problem: CutProblem, borders: Borders) -> Borders:
         least, lighter, moved = min(moves, default=(missing, best, borders))
         if (least, lighter) >= (missing, best):
             return borders
-        missing, best, borders = least, lighter, moved
+        missing = least
+        best = lighter
+        borders = moved
 
 
 def _moves(problem: CutProblem, borders: Borders, most_s: float) -> Iterator[tuple[list[float], Borders]]:
     """Yield cuts, with their loads, that have consecutive borders one layer on or back and no rank over `most_s`.
 
     Without a shortage of memory (`most_s` is finite), they make the heaviest rank lighter."""
-    before, rank_of, ranks = problem.time_before, problem.rank_of_stage, problem.ranks
-    held, stages = problem.loads(borders), len(problem.rank_of_stage)
+    before = problem.time_before
+    rank_of = problem.rank_of_stage
+    ranks = problem.ranks
+    held = problem.loads(borders)
+    stages = len(problem.rank_of_stage)
     heaviest = max(range(len(held)), key=held.__getitem__)
     most_of_heaviest_s = inf if most_s == inf else held[heaviest]
     for step in (1, -1):
@@ -270,7 +286,8 @@ def _moves(problem: CutProblem, borders: Borders, most_s: float) -> Iterator[tup
             for last in range(first, stages):
                 layer = borders[last] - (step == -1)
                 moved_s = step * (before[layer + 1] - before[layer])
-                gives, takes = rank_of[last], rank_of[last - 1]
+                gives = rank_of[last]
+                takes = rank_of[last - 1]
                 loads[gives] -= moved_s / ranks[gives].speed
                 loads[takes] += moved_s / ranks[takes].speed
                 keeps_one = step == -1 or borders[last + 1] - borders[last] > 1
@@ -284,7 +301,9 @@ class _Search:
     it does for small models."""
 
     def __init__(self, problem: CutProblem, known: Borders):
-        self.problem, self.best, self.nodes = problem, known, 0
+        self.problem = problem
+        self.best = known
+        self.nodes = 0
         self.bound_s = problem.heaviest_s(known) / (1 + GAIN)
         self.towards = _proportional(problem)
         ranks = problem.rank_of_stage
@@ -298,9 +317,13 @@ class _Search:
 
     def _branch(self, borders: Borders, ranks: list[Rank]) -> None:
         """Try the borders of the next stage, the nearest to those in proportion first. `ranks` hold those before."""
-        before, stage, start = self.problem.time_before, len(borders) - 1, borders[-1]
+        before = self.problem.time_before
+        stage = len(borders) - 1
+        start = borders[-1]
         number = self.problem.rank_of_stage[stage]
-        rank, left, layers = ranks[number], len(self.later) - stage - 1, len(before) - 1
+        rank = ranks[number]
+        left = len(self.later) - stage - 1
+        layers = len(before) - 1
         last = min(rank.reach(before, self.bound_s, start), layers - left)
         places = range(start + 1 if left else layers, last + 1)
         for place in sorted(places, key=lambda place: abs(place - self.towards[stage + 1])):
@@ -320,7 +343,8 @@ class _Search:
     def _keep(self, found: Borders) -> None:
         heaviest_s = self.problem.heaviest_s(found)
         if heaviest_s <= self.bound_s:  # which others may have lowered since this one's first borders
-            self.best, self.bound_s = found, heaviest_s / (1 + GAIN)
+            self.best = found
+            self.bound_s = heaviest_s / (1 + GAIN)
 
 
 # Cut a model into pipeline stages so that the rank with the most work has as little as possible. A step takes micro-
@@ -382,7 +406,8 @@ def _cut_alike(problem: CutProblem, even: Borders) -> Counts | None:
     From the heaviest rank a layer goes to the one that is lightest with it, as long as that is lighter than the first:
     while a lighter cut exists, one of its ranks has more layers than now and can take one.
     """
-    stages, rank_of = [end - start for start, end in pairwise(even)], problem.rank_of_stage
+    stages = [end - start for start, end in pairwise(even)]
+    rank_of = problem.rank_of_stage
     layer_s = problem.time_before[-1] / even[-1]
     numbers = [0] * len(problem.ranks)
     for stage, rank in enumerate(rank_of):
@@ -423,7 +448,8 @@ def _hand_on(problem: CutProblem, stages: list[int], numbers: list[int], layer_s
 
     `numbers`: of each rank's layers, as `stages` has them.
     """
-    ranks, rank_of = problem.ranks, problem.rank_of_stage
+    ranks = problem.ranks
+    rank_of = problem.rank_of_stage
     takes = [_load_s(rank, number + 1, layer_s) <= most_s for rank, number in zip(ranks, numbers, strict=True)]
     for rank in range(len(ranks)):
         while _load_s(ranks[rank], numbers[rank], layer_s) > most_s:

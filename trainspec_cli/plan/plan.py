@@ -94,7 +94,8 @@ def _plan_changes(plan: Plan, machine: Machine) -> Iterator[PlannedLayout]:
 
 def _cut_layers(plan: Plan, machine: Machine) -> Layout:
     """Layers of the pipeline's stages: by planned times on known GPUs, elsewhere by the layers' FLOPs."""
-    spec, layout = plan.spec, plan.layout
+    spec = plan.spec
+    layout = plan.layout
     if not is_open(layout, spec.model):
         return layout
     if is_known(plan, machine):
@@ -180,9 +181,11 @@ def resolve_layout(wanted: LayoutSpec, world_size: int, name: str = "the layout"
     dp_replicate (DDP). `name` is what errors call the layout."""
     cp, tp, pp, ep, etp = (size_of(wanted, axis) for axis in ("cp", "tp", "pp", "ep", "etp"))
     data_parallel = _divide(world_size, cp * tp * pp, "layout", "cp x tp x pp")
-    replicate, shard = wanted.dp_replicate, wanted.dp_shard
+    replicate = wanted.dp_replicate
+    shard = wanted.dp_shard
     if replicate == AUTO and shard == AUTO:
-        replicate, shard = data_parallel, 1
+        replicate = data_parallel
+        shard = 1
     elif replicate == AUTO:
         replicate = _divide(data_parallel, int(shard), "layout.dp_shard", "dp_shard")
     elif shard == AUTO:

@@ -25,7 +25,8 @@ def radix_of(spec: PlanesSpec) -> int:
 
 
 def size_planes(spec: PlanesSpec) -> PlanesFigures:
-    radix, tiers = radix_of(spec), spec.switch_tiers
+    radix = radix_of(spec)
+    tiers = spec.switch_tiers
     switches = (3 if tiers == 2 else 5) * spec.planes / radix
     return PlanesFigures(
         planes=spec.planes,
@@ -46,7 +47,8 @@ def lost_speeds(planes: int, radix: int) -> dict[Part, float]:
     A T0 switch has k/2 links up: one less takes 2/k of what its NICs send beyond it in that plane, and sprayed traffic
     loads all planes alike. A NIC's port, its T0 switch or a plane take one plane from it, its transceiver all of them.
     """
-    link, plane = 2 / radix, 1 / planes
+    link = 2 / radix
+    plane = 1 / planes
     return {"link": link, "port": plane, "t1_switch": link, "t0_switch": plane, "plane": plane, "transceiver": 1.0}
 
 
@@ -119,7 +121,8 @@ class SprayedFabric:
     """The parts of a fabric that are down, and the speed that is left."""
 
     def __init__(self, spec: PlanesSpec, nics: int):
-        self.spec, self.nics = spec, nics
+        self.spec = spec
+        self.nics = nics
         self.nics_per_t0 = min(nics, radix_of(spec) // 2)
         self.uplinks = radix_of(spec) // 2
         self.t0s, self.t1s = t0_switches(spec, nics), t1_switches(spec, nics)
@@ -202,7 +205,12 @@ def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str
     """
     fabric = SprayedFabric(spec, nics)
     paths = PathCounts(good=round(nics * fabric.paths_per_plane * spec.planes))
-    now_s, slow_s, lost_s, lowest, most_bad, speed = 0.0, 0.0, 0.0, 1.0, 0, 1.0
+    now_s = 0.0
+    slow_s = 0.0
+    lost_s = 0.0
+    lowest = 1.0
+    most_bad = 0
+    speed = 1.0
     for at_s, change, failure in _timeline(failures):
         lost_s += (1 - speed) * (at_s - now_s)
         slow_s += (at_s - now_s) * (speed < 1)
@@ -262,7 +270,9 @@ def _take(change: str, failure: Failure, fabric: SprayedFabric, paths: PathCount
 
 def flaps_by_chance(spec: PlanesSpec, nics: int, per_hour: float, hours: float, seed: int) -> list[Failure]:
     """Draw ports that flap, so many an hour over the whole job, each at any NIC and plane."""
-    chance, now_s, flaps = random.Random(seed), 0.0, []
+    chance = random.Random(seed)
+    now_s = 0.0
+    flaps = []
     while (now_s := now_s + chance.expovariate(per_hour / 3600)) < hours * 3600:
         flaps.append(
             Failure("port", now_s, spec.flap_s, plane=chance.randrange(spec.planes), nic=chance.randrange(nics))
@@ -275,7 +285,8 @@ def flaps_by_chance(spec: PlanesSpec, nics: int, per_hour: float, hours: float, 
 
 REBOOT_S = 300.0
 """A switch that reboots is down so long: an example."""
-DAY_S, MONTH_HOURS = 86_400.0, 720.0
+DAY_S = 86_400.0
+MONTH_HOURS = 720.0
 MOST_FLAPS = 300.0
 """Expected of a simulation by chance, which ends there."""
 
@@ -298,7 +309,8 @@ def plan_planes(cluster: ClusterSpec, nics: int) -> PlanesPlan | None:
 
 def _events(spec: PlanesSpec, nics: int) -> Iterator[SprayedEvent]:
     """One failure of each part, and four ports that flap at once, two of them of one NIC."""
-    down_s, other = spec.flap_s, min(nics - 1, nics // 2)
+    down_s = spec.flap_s
+    other = min(nics - 1, nics // 2)
     planes = range(spec.planes)
 
     def ports(nic: int, number: int) -> list[Failure]:

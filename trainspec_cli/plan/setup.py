@@ -259,5 +259,6 @@ def newton_schulz_flops(model: TextModel) -> tuple[float, float]:
 
 
 def _flops(rows: float, row: float) -> float:
-    small, large = min(rows, row), max(rows, row)
+    small = min(rows, row)
+    large = max(rows, row)
     return STEPS * (4.0 * small**2 * large + 2.0 * small**3)

@@ -93,7 +93,8 @@ def is_known(plan: Plan, machine: Machine) -> bool:
 
 def predict_device(plan: Plan, machine: Machine) -> LocalPrediction:
     """Predict a plan whose GPUs are known (`is_known`)."""
-    setup, eff = setup_of(plan, machine), efficiency_of(plan.spec.cluster)
+    setup = setup_of(plan, machine)
+    eff = efficiency_of(plan.spec.cluster)
     memory = max(predict_memory(setup, plan.recompute), key=lambda stage: stage.total_bytes)
     return LocalPrediction(
         time_s=gpu_parts_s(setup, eff),

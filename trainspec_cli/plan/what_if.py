@@ -36,8 +36,11 @@ from trainspec_cli.report.diagnosis.conclude import (
 )
 from trainspec_cli.report.diagnosis.evidence import COMPUTE_PARTS
 
-MEMORY, BUBBLE, CALLS = "memory bandwidth", "the pipeline's bubble", "calls of small operations"
-WIDER, SOONER = "twice the links' bandwidth", "half the links' latency"
+MEMORY = "memory bandwidth"
+BUBBLE = "the pipeline's bubble"
+CALLS = "calls of small operations"
+WIDER = "twice the links' bandwidth"
+SOONER = "half the links' latency"
 ALONE = "only the measured parts count here"
 Parts = Mapping[str, float]
 
@@ -74,8 +77,10 @@ def _shares(seconds: Parts) -> dict[str, float]:
 
 
 def _on_gpus(plan: Plan, machine: Machine, *, may_change: bool) -> Outlook:
-    setup, eff = setup_of(plan, machine), efficiency_of(plan.spec.cluster)
-    before, fabric = gpu_parts_s(setup, eff), setup.fabric
+    setup = setup_of(plan, machine)
+    eff = efficiency_of(plan.spec.cluster)
+    before = gpu_parts_s(setup, eff)
+    fabric = setup.fabric
     sooner = replace(eff, collective_latency_s=eff.collective_latency_s / 2, hop_latency_s=eff.hop_latency_s / 2)
     rates = (field.name for field in fields(fabric.chip) if field.name.endswith(RATES))
     fast_chip = replace(fabric.chip, **{name: 2 * getattr(fabric.chip, name) for name in rates})
@@ -210,7 +215,8 @@ def _fastest_probed(plan: Plan, machine: Machine, probe: MachineProbe) -> Plan |
     wanted = replace(open_layout(plan.spec), cp=1, tp=1, pp=1, ep=1, stage_layers=None)
     space = Space(replace(plan.spec, layout=wanted), plan.world_size, plan.devices_per_node)
     limit_bytes = machine.memory_bytes / plan.devices_per_node
-    best, best_s = None, predict_local(plan, probe).step_time_s
+    best = None
+    best_s = predict_local(plan, probe).step_time_s
     for layout, micro_batch_size, micro_batches in space.layouts():
         spec = pin_layout(plan.spec, layout)
         other = _other(plan, layout, micro_batch_size, micro_batches, plan.recompute)
@@ -218,7 +224,8 @@ def _fastest_probed(plan: Plan, machine: Machine, probe: MachineProbe) -> Plan |
             continue
         predicted = predict_local(other, probe)
         if predicted.needed_bytes <= limit_bytes and predicted.step_time_s < best_s:
-            best, best_s = other, predicted.step_time_s
+            best = other
+            best_s = predicted.step_time_s
     return best
 
 

@@ -60,7 +60,8 @@ def explain(root: type, key: str, prefix: str = "") -> Iterator[KeyMeaning]:
     for field in dataclasses.fields(root):
         if key_of(field) != name:
             continue
-        sections, path = sections_of(hints_of(root)[field.name]), f"{prefix}{name}"
+        sections = sections_of(hints_of(root)[field.name])
+        path = f"{prefix}{name}"
         if not rest:
             yield explain_field(root, field, path)
         for section in sections if rest else ():

@@ -150,7 +150,8 @@ class _SchemaWriter:
 
     def __init__(self, *, has_references: bool = True, is_written: bool = False):
         """`is_written`: the file is JSON of trainspec's own, not YAML of a person's."""
-        self._has_references, self._is_written = has_references, is_written
+        self._has_references = has_references
+        self._is_written = is_written
         self._definitions: JsonObject = {}
 
     def document(self, title: str, roots: list[type], further: JsonObject) -> JsonObject:
@@ -206,7 +207,8 @@ class _SchemaWriter:
             yield {"$ref": "#/definitions/reference"}
 
     def _alternative(self, wanted: Any, limits: Range | None, name: str) -> JsonObject:
-        origin, inner = typing.get_origin(wanted), typing.get_args(wanted)
+        origin = typing.get_origin(wanted)
+        inner = typing.get_args(wanted)
         if origin is Literal:
             return {"enum": [*inner]}
         if origin is tuple:

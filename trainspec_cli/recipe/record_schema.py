@@ -29,7 +29,8 @@ def plan_schema(title: str, root: type) -> JsonObject:
     definitions = written_sections([root])
     found = definitions.pop(root.__name__)
     assert isinstance(found, dict), "a section"
-    keys, needed = found["properties"], found.get("required", [])
+    keys = found["properties"]
+    needed = found.get("required", [])
     assert isinstance(keys, dict) and isinstance(needed, list), "as the writer of schemas leaves them"
     whole = {**found, "properties": {KEY: STATED, **keys, "sha256": DIGEST}, "required": [KEY, *needed]}
     return {"$schema": DRAFT, "title": f"trainspec: {title}", **whole, "definitions": definitions}
@@ -40,7 +41,8 @@ def record_schema(title: str, record: type, *, left_out: Collection[str] = (), i
     it states its version; else it has a schema of its own, under a digest."""
     writer = _RecordWriter()
     found = writer.record(record, left_out)
-    keys, needed = found["properties"], found["required"]
+    keys = found["properties"]
+    needed = found["required"]
     assert isinstance(keys, dict) and isinstance(needed, list), "as `record` returns them"
     stated: JsonObject = {KEY: STATED} if is_versioned else {}
     whole = {**found, "properties": {**stated, **keys}, "required": [*stated, *needed]}
@@ -84,7 +86,8 @@ class _RecordWriter:
         return {**dict(sorted(self._definitions.items())), **written_sections(self._sections)}
 
     def record(self, record: type, left_out: Collection[str]) -> JsonObject:
-        hints, docs = typing.get_type_hints(record, include_extras=True), docs_of(record)
+        hints = typing.get_type_hints(record, include_extras=True)
+        docs = docs_of(record)
         fields = [one for one in dataclasses.fields(record) if one.name not in left_out]
         keys: JsonObject = {}
         for one in fields:
@@ -102,7 +105,8 @@ class _RecordWriter:
     def _value(self, annotation: Any) -> JsonObject:
         """Return the schema of what `read_record` reads as a type. A reference stands alone in a union of one, since
         what stands beside a `$ref` is not read."""
-        origin, members = typing.get_origin(annotation), typing.get_args(annotation)
+        origin = typing.get_origin(annotation)
+        members = typing.get_args(annotation)
         if origin is typing.Annotated:
             kind = annotation.__metadata__[0]
             return dict(kind.schema) if kind.section is None else self._section(kind.section)

@@ -168,7 +168,8 @@ def _any_of(kinds: Sequence[ValueKind]) -> ValueKind:
 def _kind_of(annotation: Any) -> ValueKind:
     """Return the values that a field of a type may have. `Absent` in a union says that the key may miss, which the
     field's default says too."""
-    origin, members = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    members = typing.get_args(annotation)
     if origin is Annotated:
         kind: ValueKind = annotation.__metadata__[0]
         return kind

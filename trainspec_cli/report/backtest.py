@@ -64,7 +64,8 @@ def _errors(title: str, groups: Mapping[str, ErrorSummary]) -> str:
 
 # The chart: self-contained, both axes logarithmic
 
-SIZE, MARGIN = 560, 56
+SIZE = 560
+MARGIN = 56
 COLOURS = ("#3b6fb6", "#d1662a", "#3d9a50", "#a84fa0", "#b59a1c", "#5aa7b0", "#8a5a44", "#777777")
 
 Point = tuple[float, float, str]
@@ -90,7 +91,8 @@ def render_scatter(points: Sequence[Point]) -> str:
 
 class _Scale:
     def __init__(self, low: int, high: int):
-        self.low, self.high = low, high
+        self.low = low
+        self.high = high
 
     def x(self, value: float) -> float:
         return round(MARGIN + (math.log10(value) - self.low) / (self.high - self.low) * (SIZE - 2 * MARGIN), 1)
@@ -100,7 +102,8 @@ class _Scale:
 
 
 def _frame(scale: _Scale) -> list[str]:
-    start, end = 10.0**scale.low, 10.0**scale.high
+    start = 10.0**scale.low
+    end = 10.0**scale.high
     band = (
         f"{scale.x(start)},{scale.y(start * 1.15)} {scale.x(end / 1.15)},{scale.y(end)} {scale.x(end)},{scale.y(end)}"
     )

@@ -55,7 +55,8 @@ def sentences(budget: Budget) -> Iterator[str]:
     """Say what comes of it: the cheapest way, and when buying pays."""
     cheapest = next(way for way in WAYS if way == budget.cheapest)
     yield f"cheapest     {NAMES[cheapest]}, {format_money(budget.usd[cheapest])} in all"
-    months, use = budget.break_even_months, budget.break_even_utilisation
+    months = budget.break_even_months
+    use = budget.break_even_utilisation
     after = "not in these years" if months is None else f"after {months:.1f} months, against rent by the hour"
     yield f"buying pays  {after}"
     above = "at no utilisation" if use is None else f"above a utilisation of {percent(use, 1)} over the machines' life"
@@ -158,7 +159,8 @@ def _tiles(budget: Budget) -> str:
 
 def _break_even(budget: Budget) -> Iterator[tuple[str, str, str]]:
     """Yield when buying pays: the label, the value and what it is of."""
-    months, use = budget.break_even_months, budget.break_even_utilisation
+    months = budget.break_even_months
+    use = budget.break_even_utilisation
     if months is None:
         yield "buying pays", "never", "against rent by the hour"
     else:

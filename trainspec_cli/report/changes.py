@@ -48,7 +48,8 @@ def describe_recovery(recovery: Recovery) -> RunChange:
     """`step 41: group 1 left: 1.26 s, 1 step lost`: one entry of result.json's `recoveries`."""
     noun, _, change = recovery.kind.rpartition("_")  # `site_left`: the recovery of another kind than a replica group
     who = f"{noun or 'group'} {recovery.group} " if recovery.group is not None else ""
-    lost, stall_s = recovery.lost_steps, recovery.stall_s
+    lost = recovery.lost_steps
+    stall_s = recovery.stall_s
     cost = [f"{stall_s:.2f} s"] if stall_s is not None else []
     cost += [f"{lost} step{'s' if lost > 1 else ''} lost"] if lost else []
     kind = RECOVERY_KINDS.get(change, change)
@@ -158,10 +159,12 @@ def describe_left_out(event: NodesEvent, achieved: NodesAchievedEvent | None = N
         what = f"node {event.node} is left out{spare}"
     else:
         what = f"advice: scheduler=auto would leave node {event.node} out{spare}"
-    before, expected = format_duration(event.before_s), format_duration(event.expected_s)
+    before = format_duration(event.before_s)
+    expected = format_duration(event.expected_s)
     why = f"its ranks compute {event.pace:.1f} times as long; a step took {before} and is expected to take {expected}"
     if achieved is not None:
-        took, restart = format_duration(achieved.achieved_s), format_duration(achieved.restart_s)
+        took = format_duration(achieved.achieved_s)
+        restart = format_duration(achieved.restart_s)
         why += f", takes {took} (the new start took {restart})"
     return RunChange(event.step, what, why)
 

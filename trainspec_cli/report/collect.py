@@ -157,7 +157,8 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
     plan = read_plan_outline(run)
     for event in read_log(run.events(0)):
         log.take(event)
-    first, meter = log.history, SpeedMeter(log.history)
+    first = log.history
+    meter = SpeedMeter(log.history)
     warnings: list[WarningEvent] = []
     begin = first.begin
     world_size = begin.world_size if begin else None
@@ -169,7 +170,8 @@ def collect(root: Path | str, *, running: bool = False, queued: bool = False) ->
         meter.take(rank, history)
     scheduled = list(read_log(run.directives))
     result = read_result(run)
-    loss, grad_norm = StepCurve(*first.column("loss")), StepCurve(*first.column("grad_norm"))
+    loss = StepCurve(*first.column("loss"))
+    grad_norm = StepCurve(*first.column("grad_norm"))
     lr = StepCurve(*first.column("lr"))
     time_s = log.time.spent(time.time() if running else None)
     return Report(

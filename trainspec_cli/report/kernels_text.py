@@ -29,7 +29,8 @@ def _tried(table: KernelTable) -> Table:
         tried = {backend: figure for backend, figure in figures.items() if figure.verdict != "not tried"}
         for number, (backend, found) in enumerate(tried.items()):
             style = STYLES.get(found.verdict, "")
-            name, verdict = Text(backend, style=style), Text(_describe_verdict(found), style=style)
+            name = Text(backend, style=style)
+            verdict = Text(_describe_verdict(found), style=style)
             grid.add_row("" if number else op, name, *_numbers(found), verdict)
     return grid
 

@@ -39,13 +39,16 @@ class ShowProgress(Protocol):
 def showing_progress(console: Console) -> Iterator[ShowProgress]:
     """Show work that reports its phase, and how far it is. Off a terminal each phase is a line, and one of rows and
     their rate follows every `LINE_S`."""
-    phase_now, began_s, shown_s = "", 0.0, 0.0
+    phase_now = ""
+    began_s = 0.0
+    shown_s = 0.0
 
     def describe_rows(phase: str, rows: int) -> str:
         nonlocal phase_now, began_s
         now_s = time.monotonic()
         if phase != phase_now:
-            phase_now, began_s = phase, now_s
+            phase_now = phase
+            began_s = now_s
         took_s = now_s - began_s
         return f"{rows:,} rows" + (f", {rows / took_s:,.0f}/s" if took_s else "") if rows else ""
 
@@ -54,7 +57,8 @@ def showing_progress(console: Console) -> Iterator[ShowProgress]:
 
         def report(phase: str, done: float, rows: int = 0) -> None:
             nonlocal shown_s
-            is_new, text = phase not in reported, describe_rows(phase, rows)
+            is_new = phase not in reported
+            text = describe_rows(phase, rows)
             if is_new or (text and time.monotonic() - shown_s >= LINE_S):
                 reported.add(phase)
                 shown_s = time.monotonic()
@@ -223,8 +227,11 @@ class PlainScreen:
     """Prints a line every `interval_steps`, or every `LINE_S` where that is None, and one when another phase begins."""
 
     def __init__(self, console: Console, interval_steps: int | None):
-        self._console, self._interval_steps = console, interval_steps
-        self._phase, self._phase_s, self._is_said = "", 0.0, False
+        self._console = console
+        self._interval_steps = interval_steps
+        self._phase = ""
+        self._phase_s = 0.0
+        self._is_said = False
         self._step, self._printed_s = 0, time.monotonic()
 
     def say(self, text: str | Text) -> None:
@@ -233,10 +240,13 @@ class PlainScreen:
     def show(self, phase: str, progress: Progress) -> None:
         now_s = time.monotonic()
         if progress.has_stepped and progress.step != self._step and self._is_due(progress):
-            self._step, self._printed_s = progress.step, now_s
+            self._step = progress.step
+            self._printed_s = now_s
             self.say(f"{_place(progress)}: {describe_progress(progress)}".removesuffix(": "))
         if phase != self._phase:
-            self._phase, self._phase_s, self._is_said = phase, now_s, False
+            self._phase = phase
+            self._phase_s = now_s
+            self._is_said = False
         is_quick = phase == progress.after_last_step and now_s - self._phase_s < QUICK_S
         if phase and not self._is_said and not is_quick:
             self._is_said = True

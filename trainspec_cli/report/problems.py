@@ -38,9 +38,11 @@ def _paragraph(problem: Problem, style: Style, label: str) -> Iterator[str]:
 
 
 def _excerpt(problem: Problem, style: Style) -> Iterator[str]:
-    line, column = problem.excerpt.rstrip().replace("\t", " "), (problem.column or 1) - 1
+    line = problem.excerpt.rstrip().replace("\t", " ")
+    column = (problem.column or 1) - 1
     before, after = _cut(line, column)
-    text, start = before + after, len(before)
+    text = before + after
+    start = len(before)
     number = f"{problem.line:>5}"
     width = 1 if problem.code in POINTED_AT_ONE_CHARACTER else max(1, len(text) - start)
     yield f"{style.dim(f'{number} |')} {text}"
@@ -53,5 +55,6 @@ def _cut(line: str, column: int) -> tuple[str, str]:
         return on_one_line(line[:column]), on_one_line(line[column:])
     start = max(0, column - SHOWN_BEFORE)
     end = start + SHOWN
-    before, after = on_one_line(line[start:column]), on_one_line(line[column:end])
+    before = on_one_line(line[start:column])
+    after = on_one_line(line[column:end])
     return f"{'…' if start else ''}{before}", f"{after}{'…' if end < len(line) else ''}"

@@ -75,7 +75,8 @@ class Progress:
         elif isinstance(event, EndEvent):
             self.has_ended = True
         elif isinstance(event, StepEvent):
-            self.step, self.loss = event.step, event.loss
+            self.step = event.step
+            self.loss = event.loss
             self._recent.append(event)
             # The first steps compile and allocate; a speed that counted them would be too low for long.
             if self.begin and len(self._recent) > WARMUP_STEPS:
@@ -88,6 +89,7 @@ class Progress:
         )
         steady = recent[WARMUP_STEPS:]
         step_time_s = sum(step.step_time_s for step in steady) / len(steady)
-        self.tokens_per_s, self.mfu = throughput.tokens_per_s, throughput.mfu
+        self.tokens_per_s = throughput.tokens_per_s
+        self.mfu = throughput.mfu
         if self.max_steps is not None:
             self.time_left_s = max(0, self.max_steps - self.step) * step_time_s

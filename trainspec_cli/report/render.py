@@ -117,7 +117,8 @@ def _links(report: Report) -> Section:
         justify: Literal["left", "right"] = "left" if name in ("axis", "slowest ranks") else "right"
         table.add_column(name, justify=justify, header_style="dim", no_wrap=True)
     for link in report.links:
-        planned, of = link.planned_bytes_per_s, f" (of {link.links:,})" if link.links > 1 else ""
+        planned = link.planned_bytes_per_s
+        of = f" (of {link.links:,})" if link.links > 1 else ""
         table.add_row(
             link.axis,
             f"{describe_ranks(link.ranks).partition(' ')[2]}{of}",
@@ -146,7 +147,8 @@ def _wall_time(report: Report) -> Section:
         return None
     table = Table.grid(padding=(0, 2))
     for bucket in fields(report.time_s):
-        name, seconds = bucket.name, getattr(report.time_s, bucket.name)
+        name = bucket.name
+        seconds = getattr(report.time_s, bucket.name)
         if seconds > 0:
             share = seconds / wall_s
             bar = "█" * round(share * BAR_CELLS)

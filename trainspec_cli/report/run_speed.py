@@ -83,7 +83,8 @@ class SpeedMeter:
         if start is None or not rows:
             return
         self._means_s[rank] = start.mean_parts_s(rows)
-        exchange_s, exposed_s = start.steps["exchange_s"], start.steps["exposed_s"]
+        exchange_s = start.steps["exchange_s"]
+        exposed_s = start.steps["exposed_s"]
         seen = [row for row in rows if not math.isnan(exchange_s[row]) and not math.isnan(exposed_s[row])]
         self._exchanging_steps += len(seen)
         self._exchanges_s.append((_sum(exchange_s, seen), _sum(exposed_s, seen)))
@@ -145,7 +146,8 @@ def _sum(column: Sequence[float], rows: Iterable[int]) -> float:
 
 def _usual_s(start: Start, rows: Sequence[int]) -> tuple[float, float]:
     """Return the tenth and the ninetieth percentile."""
-    checkpoint_s, step_time_s = start.steps["checkpoint"], start.steps["step_time_s"]
+    checkpoint_s = start.steps["checkpoint"]
+    step_time_s = start.steps["step_time_s"]
     times = sorted(step_time_s[row] for row in rows if not checkpoint_s[row])
     times = times or sorted(step_time_s[row] for row in rows)
     return times[len(times) // 10], times[len(times) * 9 // 10]

@@ -132,7 +132,8 @@ def _changed_at(run: RunDir) -> float:
 
 def _describe(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
     record = read_run_record(run)
-    step, outline = last_step(run), read_plan_outline(run)
+    step = last_step(run)
+    outline = read_plan_outline(run)
     about = outline.spec.get("run")
     tags = about.get("tags") if isinstance(about, dict) else None
     return RunLine(
@@ -240,7 +241,8 @@ class History:
 
     def column(self, name: str) -> tuple[array[int], array[float]]:
         """Return a figure of all steps: (steps, values)."""
-        steps, values = array("q"), array("d")
+        steps = array("q")
+        values = array("d")
         for start in self.starts:
             steps.extend(start.steps.steps)
             values.extend(start.steps[name])

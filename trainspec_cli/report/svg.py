@@ -12,9 +12,14 @@ from html import escape
 from itertools import pairwise
 
 BAR_HEIGHT = 22
-CHART_WIDTH, CHART_HEIGHT = 760, 320
-MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 64, 24, 34, 44
-MOST_EVEN_TICKS, MOST_DIGITS = 6, 6
+CHART_WIDTH = 760
+CHART_HEIGHT = 320
+MARGIN_LEFT = 64
+MARGIN_RIGHT = 24
+MARGIN_TOP = 34
+MARGIN_BOTTOM = 44
+MOST_EVEN_TICKS = 6
+MOST_DIGITS = 6
 
 Point = tuple[float, float]
 
@@ -42,7 +47,8 @@ class LineSeries:
 
 def render_bar(segments: Sequence[Segment], scale: float, limit: float | None = None) -> str:
     """Draw a stack of segments whose lengths are parts of `scale`, and `limit` as a line across."""
-    drawn, at = [], 0.0
+    drawn = []
+    at = 0.0
     for segment in segments:
         tip = escape(f"{segment.label}: {segment.shown}")
         width = segment.value / scale
@@ -78,7 +84,8 @@ def render_lines(lines: Sequence[LineSeries], x_title: str, y_title: str, ticks:
 def render_curves(lines: Sequence[LineSeries], x_title: str, y_title: str) -> str:
     """Draw a chart on two even axes; x are whole numbers."""
     xs, ys = _places(lines)
-    low, high = min(ys), max(ys)
+    low = min(ys)
+    high = max(ys)
     margin = abs(low) * 0.1 or 1.0 if _is_flat(low, high) else 0.05 * (high - low)
     frame = _Frame(min(xs), max(xs), low - margin, high + margin, even=True)
     whole = [x for x in even_ticks(min(xs), max(xs)) if x == round(x)]
@@ -144,7 +151,8 @@ class _Frame:
 
 
 def _grid(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> str:
-    left, right = MARGIN_LEFT, CHART_WIDTH - MARGIN_RIGHT
+    left = MARGIN_LEFT
+    right = CHART_WIDTH - MARGIN_RIGHT
     bottom = CHART_HEIGHT - MARGIN_BOTTOM
     parts = []
     for value, label in frame.y_ticks():
@@ -224,7 +232,8 @@ def render_chart(
     Several points on one dot's width are drawn as their mean; those that are not finite are passed over, and when
     none is left the text is empty.
     """
-    first, last = min((x for x, _ in _finite(points)), default=None), max((x for x, _ in _finite(points)), default=None)
+    first = min((x for x, _ in _finite(points)), default=None)
+    last = max((x for x, _ in _finite(points)), default=None)
     if first is None or last is None:
         return ""
     columns = _column_means(_finite(points), width * 2, first, last)
@@ -243,7 +252,8 @@ def render_overlay(curves: Mapping[str, Sequence[Point]], *, width: int = 64, he
     everything = sorted(point for points in finite.values() for point in points)
     if not everything:
         return ""
-    first, last = everything[0][0], everything[-1][0]
+    first = everything[0][0]
+    last = everything[-1][0]
     means = {mark: _column_means(points, width, first, last) for mark, points in finite.items()}
     low, high = _padded_range([y for columns in means.values() for y in columns if y is not None])
     cells = [[" "] * width for _ in range(height)]
@@ -283,7 +293,8 @@ def _column_means(points: Iterable[Point], columns: int, first: float, last: flo
 
 def _padded_range(values: Sequence[float]) -> tuple[float, float]:
     """A flat curve is drawn in the middle."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if low == high:
         pad = abs(low) * 0.1 or 1.0
         return low - pad, high + pad

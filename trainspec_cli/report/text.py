@@ -106,7 +106,8 @@ def describe_event(event: Event) -> str:
             return describe_left_out(event).line
         case LinkEvent():
             # `step 420: tp link of ranks 2 to 3: 1.2 GB/s, 0.5 times the 2.4 GB/s before step 400`.
-            now, before = event.now_bytes_per_s, event.before_bytes_per_s
+            now = event.now_bytes_per_s
+            before = event.before_bytes_per_s
             others = f", and {event.changed_links - 1:,} more of its links" if event.changed_links > 1 else ""
             change = f"{now / before:.2g} times the {format_rate(before)}"
             group = f"group {event.group}: " if isinstance(event.group, int) else ""
@@ -160,7 +161,8 @@ def describe_saving(event: CheckpointEvent) -> str:
 
 def describe_cadence(event: CadenceEvent) -> str:
     """Describe what `checkpoint.interval_steps: auto` has chosen, and why."""
-    cost_s, mtbf_s = event.blocked_s + event.drag_s, event.mtbf_s
+    cost_s = event.blocked_s + event.drag_s
+    mtbf_s = event.mtbf_s
     failures = (
         "no failures are expected" if mtbf_s is None else f"a failure is expected every {format_duration(mtbf_s)}"
     )
@@ -174,7 +176,8 @@ def describe_cadence(event: CadenceEvent) -> str:
 
 def describe_plan(plan: Plan) -> str:
     """Describe what a plan has resolved, a fact a line."""
-    spec, unit = plan.spec, plan.spec.data.unit
+    spec = plan.spec
+    unit = plan.spec.data.unit
     micro = f"{plan.micro_batch_size} a process at a time, {plan.grad_accum_steps} times a step"
     groups = f"{plan.replica_groups} of {plan.group_size} each, which exchange over {plan.group_backend}"
     facts = {
@@ -201,7 +204,8 @@ def describe_batch(plan: Plan) -> str:
 
 def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> str:
     """`predicted: 240 ms a step, 8,533 tokens/s · 65.50 GiB a process, 56.75 GiB of them tensors`."""
-    seconds, tensors = prediction.step_time_s, ""
+    seconds = prediction.step_time_s
+    tensors = ""
     if prediction.beside:  # a run measures its tensors alone
         tensors = f", {format_bytes(prediction.peak_memory_bytes)} of them tensors"
     return (
@@ -358,7 +362,8 @@ def _unsteady(speed: RunSpeed) -> Iterator[str]:
 
 def _exchanges(speed: RunSpeed) -> Iterator[str]:
     if speed.exchange and speed.exchange.seconds:
-        took, exposed = speed.exchange.seconds, speed.exchange.exposed_s / speed.exchange.seconds
+        took = speed.exchange.seconds
+        exposed = speed.exchange.exposed_s / speed.exchange.seconds
         yield f"ranks exchanged for {format_duration(took)} a step, {exposed:.0%} of it while nothing was computed"
 
 

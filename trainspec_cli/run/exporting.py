@@ -77,10 +77,12 @@ def find_checkpoint(run: RunDir, step: int | None, *, best: bool = False) -> int
     if not steps:
         raise RecipeError(Problem("no_checkpoint", f"{run.root} holds no whole checkpoint", hint="train it first"))
     if best and (step := best_checkpoint(run)) is None:
-        message, hint = "no checkpoint was evaluated on what is held out", "type checkpoint.keep_best=true in a launch"
+        message = "no checkpoint was evaluated on what is held out"
+        hint = "type checkpoint.keep_best=true in a launch"
         raise RecipeError(Problem("no_checkpoint", message, "--best", hint))
     if step is not None and step not in steps:
-        message, hint = f"there is no checkpoint of step {step}", ", ".join(map(str, steps))
+        message = f"there is no checkpoint of step {step}"
+        hint = ", ".join(map(str, steps))
         raise RecipeError(Problem("no_checkpoint", message, "--step", hint))
     return steps[-1] if step is None else step
 
@@ -148,7 +150,8 @@ def _write_tokenizer(token_folder: Path, seq_len: int, folder: Path) -> JsonValu
     """-> the ids that end a text: the end of a document, and before it that of a message in ChatML."""
     document_end = read_manifest(token_folder).end_of_document_id
     shutil.copyfile(token_folder / TOKENIZER, folder / TOKENIZER)
-    template, message_end = folder / CHAT_TEMPLATE, None
+    template = folder / CHAT_TEMPLATE
+    message_end = None
     if template.is_file() and CHATML_TOKENS[1] in template.read_text(encoding="utf-8"):
         message_end = load(token_folder / TOKENIZER).token_to_id(CHATML_TOKENS[1])
     end = document_end if message_end is None else message_end
@@ -170,7 +173,8 @@ def write_adapters(wanted: Export, output: Path) -> str:
     if not plan.spec.lora.rank:
         message = f"{wanted.run.root} trained whole weights, and no adapters"
         raise RecipeError(Problem("unsupported", message, "--format", "type --format hf"))
-    output, config = output.expanduser().resolve(), _config(plan, wanted)
+    output = output.expanduser().resolve()
+    config = _config(plan, wanted)
     base = plan.spec.init.hugging_face
     with publishing(output) as temporary:
         _write_beside(plan, wanted.run, config, temporary)

@@ -114,7 +114,8 @@ def _reported(job: Job) -> Iterator[WorkerFailure]:
         error = read_error(path, WorkerErrorRecord)
         if job.ranks is not None and error.rank not in job.ranks:
             continue
-        hung, foreseen = error.code == "hang", bool(error.code)
+        hung = error.code == "hang"
+        foreseen = bool(error.code)
         summary = error.message if foreseen else f"{error.type}: {error.message}".strip().rstrip(":")
         yield WorkerFailure(
             rank=error.rank,

@@ -83,7 +83,9 @@ class LimitsWatch:
     """
 
     def __init__(self, run: RunDir, plan: Plan, machine: Machine, now: Callable[[], float] = time.time):
-        self._run, self._machine, self._now = run, machine, now
+        self._run = run
+        self._machine = machine
+        self._now = now
         # A planned change of layout was predicted for the layout that the run begins in, and not for its own.
         changed = [replace(plan.with_layout(change), prediction=None) for change in plan.changes]
         self._plans = {one.layout.describe(): one for one in (*changed, plan)}
@@ -104,7 +106,8 @@ class LimitsWatch:
             report(f"later launches will not know of this shortage of memory: {error}")
 
     def _remember(self, event: MemoryEvent, plan: Plan) -> None:
-        limits, prediction = read_limits(plan, self._machine), plan.prediction
+        limits = read_limits(plan, self._machine)
+        prediction = plan.prediction
         learned = Learned(
             Relief(event.failed, event.taken),
             run=str(self._run.root.absolute()),
@@ -132,7 +135,8 @@ def _layout(plan: Plan) -> str:
 
 
 def _path(plan: Plan, machine: Machine) -> Path:
-    spec, whole = to_plain(plan.spec), to_plain(plan)
+    spec = to_plain(plan.spec)
+    whole = to_plain(plan)
     facts = {key: spec[key] for key in ("model", "lora", "compile", "precision", "kernels")}
     facts |= {key: whole[key] for key in ("layout", "device", "replica_groups", "num_nodes")}
     return figures_path(

@@ -89,11 +89,16 @@ class SlowNodes:
         executor: Executor | None = None,
     ):
         """`replan` is called in a thread, which nothing waits for."""
-        scheduler, self._run = plan.spec.scheduler, job.run
+        scheduler = plan.spec.scheduler
+        self._run = job.run
         self._executor = executor or ThreadPoolExecutor(1, "fewer nodes")
-        self._mode, self._may_change, self._change = scheduler.mode, scheduler.may_change, scheduler.change
-        self._replan, self._report = replan, report
-        self._restart_s, self._asked_s = math.inf, math.inf
+        self._mode = scheduler.mode
+        self._may_change = scheduler.may_change
+        self._change = scheduler.change
+        self._replan = replan
+        self._report = report
+        self._restart_s = math.inf
+        self._asked_s = math.inf
         self._decided: Gain | None = None
         """The gain expected of the node that is being left out."""
         self._given: NodesEvent | None = None
@@ -112,7 +117,8 @@ class SlowNodes:
         self._paces = PaceTracker(self._change)
         self._learnt: _Learnt | None = None
         self._scheduler = LeaveOutScheduler()
-        self._began_s, self._asked_s = min(time.monotonic(), self._asked_s), math.inf
+        self._began_s = min(time.monotonic(), self._asked_s)
+        self._asked_s = math.inf
         self._step = self._steps = 0
         self._times_s = deque[float](maxlen=REMEMBERED_STEPS)
 
@@ -150,7 +156,9 @@ class SlowNodes:
         """Return the job and the plan of the next start, which is without this node: a spare one takes its place where
         one is there, else the run goes on with fewer. Both are written down."""
         self._take_steps(self._events.read())
-        spare, plan, gain = self._spare, self._plan_without, self._decided
+        spare = self._spare
+        plan = self._plan_without
+        gain = self._decided
         assert gain is not None, "that was decided here"
         if plan is None:
             self._report(f"no spare node is there any more: the run starts again with node {node}")
@@ -194,7 +202,8 @@ class SlowNodes:
         if steps and not self._step:
             self._restart_s = time.monotonic() - self._began_s
         for event in steps:
-            self._step, self._steps = event.step, self._steps + 1
+            self._step = event.step
+            self._steps = self._steps + 1
             if self._steps > SKIPPED_STEPS:
                 self._times_s.append(event.step_time_s)
         if steps and self._given is not None and len(self._times_s) >= MEASURED_STEPS:
@@ -237,7 +246,9 @@ class SlowNodes:
         return gain_without_slowest(learnt.times, self._plan.devices_per_node, step_s, learnt.best_s, work)
 
     def _decide(self, gain: Gain) -> list[NodeSlow]:
-        plan, node, host = self._plan_without, self._job.nodes[gain.node], self._hostnames[gain.node]
+        plan = self._plan_without
+        node = self._job.nodes[gain.node]
+        host = self._hostnames[gain.node]
         assert plan is not None, "there is a gain"
         name = f"node {node} ({host})" if host else f"node {node}"
         why = (
@@ -346,7 +357,10 @@ class Supervisor:
         report: Callable[[str], None],
         replan: Replan | None = None,
     ):
-        self._job, self._plan, self._open_backend, self._report = job, plan, backend, report
+        self._job = job
+        self._plan = plan
+        self._open_backend = backend
+        self._report = report
         self._first_logs = job.logs
         self.state = recovery.begin(
             plan.spec.resilience if plan else TOOL,
@@ -375,7 +389,8 @@ class Supervisor:
 
     def close(self) -> None:
         """End a generation, where one is open: nothing of it is left."""
-        backend, marks = self._backend, self._marks
+        backend = self._backend
+        marks = self._marks
         self._backend = self._marks = None
         if marks is None:
             return
@@ -428,7 +443,8 @@ class Supervisor:
             self._apply(action)
 
     def _apply(self, action: run_state.Action) -> None:
-        backend, run = self._backend, self._job.run
+        backend = self._backend
+        run = self._job.run
         assert backend is not None, "a generation is open"
         match action:
             case run_state.Launch(group, number):
@@ -485,7 +501,8 @@ class Supervisor:
 
     def _take_setting(self, action: run_state.TakeSetting) -> None:
         """Write down with what the next start takes less memory: its workers follow that."""
-        shortage, alone = action.shortage, self.state.is_alone
+        shortage = action.shortage
+        alone = self.state.is_alone
         step = newest_step(read_sound(self._job.run.events(0)))
         directives = EventWriter(self._job.run.directives, SUPERVISOR)
         directives.write(

@@ -278,7 +278,8 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
         reason = f"its error against fp64 is {error:.2g}; {allowed:.2g} is allowed for the format"
         return KernelFigure("wrong", reason, error=finite_or_none(error), allowed_error=allowed)
     ratios = [ratio for trial in trials for ratio in trial.ratios]
-    ratio, spread = median(ratios), quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    ratio = median(ratios)
+    spread = quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
     quartiles = (spread[0], spread[2])
     if backend == TORCH:
         return KernelFigure("default", "", ratio, quartiles, error, allowed)
@@ -349,7 +350,8 @@ def traced_ranks(plan: Plan) -> list[int]:
     Along cp it is the last, whose queries meet every part of the keys.
     """
     layout = plan.layout
-    per_stage, along_cp = plan.world_size // layout.pp, (layout.cp - 1) * layout.tp
+    per_stage = plan.world_size // layout.pp
+    along_cp = (layout.cp - 1) * layout.tp
     return sorted({along_cp, (layout.pp - 1) * per_stage + along_cp})
 
 

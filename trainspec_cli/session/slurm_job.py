@@ -38,7 +38,9 @@ def main() -> None:
 def _main() -> None:
     force = sys.argv[1] == FORCE
     name, *command = sys.argv[1 + force :]
-    run, job_id, warning = RunDir(name), own_job(), TimeWarning()
+    run = RunDir(name)
+    job_id = own_job()
+    warning = TimeWarning()
     console = RunConsole(width=120, highlight=False)
     try:
         with on_stop_signal(interrupt):

@@ -115,7 +115,8 @@ class BatchSchedule:
 
 def schedule_batches(spec: RunSpec) -> BatchSchedule:
     """Return the batch schedule of a recipe that `spec.rules` found no fault with."""
-    batching, rule = spec.batching, spec.batching.schedule.lr_rule
+    batching = spec.batching
+    rule = spec.batching.schedule.lr_rule
     return BatchSchedule(
         optim=spec.optim,
         max_steps=spec.train.max_steps,
@@ -155,7 +156,9 @@ def count_steps(schedule: BatchSchedule) -> int:
 
 def _phases(schedule: BatchSchedule) -> Iterator[BatchPhase]:
     """Count in whole stages: a run may have 10^12 steps."""
-    trained, total, start = 0, schedule.run_samples, schedule.start_samples
+    trained = 0
+    total = schedule.run_samples
+    start = schedule.start_samples
     ends = [stage.from_samples for stage in schedule.stages[1:]] + [total]
     for stage, end in zip(schedule.stages, ends, strict=True):
         size = stage.step_samples
@@ -181,7 +184,8 @@ def _later_stages(spec: RunSpec) -> tuple[BatchStage, ...]:
 
 def _seesaw_stages(spec: RunSpec) -> tuple[BatchStage, ...]:
     """Each size of the ladder holds from where the schedule has multiplied the rate by B0 / size or less."""
-    start, lr = spec.batching.global_batch_size, spec.optim.schedule
+    start = spec.batching.global_batch_size
+    lr = spec.optim.schedule
     after_warmup = range(lr.warmup_steps, spec.train.max_steps)
     stages = []
     largest = min(largest_size(spec), start * spec.train.max_steps)

@@ -146,7 +146,8 @@ def weighted_counts(samples: int, weights: Sequence[float]) -> tuple[int, ...]:
 
 def _given_one(samples: int, weights: Sequence[float]) -> set[int]:
     """Return the ranks whose share is less than one sample, beside those weaker than they that have one each."""
-    total, given = sum(weights), set[int]()
+    total = sum(weights)
+    given = set[int]()
     for rank in sorted(range(len(weights)), key=weights.__getitem__):
         if (samples - len(given)) * weights[rank] / total + ROUNDING >= 1:
             break
@@ -172,7 +173,8 @@ def divide(counts: Sequence[int], micro_batches: int, *, in_step: bool = False) 
     Each micro-batch consists of neighbouring samples, over all ranks; the sizes of any two of a rank's differ by
     at most one, and so do those of the whole group's, unless `in_step` has every rank's larger ones come first.
     """
-    sizes, spare_before = [], 0
+    sizes = []
+    spare_before = 0
     for count in counts:
         each, spare = divmod(count, micro_batches)
         sizes.append(tuple(each + ((turn - spare_before) % micro_batches < spare) for turn in range(micro_batches)))

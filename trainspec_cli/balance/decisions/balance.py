@@ -41,7 +41,8 @@ def compute_s(division: Division, samples: int, speeds: Sequence[Speed], exchang
 
     `exchange_s` is what the ranks exchange for each micro-batch (the gathering of sharded parameters, say).
     """
-    counts, micro_batches = division.counts(samples), division.count_micro_batches(samples)
+    counts = division.counts(samples)
+    micro_batches = division.count_micro_batches(samples)
     if division.in_step:
         return _in_step_s(((*_line(speed), n) for speed, n in zip(speeds, counts, strict=True)), micro_batches) + (
             micro_batches * exchange_s
@@ -146,7 +147,9 @@ class _Kinds(NamedTuple):
         """Return when the last rank ends."""
         each = zip(self.fixed_s, self.sample_s, solved.counts, strict=True)
         last_s = max(micro_batches * fixed_s + count * sample_s for fixed_s, sample_s, count in each)
-        fixed_s, sample_s, count = self.fixed_s[solved.odd], self.sample_s[solved.odd], solved.counts[solved.odd]
+        fixed_s = self.fixed_s[solved.odd]
+        sample_s = self.sample_s[solved.odd]
+        count = solved.counts[solved.odd]
         return max(last_s, micro_batches * fixed_s + (count + (solved.ahead > 0)) * sample_s)
 
     def in_step_s(self, solved: _Solved, micro_batches: int) -> float:
@@ -267,7 +270,8 @@ def _common_time_s(samples: int, lines: Sequence[_Line], most: int) -> float:
     What the ranks compute grows with the time, in pieces: each round leaves out those that are at an end of their
     range, until the others' common time leaves none beyond it.
     """
-    free, left = list(lines), float(samples)
+    free = list(lines)
+    left = float(samples)
     while free:
         work = sum(ranks / sample_s for _, sample_s, ranks in free)
         time_s = (left + sum(ranks * start_s / sample_s for start_s, sample_s, ranks in free)) / work
@@ -301,7 +305,8 @@ def best_division(
     usual = even.count_micro_batches(samples)
     best_s = _with_bubble(best.compute_s, even, usual)
     kept_s = best_s * (1 - EVEN_ENOUGH)
-    kinds, found = _Kinds.of(speeds), None
+    kinds = _Kinds.of(speeds)
+    found = None
     tried = [usual] if keeps_micro_batches else _numbers(usual, even, samples, kinds, largest_micro_batch)
     for micro_batches in tried:
         most = micro_batches * largest_micro_batch
@@ -313,12 +318,15 @@ def best_division(
             found_s = kinds.slowest_s(solved, micro_batches) + micro_batches * exchange_s
         filled_s = _with_bubble(found_s, even, micro_batches)
         if filled_s < min(best_s, kept_s):
-            best, found, best_s = Balanced(even, found_s), (solved, micro_batches), filled_s
+            best = Balanced(even, found_s)
+            found = (solved, micro_batches)
+            best_s = filled_s
         if solved.most < most and not even.in_step and not even.bubble:
             break  # memory holds nobody back
     if found is None:
         return best
-    weights, micro_batches = tuple(map(float, kinds.of_ranks(found[0]))), found[1]
+    weights = tuple(map(float, kinds.of_ranks(found[0])))
+    micro_batches = found[1]
     division = replace(even, weights=weights, micro_batch_size=largest_micro_batch, micro_batches=micro_batches)
     return Balanced(division, best.compute_s)
 
@@ -401,8 +409,11 @@ class LayerScheduler:
     ):
         """`times` are planned ones, in any unit. `most_layers`: that a pipeline rank may hold. `change`: ranks whose
         speed differs from the median by no more than this fraction are equally fast."""
-        self._layout, self._times, self._change = layout, times, change
-        self._even, self._largest = even, largest_micro_batch
+        self._layout = layout
+        self._times = times
+        self._change = change
+        self._even = even
+        self._largest = largest_micro_batch
         rows = [[1.0] * len(times.layers_s)] * layout.pp
         self._room = Room(rows, [float(most_layers)] * layout.pp)
         self._counts = layout.stage_layers or cut_evenly(len(times.layers_s), layout.num_stages)

@@ -177,7 +177,8 @@ class LinkTracker:
     def _changed(self, before: float, shown: Sequence[Sample]) -> LinkChange:
         now, _ = _spread(shown)
         self._begin(shown)
-        self._departed, self.confirmed = [], self.speed
+        self._departed = []
+        self.confirmed = self.speed
         return LinkChange(self.ranks, shown[0].step, math.exp(before), math.exp(now))
 
     @property
@@ -272,7 +273,8 @@ class SampleTimes:
 
     def __init__(self, change: float) -> None:
         """`change`: the smallest relative change of a step's time that asks for a sample."""
-        self._least, self._spare = math.log1p(change), FIRST_SAMPLES
+        self._least = math.log1p(change)
+        self._spare = FIRST_SAMPLES
         self._steps = deque[float](maxlen=REMEMBERED_STEPS)
         """The logarithms of the seconds of steps that took as long as usual."""
         self._departed = 0
@@ -334,7 +336,8 @@ class LinkPaceTracker:
     def __init__(self, change: float, domain_ranks: int):
         """`change`: a link that is slower than usual by no more than this fraction is as fast as usual.
         `domain_ranks`: so many neighbouring ranks share a scale-up domain."""
-        self._change, self._domain_ranks = change, domain_ranks
+        self._change = change
+        self._domain_ranks = domain_ranks
         self._layout: Layout | None = None
         self._usual: dict[tuple[str, int], Usual] = {}
         """The usual speed of the links of an axis in a pipeline stage."""
@@ -344,7 +347,8 @@ class LinkPaceTracker:
     def note(self, layout: Layout, links: Sequence[MeasuredLink]) -> LinkPaces:
         """Take in how fast links are; ranks none of whose links are among them have those that they had."""
         if layout != self._layout:
-            self._layout, self._usual = layout, {}
+            self._layout = layout
+            self._usual = {}
         kinds: defaultdict[tuple[str, int], list[MeasuredLink]] = defaultdict(list)
         for link in links:
             kinds[link.axis, link.ranks[0] * layout.pp // layout.world_size].append(link)
@@ -368,7 +372,8 @@ class LinkPaceTracker:
     def _usual_of(self, kind: tuple[str, int], links: Sequence[MeasuredLink]) -> Usual:
         """Return how fast links of a kind usually are, learnt when they are seen for the first time, or with exchanges
         of another size."""
-        usual, middle = self._usual.get(kind), sorted(links, key=lambda link: link.sent_bytes)[len(links) // 2]
+        usual = self._usual.get(kind)
+        middle = sorted(links, key=lambda link: link.sent_bytes)[len(links) // 2]
         if usual is None or not usual.is_comparable(middle):
             alike = filter(Usual(0.0, middle.sent_bytes).is_comparable, links)
             # A link known to be narrow counts at the speed that it would have if it were not.

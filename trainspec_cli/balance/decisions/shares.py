@@ -51,15 +51,18 @@ class ChangeCost:
     def __init__(self) -> None:
         self.seconds = inf
         """The last such step took so much longer than the one after it; unknown before that."""
-        self._shape, self._first_s = StepShape(0, 0), inf
+        self._shape = StepShape(0, 0)
+        self._first_s = inf
 
     def note(self, samples: int, micro_batches: int, seconds: float) -> None:
         """Take in a step, for whose batch and computing this rank took `seconds`."""
         shape = StepShape(samples, micro_batches)
         if shape != self._shape:
-            self._shape, self._first_s = shape, seconds
+            self._shape = shape
+            self._first_s = seconds
         elif self._first_s < inf:
-            self.seconds, self._first_s = max(0.0, self._first_s - seconds), inf
+            self.seconds = max(0.0, self._first_s - seconds)
+            self._first_s = inf
 
 
 def cost_s(step_s: float, change_s: float) -> float:
@@ -78,7 +81,9 @@ class ShareScheduler:
         """
         self.division = even
         """The division in force."""
-        self._even, self._largest, self._change = even, largest_micro_batch, change
+        self._even = even
+        self._largest = largest_micro_batch
+        self._change = change
         self._keeps = keeps_micro_batches
         self._known: tuple[int, tuple[Speed, ...]] | None = None
         self._counted: set[Speed] = set()
@@ -88,7 +93,9 @@ class ShareScheduler:
 
     def follow(self, division: Division) -> None:
         """Put a division in force that was decided before."""
-        self.division, self._known, self._wanted = division, None, None
+        self.division = division
+        self._known = None
+        self._wanted = None
         self._rental.forget()
 
     def limit(self, micro_batch_size: int) -> None:
@@ -268,7 +275,8 @@ def gain_without_slowest(
     left_s = [times.even_s[rank] if rank not in nodes[node] else usual_s[rank] for rank in range(len(usual_s))]
     computed_s = max(times.in_force_s)
     rest_s = max(0.0, step_s - computed_s)
-    kept_s, expected_s = min(computed_s, best_s) + rest_s, work * max(left_s) + rest_s
+    kept_s = min(computed_s, best_s) + rest_s
+    expected_s = work * max(left_s) + rest_s
     if expected_s > kept_s * (1 - WORTH_LEAVING_OUT):
         return None
     return Gain(node, paces[node], step_s, kept_s, expected_s)
@@ -286,7 +294,8 @@ def best_shares_s(layout: Layout, even: Division, samples: int, speeds: Sequence
 def data_rows(layout: Layout) -> list[list[int]]:
     """Return the global ranks of each data-parallel rank: those that work on the same samples. `pp` is the outermost
     axis, `cp` and `tp` are the innermost."""
-    inner, rows = layout.cp * layout.tp, layout.data_parallel_size
+    inner = layout.cp * layout.tp
+    rows = layout.data_parallel_size
     return [
         [(stage * rows + row) * inner + place for stage in range(layout.pp) for place in range(inner)]
         for row in range(rows)
@@ -296,7 +305,8 @@ def data_rows(layout: Layout) -> list[list[int]]:
 def added_work(before: Layout, after: Layout, samples: int) -> float:
     """Return how many times as much the rank that has most computes in a step of so many samples in the layout `after`,
     beside what each has in `before` on average."""
-    most, mean = math.ceil(samples / after.data_parallel_size), samples / before.data_parallel_size
+    most = math.ceil(samples / after.data_parallel_size)
+    mean = samples / before.data_parallel_size
     return (most / _split(after)) / (mean / _split(before))
 
 

@@ -21,7 +21,8 @@ class SkiRental(Generic[Choice]):
 
     def forget(self) -> None:
         """Begin anew, with nothing wanted."""
-        self._lost_s, self._given = 0.0, None
+        self._lost_s = 0.0
+        self._given = None
 
     def count_anew(self) -> None:
         """Forget what was lost so far."""
@@ -40,5 +41,6 @@ class SkiRental(Generic[Choice]):
         self._lost_s += steps * saved_s
         if self._lost_s < cost_s or remaining_steps * saved_s < cost_s:
             return False
-        self._given, self._lost_s = wanted, 0.0
+        self._given = wanted
+        self._lost_s = 0.0
         return True

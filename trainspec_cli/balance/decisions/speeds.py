@@ -93,7 +93,8 @@ class SpeedTracker:
     def __init__(self, change: float, settling_s: float = 0.0):
         """`change`: the smallest relative change that is confirmed. `settling_s`: steps that show a speed, or a change
         of it, take so many seconds at least."""
-        self._change, self._settling_s = change, settling_s
+        self._change = change
+        self._settling_s = settling_s
         self._speed: Speed | None = None
         self._learnt = StepShape(0, 1)
         """The shape of the steps that the speed was learnt from."""
@@ -152,7 +153,9 @@ class SpeedTracker:
         self._learning.clear()
         self._skipped = None
         if self._early is not None and self._speed is not None:
-            self._speed, self._learnt, self._early = self._early, self._shape, None
+            self._speed = self._early
+            self._learnt = self._shape
+            self._early = None
             self._unrefined = []
         self._shape = shape
 
@@ -163,7 +166,8 @@ class SpeedTracker:
         self._learning.append(seen)
         middle_s = median(one.pace for one in known) if known else seen.pace
         own_noise = max(self._limit(self._paces), self._limit([one.pace / middle_s for one in known]))
-        pace, noise = seen.pace / middle_s, max(STEEP - 1, own_noise)
+        pace = seen.pace / middle_s
+        noise = max(STEEP - 1, own_noise)
         if 1 / (1 + noise) <= pace <= 1 + noise:
             self._departed.clear()
         elif self._confirms(seen._replace(pace=pace), noise):
@@ -211,17 +215,20 @@ class SpeedTracker:
     def _tell(self, paces: Sequence[float]) -> bool:
         """Return whether steps of these paces are enough to learn a speed from; where the rank's noise is known, few
         are."""
-        steps, least = len(paces), CONFIRMING_STEPS if len(self._paces) >= FIRST_STEPS else FIRST_STEPS
+        steps = len(paces)
+        least = CONFIRMING_STEPS if len(self._paces) >= FIRST_STEPS else FIRST_STEPS
         noise = max(self._limit(self._paces), self._limit(paces)) / math.sqrt(steps)
         return steps >= least and (noise <= self._change or steps >= REMEMBERED_STEPS)
 
     def _compare(self, seen: _Seen, expected_s: float, speed: Speed) -> None:
         if (skipped := self._skipped) is not None:
-            self._skipped, pace = None, skipped.pace / expected_s
+            self._skipped = None
+            pace = skipped.pace / expected_s
             if 1 / STEEP <= skipped.pace / seen.pace <= STEEP and not 1 / STEEP <= pace <= STEEP:
                 self._departed = [skipped._replace(pace=pace)]
         seen = seen._replace(pace=seen.pace / expected_s)
-        pace, noise = seen.pace, max(self._change, self._limit(self._paces))
+        pace = seen.pace
+        noise = max(self._change, self._limit(self._paces))
         if abs(pace - 1) <= noise:
             self._departed.clear()
             self._paces.append(pace)
@@ -229,7 +236,8 @@ class SpeedTracker:
                 self._unrefined.append(pace)
                 if len(self._unrefined) == REFINING_STEPS:
                     self._scale(speed, self._unrefined)
-                    self._unrefined, self._refined_at = None, self._shape
+                    self._unrefined = None
+                    self._refined_at = self._shape
             elif len(self._paces) == REMEMBERED_STEPS and abs(median(self._paces) - 1) > self._change:
                 # No single step shows a change of this size, but all remembered ones together do: more than half of
                 # them are from after the change.

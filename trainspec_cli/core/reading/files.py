@@ -287,7 +287,8 @@ def parse_whole(digits: str) -> int | float:
 def check_depth(content: JsonValue) -> None:
     """Raise ValueError for lists and objects that are nested too deep."""
     # Level by level: recursion would hit the very limit that this check protects.
-    level, depth = [content], 0
+    level = [content]
+    depth = 0
     while level := [node for node in level if isinstance(node, (dict, list))]:
         depth += 1
         if depth > MAX_DEPTH:

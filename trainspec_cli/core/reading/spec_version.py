@@ -40,7 +40,8 @@ def find_fault(stated: object) -> VersionFault | None:
     """Return what is wrong with the version that a file states; None where it is read."""
     if isinstance(stated, str) and stated in VERSIONS:
         return None
-    known, shown = " and ".join(VERSIONS), repr(stated)[:SHOWN_CHARS]
+    known = " and ".join(VERSIONS)
+    shown = repr(stated)[:SHOWN_CHARS]
     # A newer file gets another remedy than a misspelt version: upgrade, do not edit.
     if is_newer(stated):
         why = f"was made by a newer trainspec: it is of version {stated} of the training spec; this one reads {known}"

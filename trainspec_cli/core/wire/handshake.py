@@ -38,7 +38,8 @@ class Challenge:
 
     def accept(self, answer: bytes) -> bytes:
         """Return the server's own proof for the client's answer. Raises HandshakeError for a wrong one."""
-        theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+        theirs = answer[:NONCE_BYTES]
+        proof = answer[NONCE_BYTES:]
         # `==` stops at the first wrong byte, and its time would show how much of a guessed proof is right.
         if not hmac.compare_digest(proof, _prove(self.secret, "client", self.purpose, self.nonce, theirs)):
             raise HandshakeError("the client does not know the job's secret")

@@ -157,7 +157,8 @@ def _system(record: Record, of: ChatFormat) -> Record:
 
 
 def _text(section: Record, key: str, within: str, of: ChatFormat) -> str:
-    value, name = section.get(key), f"{within}.{key}" if within else key
+    value = section.get(key)
+    name = f"{within}.{key}" if within else key
     if isinstance(value, str):
         return value
     got = f"there is no `{name}`" if value is None else f"`{name}` is {show_kind(value)}, not text"
@@ -187,7 +188,8 @@ def parse_record(
     template.
     """
     if of == "completions":
-        prompt, completion = record["prompt"], record["completion"]
+        prompt = record["prompt"]
+        completion = record["completion"]
         if not isinstance(prompt, str) or not isinstance(completion, str):
             name = "completion" if isinstance(prompt, str) else "prompt"
             raise FormatError(

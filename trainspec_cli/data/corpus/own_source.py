@@ -76,7 +76,8 @@ def write_own(data: DataSpec, folder: Path, write_text: TextWriter) -> None:
     if first.text is None:
         _write_ids(extension, data, every, folder)
         return
-    aside, has_text = folder / "documents.jsonl", False
+    aside = folder / "documents.jsonl"
+    has_text = False
     with aside.open("w", encoding="utf-8") as file:
         for document in every:
             if document.text is None:
@@ -91,7 +92,8 @@ def write_own(data: DataSpec, folder: Path, write_text: TextWriter) -> None:
 
 
 def _documents(extension: Extension, data: DataSpec) -> Iterator[OwnDocument]:
-    call, number = load(extension), 0
+    call = load(extension)
+    number = 0
     with own_errors(extension, "when it was called", RecipeError):
         made = call(**data.options)
     if not isinstance(made, Iterable) or isinstance(made, (str, bytes, Mapping)):
@@ -160,7 +162,10 @@ def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocu
     for path in (path for path, is_given in given.items() if is_given):
         message = f"`{path}` is given, and {extension.text} gives token ids, whose text is not known"
         raise RecipeError(Problem("unsupported", message, path, f"leave it out: ~{path}"))
-    aside, lengths, names, largest = folder / "documents.bin", list[int](), list[str](), 0
+    aside = folder / "documents.bin"
+    lengths = list[int]()
+    names = list[str]()
+    largest = 0
     with aside.open("wb") as file:
         for document in documents:
             if document.ids is None:
@@ -194,7 +199,8 @@ def _write_ids(extension: Extension, data: DataSpec, documents: Iterable[OwnDocu
 
 
 def _split_ids(aside: Path, lengths: list[int], is_heldout: list[bool], folder: Path) -> dict[Split, SplitSummary]:
-    every, start = np.memmap(aside, dtype="<u4", mode="r"), 0
+    every = np.memmap(aside, dtype="<u4", mode="r")
+    start = 0
     with ShardWriter(folder, "train", ID_TYPE) as train, ShardWriter(folder, "heldout", ID_TYPE) as heldout:
         for length, held in zip(lengths, is_heldout, strict=True):
             writer = heldout if held else train

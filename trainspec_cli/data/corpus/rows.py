@@ -59,7 +59,8 @@ class Rows(Protocol):
 
 def empty_row(seq_len: int, *, documents: bool) -> Row:
     """Return a row with nothing to learn, which fills up a batch."""
-    tokens, targets = np.zeros(seq_len, dtype=np.int64), np.full(seq_len, IGNORED, dtype=np.int64)
+    tokens = np.zeros(seq_len, dtype=np.int64)
+    targets = np.full(seq_len, IGNORED, dtype=np.int64)
     return Row(tokens, targets, np.full(seq_len, PADDING_DOCUMENT, dtype=np.int64) if documents else None)
 
 
@@ -99,7 +100,9 @@ class Packed:
     """
 
     def __init__(self, folder: TokenFolder, split: Split, seq_len: int):
-        self.folder, self.split, self.seq_len = folder, split, seq_len
+        self.folder = folder
+        self.split = split
+        self.seq_len = seq_len
         index = folder.documents(split)
         self._starts = index.starts
         whole = np.diff(index.starts) - 1
@@ -148,7 +151,8 @@ class Packed:
         assert row.documents is not None
         filled = 0
         for number, document in enumerate(self._rows[index]):
-            start, length = int(self._starts[document]), int(self._lengths[document])
+            start = int(self._starts[document])
+            length = int(self._lengths[document])
             span = slice(filled, filled + length)
             text = self.folder.tokens(self.split, start, length + 1)
             learnt = self._learnt.learnt(start + 1, length)

@@ -283,7 +283,8 @@ class TokenFolder:
         return [self._map_shard(shard, dtype) for shard in self.manifest.split(split).shards]
 
     def _map_shard(self, shard: Shard, dtype: np.dtype) -> np.ndarray:
-        file, expected_bytes = self.path / shard.file, shard.tokens * dtype.itemsize
+        file = self.path / shard.file
+        expected_bytes = shard.tokens * dtype.itemsize
         if not file.is_file():
             raise self._damaged(shard.file, "is missing")
         # Shards of other programs have no digest and may have a header, so only a lower bound of their size is known.

@@ -45,11 +45,14 @@ class _TokenFiles:
 def write_foreign(data: DataSpec, files: Sequence[Path], folder: Path) -> None:
     """Write a manifest of `files` into `folder`, and the tokenizer if one is named. Raises TrainspecError."""
     found = _READERS[data.source](data, files)
-    tokenizer, end_id, vocab_size = None, -1, 0
+    tokenizer = None
+    end_id = -1
+    vocab_size = 0
     if data.tokenizer.path is not None:
         tokenizer = bpe.load(expand(data.tokenizer.path))
         (folder / TOKENIZER_FILE).write_text(tokenizer.to_str(), encoding="utf-8")
-        end_id, vocab_size = bpe.find_end_of_document(tokenizer, data.tokenizer), bpe.count_vocab(tokenizer)
+        end_id = bpe.find_end_of_document(tokenizer, data.tokenizer)
+        vocab_size = bpe.count_vocab(tokenizer)
     manifest = ShardManifest(
         schema=SCHEMA,
         dtype=found.dtype,
@@ -81,7 +84,8 @@ def _read_nanogpt(data: DataSpec, files: Sequence[Path]) -> _TokenFiles:
         *train, last = train
         at = round(last.tokens * (1 - data.heldout_fraction))
         first, rest = _split(last, at, "uint16")
-        train, heldout = [*train, first], [rest]
+        train = [*train, first]
+        heldout = [rest]
     return _TokenFiles("uint16", train, heldout)
 
 

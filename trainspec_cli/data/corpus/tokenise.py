@@ -73,7 +73,8 @@ def write_tokens(
         assert encoder.tokenizer is not None, "one's own tokenizer is refused beside conversations"
         conversations = _conversations(read, formats)
         written = write_conversations(conversations, encoder.tokenizer, encoder.end_id, rule, folder)
-        summaries, xz_bits_per_byte = written, None
+        summaries = written
+        xz_bits_per_byte = None
     else:
         texts = (document.text for document in read)
         summaries, xz_bits_per_byte = _encode(_cut(texts, rule), encoder, folder)
@@ -116,14 +117,16 @@ def _read(data: DataSpec, files: list[Path], phase: str, num_bytes: int, on_prog
     file has more text than bytes, so that its end is not known."""
     begin, end = PHASES[phase]
     done_bytes = count = 0
-    reported, reported_s = -1.0, time.monotonic()
+    reported = -1.0
+    reported_s = time.monotonic()
     for count, document in enumerate(documents(data, files), 1):
         yield document
         done_bytes += len(document.text.encode())
         done = min(1.0, done_bytes / max(1, num_bytes))
         if done - reported >= 0.01 or time.monotonic() - reported_s >= REPORTED_S:
             on_progress(phase, begin + done * (end - begin), count)
-            reported, reported_s = done, time.monotonic()
+            reported = done
+            reported_s = time.monotonic()
     on_progress(phase, end, count)
 
 
@@ -212,7 +215,8 @@ def _batches(cut: Iterable[_Piece]) -> Iterator[list[_Piece]]:
         num_chars += len(piece.text)
         if num_chars >= BATCH_CHARS:
             yield batch
-            batch, num_chars = [], 0
+            batch = []
+            num_chars = 0
     yield batch
 
 
@@ -312,7 +316,8 @@ def _encode_conversations(batch: Sequence[Conversation], tokenizer: Tokenizer) -
 def _write_conversation(
     written: _WrittenSplit, conversation: Conversation, encoding: Encoding, end_id: int, special: frozenset[int]
 ) -> None:
-    ids, learnt = list(encoding.ids), _learnt(conversation.spans, encoding)
+    ids = list(encoding.ids)
+    learnt = _learnt(conversation.spans, encoding)
     if conversation.is_chat:
         learnt = _with_ends(learnt, ids, special)
     # Some tokenizers append the end by themselves; twice would teach the model to end twice.

@@ -200,7 +200,8 @@ class TemplateProcess:
 
     def close(self) -> None:
         """End the process. It would also end by itself when its standard input is closed."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is not None:
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(OSError):

@@ -43,7 +43,9 @@ def _misfits(model: ModelSpec) -> list[Problem]:
     # Any sizes do: only the defaults of its other keys are compared.
     plain = DecoderModel(1, 1, 1, 1, 1, 1, 1)
     keys = ["gated_mlp", "learned_positions", "mla", "activation", "gate_limit", "attention_sinks"]
-    biased, windowed, moe = model.attention_bias != "none", model.sliding_window is not None, model.experts is not None
+    biased = model.attention_bias != "none"
+    windowed = model.sliding_window is not None
+    moe = model.experts is not None
     if biased and (windowed or model.qk_norm or moe):
         keys.append("attention_bias")
     if windowed and (model.qk_norm or model.global_attention_every):
@@ -141,7 +143,8 @@ def differences(asked: DecoderModel, found: DecoderModel) -> dict[str, tuple[obj
 
     Keys that only steer training, and keys that are not used, may differ.
     """
-    mine, theirs = _comparable(asked), _comparable(found)
+    mine = _comparable(asked)
+    theirs = _comparable(found)
     return {key: (mine.get(key), theirs.get(key)) for key in mine | theirs if mine.get(key) != theirs.get(key)}
 
 

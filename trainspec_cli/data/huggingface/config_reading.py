@@ -90,7 +90,8 @@ def _read_keys(cls: type[T], given: JsonObject, where: str) -> T:
     """Return the keys of dataclass `cls`. Raises RecipeError with every key whose kind transformers would not write,
     and every number below 0; else with the first key that is missing."""
     kinds = get_type_hints(cls)
-    wrong, hint = [], "name a folder that transformers has written"
+    wrong = []
+    hint = "name a folder that transformers has written"
     for key, kind in kinds.items():
         if key in given and not _fits(given[key], kind):
             message = f"{where} has {show_kind(given[key])} as `{key}`; {describe_kind(kind)} is needed, not below 0"
@@ -117,7 +118,8 @@ def _needed(value: T | None, key: str) -> T:
 
 
 def _sizes(config: DecoderConfig) -> JsonObject:
-    heads, hidden = config.num_attention_heads, config.hidden_size
+    heads = config.num_attention_heads
+    hidden = config.hidden_size
     return {
         "num_layers": config.num_hidden_layers,
         "hidden_size": hidden,

@@ -15,8 +15,11 @@ from trainspec_cli.data.huggingface.config import model_type
 from trainspec_cli.data.huggingface.safetensors import HEAD, Shape, StoredTensor, open_checkpoint, parameters
 from trainspec_cli.recipe.keys.model import DecoderModel
 
-CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
-TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 SPECIAL_TOKENS = "special_tokens_map.json"
 SMALL_FILES = (CONFIG, GENERATION, TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_TOKENS)
 """Files that an export copies from the folder that the run began with."""

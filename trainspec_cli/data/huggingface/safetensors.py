@@ -34,7 +34,8 @@ MAX_DIMS = 16
 DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """The formats that weights are read from; others are quantised."""
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -152,8 +153,10 @@ def _damaged(file: Path, what: str) -> MachineError:
 
 Shape = tuple[int, ...]
 
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-ADAPTERS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+EMBED = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+ADAPTERS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 _PEFT_PREFIX = "base_model.model."
 _PROJECTIONS = {
     "q": "q_proj",
@@ -186,9 +189,11 @@ class Piece:
 
     def overlap(self, start: Shape, shape: Shape) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
         """Return (slices of this piece, slices of the box at `start`) of the overlap; None if there is none."""
-        inner, outer = [], []
+        inner = []
+        outer = []
         for mine, size, theirs, extent in zip(self.start, self.shape, start, shape, strict=True):
-            low, high = max(mine, theirs), min(mine + size, theirs + extent)
+            low = max(mine, theirs)
+            high = min(mine + size, theirs + extent)
             if low >= high:
                 return None
             inner.append(slice(low - mine, high - mine))
@@ -210,7 +215,8 @@ class Parameter:
 
 def parameters(model: DecoderModel) -> list[Parameter]:
     """Return every parameter of `model`, in checkpoint order. `config.model_type` must support the model."""
-    hidden, vocab = model.hidden_size, model.vocab_size
+    hidden = model.hidden_size
+    vocab = model.vocab_size
     found = [_whole("embed.weight", EMBED, (vocab, hidden))]
     for layer in range(model.num_layers):
         found += _layer(model, layer)
@@ -219,20 +225,24 @@ def parameters(model: DecoderModel) -> list[Parameter]:
 
 
 def _layer(model: DecoderModel, layer: int) -> Iterator[Parameter]:
-    ours, theirs, hidden = f"blocks.{layer}", f"model.layers.{layer}", model.hidden_size
+    ours = f"blocks.{layer}"
+    theirs = f"model.layers.{layer}"
+    hidden = model.hidden_size
     yield _whole(f"{ours}.attention_norm.weight", f"{theirs}.input_layernorm.weight", (hidden,))
     yield from _attention(model, ours, f"{theirs}.self_attn")
     yield _whole(f"{ours}.ffn_norm.weight", f"{theirs}.post_attention_layernorm.weight", (hidden,))
     if model.experts is not None:
         yield from _experts(model, model.experts, f"{ours}.ffn", theirs)
         return
-    wide, tall = (model.ffn_size, hidden), (hidden, model.ffn_size)
+    wide = (model.ffn_size, hidden)
+    tall = (hidden, model.ffn_size)
     for matrix, shape in {"gate": wide, "up": wide, "down": tall}.items():
         yield _whole(f"{ours}.ffn.{matrix}.weight", f"{theirs}.mlp.{matrix}_proj.weight", shape)
 
 
 def _attention(model: DecoderModel, ours: str, theirs: str) -> Iterator[Parameter]:
-    hidden, head = model.hidden_size, model.head_dim
+    hidden = model.hidden_size
+    head = model.head_dim
     for matrix, heads in {"q": model.num_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}.items():
         name = f"{ours}.attention.{matrix}"
         yield _whole(f"{name}.weight", f"{theirs}.{matrix}_proj.weight", (heads * head, hidden))
@@ -250,7 +260,9 @@ def _experts(model: DecoderModel, experts: ExpertSpec, ours: str, layer: str) ->
     """Yield the experts' parameters, under Qwen3's names if queries and keys are normalised, else Mixtral's."""
     theirs = f"{layer}.mlp" if model.qk_norm else f"{layer}.block_sparse_moe"
     gate, up, down = ("gate_proj", "up_proj", "down_proj") if model.qk_norm else ("w1", "w3", "w2")
-    count, hidden, width = experts.num_experts, model.hidden_size, experts.expert_ffn_size
+    count = experts.num_experts
+    hidden = model.hidden_size
+    width = experts.expert_ffn_size
 
     def piece(expert: int, matrix: str, column: int, shape: Shape) -> Piece:
         return Piece(f"{theirs}.experts.{expert}.{matrix}.weight", (expert, 0, column), (1, *shape), transposed=True)

@@ -99,12 +99,15 @@ def answer(
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    lines, cpu_limit_s = iter(sys.stdin.readline, ""), float(sys.argv[1])
+    lines = iter(sys.stdin.readline, "")
+    cpu_limit_s = float(sys.argv[1])
     signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
     try:
-        template, status = compile_template(json.loads(next(lines))), {}
+        template = compile_template(json.loads(next(lines)))
+        status = {}
     except Exception as error:
-        template, status = None, {"fault": f"{type(error).__name__}: {error}"}
+        template = None
+        status = {"fault": f"{type(error).__name__}: {error}"}
     print(json.dumps(status, allow_nan=False), flush=True)
     for line in lines if template is not None else ():
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)

@@ -16,7 +16,8 @@ from trainspec_cli.data.weights.torch_file import read_tensor
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 256 * 2**20
 _RECORDS = "torch.distributed.checkpoint.metadata"
-_TENSOR, _CHUNK = f"{_RECORDS}.TensorStorageMetadata", f"{_RECORDS}.ChunkStorageMetadata"
+_TENSOR = f"{_RECORDS}.TensorStorageMetadata"
+_CHUNK = f"{_RECORDS}.ChunkStorageMetadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
 
@@ -24,7 +25,8 @@ class Checkpoint:
     """What `.metadata` says. Raises MachineError where it cannot be read."""
 
     def __init__(self, folder: Path):
-        self._folder, self._file = folder, folder / METADATA
+        self._folder = folder
+        self._file = folder / METADATA
         try:
             described = fields_of(read_pickle(read_bytes(self._file, MAX_METADATA_BYTES)), f"{_RECORDS}.Metadata")
             self._tensors = dict(_tensors(as_dict(described["state_dict_metadata"])))
@@ -85,7 +87,9 @@ def _places(described: dict[Value, Value]) -> Iterable[tuple[tuple[str, Shape], 
     for key, value in described.items():
         index = fields_of(key, f"{_RECORDS}.MetadataIndex")
         place = fields_of(value, _STORAGE)
-        name, file, offset = index["fqn"], place["relative_path"], index.get("offset")
+        name = index["fqn"]
+        file = place["relative_path"]
+        offset = index.get("offset")
         if offset is None:  # no tensor
             continue
         if not isinstance(name, str) or not isinstance(file, str):

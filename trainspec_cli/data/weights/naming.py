@@ -164,7 +164,8 @@ def _litgpt(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherT
     """litgpt's models have a head of their own always."""
     yield from _ends(model, shapes, "litgpt", copies_head=True)
     for layer in range(model.num_layers):
-        theirs, ours = f"transformer.h.{layer}", f"model.layers.{layer}"
+        theirs = f"transformer.h.{layer}"
+        ours = f"model.layers.{layer}"
         for leaf in ("weight", "bias"):
             parts = [f"{ours}.self_attn.{matrix}_proj.{leaf}" for matrix in "qkv"]
             if parts[0] in shapes:
@@ -176,7 +177,8 @@ def _litgpt(model: DecoderModel, shapes: Mapping[str, Shape]) -> Iterator[OtherT
 
 def _joined(name: str, parts: list[str], shapes: Mapping[str, Shape]) -> OtherTensor:
     """Return a tensor that holds others one below the other."""
-    rows, at = [], 0
+    rows = []
+    at = 0
     for tensor in parts:
         rows.append(RowRange(tensor, 0, shapes[tensor][0], at))
         at += shapes[tensor][0]
@@ -222,7 +224,8 @@ def _megatron_layer(model: DecoderModel, layer: int, shapes: Mapping[str, Shape]
 
 
 def _groups(model: DecoderModel, parts: list[str]) -> Iterator[RowRange]:
-    head, queries = model.head_dim, model.num_heads // model.num_kv_heads
+    head = model.head_dim
+    queries = model.num_heads // model.num_kv_heads
     at = 0
     for group in range(model.num_kv_heads):
         for tensor, heads in zip(parts, (queries, 1, 1), strict=True):

@@ -146,13 +146,15 @@ class _Reader:
         self._stack.append(Name(f"{self._stack.pop()}.{name}"))
 
     def make(self, _argument: Value) -> None:
-        arguments, of = self._stack.pop(), self._stack.pop()
+        arguments = self._stack.pop()
+        of = self._stack.pop()
         if not isinstance(of, Name):
             raise ValueError("something is made of what is no name")
         self._stack.append(Made(of.path, arguments))
 
     def build(self, _argument: Value) -> None:
-        state, held = self._stack.pop(), self._stack[-1]
+        state = self._stack.pop()
+        held = self._stack[-1]
         if not isinstance(held, Made):
             raise ValueError("a state is given to what was not made")
         held.state = state if held.state is None else held.state

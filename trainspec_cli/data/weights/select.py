@@ -26,7 +26,8 @@ def _cut(parts: Iterable[Part], rows: RowRange) -> Iterator[Part]:
         found = part if rows.layer is None else _unstack(part, rows.layer)
         if found is None:
             continue
-        begin, extent = found.start[0], found.held.shape[0]
+        begin = found.start[0]
+        extent = found.held.shape[0]
         low = max(0, -(-(begin - rows.at) // rows.step))
         high = min(rows.count, -(-(begin + extent - rows.at) // rows.step))
         if low < high:

@@ -119,7 +119,8 @@ class TorchArchive:
             raise ValueError(f"its numbers are {named}; weights are read from {', '.join(_STORAGES)}")
         dtype, (start, held_bytes) = _STORAGES[kind.path], self._entries[f"data/{key}"]
         (offset,) = as_shape((offset,))
-        shape, steps = as_shape(size), as_shape(strides)
+        shape = as_shape(size)
+        steps = as_shape(strides)
         if len(shape) != len(steps):
             raise ValueError(f"it has {len(shape)} dims and {len(steps)} strides")
         skipped = offset * DTYPE_BYTES[dtype]
@@ -133,7 +134,10 @@ class _Range(io.RawIOBase):
     """A range of a file, as a file of its own."""
 
     def __init__(self, file: BinaryIO, start: int, length: int):
-        self._file, self._start, self._length, self._at = file, start, length, 0
+        self._file = file
+        self._start = start
+        self._length = length
+        self._at = 0
 
     def seekable(self) -> bool:
         return True

@@ -260,8 +260,10 @@ def build_train_state(
     `clock` and `wire` are those of the state which this one takes the place of. Not `fill`: parameters have no values
     yet, and moments no memory either, since `reshard` brings both.
     """
-    mesh, clock = mesh or build_mesh(plan.layout, device.type), clock or StepClock(device)
-    layout, compute = plan.layout, DTYPES[plan.compute]
+    mesh = mesh or build_mesh(plan.layout, device.type)
+    clock = clock or StepClock(device)
+    layout = plan.layout
+    compute = DTYPES[plan.compute]
     positions_S = None
     if layout.cp > 1:
         positions_S = held_positions(plan.spec.data.seq_len, layout.context_method, mesh.rank("cp"), layout.cp)
@@ -271,7 +273,8 @@ def build_train_state(
     partials: list[Share] = []
     exchanges = build_exchanges(plan, mesh, device, clock, wire or WireMeter())
     cp, tp = (exchanges.peers_along(mesh, axis) for axis in ("cp", "tp"))
-    queue, noise = WeightQueue(), NoiseProbe(device, cp, tp, Peers(mesh.ends, clock.collective))
+    queue = WeightQueue()
+    noise = NoiseProbe(device, cp, tp, Peers(mesh.ends, clock.collective))
     for stage in layout.stages_of_rank(mesh.rank("pp")):
         part, cuts, partial = spread_stage(plan, mesh, exchanges, noise, stage)
         use_own_loss(part, plan, device)

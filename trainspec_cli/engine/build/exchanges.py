@@ -65,7 +65,8 @@ class Exchanges:
 
     def peers_along(self, mesh: Mesh, axis: str) -> Peers:
         """Return this rank's peers along `axis`, their exchanges timed as the layout's own."""
-        group, is_ring = mesh.group(axis), axis == "cp" and mesh.layout.context_method == "ring"
+        group = mesh.group(axis)
+        is_ring = axis == "cp" and mesh.layout.context_method == "ring"
         return Peers(group, self.links.of(axis, group, is_hidden=is_ring))
 
     def gradient_peers(self, mesh: Mesh, axis: str) -> Peers:
@@ -122,7 +123,8 @@ def _replica_tiers(plan: Plan, mesh: Mesh) -> Tiers | None:
     """Return the tiers of `dp_replicate` where the blueprint sums in them. Called by every rank together."""
     if plan.layout.dp_replicate == 1 or plan.blueprint is None or not plan.blueprint.sums_replicas_in_tiers:
         return None
-    per_node, places = _ranks_per_node(), plan.blueprint.node_places
+    per_node = _ranks_per_node()
+    places = plan.blueprint.node_places
 
     def place_of(rank: int) -> int:
         node, number = divmod(rank, per_node)

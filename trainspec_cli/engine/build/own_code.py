@@ -34,7 +34,8 @@ def use_own_loss(part: Any, plan: Plan, device: torch.device) -> None:
     """Put the recipe's loss into the stage that has one. Raises RecipeError for a loss that cannot be trained with."""
     for extension in own_losses(plan.spec):
         if part.loss is not None:
-            options, vocab_size = plan.spec.train.loss_options, plan.spec.model.vocab_size  # type: ignore[union-attr]
+            options = plan.spec.train.loss_options
+            vocab_size = plan.spec.model.vocab_size  # type: ignore[union-attr]
             part.loss = OwnLinearLoss(load_loss(extension, options, vocab_size, device))
 
 
@@ -94,7 +95,8 @@ class _Trial:
 
     def _check_reach(self, x_BSD: Tensor, y_BSD: Tensor) -> None:
         """A token's output depends on its own sample alone, and there on no later token."""
-        half, other_BSD = x_BSD.shape[1] // 2, self._draw()
+        half = x_BSD.shape[1] // 2
+        other_BSD = self._draw()
         later_BSD = torch.cat((x_BSD[:, :half], other_BSD[:, half:]), dim=1)
         if half and not self._agree(y_BSD[:, :half], self._forward(later_BSD)[:, :half]):
             hint = "it predicts the next token: let it see the token itself and those before alone"

@@ -56,7 +56,8 @@ def file_name(rank: int) -> str:
 
 def write_file(path: Path, stream: Iterable[memoryview]) -> FileDigest:
     """Write and digest a file, and flush it to disk; other threads can run meanwhile."""
-    sha256, size = hashlib.sha256(), 0
+    sha256 = hashlib.sha256()
+    size = 0
     with path.open("wb") as file:
         for view in stream:
             for start in range(0, len(view), PIECE_BYTES):

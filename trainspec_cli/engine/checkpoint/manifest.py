@@ -107,7 +107,8 @@ def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
 def read_manifest(folder: Path) -> CheckpointManifest:
     try:
         content = read_object(folder / MANIFEST)
-        stated, schema = content.pop("sha256", None), content.get("schema")
+        stated = content.pop("sha256", None)
+        schema = content.get("schema")
         if schema in OLDER:
             raise ValueError(f"it is of an earlier version of trainspec ({schema}), whose format held pickled objects")
         if schema != SCHEMA:

@@ -171,7 +171,9 @@ class MemoryCopies:
     group."""
 
     def __init__(self, location: CopyLocation, image: Image, device: torch.device):
-        self._location, self._image, self._device = location, image, device
+        self._location = location
+        self._image = image
+        self._device = device
         self._group = dist.new_group(backend="gloo")
         own = KeptImage(image.bytes, image.entries(file_name(location.rank)))
         self._images = gather_json(asdict(own), partial(read_record, KeptImage))
@@ -189,7 +191,8 @@ class MemoryCopies:
 
         The buffer is made at first use: until then the slot may hold the copy that the run resumes from.
         """
-        location, guest = self._location, self._location.guest
+        location = self._location
+        guest = self._location.guest
         _mark_file(location.slot(slot), location.rank).unlink(missing_ok=True)
         if guest is not None:
             _mark_file(location.slot(slot), guest).unlink(missing_ok=True)
@@ -303,7 +306,8 @@ def fetch(location: CopyLocation, found: FoundCopy, needed: set[str]) -> None:
     wanted = gather_json([location.node, sorted(needed - whole)], _read_wanted)
     requests = sorted({(name, node) for node, names in wanted for name in names})
     for name, node in requests:
-        holder, receiver = found.holders[name], node * location.ranks_per_node
+        holder = found.holders[name]
+        receiver = node * location.ranks_per_node
         size = next(file.bytes for file in found.manifest.files if file.name == name)
         if location.rank == holder:
             dist.send(torch.from_file(str(found.folder / name), shared=True, size=size, dtype=torch.uint8), receiver)

@@ -245,11 +245,13 @@ def reshard(
     little, nothing moves. `bucket_bytes`: the limit of `fill_buckets`. Raises ReshardError, on all ranks, where one of
     them could not.
     """
-    before, after = Storages(old.parts()), Storages(new.parts())
+    before = Storages(old.parts())
+    after = Storages(new.parts())
     after.give_back(list(after.parts))
     held = _places(before), _places(after)
     try:
-        moves, buckets = plan_moves(*held), fill_buckets(*held, bucket_bytes)
+        moves = plan_moves(*held)
+        buckets = fill_buckets(*held, bucket_bytes)
     except ValueError as error:
         raise ReshardError(str(error)) from error  # every rank has computed the same
     own = dist.get_rank()
@@ -338,7 +340,9 @@ def _move(
 
     Then nothing has changed.
     """
-    failure, outgoing, incoming = "", list[_Message](), list[_Message]()
+    failure = ""
+    outgoing = list[_Message]()
+    incoming = list[_Message]()
     try:
         prepare()
         target.take(names)

@@ -113,8 +113,12 @@ class Saver:
         self, run_dir: RunDir, held: Held, device: torch.device, keep_last: int, memory: CopyLocation | None = None
     ):
         """Make a saver; `memory` is the location of copies in the nodes' memory, None for none."""
-        self._run_dir, self._held, self._device, self._keep_last = run_dir, held, device, keep_last
-        self._memory_location, self._slot = memory, 0
+        self._run_dir = run_dir
+        self._held = held
+        self._device = device
+        self._keep_last = keep_last
+        self._memory_location = memory
+        self._slot = 0
         self.kept_step: int | None = None
         """The checkpoint of this step is kept beside the last ones."""
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
@@ -126,7 +130,8 @@ class Saver:
         """Write a checkpoint and wait until it is whole. Its error, if any rank had one, is the same on every rank."""
         self.wait()
         started = time.perf_counter()
-        image, parts = self._image, self._own_parts()
+        image = self._image
+        parts = self._own_parts()
         saved = self._write(about, started, 0.0, image.stream(parts))
         size = broadcast_json(saved.bytes, lambda size: convert(int, size))
         error = agree_on_error(saved.error)
@@ -167,7 +172,8 @@ class Saver:
         """
         assert self._pending is None, "one checkpoint is written at a time"
         started = time.perf_counter()
-        slot, self._slot = self._slot, 1 - self._slot
+        slot = self._slot
+        self._slot = 1 - self._slot
         buffer = self._memory.open(slot) if self._memory else self._buffer
         begun = mark(on_gpu=on_chip(self._device))
         self._image.fill(buffer, self._own_parts())
@@ -185,7 +191,8 @@ class Saver:
         """Return the result of the last `begin` once, when it is finished; else None."""
         if self._pending is None or self.busy:
             return None
-        saved, self._pending = self._pending.result(), None
+        saved = self._pending.result()
+        self._pending = None
         return saved
 
     def wait(self) -> Saved | None:
@@ -220,7 +227,8 @@ class Saver:
         Fence.of_worker(self._run_dir).check()
         partial = files.partial_folder(self._run_dir, about.step, self._token)
         name = files.file_name(self._rank)
-        error, size = None, 0
+        error = None
+        size = 0
         try:
             partial.mkdir(parents=True, exist_ok=True)
             digest = files.write_file(partial / name, stream)
@@ -425,7 +433,8 @@ def _entry_of(folder: Path, manifest: CheckpointManifest, part: TensorPart) -> T
     entry = manifest.tensors.get(part.name)
     if entry is None:
         raise refused(folder, f"it holds no {part.name}: it is of another model or optimizer", OTHER_STATE)
-    found, wanted = (entry.dtype, entry.shape), (CODES[part.tensor.dtype], part.full_shape)
+    found = (entry.dtype, entry.shape)
+    wanted = (CODES[part.tensor.dtype], part.full_shape)
     if found != wanted:
         raise refused(
             folder, f"{part.name} is {_describe(*found)} there, and {_describe(*wanted)} in this run", OTHER_STATE

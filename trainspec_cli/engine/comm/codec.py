@@ -32,9 +32,12 @@ from torch.nn.functional import pad
 from trainspec_cli.core.environment_names import RENDEZVOUS
 
 ROTATED = 32
-GRADIENT_BLOCK, WEIGHT_BLOCK = 128, 2048
-SCALE_BYTES, STEP_BYTES = 2, 4
-HALF, NIBBLE = 8, 15
+GRADIENT_BLOCK = 128
+WEIGHT_BLOCK = 2048
+SCALE_BYTES = 2
+STEP_BYTES = 4
+HALF = 8
+NIBBLE = 15
 NO_STEP, LARGEST_STEP, NOT_FINITE = 0, 254, 255
 """Codes of a block's step in four bits."""
 STEPS_OF_AN_OCTAVE = 8
@@ -101,7 +104,8 @@ class EightBits:
         return torch.cat([scale_RK.view(torch.uint8), codes_RKV.view(rows, -1).view(torch.uint8)], dim=1)
 
     def decode(self, wire_RB: Tensor, values: int) -> Tensor:
-        rows, blocks = len(wire_RB), -(-values // self.block)
+        rows = len(wire_RB)
+        blocks = -(-values // self.block)
         scales, codes = wire_RB.split([SCALE_BYTES * blocks, blocks * self.block], dim=1)
         scale_RK = scales.contiguous().view(torch.bfloat16).float()
         codes_RKV = codes.view(torch.int8).reshape(rows, blocks, -1)
@@ -146,7 +150,8 @@ class FourBits:
         return _rotate(self._decode_rotated(wire_RB, values).sum(0))[:values]
 
     def _decode_rotated(self, wire_RB: Tensor, values: int) -> Tensor:
-        rows, blocks = len(wire_RB), -(-values // self.block)
+        rows = len(wire_RB)
+        blocks = -(-values // self.block)
         largest, codes_RK, packed = wire_RB.split([STEP_BYTES, blocks, blocks * self.block // 2], dim=1)
         steps_RK = _steps(codes_RK, largest.flatten().clone().view(torch.float32)[:, None])
         middles_RKV = _unpack(packed.reshape(rows, blocks, -1)) - (HALF - 0.5)

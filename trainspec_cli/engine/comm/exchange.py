@@ -107,7 +107,8 @@ def swap_rows(received_RB: Tensor, sent_RB: Tensor, group: dist.ProcessGroup) ->
     Receives are posted first: between two ranks, gloo's own all-to-all queues the word that it is ready to receive
     behind the data that it sends, so that one direction often waits for the other.
     """
-    rank, others = group.rank(), [peer for peer in range(group.size()) if peer != group.rank()]
+    rank = group.rank()
+    others = [peer for peer in range(group.size()) if peer != group.rank()]
     under_way = [dist.irecv(received_RB[peer], group=group, group_src=peer) for peer in others]
     under_way += [dist.isend(sent_RB[peer], group=group, group_dst=peer) for peer in others]
     received_RB[rank] = sent_RB[rank]
@@ -134,7 +135,8 @@ class Tiers:
 
     def sent_bytes(self, x: Tensor) -> float:
         """Return what a rank sends in `sum_`."""
-        total, part_bytes = 0.0, float(x.nbytes)
+        total = 0.0
+        part_bytes = float(x.nbytes)
         for group in self.levels:
             total += 2 * sent_bytes(part_bytes, group.size())
             part_bytes /= group.size()

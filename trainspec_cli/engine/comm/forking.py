@@ -132,7 +132,8 @@ def _exit_code_of(program: Callable[[], None]) -> int:
     return 0
 
 
-ENGINE, TOOLS = "trainspec_cli.engine", "trainspec_cli.engine.tools"
+ENGINE = "trainspec_cli.engine"
+TOOLS = "trainspec_cli.engine.tools"
 WITHOUT_CUDA_CONTEXT = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """The variable with which a query for a GPU leaves CUDA alone, which does not survive a fork once it has begun."""
 
@@ -196,7 +197,9 @@ class Background:
         """`note` is called with the times when each piece began and ended, on the host's clock. `start` waits while
         `most_waiting` pieces have not begun; 0: it never does. `give_up` is called where the main thread has not heard
         of an error for `UNHEARD_S`: it may wait for other ranks, and they for what was not run."""
-        self._device, self._note, self._give_up = device, note, give_up
+        self._device = device
+        self._note = note
+        self._give_up = give_up
         self._unheard: threading.Timer | None = None
         self._given: Queue[Callable[[], None] | None] = Queue(most_waiting)
         self._thread: threading.Thread | None = None
@@ -221,7 +224,8 @@ class Background:
 
     def take_error(self) -> BaseException | None:
         """Return the first error, which nobody has to hear of any more."""
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if self._unheard is not None:
             self._unheard.cancel()
         return error

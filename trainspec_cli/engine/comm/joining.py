@@ -39,7 +39,8 @@ _stores: list[dist.Store] = []
 def join_processes(device_type: str) -> torch.device:
     """Join the other ranks of this generation, and return this rank's device."""
     device = enter(device_type)
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world_size = int(os.environ["WORLD_SIZE"])
     _stores.append(_open_store(world_size))
     backends = process_group_backends(device_type)
     dist.init_process_group(backends, store=_stores[-1], rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
@@ -88,7 +89,8 @@ class PrivateRendezvous(RendezvousHandler):
     """A rendezvous with known members: each node's number, and how many there are, are given."""
 
     def __init__(self, parameters: RendezvousParameters):
-        self._node, self._num_nodes = parameters.get_as_int("node", 0) or 0, parameters.max_nodes
+        self._node = parameters.get_as_int("node", 0) or 0
+        self._num_nodes = parameters.max_nodes
         self._store = dist.HashStore() if self._num_nodes == 1 else RendezvousStore(COLLECTIVE_TIMEOUT)
         self._name = parameters.run_id
 
@@ -192,7 +194,8 @@ class ConnectionCounter:
         self._before = {one: self._before[one] for one in connections if one in self._before}
 
     def _count(self, connection: Connection) -> ConnectionCounts | None:
-        now, before = state_of(connection), self._before.get(connection)
+        now = state_of(connection)
+        before = self._before.get(connection)
         if now is None:
             return None
         self._before[connection] = now

@@ -82,7 +82,8 @@ class RendezvousStore(dist.Store):
         self._ask(messages.AppendToKey(key, _as_text(value)), NoneType)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        expected, value = _as_text(expected_value), _as_text(desired_value)
+        expected = _as_text(expected_value)
+        value = _as_text(desired_value)
         return _as_bytes(self._ask(messages.CompareAndSetKey(key, expected, value), str))
 
     def delete_key(self, key: str) -> bool:

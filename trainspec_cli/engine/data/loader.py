@@ -133,7 +133,8 @@ class Staging:
 
     def cut(self) -> Traffic:
         """Return the traffic of the batches taken since the last `cut`."""
-        traffic, self._traffic = self._traffic, Traffic()
+        traffic = self._traffic
+        self._traffic = Traffic()
         return traffic
 
 
@@ -168,7 +169,8 @@ class BatchReader:
     """Brings this rank's micro-batches to the device, and reads ahead what most likely follows."""
 
     def __init__(self, read: Callable[[OwnSamples], list[MicroBatch]], staging: Staging):
-        self._read, self._staging = read, staging
+        self._read = read
+        self._staging = staging
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=READING_THREAD)
         self._ahead: deque[tuple[OwnSamples, Future[Slot]]] = deque()
 
@@ -210,7 +212,8 @@ class SampleLoader:
     """Reads samples in order, with several threads (at most `MAX_READERS`)."""
 
     def __init__(self, samples: LabelledSamples, seed: int, num_readers: int):
-        self.samples, self.seed = samples, seed
+        self.samples = samples
+        self.seed = seed
         self._readers = ThreadPoolExecutor(max(1, min(MAX_READERS, num_readers)), thread_name_prefix="samples")
 
     @property

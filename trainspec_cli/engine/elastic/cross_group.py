@@ -308,7 +308,10 @@ class GradientPackets:
 
         `await_sums` returns what waits for the sums within the group that have begun: a packet goes after them.
         """
-        self._packets, self._sum, self._beside, self._await_sums = ordered, sum_, beside, await_sums
+        self._packets = ordered
+        self._sum = sum_
+        self._beside = beside
+        self._await_sums = await_sums
         shares = [share for packet in ordered for share in packet.shares]
         self._left: dict[int, int] = {}
         """The exchanges within the group that the gradient of each share still waits for; empty between steps."""
@@ -331,12 +334,15 @@ class GradientPackets:
         """Send what is left, and wait until all is summed."""
         for packet in self._packets[self._next :]:
             self._send(packet)
-        self._next, self._left = len(self._packets), {}
+        self._next = len(self._packets)
+        self._left = {}
         self._beside.wait()
 
     def abandon(self) -> bool:
         """Send nothing more of this step; return whether something was sent."""
-        sent, self._next, self._left = self._next, len(self._packets), {}
+        sent = self._next
+        self._next = len(self._packets)
+        self._left = {}
         return sent > 0
 
     def detach(self) -> None:

@@ -226,7 +226,8 @@ class QuorumClient:
 
     def __init__(self, name: str, connect: Callable[[], JsonClient]):
         """`name` is this very start's. `connect` is called again where the server has been started again."""
-        self._name, self._connect = name, connect
+        self._name = name
+        self._connect = connect
         self._connection = connect()
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._asked = 0

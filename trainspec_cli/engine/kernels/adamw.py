@@ -24,7 +24,8 @@ class GuardedAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        grad_scale = getattr(self, "grad_scale", None)
         self.found_inf = self.grad_scale = None  # torch's own step refuses them
         if found_inf is not None and found_inf.item():
             return

@@ -70,7 +70,9 @@ def _causal_blocks(queries: int, keys: int, device: torch.device) -> Any:
 def _mask_blocks(mask: Tensor, q: Tensor, k: Tensor) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    batch, queries, keys = len(q), q.shape[2], k.shape[2]
+    batch = len(q)
+    queries = q.shape[2]
+    keys = k.shape[2]
     seen = mask.expand(batch, 1, queries, keys)
 
     def meets(sample: Tensor, _head: Tensor, row: Tensor, column: Tensor) -> Tensor:

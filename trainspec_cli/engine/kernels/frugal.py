@@ -28,7 +28,8 @@ class _FrugalRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
         x, weight_D, inverse_rms = ctx.saved_tensors
-        normal, dy = _widen(x) * inverse_rms, _widen(dy)
+        normal = _widen(x) * inverse_rms
+        dy = _widen(dy)
         to_weight_D = (dy * normal).flatten(0, -2).sum(0)
         dnormal = dy * weight_D
         shared = (dnormal * normal).mean(-1, keepdim=True)
@@ -66,7 +67,8 @@ class _FrugalRope(torch.autograd.Function):
 
 def _turn(x: Tensor, cos_SE: Tensor, sin_SE: Tensor, sign: int) -> Tensor:
     """Multiply by the cosines, then add each half's counterpart in place, so that no concatenation is needed."""
-    seq_len, half = x.shape[1], x.shape[-1] // 2
+    seq_len = x.shape[1]
+    half = x.shape[-1] // 2
     sin = sin_SE[:seq_len, None, :half]
     first, second = x.chunk(2, dim=-1)
     out = x * cos_SE[:seq_len, None]

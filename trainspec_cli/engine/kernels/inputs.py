@@ -107,7 +107,8 @@ def _linear_cross_entropy(call: Call, normal: Any, uniform: Any, _device: torch.
 
 def _grouped_matmul(call: Call, normal: Any, _uniform: Any, device: torch.device, _chunk: Any) -> Inputs:
     """Make inputs with an even number of rows per expert, up to the remainder."""
-    rows, experts = call[0][0], call[1][0]  # type: ignore[index]
+    rows = call[0][0]  # type: ignore[index]
+    experts = call[1][0]  # type: ignore[index]
     counts = torch.full((experts,), rows // experts, dtype=torch.int64, device=device)
     counts[: rows % experts] += 1
     return Inputs((normal(call[0]), normal(call[1], call[1][1] ** -0.5), counts), (0, 1))  # type: ignore[index]
@@ -117,7 +118,8 @@ def _ssd_scan(call: Call, normal: Any, uniform: Any, _device: torch.device, _chu
     """Make steps and decays like initial values (`models.mamba2`), in fp32 at least."""
     x, b, c = (normal(call[index]) for index in (0, 3, 4))
     wide = torch.promote_types(x.dtype, torch.float32)
-    dt, a = uniform(call[1], 0.001, 0.1).to(wide), -uniform(call[2], 1.0, 16.0).to(wide)
+    dt = uniform(call[1], 0.001, 0.1).to(wide)
+    a = -uniform(call[2], 1.0, 16.0).to(wide)
     return Inputs((x, dt, a, b, c), (0, 1, 2, 3, 4))
 
 
@@ -144,7 +146,8 @@ def fp64_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def fp64_rope(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
     """Rotate each pair (i, i + E/2), as a complex number, by its angle."""
     first, second = x_BSHE.chunk(2, dim=-1)
-    half, seq_len = first.shape[-1], x_BSHE.shape[1]
+    half = first.shape[-1]
+    seq_len = x_BSHE.shape[1]
     turn = torch.complex(cos_SE[:seq_len, None, :half].contiguous(), sin_SE[:seq_len, None, :half].contiguous())
     turned = torch.complex(first.contiguous(), second.contiguous()) * turn
     return torch.cat((turned.real, turned.imag), dim=-1)

@@ -40,11 +40,15 @@ class CausalCore(nn.Module):
     def __init__(self, *, window: int | None = None, scale: float | None = None, sinks: bool = False):
         """`scale` multiplies the scores; None: 1 / sqrt(E). With `sinks` the queries carry their head's sink logit."""
         super().__init__()
-        self.window, self.scale, self.sinks = window, scale, sinks
+        self.window = window
+        self.scale = scale
+        self.sinks = sinks
 
     def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask_B1SS: Tensor | None = None) -> Tensor:
         """Attend; with a mask (see `within_documents`) only to the keys that it allows."""
-        q, k, v = q_BSHE.transpose(1, 2), k_BSKE.transpose(1, 2), v_BSKE.transpose(1, 2)
+        q = q_BSHE.transpose(1, 2)
+        k = k_BSKE.transpose(1, 2)
+        v = v_BSKE.transpose(1, 2)
         value_size = v.shape[-1]
         if value_size < q.shape[-1]:  # the fused kernels take heads of one size
             v = F.pad(v, (0, q.shape[-1] - value_size))
@@ -58,7 +62,9 @@ class CausalCore(nn.Module):
     def _whole(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.sinks:
             return self._attend(q, k, v, None)
-        q, k, v = _pad_front(q), _sink_key(_pad_front(k)), _pad_front(v)
+        q = _pad_front(q)
+        k = _sink_key(_pad_front(k))
+        v = _pad_front(v)
         return self._attend(q, k, v, None)[:, :, 1:]
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask_B1SS: Tensor) -> Tensor:
@@ -68,12 +74,16 @@ class CausalCore(nn.Module):
             row = torch.arange(q.shape[2], device=q.device)
             mask_B1SS = mask_B1SS & (row[:, None] - row < self.window)
         if self.sinks:
-            k, v, mask_B1SS = _sink_key(_pad_front(k)), _pad_front(v), F.pad(mask_B1SS, (1, 0), value=True)
+            k = _sink_key(_pad_front(k))
+            v = _pad_front(v)
+            mask_B1SS = F.pad(mask_B1SS, (1, 0), value=True)
         return self._attend(q, k, v, mask_B1SS)
 
     def _windowed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend block by block: the first block is plain causal attention, the others become separate samples."""
-        window, batch, seq_len = self.window or 0, q.shape[0], q.shape[2]
+        window = self.window or 0
+        batch = q.shape[0]
+        seq_len = q.shape[2]
         first = self._whole(q[:, :, :window], k[:, :, :window], v[:, :, :window])
         q, k, v = (F.pad(x, (0, 0, 0, -seq_len % window)).unflatten(2, (-1, window)) for x in (q, k, v))
         k, v = (torch.cat((x[:, :, :-1], x[:, :, 1:]), dim=3) for x in (k, v))
@@ -82,7 +92,9 @@ class CausalCore(nn.Module):
         row, column = (torch.arange(size, device=q.device) for size in (window, 2 * window))
         mask = (column > row[:, None]) & (column <= row[:, None] + window)
         if self.sinks:
-            k, v, mask = _sink_key(_pad_front(k)), _pad_front(v), F.pad(mask, (1, 0), value=True)
+            k = _sink_key(_pad_front(k))
+            v = _pad_front(v)
+            mask = F.pad(mask, (1, 0), value=True)
         rest = self._attend(q, k, v, mask).unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)
         return torch.cat((first, rest[:, :, : seq_len - window]), dim=2)
 
@@ -122,7 +134,8 @@ class Attention(nn.Module):
 
     def __init__(self, model: DecoderModel, window: int | None = None):
         super().__init__()
-        inputs, head_dim = model.hidden_size, model.head_dim
+        inputs = model.hidden_size
+        head_dim = model.head_dim
         bias = model.attention_bias != "none"
         self.head_dim = head_dim
         self.scale = score_factor(model.rope_scaling) / math.sqrt(head_dim)
@@ -141,7 +154,8 @@ class Attention(nn.Module):
         split = (-1, self.head_dim)
         q_BSHE, k_BSKE, v_BSKE = (project(x_BSD).unflatten(-1, split) for project in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
-            q_BSHE, k_BSKE = self.q_norm(q_BSHE), self.k_norm(k_BSKE)
+            q_BSHE = self.q_norm(q_BSHE)
+            k_BSKE = self.k_norm(k_BSKE)
         if cos_SE is not None and sin_SE is not None:
             q_BSHE, k_BSKE = (self.rope(x, cos_SE, sin_SE) for x in (q_BSHE, k_BSKE))
         if self.sinks is not None:
@@ -159,9 +173,12 @@ class MultiHeadLatentAttention(nn.Module):
 
     def __init__(self, model: DecoderModel, window: int | None = None):
         super().__init__()
-        mla, inputs, heads = model.mla, model.hidden_size, model.num_heads
+        mla = model.mla
+        inputs = model.hidden_size
+        heads = model.num_heads
         assert mla is not None
-        self.mla, self.head_dim = mla, mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        self.mla = mla
+        self.head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         self.core = CausalCore(window=window, scale=self.head_dim**-0.5 * score_factor(model.rope_scaling))
         if mla.q_lora_rank:
             self.q_down = nn.Linear(inputs, mla.q_lora_rank, bias=False)

@@ -32,7 +32,8 @@ class BatchNorm(nn.Module):
 
     def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1):
         super().__init__()
-        self.eps, self.momentum = eps, momentum
+        self.eps = eps
+        self.momentum = momentum
         self.ranks: Ranks | None = None
         """Set from outside; None: this process alone."""
         self.weight = nn.Parameter(torch.empty(channels))
@@ -64,7 +65,8 @@ class _BatchNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, norm: BatchNorm) -> Tensor:
         own = _channel_sum(x)
         totals = norm.sum_over_ranks(torch.cat([own, own.new_full((1,), x.numel() // x.shape[1])]))
-        mean, count = totals[:-1] / totals[-1], totals[-1]
+        mean = totals[:-1] / totals[-1]
+        count = totals[-1]
         variance = norm.sum_over_ranks(_channel_sum((precise(x) - _along(mean, x)).square_())) / count
         inverse_std = (variance + norm.eps).rsqrt()
         ctx.norm = norm
@@ -77,8 +79,10 @@ class _BatchNorm(torch.autograd.Function):
         x, weight, mean, variance, count = ctx.saved_tensors
         norm = ctx.norm
         inverse_std = (variance + norm.eps).rsqrt()
-        normal, gradient = (precise(x) - _along(mean, x)).mul_(_along(inverse_std, x)), precise(gradient)
-        to_bias, to_weight = _channel_sum(gradient), _channel_sum(gradient * normal)
+        normal = (precise(x) - _along(mean, x)).mul_(_along(inverse_std, x))
+        gradient = precise(gradient)
+        to_bias = _channel_sum(gradient)
+        to_weight = _channel_sum(gradient * normal)
         both = norm.sum_over_ranks(torch.stack([to_bias, to_weight])) / count
         to_x = gradient - _along(both[0], x) - normal.mul_(_along(both[1], x))
         to_x *= _along(precise(weight) * inverse_std, x)

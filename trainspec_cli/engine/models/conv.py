@@ -197,7 +197,8 @@ class UNet(ConvNet):
 
     def __init__(self, model: ConvModel):
         super().__init__()
-        dims, widths = len(model.input_size), model.widths
+        dims = len(model.input_size)
+        widths = model.widths
         self.down = nn.ModuleList([Pair(model.in_channels, widths[0], dims, stride=1)])
         self.down.extend(Pair(above, width, dims, stride=2) for above, width in pairwise(widths))
         self.bottom = Pair(widths[-1], widths[-1], dims, stride=2)
@@ -206,7 +207,8 @@ class UNet(ConvNet):
 
     def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return the summed loss of labels (B, ...), or logits (B, K, ...) without labels, of images (B, C, ...)."""
-        beside, x = [], images
+        beside = []
+        x = images
         for pair in self.down:
             x = pair(x)
             beside.append(x)
@@ -239,6 +241,7 @@ def dice(weights: Tensor, labels: Tensor, smooth: float) -> Tensor:
     """
     wanted = F.one_hot(labels, weights.shape[1]).movedim(-1, 1)
     weights, wanted = weights[:, 1:].flatten(2), wanted[:, 1:].flatten(2).to(weights.dtype)
-    common, both = (weights * wanted).sum(dim=2), weights.sum(dim=2) + wanted.sum(dim=2)
+    common = (weights * wanted).sum(dim=2)
+    both = weights.sum(dim=2) + wanted.sum(dim=2)
     shares = (2 * common + smooth) / (both + smooth).clamp_min(1.0)
     return torch.where(both + smooth > 0, shares, torch.ones_like(shares)).mean(dim=1)

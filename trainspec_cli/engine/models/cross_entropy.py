@@ -54,13 +54,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, chunk: nn.Module, x_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, chunk_bytes: int
     ) -> Tensor:
-        needs_gradient, trains_weight = any(ctx.needs_input_grad), ctx.needs_input_grad[2]
+        needs_gradient = any(ctx.needs_input_grad)
+        trains_weight = ctx.needs_input_grad[2]
         total = x_TD.new_zeros((), dtype=torch.float32)
         dx_TD = torch.empty_like(x_TD)
         dweight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if trains_weight else None
         step = loss_chunk_tokens(weight_VD.shape[0], chunk_bytes)
         for start in range(0, len(targets_T), step):
-            x_CD, targets_C = x_TD[start : start + step], targets_T[start : start + step]
+            x_CD = x_TD[start : start + step]
+            targets_C = targets_T[start : start + step]
             loss, dlogits_CV = chunk(x_CD @ weight_VD.T, targets_C)
             total += loss
             if needs_gradient:

@@ -56,7 +56,8 @@ class Decoder(LanguageModel):
 
     def __init__(self, model: DecoderModel, seq_len: int, layers: range | None = None):
         super().__init__(model, layers, lambda layer: Block(model, layer))
-        self.model, self.seq_len = model, seq_len
+        self.model = model
+        self.seq_len = seq_len
         self.rotated_size = model.rotated_size
         self.position_embed = None
         if model.learned_positions and (layers is None or 0 in layers):

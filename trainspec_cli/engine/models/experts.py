@@ -98,13 +98,16 @@ class Experts(nn.Module):
     def __init__(self, model: DecoderModel):
         super().__init__()
         assert model.experts is not None
-        experts, hidden, width = model.experts, model.hidden_size, model.experts.expert_ffn_size
+        experts = model.experts
+        hidden = model.hidden_size
+        width = model.experts.expert_ffn_size
         halves = 2 if model.gated_mlp else 1
         self.up = nn.Parameter(torch.empty(experts.num_experts, hidden, halves * width))
         self.down = nn.Parameter(torch.empty(experts.num_experts, width, hidden))
         self.up_bias = nn.Parameter(torch.empty(experts.num_experts, halves * width)) if experts.bias else None
         self.down_bias = nn.Parameter(torch.empty(experts.num_experts, hidden)) if experts.bias else None
-        self.gated, self.gate_limit = model.gated_mlp, model.gate_limit
+        self.gated = model.gated_mlp
+        self.gate_limit = model.gate_limit
         self.activation = ACTIVATIONS[model.activation]
         self.drops = experts.capacity_factor is not None
 

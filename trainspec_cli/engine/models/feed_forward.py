@@ -26,7 +26,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def clamped_glu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     """Compute gpt_oss's variant of SwiGLU: both halves are clamped, and 1 is added to the linear one."""
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
@@ -45,5 +46,6 @@ class FeedForward(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         if self.gate is None:
             return self.down(self.activation(self.up(x_BSD)))
-        gate, up = self.gate(x_BSD), self.up(x_BSD)
+        gate = self.gate(x_BSD)
+        up = self.up(x_BSD)
         return self.down(self.swiglu(gate, up) if self.activation is F.silu else self.activation(gate) * up)

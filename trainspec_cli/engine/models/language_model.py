@@ -78,7 +78,8 @@ class LanguageModel(nn.Module):
     def __init__(self, model: TextModel | OwnModel, layers: range | None, make_block: Callable[[int], nn.Module]):
         super().__init__()
         layers = range(model.num_layers) if layers is None else layers
-        first, last = 0 in layers, model.num_layers - 1 in layers
+        first = 0 in layers
+        last = model.num_layers - 1 in layers
         embeds = first or (last and model.tied_embeddings)
         self.embed = nn.Embedding(model.vocab_size, model.hidden_size) if embeds else None
         self.blocks = nn.ModuleDict({str(layer): make_block(layer) for layer in layers})

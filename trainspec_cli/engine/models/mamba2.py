@@ -30,7 +30,8 @@ def selective_scan(
 ) -> Tensor:
     """Return y (B, S, H, P), without the skip. `dt` and `a` (negative) in fp32 at least; heads share b and c by
     group."""
-    seq_len, groups = x_BSHP.shape[1], b_BSGN.shape[2]
+    seq_len = x_BSHP.shape[1]
+    groups = b_BSGN.shape[2]
     block = min(block, seq_len)
     x, dt, b, c = (_into_blocks(tensor, block) for tensor in (x_BSHP, dt_BSH, b_BSGN, c_BSGN))
     decay_log = (dt * a_H).unflatten(-1, (groups, -1)).permute(0, 1, 3, 4, 2).cumsum(-1)  # B C G R Q
@@ -103,10 +104,14 @@ class Mamba2(nn.Module):
 
     def __init__(self, model: HybridModel):
         super().__init__()
-        heads, inputs = model.mamba_heads, model.hidden_size
-        inner, states = heads * model.mamba_head_dim, model.mamba_groups * model.mamba_state_size
-        self.head_dim, self.state_size = model.mamba_head_dim, model.mamba_state_size
-        self.group_size, self.norm_eps = inner // model.mamba_groups, model.norm_eps
+        heads = model.mamba_heads
+        inputs = model.hidden_size
+        inner = heads * model.mamba_head_dim
+        states = model.mamba_groups * model.mamba_state_size
+        self.head_dim = model.mamba_head_dim
+        self.state_size = model.mamba_state_size
+        self.group_size = inner // model.mamba_groups
+        self.norm_eps = model.norm_eps
         self.z, self.x = nn.Linear(inputs, inner, bias=False), nn.Linear(inputs, inner, bias=False)
         self.b, self.c = nn.Linear(inputs, states, bias=False), nn.Linear(inputs, states, bias=False)
         self.dt = nn.Linear(inputs, heads, bias=False)

@@ -75,7 +75,8 @@ class Router(nn.Module):
         """Choose the K best experts; with groups, from the best groups alone (DeepSeek-V3's node-limited routing)."""
         if self.balance_bias_E is not None:
             scores_BSE = scores_BSE + self.balance_bias_E
-        groups, kept = self.spec.num_groups, self.spec.top_groups
+        groups = self.spec.num_groups
+        kept = self.spec.top_groups
         if kept < groups:
             grouped = scores_BSE.unflatten(-1, (groups, -1))
             best = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1).topk(kept, dim=-1).indices
@@ -94,8 +95,10 @@ class Router(nn.Module):
 
     def _within_capacity(self, indices_BSK: Tensor, weights_BSK: Tensor) -> tuple[Tensor, Tensor]:
         """Keep each expert's highest weights of a sequence; the others become `num_experts` with weight 0."""
-        experts, factor = self.spec.num_experts, self.spec.capacity_factor or 0.0
-        choices_BM, weights_BM = indices_BSK.flatten(1), weights_BSK.flatten(1)
+        experts = self.spec.num_experts
+        factor = self.spec.capacity_factor or 0.0
+        choices_BM = indices_BSK.flatten(1)
+        weights_BM = weights_BSK.flatten(1)
         capacity = math.ceil(factor * choices_BM.shape[1] / experts)
         by_weight = weights_BM.detach().argsort(dim=1, descending=True, stable=True)
         by_expert = by_weight.gather(1, choices_BM.gather(1, by_weight).argsort(dim=1, stable=True))

@@ -54,7 +54,8 @@ class OwnLinearLoss(LinearCrossEntropy):
     def forward(self, x_BSD: Tensor, weight_VD: Tensor, targets_BS: Tensor | None) -> Tensor:
         if targets_BS is None or not torch.is_grad_enabled():
             return super().forward(x_BSD, weight_VD, targets_BS)
-        x_TD, targets_T = x_BSD.flatten(0, -2), targets_BS.flatten()
+        x_TD = x_BSD.flatten(0, -2)
+        targets_T = targets_BS.flatten()
         if not len(targets_T):  # a rank whose share of the samples is used up takes part with none
             return F.linear(x_TD, weight_VD).sum()
         step = loss_chunk_tokens(weight_VD.shape[0])
@@ -70,7 +71,8 @@ def load_loss(
 ) -> LossOfTokens:
     """Import a loss, and try it on a few tokens. Raises RecipeError for code that is wrong, or whose tokens depend on
     one another."""
-    call, given = load(extension), arguments(options)
+    call = load(extension)
+    given = arguments(options)
 
     def loss(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
         with own_errors(extension, "in a step", passes=is_no_fault):

@@ -64,7 +64,8 @@ class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, place: Place, *held: Tensor) -> Tensor:
         ctx.save_for_backward(*held)
-        ctx.place, ctx.dtype = place, x.dtype
+        ctx.place = place
+        ctx.dtype = x.dtype
         return F.linear(x, _weight(held, place, x.dtype), bias)
 
     @staticmethod

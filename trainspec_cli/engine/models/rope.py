@@ -55,10 +55,13 @@ def _scale_yarn(frequencies: Tensor, head_dim: int, theta: float, scaling: RopeS
     def index_of(turns: float) -> float:
         return head_dim * math.log(scaling.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
+    low = index_of(scaling.beta_fast)
+    high = index_of(scaling.beta_slow)
     if scaling.whole_bounds:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     index = torch.arange(len(frequencies), device=frequencies.device, dtype=torch.float32)
     slowed = ((index - low) / max(high - low, 0.001)).clamp(0, 1)
     return _blend(frequencies, scaling.factor, 1 - slowed)

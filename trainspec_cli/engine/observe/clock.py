@@ -42,7 +42,8 @@ class ExchangeTime:
 
 def exchange_time(exchanges: Iterable[Interval], computing: Iterable[Interval]) -> ExchangeTime:
     """Return how long the exchanges took and how much of that was exposed; intervals may overlap, in any order."""
-    going_on, busy = _union(exchanges), _union(computing)
+    going_on = _union(exchanges)
+    busy = _union(computing)
     seconds = _length_s(going_on)
     return ExchangeTime(seconds, seconds - _common_s(going_on, busy))
 
@@ -64,7 +65,8 @@ def _length_s(intervals: Iterable[Interval]) -> float:
 
 def _common_s(first: list[Interval], second: list[Interval]) -> float:
     """Return how long the time is that lies in both, each of which is a union."""
-    common_s, place = 0.0, 0
+    common_s = 0.0
+    place = 0
     for begin, end in first:
         while place < len(second) and second[place][1] <= begin:
             place += 1
@@ -123,7 +125,8 @@ class StepClock:
         self._last = mark(on_gpu=self.on_gpu)
         self._beside: list[Interval] = []
         self._processor = ProcessorClock()
-        self._queued_s, self._exposed_queued_s = self._processor.read()[1], 0.0
+        self._queued_s = self._processor.read()[1]
+        self._exposed_queued_s = 0.0
         self.agreement = (0.0, 0.0)
         """The duration of the small exchange that ends a step, and the Unix time when this rank left it."""
 
@@ -178,14 +181,19 @@ class StepClock:
     def cut(self) -> Segments:
         """End the step, start the next one, and return its marks."""
         self._close_segment()
-        beside, queued = () if self.on_gpu else self._beside, self._cut_queued()
+        beside = () if self.on_gpu else self._beside
+        queued = self._cut_queued()
         segments = Segments(self._marks, self._last, beside, queued)
-        self._marks, self._beside = [], []
+        self._marks = []
+        self._beside = []
         return segments
 
     def _cut_queued(self) -> QueuedTime:
-        now_s, exposed_s = self._processor.read()[1], self._exposed_queued_s
-        whole_s, self._queued_s, self._exposed_queued_s = now_s - self._queued_s, now_s, 0.0
+        now_s = self._processor.read()[1]
+        exposed_s = self._exposed_queued_s
+        whole_s = now_s - self._queued_s
+        self._queued_s = now_s
+        self._exposed_queued_s = 0.0
         return QueuedTime(max(0.0, whole_s - exposed_s), exposed_s)
 
 
@@ -197,7 +205,10 @@ class Segments:
         beside: Sequence[Interval] = (),
         queued: QueuedTime = QueuedTime(0.0, 0.0),  # noqa: B008 - it is immutable
     ):
-        self._marks, self._end, self._beside, self.queued = marks, end, beside, queued
+        self._marks = marks
+        self._end = end
+        self._beside = beside
+        self.queued = queued
 
     def exchange_time(self) -> ExchangeTime | None:
         """Return how long the step's exchanges took and how much of that was exposed; None where none went on beside

@@ -46,7 +46,10 @@ class GarbageClock:
     """Adds up the processor time that the interpreter collects garbage in: what other processes take is none of it."""
 
     def __init__(self) -> None:
-        self.seconds, self.runs, self._began_s, self._cut_s = 0.0, 0, 0.0, 0.0
+        self.seconds = 0.0
+        self.runs = 0
+        self._began_s = 0.0
+        self._cut_s = 0.0
         gc.callbacks.append(self._note)
 
     def _note(self, phase: str, _info: object) -> None:
@@ -58,7 +61,8 @@ class GarbageClock:
 
     def cut(self) -> float:
         """Return the seconds since the last call."""
-        since_s, self._cut_s = self.seconds - self._cut_s, self.seconds
+        since_s = self.seconds - self._cut_s
+        self._cut_s = self.seconds
         return since_s
 
     def close(self) -> None:
@@ -296,7 +300,8 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 PRODUCTS: tuple[Product, ...] = (lambda a, b: a @ b, lambda a, b: a @ b.T, lambda a, b: a.T @ b)
 """A layer's products, forward and backward. CPUs differ in them, tenfold in a format that they do not have."""
-MATMUL_SIZES, CHIP_MATMUL_SIZES = (1024, 2048), (4096, 8192)
+MATMUL_SIZES = (1024, 2048)
+CHIP_MATMUL_SIZES = (4096, 8192)
 MATMUL_ROUNDS, MATMUL_ROUND_S = 10, 0.02
 """A size is tried in so many rounds, of one product at least; the best counts."""
 MATMUL_LIMIT_S = 1.0
@@ -318,7 +323,8 @@ def device_name(device: torch.device) -> str:
 
 def measure_peak(device: torch.device, dtype: torch.dtype) -> Peak:
     """The best rate of a square matrix product, with every rank of the node measuring at the same time."""
-    best, products = 0.0, PRODUCTS[:1] if on_chip(device) else PRODUCTS
+    best = 0.0
+    products = PRODUCTS[:1] if on_chip(device) else PRODUCTS
     limits = MATMUL_ROUNDS, MATMUL_ROUND_S, MATMUL_LIMIT_S
     for size in CHIP_MATMUL_SIZES if on_chip(device) else MATMUL_SIZES:
         rates = [matmul_flops(device, dtype, size, *limits, product) for product in products]
@@ -352,7 +358,8 @@ def quickest_s(
     the first begins after `limit_s`.
     """
     call()
-    quickest, started = math.inf, time.perf_counter()
+    quickest = math.inf
+    started = time.perf_counter()
     for _ in range(rounds):
         quickest = min(quickest, _round_s(call, device, round_s))
         if time.perf_counter() - started > limit_s:
@@ -362,11 +369,14 @@ def quickest_s(
 
 def _round_s(call: Callable[[], Any], device: torch.device, round_s: float) -> float:
     synchronise(device)
-    calls, taken_s, started = 0, 0.0, time.perf_counter()
+    calls = 0
+    taken_s = 0.0
+    started = time.perf_counter()
     while not calls or taken_s < round_s:
         call()
         synchronise(device)
-        calls, taken_s = calls + 1, time.perf_counter() - started
+        calls = calls + 1
+        taken_s = time.perf_counter() - started
     return taken_s / calls
 
 
@@ -407,7 +417,8 @@ class MemoryWatch:
     """Takes a reading every few steps, so that a window spans a fraction of the run, whatever its length."""
 
     def __init__(self, device: torch.device, first_step: int, last_step: int):
-        self._device, self._last_step = device, last_step
+        self._device = device
+        self._last_step = last_step
         self._first_step = first_step + SETTLING_STEPS
         self._every_steps = max(1, (last_step - first_step) // (4 * WINDOW))
         self._readings: dict[str, Readings] = {}

@@ -96,7 +96,8 @@ class StepProfile:
 def heaviest(operations: Sequence[Operation], steps: int) -> tuple[OperationTime, ...]:
     """Return the operations with most time of their own; those of the device where it has some, else the host's."""
     on_device = any(one.on_device for one in operations)
-    own_ns, calls = defaultdict[str, int](int), defaultdict[str, int](int)
+    own_ns = defaultdict[str, int](int)
+    calls = defaultdict[str, int](int)
     for one, self_ns in own_times([one for one in operations if one.on_device == on_device]):
         own_ns[one.name] += self_ns
         calls[one.name] += 1
@@ -150,7 +151,8 @@ def is_within(at_ns: int, spans: Sequence[Span]) -> bool:
 def trace_text(operations: Sequence[Operation], rank: int, about: JsonObject, most_bytes: int = TRACE_BYTES) -> str:
     """Return the trace as Perfetto and chrome://tracing open it: the longest operations, as many as have room."""
     begin_ns = operations[0].begin_ns if operations else 0
-    left, drawn = most_bytes - len(json_text(about, indent=None)) - 64, []
+    left = most_bytes - len(json_text(about, indent=None)) - 64
+    drawn = []
     for one in sorted(operations, key=lambda one: one.begin_ns - one.end_ns):
         place: JsonObject = {"pid": rank, "tid": "GPU" if one.on_device else one.thread}
         length_us = (one.end_ns - one.begin_ns) / 1e3
@@ -196,8 +198,10 @@ class StepsInView:
 
     def add(self, step: int) -> None:
         """Count a step that was made; the last one ends the view."""
-        self.first_step, self.last_step = self.first_step or step, step
-        made, passed_s = step - self.first_step + 1, time.perf_counter() - self._began_s
+        self.first_step = self.first_step or step
+        self.last_step = step
+        made = step - self.first_step + 1
+        passed_s = time.perf_counter() - self._began_s
         if made >= LOOK_STEPS or passed_s > LOOK_S:
             self.end()
 
@@ -234,9 +238,13 @@ class DeeperLook(threading.Thread):
     def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal, rank: int, device: torch.device):
         """`rank`: those of replica groups are counted through. Looks that an earlier start was asked for are over."""
         super().__init__(name="deeper look", daemon=True)
-        self._run_dir, self._journal, self._rank, self._device = run_dir, journal, rank, device
+        self._run_dir = run_dir
+        self._journal = journal
+        self._rank = rank
+        self._device = device
         self._file, self._closed = FileWatch(run_dir.looks_json), threading.Event()
-        self._done, self._step = 0, 0
+        self._done = 0
+        self._step = 0
         with suppress(MachineError, OSError):
             self._done = max((one.number for one in read_looks(run_dir).orders), default=0)
         self._is_wanted, self._has_begun = threading.Event(), threading.Event()

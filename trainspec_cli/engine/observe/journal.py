@@ -188,7 +188,9 @@ class GroupJournal:
     """The journal of a process of a replica group: its own events, and while its group leads, the run's log too."""
 
     def __init__(self, run_dir: RunDir, group: int, rank: int, spec: RunSpec):
-        self._run_dir, self._writes_log, self._spec = run_dir, rank == 0, spec
+        self._run_dir = run_dir
+        self._writes_log = rank == 0
+        self._spec = spec
         self._own = EventWriter(run_dir.group_events(group, rank), rank)
         self._group = group
         self._log: Journal | None = None
@@ -228,7 +230,8 @@ class DirectiveLog:
     """Writes the scheduler's decisions to `directives.jsonl` and then to the journal."""
 
     def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal):
-        self._run_dir, self._journal = run_dir, journal
+        self._run_dir = run_dir
+        self._journal = journal
         self._file: EventWriter | None = None
 
     def write(self, event: SchedulerEvent | BucketsEvent | MemoryEvent) -> None:

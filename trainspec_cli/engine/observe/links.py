@@ -30,7 +30,9 @@ class LinkTimer:
 
     def __init__(self, clock: StepClock, group: dist.ProcessGroup, *, is_hidden: bool = False):
         """`is_hidden`: other work goes on beside the exchanges, unless they are timed."""
-        self._clock, self._group, self._is_hidden = clock, group, is_hidden
+        self._clock = clock
+        self._group = group
+        self._is_hidden = is_hidden
         self._is_sampled = False
         self._calls, self._stride = 0, 1
         """Every `_stride`-th exchange of a sampled step is timed."""
@@ -64,7 +66,8 @@ class LinkTimer:
         return time.perf_counter() - started_s
 
     def begin(self, is_sampled: bool) -> None:
-        self._is_sampled, self._calls = is_sampled, 0
+        self._is_sampled = is_sampled
+        self._calls = 0
         self._timed.clear()
 
     def end(self) -> None:

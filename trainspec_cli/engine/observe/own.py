@@ -52,7 +52,9 @@ class OwnWatcher:
 
     def __init__(self, extension: Extension, made: Any, methods: Mapping[str, Callable[[Event], object]]):
         """`methods` are those called for an event, by its type; "" stands for all types."""
-        self._extension, self._made, self._methods = extension, made, methods
+        self._extension = extension
+        self._made = made
+        self._methods = methods
 
     def record(self, event: Event) -> None:
         """Raises WorkerError where the code fails, OptionalCodeError where the run is to go on without it."""
@@ -129,7 +131,8 @@ def keeping_generators() -> Iterator[None]:
     numpy: Any = sys.modules.get("numpy")
     kind = started_kind()
     devices = range(torch.accelerator.device_count()) if kind else ()
-    python, arrays = random.getstate(), numpy.random.get_state() if numpy else None
+    python = random.getstate()
+    arrays = numpy.random.get_state() if numpy else None
     with torch.random.fork_rng(devices, device_type=kind or "cpu"):
         try:
             yield

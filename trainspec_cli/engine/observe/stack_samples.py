@@ -36,7 +36,8 @@ MOST_CHARACTERS = 120
 LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent))
 INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
-SPY_RATE, SPY_S = 100, 1
+SPY_RATE = 100
+SPY_S = 1
 SPY_ENDS_S = 10.0
 """py-spy is given up so long after it should have ended."""
 _SPY_FRAME = re.compile(r"(?P<function>.*) \((?P<file>.*):(?P<line>\d+)\)")

@@ -72,7 +72,9 @@ class StepWatch(threading.Thread):
         """Make a watch; with `floor_s` None a step may take forever, and with `first_s` None the first ones may."""
         super().__init__(name="watch", daemon=True)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._run_dir, self._journal, self._end = run_dir, journal, end
+        self._run_dir = run_dir
+        self._journal = journal
+        self._end = end
         self._floor_s = math.inf if floor_s is None else floor_s
         self._first_s = math.inf if first_s is None else first_s
         self._main = threading.main_thread().ident or 0
@@ -87,7 +89,9 @@ class StepWatch(threading.Thread):
         now = time.monotonic()
         if not self._fresh:
             self._recent_s.append(now - self._last_beat)
-        self._step, self._last_beat, self._fresh = step, now, False
+        self._step = step
+        self._last_beat = now
+        self._fresh = False
         self._deadline_s = step_deadline_s(self._recent_s, self._floor_s, self._first_s)
         self._note_s = math.inf
         self._stall_s = stall_after_s(self._recent_s, self._deadline_s)
@@ -275,7 +279,8 @@ def last_collectives() -> list[EnteredCollective]:
     newest: dict[str, EnteredCollective] = {}
     for entry in recorded_collectives():
         if not entry["is_p2p"]:
-            name, group = entry["profiling_name"], "/".join(entry["process_group"])
+            name = entry["profiling_name"]
+            group = "/".join(entry["process_group"])
             newest[group] = EnteredCollective(
                 group,
                 entry["collective_seq_id"],

@@ -102,7 +102,8 @@ class AdamW8bit(GuardedOptimizer):
         self.books = Codebook.make(device, signed=True), Codebook.make(device, signed=False)
 
     def start_rule(self, parameter: Tensor, like: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        lead, row = parameter.shape[: row_dim(parameter.shape)], parameter.shape[row_dim(parameter.shape) :]
+        lead = parameter.shape[: row_dim(parameter.shape)]
+        row = parameter.shape[row_dim(parameter.shape) :]
         blocks = -(-row.numel() // BLOCK)
         state = {"step": torch.zeros((), device=parameter.device)}
         for moment in ("exp_avg", "exp_avg_sq"):
@@ -114,7 +115,8 @@ class AdamW8bit(GuardedOptimizer):
         for parameter in group["params"]:
             if parameter.grad is None or not parameter.numel():
                 continue
-            state, dim = self.state[parameter], row_dim(parameter.shape)
+            state = self.state[parameter]
+            dim = row_dim(parameter.shape)
             guard.set_(state["step"], state["step"] + 1)
             flat = {
                 name: tensor.flatten(0, dim - 1).flatten(1)

@@ -65,7 +65,9 @@ class Muon(GuardedOptimizer):
         compute: torch.dtype | None = None,
     ):
         super().__init__(groups, lr, betas, eps)
-        self.batches, self.time, self.compute = list(_batches(shares)), time, compute
+        self.batches = list(_batches(shares))
+        self.time = time
+        self.compute = compute
 
     def start_rule(self, parameter: Tensor, like: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         return {"momentum_buffer": like(parameter)}
@@ -76,7 +78,8 @@ class Muon(GuardedOptimizer):
             splits = [_splits_of_matrix(share) for share in shares]
             whole = _orthogonalise_alike(gather_own(updates, splits, self.time))
             for share, update in zip(shares, scatter_own(whole, updates, splits, self.time), strict=True):
-                lr, weight = group["lr"], share.local
+                lr = group["lr"]
+                weight = share.local
                 scaled = lr * RMS * math.sqrt(max(share.full_shape[-2:]))
                 guard.set_(weight, (weight * (1 - lr * group["weight_decay"])).sub_(update, alpha=scaled))
 

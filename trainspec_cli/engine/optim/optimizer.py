@@ -77,7 +77,8 @@ def _build_guarded(
     by_rule = [share for share in shares if _RULES[optim.name](share)]
     rest = [share for share in shares if not _RULES[optim.name](share)]
     own = [group | {"rule": optim.name, "momentum": optim.momentum} for group in parameter_groups(by_rule, optim)]
-    groups, betas = [*own, *parameter_groups(rest, optim)], (optim.beta1, optim.beta2)
+    groups = [*own, *parameter_groups(rest, optim)]
+    betas = (optim.beta1, optim.beta2)
     optimizer: GuardedOptimizer
     if optim.name == "muon":
         optimizer = Muon(groups, by_rule, optim.lr, betas, optim.eps, time, compute)

@@ -76,7 +76,8 @@ def build_own_optimizer(
 ) -> OwnOptimizer:
     """Build the optimizer that the recipe names, after a trial. `zeros` makes the state's memory. Raises RecipeError
     for code that is wrong, or that cannot be trained with in parts."""
-    extension, optim = own_optimizer(spec), spec.optim
+    extension = own_optimizer(spec)
+    optim = spec.optim
     call = load(extension)
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -128,7 +129,9 @@ class OwnOptimizer(torch.optim.Optimizer):
     ):
         super().__init__(inner.param_groups, {})
         self.param_groups = inner.param_groups
-        self._inner, self._extension, self._trial = inner, extension, trial
+        self._inner = inner
+        self._extension = extension
+        self._trial = trial
         self._made_at_once = {parameter: set(inner.state.get(parameter, {})) for parameter in self._parameters()}
         self.found_inf: Tensor | None = None
         self.grad_scale: Tensor | None = None
@@ -158,7 +161,10 @@ class OwnOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update, unless `found_inf` is 1; gradients are divided by `grad_scale`. The host waits to read the first."""
-        found_inf, grad_scale, self.found_inf, self.grad_scale = self.found_inf, self.grad_scale, None, None
+        found_inf = self.found_inf
+        grad_scale = self.grad_scale
+        self.found_inf = None
+        self.grad_scale = None
         if found_inf is not None and found_inf.item():
             return
         parameters = self._parameters()
@@ -176,7 +182,8 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     def _hand_over(self, parameter: nn.Parameter) -> None:
         """Give the optimizer the state that is saved, which may have been loaded; none before its first update."""
-        saved, own = self.state[parameter], self._inner.state[parameter]
+        saved = self.state[parameter]
+        own = self._inner.state[parameter]
         if not saved[STARTED].item():
             for name in set(own) - self._made_at_once[parameter]:
                 del own[name]
@@ -186,7 +193,8 @@ class OwnOptimizer(torch.optim.Optimizer):
 
     def _take_over(self, parameter: nn.Parameter) -> None:
         """Save what the optimizer keeps by now. Raises WorkerError where that has another form than in its trial."""
-        saved, forms = {STARTED: torch.ones(())}, self._forms(parameter)
+        saved = {STARTED: torch.ones(())}
+        forms = self._forms(parameter)
         for name, value in _kept(self._inner.state[parameter]).items():
             if forms.get(name) != StateForm.of(value) or (forms[name].shaped and _shape(value) != parameter.shape):
                 raise self._refuse(f"keeps `{name}` in another form than in its first updates", name)

@@ -28,8 +28,10 @@ def gather_own(parts: Sequence[Tensor], splits: Sequence[Sequence[Split]], time:
     """
     if not splits or not splits[0]:
         return list(parts)
-    group, own = splits[0][0].group, [several[0] for several in splits]
-    ranks, rank = group.size(), group.rank()
+    group = splits[0][0].group
+    own = [several[0] for several in splits]
+    ranks = group.size()
+    rank = group.rank()
     sent = [[parts[number] for number in range(to, len(parts), ranks)] for to in range(ranks)]
     mine = range(rank, len(parts), ranks)
     shapes = [_shapes(parts[number], own[number]) for number in mine]
@@ -49,8 +51,10 @@ def scatter_own(
     """Return this rank's parts, of the shapes of `like`, of the matrices that `gather_own` gave to the ranks."""
     if not splits or not splits[0]:
         return list(wholes)
-    group, own = splits[0][0].group, [several[0] for several in splits]
-    ranks, rank = group.size(), group.rank()
+    group = splits[0][0].group
+    own = [several[0] for several in splits]
+    ranks = group.size()
+    rank = group.rank()
     mine = range(rank, len(like), ranks)
     inner = [like[number].new_empty(_joined(like[number], own[number])) for number in mine]
     held = scatter_own(wholes, inner, [splits[number][1:] for number in mine], time)
@@ -120,7 +124,8 @@ class Guard:
     @staticmethod
     def take_from(optimizer: torch.optim.Optimizer, device: torch.device) -> Guard:
         """Return the guard that stands on the optimizer, where one does, for one step."""
-        found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+        found_inf = getattr(optimizer, "found_inf", None)
+        scale = getattr(optimizer, "grad_scale", None)
         optimizer.found_inf = optimizer.grad_scale = None  # type: ignore[attr-defined]
         found_inf = torch.zeros((), device=device) if found_inf is None else found_inf
         return Guard(found_inf > 0, torch.ones((), device=device) if scale is None else scale)

@@ -44,7 +44,8 @@ def apply_context_parallel(model: Any, peers: Peers, method: ContextMethod) -> N
 class UlyssesCore(nn.Module):
     def __init__(self, core: nn.Module, peers: Peers):
         super().__init__()
-        self.core, self.peers = core, peers
+        self.core = core
+        self.peers = peers
 
     def forward(self, q_BSHE: Tensor, k_BSKE: Tensor, v_BSKE: Tensor, mask: None = None) -> Tensor:
         assert mask is None, "documents' masks with cp are refused before launch"
@@ -95,7 +96,8 @@ class ChunkPair:
 
 
 def _block(rank: int, source: int, seq: int) -> ChunkPair:
-    half, all_of_it = seq // 2, slice(0, seq)
+    half = seq // 2
+    all_of_it = slice(0, seq)
     if source == rank:
         return ChunkPair(all_of_it, all_of_it, causal=True)
     if source < rank:  # both of the own chunks come after the source's first, and before its second
@@ -119,13 +121,15 @@ class _Ring(torch.autograd.Function):
             travelling = coming.arrive() if coming else travelling
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, log_total)
-        ctx.peers, ctx.scale = peers, scale
+        ctx.peers = peers
+        ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:  # type: ignore[override]
         q, k, v, out, log_total = ctx.saved_tensors
-        peers, dout = ctx.peers, dout.contiguous()
+        peers = ctx.peers
+        dout = dout.contiguous()
         dq = torch.zeros(q.shape, dtype=_precise(q), device=q.device)
         travelling = torch.stack((k, v))
         gradients = torch.zeros(travelling.shape, dtype=_precise(q), device=q.device)
@@ -147,7 +151,8 @@ class _Passage:
     def __init__(self, x: Tensor, peers: Peers):
         self._peers, self._sent, self._received = peers, x, torch.empty_like(x)
         ranks = dist.get_process_group_ranks(peers.group)
-        after, before = ranks[(peers.rank + 1) % peers.size], ranks[(peers.rank - 1) % peers.size]
+        after = ranks[(peers.rank + 1) % peers.size]
+        before = ranks[(peers.rank - 1) % peers.size]
         moves = [
             dist.P2POp(dist.isend, self._sent, after, group=peers.group),
             dist.P2POp(dist.irecv, self._received, before, group=peers.group),
@@ -322,7 +327,8 @@ class VocabularyCutChunk(nn.Module):
 
     def __init__(self, cut: Cut, peers: Peers):
         super().__init__()
-        self.cut, self.peers = cut, peers
+        self.cut = cut
+        self.peers = peers
 
     @torch.compiler.disable
     def forward(self, logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:

@@ -203,7 +203,10 @@ class _Look:
     """Shows the noise probe a module's gradients before the first sum that they go into."""
 
     def __init__(self, module: nn.Module, ranks: int, how: DataParallel, experts: bool):
-        self._module, self._ranks, self._how, self._experts = module, ranks, how, experts
+        self._module = module
+        self._ranks = ranks
+        self._how = how
+        self._experts = experts
 
     def __call__(self, gradients: Tensor) -> None:
         self._how.noise.add(gradients, self._columns)
@@ -259,7 +262,9 @@ class _TimedCollective:
         self, collective: Any, time_collective: TimeCollective, look: Look | None = None, *, encodes: bool = False
     ):
         """`encodes`: it computes beside the transfer, and so shows no link's speed."""
-        self._collective, self._time_collective, self._look = collective, time_collective, look
+        self._collective = collective
+        self._time_collective = time_collective
+        self._look = look
         self._encodes = encodes
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -283,7 +288,8 @@ class _NothingToReduce:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """FSDP2 asks for the input, then for the output."""
         if self._input is not None:
-            output, self._input = self._input, None
+            output = self._input
+            self._input = None
             _keep_for_this_stream(output)
             return output
         self._input = torch.empty(*size, dtype=dtype, device=device)

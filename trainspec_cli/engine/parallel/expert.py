@@ -52,7 +52,9 @@ class SpreadDispatch(nn.Module):
 
     def __init__(self, num_experts: int, peers: Peers, sort: Sort):
         super().__init__()
-        self.num_experts, self.peers, self.sort = num_experts, peers, sort
+        self.num_experts = num_experts
+        self.peers = peers
+        self.sort = sort
         self.read_splits: Callable[[Tensor, Tensor, int], Splits] = read_splits
 
     @torch.compiler.disable

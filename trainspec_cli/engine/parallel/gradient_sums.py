@@ -178,7 +178,8 @@ class GradientSums:
 
     def begin(self) -> None:
         """Begin a step."""
-        self.sizes_bytes, self.waited_s = [], 0.0
+        self.sizes_bytes = []
+        self.waited_s = 0.0
 
     def finish(self) -> None:
         """Wait until all is summed. Raises the first error of an exchange."""
@@ -230,8 +231,12 @@ class ModuleSums:
         over_replicas: CompressedSum | None,
     ):
         """`trained` returns the module's parameters; `look` is shown their gradients before they are summed."""
-        self._sums, self._route, self._trained, self._look = sums, route, trained, look
-        self._over_shards, self._over_replicas = over_shards, over_replicas
+        self._sums = sums
+        self._route = route
+        self._trained = trained
+        self._look = look
+        self._over_shards = over_shards
+        self._over_replicas = over_replicas
         self._input: Tensor | None = None
         self._earlier: Tensor | None = None
 
@@ -252,7 +257,8 @@ class ModuleSums:
     def add(self, output: Tensor) -> None:
         """Give what FSDP2 has copied together to be summed into `output`."""
         assert self._input is not None, "FSDP2 has asked for it"
-        rows_RN, self._input = self._input.view(self._route.rows, -1), None
+        rows_RN = self._input.view(self._route.rows, -1)
+        self._input = None
         self._look(rows_RN)
         earlier = self._take_earlier()
         self._sums.add(Summand(self._route, rows_RN, output, earlier, self._over_shards, self._over_replicas))

@@ -114,7 +114,9 @@ class NoiseProbe:
     """Adds up |G|^2 / w over the parts that this rank computes, alone or with others: the ranks' sums add up to all."""
 
     def __init__(self, device: torch.device, cp: Peers, tp: Peers, ends: Peers):
-        self._cp, self._tp, self._ends = cp, tp, ends
+        self._cp = cp
+        self._tp = tp
+        self._ends = ends
         self.sums = torch.zeros(4, dtype=torch.float64, device=device)
         """[sum of |G|^2 / w, that of experts, number of parts, that of experts]; the numbers are this rank's share."""
         self._parts: SampleParts | None = None
@@ -125,7 +127,8 @@ class NoiseProbe:
         """Begin a step; None: its gradients are not looked at."""
         self.sums.zero_()
         self._twins.clear()
-        self._parts, self._weights = parts, (0.0, 0.0)
+        self._parts = parts
+        self._weights = (0.0, 0.0)
 
     def weigh(self, micro_batch: int | None) -> None:
         """Say which part the gradients are of that are exchanged next."""

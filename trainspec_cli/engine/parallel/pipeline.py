@@ -82,7 +82,10 @@ class Mailbox:
         time_collective: TimeCollective,
     ):
         """`like`: for each micro-batch a tensor (on meta) of its messages' shape and type."""
-        self.layout, self.lines, self.like, self.time = layout, lines, like, time_collective
+        self.layout = layout
+        self.lines = lines
+        self.like = like
+        self.time = time_collective
         self.rank = lines.up.rank()
         self._here: dict[Message, Tensor] = {}
         self._posted: dict[Message, tuple[Tensor, Any]] = {}
@@ -182,7 +185,8 @@ class _SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, queue: WeightQueue) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.queue = weight, queue
+        ctx.weight = weight
+        ctx.queue = queue
         return F.linear(x, weight)
 
     @staticmethod
@@ -267,7 +271,9 @@ def time_messages(layout: Layout, lines: Lines, message: Tensor) -> tuple[float,
 
     Called by all ranks of a pipeline together.
     """
-    rank, ahead_s, back_s = lines.up.rank(), 0.0, 0.0
+    rank = lines.up.rank()
+    ahead_s = 0.0
+    back_s = 0.0
     for low, high in neighbours(layout):
         if rank == low:
             ahead_s = _send_timed(lines, message, high)

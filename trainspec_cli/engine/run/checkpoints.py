@@ -62,8 +62,12 @@ class Checkpoints:
         pace: Callable[[], BatchPace | None] = lambda: None,
     ):
         """`pace` says where a batch stands that follows the gradients' noise."""
-        self._plan, self._run_dir, self._state = plan, run_dir, state
-        self._recipe_digest, self._journal, self._pace = recipe_digest, journal, pace
+        self._plan = plan
+        self._run_dir = run_dir
+        self._state = state
+        self._recipe_digest = recipe_digest
+        self._journal = journal
+        self._pace = pace
         self._memory = find_place(run_dir) if plan.spec.checkpoint.memory_interval_steps else None
         self._saver = self._make_saver()
         self._cadence = Cadence(plan, read_sound(run_dir.supervisor_events))
@@ -111,7 +115,8 @@ class Checkpoints:
             self._saver.save_alone(self._about(step, samples), kept)
 
     def _make_saver(self) -> Saver:
-        state, keep_last = self._state, self._plan.spec.checkpoint.keep_last
+        state = self._state
+        keep_last = self._plan.spec.checkpoint.keep_last
         return Saver(self._run_dir, state.held, state.device, keep_last, self._memory)
 
     def finish_writing(self) -> None:
@@ -123,8 +128,10 @@ class Checkpoints:
 
     def adopt(self, plan: Plan, state: TrainState) -> None:
         """Go on in another layout; no checkpoint is being written."""
-        self._plan, self._state = plan, state
-        before, self._saver = self._saver, self._make_saver()
+        self._plan = plan
+        self._state = state
+        before = self._saver
+        self._saver = self._make_saver()
         self._saver.keep_slot(before.newest_slot)
         self._saver.kept_step = before.kept_step
         before.close()
@@ -186,7 +193,8 @@ class Checkpoints:
             self._write(step, samples)
 
     def _write(self, step: int, samples: int) -> None:
-        self._due_since, self._saved_step = None, step
+        self._due_since = None
+        self._saved_step = step
         if self._plan.spec.checkpoint.mode == "async":
             self._begun = step
             self._saver.begin(self._about(step, samples))
@@ -325,7 +333,8 @@ class Cadence:
         """Return Daly's interval for the time that training waited and that steps beside the writing took longer."""
         usual_s = median(self._usual_s or self._beside_s)
         drag_s = max(0.0, sum(self._beside_s) - usual_s * len(self._beside_s))
-        plan, reliability = self._plan, self._plan.spec.cluster.reliability
+        plan = self._plan
+        reliability = self._plan.spec.cluster.reliability
         any_s = job_mtbf_s(reliability, plan.world_size)
         mtbf_s = rollback_mtbf_s(plan.spec.resilience, reliability, any_s, plan.replica_groups)
         running_s = 0.0 if self._launched_at is None else max(0.0, time.time() - self._launched_at)
@@ -350,6 +359,7 @@ class Cadence:
 
 def find_place(run_dir: RunDir) -> CopyLocation:
     """Return where this rank stands among the nodes: torchrun says how many ranks one has."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     return CopyLocation(make_memory_folder(run_dir), rank, world_size, ranks_per_node)

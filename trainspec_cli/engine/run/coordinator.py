@@ -160,7 +160,9 @@ class GroupBatches:
         """May be changed between steps."""
         self.rate = 0.0
         """Samples that this replica group computes a second; 0 where that is not known, or nothing follows from it."""
-        self._source, self._clock, self._rank = run.source, run.state.clock, run.state.mesh.data_rank
+        self._source = run.source
+        self._clock = run.state.clock
+        self._rank = run.state.mesh.data_rank
         self._reader = BatchReader(run.source.read, run.source.staging)
 
     def take(self, step: tuple[int, int], *following: tuple[int, int]) -> tuple[OwnSamples, list[MicroBatch]]:
@@ -178,7 +180,8 @@ class GroupBatches:
 
     def adopt(self, run: RunContext) -> None:
         """Go on in another layout: what was read ahead is forgotten."""
-        self.division, self._rank = even_division_of(run.plan), run.state.mesh.data_rank
+        self.division = even_division_of(run.plan)
+        self._rank = run.state.mesh.data_rank
         self._reader.forget()
 
     def close(self) -> None:
@@ -188,11 +191,16 @@ class GroupBatches:
 class SingleGroup:
     """The only replica group of its run: nobody to wait for, nothing to exchange, nothing that others do."""
 
-    restores_at_start, leads = True, True
-    waits_for_groups, merges_at_end, finished_without, group = False, False, False, None
+    restores_at_start = True
+    leads = True
+    waits_for_groups = False
+    merges_at_end = False
+    finished_without = False
+    group = None
 
     def __init__(self, run: RunContext):
-        self._run, self._spec = run, run.plan.spec
+        self._run = run
+        self._spec = run.plan.spec
         self.journal = Journal(run.run_dir, dist.get_rank(), run.plan.spec)
         self.batches = GroupBatches(run)
 

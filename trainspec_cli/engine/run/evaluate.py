@@ -144,8 +144,11 @@ class HeldoutWatch:
     """Follows the held-out losses; every rank makes the same calls at the same steps, and decides alike."""
 
     def __init__(self, spec: RunSpec, run_dir: RunDir, journal: Journal | GroupJournal, checkpoints: Checkpoints):
-        self._keeps_best, self._patience = spec.checkpoint.keep_best, spec.train.early_stop_evals
-        self._run_dir, self._journal, self._checkpoints = run_dir, journal, checkpoints
+        self._keeps_best = spec.checkpoint.keep_best
+        self._patience = spec.train.early_stop_evals
+        self._run_dir = run_dir
+        self._journal = journal
+        self._checkpoints = checkpoints
         self._losses = HeldoutLosses()
         self.ends_run = False
         """The held-out loss has not fallen for as many evaluations as the recipe allows."""
@@ -169,7 +172,8 @@ class HeldoutWatch:
         """Take in the evaluation after `step`, after which so many samples have been trained."""
         if step == self._losses.last_step:  # it is made again for the result of a run that had died
             return
-        before, self._losses = self._losses, self._losses.after(step, loss)
+        before = self._losses
+        self._losses = self._losses.after(step, loss)
         if self._losses.best_step == step and self._keeps_best:
             self._checkpoints.save_kept(step, samples)
         self.ends_run = not is_last and self._losses.has_ended(self._patience)
@@ -183,7 +187,8 @@ class HeldoutWatch:
             self._journal.write(WarningEvent(step=step, message=message))
 
     def _warn_of_end(self, step: int, hint: str = "") -> None:
-        best, evaluations = self._losses.describe_best(), self._losses.since_best
+        best = self._losses.describe_best()
+        evaluations = self._losses.since_best
         message = f"the run ends here: the held-out loss was {best}, {evaluations} evaluations ago{hint}"
         self._journal.write(WarningEvent(step=step, message=message))
 

@@ -28,7 +28,9 @@ class PipelineRun:
         micro_batches: Sequence[MicroBatch],
         global_tokens: int,
     ):
-        self.stages, self.micro_batches, self.global_tokens = stages, micro_batches, global_tokens
+        self.stages = stages
+        self.micro_batches = micro_batches
+        self.global_tokens = global_tokens
         self.loss = torch.zeros((), device=micro_batches[0][0].device)
         self._own = schedule[stages.lines.up.rank()]
         like = [stages.hidden.like(micro_batch[0]) for micro_batch in micro_batches]
@@ -64,7 +66,9 @@ class PipelineRun:
 
     def _backward(self, action: Action) -> None:
         self._left[action.stage] -= 1
-        part, layout, last = self.stages.parts[action.stage], self.stages.layout, self._left[action.stage] == 0
+        part = self.stages.parts[action.stage]
+        layout = self.stages.layout
+        last = self._left[action.stage] == 0
         every_time = layout.exchanges_every_backward
         exchange_in_backward(part, every_time or last)
         keep_parameters(part, layout.keeps_parameters and not last)

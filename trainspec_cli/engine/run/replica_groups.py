@@ -63,19 +63,24 @@ class RollCall:
 
 
 class ReplicaGroups:
-    waits_for_groups, merges_at_end = True, False
+    waits_for_groups = True
+    merges_at_end = False
     stop_flag = False
     """Requests to stop are agreed on before the step, over all groups."""
 
     def __init__(self, run: RunContext, own: GroupRank):
         plan = run.plan
-        self._run, self._spec, self._own, self.group = run, plan.spec, own, own.group
+        self._run = run
+        self._spec = plan.spec
+        self._own = own
+        self.group = own.group
         self.journal = GroupJournal(run.run_dir, own.group, own.rank, plan.spec)
         self._directives = DirectiveLog(run.run_dir, self.journal)
         self.restores_at_start = os.environ[START] == "1"
         """A group that comes back heals, and looks for a checkpoint only where nobody holds the state any more."""
         self._has_restored = self.restores_at_start
-        self.leads, self.finished_without = False, False
+        self.leads = False
+        self.finished_without = False
         self._progress = TrainProgress()
         self._samples = torch.tensor([0])
         """`TrainProgress.samples` as a tensor, which a healing group copies with the state."""
@@ -147,7 +152,8 @@ class ReplicaGroups:
 
     def _call_roll(self) -> RollCall:
         """A run that has not made a step yet waits for all the groups that its supervisor expects."""
-        present, resilience = len(self._taking_part.groups), self._spec.resilience
+        present = len(self._taking_part.groups)
+        resilience = self._spec.resilience
         stepped = self._committed is not None or self._taking_part.healed
         groups = self._run.run_dir.groups_json
         complete = stepped or present >= read_field(groups, read_object(groups), "expected", int)
@@ -169,7 +175,8 @@ class ReplicaGroups:
 
     def _compare_digests(self) -> None:
         """Raise WorkerError in every group where one's parameters differ."""
-        interval, step = self._spec.resilience.sdc_check, self._progress.step
+        interval = self._spec.resilience.sdc_check
+        step = self._progress.step
         if interval is None or step % interval:
             return
         diverging = diverging_groups(self._membership.gather(local_digest(self._run.state.shares)))
@@ -184,7 +191,8 @@ class ReplicaGroups:
 
     def take(self, steps: Sequence[tuple[int, int]]) -> StepSamples:
         batching, present, (position, total) = self._spec.batching, self._taking_part, steps[0]
-        groups, weights = self._run.plan.replica_groups, group_weights(self._rates, self._spec.scheduler.change)
+        groups = self._run.plan.replica_groups
+        weights = group_weights(self._rates, self._spec.scheduler.change)
         self._portion = portion = take_portion(batching, total, weights, groups, position, present.rank)
         taken = portion.step_samples
         self._note_weights(weights, taken)
@@ -205,11 +213,15 @@ class ReplicaGroups:
 
     def _note_weights(self, weights: tuple[float, ...], samples: int) -> None:
         """The leading group writes down that the groups' shares of a step's samples have changed."""
-        before, self._weights = self._weights, weights
+        before = self._weights
+        self._weights = weights
         if len(before) != len(weights) or not self.leads or self._own.rank:
             return
-        step, rates = self._progress.step, weights  # in samples a second
-        was, counts = weighted_counts(samples, before), weighted_counts(samples, weights)
+        # in samples a second
+        step = self._progress.step
+        rates = weights
+        was = weighted_counts(samples, before)
+        counts = weighted_counts(samples, weights)
         if was == counts:
             return
         self._directives.write(
@@ -275,7 +287,8 @@ class ReplicaGroups:
 
     def _sum_packet(self, state: TrainState, number: int, packet: Tensor) -> None:
         """Gradients that are kept in host memory (`offload`) are summed on the device too, over its faster links."""
-        name, inside = f"groups.{number}.{packet.numel()}", self._run.plan.num_nodes == 1
+        name = f"groups.{number}.{packet.numel()}"
+        inside = self._run.plan.num_nodes == 1
         on_device = packet.to(state.device)
         self._membership.sum_(on_device, state.compression.of(name, packet.numel(), inside=inside))
         if on_device is not packet:
@@ -294,18 +307,24 @@ class ReplicaGroups:
     def note_step(self, step: int, step_time_s: float) -> None:
         """Write which groups left or came since the last step, and what that cost."""
         now = time.perf_counter()
-        before, self._committed = self._committed, self._taking_part
-        elapsed_s, self._committed_at = now - self._committed_at, now
-        tries, self._failed_tries = self._failed_tries, 0
+        before = self._committed
+        self._committed = self._taking_part
+        elapsed_s = now - self._committed_at
+        self._committed_at = now
+        tries = self._failed_tries
+        self._failed_tries = 0
         usual_s = median(self._recent_s or [0.0])
         self._recent_s.append(step_time_s)
         if before is None or (before.names == self._taking_part.names and not tries):
             return
-        stall_s, lost = max(0.0, elapsed_s - usual_s), tries
+        stall_s = max(0.0, elapsed_s - usual_s)
+        lost = tries
         for change, group in self._taking_part.changes_since(before) or [("retried", None)]:
             event = RecoveryEvent(step=step, change=change, group=group, stall_s=stall_s, lost_steps=lost)
             self.journal.write(event)
-            stall_s, lost = 0.0, 0  # several at once cost as much as one
+            # several at once cost as much as one
+            stall_s = 0.0
+            lost = 0
 
     def bring_together(self, progress: TrainProgress) -> None:
         pass

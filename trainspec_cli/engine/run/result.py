@@ -55,7 +55,8 @@ class Divergence:
     """Ends a run that has diverged. Every rank calls it at the same steps; all raise the same WorkerError."""
 
     def __init__(self, run_dir: RunDir, max_skipped_steps: int):
-        self._run_dir, self._max_skipped_steps = run_dir, max_skipped_steps
+        self._run_dir = run_dir
+        self._max_skipped_steps = max_skipped_steps
         self._skipped_in_a_row = 0
 
     def note_step(self, step: int, *, skipped: bool) -> None:
@@ -91,7 +92,8 @@ class Divergence:
         steps = self._run_dir.checkpoint_steps()
         good = max((kept for kept in steps if kept < last_finite), default=None)
         if good is None:
-            known, hint = "there is no checkpoint from before that", f"start again: {REMEDY}"
+            known = "there is no checkpoint from before that"
+            hint = f"start again: {REMEDY}"
         else:
             known = f"the newest checkpoint from before that is {self._run_dir.checkpoint(good)}"
             newer = ", ".join(self._run_dir.checkpoint(kept).name for kept in steps if kept > good)

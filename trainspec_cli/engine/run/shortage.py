@@ -60,10 +60,14 @@ class Emergency:
     """One rank's part in it. The main thread calls `begin_step` before each step."""
 
     def __init__(self, run_dir: RunDir, state: TrainState, checkpoints: Checkpoints, watch: StepWatch):
-        self._run_dir, self._state, self._checkpoints, self._watch = run_dir, state, checkpoints, watch
+        self._run_dir = run_dir
+        self._state = state
+        self._checkpoints = checkpoints
+        self._watch = watch
         self._progress: TrainProgress | None = None
         self._mark: Mark | None = None
-        self._began_s, self._last_s = time.monotonic(), 0.0
+        self._began_s = time.monotonic()
+        self._last_s = 0.0
         self._saved_step = -1
         self._lock, self._closed = threading.Lock(), threading.Event()
         self.kept: dict[str, Tensor] = {}
@@ -86,7 +90,8 @@ class Emergency:
 
     def end_step(self) -> None:
         """The update is made: there is nothing to save until the next step begins."""
-        self._last_s, self._progress = time.monotonic() - self._began_s, None
+        self._last_s = time.monotonic() - self._began_s
+        self._progress = None
 
     def save(self) -> bool:
         """Save this rank's piece, tell the others, and wait until the checkpoint is whole; False where it is not."""
@@ -240,8 +245,11 @@ class MemoryRelief:
         limit: Callable[[int], None],
     ):
         """`limit` lets no rank process more than this number of samples together from now on."""
-        self._run_dir, self._checkpoints, self._watch = run.run_dir, checkpoints, watch
-        self._group, self._limit = coordinator.group, limit
+        self._run_dir = run.run_dir
+        self._checkpoints = checkpoints
+        self._watch = watch
+        self._group = coordinator.group
+        self._limit = limit
         self._journal = coordinator.journal
         self._log = DirectiveLog(run.run_dir, self._journal)
         self._emergency: Emergency | None = None
@@ -249,7 +257,9 @@ class MemoryRelief:
 
     def adopt(self, run: RunContext) -> None:
         """Begin with the layout and the setting of the run's plan."""
-        self._plan, self._state, self._setting = run.plan, run.state, run.plan.memory_setting
+        self._plan = run.plan
+        self._state = run.state
+        self._setting = run.plan.memory_setting
         if self._emergency:
             self._emergency.close()
             self._emergency = None

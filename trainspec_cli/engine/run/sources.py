@@ -80,14 +80,16 @@ class TokenSource:
     """Text as token shards, evaluated in bits per byte beside what xz comes to."""
 
     def __init__(self, plan: Plan, collection: Collection, state: TrainState):
-        self.spec, self.collection = plan.spec, collection
+        self.spec = plan.spec
+        self.collection = collection
         self.order = collection.order(plan.spec.data, plan.spec.train.seed)
         self.evaluation_texts = collection.evaluation_texts(plan.spec.data)
         self.staging = Staging(state.device)
         self.adopt(plan, state)
 
     def adopt(self, plan: Plan, state: TrainState) -> None:
-        self.plan, self.state = plan, state
+        self.plan = plan
+        self.state = state
         self.positions_S = None if state.positions_S is None else state.positions_S.cpu()
 
     def counted(self, positions: np.ndarray) -> int:
@@ -186,7 +188,8 @@ class SampleSource:
         self.loader = SampleLoader(samples, plan.spec.train.seed, (os.cpu_count() or 1) // processes)
 
     def adopt(self, plan: Plan, state: TrainState) -> None:
-        self.plan, self.state = plan, state
+        self.plan = plan
+        self.state = state
 
     def read(self, own: OwnSamples) -> list[MicroBatch]:
         return self.loader.read(own)
@@ -198,13 +201,16 @@ class SampleSource:
         means = heldout_metrics(self.state, self.loader, batch_size=self.plan.micro_batch_size)
         if means is None:
             return None
-        accuracy, dice = means.get("accuracy", ABSENT), means.get("dice", ABSENT)
+        accuracy = means.get("accuracy", ABSENT)
+        dice = means.get("dice", ABSENT)
         return EvalEvent(step=step, heldout_loss=means["loss"], heldout_accuracy=accuracy, heldout_dice=dice)
 
     def summarise(self, result: RunResult, evaluated: EvalEvent | None) -> RunResult:
         if evaluated is None:
             return result
-        loss, accuracy, dice = evaluated.heldout_loss, evaluated.heldout_accuracy, evaluated.heldout_dice
+        loss = evaluated.heldout_loss
+        accuracy = evaluated.heldout_accuracy
+        dice = evaluated.heldout_dice
         return replace(result, heldout_loss=loss, heldout_accuracy=accuracy, heldout_dice=dice)
 
     def write_sample(self) -> WrittenSample | None:

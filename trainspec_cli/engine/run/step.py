@@ -131,7 +131,8 @@ def _update(state: TrainState, loss: Tensor, clip_norm: float | None, report: St
     agreed = torch.cat([torch.stack(sums), noise, reported.flatten()])
     with state.clock.agreeing():
         dist.all_reduce(agreed)
-    mean_loss, norm = agreed[0].float(), agreed[1].sqrt().float()
+    mean_loss = agreed[0].float()
+    norm = agreed[1].sqrt().float()
     with state.clock.part("optimizer"):
         skipped = guarded_update(state.optimizer, state.shares, norm, mean_loss, clip_norm)
     state.compression.settle(skipped)
@@ -159,7 +160,8 @@ def compute_gradients(
     The ranks' shares sum to the loss. `parts`: where the noise of the gradients is to be measured.
     Raises PassesOutOfMemory.
     """
-    layout, noise = state.mesh.layout, state.stages.noise
+    layout = state.mesh.layout
+    noise = state.stages.noise
     noise.begin(parts)
     scale_balance_loss(state.routers, global_tokens)
     schedule = actions(layout, len(micro_batches))
@@ -224,7 +226,9 @@ class DoneStep:
     def event(self, data: DataSpec, noise_scale: float | None) -> StepEvent:
         """Return the event of the step, whose figures are read from the device. `noise_scale`: that of the gradients up
         to this step."""
-        parts_s, exchanged, outcome = self.segments.parts_s(), self.segments.exchange_time(), self.outcome
+        parts_s = self.segments.parts_s()
+        exchanged = self.segments.exchange_time()
+        outcome = self.outcome
         samples = self.samples.step_samples
         return StepEvent(
             step=self.step,

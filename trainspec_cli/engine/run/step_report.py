@@ -91,7 +91,9 @@ class StepReport:
         def following(count: int) -> list[float]:
             return [next(numbers) for _ in range(count)]
 
-        speed, links, buckets = None, None, None
+        speed = None
+        links = None
+        buckets = None
         if self.speed is not None:
             speed = SpeedFigures(*following(len(self.speed)))
         if self.links is not None:

@@ -33,7 +33,9 @@ class SupervisorLink:
 
     def __init__(self, run_dir: RunDir, journal: Journal | GroupJournal, now: Callable[[], float] = time.monotonic):
         """Proposals that are there already were made to an earlier start."""
-        self._run_dir, self._journal, self._now = run_dir, journal, now
+        self._run_dir = run_dir
+        self._journal = journal
+        self._now = now
         self.writes = dist.get_rank() == 0
         self._told: tuple[object, ...] = ()
         self.links: tuple[MeasuredLink, ...] = ()

@@ -55,8 +55,10 @@ class Trainer:
         """Restore the newest checkpoint, where the state is to come from one."""
         self.run_context = run
         self.plan, self.spec, self.source, self.state = run.plan, run.plan.spec, run.source, run.state
-        self.clock, self.run_dir = run.state.clock, run.run_dir
-        self.coordinator, self.journal = coordinator, coordinator.journal
+        self.clock = run.state.clock
+        self.run_dir = run.run_dir
+        self.coordinator = coordinator
+        self.journal = coordinator.journal
         self.faults = Faults(run.plan, run.run_dir)
         limits = self.spec.resilience
         self.watch = StepWatch(run.run_dir, self.journal, limits.hang_floor_s, limits.first_step_s)
@@ -214,8 +216,10 @@ class Trainer:
 
     def _follow_layout(self, step: int) -> None:
         """Change the layout where that is due; the time belongs to no step."""
-        decided, self.scheduler.decided_layers = self.scheduler.decided_layers, None
-        proposed, self.scheduler.is_proposed = self.scheduler.is_proposed, False
+        decided = self.scheduler.decided_layers
+        self.scheduler.decided_layers = None
+        proposed = self.scheduler.is_proposed
+        self.scheduler.is_proposed = False
         due = self.layouts.due(step, self.plan, decided, self.link.receive() if proposed else None)
         if due is None:
             return
@@ -235,7 +239,8 @@ class Trainer:
 
     def _adopt(self, plan: Plan, state: TrainState) -> None:
         """Go on in another layout, which every rank has."""
-        self.plan, self.state = plan, state
+        self.plan = plan
+        self.state = state
         self.run_context = replace(self.run_context, plan=plan, state=state)
         self.source.adopt(plan, state)
         self.coordinator.batches.adopt(self.run_context)
@@ -267,7 +272,8 @@ class Trainer:
     def _count(self, outcome: StepOutcome, lr: float, samples: StepSamples) -> DoneStep:
         """The update is made; the checkpoint that may be due belongs to its step."""
         self.progress = TrainProgress(self.progress.step + 1, self.progress.samples + samples.step_samples)
-        step, noise_scale = self.progress.step, None
+        step = self.progress.step
+        noise_scale = None
         if self.pace.follows_noise:  # the next step's batch hangs on it, and so does the checkpoint: the host waits
             noise_scale = self._note_noise(step, outcome, samples)
         if self.clock.on_gpu:
@@ -277,8 +283,10 @@ class Trainer:
             self.checkpoints.after_step(step, self.progress.samples, writes=writes)
         self.watch.beat(step)
         self.deeper_look.after_step(step)
-        agreement, segments = self.clock.agreement, self.clock.cut()
-        traffic, before = self.source.staging.cut(), self.allocated
+        agreement = self.clock.agreement
+        segments = self.clock.cut()
+        traffic = self.source.staging.cut()
+        before = self.allocated
         self.allocated = device_allocations(self.state.device)
         traffic = replace(traffic, allocations=traffic.allocations + self.allocated - before)
         garbage_s = 0.0 if self.clock.on_gpu else self.counters.garbage.cut()
@@ -307,16 +315,20 @@ class Trainer:
             self._record(done)
 
     def _record_unread(self) -> None:
-        done, self.unread = self.unread, None
+        done = self.unread
+        self.unread = None
         if done:
             self._record(done)
 
     def _record(self, done: DoneStep) -> None:
-        noise_scale, taken = done.noise_scale, done.samples
+        noise_scale = done.noise_scale
+        taken = done.samples
         if not self.pace.follows_noise:
             noise_scale = self._note_noise(done.step, done.outcome, taken)
         event = done.event(self.spec.data, noise_scale)
-        parts_s, step_time_s, skipped = event.time_s, event.step_time_s, event.skipped
+        parts_s = event.time_s
+        step_time_s = event.step_time_s
+        skipped = event.skipped
         self.journal.write(event)
         self.tally.steps.append(event)
         if counted := self.counters.note_step(
@@ -381,7 +393,8 @@ class Trainer:
             return
         self.tally.heldout = evaluated
         self.journal.write(replace(evaluated, seconds=time.perf_counter() - started))
-        progress, loss = self.progress, evaluated.heldout_loss
+        progress = self.progress
+        loss = evaluated.heldout_loss
         self.heldout.note(progress.step, progress.samples, loss, is_last=self._is_last_step)
 
     def _write_sample(self) -> None:

@@ -21,7 +21,8 @@ from trainspec_cli.run.folder.files import read_json, write_json
 
 
 def main() -> None:
-    name, folder = sys.argv[1], Path(sys.argv[2])
+    name = sys.argv[1]
+    folder = Path(sys.argv[2])
     run = import_module(f"trainspec_cli.engine.tools.{name}").run
     result = run(from_plain(get_type_hints(run)["request"], read_json(folder / REQUEST)))
     if os.environ.get("RANK", "0") == "0":

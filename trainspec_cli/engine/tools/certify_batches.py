@@ -33,7 +33,8 @@ def read_drawn(spec: RunSpec, own: OwnSamples, positions_S: Tensor | None) -> li
 
     Samples are drawn in blocks of the first step's batch, each from a generator of its own.
     """
-    positions, block_size = positions_of(own), spec.batching.global_batch_size
+    positions = positions_of(own)
+    block_size = spec.batching.global_batch_size
     blocks = range(int(positions.min()) // block_size, int(positions.max()) // block_size + 1)
     seeds = (spec.train.seed * 1_000_003 + block for block in blocks)
     drawn = zip(*(drawn_samples(spec, torch.Generator().manual_seed(seed)) for seed in seeds), strict=True)
@@ -43,7 +44,8 @@ def read_drawn(spec: RunSpec, own: OwnSamples, positions_S: Tensor | None) -> li
 
 def drawn_samples(spec: RunSpec, generator: torch.Generator) -> MicroBatch:
     """A global batch of tokens and those that follow, or of images and labels."""
-    model, samples = spec.model, spec.batching.global_batch_size
+    model = spec.model
+    samples = spec.batching.global_batch_size
     if model.unit == "samples":
         images = torch.randn((samples, model.in_channels, *model.input_size), generator=generator)
         labelled = model.input_size if model.segments else ()

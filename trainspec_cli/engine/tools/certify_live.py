@@ -54,7 +54,8 @@ class DrawnSource:
         self.adopt(plan, state)
 
     def adopt(self, plan: Plan, state: TrainState) -> None:
-        self.plan, self.state = plan, state
+        self.plan = plan
+        self.state = state
         self._positions_S = None if state.positions_S is None else state.positions_S.cpu()
 
     def read(self, own: OwnSamples) -> list[MicroBatch]:
@@ -103,7 +104,9 @@ class WatchedGroup(SingleGroup):
 
     def __init__(self, run: RunContext, source: DrawnSource, trail: Trail):
         super().__init__(run)
-        self._source, self._trail, self._folder = source, trail, run.run_dir
+        self._source = source
+        self._trail = trail
+        self._folder = run.run_dir
 
     def begin(self, progress: TrainProgress, restore: Callable[[], TrainProgress]) -> StepStart:
         self._step, self._held_bytes = progress.step, _bytes_on_disk(self._folder)
@@ -163,7 +166,9 @@ def run_live(
     wanted: CertifyRun, run_dir: RunDir, device: torch.device, meshes: Meshes
 ) -> tuple[Trainer, TrainedSteps, LiveSteps]:
     """Train to the last step, in as many starts as it takes; -> (the trainer of the last one, the steps, the trail)."""
-    plan, killed_at, trail = wanted.plan, wanted.killed_at, Trail()
+    plan = wanted.plan
+    killed_at = wanted.killed_at
+    trail = Trail()
     while True:
         trainer = _start(plan, run_dir, device, meshes, trail, killed_at)
         trail.starts.append(trainer.progress.step)
@@ -193,7 +198,8 @@ def _start(
     run = RunContext(plan, run_dir, source, state, recipe_digest="", stop=StopRequest())
     trainer = Trainer(run, WatchedGroup(run, source, trail))
     trainer.faults = LiveFaults(plan, run_dir, killed_at)
-    trainer.layouts.meshes, trainer.layouts.bucket_bytes = meshes, BUCKET_BYTES
+    trainer.layouts.meshes = meshes
+    trainer.layouts.bucket_bytes = BUCKET_BYTES
     return trainer
 
 

@@ -59,7 +59,8 @@ def run(request: CertifyRequest) -> CertifyResult:
 
 def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -> CertifyRunResult:
     torch.compiler.reset()
-    plan, own = wanted.plan, folder / name
+    plan = wanted.plan
+    own = folder / name
     if wanted.live:
         return run_and_leave(wanted, own, device)
     mesh = MESHES.of(plan.layout, device.type)
@@ -82,7 +83,9 @@ def run_one(wanted: CertifyRun, folder: Path, name: str, device: torch.device) -
 def run_and_leave(wanted: CertifyRun, own: Path, device: torch.device) -> CertifyRunResult:
     """Make a run of the trainer, and leave its last weights and the gradients that the next step would have."""
     trainer, trained, live = run_live(wanted, RunDir(own / "run"), device, MESHES)
-    state, division, samples = trainer.state, trainer.coordinator.batches.division, trainer.progress.samples
+    state = trainer.state
+    division = trainer.coordinator.batches.division
+    samples = trainer.progress.samples
     write_parameters(state, own, "weights", lambda share: share.parameter)
     if wanted.gradients:
         following = division.of_rank(state.mesh.data_rank, samples, wanted.plan.spec.batching.global_batch_size)
@@ -120,10 +123,14 @@ def leave_gradients(plan: Plan, state: TrainState, folder: Path, own: OwnSamples
 def train(wanted: CertifyRun, state: TrainState, folder: Path, source: Path | None) -> TrainedSteps:
     """Train up to the last step, from the first or from the checkpoint in `source`; the recipe says how many samples
     each step takes."""
-    spec, pace, progress = wanted.plan.spec, StepPace(wanted.plan), TrainProgress()
+    spec = wanted.plan.spec
+    pace = StepPace(wanted.plan)
+    progress = TrainProgress()
     if source is not None and (restored := load_newest(RunDir(source), state.held, state.device)):
         progress = TrainProgress(restored.manifest.step, restored.manifest.about.samples)
-    losses, norms, taken = [], [], []
+    losses = []
+    norms = []
+    taken = []
     while progress.step < wanted.steps and (batch := pace.batch(progress)):
         clips = wanted.clip_from is not None and progress.step >= wanted.clip_from
         start = batch.samples * (wanted.clip_from or 0) if clips else progress.samples

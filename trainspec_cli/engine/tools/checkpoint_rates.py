@@ -21,11 +21,13 @@ REPEATS = 3
 
 
 def run(request: CheckpointRatesRequest) -> CheckpointRates:
-    plan, run_dir = request.plan, RunDir(Path(request.folder))
+    plan = request.plan
+    run_dir = RunDir(Path(request.folder))
     device = join_processes(plan.device)
     state = build_train_state(plan, device, Meshes().of(plan.layout, device.type))
     saver = Saver(run_dir, state.held, state.device, keep_last=1)
-    written, read = [], []
+    written = []
+    read = []
     for step in range(1, REPEATS + 1):
         dist.barrier()
         began = time.monotonic()

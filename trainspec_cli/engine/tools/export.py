@@ -67,9 +67,11 @@ def export(plan: Plan, request: ExportRequest) -> int:
 
 def export_other(plan: Plan, request: ExportRequest) -> int:
     """Write the weights as a project other than Hugging Face has them; return the number of files."""
-    model, folder = plan.spec.model, Path(request.output)
+    model = plan.spec.model
+    folder = Path(request.output)
     assert isinstance(model, DecoderModel), "other families are refused by name"
-    tensors, dtype = other_tensors(model, request.naming), DTYPES[request.dtype]
+    tensors = other_tensors(model, request.naming)
+    dtype = DTYPES[request.dtype]
     read_tensor = reader(model, lambda held: read(plan, Path(request.checkpoint), held))
     if request.naming == "megatron":
         torch.save({}, folder / MEGATRON_COMMON)
@@ -86,7 +88,8 @@ def _files(wanted: Sequence[Parameter], request: ExportRequest) -> Iterator[list
         added = parameter.numel * DTYPE_BYTES[request.dtype]
         if held and size + added > request.max_file_bytes:
             yield held
-            held, size = [], 0
+            held = []
+            size = 0
         held.append(parameter)
         size += added
     yield held

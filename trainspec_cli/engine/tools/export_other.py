@@ -72,7 +72,8 @@ class _Planner(dcp.DefaultSavePlanner):
     def __init__(self, boxes: Sequence[WrittenBox], read: ReadTensor, dtype: torch.dtype):
         super().__init__()
         self._boxes = {MetadataIndex(box.tensor.name, box.start): box for box in boxes}
-        self._read, self._dtype = read, dtype
+        self._read = read
+        self._dtype = dtype
 
     def create_local_plan(self) -> SavePlan:
         paths = {box.tensor.name: (box.tensor.name,) for box in self._boxes.values()}

@@ -134,7 +134,8 @@ def time_in_turns(
     """Ratios to torch's default of each round, by backend; `works` are pairs of a call and its number in the run."""
     repeats = [max(1, round(TURN_S / _seconds(work, 2, device))) for work, _ in works[TORCH]]
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    names, started = list(works), clock()
+    names = list(works)
+    started = clock()
     for number in range(MAX_ROUNDS):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             pairs = zip(works[name], repeats, strict=True)
@@ -160,7 +161,8 @@ def _seconds(work: Work, repeats: int, device: torch.device) -> float:
 
 MEASURED_ELEMENTS, CHECKED_ELEMENTS = 2**26, 2**20
 """Parameters that are updated at most: more take as long each."""
-CHECKED_STEPS, GRAD_SCALE = 3, 2.0
+CHECKED_STEPS = 3
+GRAD_SCALE = 2.0
 WEIGHT_STD = 0.02
 
 Shape = tuple[int, ...]
@@ -168,7 +170,8 @@ Shape = tuple[int, ...]
 
 def optimizer_update(parameters: Mapping[Shape, int], optim: OptimSpec, device: torch.device) -> Workload:
     """Shapes of parameters with their numbers; kept in fp32, whatever the run computes in."""
-    few, many = _as_many(parameters, CHECKED_ELEMENTS), _as_many(parameters, MEASURED_ELEMENTS)
+    few = _as_many(parameters, CHECKED_ELEMENTS)
+    many = _as_many(parameters, MEASURED_ELEMENTS)
     shares = make_shares(many, torch.float32, device)
 
     def works_of(kernel: Kernel) -> list[tuple[Work, int]]:
@@ -194,8 +197,10 @@ def update_error(kernel: Kernel, shapes: Sequence[Shape], optim: OptimSpec, devi
 
 
 def _written_out(parameter: Tensor, optim: OptimSpec) -> Tensor:
-    gradient, weight = parameter.grad / GRAD_SCALE, parameter.detach().clone()  # type: ignore[operator]
-    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    gradient = parameter.grad / GRAD_SCALE  # type: ignore[operator]
+    weight = parameter.detach().clone()
+    first = torch.zeros_like(weight)
+    second = torch.zeros_like(weight)
     decay = optim.weight_decay if weight.dim() > 1 else 0.0
     for step in range(1, CHECKED_STEPS + 1):
         first = optim.beta1 * first + (1 - optim.beta1) * gradient
@@ -219,7 +224,8 @@ def make_shares(shapes: Sequence[Shape], dtype: torch.dtype, device: torch.devic
 
 def _as_many(parameters: Mapping[Shape, int], elements: int) -> list[Shape]:
     """Shapes in turn, one of each kind first, until there are so many elements; one at least."""
-    left, chosen = dict(parameters), []
+    left = dict(parameters)
+    chosen = []
     while elements > 0 and any(left.values()):
         for shape in [shape for shape, count in left.items() if count]:
             if elements > 0:

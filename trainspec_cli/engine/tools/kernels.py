@@ -36,7 +36,9 @@ from trainspec_cli.recipe.rules.comm import why_untried
 
 
 def run(request: KernelRequest) -> KernelResult:
-    plan, rank, here = request.plan, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    plan = request.plan
+    rank = int(os.environ["RANK"])
+    here = int(os.environ["WORLD_SIZE"])
     device = enter(plan.device)  # Triton launches on the current one, whatever its arguments lie on
     calls = calls_of(plan, stand_in(rank, here, plan.world_size))
     trials = try_all(plan, calls, device)

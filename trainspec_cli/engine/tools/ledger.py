@@ -68,7 +68,8 @@ class Ledger(TorchDispatchMode):
     def begin(self) -> None:
         """Count anew from here; what lives stays counted."""
         self.peak_bytes, self.flops, self.comm_bytes = self.live_bytes, 0.0, Counter()
-        self.peak_by_cause, self._peak_time = Counter(self.by_cause), self._time
+        self.peak_by_cause = Counter(self.by_cause)
+        self._peak_time = self._time
 
     def name(self, tensors: Iterable[Tensor], cause: str) -> None:
         """Count what `tensors` hold as `cause` from now on, and in the peak, if they lived then: a buffer is made
@@ -88,7 +89,8 @@ class Ledger(TorchDispatchMode):
 
     def __enter__(self) -> Ledger:
         self._resize = torch.UntypedStorage.resize_
-        ledger, resize = self, self._resize
+        ledger = self
+        resize = self._resize
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
@@ -134,7 +136,8 @@ class Ledger(TorchDispatchMode):
 
     def _hold(self, storage: torch.UntypedStorage, cause: str = "temporaries") -> None:
         """Its size now; new ones are watched until they die."""
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key not in self._sizes:
             weakref.finalize(storage, self._drop, key)
             self._causes[key] = cause

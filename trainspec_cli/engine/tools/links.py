@@ -18,7 +18,8 @@ from trainspec_cli.recipe.results.tools import AllReduceRate, LinksRequest, Link
 from trainspec_cli.recipe.structure import convert
 
 SIZES_BYTES = PAIR_SIZES_BYTES = (4 * 2**10, 2**18, 2**22)
-CHIP_SIZES_BYTES, CHIP_PAIR_SIZES_BYTES = (2**13, 2**20, 2**25, 2**28), (2**13, 2**20, 2**26)
+CHIP_SIZES_BYTES = (2**13, 2**20, 2**25, 2**28)
+CHIP_PAIR_SIZES_BYTES = (2**13, 2**20, 2**26)
 REPEATS = 3
 MAX_PAIRS = 64
 """The most pairs of nodes that are measured; of more only a chain is, each with the next."""
@@ -31,7 +32,8 @@ def run(request: LinksRequest) -> LinksResult:
 
 def all_reduces(device: torch.device) -> list[AllReduceRate]:
     """Time an all-reduce of each size over all processes."""
-    count, rows = dist.get_world_size(), []
+    count = dist.get_world_size()
+    rows = []
     for size in CHIP_SIZES_BYTES if on_chip(device) else SIZES_BYTES:
         values = torch.zeros(size // 4, device=device)
         seconds = quickest_s(lambda values=values: dist.all_reduce(values), device, REPEATS)  # type: ignore[misc]

@@ -63,7 +63,8 @@ def measure(compute: str) -> MachineProbe:
         measured[name] = measure_one()
     for run in (few, many):
         run.run(EMPTY_STEPS)
-    few_s, many_s = few.parts_s(), many.parts_s()
+    few_s = few.parts_s()
+    many_s = many.parts_s()
     block_s = {part: max(0.0, (many_s[part] - few_s[part]) / 4) for part in PARTS}
     cpu_s, delay_s = (now - before for now, before in zip(scheduled_s(), (cpu_before_s, delay_before_s), strict=True))
     probe = MachineProbe(

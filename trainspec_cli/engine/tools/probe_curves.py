@@ -26,7 +26,8 @@ from trainspec_cli.engine.shares import Share
 from trainspec_cli.recipe.results.tools import PROBED_HEADS, PROBED_TOKENS, Curve, MatmulCurves, Passes
 
 CPU = torch.device("cpu")
-ROUNDS, ROUND_S = 3, 0.004
+ROUNDS = 3
+ROUND_S = 0.004
 ROTATED_BYTES = 16 * 2**20
 """Operands rotate through this much memory, so that the innermost cache does not flatter small ones."""
 ELEMENTS = (64, 2**14, 2**17, 2**20)
@@ -81,7 +82,8 @@ def measure_passes(
 def passes(forward: Callable[..., Tensor], *inputs: Tensor) -> tuple[Run, Run]:
     """Forward and backward; the graph is kept, so that the backward can be called again."""
     out = forward(*inputs)
-    gradient, wanted = torch.randn_like(out), [tensor for tensor in inputs if tensor.requires_grad]
+    gradient = torch.randn_like(out)
+    wanted = [tensor for tensor in inputs if tensor.requires_grad]
     return lambda: forward(*inputs), lambda: torch.autograd.grad(out, wanted, gradient, retain_graph=True)
 
 
@@ -114,8 +116,10 @@ def swiglu_passes(elements: int, dtype: torch.dtype) -> tuple[Run, Run]:
 
 def loss_run(logits: int, dtype: torch.dtype) -> Run:
     vocabulary = min(logits, 4096)
-    x, targets = operand(logits // vocabulary, vocabulary, dtype=dtype).detach(), torch.zeros(logits // vocabulary)
-    chunk, targets = ChunkCrossEntropy(), targets.long()
+    x = operand(logits // vocabulary, vocabulary, dtype=dtype).detach()
+    targets = torch.zeros(logits // vocabulary)
+    chunk = ChunkCrossEntropy()
+    targets = targets.long()
     return lambda: chunk(x, targets)
 
 
@@ -126,12 +130,15 @@ def add_run(elements: int, dtype: torch.dtype) -> Run:
 
 def cast_run(elements: int, dtype: torch.dtype) -> Run:
     """A pass between the formats of master weights and of the computation, as a copy."""
-    master, copy = torch.randn(elements), torch.empty(elements, dtype=dtype)
+    master = torch.randn(elements)
+    copy = torch.empty(elements, dtype=dtype)
     return lambda: copy.copy_(master)
 
 
 def optimizer_run(elements: int) -> Run:
-    share, gradient, loss = Share("p", nn.Parameter(torch.randn(elements))), torch.randn(elements), torch.tensor(1.0)
+    share = Share("p", nn.Parameter(torch.randn(elements)))
+    gradient = torch.randn(elements)
+    loss = torch.tensor(1.0)
     optimizer = torch.optim.AdamW([share.local], lr=1e-3, fused=True)
 
     def run() -> None:
@@ -193,10 +200,12 @@ def reduce_scatter(message: Tensor) -> None:
 
 def measure_collective(collective: Callable[[Tensor], None]) -> Curve:
     """Each call follows work of its own, as in a backward: processes that are not in step wait for one another."""
-    work, world_size = torch.randn(384, 384), dist.get_world_size()
+    work = torch.randn(384, 384)
+    world_size = dist.get_world_size()
     medians = []
     for num_bytes in MESSAGE_BYTES:
-        message, seconds = torch.zeros(-(-num_bytes // 4 // world_size) * world_size), []
+        message = torch.zeros(-(-num_bytes // 4 // world_size) * world_size)
+        seconds = []
         for _ in range(CALLS + 1):
             work @ work
             start = time.perf_counter()

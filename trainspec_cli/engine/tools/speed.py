@@ -10,13 +10,17 @@ from trainspec_cli.engine.cuda_only import nccl_version
 from trainspec_cli.engine.observe.counters import matmul_flops, quickest_s
 from trainspec_cli.recipe.results.tools import SpeedRequest, SpeedResult
 
-MATMUL_SIZE, CHIP_MATMUL_SIZE = 1024, 8192
-COPY_BYTES, CHIP_COPY_BYTES = 2**26, 2**30
-ROUNDS, ROUND_S = 5, 0.1
+MATMUL_SIZE = 1024
+CHIP_MATMUL_SIZE = 8192
+COPY_BYTES = 2**26
+CHIP_COPY_BYTES = 2**30
+ROUNDS = 5
+ROUND_S = 0.1
 
 
 def run(request: SpeedRequest) -> SpeedResult:
-    dtype, devices = DTYPES[request.compute], devices_here(request.device)
+    dtype = DTYPES[request.compute]
+    devices = devices_here(request.device)
     size = MATMUL_SIZE if request.device == "cpu" else CHIP_MATMUL_SIZE
     flops = [matmul_flops(device, dtype, size, ROUNDS, ROUND_S) for device in devices]
     return SpeedResult(

@@ -73,7 +73,8 @@ def trace_rank(plan: Plan, rank: int) -> TraceResult:
 
 def axes_of_groups(state: TrainState) -> dict[str, str]:
     """Return the mesh axes by the names of process groups; sharding parameters and summing over replicas are two."""
-    mesh, lines = state.mesh, state.stages.lines
+    mesh = state.mesh
+    lines = state.stages.lines
     groups = {axis: mesh.group(axis) for axis in MESH_AXES}
     groups |= {axis: mesh.expert_group(axis) for axis in ("ep", "expert_shard")} if mesh.experts else {}
     groups |= {"pp": lines.up, "dp_shard": mesh.shard.get_group()}
@@ -228,7 +229,8 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def fake_batch(plan: Plan, state: TrainState) -> MicroBatch:
-    model, samples = plan.spec.model, plan.micro_batch_size
+    model = plan.spec.model
+    samples = plan.micro_batch_size
     if model.unit == "samples":
         images = torch.zeros(samples, model.in_channels, *model.input_size)
         labels = (samples, *model.input_size) if model.segments else (samples,)

@@ -259,8 +259,10 @@ def cpu_of(machine: Machine) -> AcceleratorSpec:
 
 def efficiency_of(cluster: ClusterSpec) -> Efficiency:
     """The planner's own, with the cluster's corrections. Raises RecipeError for those it does not know."""
-    known, given = Efficiency().as_dict(), cluster.efficiency or {}
-    problems, hint = [], f"it has {', '.join(known)}"
+    known = Efficiency().as_dict()
+    given = cluster.efficiency or {}
+    problems = []
+    hint = f"it has {', '.join(known)}"
     for name in (name for name in given if name not in known):
         message = f"the planner has no efficiency `{name}`"
         problems.append(Problem("unknown_key", message, f"cluster.efficiency.{name}", hint))

@@ -157,13 +157,15 @@ def group_of(fabric: Fabric, size: int, stride: int, eff: Efficiency) -> Group:
 
 def group_with(fabric: Fabric, size: int, inside: Callable[[int], int], eff: Efficiency) -> Group:
     """`size` ranks; `inside` says how many of them an element of so many devices holds."""
-    per_domain, gloo = inside(fabric.scaleup_devices), fabric.speaks_gloo
+    per_domain = inside(fabric.scaleup_devices)
+    gloo = fabric.speaks_gloo
     link = link_bytes_per_s(fabric.chip, fabric.link_gb_per_s, per_domain, eff)
     if not fabric.described:
         network = network_bytes_per_s(fabric.nic_gbit_per_s, fabric.nic_kind, eff)
         return Group(size, per_domain, link, network, speaks_gloo=gloo)
     first, *others = fabric.described
-    below, outer = first, []
+    below = first
+    outer = []
     for tier in others:
         ranks = inside(below.devices)
         if size > ranks:
@@ -180,7 +182,8 @@ def _hop_s(fabric: Fabric, latency_s: float | None) -> float | None:
 
 def axis_groups(layout: Layout, fabric: Fabric, eff: Efficiency) -> dict[str, Group]:
     """The groups of each axis, ranks laid out tp innermost, then cp, dp_shard, dp_replicate, and pp outermost."""
-    tp, cp = layout.tp, layout.cp
+    tp = layout.tp
+    cp = layout.cp
     inner = tp * cp
     dense = layout.data_parallel_size * cp
     expert_tp = layout.etp
@@ -227,7 +230,8 @@ def gloo_ring_s(group: Group, total_bytes: float, eff: Efficiency) -> float:
     while the other one is under way; of two ranks this word waits behind the data, in the same connection.
     """
     hop_s = _slowest_hop_s(group, eff)
-    steps, sent_s = group.size - 1, total_bytes / group.size / group.ring_bytes_per_s
+    steps = group.size - 1
+    sent_s = total_bytes / group.size / group.ring_bytes_per_s
     if group.size == 2:
         return steps * (sent_s + hop_s)
     return steps * max(sent_s, sent_s / 2 + hop_s) + hop_s
@@ -279,7 +283,8 @@ def _tier_times_s(group: Group, sent_bytes: float, copies: int, link_efficiency:
 def _crossing_bytes(group: Group, sent_bytes: float, copies: int, ranks: int) -> float:
     """Bytes that a rank sends to beyond its own element of a tier, in which `ranks` of the group are."""
     crossings = (group.size - ranks) / group.size * copies
-    domains, own = group.domains, max(1, ranks // group.per_domain)
+    domains = group.domains
+    own = max(1, ranks // group.per_domain)
     if copies > 1 and domains > 1:
         crossings = min(crossings, (domains - own) * (1 - (1 - 1 / domains) ** copies))
     return sent_bytes / copies * crossings
@@ -290,9 +295,11 @@ def send_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
     tier, where some neighbours are on both sides of it and all others wait for them."""
     if group.size <= 1:
         return 0.0
-    near, near_s = group.link_bytes_per_s, group.link_latency_s
+    near = group.link_bytes_per_s
+    near_s = group.link_latency_s
     if group.crosses and group.per_domain == 1:
-        near, near_s = group.nic_bytes_per_s, group.nic_latency_s
+        near = group.nic_bytes_per_s
+        near_s = group.nic_latency_s
     bandwidth = min([near, *(tier.bytes_per_s for tier in group.outer)])
     slowest_s = max(near_s or 0.0, *(tier.latency_s or 0.0 for tier in group.outer), 0.0)
     return eff.collective_latency_s + slowest_s + message_bytes / bandwidth

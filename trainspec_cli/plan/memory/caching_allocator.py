@@ -24,7 +24,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
+MIB = 2**20
 ROUNDING = 512
 SMALL_REQUEST = MIB
 SMALL_SEGMENT = 2 * MIB
@@ -160,7 +161,8 @@ class CachingAllocator:
 
     def begin(self) -> None:
         """Count peaks anew from here; what is reserved stays so."""
-        self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
 
     def release_unused(self) -> None:
         """Hand back the segments without a live block, or the pages inside free blocks."""
@@ -239,16 +241,19 @@ def segment_size(size: int) -> int:
 def _cut(block: MemoryBlock, size: int) -> MemoryBlock:
     """Cut a block that is in no list down to `size` bytes. Return the rest, a neighbour of it."""
     rest = MemoryBlock(block.address + size, block.size - size, block.pool, is_mapped=block.is_mapped)
-    rest.before, rest.after = block, block.after
+    rest.before = block
+    rest.after = block.after
     if rest.after is not None:
         rest.after.before = rest
-    block.size, block.after = size, rest
+    block.size = size
+    block.after = rest
     return rest
 
 
 def _joined(block: MemoryBlock) -> MemoryBlock:
     """Return a block that is in no list, joined with the free neighbours that are mapped as it is."""
-    before, after = block.before, block.after
+    before = block.before
+    after = block.after
     if before is not None and before.is_free and before.is_mapped == block.is_mapped:
         before.pool.remove(before)
         _absorb(before, block)

@@ -134,7 +134,8 @@ def mean_layer_memory(setup: Setup) -> LayerMemory:
 
 def in_flight(setup: Setup, stage: int) -> float:
     """Micro-batches whose activations a stage holds at its fullest."""
-    layout, total = setup.layout, setup.grad_accum
+    layout = setup.layout
+    total = setup.grad_accum
     if layout.pp == 1:
         return 1.0
     if layout.pipeline_schedule == "gpipe":
@@ -168,7 +169,8 @@ def state_bytes(params: float, shards: int, setup: Setup, ends: bool = False) ->
 
     `ends`: the embedding and the head, which are not quantised.
     """
-    software, stage = setup.software, sharding_stage(setup)
+    software = setup.software
+    stage = sharding_stage(setup)
     trained = params * setup.trainable
     each = software.weight_bytes
     if setup.trainable < 1 and setup.matmul in EIGHT_BIT:
@@ -214,7 +216,8 @@ def step_bytes(params: float, freed_bytes: float, setup: Setup) -> float:
 
 def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, constants: MemoryModel) -> MemoryBreakdown:
     """Estimate the memory of one pipeline stage."""
-    layout, last = setup.layout, stage == setup.layout.pp - 1
+    layout = setup.layout
+    last = stage == setup.layout.pp - 1
     shards = layout.shards
     ends = [embedding_work(setup.model, setup.tokens, layout) if stage == 0 else None]
     ends.append(head_work(setup.model, setup.tokens, layout) if last else None)
@@ -228,7 +231,8 @@ def stage_memory(setup: Setup, stage: int, layers: int, layer: LayerMemory, cons
     stepping = (layers * layer.params + outside) / shards + layers * layer.expert_params / layout.expert_shards
     stepped = step_bytes(stepping * setup.trainable, constants.reuse * (activations + logits + gathered), setup)
     parameters = dense[0] + experts[0] + gathered
-    gradients, optimizer = dense[1] + experts[1], dense[2] + experts[2] + stepped
+    gradients = dense[1] + experts[1]
+    optimizer = dense[2] + experts[2] + stepped
     held = in_flight(setup, stage)
     if setup.software.counted and setup.grad_accum <= held:
         # The engine has no buffers for gradients: the first ones are made as a micro-batch's activations are freed.
@@ -254,7 +258,8 @@ def with_overhead(
     feedback = feedback_bytes(setup.model, setup.layout, setup.software.wire)
     grows = setup.software.expandable_segments and grows_segments(setup.fabric.chip.vendor)
     again = setup.recompute.matmul * setup.recompute.layers
-    states, work = parameters + optimizer, activations + logits
+    states = parameters + optimizer
+    work = activations + logits
     if counted:
         work += gradients + buffers
     else:
@@ -334,7 +339,8 @@ def peak_of(
 ) -> float:
     """Bytes of the fullest stage: the first, the last, or the first of those with the most layers. Where one takes more
     than `beyond_bytes`, its bytes: how much more others take is not asked."""
-    counts, peak = layers_per_rank(setup.model.num_layers, setup.layout), 0.0
+    counts = layers_per_rank(setup.model.num_layers, setup.layout)
+    peak = 0.0
     for stage in {0, counts.index(max(counts)), len(counts) - 1}:
         peak = max(peak, stage_memory(setup, stage, counts[stage], layer, constants).total_bytes)
         if peak > beyond_bytes:

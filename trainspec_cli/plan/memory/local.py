@@ -55,7 +55,8 @@ def fragmentation(probe: MachineProbe) -> float:
 
     The first step's temporaries leave holes that the optimizer's moments are laid into, so both count.
     """
-    plan, model = probe.large.plan, probe.large.plan.spec.model
+    plan = probe.large.plan
+    model = probe.large.plan.spec.model
     assert isinstance(model, DecoderModel), "the engine probes with decoders"
     grown_bytes = probe.large.grown_bytes - parameter_bytes(plan, model)
     return max(0.0, grown_bytes / sum(step_bytes(plan, model).values()) - 1.0)

@@ -67,7 +67,8 @@ def _predict_stages(setup: Setup, recompute: str) -> Iterator[MemoryBreakdown]:
 
 def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
     """Return the mean layer's activations and the logits as the engine has them, for a search over many layouts."""
-    general, run = mean_layer_memory(setup), _run_of(setup, recompute)
+    general = mean_layer_memory(setup)
+    run = _run_of(setup, recompute)
     model = setup.model
     if run is None or not has_layer_list(model):
         return general
@@ -84,7 +85,8 @@ def layer_memory(setup: Setup, recompute: str) -> LayerMemory:
 
 def _run_of(setup: Setup, recompute: str) -> EngineRun | None:
     """Return the run that the engine's count is of; None where the engine does not build it, or it is not counted."""
-    software, layout = setup.software, setup.layout
+    software = setup.software
+    layout = setup.layout
     offload = "optimizer" if setup.offload_optimizer else "none"
     if not software.counted or setup.matmul not in (setup.compute, "fp8"):
         return None

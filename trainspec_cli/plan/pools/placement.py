@@ -86,6 +86,7 @@ def _joined(group: Group, placement: Placement, pools: Sequence[Pool], eff: Effi
     if link is None or group.size == 1:
         return group
     kind = min((pool.fabric.nic_kind for pool in pools), key=lambda kind: network_bytes_per_s(1.0, kind, eff))
-    smallest, devices = min(pool.devices for pool in pools), pools[0].fabric.num_devices
+    smallest = min(pool.devices for pool in pools)
+    devices = pools[0].fabric.num_devices
     inside = 1 if placement.order else max(1, group.size * smallest // devices)
     return replace(group, outer=(*group.outer, Crossing(inside, network_bytes_per_s(link, kind, eff))))

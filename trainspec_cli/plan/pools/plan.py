@@ -29,7 +29,8 @@ SAME = 5e-3
 
 def plan_pools(spec: RunSpec, shown: int = SHOWN) -> CapacityPlan:
     """Search the layouts over all pools of `spec`'s cluster. Raises RecipeError as `plan_capacity` does."""
-    pools, eff = describe_pools(spec.cluster), efficiency_of(spec.cluster)
+    pools = describe_pools(spec.cluster)
+    eff = efficiency_of(spec.cluster)
     search = PoolSearch(spec, pools, eff)
     candidates = [_candidate(placed, search) for placed in search.run(shown)]
     length = 1 if spec.model.unit == "samples" else spec.data.seq_len
@@ -48,9 +49,12 @@ def plan_pools(spec: RunSpec, shown: int = SHOWN) -> CapacityPlan:
 
 
 def _candidate(placed: Placed, search: PoolSearch) -> Candidate:
-    spec, pools, step = search.spec, search.pools, placed.step
+    spec = search.spec
+    pools = search.pools
+    step = placed.step
     length = 1 if spec.model.unit == "samples" else spec.data.seq_len
-    setup, fullest = placed.setups[0], placed.fullest_pool(pools)
+    setup = placed.setups[0]
+    fullest = placed.fullest_pool(pools)
     devices = setup.fabric.num_devices
     tokens_per_s = search.samples * length / step.time.total_s
     model_flops = workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora)
@@ -92,7 +96,8 @@ def _memory(placed: Placed, fullest: int) -> tuple[MemoryBreakdown, ...]:
 
 
 def _part(placed: Placed, pools: Sequence[Pool], pool: int) -> PoolPart:
-    step, ranks = placed.step, stages_on(pool, placed.placement, placed.step.layout)
+    step = placed.step
+    ranks = stages_on(pool, placed.placement, placed.step.layout)
     layers = layers_per_rank(placed.setups[0].model.num_layers, step.layout)
     return PoolPart(
         pool=pools[pool].name,

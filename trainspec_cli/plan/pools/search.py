@@ -201,7 +201,8 @@ class PoolSearch:
     def _refuse(self, over: float, setups: Setups, placement: Placement, name: str) -> bool:
         self.refused[TOO_LARGE] += 1
         if over < self._least_over:
-            self._least_over, self._smallest = over, (setups, placement, name)
+            self._least_over = over
+            self._smallest = (setups, placement, name)
         return False
 
     def _least_part(self, setups: Setups, _: Placement, name: str) -> float:
@@ -216,7 +217,8 @@ class PoolSearch:
         the last of its pool, which keeps the fewest micro-batches."""
         room = 0.0
         for pool, (setup, described) in enumerate(zip(setups, self.pools, strict=True)):
-            layer, last = self._memory.of(setup, name), stages_on(pool, placement, setup.layout)[-1]
+            layer = self._memory.of(setup, name)
+            last = stages_on(pool, placement, setup.layout)[-1]
             one, two = (stage_memory(setup, last, number, layer, DEFAULT_MEMORY).total_bytes for number in (1, 2))
             room += placement.ranks[pool] * max(0.0, 1 + (SLACK * described.limit_bytes - one) / (two - one))
         return SLACK * setups[0].model.num_layers / max(room, 1e-9)

@@ -98,7 +98,8 @@ class Stopwatch:
     """Times steps over pools. Keeps the micro-batches that it has timed, which many layouts share."""
 
     def __init__(self, pools: Sequence[Pool], eff: Efficiency):
-        self.pools, self._eff = pools, eff
+        self.pools = pools
+        self._eff = eff
         self._steps = [Steps(pool.fabric, eff) for pool in pools]
         self._least_s: dict[tuple[object, ...], float] = {}
 
@@ -122,7 +123,8 @@ class Stopwatch:
     def _least_over_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
         """Every sample takes at least as long as in the size of micro-batches in which it takes least, and is spread
         evenly over the pipeline's ranks."""
-        layout, ranks = setups[0].layout, placement.ranks
+        layout = setups[0].layout
+        ranks = placement.ranks
         sample_s = [self._least_sample_s(pool, setup, samples) / layout.pp for pool, setup in enumerate(setups)]
         if layout.pp == 1:
             return samples / sum(own / each for own, each in zip(ranks, sample_s, strict=True))
@@ -151,7 +153,8 @@ class Stopwatch:
     def _least_through_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
         """The slowest rank takes at least the mean of all ranks, weighed by their speeds: each layer adds the least of
         its weighed times. All ranks together take at least the sum of each layer's least time."""
-        layout, pools = setups[0].layout, range(len(setups))
+        layout = setups[0].layout
+        pools = range(len(setups))
         micro_batches = micro_batches_of(layout, setups[0].micro_batch_size, samples)
         sized = [replace(setup, grad_accum=micro_batches) for setup in setups]
         works = [_Work.of(self._steps[pool].micro_batch(setup), setup) for pool, setup in enumerate(sized)]
@@ -192,7 +195,8 @@ class Stopwatch:
         self, setups: Setups, placement: Placement, groups: Sequence[dict[str, Group]], samples: int
     ) -> PoolStep:
         division = self.divide(setups, placement, samples)
-        counts, micro_batches = division.counts(samples), division.count_micro_batches(samples)
+        counts = division.counts(samples)
+        micro_batches = division.count_micro_batches(samples)
         of_ranks = _of_pools(counts, placement)
         most = [max(own) for own in of_ranks]
         own = [
@@ -217,7 +221,8 @@ class Stopwatch:
     def divide(self, setups: Setups, placement: Placement, samples: int) -> Division:
         """Return the division of a step's samples over data-parallel ranks that the live scheduler would come to at the
         planned speeds, in micro-batches no larger than those of the layout."""
-        size, keeps = int(setups[0].micro_batch_size), setups[0].model.unit == "samples"
+        size = int(setups[0].micro_batch_size)
+        keeps = setups[0].model.unit == "samples"
         even = even_division(setups[0].layout, size, keeps_micro_batches=keeps)
         speeds = [self._speed(pool, setup) for pool, setup in enumerate(setups)]
         of_ranks = [speed for speed, ranks in zip(speeds, placement.ranks, strict=True) for _ in range(ranks)]
@@ -227,7 +232,8 @@ class Stopwatch:
         """Return the line through the times of the layout's micro-batch and of one half as large."""
         size = int(setup.micro_batch_size)
         small, large = (size // 2, size) if size > 1 else (1, 2)
-        small_s, large_s = self._seconds(pool, setup, small), self._seconds(pool, setup, large)
+        small_s = self._seconds(pool, setup, small)
+        large_s = self._seconds(pool, setup, large)
         sample_s = min((large_s - small_s) / (large - small), large_s / large)
         return Speed(large_s - large * sample_s, sample_s)
 
@@ -258,7 +264,8 @@ class Stopwatch:
     def _in_turns_s(self, setups: Setups, samples: Sequence[int], micro_batches: int) -> list[float]:
         """Return how long each pool waits within a step in which ranks meet in every micro-batch, larger ones first."""
         shapes = [divmod(count, micro_batches) for count in samples]
-        own_s, slowest_s = [0.0] * len(setups), 0.0
+        own_s = [0.0] * len(setups)
+        slowest_s = 0.0
         for first, end in pairwise(sorted({0, micro_batches, *(larger for _, larger in shapes)})):
             turn_s = [
                 self._seconds(pool, setup, each + (first < larger)) if each + (first < larger) else 0.0
@@ -273,7 +280,8 @@ class Stopwatch:
     def _through_pools(
         self, setups: Setups, placement: Placement, groups: Sequence[dict[str, Group]], samples: int
     ) -> PoolStep:
-        layout, eff = setups[0].layout, self._eff
+        layout = setups[0].layout
+        eff = self._eff
         micro_batches = micro_batches_of(layout, setups[0].micro_batch_size, samples)
         setups = tuple(replace(setup, grad_accum=micro_batches) for setup in setups)
         onces = [self._steps[pool].micro_batch(setup) for pool, setup in enumerate(setups)]
@@ -281,8 +289,10 @@ class Stopwatch:
         pool_of = placement.pool_of_stage_rank
         ranks = [by_pool[pool][rank] for rank, pool in enumerate(pool_of)]
         times_s = [rank.time_s(setups[pool]) for rank, pool in zip(ranks, pool_of, strict=True)]
-        drain_s, pace_s = eff.bubble * bubble_s(times_s, layout, micro_batches), max(times_s)
-        steps, waits = [], []
+        drain_s = eff.bubble * bubble_s(times_s, layout, micro_batches)
+        pace_s = max(times_s)
+        steps = []
+        waits = []
         for pool, setup in enumerate(setups):
             own = [rank for rank, at in enumerate(pool_of) if at == pool]
             slowest = max(own, key=times_s.__getitem__)

@@ -59,7 +59,8 @@ def spot_reliability(cluster: ClusterSpec) -> ReliabilitySpec:
 
     Both come by chance: rates add up, and the mean wait for a node is weighed by them. Only failures end every group.
     """
-    failing, cost = cluster.reliability, cluster.cost
+    failing = cluster.reliability
+    cost = cluster.cost
     mtbf = 1 / (1 / failing.mtbf_device_hours + 1 / cost.spot_mtbf_device_hours)
     failed = mtbf / failing.mtbf_device_hours
     return replace(
@@ -136,7 +137,8 @@ def fleet_devices(runs: Sequence[PortfolioRun], year: int, hours: float, utilisa
 def _owned_cash(
     cluster: ClusterSpec, runs: Sequence[PortfolioRun], year: int, present: int, bought: int, sold: int
 ) -> dict[str, float]:
-    cost, price = cluster.cost, _price(cluster)
+    cost = cluster.cost
+    price = _price(cluster)
     used_hours = sum(run.times(year) * run.device_hours for run in runs)
     idle_hours = max(0.0, present * HOURS_PER_YEAR - used_hours)
     joules = sum(run.times(year) * run.energy_joules for run in runs) + idle_hours * _idle_joules(cluster)
@@ -221,7 +223,8 @@ def break_even_utilisation(cluster: ClusterSpec, joules_per_hour: float) -> floa
 
     What is owned costs the same whether used or not, but for the electricity.
     """
-    cost, price = cluster.cost, _price(cluster)
+    cost = cluster.cost
+    price = _price(cluster)
     fixed = price * (1 - cost.resale_ratio) / cost.useful_years + operation_usd_per_year(price, cost)
     per_joule = cluster.site.electricity_usd_per_kwh / JOULES_PER_KWH
     fixed += HOURS_PER_YEAR * _idle_joules(cluster) * per_joule
@@ -243,7 +246,8 @@ def _sensitivities(
     cost = replace(cluster.cost, price_usd_per_device_hour=rental_price(cluster))
     found = []
     for key in SENSITIVE:
-        factor, value = cost.known_within.get(key, 1.0), float(getattr(cost, key))
+        factor = cost.known_within.get(key, 1.0)
+        value = float(getattr(cost, key))
         if factor > 1 and value:
             ends = (value / factor, min(1.0, value * factor) if key == "utilisation" else value * factor)
             low, high = (

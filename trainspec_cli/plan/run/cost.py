@@ -102,7 +102,8 @@ def expect_energy(
     """-> the energy and its parts; None where the accelerator's power is not known."""
     if cluster.accelerator is None or not cluster.accelerator.tdp_w:
         return None, {}
-    tdp_w, power = cluster.accelerator.tdp_w, cluster.power
+    tdp_w = cluster.accelerator.tdp_w
+    power = cluster.power
 
     def parts(of: Mapping[str, float]) -> dict[str, float]:
         drawn = PowerSpec(busy=of["busy"], waiting=of["waiting"], idle=of["idle"], host=of["host"])

@@ -102,7 +102,8 @@ def _expect_costs(
     if candidate.pools:
         clusters = [cluster_of(spec.cluster, pool) for pool in spec.cluster.pools]
         shares = [(own, part.devices, part.time) for own, part in zip(clusters, candidate.pools, strict=True)]
-    energies, monies = [], []
+    energies = []
+    monies = []
     for cluster, devices, time in shares:
         energies.append(expect_energy(cluster, devices, wall_time_s, occupation(useful, time)))
         monies.append(expect_money(cluster, devices, wall_time_s, energies[-1][0]))
@@ -129,7 +130,8 @@ def expect_goodput(
 
     None where failures leave nothing of the work in more than one in twenty of them.
     """
-    planes, every = spec.cluster.fabric.planes, spec.cluster.reliability
+    planes = spec.cluster.fabric.planes
+    every = spec.cluster.reliability
     dips = dip_share(planes, every, plan.world_size) if planes else 0.0
     cluster = ending_failures(planes, every)
     spec = replace(spec, cluster=replace(spec.cluster, reliability=cluster))
@@ -162,7 +164,8 @@ def describe_job(
     spec: RunSpec, plan: CapacityPlan, candidate: Candidate, resilience: ResilienceSpec
 ) -> goodput.SimulatedJob:
     """The run as the simulation sees it, with the recipe's checkpoint interval or else the best."""
-    groups, work = candidate.layout.dp_replicate, expect_work(spec, candidate)
+    groups = candidate.layout.dp_replicate
+    work = expect_work(spec, candidate)
     saving = checkpoint_times(spec, plan)
     steps = spec.checkpoint.interval_steps
     if steps is None or steps == AUTO:
@@ -202,7 +205,8 @@ class CheckpointTimes:
 
 def checkpoint_times(spec: RunSpec, plan: CapacityPlan) -> CheckpointTimes:
     """All nodes share the writing, and all devices the copying."""
-    size, cluster = checkpoint_bytes(spec, plan.params), spec.cluster
+    size = checkpoint_bytes(spec, plan.params)
+    cluster = spec.cluster
     written_s = size / (cluster.num_nodes * cluster.storage_gb_per_s * 1e9)
     copied_s = size / (plan.world_size * cluster.host_link_gb_per_s * 1e9)
     return CheckpointTimes(copied_s if spec.checkpoint.mode == "async" else written_s, written_s)
@@ -242,7 +246,8 @@ def _scale_lost(parts: list[dict[str, float]], total: float) -> dict[str, float]
 
 def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption, ...]:
     """Return the assumptions that `forecast_run` uses, in the order of time, energy, money."""
-    cluster, step_time_s = spec.cluster, expect_work(spec, candidate).step_time_s
+    cluster = spec.cluster
+    step_time_s = expect_work(spec, candidate).step_time_s
     elastic = ELASTIC_KEYS if candidate.layout.dp_replicate > 1 else ()
     spares = ("spare_nodes", "repair_s") if cluster.reliability.spare_nodes is not None else ()
     return (
@@ -260,11 +265,16 @@ def gather_assumptions(spec: RunSpec, candidate: Candidate) -> tuple[Assumption,
 
 def _memory_knowledge(spec: RunSpec) -> tuple[float, str]:
     """-> (the factor within which a peak is known, what it counts besides the tensors)."""
-    memory, chip = DEFAULT_MEMORY, spec.cluster.accelerator
+    memory = DEFAULT_MEMORY
+    chip = spec.cluster.accelerator
     grows = spec.framework.expandable_segments and (chip is None or grows_segments(chip.vendor))
-    idle, again, of = memory.fragmentation, memory.recompute_fragmentation, "the activations"
+    idle = memory.fragmentation
+    again = memory.recompute_fragmentation
+    of = "the activations"
     if grows:
-        idle, again, of = memory.grown_fragmentation, memory.grown_recompute_fragmentation, "all tensors"
+        idle = memory.grown_fragmentation
+        again = memory.grown_recompute_fragmentation
+        of = "all tensors"
     source = (
         f"predicted, {memory.reserve:.0%} added for the spread between like runs; {idle:.0%} of {of} held idle "
         f"({idle + again:.0%} where all are recomputed), {memory.context_bytes / GIB:.1f} GiB for the device's "
@@ -332,7 +342,8 @@ def _of_price(cluster: ClusterSpec) -> list[Assumption]:
 
 
 def _of_pool_price(cluster: ClusterSpec, place: int) -> list[Assumption]:
-    pool, path = cluster.pools[place], f"cluster.pools.{place}"
+    pool = cluster.pools[place]
+    path = f"cluster.pools.{place}"
     if pool.price_usd_per_device_hour is not None:
         return [Assumption(f"{path}.price_usd_per_device_hour", pool.price_usd_per_device_hour, source="the recipe")]
     if cluster.cost.price_usd_per_device_hour is not None:

@@ -125,7 +125,10 @@ class _Simulation:
         clock: Clock,
         failures: Sequence[tuple[float, int]] | None,
     ) -> None:
-        self.job, self.cluster, self.resilience, self.clock = job, cluster, resilience, clock
+        self.job = job
+        self.cluster = cluster
+        self.resilience = resilience
+        self.clock = clock
         self.takes = reliability.durations(cluster, job.state_bytes_per_device, job.load_s)
         self.mtbf_s = reliability.job_mtbf_s(cluster, job.devices)
         self.progress = _Progress(job)
@@ -227,7 +230,8 @@ class _Progress:
 
     def advance(self, now_s: float) -> None:
         """Account for the time since the last call."""
-        elapsed_s, self.now_s = now_s - self.now_s, now_s
+        elapsed_s = now_s - self.now_s
+        self.now_s = now_s
         if self.paused_for:
             self.lost_s[self.paused_for] += elapsed_s
         else:
@@ -269,7 +273,8 @@ class _Progress:
         """Return the time until the last step, if nothing happens before."""
         if self.paused_for:
             return float("inf")
-        interval_s, blocked_s = self.job.interval_s, self.job.blocked_s
+        interval_s = self.job.interval_s
+        blocked_s = self.job.blocked_s
         training_s = (self.job.work_s - self.work_s) / self.rate + min(self.position_s, interval_s)
         checkpoints = max(0.0, -(-training_s // interval_s) - 1)
         return training_s + checkpoints * blocked_s - self.position_s

@@ -25,7 +25,8 @@ class Standing:
     """A state of the run, and those that follow from it as far as they were asked for."""
 
     def __init__(self, state: run_state.RunState, known: dict[run_state.RunState, Standing]) -> None:
-        self.state, self.is_lost = state, state.is_lost
+        self.state = state
+        self.is_lost = state.is_lost
         self.groups = tuple(range(len(state.groups)))
         self._known = known
         known[state] = self

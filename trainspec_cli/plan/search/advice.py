@@ -56,7 +56,8 @@ IN_4_BITS = ((BESIDE_NF4,), (QUANTISED,), (OPEN, BESIDE_NF4), (OPEN, QUANTISED))
 
 def advise(spec: RunSpec, machine: Machine | None = None) -> Iterator[str]:
     """Yield the changes with which the run fits, those that change least first, and the smallest number of nodes."""
-    fabric, eff = describe_fabric(spec.cluster, machine), efficiency_of(spec.cluster)
+    fabric = describe_fabric(spec.cluster, machine)
+    eff = efficiency_of(spec.cluster)
     fitting: set[str] = set()
     with_adapters = False
     for changes in (*((change,) for change in SINGLE), *TOGETHER, *IN_4_BITS):
@@ -91,7 +92,8 @@ def _find_fastest(changed: RunSpec, spec: RunSpec, fabric: Fabric, eff: Efficien
 
 
 def _describe(words: str, found: Candidate) -> str:
-    peak, chance = format_bytes(found.peak_memory_bytes), f"{min(found.fit_probability, 0.99):.0%}"
+    peak = format_bytes(found.peak_memory_bytes)
+    chance = f"{min(found.fit_probability, 0.99):.0%}"
     return f"{words} fits at {chance}, with {peak} a device and {format_duration(found.step_time_s)} a step"
 
 

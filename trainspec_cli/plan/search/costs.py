@@ -38,7 +38,8 @@ class Steps:
     planner's search, the search at measured speeds and that over pools time thousands of layouts with them."""
 
     def __init__(self, fabric: Fabric, eff: Efficiency):
-        self.fabric, self.eff = fabric, eff
+        self.fabric = fabric
+        self.eff = eff
         self._parts: dict[tuple[object, ...], MicroBatch] = {}
         self._groups: dict[tuple[object, ...], dict[str, Group]] = {}
         self._slowest: dict[tuple[object, ...], TimedRank] = {}
@@ -75,7 +76,9 @@ class Costs:
     """Times of layouts of `template`'s model on its fabric, and bounds on them."""
 
     def __init__(self, template: Setup, softwares: dict[Sharding, Software], eff: Efficiency) -> None:
-        self.template, self.softwares, self.eff = template, softwares, eff
+        self.template = template
+        self.softwares = softwares
+        self.eff = eff
         self.steps = Steps(template.fabric, eff)
         self.waiting = waiting_share(template, eff)
         """Share of a step's work that waiting for the slowest device adds."""
@@ -99,7 +102,9 @@ class Costs:
         part = self._part(layout, micro, accum)
         if part not in self._works_s:
             once = self.steps.micro_batch(self.setup(layout, micro, accum), part)
-            number, embedding_s, head_s = once.num_layers, own_work_s(once.embedding), own_work_s(once.head)
+            number = once.num_layers
+            embedding_s = own_work_s(once.embedding)
+            head_s = own_work_s(once.head)
             self._works_s[part] = {
                 name: number * layer_s(once.layer, again) + embedding_s + head_s for name, again in RECOMPUTE.items()
             }

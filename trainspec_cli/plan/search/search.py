@@ -196,7 +196,8 @@ class Search:
         place = option.recompute + 1
         if place == len(self.recomputes):
             return None
-        bound_s, order = self._bound_s(*option.shape, place), next(self._orders)
+        bound_s = self._bound_s(*option.shape, place)
+        order = next(self._orders)
         return option._replace(bound_s=bound_s, order=order, recompute=place, counts_exchanges=False)
 
     def closer(self, option: Option) -> Option:
@@ -321,6 +322,7 @@ def recompute_names(wanted: str) -> tuple[str, ...]:
 
 def share_recomputed(setup: Setup, matmul_flops: float, attention_flops: float) -> float:
     """Forward FLOPs done again, over those of forward and backward. Frozen weights' backward is half of others'."""
-    recompute, passes = setup.recompute, 3.0 if setup.trainable >= 1.0 else 2.0
+    recompute = setup.recompute
+    passes = 3.0 if setup.trainable >= 1.0 else 2.0
     again = recompute.matmul * matmul_flops / passes + recompute.attention * attention_flops / 3.0
     return recompute.layers * again / (matmul_flops + attention_flops)

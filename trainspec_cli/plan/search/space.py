@@ -60,7 +60,8 @@ class Space:
 
     def layouts(self) -> Iterator[tuple[Layout, int, int]]:
         """-> (layout, micro-batch, gradient accumulation)."""
-        wanted, model = self.spec.layout, self.spec.model
+        wanted = self.spec.layout
+        model = self.spec.model
         for tp in self._axis(wanted.tp, min(self.world_size, self.scaleup_devices)):
             if not self._keep(splits_heads(model, tp), "tp does not divide the heads") or not self._is_run(tp=tp):
                 continue
@@ -130,7 +131,8 @@ class Space:
 
     def _data_parallel(self, tp: int, cp: int, pp: int) -> Iterator[tuple[Layout, int, int]]:
         width = self.world_size // (tp * cp * pp)
-        samples, wanted = self.spec.batching.global_batch_size, self.spec.layout
+        samples = self.spec.batching.global_batch_size
+        wanted = self.spec.layout
         idle = samples < width and AUTO in (wanted.tp, wanted.cp, wanted.pp)
         if not self._keep(not idle, "a data-parallel rank would go without samples"):
             return
@@ -155,7 +157,8 @@ class Space:
         A run that is to survive failures by shrinking needs groups that each hold the whole state: as many as it asks
         for, or some numbers of them.
         """
-        wanted, elastic = self.spec.layout, self.spec.resilience.mode == "elastic"
+        wanted = self.spec.layout
+        elastic = self.spec.resilience.mode == "elastic"
         node = max(1, self.scaleup_devices // (base.tp * base.cp))
         asked = total_replicas(self.spec)
         groups = asked_groups(self.spec)
@@ -188,7 +191,8 @@ class Space:
 
     def _stages(self, shard: int, replicate: int) -> Sequence[ZeroStage]:
         """Return the ZeRO stages to try that the framework has; without sharding the stage means nothing."""
-        facts, stages = self.spec.framework, stages_of(self.spec.layout, shard, replicate)
+        facts = self.spec.framework
+        stages = stages_of(self.spec.layout, shard, replicate)
         had = [stage for stage in stages if shard == 1 or stage in facts.zero_stages]
         return had if self._keep(had != [], f"{facts.name} has no such ZeRO stage") else ()
 
@@ -261,7 +265,8 @@ def total_replicas(spec: RunSpec) -> int | None:
 
     `layout.dp_replicate` counts those inside a group where `resilience.replica_groups` is given, else the groups.
     """
-    replicas, groups = spec.layout.dp_replicate, asked_groups(spec)
+    replicas = spec.layout.dp_replicate
+    groups = asked_groups(spec)
     if replicas == AUTO or (groups is None and replicas == 1):
         return None
     return int(replicas) * (groups or 1)

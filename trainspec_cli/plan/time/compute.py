@@ -85,7 +85,9 @@ def product_s(m: float, n: float, k: float, gemm: Gemm, rates: Rates, eff: Effic
 
 def gemm_s(gemm: Gemm, rates: Rates, eff: Efficiency) -> tuple[float, float, float]:
     """-> (forward, backward of the inputs, backward of the weights)."""
-    m, n, k = gemm.m, gemm.n, gemm.k
+    m = gemm.m
+    n = gemm.n
+    k = gemm.k
     return (
         product_s(m, n, k, gemm, rates, eff),
         product_s(m, k, n, gemm, rates, eff),
@@ -180,7 +182,10 @@ def layer_time(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> Layer
     passes += eff.issue * pass_bytes * rates.element_bytes / 2 / rates.load_store
     casts = cast_s(work, setup, rates, eff)
     slow = ungrouped(work, setup, eff)
-    products, backward, passes, casts = slow * products, slow * backward, slow * passes, slow * casts
+    products = slow * products
+    backward = slow * backward
+    passes = slow * passes
+    casts = slow * casts
     waits = work.serial_kernels * eff.kernel_s
     casts += dequantise_s(work, setup, rates)
     memory = (passes + casts + waits, 0.0 if work.frozen else (2 - work.leaf) * passes + casts)
@@ -203,7 +208,8 @@ def launches(work: Work, setup: Setup) -> float:
 
 def accumulate_s(work: Work, setup: Setup, rates: Rates, eff: Efficiency) -> float:
     """Adding a micro-batch's weight gradients to those before: at the end of the product itself, or a kernel apart."""
-    layout, software = setup.layout, setup.software
+    layout = setup.layout
+    software = setup.software
     if setup.grad_accum == 1 or layout.shards_parameters:
         return 0.0
     weights = sum(gemm.k * gemm.n * gemm.count for gemm in work.gemms)

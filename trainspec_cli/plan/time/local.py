@@ -25,8 +25,10 @@ CAST_BYTES = 6.0
 
 def block_matrices(model: DecoderModel) -> tuple[int, ...]:
     """Elements of each matrix of a block."""
-    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    hidden, ffn = model.hidden_size, model.ffn_size
+    query = model.num_heads * model.head_dim
+    key = model.num_kv_heads * model.head_dim
+    hidden = model.hidden_size
+    ffn = model.ffn_size
     return (hidden * query, hidden * key, hidden * key, query * hidden, hidden * ffn, hidden * ffn, ffn * hidden)
 
 
@@ -60,7 +62,8 @@ def _measured_ratio(part: str, seconds: float, probe: MachineProbe) -> float:
     """Ratio of the references' measured time to the curves': straight in the logarithm between two of them."""
     ratios: dict[float, float] = {}
     for reference in probe.references:
-        curve_s, took_s = _curve_parts_of(reference.plan, probe)[part], reference.parts_s[part]
+        curve_s = _curve_parts_of(reference.plan, probe)[part]
+        took_s = reference.parts_s[part]
         if curve_s > 0 and took_s > 0:
             ratios[curve_s] = took_s / curve_s
     if not ratios:
@@ -93,7 +96,8 @@ def curve_parts_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> dict[
 def update_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> float:
     """Return the seconds of an update, beyond its calls' own cost: AdamW's as measured; of other optimizers by what
     their operations move beside AdamW's, and Newton-Schulz as the products of matrices that it consists of."""
-    optimizer, own = plan.spec.optim.kept_state, plan.params / plan.layout.dp_shard
+    optimizer = plan.spec.optim.kept_state
+    own = plan.params / plan.layout.dp_shard
     usual_s = probe.optimizer.beyond_call(own)
     if optimizer == "adamw8bit":
         return usual_s * UPDATE_BYTES[optimizer] / ADAMW_TRAFFIC_BYTES
@@ -106,8 +110,10 @@ def update_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> float:
 
 def block_passes_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> tuple[float, float]:
     """-> (forward, backward) of one block on one micro-batch, beyond its calls' own cost."""
-    tokens, hidden = micro_tokens(plan), model.hidden_size
-    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    tokens = micro_tokens(plan)
+    hidden = model.hidden_size
+    query = model.num_heads * model.head_dim
+    key = model.num_kv_heads * model.head_dim
     params = unit_params(plan, model)[0]
     forward = backward = 0.0
     for elements in block_matrices(model):
@@ -134,8 +140,10 @@ def block_passes_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> tupl
 def outside_passes_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> tuple[float, float]:
     """-> (forward, backward) of embedding, last norm, head and loss. The loss makes its gradients in the forward; the
     backward scales them."""
-    tokens, hidden = micro_tokens(plan), model.hidden_size
-    head, params = model.vocab_size * hidden, unit_params(plan, model)[1]
+    tokens = micro_tokens(plan)
+    hidden = model.hidden_size
+    head = model.vocab_size * hidden
+    params = unit_params(plan, model)[1]
     products = (probe.matmul.forward, probe.matmul.input_gradient, probe.matmul.weight_gradient)
     forward = sum(_products_s(curve, head, tokens) for curve in products)
     chunk = min(tokens, loss_chunk_tokens(model.vocab_size))
@@ -151,7 +159,8 @@ def outside_passes_s(plan: Plan, model: DecoderModel, probe: MachineProbe) -> tu
 def _attention_s(narrow: Curve, wide: Curve, plan: Plan, model: DecoderModel) -> float:
     """Straight over the head size, through both that were probed."""
     seq_len, (small, large) = plan.spec.data.seq_len, PROBED_HEAD_SIZES
-    own, wider = narrow.at(seq_len), wide.at(seq_len)
+    own = narrow.at(seq_len)
+    wider = wide.at(seq_len)
     probed = max(0.0, own + (wider - own) * (model.head_dim - small) / (large - small))
     return probed * micro_tokens(plan) / PROBED_TOKENS * model.num_heads / PROBED_HEADS
 
@@ -162,7 +171,9 @@ def _products_s(curve: Curve, elements: int, tokens: int) -> float:
 
 def planned_links(plan: Plan, model: DecoderModel, probe: MachineProbe) -> tuple[PlannedLink, ...]:
     """Return the links of the data-parallel axes that have several ranks."""
-    params, layout, links = max(unit_params(plan, model)), plan.layout, []
+    params = max(unit_params(plan, model))
+    layout = plan.layout
+    links = []
     if layout.dp_shard > 1:
         gathered_bytes = params * COMPUTE_BYTES[plan.compute]
         rate = _sent(gathered_bytes, layout.dp_shard) / probe.all_gather.at(gathered_bytes)
@@ -181,7 +192,8 @@ def _sent(whole_bytes: float, ranks: int) -> float:
 
 def _unit_collectives_s(plan: Plan, params: int, probe: MachineProbe, *, is_block: bool) -> float:
     """Parameters are gathered in the compute format, gradients reduced in that of `precision.reduce`."""
-    layout, seconds = plan.layout, 0.0
+    layout = plan.layout
+    seconds = 0.0
     reduced_bytes = params * COMPUTE_BYTES[plan.spec.precision.reduce]
     if layout.dp_shard > 1:
         # A block is freed after its forward, and gathered again in the backward.

@@ -77,7 +77,8 @@ def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
 def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Efficiency) -> StepParts:
     """Return what `step_parts` does, from a micro-batch of the setup's size and one of twice that."""
     groups = axis_groups(setup.layout, setup.fabric, eff)
-    stages, larger = rank_parts(once, setup.layout), rank_parts(twice, setup.layout)
+    stages = rank_parts(once, setup.layout)
+    larger = rank_parts(twice, setup.layout)
     scale = 1 + waiting_share(setup, eff)
     times = [stage.time_s(setup) for stage in stages]
     slowest = stages[times.index(max(times))].whole

@@ -204,7 +204,8 @@ class MicroBatch:
 
 
 def micro_batch(setup: Setup, groups: dict[str, Group], eff: Efficiency) -> MicroBatch:
-    layout, model = setup.layout, setup.model
+    layout = setup.layout
+    model = setup.model
     rates = rates_of(setup.fabric.chip, setup.matmul, setup.compute, eff)
     layers = layer_works(model, setup.tokens, setup.seq_len, layout)
     # `layer_works` has one object for each kind of layer: 100 equal layers are timed once.
@@ -259,7 +260,8 @@ def slowest_rank(once: MicroBatch, setup: Setup, eff: Efficiency) -> TimedRank:
 
 def step_of_rank(timed: TimedRank, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> StepTime:
     """Return the step as one pipeline rank spends it."""
-    part, micro = timed.rank.whole, setup.grad_accum
+    part = timed.rank.whole
+    micro = setup.grad_accum
     again = recompute_part_s(timed.rank.layers, setup.recompute)
     between = between_steps_s(setup, eff)
     sends = pipeline_sends_s(setup, groups["pp"], eff)
@@ -390,7 +392,8 @@ def host_wait_s(part: LayersPart, device_s: float, setup: Setup, eff: Efficiency
 def optimizer_s(part: LayersPart, setup: Setup, rates: Rates, groups: dict[str, Group], eff: Efficiency) -> float:
     """Gradients, master weights and moments through memory once each way; over the host link when offloaded. Where an
     update is several operations, what each of them reads and writes."""
-    layout, software = setup.layout, setup.software
+    layout = setup.layout
+    software = setup.software
     params = setup.trainable * (part.params / layout.shards + part.expert_params / layout.expert_shards)
     traffic = params * (software.grad_bytes + 2 * software.master_bytes + 2 * software.moment_bytes + 2)
     if setup.offload_optimizer:
@@ -406,7 +409,8 @@ def orthogonalise_s(params: float, setup: Setup, rates: Rates, groups: dict[str,
     """Seconds of muon's own: operations on this rank's `params`, matrices that travel to the rank that has them whole
     and back, and Newton-Schulz on those that it has. The ranks of dp_shard, cp and tp divide a model's matrices among
     them, and each stage has its own; experts are whole."""
-    layout, model = setup.layout, cast("TextModel", setup.model)
+    layout = setup.layout
+    model = cast("TextModel", setup.model)
     dense, experts = newton_schulz_flops(model)
     spread = layout.expert_ranks if layout.ep > 1 else layout.shards
     flops = (dense / (layout.shards * layout.tp) + experts / spread) / layout.pp
@@ -448,14 +452,16 @@ def exchanges_of(
         groups = axis_groups(layout, setup.fabric, eff)
     gradients = setup.trainable * setup.software.reduce_bytes
     if layout.shards_parameters:
-        shard, expert = groups["dp_shard"], groups["expert_dp"]
+        shard = groups["dp_shard"]
+        expert = groups["expert_dp"]
         gather = gather_s(shard, 2.0 * setup.sharded * params, setup, eff)
         gather += gather_s(expert, 2.0 * expert_params, setup, eff)
         scatter = setup.trainable * scatter_s(shard, setup.software.reduce_bytes * params, setup, eff)
         scatter += setup.trainable * scatter_s(expert, setup.software.reduce_bytes * expert_params, setup, eff)
         across = sum_s(groups["dp_replicate"], gradients * params / shard.size, setup, eff)
         return DataParallelExchange(gather, gather + scatter, setup.grad_accum, across + groups_s)
-    dense, expert = groups["dp"], groups["expert_dp"]
+    dense = groups["dp"]
+    expert = groups["expert_dp"]
     if layout.dp_shard == 1:  # DDP
         reduce = sum_s(dense, params * gradients, setup, eff) + sum_s(expert, expert_params * gradients, setup, eff)
         return DataParallelExchange(0.0, reduce, across_s=groups_s)

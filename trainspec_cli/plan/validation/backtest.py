@@ -36,7 +36,9 @@ def memory_figure(row: Row, setup: Setup) -> tuple[float | None, float | None]:
     """-> (predicted, measured) in bytes, or (None, None) where the row measures no memory."""
     if number(row, "peak_mem_gib"):
         return predicted_as(row.get("mem_kind") or "", setup), number(row, "peak_mem_gib", 0.0) * GIB  # type: ignore[operator]
-    metric, unit, value = row.get("metric") or "", row.get("unit") or "", number(row, "value")
+    metric = row.get("metric") or ""
+    unit = row.get("unit") or ""
+    value = number(row, "value")
     if not metric or value is None:
         return None, None
     if unit == "%":
@@ -203,7 +205,8 @@ def close_recompute(stated: Stated) -> Setup:
         return stated.setup
     setup = stated.setup
     limit = memory_limit_bytes(setup.fabric.chip)
-    plain, full = peak_bytes(setup), peak_bytes(replace(setup, recompute=RECOMPUTE["full"]))
+    plain = peak_bytes(setup)
+    full = peak_bytes(replace(setup, recompute=RECOMPUTE["full"]))
     if plain <= limit or full >= plain:
         return setup
     share = math.ceil(10 * min(1.0, (plain - limit) / (plain - full))) / 10

@@ -44,18 +44,24 @@ def fit(
     origin = log_values(start)
     theta = origin.copy()
     case_weights = np.array([case.weight for case in cases])
-    best, best_cost, best_theta = start, math.inf, theta
+    best = start
+    best_cost = math.inf
+    best_theta = theta
     damping = 1.0
     for iteration in range(iterations + 1):
         current = moved_to(start, theta)
         errors = log_errors(cases, current)
         cost = _cost(errors, case_weights, theta - origin, prior, np)
         if cost < best_cost:
-            best, best_cost, best_theta = current, cost, theta
+            best = current
+            best_cost = cost
+            best_theta = theta
             damping = max(0.1, damping / 2)
         else:
-            theta, damping = best_theta, damping * 4
-            current, errors = best, log_errors(cases, best)
+            theta = best_theta
+            damping = damping * 4
+            current = best
+            errors = log_errors(cases, best)
         if iteration < iterations:
             jacobian = derive(cases, current) if derivatives is None else derivatives
             theta = theta - newton_step(jacobian, errors, case_weights, theta - origin, prior, damping)
@@ -137,7 +143,8 @@ def framework_of(row: Mapping[str, str]) -> tuple[FrameworkSpec, bool]:
 
     Tables that a file claims whole come first, then the column `framework`, and where that is empty what `source` says.
     """
-    stated, source = (row.get("framework") or "").strip(), (row.get("source") or "").strip()
+    stated = (row.get("framework") or "").strip()
+    source = (row.get("source") or "").strip()
     claimed = [
         (one, table)
         for one in frameworks().values()

@@ -117,7 +117,9 @@ def positions_of(row: Row, gated: bool) -> int:
 
 
 def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
-    hidden, heads, layers = int(need(row, "hidden")), whole(row, "heads", 1), int(need(row, "layers"))
+    hidden = int(need(row, "hidden"))
+    heads = whole(row, "heads", 1)
+    layers = int(need(row, "layers"))
     head_dim = number(row, "head_dim") or hidden / heads
     stated = number(row, "gated_mlp")
     gated = stated is None or bool(stated)
@@ -151,7 +153,8 @@ def decoder_of(row: Row) -> tuple[DecoderModel, tuple[str, ...]]:
 
 def hybrid_of(row: Row) -> tuple[HybridModel, tuple[str, ...]]:
     """Tables state layers, not their pattern: a tenth attention, the rest half Mamba, half feed-forward or experts."""
-    layers, hidden = int(need(row, "layers")), int(need(row, "hidden"))
+    layers = int(need(row, "layers"))
+    hidden = int(need(row, "hidden"))
     heads = whole(row, "heads", 1)
     attention = max(1, round(layers * 0.1)) if number(row, "heads") else 0
     rest = layers - attention
@@ -199,7 +202,9 @@ def fabric_of(row: Row, chip: AcceleratorSpec, num_devices: int) -> tuple[Fabric
 
 
 def layout_of(row: Row, num_devices: int, model: ModelSpec) -> Layout:
-    tp, pp, cp = whole(row, "tp", 1), whole(row, "pp", 1), whole(row, "cp", 1)
+    tp = whole(row, "tp", 1)
+    pp = whole(row, "pp", 1)
+    cp = whole(row, "cp", 1)
     dp = whole(row, "dp", max(1, num_devices // (tp * pp * cp)))
     mode = (row.get("dp_mode") or "ddp").lower()
     shard, stage = sharding_of(mode, dp, cp, number(row, "shard_group"))
@@ -294,12 +299,14 @@ def software_of(row: Row) -> tuple[Software, bool]:
         facts, is_open = framework_of(row)
     except UnknownFramework as unknown:
         raise RowRefused(str(unknown)) from None
-    mode, notes = (row.get("dp_mode") or "ddp").lower(), (row.get("notes") or "").lower()
+    mode = (row.get("dp_mode") or "ddp").lower()
+    notes = (row.get("notes") or "").lower()
     sharding: Sharding = "zero1" if "zero1" in mode or "distributed" in mode else "replicated"
     if any(word in mode for word in SHARDED):
         sharding = "zero3"
     half = (row.get("dtype") or "bf16").lower() == "fp16"
-    sums, wire = facts.accumulate_fp16 if half else facts.accumulate, facts.reduce
+    sums = facts.accumulate_fp16 if half else facts.accumulate
+    wire = facts.reduce
     if "pure" in notes:
         sums = wire = "compute"
     elif STATED_SUMS.search(notes):
@@ -317,7 +324,9 @@ def is_adapter(row: Row) -> bool:
 
 def batch_of(row: Row, layout: Layout) -> tuple[float, int, float, tuple[str, ...]]:
     """-> (micro-batch, accumulation, samples a step, assumed). The stated global batch is kept."""
-    micro, accum, samples = number(row, "mbs"), number(row, "grad_accum"), number(row, "gbs")
+    micro = number(row, "mbs")
+    accum = number(row, "grad_accum")
+    samples = number(row, "gbs")
     width = layout.data_parallel_size
     if samples is None:
         if micro is None:

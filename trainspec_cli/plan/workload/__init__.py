@@ -104,7 +104,8 @@ def head_work(model: ModelSpec, tokens: float, layout: Layout) -> Work | None:
     if model.unit == "samples":
         return None
     split = layout.tp if layout.sequence_parallel else 1
-    hidden, vocab = model.hidden_size, model.vocab_size / layout.tp
+    hidden = model.hidden_size
+    vocab = model.vocab_size / layout.tp
     tied = model.tied_embeddings and layout.pp == 1
     return Work(
         gemms=(Gemm(tokens, vocab, hidden, wide=False),),

@@ -20,12 +20,14 @@ def adapted_matrices(
 
 
 def _attention(model: DecoderModel, tp: int) -> dict[str, tuple[int, int]]:
-    hidden, heads = model.hidden_size, model.num_heads // tp
+    hidden = model.hidden_size
+    heads = model.num_heads // tp
     if model.mla:
         size = model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim
         queries = heads * size, model.mla.q_lora_rank or hidden
         return {"q": queries, "out": (hidden, heads * model.mla.v_head_dim)}
-    query, key = heads * model.head_dim, model.num_kv_heads * model.head_dim // tp
+    query = heads * model.head_dim
+    key = model.num_kv_heads * model.head_dim // tp
     return {"q": (query, hidden), "k": (key, hidden), "v": (key, hidden), "out": (hidden, query)}
 
 
@@ -37,7 +39,8 @@ def _feed_forward(model: DecoderModel, is_expert_layer: bool, tp: int) -> dict[s
         width = model.experts.shared_experts * (model.experts.shared_expert_ffn_size or model.experts.expert_ffn_size)
     if not width:
         return {}
-    up, down = (width // tp, model.hidden_size), (model.hidden_size, width // tp)
+    up = (width // tp, model.hidden_size)
+    down = (model.hidden_size, width // tp)
     return {"up": up, "down": down} | ({"gate": up} if model.gated_mlp else {})
 
 

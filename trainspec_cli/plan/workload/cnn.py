@@ -66,7 +66,8 @@ def resnet(model: ConvModel) -> list[Conv]:
     """Stem and stages; widths are those inside the bottlenecks. ResNeXt's are twice ResNet's for the same output."""
     area = math.prod(model.input_size)
     convs = [Conv(area / 4, model.in_channels, STEM_CHANNELS, 49, in_positions=area)]
-    channels, positions = STEM_CHANNELS, area / 16
+    channels = STEM_CHANNELS
+    positions = area / 16
     for stage, (width, count) in enumerate(zip(model.widths, model.blocks, strict=True)):
         for block in range(count):
             stride = 2 if stage > 0 and block == 0 else 1
@@ -85,7 +86,8 @@ def pyramid(model: ConvModel, outputs: list[int], levels: list[int]) -> list[Con
 
 def retinanet(model: ConvModel) -> list[Conv]:
     """Two towers of four 3x3 convolutions on levels 3 to 7, with 9 anchors (arXiv:1708.02002)."""
-    area, levels = math.prod(model.input_size), [3, 4, 5, 6, 7]
+    area = math.prod(model.input_size)
+    levels = [3, 4, 5, 6, 7]
     outputs = [0] + [width * model.expansion for width in model.widths[1:]]
     convs = detector_backbone(model) + pyramid(model, outputs, levels)
     positions = sum(area / 4**level for level in levels)
@@ -96,7 +98,8 @@ def retinanet(model: ConvModel) -> list[Conv]:
 
 def maskrcnn(model: ConvModel) -> list[Conv]:
     """Pyramid, proposals, 512 boxes through two dense layers, 128 masks through four (arXiv:1703.06870)."""
-    area, levels = math.prod(model.input_size), [2, 3, 4, 5, 6]
+    area = math.prod(model.input_size)
+    levels = [2, 3, 4, 5, 6]
     outputs = [width * 4 for width in model.widths]
     convs = detector_backbone(model) + pyramid(model, outputs, levels)
     positions = sum(area / 4**level for level in levels)
@@ -110,18 +113,21 @@ def maskrcnn(model: ConvModel) -> list[Conv]:
 def unet(model: ConvModel) -> list[Conv]:
     """Two convolutions a level down and up, halving each extent; taps are 3 along every dimension."""
     dims = len(model.input_size)
-    taps, half = 3**dims, 2**dims
+    taps = 3**dims
+    half = 2**dims
     positions = float(math.prod(model.input_size))
     convs: list[Conv] = []
     channels = model.in_channels
     for level, width in enumerate(model.widths):
-        here, above = positions / half**level, positions / half ** max(0, level - 1)
+        here = positions / half**level
+        above = positions / half ** max(0, level - 1)
         convs += [Conv(here, channels, width, taps, in_positions=above), Conv(here, width, width, taps)]
         channels = width
     bottom = positions / half ** len(model.widths)
     convs += [Conv(bottom, channels, channels, taps)] * 2
     for level in reversed(range(len(model.widths))):
-        width, here = model.widths[level], positions / half**level
+        width = model.widths[level]
+        here = positions / half**level
         convs += [Conv(here, channels, width, half, normed=False)]
         convs += [Conv(here, 2 * width, width, taps), Conv(here, width, width, taps)]
         channels = width

@@ -24,7 +24,8 @@ def active_expert_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
 
 def routed_expert_params(experts: ExpertSpec, hidden: int, gated: bool) -> int:
     """Count the parameters of one expert: its matrices, and their biases where it has any."""
-    halves, width = 2 if gated else 1, experts.expert_ffn_size
+    halves = 2 if gated else 1
+    width = experts.expert_ffn_size
     return (halves + 1) * hidden * width + (halves * width + hidden if experts.bias else 0)
 
 
@@ -39,12 +40,15 @@ def expert_work(experts: ExpertSpec, hidden: int, gated: bool, tokens: float, la
 
     Experts are split by `etp`; the tokens of a tensor-parallel group are spread over it first (sequence parallel).
     """
-    tp, etp, ep = layout.tp, layout.etp, layout.ep
+    tp = layout.tp
+    etp = layout.etp
+    ep = layout.ep
     split = tp if layout.sequence_parallel else 1
     gates = 2 if gated else 1
     copies = tokens * experts.top_k * etp / tp
     local = experts.num_experts / ep
-    width, shared = experts.expert_ffn_size / etp, shared_width(experts) / tp
+    width = experts.expert_ffn_size / etp
+    shared = shared_width(experts) / tp
     rows = copies / local
     gemms = [Gemm(rows, gates * width, hidden, local), Gemm(rows, hidden, width, local)]
     if shared:

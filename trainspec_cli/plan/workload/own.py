@@ -39,7 +39,8 @@ def saved_bytes_per_token(model: OwnModel) -> float:
 
 
 def layer_works(model: OwnModel, tokens: float, _seq_len: int, _layout: Layout) -> Layers:
-    hidden, params = model.hidden_size, layer_params(model)
+    hidden = model.hidden_size
+    params = layer_params(model)
     work = Work(
         gemms=(Gemm(tokens, params / hidden, hidden),),
         attention_flops=tokens * model.block_mixing_flops_per_token,

@@ -35,7 +35,8 @@ def mamba_params(model: HybridModel) -> int:
 
 def scan_flops_per_token(model: HybridModel) -> float:
     """Forward: the block's own product (causal half), and its exchange with the state."""
-    inner, state = inner_size(model), model.mamba_state_size
+    inner = inner_size(model)
+    state = model.mamba_state_size
     within = CHUNK * (model.mamba_groups * state + inner)
     return within + 4.0 * state * inner
 
@@ -70,9 +71,11 @@ def mixing_flops_per_token(model: HybridModel, seq_len: int) -> float:
 
 
 def mamba_work(model: HybridModel, tokens: float, layout: Layout) -> Work:
-    tp, hidden = layout.tp, model.hidden_size
+    tp = layout.tp
+    hidden = model.hidden_size
     split = tp if layout.sequence_parallel else 1
-    inner, wide = inner_size(model) / tp, mamba_in_width(model) / tp
+    inner = inner_size(model) / tp
+    wide = mamba_in_width(model) / tp
     return Work(
         gemms=(Gemm(tokens, wide, hidden), Gemm(tokens, hidden, inner)),
         attention_flops=SCAN_SLOWNESS * tokens * scan_flops_per_token(model) / tp,
@@ -97,7 +100,8 @@ def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout)
 
 
 def _work_of(model: HybridModel, letter: str, tokens: float, seq_len: int, layout: Layout) -> Work:
-    decoder, mixer = model.as_decoder, LETTERS[letter]
+    decoder = model.as_decoder
+    mixer = LETTERS[letter]
     if mixer == "mamba":
         return mamba_work(model, tokens, layout)
     if mixer == "attention":

@@ -60,7 +60,9 @@ def vector_params(model: DecoderModel) -> int:
 
 
 def attention_vector_params(model: DecoderModel) -> int:
-    mla, queries, keys = model.mla, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    mla = model.mla
+    queries = model.num_heads * model.head_dim
+    keys = model.num_kv_heads * model.head_dim
     if mla is not None:
         return mla.q_lora_rank + mla.kv_lora_rank
     biases = {"none": 0, "qkv": queries + 2 * keys, "all": queries + 2 * keys + model.hidden_size}
@@ -106,9 +108,11 @@ def mixing_flops_per_token(model: DecoderModel, seq_len: int) -> float:
 
 
 def attention_gemms(model: DecoderModel, tokens: float, tp: int) -> tuple[Gemm, ...]:
-    mla, hidden = model.mla, model.hidden_size
+    mla = model.mla
+    hidden = model.hidden_size
     if mla is None:
-        query, key = model.num_heads * model.head_dim, max(model.num_kv_heads, 1) * model.head_dim
+        query = model.num_heads * model.head_dim
+        key = max(model.num_kv_heads, 1) * model.head_dim
         return (Gemm(tokens, (query + 2 * key) / tp, hidden), Gemm(tokens, hidden, query / tp))
     head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
     down = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
@@ -130,7 +134,8 @@ EAGER_GATE_BYTES = 4.0
 
 def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Layout, window: int | None = None) -> Work:
     """Norm, projections, core and residual of one layer, whose core sees a window or all before."""
-    tp, hidden = layout.tp, model.hidden_size
+    tp = layout.tp
+    hidden = model.hidden_size
     split = tp if layout.sequence_parallel else 1
     query: float = model.num_heads * model.head_dim
     key: float = model.num_kv_heads * model.head_dim
@@ -165,7 +170,9 @@ def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Lay
 
 def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
     """Norm, feed-forward and residual of one layer."""
-    tp, hidden, width = layout.tp, model.hidden_size, model.ffn_size / layout.tp
+    tp = layout.tp
+    hidden = model.hidden_size
+    width = model.ffn_size / layout.tp
     split = tp if layout.sequence_parallel else 1
     gates = 2 if model.gated_mlp else 1
     return Work(

@@ -223,7 +223,8 @@ def _choose_recipe(selection: Selection, argument: Argument | None) -> None:
     number, name = (argument.number, str(argument.value)) if argument else (1, "")
     path = expand(name)
     if path.suffix == SUFFIX and exists(selection.cwd / path):
-        folder, folders = (selection.cwd / path).parent.resolve(), selection.folders
+        folder = (selection.cwd / path).parent.resolve()
+        folders = selection.folders
         selection.folders = replace(folders, recipes=tuple(dict.fromkeys((folder, *folders.recipes))))
         selection.recipe = path.stem
     elif name and selection.folders.find_config(f"{RECIPE}/{name}"):
@@ -478,7 +479,8 @@ def _read_section(
     """Return what a file holds on top of the options of its group that its `defaults` name, and where each value
     stands. `within`: the options that lead to it. Raises RecipeError."""
     read = read_yaml(file, cwd)
-    whole, places = OmegaConf.create(), Origins()
+    whole = OmegaConf.create()
+    places = Origins()
     for entry in read.defaults:
         if entry.key or entry.value == SELF:
             continue
@@ -491,7 +493,8 @@ def _read_section(
             origin = entry.origin
             raise RecipeError(Problem("unknown_option", message, group, hint, origin.file, origin.line, origin.column))
         below, below_places = _read_section(parent, group, folders, cwd, (*within, entry.value))
-        whole, places = _merged(whole, below), places | below_places
+        whole = _merged(whole, below)
+        places = places | below_places
     own = {key: value for key, value in read.values().items() if key != "defaults"}
     return _merged(whole, OmegaConf.create(own)), places | {"": read.start} | read.origins
 
@@ -770,7 +773,8 @@ def _scalar_above(config: DictConfig, key: str) -> str | None:
 def resolve(config: DictConfig) -> tuple[JsonObject, list[Problem]]:
     """Return a plain dict, with `???` for values that are open or failed to resolve, and the problems."""
     written = _as_written(config)
-    resolver, keys = Resolver(written, {SHIPPED: lambda name: str(shipped_data() / name)}), list(_flatten(written, ""))
+    resolver = Resolver(written, {SHIPPED: lambda name: str(shipped_data() / name)})
+    keys = list(_flatten(written, ""))
     problems: list[Problem] = []
 
     def resolve_section(section: JsonObject, above: tuple[str, ...]) -> JsonObject:

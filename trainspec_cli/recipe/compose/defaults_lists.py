@@ -77,7 +77,9 @@ class _RecipeFiles(ConfigRepository):
 
     def __init__(self, folders: Folders, skipped: Mapping[str, set[int]], cwd: Path) -> None:
         self.sources: list[ConfigSource] = []
-        self._folders, self._skipped, self._cwd = folders, skipped, cwd
+        self._folders = folders
+        self._skipped = skipped
+        self._cwd = cwd
         self._known: dict[str, ConfigResult | None] = {}
         self._read: dict[str, tuple[Path, YamlFile]] = {}
 
@@ -101,7 +103,8 @@ class _RecipeFiles(ConfigRepository):
             return None
         read = read_yaml(file, self._cwd)
         self._read[name] = file, read
-        config, skipped = OmegaConf.create(read.values()), self._skipped.get(name, set())
+        config = OmegaConf.create(read.values())
+        skipped = self._skipped.get(name, set())
         config.pop(KEY, None)
         defaults = self._extract_defaults_list(name, config)
         kept = [entry for number, entry in enumerate(defaults._iter_ex(resolve=False)) if number not in skipped]

@@ -44,7 +44,8 @@ class Resolver:
     """Resolves the references in a recipe's values."""
 
     def __init__(self, written: JsonObject, resolvers: dict[str, Callable[[str], str]]):
-        self._written, self._resolvers = written, resolvers
+        self._written = written
+        self._resolvers = resolvers
         self._known: dict[Path, _Resolved] = {}
         self._under_way: list[Path] = []
 

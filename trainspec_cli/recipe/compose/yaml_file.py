@@ -150,11 +150,13 @@ def _syntax_problem(error: yaml.MarkedYAMLError, shown: str, lines: list[str]) -
     line, column = (mark.line + 1, mark.column + 1) if mark else (1, 1)
     if "'\\t'" in reason:
         # PyYAML calls a tab a character "that cannot start any token", which nobody can see.
-        message, hint = "this line is indented by a tab; YAML allows only spaces", "replace the tab with two spaces"
+        message = "this line is indented by a tab; YAML allows only spaces"
+        hint = "replace the tab with two spaces"
     else:
         context = f" {error.context}" if error.context and error.context != reason else ""
         what = "this is more than a recipe may hold" if isinstance(error, YamlLimitError) else "this is not YAML"
-        message, hint = f"{what}: {reason}{context}", _syntax_hint(reason, lines, line)
+        message = f"{what}: {reason}{context}"
+        hint = _syntax_hint(reason, lines, line)
     return Problem(code="bad_yaml", message=message, hint=hint, file=shown, line=line, column=column)
 
 

@@ -81,7 +81,8 @@ def registered(kind: ExtensionKind) -> dict[str, str]:
 def find(extension: Extension, built_in: Iterable[str] = ()) -> Source:
     """Find the code without running any. Raises RecipeError with what is wrong: no such file, module or name, a syntax
     error, a signature that does not fit. `built_in`: other values that the key may have."""
-    text, own = extension.text, dict[str, str]()
+    text = extension.text
+    own = dict[str, str]()
     if not is_reference(text):
         own = registered(extension.kind)
         if text not in own:

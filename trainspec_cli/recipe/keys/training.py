@@ -165,9 +165,11 @@ class BatchingSpec:
         They are rounded to eighths of the first, or to fourths, halves or wholes where it has no eighths: so they
         divide over ranks nearly as well as the first does.
         """
-        first, growth = self.global_batch_size, self.schedule.growth
+        first = self.global_batch_size
+        growth = self.schedule.growth
         part = first // math.gcd(first, 8)
-        sizes, exact = [first], first * growth
+        sizes = [first]
+        exact = first * growth
         while exact <= largest and (rounded := round(exact / part) * part) <= largest:
             if rounded > sizes[-1]:
                 sizes.append(rounded)
@@ -395,7 +397,8 @@ def _parse(text: str) -> Fault:
     match = _ONE.fullmatch(text)
     if match is None:
         raise FaultSyntaxError(f"`{text.strip()}` is not a fault; write, for example, kill(group=1,step=40)")
-    kind, arguments = match.group(1), dict(_arguments(match.group(2)))
+    kind = match.group(1)
+    arguments = dict(_arguments(match.group(2)))
     if kind not in get_args(FaultKind):
         raise FaultSyntaxError(f"there is no fault `{kind}`; there are {', '.join(get_args(FaultKind))}")
     if "step" not in arguments:

@@ -26,7 +26,8 @@ class ErrorSummary:
     def of(cls, errors: Sequence[float]) -> ErrorSummary | None:
         if not errors:
             return None
-        size, signed = sorted(map(abs, errors)), sorted(errors)
+        size = sorted(map(abs, errors))
+        signed = sorted(errors)
         middle = len(errors) // 2
         factors = sorted(max(1 + error, 1 / (1 + error)) for error in errors)
         ninth_tenth = factors[math.ceil(0.9 * len(factors)) - 1]

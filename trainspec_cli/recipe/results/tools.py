@@ -15,7 +15,8 @@ from trainspec_cli.recipe.results.plan import Plan
 
 Device = Literal["cpu", "cuda"]
 Compute = Literal["bf16", "fp32", "fp64"]
-REQUEST, RESULT = "request.json", "tool_result.json"
+REQUEST = "request.json"
+RESULT = "tool_result.json"
 DRAWN_BATCHES, DRAWN_TOKENS = "batches.npz", "tokens"
 """The file of the batches that a run of the certification was asked to leave, and its array."""
 

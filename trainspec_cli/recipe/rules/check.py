@@ -102,7 +102,9 @@ def apply_in_range(rules: Iterable[Rule], known: RunSpec) -> list[Problem]:
 def world_size(spec: RunSpec) -> Iterator[Problem]:
     """The axes' product is the number of processes (of a replica group); where an axis is auto, the others' product
     divides it."""
-    processes, sizes, groups = count_processes(spec), _fixed_axes(spec), fixed_groups(spec)
+    processes = count_processes(spec)
+    sizes = _fixed_axes(spec)
+    groups = fixed_groups(spec)
     if processes is not None and processes % groups == 0:
         processes //= groups
     product = math.prod(sizes.values())
@@ -115,7 +117,8 @@ def world_size(spec: RunSpec) -> Iterator[Problem]:
     nodes += f" for each of {groups} replica groups" if groups > 1 else ""
     layout = f"{axes}, which does not divide them" if free else f"{axes}, which makes {product}"
     message = f"the cluster has {nodes} (nodes x devices), the layout asks for {layout}"
-    path, hint = _largest_axis(sizes), _fitting(sizes, processes)
+    path = _largest_axis(sizes)
+    hint = _fitting(sizes, processes)
     yield Problem(code="not_divisible", path=path, message=message, hint=hint)
 
 
@@ -136,7 +139,8 @@ def _largest_axis(sizes: dict[str, int]) -> str:
 
 
 def _fitting(sizes: dict[str, int], processes: int) -> str:
-    axis, others = _largest_axis(sizes), math.prod(sizes.values()) // max(sizes.values())
+    axis = _largest_axis(sizes)
+    others = math.prod(sizes.values()) // max(sizes.values())
     if processes % others:
         return f"choose axes whose product divides {processes}, or change cluster.devices_per_node"
     fitting = ", ".join(map(str, divisors(processes // others)))
@@ -144,7 +148,8 @@ def _fitting(sizes: dict[str, int], processes: int) -> str:
 
 
 def schedule(spec: RunSpec) -> Iterator[Problem]:
-    warmup, steps = spec.optim.schedule.warmup_steps, spec.train.max_steps
+    warmup = spec.optim.schedule.warmup_steps
+    steps = spec.train.max_steps
     path = "optim.schedule.warmup_steps"
     if warmup >= steps >= 1:
         message = f"the learning rate would warm up for {warmup} steps in a run of {steps} (`train.max_steps`)"
@@ -160,7 +165,8 @@ def vocabulary(spec: RunSpec) -> Iterator[Problem]:
     """Every token has a row in the embedding."""
     if spec.model.unit == "samples":
         return
-    wanted, rows = spec.data.tokenizer.vocab_size, spec.model.vocab_size
+    wanted = spec.data.tokenizer.vocab_size
+    rows = spec.model.vocab_size
     if spec.data.source not in OF_IDS and spec.data.tokenizer.is_trained and wanted > rows:
         path = "data.tokenizer.vocab_size"
         message = f"a tokenizer of {wanted} tokens does not fit a model with `model.vocab_size` {rows}"
@@ -256,7 +262,8 @@ def ownership(spec: RunSpec) -> Iterator[Problem]:
 
 def half_precision(spec: RunSpec) -> Iterator[Problem]:
     """The planner counts the rates that a chip does not name from that of bf16, or of fp16 where it has no bf16."""
-    chip, path = spec.cluster.accelerator, "cluster.accelerator.bf16_tflops"
+    chip = spec.cluster.accelerator
+    path = "cluster.accelerator.bf16_tflops"
     if chip is not None and chip.bf16_tflops == chip.fp16_tflops == 0:
         message = f"`{path}` is 0, and `cluster.accelerator.fp16_tflops` too; one of them is needed"
         yield Problem("missing_value", message, path, f"type {path}=<the rate of the chip's data sheet>")
@@ -264,7 +271,8 @@ def half_precision(spec: RunSpec) -> Iterator[Problem]:
 
 def largest_micro_batch(spec: RunSpec) -> Iterator[Problem]:
     """The scheduler cannot stay below the micro-batch that every rank begins with."""
-    usual, most = spec.batching.micro_batch_size, spec.scheduler.max_micro_batch_size
+    usual = spec.batching.micro_batch_size
+    most = spec.scheduler.max_micro_batch_size
     if usual != AUTO and most != AUTO and most < usual:
         path = "scheduler.max_micro_batch_size"
         message = f"`{path}` is {most}, and `batching.micro_batch_size` is {usual} already"
@@ -276,16 +284,20 @@ def gpus(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
 
     Without this rule, a run on a node whose driver is broken would train on its CPUs for days unnoticed.
     """
-    cluster, found, wanted = spec.cluster, len(machine.gpu_names), spec.cluster.devices_per_node
+    cluster = spec.cluster
+    found = len(machine.gpu_names)
+    wanted = spec.cluster.devices_per_node
     if cluster.device == "cpu":
         return
     named = cluster.accelerator is not None and cluster.accelerator.vendor != "cpu"
     if machine.gpu_problem:
         yield machine.gpu_problem
     elif not found and (cluster.device == "cuda" or named):
-        asked_by, value = "cluster.device", "cuda"
+        asked_by = "cluster.device"
+        value = "cuda"
         if cluster.device != "cuda" and cluster.accelerator is not None:
-            asked_by, value = "cluster.accelerator", cluster.accelerator.name
+            asked_by = "cluster.accelerator"
+            value = cluster.accelerator.name
         message = f"`{asked_by}` is {value}, and {machine.hostname} shows no GPU"
         hint = "type cluster.device=cpu to train on its CPUs, or run where there is one (nvidia-smi lists them)"
         yield _lacking("no_gpu", asked_by, message, hint)

@@ -19,7 +19,9 @@ from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.rules.layout import LAYOUT_RULES, size_of
 from trainspec_cli.recipe.structure import UNKNOWN
 
-GRADIENTS, PARAMETERS, ACROSS = "comm.gradients", "comm.parameters", "comm.across_nodes"
+GRADIENTS = "comm.gradients"
+PARAMETERS = "comm.parameters"
+ACROSS = "comm.across_nodes"
 BUCKETS = "comm.bucket_bytes"
 LEFT_OPEN = ("full", AUTO, None)
 """Values that ask for no fewer bits."""
@@ -51,7 +53,8 @@ def several_nodes(spec: RunSpec) -> Iterator[Problem]:
 
 def exchanged(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Problem]:
     """Refuse formats of exchanges that the layout does not have."""
-    comm, described = spec.comm, layout.describe()
+    comm = spec.comm
+    described = layout.describe()
     fewer_bits = [
         path for path, value in ((GRADIENTS, comm.gradients), (ACROSS, comm.across_nodes)) if value not in LEFT_OPEN
     ]
@@ -67,7 +70,8 @@ def exchanged(spec: RunSpec, layout: Layout, replica_groups: int) -> Iterator[Pr
 
 def joined(spec: RunSpec, layout: Layout, device: str) -> Iterator[Problem]:
     """Refuse a size of buckets where the gradients of several blocks never go together."""
-    size, why = spec.comm.bucket_bytes, ""
+    size = spec.comm.bucket_bytes
+    why = ""
     if not size:
         return
     if device == "cuda":
@@ -108,7 +112,8 @@ def fixed_groups(spec: RunSpec) -> int:
 
 def groups(spec: RunSpec) -> Iterator[Problem]:
     """Two groups at least, of equally many processes."""
-    path, number = "resilience.replica_groups", spec.resilience.replica_groups
+    path = "resilience.replica_groups"
+    number = spec.resilience.replica_groups
     if spec.resilience.mode != "elastic":
         if number not in (AUTO, 1):
             message = f"`{path}` is {number}, and `resilience.mode` is {spec.resilience.mode}, which has no groups"
@@ -125,7 +130,8 @@ def groups(spec: RunSpec) -> Iterator[Problem]:
 
 
 def group_processes(spec: RunSpec) -> Iterator[Problem]:
-    devices, number = spec.cluster.devices_per_node, wanted_groups(spec)
+    devices = spec.cluster.devices_per_node
+    number = wanted_groups(spec)
     if devices == AUTO or spec.cluster.num_nodes * devices % number == 0:
         return
     processes = spec.cluster.num_nodes * devices
@@ -169,7 +175,8 @@ ELASTIC_RULES = (groups, group_processes, faults)
 
 def known_backends(spec: RunSpec) -> Iterator[Problem]:
     for op, backend in spec.kernels.by_op.items():
-        path, allowed = f"kernels.{op}", (AUTO, *KERNELS[op])
+        path = f"kernels.{op}"
+        allowed = (AUTO, *KERNELS[op])
         if backend not in allowed:
             message = f"`{path}` is {backend!r}; {', '.join(allowed[:-1])} or {allowed[-1]} is needed"
             near = closest(backend, allowed)
@@ -226,7 +233,8 @@ def check_kernels(spec: RunSpec, machine: Machine) -> Iterator[Problem]:
     """Return what this machine lacks for the backends that are named."""
     on_gpu = spec.cluster.device == "cuda" or (spec.cluster.device == AUTO and bool(machine.gpu_names))
     for op, name in _named(spec):
-        path, backend = f"kernels.{op}", KERNELS[op][name]
+        path = f"kernels.{op}"
+        backend = KERNELS[op][name]
         lack = lacking(backend, on_gpu=on_gpu)
         if lack:
             hint = f"type {path}={TORCH}"
@@ -259,7 +267,8 @@ def explain(backend: Backend, *, on_gpu: bool) -> str:
 
 def why_untried(plan: Plan, op: str, name: str) -> str:
     """Why `auto` does not consider a backend; "" where it does."""
-    backend, compiles = KERNELS[op][name], plan.spec.compile
+    backend = KERNELS[op][name]
+    compiles = plan.spec.compile
     if op in IN_BLOCKS and compiles and backend.fused:
         return "blocks are compiled as they are"
     if op in IN_BLOCKS and not compiles and plan.recompute == "selective" and backend.needs_compiler:

@@ -68,7 +68,8 @@ def own_framework(spec: RunSpec) -> Iterator[Problem]:
 
 def data_of_its_kind(spec: RunSpec) -> Iterator[Problem]:
     """Images or volumes for models of samples, tokens for those of text."""
-    model, data = spec.model, spec.data
+    model = spec.model
+    data = spec.data
     if model.unit == "samples" and data.unit == "tokens":
         message = f"data={data.source} is text, and a {model.family} model reads images or volumes"
         yield Problem("unsupported", message, "data.source", "type data=phantom, data=images or data=volumes")
@@ -137,7 +138,8 @@ BUILT: tuple[Rule, ...] = (data_of_its_kind, compiled_model, family_training, *L
 
 
 def trained_value(path: str, spec: RunSpec) -> Iterator[Problem]:
-    value, allowed = attrgetter(path)(spec), TRAINED[path]
+    value = attrgetter(path)(spec)
+    allowed = TRAINED[path]
     if value not in allowed:
         choices = " or ".join(str(choice) for choice in allowed)
         message = f"`{path}` is {value}; this version trains with {choices}"

@@ -94,7 +94,8 @@ def quantised_base(spec: RunSpec) -> Iterator[Problem]:
     if spec.offload != "none":
         message = f"`offload` is {spec.offload}, which keeps parameters in host memory; 4-bit ones stay on the device"
         yield Problem("unsupported", message, "offload", "type offload=none")
-    heads, tp = model.num_heads * model.head_dim, size_of(spec.layout, "tp")
+    heads = model.num_heads * model.head_dim
+    tp = size_of(spec.layout, "tp")
     for field, size in (("hidden_size", model.hidden_size), ("ffn_size", model.ffn_size), ("head_dim", heads)):
         if size % 2:
             message = f"4-bit weights are held in pairs, and rows of {size} (`model.{field}`) do not divide by 2"
@@ -120,7 +121,8 @@ def documents(spec: RunSpec) -> Iterator[Problem]:
 
 
 def context_parallel(spec: RunSpec) -> Iterator[Problem]:
-    cp, model = size_of(spec.layout, "cp"), spec.model
+    cp = size_of(spec.layout, "cp")
+    model = spec.model
     if cp == 1:
         return
     if reason := model.record.refuses.get("cp"):
@@ -128,7 +130,8 @@ def context_parallel(spec: RunSpec) -> Iterator[Problem]:
     elif spec.layout.context_method == "ulysses":
         yield from _sequence(spec, cp, "cp")
         for field in ("num_heads", "num_kv_heads"):
-            heads, tp = getattr(model, field), size_of(spec.layout, "tp")
+            heads = getattr(model, field)
+            tp = size_of(spec.layout, "tp")
             if heads % (cp * tp):
                 yield _indivisible("cp", cp * tp, f"model.{field}", heads)
     else:
@@ -159,7 +162,8 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
         return
     yield from _virtual_stages(spec)
     # A stage without layers would have nothing to send to the next one.
-    layers, wanted = spec.model.num_layers, spec.layout.stage_layers
+    layers = spec.model.num_layers
+    wanted = spec.layout.stage_layers
     layout = pipeline_of(spec.layout, size_of(spec.layout, "virtual_stages"))
     stages = layout.num_stages
     if layers < stages:
@@ -177,7 +181,8 @@ def pipeline(spec: RunSpec) -> Iterator[Problem]:
 
 
 def _virtual_stages(spec: RunSpec) -> Iterator[Problem]:
-    schedule, chunks = spec.layout.pipeline_schedule, spec.layout.virtual_stages
+    schedule = spec.layout.pipeline_schedule
+    chunks = spec.layout.virtual_stages
     if chunks == AUTO or schedule == AUTO:
         return
     if schedule == "interleaved" and chunks < 2:
@@ -197,7 +202,8 @@ def _fewer_stages(layers: int, layout: Layout) -> str:
 
 
 def expert_parallel(spec: RunSpec) -> Iterator[Problem]:
-    ep, etp = size_of(spec.layout, "ep"), size_of(spec.layout, "etp")
+    ep = size_of(spec.layout, "ep")
+    etp = size_of(spec.layout, "etp")
     experts = spec.model.experts
     if etp > 1:
         yield Problem("illegal_layout", "the engine spreads whole experts", "layout.etp", "type layout.etp=1")
@@ -269,7 +275,8 @@ def expert_groups(spec: RunSpec) -> Iterator[Problem]:
     experts = spec.model.experts
     if experts is None or experts.num_groups == 1:
         return
-    number, groups = experts.num_experts, experts.num_groups
+    number = experts.num_experts
+    groups = experts.num_groups
     if number % groups:
         message = f"{number} experts (`model.experts.num_experts`) do not divide into {groups} groups"
         yield not_divisible("model.experts.num_groups", message, number, groups)
@@ -342,7 +349,8 @@ def rotary_width(model: DecoderModel, _spec: RunSpec) -> Iterator[Problem]:
 
 def layer_pattern(model: HybridModel, _spec: RunSpec) -> Iterator[Problem]:
     """It has as many letters of each kind as the model has layers of it."""
-    pattern, counts = model.layer_pattern, model.layer_counts
+    pattern = model.layer_pattern
+    counts = model.layer_counts
     if not pattern:
         return
     if {letter: pattern.count(letter) for letter in counts} != counts or len(pattern) != model.num_layers:
@@ -475,7 +483,8 @@ def network(spec: RunSpec) -> Iterator[Problem]:
 
 def planes(spec: RunSpec) -> Iterator[Problem]:
     """A switch has a whole, even number of ports, half of which go up, and the tiers join every device's NIC."""
-    found, per_node = spec.cluster.fabric.planes, spec.cluster.devices_per_node
+    found = spec.cluster.fabric.planes
+    per_node = spec.cluster.devices_per_node
     if found is None:
         return
     radix = found.switch_tbit_per_s * 1e3 * found.planes / found.nic_gbit_per_s
@@ -605,7 +614,8 @@ def largest_size(spec: RunSpec) -> float:
 
     Seesaw needs no more than what the lowest learning rate asks for.
     """
-    batching, largest = spec.batching, math.inf
+    batching = spec.batching
+    largest = math.inf
     if batching.schedule.kind == "seesaw" and spec.optim.schedule.lowest_lr_ratio:
         largest = batching.global_batch_size / spec.optim.schedule.lowest_lr_ratio
     return min(largest, batching.schedule.max_global_batch_size or math.inf)
@@ -613,7 +623,9 @@ def largest_size(spec: RunSpec) -> float:
 
 def ramp(spec: RunSpec) -> Iterator[Problem]:
     """The stages of a ramp follow one another, and no size is smaller than the one before it."""
-    kind, stages, path = spec.batching.schedule.kind, spec.batching.schedule.stages, f"{SCHEDULE_PATH}.stages"
+    kind = spec.batching.schedule.kind
+    stages = spec.batching.schedule.stages
+    path = f"{SCHEDULE_PATH}.stages"
     if kind != "ramp" and stages:
         message = f"`{path}` has {len(stages)} sizes, and `{SCHEDULE_PATH}.kind` is {kind}, which has no stages"
         yield Problem("unsupported", message, path, f"type {SCHEDULE_PATH}.kind=ramp, or ~{path}")
@@ -641,7 +653,8 @@ def _follows(stage: RampStage, before: RampStage, path: str) -> Iterator[Problem
 
 def bounds(spec: RunSpec) -> Iterator[Problem]:
     """A largest size stands where the schedule has one, and leaves room for the batch to grow."""
-    schedule, start = spec.batching.schedule, spec.batching.global_batch_size
+    schedule = spec.batching.schedule
+    start = spec.batching.global_batch_size
     largest = schedule.max_global_batch_size
     if schedule.kind not in WITH_LARGEST:
         if largest is not None:
@@ -734,7 +747,8 @@ def measurable_noise(spec: RunSpec, layout: Layout, replica_groups: int, micro_b
 
 def data_parallel_ranks(spec: RunSpec) -> int | None:
     """Return the data-parallel ranks of all replica groups; None where a machine or a search decides, or none fit."""
-    devices, axes = spec.cluster.devices_per_node, (spec.layout.pp, spec.layout.cp, spec.layout.tp)
+    devices = spec.cluster.devices_per_node
+    axes = (spec.layout.pp, spec.layout.cp, spec.layout.tp)
     if devices == AUTO or AUTO in axes:
         return None
     ranks, left = divmod(spec.cluster.num_nodes * int(devices), math.prod(map(int, axes)))

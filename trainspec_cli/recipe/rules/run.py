@@ -71,7 +71,8 @@ def heldout(spec: RunSpec) -> Iterator[Problem]:
 
 def framework_has(spec: RunSpec) -> Iterator[Problem]:
     """A layout that is pinned names what the framework has."""
-    facts, layout = spec.framework, spec.layout
+    facts = spec.framework
+    layout = spec.layout
     pinned = {
         "zero_stage": (layout.zero_stage, facts.zero_stages, layout.dp_shard not in (AUTO, 1)),
         "pipeline_schedule": (layout.pipeline_schedule, facts.schedules, layout.pp not in (AUTO, 1)),
@@ -145,7 +146,8 @@ def describe_other_blocks(spec: RunSpec, tp: int, other_tp: int) -> str:
 def _rows_cut_by_tp(model: TextModel, lora_rank: int) -> dict[str, int]:
     """Return the lengths of the rows that tp cuts and whose moments are kept in 8 bits, by the keys that say them."""
     mixers = {mixer for layer in model.layer_list for mixer in layer.mixers}
-    decoder, experts = model.as_decoder, model.experts
+    decoder = model.as_decoder
+    experts = model.experts
     rows = {}
     if "attention" in mixers:
         rows["model.num_heads x head_dim"] = model.num_heads * model.head_dim
@@ -233,7 +235,9 @@ TEXT_SOURCES = ("python_stdlib", "text", "jsonl", "parquet", "arrow", "tokens")
 
 
 def own_tokenizer(spec: RunSpec) -> Iterator[Problem]:
-    data, tokenizer, key = spec.data, spec.data.tokenizer, TOKENIZER.key
+    data = spec.data
+    tokenizer = spec.data.tokenizer
+    key = TOKENIZER.key
     if not tokenizer.code:
         if tokenizer.options:
             message = f"`data.tokenizer.options` is for a tokenizer of one's own, and `{key}` has no value"
@@ -294,7 +298,8 @@ def forget_out_of_range(section: Any, prefix: str = "") -> tuple[Any, list[Probl
     problems: list[Problem] = []
     ranges = ranges_of(section.__class__)
     for field in fields(section):
-        value, path = getattr(section, field.name), f"{prefix}{field.name}"
+        value = getattr(section, field.name)
+        path = f"{prefix}{field.name}"
         if is_dataclass(value):
             changes[field.name], found = forget_out_of_range(value, f"{path}.")
             problems += found
@@ -327,7 +332,8 @@ def slurm_text(spec: RunSpec) -> Iterator[Problem]:
     """
     slurm = spec.cluster.slurm
     for field in fields(slurm):
-        value, path = getattr(slurm, field.name), f"cluster.slurm.{field.name}"
+        value = getattr(slurm, field.name)
+        path = f"cluster.slurm.{field.name}"
         for text in value if isinstance(value, tuple) else (value,):
             yield from _check_text(path, text, may_have_lines=field.name == "setup")
 
@@ -440,7 +446,8 @@ def gpus_of_node(text: str, devices: int) -> str | None:
 
 
 def times(spec: RunSpec) -> Iterator[Problem]:
-    slurm, path = spec.cluster.slurm, f"{PREFIX}.time"
+    slurm = spec.cluster.slurm
+    path = f"{PREFIX}.time"
     if slurm.time is None:
         return
     limit_s = time_limit_s(str(slurm.time))
@@ -458,14 +465,17 @@ def times(spec: RunSpec) -> Iterator[Problem]:
 
 
 def memory(spec: RunSpec) -> Iterator[Problem]:
-    text, path = spec.cluster.slurm.mem, f"{PREFIX}.mem"
+    text = spec.cluster.slurm.mem
+    path = f"{PREFIX}.mem"
     if text is not None and not _MEMORY.fullmatch(str(text)):
         message = f"`{path}` is `{text}`; a whole number with K, M, G or T is needed"
         yield Problem("bad_size", message, path, f"such as {path}=64G; all memory of a node is 0G")
 
 
 def gpus(spec: RunSpec) -> Iterator[Problem]:
-    slurm, devices, path = spec.cluster.slurm, spec.cluster.devices_per_node, f"{PREFIX}.gpus_per_node"
+    slurm = spec.cluster.slurm
+    devices = spec.cluster.devices_per_node
+    path = f"{PREFIX}.gpus_per_node"
     text = slurm.gpus_per_node
     if text is None:
         return
@@ -512,7 +522,8 @@ def container(spec: RunSpec) -> Iterator[Problem]:
 
 def further_options(spec: RunSpec) -> Iterator[Problem]:
     """sbatch takes the last of two options of one name without a word."""
-    slurm, path = spec.cluster.slurm, f"{PREFIX}.sbatch_lines"
+    slurm = spec.cluster.slurm
+    path = f"{PREFIX}.sbatch_lines"
     set_keys = {option: f"{PREFIX}.{key}" for option, key in KEYS.items() if getattr(slurm, key) not in (None, False)}
     owners = {**OF_SCRIPT, **set_keys}
     if slurm.gpu_request != "none" and (spec.cluster.device == "cuda" or slurm.gpus_per_node is not None):

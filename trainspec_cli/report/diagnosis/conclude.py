@@ -279,12 +279,14 @@ def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
 
 def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
     """Return whether steps wait for whichever rank has the longest samples, another one each time."""
-    attended, kinds = evidence.counter("attended"), np.array(evidence.kinds)
+    attended = evidence.counter("attended")
+    kinds = np.array(evidence.kinds)
     if evidence.ranks < 2 or not np.isfinite(attended).any():
         return []
     known = np.isfinite(attended).all(axis=1)
     shares = evidence.shares[known]  # more samples are no longer ones
-    work, own_s = attended[known] / shares, times.own_s[known] / shares
+    work = attended[known] / shares
+    own_s = times.own_s[known] / shares
     mean = _mean_of_kind(work, kinds)
     if not len(work) or not (mean > 0).all():
         return []
@@ -352,7 +354,8 @@ class Outlook:
 
 LEAST_SAVED = 0.02
 """Changes that save less than this part of a step are not named."""
-COMPUTING, EXCHANGES = "computing", "exchanges between ranks"
+COMPUTING = "computing"
+EXCHANGES = "exchanges between ranks"
 FASTER = "twice the device's speed"
 BOUNDS = {
     "exposed_comm": EXCHANGES,
@@ -382,7 +385,8 @@ def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
     # The rank that waits least in exchanges shows the transfer itself; the rest is waiting for late ranks. The rank
     # that waits most for data holds up the others, so part of their waiting is for data.
     means = {name: float(np.mean(series)) for name, series in evidence.parts_s.items()}
-    exposed_s, data_s = evidence.parts_s["exposed_comm"], evidence.parts_s["data_wait"]
+    exposed_s = evidence.parts_s["exposed_comm"]
+    data_s = evidence.parts_s["data_wait"]
     transfer_s = min(means["exposed_comm"], float(np.median(exposed_s.min(axis=1))))
     waiting_s = means["exposed_comm"] - transfer_s
     for_data_s = min(waiting_s, float(np.mean(data_s.max(axis=1))) - means["data_wait"])

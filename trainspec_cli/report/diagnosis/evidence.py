@@ -130,7 +130,8 @@ class RunEvidence:
     def shares(self) -> Figures:
         """Each rank's samples over the mean of the ranks that do the same work, (T, R); 1 where that is not known, or
         the rank has none."""
-        samples, kinds = self.counter("samples"), np.array(self.kinds)
+        samples = self.counter("samples")
+        kinds = np.array(self.kinds)
         shares = np.ones_like(samples)
         for kind in np.unique(kinds):
             of_kind = np.flatnonzero(kinds == kind)

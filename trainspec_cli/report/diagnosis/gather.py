@@ -98,7 +98,8 @@ def shape_of(run: RunDir) -> RunShape:
         value = plain.get(name) if isinstance(plain, dict) else None
         return value if isinstance(value, int) and value > 0 else otherwise
 
-    devices, groups = whole(plan, "devices_per_node", 1), whole(plan, "replica_groups", 1)
+    devices = whole(plan, "devices_per_node", 1)
+    groups = whole(plan, "replica_groups", 1)
     ranks = whole(plan, "num_nodes", 1) * devices
     # The file may be damaged or foreign, and arrays of this many ranks are made next.
     if ranks > MOST_RANKS or ranks % groups:
@@ -145,7 +146,8 @@ class RankHistory:
         if isinstance(event, StepEvent):
             queued_s = np.nan if isinstance(event.queued_s, Absent) else event.queued_s
             self.steps.put(event.step, *(event.time_s.get(name, 0.0) for name in PARTS), queued_s)
-            self.stall, self.is_hung = None, False
+            self.stall = None
+            self.is_hung = False
             samples = event.samples if isinstance(event.took, Absent) else event.took[1]
             if not isinstance(samples, Absent) and samples > self.most_samples:
                 self.most_samples = samples
@@ -173,7 +175,8 @@ class RankHistory:
     def _begin(self, step: int) -> None:
         """Begin a start that goes on after `step`: what an earlier one made beyond it is made again."""
         self.ended_by = self.stall if self.is_hung else self.ended_by
-        self.stall, self.is_hung = None, False
+        self.stall = None
+        self.is_hung = False
         self.steps.forget_beyond(step)
         self.changed_steps.add(step)
         self.counters = [event for event in self.counters if event.step <= step]
@@ -236,7 +239,8 @@ class RunReader:
 
     def _take(self, rank: int, events: Iterable[Event]) -> int:
         """Take in a rank's events; return how many there were."""
-        history, count = self.histories[rank], 0
+        history = self.histories[rank]
+        count = 0
         for count, event in enumerate(events, 1):  # noqa: B007 - the last one is their number
             history.take(event)
             if isinstance(event, LinkEvent):

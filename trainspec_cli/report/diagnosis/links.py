@@ -101,7 +101,8 @@ def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
     bouts = int((np.diff(where) > 1).sum()) + 1 if where.size else 0
     if bouts < OUTAGES or where.size > MOST_STEPS * (len(step_s) - where[0]):
         return []
-    first, last = int(where[0]), int(where[-1])
+    first = int(where[0])
+    last = int(where[-1])
     span = Episode(first, last, 0.0, 1.0)
     longer_s = np.maximum(0.0, step_s - usual(step_s))
     cost_s = float(longer_s[where].sum()) / span.steps
@@ -134,7 +135,8 @@ def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
     paths = paths_of(evidence.connections, episode)
     losing = _losing(paths)
     if losing is not None and not losing.overflows:
-        resent, timeouts = sum(path.resent for path in paths), sum(path.timeouts for path in paths)
+        resent = sum(path.resent for path in paths)
+        timeouts = sum(path.timeouts for path in paths)
         if timeouts > TIMEOUTS * resent:
             text = f"{timeouts:.0f} time-outs of connections, which then went on"
             return _verdict(evidence, episode, "network_timeouts", losing, paths, lambda path: path.timeouts, text)
@@ -169,7 +171,8 @@ def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[P
 def _losing(paths: Sequence[Path]) -> Path | None:
     """Return the path on which most segments were sent again, of those with two known ends if any did; None where they
     are too few."""
-    resent, segments = sum(path.resent for path in paths), sum(path.segments for path in paths)
+    resent = sum(path.resent for path in paths)
+    segments = sum(path.segments for path in paths)
     is_lossy = resent >= LOST_SEGMENTS and resent > LOST * segments
     known = [path for path in paths if path.ranks[0] != path.ranks[1] and path.resent > 0]
     return max(known or paths, key=lambda path: path.resent) if is_lossy else None
@@ -183,7 +186,8 @@ def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list
         return []
     agreed_s = over_all_ranks(evidence.counter("agreed_s"), np.nanmin)
     latency_s = np.where(np.isfinite(agreed_s), agreed_s, np.nanmedian(agreed_s))
-    usual_s, usual_step_s = float(usual(latency_s)), float(usual(step_s))
+    usual_s = float(usual(latency_s))
+    usual_step_s = float(usual(step_s))
     least_s = max(LATER_S, LATER * usual_s, NOISE_FACTOR * float(deviation(latency_s)))
     limit = np.full(len(step_s), least_s)
     verdicts = []
@@ -327,7 +331,8 @@ def find_retries(evidence: RunEvidence, steps_s: Mapping[int, float]) -> list[Ru
     """Return exchanges between replica groups that failed and were made again; `steps_s` is what these steps took."""
     if not evidence.retried_steps:
         return []
-    first, last = min(evidence.retried_steps), max(evidence.retried_steps)
+    first = min(evidence.retried_steps)
+    last = max(evidence.retried_steps)
     lost_s = sum(steps_s.get(step, 0.0) for step in evidence.retried_steps)
     return [
         RunVerdict(

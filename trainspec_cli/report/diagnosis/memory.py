@@ -74,8 +74,10 @@ def _leak_of(evidence: RunEvidence, rank: int) -> tuple[int, float, float] | Non
     for count in sorted({min(READINGS, len(steps)), min(LEAST_READINGS, len(steps)), EIGHTHS}, reverse=True):
         if count > len(steps) or (count < LEAST_READINGS and not _grows_evenly(held[-count:])):
             continue
-        recent_steps, recent = steps[-count:].tolist(), held[-count:].tolist()
-        slope, grown_bytes = slope_per_step(recent_steps, recent), recent[-1] - recent[0]
+        recent_steps = steps[-count:].tolist()
+        recent = held[-count:].tolist()
+        slope = slope_per_step(recent_steps, recent)
+        grown_bytes = recent[-1] - recent[0]
         if grown_bytes > max(LEAST_GROWTH * recent[0], LEAST_GROWTH_BYTES) and grows_steadily(recent) and slope > 0:
             base = float(held[0])
             begun = int(np.argmax(held > base + LEAST_GROWTH_BYTES / 4))

@@ -101,11 +101,13 @@ class OwnTimes:
         and cores, too, so that what a rank computes takes longer by as much, now on one and now on another."""
         # Where all ranks of a kind are on one node of several, a slow node makes them equally slow: their own kind
         # would hide it, so they are also compared with what is usual among the others.
-        expected, shares = self.expect(self.own_s), self.evidence.shares
+        expected = self.expect(self.own_s)
+        shares = self.evidence.shares
         if (shares > 1).any():  # a rank that the scheduler gives more samples than others may take longer by these
             with_share_s = self.expect(self.own_s / shares) * shares
             expected = np.where(shares > 1, np.maximum(expected, with_share_s), expected)
-        kinds, nodes = np.array(self.evidence.kinds), np.array(self.evidence.nodes)
+        kinds = np.array(self.evidence.kinds)
+        nodes = np.array(self.evidence.nodes)
         if len(np.unique(nodes)) > 1:
             for kind in np.unique(kinds):
                 of_kind = np.flatnonzero(kinds == kind)
@@ -219,7 +221,8 @@ def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[E
 
 def _came_to_stay(evidence: RunEvidence, times: OwnTimes, of_rank: Sequence[Episode]) -> bool:
     """Return whether a rank is still slow, or was so for long and most of the time since it first was."""
-    first, last = of_rank[0], of_rank[-1]
+    first = of_rank[0]
+    last = of_rank[-1]
     span_s = times.step_s[first.first : last.last + 1].sum()
     slow_s = sum(times.step_s[episode.where].sum() for episode in of_rank)
     return until(evidence, last) is None or bool(slow_s >= max(LEFT_S, span_s / 2))
@@ -316,7 +319,8 @@ def _more_work(
     expected_s = float(np.median(times.expected_s[episode.where, rank]))
     for name in ("tokens", "attended"):
         work = (evidence.counter(name) / evidence.shares)[episode.where][is_late]
-        own, others = mean_known(work[:, rank]), mean_known(np.median(work[:, list(peers)], axis=1))
+        own = mean_known(work[:, rank])
+        others = mean_known(np.median(work[:, list(peers)], axis=1))
         if others > 0 and own / others - 1 > MORE_WORK * episode.excess / max(expected_s, 1e-9):
             return own / others - 1
     return None
@@ -357,7 +361,9 @@ def milliseconds(seconds: float) -> str:
 def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[RunVerdict]:
     """Return a verdict for each node whose ranks are all slow, and for each rank of the others. Where that is every
     node, it is none of a node: `find_common_slowness` looks at those."""
-    verdicts, of_nodes, sizes = [], list[Slow](), Counter(evidence.nodes)
+    verdicts = []
+    of_nodes = list[Slow]()
+    sizes = Counter(evidence.nodes)
     for node in sorted({evidence.nodes[one.rank] for one in slow}):
         if sizes[node] < 2 or len(sizes) == 1:
             continue
@@ -395,7 +401,8 @@ def _node_verdict(evidence: RunEvidence, node: int, common: Sequence[Slow]) -> R
 
 
 def _rank_verdict(evidence: RunEvidence, times: OwnTimes, slow: Slow) -> RunVerdict:
-    episode, rank = slow.episode, slow.rank
+    episode = slow.episode
+    rank = slow.rank
     own_s = float(np.median(times.own_s[episode.where, rank] + times.queued_s[episode.where, rank]))
     expected_s = own_s - episode.excess
     return RunVerdict(

@@ -29,9 +29,12 @@ class DiagnosisWatch:
 
     def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic, *, looks_deeper: bool = True):
         """`looks_deeper`: a new verdict asks the suspected rank for a deeper look."""
-        self._run, self._clock, self._looks_deeper = run, clock, looks_deeper
+        self._run = run
+        self._clock = clock
+        self._looks_deeper = looks_deeper
         self._reader: RunReader | None = None
-        self._due_s, self._is_over = clock() + LOOK_S, False
+        self._due_s = clock() + LOOK_S
+        self._is_over = False
         self._seen: dict[tuple[object, ...], int] = {}
         self._reported: dict[tuple[object, ...], RunVerdict] = {}
 

@@ -17,7 +17,8 @@ SWEEP_SCHEMA = "trainspec.plan-sweep/1"
 
 def plan_as_json(plan: PlanReport) -> JsonObject:
     """`best` and `run` are null when no layout fits; then `advice` says what would."""
-    spec, capacity = plan.spec, plan.capacity
+    spec = plan.spec
+    capacity = plan.capacity
     content: JsonObject = {
         "schema": SCHEMA,
         "model": _model(plan),

@@ -253,7 +253,9 @@ def _devices_of(pool: PoolSpec) -> str:
 
 
 def model_label(plan: PlanReport) -> str:
-    model, params, active_params = plan.spec.model, plan.capacity.params, plan.capacity.active_params
+    model = plan.spec.model
+    params = plan.capacity.params
+    active_params = plan.capacity.active_params
     active = f", {format_count(active_params)} active" if active_params < params else ""
     return f"{model.name or model.family}, {format_count(params)} parameters{active}"
 
@@ -279,7 +281,9 @@ def chance(candidate: Candidate) -> str:
 
 def choice_lines(capacity: CapacityPlan) -> list[tuple[str, str]]:
     """Why the first layout was chosen, and what an expert's usual start would take, under a heading each."""
-    best, fastest, usual = capacity.best, capacity.fastest, capacity.usual
+    best = capacity.best
+    fastest = capacity.fastest
+    usual = capacity.usual
     if best is None or fastest is None or len(capacity.candidates) == 1:
         return []
     why = "the fastest; no simpler layout is within 10% of it"

@@ -81,14 +81,16 @@ def title_of(plan: PlanReport) -> str:
 
 
 def heading_of(plan: PlanReport) -> str:
-    run, unit = plan.run, plan.spec.model.unit
+    run = plan.run
+    unit = plan.spec.model.unit
     length = f"; {format_count(run.tokens)} {unit} in {run.steps:,} steps" if run else ""
     text = f"{labels.model_label(plan)}; {labels.batch_label(plan)} samples a step{length}"
     return heading(title_of(plan), text) + note(labels.defaults_label(plan) if plan.defaults else "")
 
 
 def body_of(plan: PlanReport) -> Iterator[str]:
-    best, run = plan.best, plan.run
+    best = plan.best
+    run = plan.run
     if not best:
         yield _advice(plan.capacity.advice)
     if best and run:
@@ -143,7 +145,8 @@ def _tiles(unit: str, best: Candidate, run: RunForecast) -> str:
 
 
 def _candidates(plan: PlanReport) -> str:
-    unit, capacity = plan.spec.model.unit, plan.capacity
+    unit = plan.spec.model.unit
+    capacity = plan.capacity
     headings = ("", "layout", "micro-batch", "recompute", "#step", f"#{unit}/s/device", "#MFU", "#HFU", "memory")
     rows = [_candidate_row(rank, one) for rank, one in enumerate(capacity.candidates[:TABLED_CANDIDATES], 1)]
     considered = f"{capacity.considered:,} layouts were considered; " if capacity.considered else ""
@@ -157,7 +160,8 @@ def _candidates(plan: PlanReport) -> str:
 def _candidate_row(rank: int, candidate: Candidate) -> str:
     part = candidate.peak_memory_bytes / candidate.memory_limit_bytes
     used = Segment("c-used" if part <= 1 else "c-full", "peak", min(part, 1.0), percent(part))
-    peak, limit = labels.gib(candidate.peak_memory_bytes), labels.gib(candidate.memory_limit_bytes)
+    peak = labels.gib(candidate.peak_memory_bytes)
+    limit = labels.gib(candidate.memory_limit_bytes)
     chance = f", <span>fits at {escape(labels.chance(candidate))}</span>" if candidate.fits else ""
     cells = [
         cell(str(rank)),
@@ -168,7 +172,8 @@ def _candidate_row(rank: int, candidate: Candidate) -> str:
 
 
 def _memory(best: Candidate) -> str:
-    stages, limit = best.memory, best.memory_limit_bytes
+    stages = best.memory
+    limit = best.memory_limit_bytes
     scale = max(limit, *(stage.total_bytes for stage in stages)) * 1.02
     names = [f"stage {number}" for number in range(1, len(stages) + 1)] if len(stages) > 1 else ["each device"]
     bars = [render_bar(_segments(vars(stage), labels.MEMORY_PARTS, format_bytes), scale, limit) for stage in stages]
@@ -213,7 +218,8 @@ def _absent_from_first(candidates: Sequence[Candidate]) -> list[Segment]:
 
 
 def _goodput(run: RunForecast) -> str:
-    recovery, modes = run.goodput, [run.goodput, *run.alternatives]
+    recovery = run.goodput
+    modes = [run.goodput, *run.alternatives]
     scale = max(max(1 - mode.goodput.value for mode in modes), 1e-9) * 1.02
     rows = [
         (labels.MODES[mode.mode], render_bar(_losses(mode), scale), f"{percent(1 - mode.goodput.value, 2)} lost")
@@ -368,7 +374,9 @@ def _scaling_chart(fitting: Sequence[tuple[int, Candidate]], rate: str) -> str:
 
 
 def _scaling_row(point: SweepPoint, first: Candidate | None) -> str:
-    plan, best, run = point.plan, point.plan.best, point.plan.run
+    plan = point.plan
+    best = point.plan.best
+    run = point.plan.run
     start = cell(point.value) + cell(f"{plan.capacity.world_size:,}", "number")
     if not best or not run or not first:
         return f'<tr>{start}<td colspan="9">nothing fits: {escape("; ".join(plan.capacity.advice[:1]))}</td></tr>'
@@ -440,7 +448,8 @@ GROUPS = {
 
 
 def render_trace(trace: TraceReport) -> RenderableType:
-    traced, estimated = trace.traced, trace.estimated
+    traced = trace.traced
+    estimated = trace.estimated
     title = f"traced in {format_duration(traced.seconds)}: rank {traced.rank} of {trace.layout}"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("a step of one device", header_style="dim")

@@ -21,7 +21,11 @@ HEADINGS = ("axis", "ranks", "widest tier", "exchange", "message", "a step", "by
 NUMBERS = ("ranks", "message", "a step", "takes", "flat ring")
 DRAWN_ELEMENTS = 32
 """The most elements of a tier that the picture shows."""
-PICTURE_WIDTH, ROW_HEIGHT, BOX_HEIGHT, LEFT, RIGHT = 760, 58, 24, 150, 230
+PICTURE_WIDTH = 760
+ROW_HEIGHT = 58
+BOX_HEIGHT = 24
+LEFT = 150
+RIGHT = 230
 
 
 def render_blueprint(blueprint: Blueprint) -> RenderableType:
@@ -49,7 +53,8 @@ def describe_order(blueprint: Blueprint) -> Iterator[str]:
     """The axes on the nodes, and what their order is worth."""
     yield f"order   {' > '.join(blueprint.order) or 'one rank'}, outermost first"
     if blueprint.node_places:
-        usual_s, step_s = blueprint.unplaced_step_s, blueprint.step_s
+        usual_s = blueprint.unplaced_step_s
+        step_s = blueprint.step_s
         gain = percent(1 - step_s / usual_s, 1)
         yield f"nodes   placed so: a step of {format_duration(step_s)}, {gain} less than in the order of their numbers"
     elif blueprint.sorts_nodes:
@@ -146,7 +151,8 @@ def render_planes(planes: PlanesPlan) -> RenderableType:
 
 
 def figure_headings(planes: PlanesPlan) -> tuple[str, str, str]:
-    figures, single = planes.figures, planes.single
+    figures = planes.figures
+    single = planes.single
     return "", f"{figures.planes} planes", f"one plane, {single.switch_tiers} tiers"
 
 
@@ -168,7 +174,8 @@ def _loss(part: float) -> str:
 
 def event_rows(planes: PlanesPlan) -> Iterator[tuple[str, ...]]:
     for event in planes.events:
-        touched, bad = f"{100 * event.touched:.3g}%", f"{event.most_bad_paths:,}"
+        touched = f"{100 * event.touched:.3g}%"
+        bad = f"{event.most_bad_paths:,}"
         if event.ends_job:
             yield event.name, "the job ends", "", "", touched, ""
             continue
@@ -241,7 +248,8 @@ def choice_rows(plan: PoolsPlan) -> Iterator[tuple[str, ...]]:
 def _figures(choice: PoolChoice, whole: float | None) -> tuple[str, ...]:
     if choice.step_time_s is None or choice.tokens_per_s is None or choice.wall_time_s is None:
         return ("",) * 6
-    price, energy = choice.usd_per_token, choice.joules_per_token
+    price = choice.usd_per_token
+    energy = choice.joules_per_token
     return (
         format_duration(choice.step_time_s),
         labels.format_rate(choice.tokens_per_s),
@@ -282,7 +290,8 @@ MARGIN = 12
 
 
 def render_simulation(simulation: Simulation, width: int) -> RenderableType:
-    ranks, batch = simulation.data_parallel_ranks, simulation.global_batch_size
+    ranks = simulation.data_parallel_ranks
+    batch = simulation.global_batch_size
     what = f"{simulation.steps:,} steps of {batch:,} samples over {ranks:,} data-parallel ranks"
     parts: list[RenderableType] = [
         Text(f"Disturbance {simulation.name}, simulated  {what}", style="bold"),
@@ -324,7 +333,8 @@ def pace_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
 
 def describe_won_back(simulation: Simulation) -> str:
     """`94% of what whole samples allow is won back (92% of what the speeds allow)`"""
-    won, of_real = simulation.won_back, simulation.won_back_of_real
+    won = simulation.won_back
+    of_real = simulation.won_back_of_real
     if of_real is None:
         return "other shares would win nothing back: 0 of 0"
     if won is None:

@@ -27,7 +27,9 @@ SHOWN_REASONS = 8
 SHOWN_SIZES = 6
 BAR_WIDTH = 28
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-COMPUTE, COMMUNICATION, WAITING = "cyan", "yellow", "bright_black"
+COMPUTE = "cyan"
+COMMUNICATION = "yellow"
+WAITING = "bright_black"
 TIME_COLOURS = {key: COMMUNICATION for key in labels.TIME_PARTS if "comm" in key} | dict.fromkeys(
     ("bubble_s", "data_s", "host_s"), WAITING
 )
@@ -70,7 +72,8 @@ def _section(section: PlanSection) -> RenderableType:
 
 def render_sweep(sweep: SweepReport) -> RenderableType:
     """One line for each value of the swept key."""
-    points, unit = sweep.points, sweep.points[0].plan.spec.model.unit
+    points = sweep.points
+    unit = sweep.points[0].plan.spec.model.unit
     first = next((point.plan.best for point in points if point.plan.best), None)
     table = _table(sweep.key, "devices", "best layout", "step", f"{unit}/s", "scaling", "MFU")
     for heading in ("goodput", "time", "energy", "money", "memory"):
@@ -131,7 +134,8 @@ def _candidates_narrow(plan: PlanReport) -> RenderableType:
 def _choice(plan: PlanReport) -> Iterator[RenderableType]:
     for heading, text in labels.choice_lines(plan.capacity):
         yield Text.assemble((f"{heading}  ", "bold"), text)
-    best, safest = plan.best, plan.capacity.safest
+    best = plan.best
+    safest = plan.capacity.safest
     if best and safest:
         yield Text.assemble(("Safest within 10%  ", "bold"), labels.safest_label(best, safest))
 
@@ -161,7 +165,8 @@ def _stages(best: Candidate) -> Iterator[RenderableType]:
 
 
 def _memory(best: Candidate) -> RenderableType:
-    fullest, stages = best.fullest_memory, best.memory
+    fullest = best.fullest_memory
+    stages = best.memory
     where = f", stage {stages.index(fullest) + 1} of {len(stages)}" if len(stages) > 1 else ""
     title = f"Memory of the best layout  {format_bytes(best.peak_memory_bytes)} on the fullest device{where}"
     parts = labels.present(vars(fullest), labels.MEMORY_PARTS)
@@ -204,7 +209,8 @@ def _run(plan: PlanReport, run: RunForecast) -> RenderableType:
 
 def run_rows(spec: RunSpec, run: RunForecast) -> Iterator[tuple[str, str, str, str]]:
     """(what, expected value, bounds, where it goes) for each figure of the run."""
-    recovery, kept = run.goodput, run.goodput.goodput
+    recovery = run.goodput
+    kept = run.goodput.goodput
     losses = labels.present(recovery.lost | {"kept": kept.value}, labels.LOST_PARTS, 5e-5)
     lost = ", ".join(f"{name} {percent(value, 2)}" for _, name, value in losses)
     if run.batches:
@@ -287,7 +293,9 @@ def assumption_row(assumption: Assumption) -> tuple[str, str, str, str]:
 
 
 def _sweep_row(point: SweepPoint, first: Candidate | None) -> Iterator[RenderableType]:
-    plan, best, run = point.plan, point.plan.best, point.plan.run
+    plan = point.plan
+    best = point.plan.best
+    run = point.plan.run
     yield point.value
     yield f"{plan.capacity.world_size:,}"
     if not best or not run or not first:

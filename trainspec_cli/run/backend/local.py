@@ -39,7 +39,8 @@ class LocalBackend:
         self._processes.start(group, number)
 
     def poll(self) -> list[Event]:
-        events, self._unreported = self._unreported, []
+        events = self._unreported
+        self._unreported = []
         for message in self._processes.poll():
             events += self._starts[message.group].hear(HERE, socket.gethostname(), message)
         events += poll_starts(self._starts)

@@ -56,7 +56,10 @@ class NodeProcesses:
         self, job: Job, plan: Plan | None, place: NodePlace | None = None, passed: PassedThrough | None = None
     ):
         """`job` belongs to a generation; of several nodes it is this one's, at `place`. `passed`: shows the output."""
-        self._job, self._plan, self._place, self._passed = job, plan, place, passed
+        self._job = job
+        self._plan = plan
+        self._place = place
+        self._passed = passed
         self._guard, self._family = start_guard(job), Family(job)
         self._starts: dict[int, _GroupProcesses] = {}
 
@@ -101,7 +104,10 @@ class _GroupProcesses:
     """One start of a group."""
 
     def __init__(self, job: Job, family: Family, group: int, number: int, passed: PassedThrough | None):
-        self._job, self.family, self._group, self._number = job, family, group, number
+        self._job = job
+        self.family = family
+        self._group = group
+        self._number = number
         self._passed = passed
         self._oom_kills = count_oom_kills()
         self._torchrun = start(job.command, job, open_output=passed.open if passed else None)
@@ -194,7 +200,8 @@ def group_job(job: Job, plan: Plan | None, group: int, number: int, place: NodeP
     job itself."""
     if plan is None or plan.replica_groups == 1:
         return job
-    name, ranks = start_folder(group, number), ranks_of(plan, group)
+    name = start_folder(group, number)
+    ranks = ranks_of(plan, group)
     if place is None:
         logs = job.logs / name
         command = torchrun_command(len(ranks), logs, job.worker)

@@ -50,14 +50,16 @@ class GroupStart:
     """A start of a replica group of a recipe."""
 
     def __init__(self, job: Job, plan: Plan | None, group: int, number: int, nodes: Sequence[int] = (0,)):
-        self.group, self.number = group, number
+        self.group = group
+        self.number = number
         self.job = group_job(job, plan, group, number)
         self._is_alone = self.job.ranks is None
         self._exit_codes: dict[int, int | None] = dict.fromkeys(nodes)
         self._running = set(nodes)
         self._left_behind: list[int] = []
         self._plan = plan
-        self._oom_kills, self._memory_bytes = 0, 0
+        self._oom_kills = 0
+        self._memory_bytes = 0
         self._failure: WorkerFailure | None = None
         """A failure that was seen from outside."""
         self._events = EventTail(job.run.events(0) if self._is_alone else job.run.group_events(group, 0))
@@ -152,7 +154,8 @@ class GroupStart:
 
     def failures(self) -> list[WorkerFailure]:
         """Why it failed, as reported by the workers where they could; a node that is lost is where it began."""
-        reported, seen = find_failures(self.job), self._failure
+        reported = find_failures(self.job)
+        seen = self._failure
         if seen is not None and seen.whole_node:  # it may be written down already
             return [seen, *(other for other in reported if not (other.whole_node and other.rank == seen.rank))]
         if seen is None or self._is_alone:

@@ -49,7 +49,8 @@ def measure_throughput(
 ) -> Throughput:
     """Return the speed over the steps since one start, in order: one definition, for result.json, report and live view.
     `peak_flops` is one device's."""
-    times_s, units = [step.step_time_s for step in steps], [step.units for step in steps]
+    times_s = [step.step_time_s for step in steps]
+    units = [step.units for step in steps]
     return throughput_of(times_s, units, flops_per_token=flops_per_token, peak_flops=peak_flops, world_size=world_size)
 
 
@@ -167,7 +168,8 @@ class Attempt:
         """`launched` is in Unix seconds, as all times."""
         self.restarted = restarted
         """True where the supervisor has restarted the run after a failure."""
-        self.last_time, self.has_ended = begin.time, False
+        self.last_time = begin.time
+        self.has_ended = False
         self._steps = StepColumns("step_time_s", "data_wait_s", "checkpoint_s")
         self._others = WallTime()
 
@@ -253,7 +255,8 @@ class RunAccount:
 
     def spent(self, now: float | None = None) -> WallTime:
         """Return the time up to the last sign of life, or to `now`."""
-        whole, attempts = WallTime(), self._attempts
+        whole = WallTime()
+        attempts = self._attempts
         for index, attempt in enumerate(attempts):
             until_begin_s = attempt.begin.time - attempt.launched
             if index > 0 and not attempts[index - 1].has_ended:
@@ -276,7 +279,8 @@ def _spent_after(attempt: Attempt, following: Attempt | None, marks: Sequence[Ev
     spent = WallTime()
     until = following.launched if following else math.inf
     is_restarted = following is not None and following.restarted
-    place, came_from = attempt.last_time, "work"
+    place = attempt.last_time
+    came_from = "work"
     for mark in marks:
         if not attempt.last_time < mark.time < until:
             continue

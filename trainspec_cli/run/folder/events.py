@@ -55,7 +55,8 @@ class EventWriter:
         }
         with self._lock:
             if not self._has_stated_version:
-                stamped, self._has_stated_version = with_version(stamped), True
+                stamped = with_version(stamped)
+                self._has_stated_version = True
             self._unwritten += json_text(stamped, indent=None).encode() + b"\n"
             self._flush()
 

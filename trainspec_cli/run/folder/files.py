@@ -173,7 +173,8 @@ class StepCurve(Sequence[tuple[int, float | None]]):
     """A figure of each step, as a sequence of (step, value); None where the value was not finite."""
 
     def __init__(self, steps: array[int], values: array[float]):
-        self._steps, self._values = steps, values
+        self._steps = steps
+        self._values = values
 
     def __len__(self) -> int:
         return len(self._steps)

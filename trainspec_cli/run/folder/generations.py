@@ -117,7 +117,8 @@ class Fence:
     everything is allowed."""
 
     def __init__(self, run: RunDir, generation: int | None):
-        self._run, self._generation = run, generation
+        self._run = run
+        self._generation = generation
         self._looked_at = -LOOK_INTERVAL_S
 
     @staticmethod

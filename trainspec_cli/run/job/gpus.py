@@ -19,7 +19,8 @@ import psutil
 from trainspec_cli.core.errors import MachineError, Problem
 from trainspec_cli.recipe.keys.cluster import Gpu
 
-SYS, DEV = Path("/sys"), Path("/dev")
+SYS = Path("/sys")
+DEV = Path("/dev")
 
 CPU_HINT = "or type cluster.device=cpu"
 NVLINK_GB_PER_S = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}
@@ -264,7 +265,9 @@ def _describe(nvml: Any, handle: Any) -> Gpu:
         system = psutil.virtual_memory()
         memory_bytes = int(system.total)
         free_bytes = int(system.available)
-    whole, processors, part = handle, 0, 1.0
+    whole = handle
+    processors = 0
+    part = 1.0
     if _is_slice(nvml, handle):
         whole = _ask(nvml, "nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle, default=handle)
         attributes = _ask(nvml, "nvmlDeviceGetAttributes_v2", handle)
@@ -318,7 +321,8 @@ def _amd_gpus(sys: Path, dev: Path) -> FoundGpus:
     for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         visible = os.environ.get(variable)
         if visible is None and variable.startswith("HIP"):
-            variable, visible = "CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")
+            variable = "CUDA_VISIBLE_DEVICES"
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is None:
             continue
         entries = [part.strip() for part in visible.split(",") if part.strip()]

@@ -105,7 +105,8 @@ def build_node_job(plan: Plan, root: Path, machine: Machine, node: int, record: 
 
     Raises MachineError where the first node's name is not known here.
     """
-    place, worker = NodePlace(node, record.num_nodes, record.head), (*record.worker, str(root))
+    place = NodePlace(node, record.num_nodes, record.head)
+    worker = (*record.worker, str(root))
     logs = Path(record.logs) / f"node{node:05d}"
     environment = node_environment(plan, machine, f"{record.launch_id}-{node}", place)
     return Job(

@@ -38,7 +38,8 @@ def build_ladder(
     state does not lie in host memory anyway. `needed_bytes` is the memory that a setting is predicted to take, None
     where nobody knows: one that takes no less than the setting before it is left out.
     """
-    ladder, least = [start], needed_bytes(start)
+    ladder = [start]
+    least = needed_bytes(start)
     for setting in _below(start, keeps_micro_batches=keeps_micro_batches, may_offload=may_offload):
         needed = needed_bytes(setting)
         if needed is None or least is None or needed < least:

@@ -69,7 +69,8 @@ FAILURE_GRACE_S = 10
 LISTING_S = 2.0
 """torchrun ends its workers within `FAILURE_GRACE_S` itself, and then lists how each of them ended."""
 RESTART_WINDOW_S = 3600.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
 STUCK = 0.9
 """Part of `resilience.exchange_timeout_s` that the others must have waited: clocks are read ten times a second."""
 ANSWER_S = 2.0
@@ -184,7 +185,8 @@ def _start_if_due(state: RunState, number: int) -> Decision:
         return state._replace(has_begun=False, exit_code=None), (BeginGeneration(),)
     if group.presence != "there":
         return state, ()
-    starts, restarts_s = group.starts + 1, group.restarts_s
+    starts = group.starts + 1
+    restarts_s = group.restarts_s
     # The first start, and one that was planned (less memory, a node left out), say nothing of how often it fails.
     if group.starts and not group.is_planned:
         restarts_s = (*(at for at in restarts_s if state.now_s - at < RESTART_WINDOW_S), state.now_s)
@@ -394,7 +396,8 @@ def _node_slow(state: RunState, event: NodeSlow) -> Decision:
 
 def _after_leaving(state: RunState, event: GroupEnded) -> Decision:
     """Start again without the slow node. That is a failure where the workers did not end as they were asked to."""
-    leaving, group = state.leaving, state.groups[0]
+    leaving = state.leaving
+    group = state.groups[0]
     assert leaving is not None, "a node is being left out"
     state = state._replace(leaving=None, left_out=(*state.left_out, leaving.node))
     without = LeaveOut(leaving.node)

@@ -35,8 +35,10 @@ class Rendezvous:
 
         Other nodes reach it by `name`, or by the address itself if `name` is empty. `port` 0 takes any free one.
         """
-        self._job, self._secret_file = job, secret_file
-        self._silence_s, self._patience_s = resilience.heartbeat_timeout_s, resilience.exchange_timeout_s
+        self._job = job
+        self._secret_file = secret_file
+        self._silence_s = resilience.heartbeat_timeout_s
+        self._patience_s = resilience.exchange_timeout_s
         self._listener = listen(host, port)
         self.address = f"{name or host}:{self._listener.getsockname()[1]}"
         self._failures = 0
@@ -57,7 +59,8 @@ class Rendezvous:
             return False
         self._failures = self._failures + 1 if lived_s < START_S else 0
         if self._failures > MAX_FAILURES:
-            message, hint = "the rendezvous server ends as soon as it is started", f"look at {self._job.torchrun_log}"
+            message = "the rendezvous server ends as soon as it is started"
+            hint = f"look at {self._job.torchrun_log}"
             raise MachineError(Problem("rendezvous", message, hint=hint, environment=True))
         self._process = self._start(pause_s=self._silence_s)
         return True

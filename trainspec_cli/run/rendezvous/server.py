@@ -49,11 +49,13 @@ class Quorums:
         self._writers: dict[str, Write] = {}
         self._previous: list[str] = []
         # A server that was started again counts from 0; the time keeps its quorums apart from those before.
-        self._epoch, self._number = time.time_ns(), 0
+        self._epoch = time.time_ns()
+        self._number = 0
 
     def hear(self, write: Write, request: messages.QuorumRequest) -> None:
         """Handle a replica group's heartbeat, or its request to join the next step."""
-        name, now_s = request.name, time.monotonic()
+        name = request.name
+        now_s = time.monotonic()
         if self._writers.get(name) is not write:
             self._groups.pop(name, None)  # it repeats a request of a lost connection
         self._writers[name] = write
@@ -81,7 +83,8 @@ class Quorums:
         if members != self._previous or any(request.failures for request in requests):
             self._number += 1
         self._previous = members
-        quorum, steps = f"{self._epoch}-{self._number}", tuple(request.step for request in requests)
+        quorum = f"{self._epoch}-{self._number}"
+        steps = tuple(request.step for request in requests)
         for name, request in zip(members, requests, strict=True):
             self._groups[name] = replace(self._groups[name], asked_at_s=math.inf)
             self._writers[name](messages.FormedQuorum(quorum, tuple(members), steps, request.number))
@@ -90,7 +93,8 @@ class Quorums:
 class RendezvousServer:
     def __init__(self, secret: bytes, quorums: Quorums):
         self._secret = secret
-        self.store, self.quorums = KeyValueStore(), quorums
+        self.store = KeyValueStore()
+        self.quorums = quorums
         self._door = Door()
         self._proven = 0
 

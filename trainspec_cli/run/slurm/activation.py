@@ -23,7 +23,8 @@ def activation_lines(
         names = on_one_line(", ".join(modules.split(":")))
         yield f"# Modules loaded at submission: {names}. sbatch passes their variables on; a site that does not"
         yield "# (--export=NONE) needs them in cluster.slurm.setup: the lines above come before the environment."
-    virtual, conda = environ.get("VIRTUAL_ENV"), environ.get("CONDA_PREFIX")
+    virtual = environ.get("VIRTUAL_ENV")
+    conda = environ.get("CONDA_PREFIX")
     holds = "." if of_command else ", and that trainspec is installed in."
     if virtual and (of_command or _is_same(virtual, prefix)) and Path(virtual, "bin/activate").is_file():
         yield f"# The virtual environment that was active at submission{holds}"

@@ -190,7 +190,8 @@ class Step:
 def read_step(environ: Mapping[str, str]) -> Step | None:
     """Return the step that this process is a task of; None where srun has not started it. Raises RecipeError where a
     node has several tasks."""
-    number, tasks = environ.get("SLURM_STEP_ID", ""), environ.get("SLURM_STEP_NUM_TASKS", "")
+    number = environ.get("SLURM_STEP_ID", "")
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     if (
         not number.isdigit()
         or int(number) >= FIRST_SPECIAL_STEP

@@ -96,7 +96,8 @@ def render_script(
     """Return the script. Several `roots` make an array with one task each; the job starts in `folder`. `needed`: what
     the runs read and a container must see, beside `folder` and their own folders. `force`: train although the plan is
     predicted not to fit. Raises RecipeError where a container cannot see a folder."""
-    asked, own = asked_by_plan(plan), [root.parent if len(roots) > 1 else root for root in roots]
+    asked = asked_by_plan(plan)
+    own = [root.parent if len(roots) > 1 else root for root in roots]
     srun, agent = _start(asked, folder, [folder, *own, *needed], _caches())
     lines = [
         *_head(asked, roots, recipe, argv, folder),
@@ -217,7 +218,8 @@ def _asked(asked: Asked) -> Iterator[str]:
 
 def _gpus(asked: Asked) -> Iterator[str]:
     """Yield the option that asks for a node's GPUs, in the site's own way; srun takes them from the job."""
-    slurm, devices = asked.slurm, asked.devices_per_node
+    slurm = asked.slurm
+    devices = asked.devices_per_node
     wanted = slurm.gpus_per_node or (str(devices) if asked.uses_gpus and devices else None)
     if wanted is None or slurm.gpu_request == "none":
         return
@@ -269,7 +271,8 @@ def _start(
 ) -> tuple[list[str], list[str]]:
     """Return srun with its options, and what it starts on each node. `inside`: variables of a container beside those
     of the script."""
-    slurm, srun = asked.slurm, srun_command(asked)
+    slurm = asked.slurm
+    srun = srun_command(asked)
     if slurm.container_image is None:
         return srun, list(agent_command())
     mounted = container.mounts(slurm, needed)
@@ -280,7 +283,8 @@ def _start(
 
 def srun_command(asked: Asked) -> list[str]:
     """Return the srun command with one task per node. A failed task does not end the others; their agents report."""
-    slurm, nodes = asked.slurm, asked.num_nodes
+    slurm = asked.slurm
+    nodes = asked.num_nodes
     return [
         *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
         *([f"--cpus-per-task={slurm.cpus_per_task}"] if slurm.cpus_per_task else []),

@@ -122,10 +122,8 @@ def measure_table(file: Path, cluster: str) -> ClusterSteps:
             devices.setdefault(found.setup.fabric.chip.name, line)
     if len(devices) > 1:
         (first, _), (other, line) = list(devices.items())[:2]
-        message, hint = (
-            f"a profile is of one accelerator: this row is of {other}, those above of {first}",
-            "split the table",
-        )
+        message = f"a profile is of one accelerator: this row is of {other}, those above of {first}"
+        hint = "split the table"
         problems.append(Problem("wrong_table", message, hint=hint, file=str(file), line=line))
     if problems:
         raise RecipeError(problems)
@@ -157,7 +155,8 @@ def _measure_run(folder: Path) -> ClusterSteps:
     if not run.plan_json.is_file():
         hint = "trainspec runs lists those of this folder"
         raise RecipeError(Problem("missing_file", f"{folder} is no folder of a run with a plan", hint=hint))
-    report, planned = collect(folder), read_plan(run).as_one_group
+    report = collect(folder)
+    planned = read_plan(run).as_one_group
     speed = report.speed
     if report.status == "failed":
         message = f"the run in {folder} failed, so its steps are not taken"

@@ -77,7 +77,8 @@ def find_fixed(run: RunDir, recipe: str, old: JsonObject, new: JsonObject) -> It
 
 def _differences(old: JsonObject, new: JsonObject) -> dict[str, tuple[JsonValue, JsonValue]]:
     """Return path -> (value before, value now) of each value that differs; None stands for one that is not there."""
-    before, after = flatten(old), flatten(new)
+    before = flatten(old)
+    after = flatten(new)
     paths = dict.fromkeys([*after, *before])
     return {
         path: (before.get(path), after.get(path))
@@ -89,7 +90,8 @@ def _differences(old: JsonObject, new: JsonObject) -> dict[str, tuple[JsonValue,
 def prepare_changed_data(run: RunDir, loaded: Loaded, console: PrintableConsole) -> tuple[Loaded, Path | None]:
     """Prepare the data that the run goes on with, in the tokens that its model knows; return the spec that reads it,
     and the folder. Raises RecipeError where the data was made with another tokenizer, else as `prepare_data`."""
-    data, old_folder = loaded.spec.data, read_data_dir(run)
+    data = loaded.spec.data
+    old_folder = read_data_dir(run)
     if data.unit == "samples" or old_folder is None:
         return loaded, prepare_data(loaded, console)
     old = Collection.open(old_folder)
@@ -113,7 +115,8 @@ def describe_changes(before: RunSpec, now: RunSpec, step: int, samples: int) -> 
         yield f"{path} is {render_value(new)}, and was {render_value(old)}"
     if not step:
         return
-    rate, old_rate = _learning_rate(now, samples), _learning_rate(before, samples)
+    rate = _learning_rate(now, samples)
+    old_rate = _learning_rate(before, samples)
     if rate != old_rate:
         yield f"the learning rate of the next step is {rate:.3g}, and would have been {old_rate:.3g}"
     if before.data != now.data:
@@ -164,7 +167,8 @@ def plan_on_fewer(before: Plan, nodes: int, *, machine: Machine) -> Plan | None:
 
 def _on_fewer(before: Plan, nodes: int) -> Iterator[tuple[RunSpec, bool]]:
     """Yield the recipe with the layouts to try, and whether one that no prediction speaks of is passed over."""
-    spec, wanted = before.spec, before.spec.layout
+    spec = before.spec
+    wanted = before.spec.layout
     fewer = replace(spec, cluster=replace(spec.cluster, num_nodes=nodes), scheduler=replace(spec.scheduler, changes=()))
     shards = before.layout.dp_shard > 1
     data = {"dp_replicate": 1, "dp_shard": AUTO} if shards else {"dp_replicate": AUTO, "dp_shard": 1}

@@ -57,7 +57,8 @@ def requeue_if_of_use(
 
 def _requeue(run: RunDir, job_id: str, code: int, limits: Limits, *, warned: bool, console: PrintableConsole) -> None:
     """Raises MachineError."""
-    done, job = restarts(), slurm.show(job_id)
+    done = restarts()
+    job = slurm.show(job_id)
     about = {"warned": warned, "preempted": is_preempted(job), "after_hang": limits.after_hang}
     again = decide(run, code, num_nodes=limits.num_nodes, **about)
     if again is None or is_over(job, done) or job.get("BatchFlag") == "0":  # an interactive job cannot go back

@@ -120,8 +120,10 @@ def join(
     first node is not found, and where others can write in the run's folder. `wait_s`: the time in which the first node
     must have started.
     """
-    run, served = RunDir(Path(run_dir).absolute()), 0
-    deadline, refusal = time.monotonic() + wait_s, _no_first_node(run, wait_s, joined)
+    run = RunDir(Path(run_dir).absolute())
+    served = 0
+    deadline = time.monotonic() + wait_s
+    refusal = _no_first_node(run, wait_s, joined)
     where = f"in {run.root}" if run.root.is_dir() else f"to make {run.root}, which is not seen here yet"
     limit = f"up to {format_duration(wait_s)}; {joined.join_key}"
     console.report(f"node {node}: waiting for the first node {where} ({limit})")
@@ -142,7 +144,8 @@ def join(
                             shown.enter_context(_showing_progress(run, record, console))
 
                     run_agent(run, generation, node, begin)
-                served, deadline = generation, time.monotonic() + RESULT_TIMEOUT_S
+                served = generation
+                deadline = time.monotonic() + RESULT_TIMEOUT_S
             except MachineError as error:  # it may be an earlier start's, for which nobody answers any more
                 refusal = error
         time.sleep(RETRY_S)
@@ -157,7 +160,8 @@ def join(
 def _showing_progress(run: RunDir, record: GenerationRecord, console: RunConsole) -> Iterator[None]:
     """Show the run's progress during the block, as the first node does: from the events of rank 0, in the folder that
     the nodes share. A thread reads them, so that a file system that stalls does not keep the agent from its hub."""
-    view, ended = LiveView(run, None if record.own else read_plan(run), console), threading.Event()
+    view = LiveView(run, None if record.own else read_plan(run), console)
+    ended = threading.Event()
 
     def watch() -> None:
         try:

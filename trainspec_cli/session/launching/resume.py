@@ -99,7 +99,8 @@ def prepare_resume(
     """Return the session of the run's next start. Raises RecipeError for what cannot be changed, and where nothing is
     left to do, MachineError for what this node lacks."""
     old = read_plan_of_all_nodes(run)
-    loaded, data_folder = _change(run, old, count_more_steps(old.spec, changes)), None
+    loaded = _change(run, old, count_more_steps(old.spec, changes))
+    data_folder = None
     check_unfinished(run, loaded.spec)
     if loaded.spec.data == old.spec.data:
         check_data_of(run, loaded.spec.data)
@@ -210,8 +211,11 @@ def _keep_memory(plan: Plan, old: Plan) -> Plan:
 
 def check_unfinished(run: RunDir, spec: RunSpec) -> None:
     """Raises RecipeError where the run has made all of its steps, or trained all of its samples."""
-    step, wanted, train = run.newest_step, spec.train.max_steps, spec.train
-    path, start = "train.max_steps", spec.batching.global_batch_size
+    step = run.newest_step
+    wanted = spec.train.max_steps
+    train = spec.train
+    path = "train.max_steps"
+    start = spec.batching.global_batch_size
     if not spec.ends_by_samples:
         trained = step
         run_samples = wanted
@@ -227,8 +231,10 @@ def check_unfinished(run: RunDir, spec: RunSpec) -> None:
         factor = 2 * -(-trained // run_samples)  # a resume may ask for less than was trained
         more = f"{path}={factor * wanted}"
         if train.tokens is not None:
-            path, more = "train.tokens", f"train.tokens={factor * train.tokens}"
+            path = "train.tokens"
+            more = f"train.tokens={factor * train.tokens}"
         elif train.epochs is not None:
-            path, more = "train.epochs", f"train.epochs={factor * train.epochs:g}"
+            path = "train.epochs"
+            more = f"train.epochs={factor * train.epochs:g}"
         message = f"the run is at step {step}, and {what}: nothing is left to do"
         raise RecipeError(Problem("nothing_left", message, path, f"to train on: trainspec resume {run.root} {more}"))

@@ -133,7 +133,9 @@ def write_down(session: Session) -> RunDir:
 @contextmanager
 def _written_down(session: Session) -> Iterator[tuple[Job, Plan, Examination | None]]:
     """Do all that comes before the workers; hold the run, as it is written, while the block runs."""
-    console, machine, begins = session.console, session.machine, session.begins
+    console = session.console
+    machine = session.machine
+    begins = session.begins
 
     # Whatever can refuse the run comes before its folder is made: a run that is refused leaves nothing.
     check_start(session.plan.spec)
@@ -195,7 +197,8 @@ def _restoring(run: RunDir) -> Iterator[None]:
 
 def rehearse(session: Session) -> tuple[Job, Plan]:
     """Return what `start` would start, refused as it would be; nothing is probed, measured or made for that."""
-    console, machine = session.console, session.machine
+    console = session.console
+    machine = session.machine
     check_start(session.plan.spec)
     plan = predict(_within_limits(session), machine, console, force=session.force)
     plan, _ = select_kernels(plan, machine, console, may_measure=False)

@@ -38,10 +38,12 @@ def _expand(part: str, sweep: str) -> list[str]:
     if found is None:
         return [part]
     try:
-        low, high = float(found[1]), float(found[2])
+        low = float(found[1])
+        high = float(found[2])
     except ValueError:  # text with two dots, such as a path
         return [part]
-    count, by_ratio = int(found[4] or 0), bool(found[3])
+    count = int(found[4] or 0)
+    by_ratio = bool(found[3])
     if not count and low.is_integer() and high.is_integer():
         count = int(high - low) + 1
     if not low < high or not 2 <= count <= MOST_VALUES or (by_ratio and low <= 0):

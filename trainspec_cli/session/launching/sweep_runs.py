@@ -182,8 +182,11 @@ class _Training:
     ):
         """`plan` is that of the run with the most devices on this node; each run has as many to itself."""
         self._runs = list(runs)
-        self._waiting, self._console, self._plan = list(runs), console, plan
-        self._options, self._force = notify.options, force
+        self._waiting = list(runs)
+        self._console = console
+        self._plan = plan
+        self._options = notify.options
+        self._force = force
         self._side_by_side = side_by_side
         self._running: list[SweptRun] = []
         self._free = list(range(side_by_side))
@@ -197,7 +200,8 @@ class _Training:
             raise
 
     def _run(self) -> bool:
-        requests, passed_on = StopRequests(), 0
+        requests = StopRequests()
+        passed_on = 0
         with on_stop_signal(requests.add), self._table() as show:
             while self._running or (self._waiting and not requests.count):
                 if requests.count > passed_on:
@@ -278,7 +282,8 @@ class _Training:
         """Return the variable that shows a run its share of the GPUs that this process sees."""
         if self._plan.device != "cuda" or self._side_by_side == 1:
             return {}
-        size, seen = self._plan.devices_per_node, os.environ.get(VISIBLE_GPUS)
+        size = self._plan.devices_per_node
+        seen = os.environ.get(VISIBLE_GPUS)
         ids = seen.split(",") if seen else [str(number) for number in range(size * self._side_by_side)]
         return {VISIBLE_GPUS: ",".join(ids[slot * size : (slot + 1) * size])}
 

@@ -134,7 +134,8 @@ def _unlike(clusters: Sequence[ClusterSpec], plans: Sequence[str]) -> Iterator[P
 
 
 def _portfolio_run(entry: PortfolioEntry, plan: PlanReport) -> PortfolioRun:
-    run, best = plan.run, require_fit(plan)
+    run = plan.run
+    best = require_fit(plan)
     assert run is not None and run.energy_joules is not None
     cluster = plan.spec.cluster
     spot = replace(plan.spec, cluster=replace(cluster, reliability=spot_reliability(cluster)))

@@ -41,7 +41,8 @@ class NamedDisturbance:
 
         per_node = describe_fabric(spec.cluster, machine).devices_per_node
         _, groups = one_group(spec, candidate.layout)
-        nodes, least = spec.cluster.num_nodes, spec.resilience.min_groups
+        nodes = spec.cluster.num_nodes
+        least = spec.resilience.min_groups
         self.require(list(check_cluster(self.disturbance, DISTURB, nodes, per_node, groups, least)))
         return simulate(describe_job(spec, candidate, machine), self.disturbance, self.name)
 
@@ -58,7 +59,8 @@ def load_disturbance(arguments: Sequence[str], cwd: Path | None = None) -> Named
     given = find_argument(arguments, DISTURB)
     if given is None:
         return None
-    cwd, name = (cwd or Path.cwd()).resolve(), str(given.value)
+    cwd = (cwd or Path.cwd()).resolve()
+    name = str(given.value)
     file = _find(name, cwd)
     if file is None:
         problem = _unknown(name, find_folders(cwd), given.number)

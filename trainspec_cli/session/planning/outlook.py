@@ -38,7 +38,8 @@ def _in_force(plan: Plan, change: DirectiveEvent | None) -> Plan:
     """Return the plan in the layout that it was changed to last."""
     if change is None or isinstance(change.layout, Absent):
         return plan
-    size, number = change.micro_batch_size, change.micro_batches
+    size = change.micro_batch_size
+    number = change.micro_batches
     return plan.with_layout(
         PlannedLayout(
             step=change.step,

@@ -152,7 +152,8 @@ def with_known_limits(plan: Plan, machine: Machine, console: PrintableConsole) -
         return plan
     changed = with_reliefs(plan, read_limits(plan, machine).reliefs)
     if changed.memory_setting != plan.memory_setting:
-        before, now = plan.memory_setting.describe(), changed.memory_setting.describe(plan.memory_setting)
+        before = plan.memory_setting.describe()
+        now = changed.memory_setting.describe(plan.memory_setting)
         forget = "trainspec runs --clear-limits forgets that"
         console.report(f"memory ran out here before with {before}: this run begins with {now} ({forget})")
     return replace(changed, changes=tuple(_known_change(plan, change, machine) for change in plan.changes))
@@ -206,7 +207,8 @@ def _refused(plan: Plan, setting: MemorySetting) -> list[Problem]:
 def _largest_micro_batch(plan: Plan, predictor: Predictor) -> int | None:
     """Return the samples of the largest micro-batch that fits, which the scheduler may give a fast rank; None where it
     divides nothing. `scheduler.max_micro_batch_size: auto` asks for up to twice the plan's."""
-    scheduler, usual = plan.spec.scheduler, plan.micro_batch_size
+    scheduler = plan.spec.scheduler
+    usual = plan.micro_batch_size
     if scheduler.mode == "off" or plan.layout.data_parallel_size == 1:
         return None
     wanted = scheduler.max_micro_batch_size

@@ -39,7 +39,8 @@ def read_profile(path: Path) -> ClusterProfile:
     try:
         return from_plain(ClusterProfile, read_versioned_yaml(path))
     except (RecipeError, ValueError, TypeError) as error:
-        message, hint = f"{path} is no profile of a cluster: {error}", "write it again with trainspec calibrate"
+        message = f"{path} is no profile of a cluster: {error}"
+        hint = "write it again with trainspec calibrate"
         raise RecipeError(Problem("wrong_profile", message, file=str(path), hint=hint)) from error
 
 

@@ -27,7 +27,8 @@ from trainspec_cli.session.recipe.initial import failed, section_of
 
 def complete_from(begins_with: str, data: JsonObject, model: JsonObject, *, unchosen: bool) -> Completion:
     """The values that a recipe leaves to the checkpoint that it begins with. `unchosen`: it chooses no model at all."""
-    asked, is_auto = dict(model), model.get("family") == AUTO_FAMILY
+    asked = dict(model)
+    is_auto = model.get("family") == AUTO_FAMILY
     is_open = is_auto or unchosen
     if not is_open and (folder := InitSpec(begins_with).other) and not exists(config_file(folder)):
         return Completion(_tokenizer(data, _if_there(folder / TOKENIZER)), begins_with)
@@ -115,7 +116,8 @@ def _if_there(file: Path) -> Path | None:
 
 def _contradictions(asked: JsonObject, found: JsonObject, source: str) -> list[Problem]:
     """Keys under which the recipe's model is another than the checkpoint's."""
-    mine, theirs = _build(asked), _build(found)
+    mine = _build(asked)
+    theirs = _build(found)
     if mine is None or theirs is None:
         return []
     if isinstance(mine, DecoderModel) and isinstance(theirs, DecoderModel):

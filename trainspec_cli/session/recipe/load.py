@@ -219,7 +219,8 @@ DEFAULTS = "plan_defaults"
 """The recipe in the place of one (recipes/plan_defaults.yaml)."""
 TOKENS_A_PARAMETER = 20
 """arXiv:2203.15556, table 3: what trains a model of its size best for the compute."""
-SEQ_LEN, TOKENS_A_STEP = 4096, 2**22
+SEQ_LEN = 4096
+TOKENS_A_STEP = 2**22
 POOLS = "cluster.pools"
 """Say what a cluster's nodes are, so that no other cluster stands in the place of what nobody has given."""
 LENGTHS = ("train.max_steps", "train.tokens", "train.epochs")

@@ -67,7 +67,8 @@ def migrated_head(path: Path, form: Form) -> Head:
 
 
 def _head_of_json(path: Path, form: Form) -> Head:
-    content, old = read_object(path), read_bytes(path)
+    content = read_object(path)
+    old = read_bytes(path)
     version = _checked(path, content.get(KEY, UNSTATED))
     if missing := next((key for key in form.needs if key not in content), None):
         raise RecipeError(Problem("no_form", f"{path} is no {form.kind} file: it has no `{missing}`", file=str(path)))
@@ -135,10 +136,12 @@ def _with_version_line(text: str, root: yaml.MappingNode) -> str:
     before = len(text) - len(text.removeprefix(BOM))
     stated = next((value for key, value in root.value if key.value == KEY), None)
     if stated is not None:
-        start, end = before + stated.start_mark.index, before + stated.end_mark.index
+        start = before + stated.start_mark.index
+        end = before + stated.end_mark.index
         return f'{text[:start]}"{CURRENT}"{text[end:]}'
     mark = root.value[0][0].start_mark
-    at, newline = before + mark.index, "\r\n" if "\r\n" in text else "\n"
+    at = before + mark.index
+    newline = "\r\n" if "\r\n" in text else "\n"
     return f"{text[:at]}{VERSION_LINE.strip()}{newline}{' ' * mark.column}{text[at:]}"
 
 
@@ -302,7 +305,8 @@ def _sealed(path: Path) -> Form | None:
 
 def _replace(migration: Migration) -> Path:
     """Write a file anew; return where it is kept as it was."""
-    path, head = migration.path, migration.head
+    path = migration.path
+    head = migration.head
     for number in itertools.count(1):
         backup = path.with_name(f"{path.name}.{head.version}.bak{number if number > 1 else ''}")
         try:

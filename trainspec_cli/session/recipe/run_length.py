@@ -72,7 +72,8 @@ def complete_warmup(data: JsonObject, _unchosen: frozenset[str]) -> Completion:
 def count_steps(spec: RunSpec, folder: str | None) -> int:
     """Return the steps of the first batch size that train at least the recipe's tokens or epochs. Raises RecipeError
     where the data cannot be counted."""
-    tokens, epochs = spec.train.tokens, spec.train.epochs
+    tokens = spec.train.tokens
+    epochs = spec.train.epochs
     if tokens is not None:
         return math.ceil(tokens / (spec.batching.global_batch_size * spec.data.seq_len))
     assert epochs is not None, "the recipe says how much is trained"

@@ -18,7 +18,8 @@ from trainspec_cli.session.recipe.run_length import EPOCHS, TOKENS
 def count_samples(spec: RunSpec, folder: str | None) -> int:
     """Return the training samples of an epoch; text is prepared for that. Raises RecipeError where there are none to
     count."""
-    data, model = spec.data, spec.model
+    data = spec.data
+    model = spec.model
     if data.is_own and folder is None and (found := prepared_folder(data)):
         folder = str(found)
     elif data.is_own and folder is None:

@@ -72,7 +72,9 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
     asks_planner = asks_planner and planned
     verdicts = conclude(evidence, partial(outlook_of, run, reader)) if asks_planner else conclude(evidence)
     if planned:
-        steps, steps_s, evaluations = 0, 0.0, []
+        steps = 0
+        steps_s = 0.0
+        evaluations = []
         for event in read_sound(run.events(0)):
             if isinstance(event, StepEvent):
                 steps += 1
@@ -99,7 +101,8 @@ class VerdictLines:
     """Tells of verdicts in the live view, a line each."""
 
     def __init__(self, run: RunDir, *, looks_deeper: bool):
-        self._run, self._looks_deeper = run, looks_deeper
+        self._run = run
+        self._looks_deeper = looks_deeper
         self._watch: DiagnosisWatch | None = None
 
     def look(self, say: Callable[[str], None]) -> None:

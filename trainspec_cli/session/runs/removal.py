@@ -78,7 +78,8 @@ def remove(removal: Removal) -> None:
     with claim(run, "remove"):
         # The user has confirmed what was there when they were asked, and nothing that was trained since.
         if generations.newest(run) != removal.generation:
-            message, hint = f"the run in {run.root} was started meanwhile", "look at it once more: trainspec runs"
+            message = f"the run in {run.root} was started meanwhile"
+            hint = "look at it once more: trainspec runs"
             raise RecipeError(Problem("still_running", message, hint=hint))
         copies = find_copies(run) if removal.is_whole else None
         for folder in removal.folders:
@@ -88,12 +89,15 @@ def remove(removal: Removal) -> None:
 
 
 def _whole(run: RunDir, status: str, lines: Sequence[RunLine]) -> Removal:
-    root, copies = run.root.resolve(), find_copies(run)
+    root = run.root.resolve()
+    copies = find_copies(run)
     if root in (Path.cwd(), *Path.cwd().parents):
-        message, hint = f"the current folder is in the run {run.root}", "type it from another folder: cd .."
+        message = f"the current folder is in the run {run.root}"
+        hint = "type it from another folder: cd .."
         raise RecipeError(Problem("in_use", message, hint=hint))
     if inner := next((path.parent for path in root.rglob(run.run_json.name) if path.parent != root), None):
-        message, hint = f"in the run {run.root} another run has its folder", f"move it away first: {inner}"
+        message = f"in the run {run.root} another run has its folder"
+        hint = f"move it away first: {inner}"
         raise RecipeError(Problem("in_use", message, hint=hint))
     taken = _bytes_of(root) + (_bytes_of(copies) if copies else 0)
     begun_with_it = []

@@ -251,7 +251,9 @@ def write_submission(runs: Sequence[PlannedRun], *, force: bool = False, dry_run
         return preview
     made = [_show_run(run) if dry_run else _make_run(run) for run in runs]
     roots = [root for root, _ in made]
-    recipe, argv, cwd = first.loaded.composed.recipe, sys.argv[1:], Path.cwd()
+    recipe = first.loaded.composed.recipe
+    argv = sys.argv[1:]
+    cwd = Path.cwd()
     if dry_run:
         needed = [folder for _, folders in made for folder in folders]
         script = RunDir(roots[0]).job_sbatch if len(roots) == 1 else array_log(roots).parent / f"{roots[0].name}.sbatch"
@@ -291,7 +293,8 @@ def _show_run(run: PlannedRun) -> tuple[Path, list[Path]]:
 def _make_run(run: PlannedRun) -> tuple[Path, list[Path]]:
     """Write down all that a launch writes before its workers start, and make the folder of the job's logs. Return the
     run's folder, and those outside it that a container must see."""
-    plan, wanted = run.plan, run.plan.spec.run.dir
+    plan = run.plan
+    wanted = run.plan.spec.run.dir
     check_folder(Path.cwd() if wanted == AUTO else Path(wanted).absolute())
     data_folder = prepare_data(run.loaded, PrintableConsole(stderr=True))
     with storage(wanted):

@@ -327,7 +327,8 @@ def _contradiction(certificate: Certificate) -> str | None:
             )
         known = set(clauses)
         if certificate.measured_since > certificate.date:  # days, as ISO 8601 has them
-            since, made = certificate.measured_since, certificate.date
+            since = certificate.measured_since
+            made = certificate.date
             return f"contradicts itself: measured_since is {since!r}, after date, {made!r}"
     for number, finding in enumerate(certificate.findings):
         path = f"findings[{number}]"

@@ -71,7 +71,8 @@ def describe_verdict(found: Certificate) -> str:
     whose = f" by {found.engine}" if found.engine else ""
     part = f"{len(measured)} clause{'s' * (len(measured) != 1)} of the spec"
     what = f"the training spec {found.spec_version}" if found.whole else part
-    where, digest = place_of(found.machine), found.digest[:SHOWN_DIGITS]
+    where = place_of(found.machine)
+    digest = found.digest[:SHOWN_DIGITS]
     return f"{what}: {found.verdict}{whose}, {counts} on {where}; digest {digest}"
 
 

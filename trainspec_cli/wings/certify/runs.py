@@ -322,11 +322,13 @@ def gradient_errors(found: HasGradients, reference: HasGradients) -> dict[str, f
     """Relative Euclidean error of each parameter's gradient; infinite where it is missing or has another shape."""
     errors: dict[str, float] = {}
     for name in reference.gradients.keys() | found.gradients.keys():
-        theirs, ours = reference.gradients.get(name), found.gradients.get(name)
+        theirs = reference.gradients.get(name)
+        ours = found.gradients.get(name)
         if theirs is None or ours is None or theirs.shape != ours.shape:
             errors[name] = math.inf
             continue
-        distance, size = np.linalg.norm(ours - theirs), np.linalg.norm(theirs)
+        distance = np.linalg.norm(ours - theirs)
+        size = np.linalg.norm(theirs)
         errors[name] = float(distance / size) if size else (0.0 if distance == 0 else math.inf)
     return {name: error if math.isfinite(error) else math.inf for name, error in sorted(errors.items())}
 

@@ -45,7 +45,8 @@ def explain_exit(code: int, log: Path | None, printed: Path) -> Explanation:
     """Explain how a rank that its launcher lists has ended. Without a log of its own, what the command printed shows
     it."""
     log = log or printed
-    raised, end = find_exception(without_colours(end_of(log))), tail(log)
+    raised = find_exception(without_colours(end_of(log)))
+    end = tail(log)
     return Explanation(
         _describe_exit(code, raised), raised.excerpt if raised else end, _hint_of(end), _cause_of(code, raised)
     )

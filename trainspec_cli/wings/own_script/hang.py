@@ -65,7 +65,8 @@ class HangWatch:
     None for never."""
 
     def __init__(self, floor_s: float | None, log: Path):
-        self._floor_s, self._log = floor_s, log
+        self._floor_s = floor_s
+        self._log = log
         self._looks: dict[int, _Sighting] = {}
         self._log_bytes = 0
         self._worked_s = self._looked_s = time.monotonic()
@@ -81,13 +82,17 @@ class HangWatch:
         now_s = time.monotonic()
         steps = {rank.number: rank.step for rank in ranks if rank.trainer}
         if self._floor_s is None or not steps or steps != self._steps:
-            self._steps, self._worked_s, self._looks = steps, now_s, {}
+            self._steps = steps
+            self._worked_s = now_s
+            self._looks = {}
             return None
         deadline_s = max(step_deadline_s(rank.recent_s, self._floor_s) for rank in ranks)
-        quiet_s, interval_s = now_s - self._worked_s, max(ANSWER_S, deadline_s * (1 - QUIET_PART) / LOOKS)
+        quiet_s = now_s - self._worked_s
+        interval_s = max(ANSWER_S, deadline_s * (1 - QUIET_PART) / LOOKS)
         if quiet_s < deadline_s * QUIET_PART or now_s - self._looked_s < interval_s:
             return None
-        passed_s, self._looked_s = now_s - self._looked_s, now_s
+        passed_s = now_s - self._looked_s
+        self._looked_s = now_s
         was_seen = bool(self._looks)
         readings = self._read(ranks, passed_s)
         if (was_seen and working(readings)) or self._log_has_grown() or not readings:
@@ -98,7 +103,8 @@ class HangWatch:
 
     def _log_has_grown(self) -> bool:
         size = self._log.stat().st_size if self._log.is_file() else 0
-        grown, self._log_bytes = size > self._log_bytes, size
+        grown = size > self._log_bytes
+        self._log_bytes = size
         return grown
 
     def _read(self, ranks: Sequence[CountedRank], passed_s: float) -> dict[int, Reading]:
@@ -107,10 +113,12 @@ class HangWatch:
         gpus = gpu_uses()
         readings = {}
         for number, trainer in trainers.items():
-            before, stack = self._looks.get(number), stacks.get(trainer.pid, "")
+            before = self._looks.get(number)
+            stack = stacks.get(trainer.pid, "")
             try:
                 process = psutil.Process(trainer.pid)
-                state, look = process.status(), _look(process, stack, {one.pid for one in trainers.values()})
+                state = process.status()
+                look = _look(process, stack, {one.pid for one in trainers.values()})
             except (psutil.Error, OSError):
                 continue
             self._looks[number] = look

@@ -114,11 +114,13 @@ def check_command(command: Sequence[str], before: str = "trainspec run") -> None
         return
     program = Path(command[0])
     if program.is_file():
-        message, hint = "is a file that cannot be executed", f"such as {before} -- python {command[0]}"
+        message = "is a file that cannot be executed"
+        hint = f"such as {before} -- python {command[0]}"
         if program.suffix != ".py":
             hint = f"make it executable: chmod +x {command[0]}"
     else:
-        message, hint = "is no program here", "give its whole path, or activate the environment that holds it"
+        message = "is no program here"
+        hint = "give its whole path, or activate the environment that holds it"
         if "=" in command[0]:
             hint = f"variables stand before trainspec ({command[0]} {before} ...), and options before --"
         elif command[0] in USUAL_PROGRAMS:

@@ -45,7 +45,9 @@ class StepJournal:
     """The journal of one start; `poll` is to be called about ten times a second."""
 
     def __init__(self, run: RunDir, folder: Path, device_name: str):
-        self._run, self._folder, self._device_name = run, folder, device_name
+        self._run = run
+        self._folder = folder
+        self._device_name = device_name
         self._files: dict[Path, StepFile] = {}
         self._ranks: dict[int, CountedRank] = {}
         self._places: dict[Path, int] = {}
@@ -86,7 +88,8 @@ class StepJournal:
             return
         for one in made:
             step_s = max(0.0, one.at - rank.stepped_at) if rank.stepped_at else 0.0
-            rank.step, rank.made = rank.before + one.number, rank.made + 1
+            rank.step = rank.before + one.number
+            rank.made = rank.made + 1
             if not trainer.attached:
                 rank.write(_step_event(rank.step, step_s), one.at)
             if rank.stepped_at:
@@ -94,7 +97,9 @@ class StepJournal:
             rank.stepped_at = one.at
 
     def _begin(self, rank: CountedRank, path: Path, trainer: CountedProcess) -> None:
-        rank.trainer, rank.path, rank.stepped_at = trainer, path, 0.0
+        rank.trainer = trainer
+        rank.path = path
+        rank.stepped_at = 0.0
         rank.before = rank.step if trainer.updates_before is None else trainer.updates_before
         rank.recent_s.clear()
         if trainer.attached:

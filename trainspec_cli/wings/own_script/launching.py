@@ -148,7 +148,8 @@ class Started:
 
 def _run(started: Started, console: RunConsole, requests: StopRequests) -> int:
     """Write down that the run begins or goes on, and supervise it to its end."""
-    job, reach = started.job, started.reach
+    job = started.job
+    reach = started.reach
     with claim(job.run, job.launch_id):
         if job.run.run_json.exists():
             write_own_resume(job, sys.argv[1:], newest_step(job.run))
@@ -278,7 +279,8 @@ class Output:
         logs = (self._logs.parent.glob(f"{self._logs.name}*/{log}") for log in ("output.log", "node00000/output.log"))
         for log in sorted(chain(*logs)):
             if self._log is None or log > self._log:
-                self._log, self._offset = log, 0
+                self._log = log
+                self._offset = 0
         if self._log is None:
             return
         with self._log.open("rb") as file:
@@ -320,10 +322,8 @@ class CommandRuns:
         name = shlex.quote(str(run.root))
         anew = f"to start it anew: trainspec run -- {shlex.join(record.command)}"
         if run.job_sbatch.is_file():
-            message, hint = (
-                "was made for Slurm",
-                f"give its job to Slurm again: sbatch {shlex.quote(str(run.job_sbatch))}",
-            )
+            message = "was made for Slurm"
+            hint = f"give its job to Slurm again: sbatch {shlex.quote(str(run.job_sbatch))}"
             raise RecipeError(Problem("own_command", f"the run in {run.root} {message}", hint=hint))
         if not run.own_job_json.is_file():
             raise RecipeError(Problem("own_command", f"an earlier version made the run in {run.root}", hint=anew))
@@ -348,11 +348,13 @@ class CommandRuns:
 
     def run_in_job(self, run: RunDir, reach: Reach, console: RunConsole, requests: StopRequests, *, force: bool) -> int:
         """Begin the command that `trainspec sbatch` has written down, or continue it."""
-        asked, command = read_own_job(run), read_run_record(run).command
+        asked = read_own_job(run)
+        command = read_run_record(run).command
         assert not isinstance(command, Absent), "it is a command of the user's own"
         result = read_result(run)
         if result and result.status == "done":
-            message, hint = f"the run in {run.root} is done", "start it again in another folder: --dir"
+            message = f"the run in {run.root} is done"
+            hint = "start it again in another folder: --dir"
             raise RecipeError(Problem("nothing_left", message, hint=hint))
         wanted = _left(run.root, asked.wanted)
         with storage(str(run.root), FOLDER):

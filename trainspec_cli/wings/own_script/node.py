@@ -32,12 +32,14 @@ class OwnNode:
     def __init__(self, job: Job, wanted: Wanted, generation: int, device_name: str, passed: PassedOutput | None = None):
         """`job`: this node's, of this generation. `device_name`: what its ranks run on, for people. `passed`: shows
         its output on a terminal."""
-        self._job, self._generation = job, generation
+        self._job = job
+        self._generation = generation
         progress = progress_folder(job)
         progress.mkdir(parents=True)
         self._journal = StepJournal(job.run, progress, device_name)
         self._usage, self._hang_watch = UsageLog(), HangWatch(wanted.hang_s, job.torchrun_log)
-        self._silence_watch, self._work_s = SilenceWatch(wanted.silent_s, job.torchrun_log), wanted.work_s
+        self._silence_watch = SilenceWatch(wanted.silent_s, job.torchrun_log)
+        self._work_s = wanted.work_s
         self._processes = NodeProcesses(job, None, passed=passed)
         self._group = self._number = self._made = 0
         self._stands: NodeStands | None = None
@@ -45,7 +47,8 @@ class OwnNode:
         self._ended = self._worked_long = False
 
     def start(self, group: int, number: int) -> None:
-        self._group, self._number = group, number
+        self._group = group
+        self._number = number
         self._processes.start(group, number)
 
     def poll(self) -> list[ProcessMessage]:

@@ -41,7 +41,8 @@ class SilenceWatch:
     for ever."""
 
     def __init__(self, limit_s: float | None, log: Path):
-        self._limit_s, self._log = limit_s, log
+        self._limit_s = limit_s
+        self._log = log
         self._began_s = self._looked_s = self._seen_working_s = time.monotonic()
         self._seen: dict[int, _Spent] = {}
         self._log_bytes = 0
@@ -74,10 +75,12 @@ class SilenceWatch:
         return quiet_s, _describe(found, readings)
 
     def _read(self, members: Sequence[psutil.Process], passed_s: float) -> dict[int, Reading]:
-        readings, seen = {}, {}
+        readings = {}
+        seen = {}
         for process in members:
             try:
-                state, sighting = process.status(), _Spent(wanted_s(process), moved_bytes(process))
+                state = process.status()
+                sighting = _Spent(wanted_s(process), moved_bytes(process))
             except (psutil.Error, OSError):
                 continue
             was = self._seen.get(process.pid, _Spent(0.0, 0))
@@ -93,7 +96,8 @@ class SilenceWatch:
 
     def _log_has_grown(self) -> bool:
         size = self._log.stat().st_size if self._log.is_file() else 0
-        grown, self._log_bytes = size > self._log_bytes, size
+        grown = size > self._log_bytes
+        self._log_bytes = size
         return grown
 
 

@@ -57,9 +57,12 @@ class OwnStart:
     def __init__(
         self, job: Job, number: int, nodes: Sequence[int], name_hang: Callable[[tuple[int, ...]], None]
     ) -> None:
-        self.group, self.number = GROUP, number
-        self._job, self._name_hang = job, name_hang
-        self._made_before, self._made = count_steps(job.run), 0
+        self.group = GROUP
+        self.number = number
+        self._job = job
+        self._name_hang = name_hang
+        self._made_before = count_steps(job.run)
+        self._made = 0
         self._running, self._stepping = set(nodes), set[int]()
         self._exits: list[GroupExited] = []
         """In the order in which they came."""
@@ -105,7 +108,8 @@ class OwnStart:
         self._running.discard(node)
 
     def poll(self) -> Iterator[run_state.Event]:
-        events, self._unreported = self._unreported, []
+        events = self._unreported
+        self._unreported = []
         yield from events
         if self.has_ended:
             yield self._end()
@@ -128,7 +132,8 @@ class OwnStart:
         ranks = {rank.rank: rank for node in stands for rank in node.ranks}
         late, why = name_late(list(ranks.values()))
         waited_s = min(node.waited_s for node in stands)
-        who, names = "rank" if len(late) == 1 else "ranks", ", ".join(map(str, late))
+        who = "rank" if len(late) == 1 else "ranks"
+        names = ", ".join(map(str, late))
         stacks = [
             f"rank {number} ({rank.host}) is at\n{rank.stack.rstrip()}"
             for number, rank in sorted(ranks.items())
@@ -227,7 +232,8 @@ class OwnCommandBackend:
         self._node.start(group, number)
 
     def poll(self) -> list[run_state.Event]:
-        events, self._unreported = self._unreported, []
+        events = self._unreported
+        self._unreported = []
         if self._start is None:
             return events
         for message in self._node.poll():

@@ -58,7 +58,8 @@ def prepare_command(
     command: Sequence[str], arguments: Sequence[str], folder: str | None, options: CommandOptions
 ) -> PreparedJob:
     """Return the job of a command, checked. Raises RecipeError."""
-    loaded, wanted = load_cluster(arguments), wanted_of(options)
+    loaded = load_cluster(arguments)
+    wanted = wanted_of(options)
     check_own_command(command, loaded, wanted)
     write = partial(write_own_submission, command, folder, wanted, loaded)
     return PreparedJob([loaded], warnings(command, loaded), write)
@@ -84,7 +85,8 @@ def load_cluster(arguments: Sequence[str]) -> Loaded:
 
 def _refuse_foreign(argument: Argument) -> Problem | None:
     """Refuse what is no key of the job; keys below `cluster.` that do not exist are found later."""
-    key, root = argument.key, argument.key.partition(".")[0]
+    key = argument.key
+    root = argument.key.partition(".")[0]
     if root == CLUSTER or key == SLURM:
         return None
     value = argument.text.partition("=")[2]
@@ -149,7 +151,9 @@ def write_own_submission(
     """Make the run's folder and its script, where submitting it again goes on with the run; or take those that are
     there, where the same was written down before and not submitted. `dry_run`: make nothing. Raises RecipeError where
     the folder is in use, or a container cannot see it."""
-    name, cluster, here = script_name(command), loaded.spec.cluster, Path.cwd()
+    name = script_name(command)
+    cluster = loaded.spec.cluster
+    here = Path.cwd()
     check_folder(Path(folder).absolute() if folder else here, FOLDER)
     if cluster.slurm.container_image is not None:
         mounts(cluster.slurm, [here, *([Path(folder).absolute()] if folder else [])])

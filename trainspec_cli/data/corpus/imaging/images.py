@@ -28,7 +28,8 @@ class ImageFolder:
     """Classes are the sub-folders in alphabetical order; a hash of each file's name decides what is held out."""
 
     def __init__(self, folder: Path, data: DataSpec, model: ConvModel):
-        self.folder, self.model = folder, model
+        self.folder = folder
+        self.model = model
         try:
             is_folder = folder.is_dir()
         except (OSError, ValueError):
@@ -124,7 +125,8 @@ def load_reader(module: str, package: str, what: str, extra: str) -> Any:
 
 
 def random_part(picture: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    area, stretch = generator.uniform(*CROP_AREA), MAX_STRETCH ** generator.uniform(-0.5, 0.5)
+    area = generator.uniform(*CROP_AREA)
+    stretch = MAX_STRETCH ** generator.uniform(-0.5, 0.5)
     sides = np.sqrt(area) * np.array([stretch, 1 / stretch])
     height, width = (
         max(1, round(min(1.0, side) * extent)) for side, extent in zip(sides, picture.shape[1:], strict=True)
@@ -136,7 +138,8 @@ def random_part(picture: np.ndarray, generator: np.random.Generator) -> np.ndarr
 
 def middle_part(picture: np.ndarray) -> np.ndarray:
     height, width = (max(1, round(HELDOUT_CROP * extent)) for extent in picture.shape[1:])
-    top, left = (picture.shape[1] - height) // 2, (picture.shape[2] - width) // 2
+    top = (picture.shape[1] - height) // 2
+    left = (picture.shape[2] - width) // 2
     return picture[:, top : top + height, left : left + width]
 
 

@@ -73,7 +73,8 @@ def draw_lesion(generator: np.random.Generator, size: tuple[int, ...], kind: int
     dims = len(size)
     tissues = np.zeros(size, dtype=np.int64)
     tissues[ellipsoid(size, np.zeros(dims), generator.uniform(0.75, 0.95, dims), np.eye(dims))] = 1
-    centre, radius = generator.uniform(-0.35, 0.35, dims), generator.uniform(0.25, 0.35)
+    centre = generator.uniform(-0.35, 0.35, dims)
+    radius = generator.uniform(0.25, 0.35)
     turned = random_rotation(generator, dims)
     radii = radius * generator.uniform(0.85, 1.15, dims)
     tissues[ellipsoid(size, centre, radii, turned)] = 2 + kind // 2

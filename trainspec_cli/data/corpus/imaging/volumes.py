@@ -55,7 +55,8 @@ class VolumeFolder:
         return self._read(pair, [max(0, extent - wanted) // 2 for extent, wanted in sizes])
 
     def _check(self, image: Path, label: Path) -> None:
-        dims, channels = len(self.model.input_size), self.model.in_channels
+        dims = len(self.model.input_size)
+        channels = self.model.in_channels
         space = shape_of(label)
         if len(space) != dims:
             message = f"{label} has shape {space}; the model takes {dims} dimensions (model.input_size)"
@@ -82,7 +83,8 @@ class VolumeFolder:
             raise MachineError(message, code="unreadable_file") from error
 
     def _read_part(self, pair: tuple[Path, Path], start: list[int]) -> tuple[np.ndarray, np.ndarray]:
-        image, label = self._channels_first(open_array(pair[0]), pair[0]), open_array(pair[1])
+        image = self._channels_first(open_array(pair[0]), pair[0])
+        label = open_array(pair[1])
         # Air (0) fills most of a scan and would set the scale, so only tissue counts; a file is read whole once for it.
         path = pair[0]
         if path not in self._moments:
@@ -114,7 +116,8 @@ class VolumeFolder:
 
 def find_pairs(folder: Path) -> list[tuple[Path, Path]]:
     """Return every image with its label of the same name (the suffixes may differ)."""
-    images, labels = _by_stem(folder / "images"), _by_stem(folder / "labels")
+    images = _by_stem(folder / "images")
+    labels = _by_stem(folder / "labels")
     if not images:
         message = f"{folder.absolute()} has no images/ with {', '.join(SUFFIXES)} files"
         raise RecipeError(Problem("no_samples", message, "data.path", "put volumes in images/ and labels/"))

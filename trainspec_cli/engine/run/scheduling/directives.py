@@ -74,7 +74,8 @@ class Directives:
 
     def shares_of_layout(self, ranks: int, *, applied: bool) -> list[DirectiveEvent]:
         """Return the shares of `ranks` data-parallel ranks that were given in the layout in force."""
-        given, layout_number = [], 0
+        given = []
+        layout_number = 0
         for one in self._earlier:
             if one.kind in OF_LAYOUT:
                 layout_number = one.number if one.applied else layout_number
@@ -150,8 +151,10 @@ def planned_by(directive: DirectiveEvent, plan: Plan) -> PlannedLayout:
     """Return the layout that a directive changed to, with what memory allows there: as it says itself, or as `plan`
     knows of the one of these axes."""
     assert isinstance(directive.micro_batch_size, int) and isinstance(directive.micro_batches, int)
-    layout, sizes = _layout_of(directive), (directive.micro_batch_size, directive.micro_batches)
-    most, most_layers = directive.largest_micro_batch_size, directive.largest_stage_layers
+    layout = _layout_of(directive)
+    sizes = (directive.micro_batch_size, directive.micro_batches)
+    most = directive.largest_micro_batch_size
+    most_layers = directive.largest_stage_layers
     if not isinstance(most, Absent) and not isinstance(most_layers, Absent):
         return PlannedLayout(directive.step, layout, *sizes, most, most_layers)
     ways: list[Plan | PlannedLayout] = [plan, *plan.changes]

@@ -61,7 +61,9 @@ class StepLinks:
 
         `group`: the replica group, where there are several; the supervisor learns nothing of theirs.
         """
-        self._journal, self._group, self._supervisor = journal, group, supervisor
+        self._journal = journal
+        self._group = group
+        self._supervisor = supervisor
         self._state = state
         is_measured = plan.spec.scheduler.mode != "off" and not on_chip(state.device)
         self._links = links_of(state, self._group) if is_measured else {}
@@ -128,7 +130,8 @@ class StepLinks:
         if not self._links:
             return
         if steps_to_sample:
-            self._due, self.steps_to_sample = step + steps_to_sample - 1, 0
+            self._due = step + steps_to_sample - 1
+            self.steps_to_sample = 0
         if not self._is_sampled:
             self._steps_s.append(step_s)
         if not reported:
@@ -142,7 +145,8 @@ class StepLinks:
         self.report = None
         if self._axes:
             self._learn(sampled_step, reported)
-            usual, least = sampling_interval(self._costs_s, steps_s), reporting_interval(len(reported), steps_s)
+            usual = sampling_interval(self._costs_s, steps_s)
+            least = reporting_interval(len(reported), steps_s)
             is_undecided = any(axis.is_undecided for axis in self._axes)
             self.steps_to_sample = self._times.steps_to_next(usual, least, is_undecided=is_undecided)
         self._learning_s = time.perf_counter() - started_s
@@ -225,7 +229,8 @@ class StepLinks:
 def links_of(state: TrainState, group: int | None) -> dict[str, list[tuple[int, ...]]]:
     """Return the ranks of each link by axis: the groups that exchange, two neighbours of a pipeline, and where there
     are several replica groups each rank, with those of its number in the others."""
-    mesh, layout = state.mesh, state.mesh.layout
+    mesh = state.mesh
+    layout = state.mesh.layout
     links = mesh.links()
     if layout.pp > 1:
         pipelines = mesh.axes.mesh.flatten(1).T.tolist()

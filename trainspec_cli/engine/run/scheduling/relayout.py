@@ -74,8 +74,10 @@ class LayoutChanges:
     """Decides which layout the run is to have, by what earlier starts have done and what the recipe plans."""
 
     def __init__(self, plan: Plan, state: TrainState, directives: Directives):
-        self._planned, self._directives = list(plan.changes), directives
-        self.meshes, self.bucket_bytes = Meshes(state.mesh), BUCKET_BYTES
+        self._planned = list(plan.changes)
+        self._directives = directives
+        self.meshes = Meshes(state.mesh)
+        self.bucket_bytes = BUCKET_BYTES
 
     def due(
         self, step: int, plan: Plan, decided: LayerChange | None = None, proposed: ProposalRecord | None = None
@@ -141,7 +143,8 @@ def _cannot_follow(followed: DirectiveEvent, error: RelayoutError) -> WorkerErro
 
 def _directive(step: int, due: DueLayout, plan: Plan, reason: str, done: Relayout | None = None) -> DirectiveEvent:
     """`done` None: it could not be."""
-    planned, even = due.planned, even_division_of(plan.with_layout(due.planned))
+    planned = due.planned
+    even = even_division_of(plan.with_layout(due.planned))
     return DirectiveEvent(
         step=step,
         number=0,
@@ -219,7 +222,8 @@ def change_layout(
 
 def _build(state: TrainState, plan: Plan, mesh: Mesh) -> TrainState:
     """Build the new stages, which no rank waits for; agree that all of them stand."""
-    new, failure = None, ""
+    new = None
+    failure = ""
     try:
         new = build_train_state(plan, state.device, mesh, state.clock, state.wire, fill=False)
     except Exception as error:

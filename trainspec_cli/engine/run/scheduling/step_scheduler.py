@@ -120,7 +120,9 @@ class StepPace:
         """
         if min(of.parts for of in squares) < 2:
             return None
-        batching, size, noise = self._spec.batching, self.state.size, self.state.noise
+        batching = self._spec.batching
+        size = self.state.size
+        noise = self.state.noise
         noise = noise.updated(measure_noise(samples, squares), batching.schedule.smoothing_steps)
         if self.follows_noise and step % batching.schedule.interval_steps == 0:
             size = next_size(batching, size, noise.noise_scale)
@@ -130,7 +132,8 @@ class StepPace:
     def warning(self, samples: int) -> str | None:
         """Return what to tell of a step of `samples` whose batch has outgrown the noise; None where it has not, or
         it was said before."""
-        batching, noise = self._spec.batching, self.state.noise
+        batching = self._spec.batching
+        noise = self.state.noise
         if self._warned or not outgrows_noise(batching, samples, noise):
             return None
         self._warned = True
@@ -142,8 +145,10 @@ class StepPace:
 
     def _remedy(self) -> str:
         """Return what to type in the next run: the growth that the noise allows, or a smaller first batch."""
-        batching, scale = self._spec.batching, self.state.noise.noise_scale or 0.0
-        allowed, first = batching.sizes_up_to(EQUIVALENT_FRACTION * scale), batching.global_batch_size
+        batching = self._spec.batching
+        scale = self.state.noise.noise_scale or 0.0
+        allowed = batching.sizes_up_to(EQUIVALENT_FRACTION * scale)
+        first = batching.global_batch_size
         if batching.schedule.kind == "ramp":
             return "In the next run, let batching.schedule.stages grow later or less"
         if len(allowed) > 1:
@@ -193,7 +198,8 @@ class Effects:
         """Measure what a directive comes to, which is in force from the next step on. Another layout has come to what
         it can once its speeds are learnt and shares have followed them."""
         if directive.kind == "shares":
-            before_s, skipped = median(self._slowest_s), SKIPPED_STEPS
+            before_s = median(self._slowest_s)
+            skipped = SKIPPED_STEPS
         else:
             before_s = directive.before_s
             skipped = SKIPPED_STEPS + (SETTLED_STEPS if directive.kind == "layout" else 0)
@@ -234,7 +240,9 @@ class StepScheduler:
         `group`: the replica group, where there are several; their runs are not resumed to the bit, so none of their
         directives is followed again, and the supervisor learns none of their speeds.
         """
-        self._group, self._directives, self._link = group, directives, link
+        self._group = group
+        self._directives = directives
+        self._link = link
         spec = plan.spec.scheduler
         self._mode = spec.mode if watches_speeds(plan, self._group) else "off"
         self._layout = plan.layout
@@ -315,7 +323,8 @@ class StepScheduler:
         """
         if self._mode == "off":
             return
-        micro_batches, compute_s = len(own.sizes), parts_s["forward"] + parts_s["backward"]
+        micro_batches = len(own.sizes)
+        compute_s = parts_s["forward"] + parts_s["backward"]
         if shows_speed:
             own_s = computing_s(parts_s, garbage_s)
             self._tracker.note(own.samples, micro_batches, own_s, parts_s["exposed_comm"])
@@ -338,7 +347,8 @@ class StepScheduler:
             return
         self._tell(step, slowest_step_s, micro_batches, counts, settled)
         self.is_proposed = self._link.is_news(int(reported[0].proposal))
-        steps, change_s = self._interval_steps, max(one.change_s for one in reported)
+        steps = self._interval_steps
+        change_s = max(one.change_s for one in reported)
         self._interval_steps = reporting_interval(self._ranks, slowest_s)
         division = self._shares.division
         decides_shares = "shares" in self._may_change
@@ -349,7 +359,8 @@ class StepScheduler:
                 [slowest([settled[rank] for rank in ranks], n) for ranks in row]
                 for row, n in zip(self._pipelines, counts, strict=True)
             ]
-            left, pause_s = self._total_steps - step, self._directives.last_pause_s
+            left = self._total_steps - step
+            pause_s = self._directives.last_pause_s
             self.decided_layers = self.decided_layers or self._layers.note_step(
                 samples, division, stages, left, pause_s, steps
             )
@@ -452,7 +463,8 @@ class StepBuckets:
 
     def __init__(self, plan: Plan, state: TrainState, directives: Directives, group: int | None):
         """Begin with the layout of `plan`, which is in force; another layout has its own sizes."""
-        self._directives, self._group = directives, group
+        self._directives = directives
+        self._group = group
         self._sums, self._layout = state.sums, plan.layout.describe()
         self._planned_bytes = _planned_bytes(plan)
         self._tries: BucketTries | None = None
@@ -496,10 +508,12 @@ class StepBuckets:
             sizes = sizes_to_try(gradient_bytes, block_bytes, self._planned_bytes)
             self._tries, self._is_on = BucketTries(sizes), bool(sizes)
             return
-        waited_s, step_s = fmean(one.waited_s for one in reported), max(one.step_s for one in reported)
+        waited_s = fmean(one.waited_s for one in reported)
+        step_s = max(one.step_s for one in reported)
         self._tries.note(round(reported[0].bucket_bytes), waited_s, step_s)
         if self._tries.is_done:
-            self._is_on, sums.bucket_bytes = False, self._tries.best
+            self._is_on = False
+            sums.bucket_bytes = self._tries.best
             self._settle(step, self._tries)
 
     def _settle(self, step: int, tries: BucketTries) -> None:

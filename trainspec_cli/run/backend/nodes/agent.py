@@ -85,11 +85,13 @@ def run_agent(
 
 def _keep_serving(serve: Callable[[], int], goes_on: Callable[[], bool], return_timeout_s: float) -> int:
     """An agent of replica groups that was cut off comes back when there is a way again, and tries for that long."""
-    code, deadline = serve(), time.monotonic() + return_timeout_s
+    code = serve()
+    deadline = time.monotonic() + return_timeout_s
     while code == CUT_OFF and goes_on() and time.monotonic() < deadline:
         time.sleep(RETURN_INTERVAL_S)
         try:
-            code, deadline = serve(), time.monotonic() + return_timeout_s
+            code = serve()
+            deadline = time.monotonic() + return_timeout_s
         except MachineError as error:
             if isinstance(error.__cause__, (ConnectionRefusedError, FileNotFoundError)):
                 break  # the first node is there, and its hub, or this start's secret, is not
@@ -145,9 +147,14 @@ class Agent:
         requests: PatientRequests,
     ):
         """`plan`: None for a kind of job that has none."""
-        self._wire, self._plan, self._record, self._node = wire, plan, record, node
+        self._wire = wire
+        self._plan = plan
+        self._record = record
+        self._node = node
         self._kind = part_named(JOB_KINDS, record.kind, RECIPE_JOBS)
-        self._requests, self._is_stopping, self._is_ended = requests, False, False
+        self._requests = requests
+        self._is_stopping = False
+        self._is_ended = False
         self._machine = detect(look_for_gpus=plan is None or plan.device != "cpu")
         self._part = NodePart(run, plan, record, NodePlace(node, record.num_nodes, record.head), self._machine)
         self._received: deque[messages.Message] = deque()

@@ -194,8 +194,12 @@ class NodesBackend:
         job meet by themselves, at a port of the first node; `describe_work` returns what every node is to run, given
         that port."""
         assert (plan is None) == (describe_work is not None), "a plan says what is to be run"
-        self._kind, self._describe_work = kind, describe_work
-        self._job, self._plan, self._reach, self._examination = job, plan, reach, examination
+        self._kind = kind
+        self._describe_work = describe_work
+        self._job = job
+        self._plan = plan
+        self._reach = reach
+        self._examination = examination
         self._num_nodes = plan.num_nodes if plan else len(job.nodes)
         self._num_groups = plan.replica_groups if plan else 1
         self._places = (*job.nodes, *job.left_out)
@@ -204,7 +208,8 @@ class NodesBackend:
         self.generation = generations.begin(job.run)
         self._fence = Fence(job.run, self.generation)
         secret_file = job.run.secret(self.generation)
-        address, port = listening_address(reach.head), reach.rendezvous_port or 0
+        address = listening_address(reach.head)
+        port = reach.rendezvous_port or 0
         self._hub = self._open_hub(create_secret(secret_file), address)
         self._rendezvous: Rendezvous | None = None
         self._rendezvous_watch: RendezvousWatch | None = None
@@ -408,7 +413,8 @@ class NodesBackend:
         while time.monotonic() < deadline_s and any(node.is_connected for node in self._hub.nodes):
             self._hub.poll()
             time.sleep(POLL_S)
-        own, others = self._hub.nodes[: self._num_nodes], self._hub.nodes[self._num_nodes :]
+        own = self._hub.nodes[: self._num_nodes]
+        others = self._hub.nodes[self._num_nodes :]
         in_order = all(node.has_left for node in [*own, *(node for node in others if node.wire)])
         self._hub.close()
         if self._rendezvous:

@@ -80,7 +80,9 @@ class Knock:
 class Wire:
     def __init__(self, connection: socket.socket):
         connection.setblocking(False)
-        self._connection, self._unread, self._unsent = connection, b"", b""
+        self._connection = connection
+        self._unread = b""
+        self._unsent = b""
         self._heard_at = self._beat_at = time.monotonic()
         self.closed = False
         self.was_heard = False
@@ -131,7 +133,8 @@ class Wire:
                 piece = b""
             self.closed = not piece
             if piece:
-                self._heard_at, self.was_heard = time.monotonic(), True
+                self._heard_at = time.monotonic()
+                self.was_heard = True
                 self._unread += piece
 
     def close(self) -> None:
@@ -221,7 +224,9 @@ class Hub:
         welcomes_back: bool = False,
     ):
         """Agents prove that they know `secret`. `welcomes_back`: a node that was lost may come back."""
-        self._secret, self._timeout_s, self._welcomes_back = secret, timeout_s, welcomes_back
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._welcomes_back = welcomes_back
         self._join_deadline = time.monotonic() + join_timeout_s
         self._missing = f"did not come within {join_timeout_s:g} s" + (f" ({join_key})" if join_key else "")
         self.nodes = [RemoteNode(node) for node in range(num_nodes)]

@@ -51,7 +51,9 @@ def emit(
 
 def _summary(emission: Emission, output: Path) -> Iterator[str]:
     """Yield a short table; the whole of it is emitted.json."""
-    target, spoken, style = emission.target, emission.spoken, Style.of(sys.stdout)
+    target = emission.target
+    spoken = emission.spoken
+    style = Style.of(sys.stdout)
     yield f"{output}: {', '.join(emission.files)} for {target.title} {target.version}"
     nearly = [one for one in spoken.said if one.approximate]
     rows = [("exact", f"{len(spoken.said) - len(nearly)} keys")]

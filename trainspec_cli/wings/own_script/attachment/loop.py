@@ -50,7 +50,10 @@ class StepLoop:
         for name, value in (("every", every), ("keep", keep)):
             if value < 1:
                 raise RecipeError(Problem("out_of_range", f"{name}={value}; it is to be 1 or more", name))
-        self._run, self._ranks, self._every, self._keep = run, ranks, every, keep
+        self._run = run
+        self._ranks = ranks
+        self._every = every
+        self._keep = keep
         self._trained = Trained(model, optimizer, {"scheduler": scheduler} if scheduler else {})
         self._saved_step = -1
         if run.shares and self._trained.is_sharded:
@@ -89,7 +92,9 @@ class StepLoop:
         passed = place.batch
         sampler = getattr(loader, "batch_sampler", None)
         if isinstance(sampler, ShardedBatches):
-            sampler.epoch, sampler.first, passed = place.epoch, place.batch, 0
+            sampler.epoch = place.epoch
+            sampler.first = place.batch
+            passed = 0
             self._share(sampler)
         elif set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None):
             set_epoch(place.epoch)
@@ -113,18 +118,21 @@ class StepLoop:
     def _share(self, sampler: ShardedBatches) -> bool:
         """Give the sampler the shares of the next step; return whether they are others than before."""
         counts = self._run.shares.divide(self._run.step) if self._run.shares else sampler.counts
-        changed, sampler.counts = counts != sampler.counts, counts
+        changed = counts != sampler.counts
+        sampler.counts = counts
         return changed
 
     def _restore(self, loader: Iterable[Batch]) -> DataPlace:
         """Go back to the newest sound checkpoint, which rank 0 chooses for all."""
         take_counter(self._ranks.number, self._ranks.count)
-        folder, mine = self._run.checkpoints, None
+        folder = self._run.checkpoints
+        mine = None
         if folder and self._ranks.number == 0:
             mine = torch_state.newest_sound(folder)
         chosen = self._ranks.gather(None if mine is None else str(mine))[0]
         path = None if chosen is None else Path(str(chosen))
-        place, step = DataPlace(), 0
+        place = DataPlace()
+        step = 0
         if path is not None:
             state = torch_state.read_state(path)
             place = self._place_in(path, loader, state["places"])
@@ -139,7 +147,8 @@ class StepLoop:
     def _place_in(self, path: Path, loader: Iterable[Batch], places: Any) -> DataPlace:
         """Return this rank's place. Ranks that were not there before keep the random numbers that they have. Raises
         RecipeError where the order of the data depends on their number."""
-        ranks, was = self._ranks.count, len(places)
+        ranks = self._ranks.count
+        was = len(places)
         if ranks != was and not isinstance(getattr(loader, "batch_sampler", None), ShardedBatches):
             message = f"{path} holds the state of {was} ranks, and {ranks} are training on a loader of their own"
             hint = (
@@ -154,12 +163,14 @@ class StepLoop:
         """All ranks gather their places; rank 0 writes."""
         if self._run.checkpoints is None or self._run.step == self._saved_step:
             return
-        began_s, step = time.monotonic(), self._run.step
+        began_s = time.monotonic()
+        step = self._run.step
         here = DataPlace(place.epoch, place.batch, place.began, torch_state.random_state())
         places = self._ranks.gather(vars(here))
         state = {"step": step, "trained": self._trained.state(), "places": places}
         if self._ranks.number == 0:
-            ranks, keep = self._ranks.count, self._keep
+            ranks = self._ranks.count
+            keep = self._keep
             path, size_bytes = torch_state.write_state(self._run.checkpoints, step, state, ranks, keep)
             self._run.record.saved(step, str(path), size_bytes, time.monotonic() - began_s)
         self._saved_step = step

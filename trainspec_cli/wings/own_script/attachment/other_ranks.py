@@ -24,7 +24,8 @@ def find_place() -> tuple[int, int]:
     if "tensorflow" in sys.modules and (place := _in_tf_config(os.environ.get("TF_CONFIG", ""))):
         return place
     if "torch" not in sys.modules:  # a script may use torch under a launcher, and train on one process
-        rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+        rank = os.environ.get("RANK", "")
+        ranks = os.environ.get("WORLD_SIZE", "")
         if rank.isdigit() and ranks.isdigit():
             return int(rank), int(ranks)
     return 0, 1
@@ -57,7 +58,8 @@ class FlagFiles:
 
     def agree(self, wanted: bool) -> bool:
         """Count a step; return whether any rank wanted to end in the step before."""
-        before, self._made = self._made, self._made + 1
+        before = self._made
+        self._made = self._made + 1
         if wanted and not self._wanted:
             self._wanted = self._made
         os.pwrite(self._own, _FLAG.pack(self._made, self._wanted), 0)

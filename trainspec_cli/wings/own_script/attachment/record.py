@@ -40,7 +40,8 @@ class StepRecord:
     def __init__(self, run: RunDir | None, rank: int, ranks: int):
         self._writer = EventWriter(run.events(rank), rank) if run else None
         self._counter = take_counter(rank, ranks) if run else None
-        self._rank, self._ranks = rank, ranks
+        self._rank = rank
+        self._ranks = ranks
         self._since_s = time.monotonic()
         self._waited_s = self._beside_s = 0.0
         self._figures: dict[str, SupportsFloat] = {}
@@ -79,8 +80,11 @@ class StepRecord:
         now_s = time.monotonic()
         step_s = max(0.0, now_s - self._since_s - self._beside_s)
         waited_s = min(self._waited_s, step_s)
-        self._since_s, self._waited_s, self._beside_s = now_s, 0.0, 0.0
-        figures, self._figures = self._figures, {}
+        self._since_s = now_s
+        self._waited_s = 0.0
+        self._beside_s = 0.0
+        figures = self._figures
+        self._figures = {}
         if self._writer:
             known = {name: _number(value) for name, value in figures.items()}
             self._writer.write(

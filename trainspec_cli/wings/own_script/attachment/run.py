@@ -37,7 +37,8 @@ class AttachedRun:
         self.checkpoints = checkpoints
         self.step = 0
         self.is_stopping = False
-        self._run, self._progress = run, progress
+        self._run = run
+        self._progress = progress
         self._signal = StopSignal()
         self._ranks: ScriptRanks | None = None
         self.shares: Shares | None = None

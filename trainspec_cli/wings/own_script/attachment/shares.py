@@ -50,7 +50,10 @@ class Shares:
             message = f"{ranks.count} ranks of at most {largest} samples cannot share batch_size={batch_size}"
             hint = f"give {math.ceil(batch_size / ranks.count)} or more, and a sample for each rank"
             raise RecipeError(Problem("out_of_range", message, "largest_share", hint))
-        self._run, self._ranks, self._batch_size, self._largest = run, ranks, batch_size, largest
+        self._run = run
+        self._ranks = ranks
+        self._batch_size = batch_size
+        self._largest = largest
         change = SchedulerSpec().change
         self._even = Division((1.0,) * ranks.count, largest)
         self._scheduler = ShareScheduler(self._even, largest, change, keeps_micro_batches=True)
@@ -153,7 +156,10 @@ class _Stopwatch:
         self._ends = 0
 
     def begin(self) -> None:
-        self._began_s, self._seconds, self._events, self._ends = time.monotonic(), None, None, 0
+        self._began_s = time.monotonic()
+        self._seconds = None
+        self._events = None
+        self._ends = 0
         cuda: Any = sys.modules["torch"].cuda
         if cuda.is_available() and cuda.is_initialized():
             self._events = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
@@ -195,8 +201,11 @@ class ShardedBatches:
         _check_batch(samples, batch_size, 1 if counts else ranks)
         self.counts = counts or (batch_size // ranks,) * ranks
         """The samples of each rank in a step: those of the next iteration."""
-        self._samples, self._batch_size = samples, batch_size
-        self._rank, self._seed, self._shuffle = rank, seed, shuffle
+        self._samples = samples
+        self._batch_size = batch_size
+        self._rank = rank
+        self._seed = seed
+        self._shuffle = shuffle
         self.epoch = 0
         self.first = 0
         """The first batch of the next iteration."""
@@ -206,11 +215,13 @@ class ShardedBatches:
         return self._samples // self._batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        first, self.first = self.first, 0
+        first = self.first
+        self.first = 0
         order = np.arange(self._samples)
         if self._shuffle:
             order = np.random.Generator(np.random.PCG64([self._seed, self.epoch])).permutation(self._samples)
-        before, part = sum(self.counts[: self._rank]), self.counts[self._rank]
+        before = sum(self.counts[: self._rank])
+        part = self.counts[self._rank]
         for batch in range(first, len(self)):
             begin = batch * self._batch_size + before
             yield order[begin : begin + part].tolist()

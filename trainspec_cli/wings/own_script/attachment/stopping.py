@@ -97,7 +97,8 @@ class ScriptRanks:
         as `torch.save` writes them, and no other objects are read (`weights_only`)."""
         if self._torch is None:
             return [value]
-        torch, written = self._torch, io.BytesIO()
+        torch = self._torch
+        written = io.BytesIO()
         torch.save(value, written)
         own = torch.frombuffer(written.getbuffer(), dtype=torch.uint8)
         lengths = torch.zeros(self.count, dtype=torch.int64)

@@ -55,7 +55,8 @@ class Trained:
             model = sharded.get_model_state_dict(self.model, options=WHOLE)
             optimizer = sharded.get_optimizer_state_dict(self.model, self._bare_optimizer(), options=WHOLE)
         else:
-            model, optimizer = _bare(self.model).state_dict(), self.optimizer.state_dict()
+            model = _bare(self.model).state_dict()
+            optimizer = self.optimizer.state_dict()
         return {"model": model, "optimizer": optimizer} | {name: one.state_dict() for name, one in self.others.items()}
 
     def restore(self, state: dict[str, dict[str, object]]) -> None:
@@ -157,7 +158,8 @@ def write_state(folder: Path, step: int, state: dict[str, object], ranks: int, k
     try:
         torch.save(state, partial / STATE)
         _flush(partial / STATE)
-        digest, size_bytes = _digest(partial / STATE), (partial / STATE).stat().st_size
+        digest = _digest(partial / STATE)
+        size_bytes = (partial / STATE).stat().st_size
         manifest: JsonObject = {"step": step, "ranks": ranks, "sha256": digest, "bytes": size_bytes}
         write_versioned(partial / CHECKPOINT_MANIFEST, manifest)
         _flush(partial)
