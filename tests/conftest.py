@@ -22,7 +22,7 @@ from lab.published import MODELS, SIZES
 from lab.tracing import Trace, open_forks, tracer
 
 from trainspec_cli.data.corpus import bpe
-from trainspec_cli.plan.plan import plan
+from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection

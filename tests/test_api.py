@@ -13,7 +13,7 @@ import trainspec_cli as trainspec
 from trainspec_cli.__main__ import run
 from trainspec_cli.core.errors import RecipeError, WorkerError
 from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.report.plan.json import plan_as_json
+from trainspec_cli.reporter.plan.json import plan_as_json
 
 GPUS = ("recipe=llama3_8b", "cluster=h100", "cluster.num_nodes=2", "batching.global_batch_size=256")
 

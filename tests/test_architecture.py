@@ -24,33 +24,40 @@ TRUNK = {
     "data/huggingface": {"recipe"},
     "data/corpus": {"recipe", "recipe/extensions", "data/huggingface"},
     "data/weights": {"recipe", "data/huggingface"},
-    "plan/partition": {"recipe"},
+    "planner/partition": {"recipe"},
     "balance/batch": {"recipe"},
-    "balance/decisions": {"recipe", "balance/batch", "plan/partition"},
+    "balance/decisions": {"recipe", "balance/batch", "planner/partition"},
     "run/folder": {"recipe", "recipe/extensions"},
     "run/recovery": {"recipe", "balance/batch"},
-    "report/diagnosis": {"recipe", "run/folder", "run/recovery", "balance/decisions"},
-    "plan": {"recipe", "plan/partition", "balance/batch", "balance/decisions", "run/recovery", "report/diagnosis"},
-    "balance": {"recipe", "plan", "plan/partition", "balance/batch", "balance/decisions", "run/folder"},
-    "report": {"recipe", "run/folder"},
+    "reporter/diagnosis": {"recipe", "run/folder", "run/recovery", "balance/decisions"},
+    "planner": {
+        "recipe",
+        "planner/partition",
+        "balance/batch",
+        "balance/decisions",
+        "run/recovery",
+        "reporter/diagnosis",
+    },
+    "balance": {"recipe", "planner", "planner/partition", "balance/batch", "balance/decisions", "run/folder"},
+    "reporter": {"recipe", "run/folder"},
     "run": {
-        *("recipe", "data/huggingface", "data/corpus", "data/weights", "plan/partition"),
+        *("recipe", "data/huggingface", "data/corpus", "data/weights", "planner/partition"),
         *("balance/batch", "balance/decisions", "run/folder", "run/recovery"),
     },
     "engine": {
-        *("recipe", "recipe/extensions", "data/huggingface", "data/corpus", "data/weights", "plan/partition"),
+        *("recipe", "recipe/extensions", "data/huggingface", "data/corpus", "data/weights", "planner/partition"),
         *("balance/batch", "balance/decisions", "run/folder", "run/recovery"),
     },
     "session": {
         *("recipe", "recipe/extensions", "recipe/compose", "data/huggingface", "data/corpus", "data/weights"),
-        *("plan", "balance", "balance/batch", "balance/decisions", "run", "run/folder", "run/recovery"),
-        *("report", "report/diagnosis"),
+        *("planner", "balance", "balance/batch", "balance/decisions", "run", "run/folder", "run/recovery"),
+        *("reporter", "reporter/diagnosis"),
     },
-    "cli": {"recipe", "recipe/compose", "data/corpus", "plan", "run", "run/folder", "report", "session"},
+    "cli": {"recipe", "recipe/compose", "data/corpus", "planner", "run", "run/folder", "reporter", "session"},
 }
 """Room of the trunk -> the rooms that it may import besides `core`. A folder that is named here is a room of its own;
-`plan/partition` has pipeline.py and memory/caching_allocator.py with it."""
-PARTITION = {("plan", "pipeline"), ("plan", "memory", "caching_allocator")}
+`planner/partition` has pipeline.py and memory/caching_allocator.py with it."""
+PARTITION = {("planner", "pipeline"), ("planner", "memory", "caching_allocator")}
 WINGS = sorted(folder.name for folder in (PACKAGE / "wings").iterdir() if (folder / "__init__.py").is_file())
 TRUNK_IMPORTS_WINGS = {
     "own_script": {"__init__.py"},  # the type that attach() returns, for type checkers alone
@@ -65,7 +72,7 @@ def room_of(name: str) -> str:
     """Return the room of a module, named by its dotted or slashed path below the package."""
     parts = tuple(re.split(r"[./]", name.removesuffix(".py")))
     if any(parts[: len(one)] == one for one in PARTITION):
-        return "plan/partition"
+        return "planner/partition"
     below = "/".join(parts[:2])
     return below if below in TRUNK or parts[0] == "wings" else parts[0]
 
@@ -138,6 +145,14 @@ def test_the_face_imports_a_room_only_when_one_of_its_functions_is_called() -> N
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     at_once = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert at_once == ["__future__", "typing"]
+
+
+def test_no_room_has_the_name_of_a_function_of_the_face() -> None:
+    """Importing a room sets it as an attribute of the package, where it would take the function's place."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert functions
+    assert not functions & {path.stem for path in PACKAGE.iterdir()}
 
 
 def test_names_of_environment_variables_stand_in_one_module() -> None:
@@ -242,7 +257,7 @@ def test_folders_of_the_session_lead_to_no_circle() -> None:
 
 OF_OTHER_PLANS = (
     *("trainspec_cli.run.folder.events", "trainspec_cli.data.weights", "trainspec_cli.data.huggingface"),
-    *("trainspec_cli.balance.disturbance", "trainspec_cli.plan.pools.plan", "trainspec_cli.wings.sites.rules"),
+    *("trainspec_cli.balance.disturbance", "trainspec_cli.planner.pools.plan", "trainspec_cli.wings.sites.rules"),
 )
 FORBIDDEN = {
     "--help": ("torch", "hydra", "omegaconf", "rich", "typer"),

@@ -58,18 +58,18 @@ PARTS: dict[str, str] = {
     f"{ATEN}._to_copy": "engine/tools/ledger.py",
     f"{ATEN}._scaled_mm": "engine/parallel/expert.py",
     f"{ATEN}._scaled_dot_product_cudnn_attention": "engine/parallel/expert.py",
-    f"{ATEN}._scaled_dot_product_efficient_attention": "engine/parallel/context.py engine/parallel/recompute.py",
+    f"{ATEN}._scaled_dot_product_efficient_attention": "engine/parallel/context.py engine/parallel/expert.py",
     f"{ATEN}._scaled_dot_product_efficient_attention_backward": "engine/parallel/context.py",
-    f"{ATEN}._scaled_dot_product_flash_attention": "engine/parallel/context.py engine/parallel/recompute.py",
+    f"{ATEN}._scaled_dot_product_flash_attention": "engine/parallel/context.py engine/parallel/expert.py",
     f"{ATEN}._scaled_dot_product_flash_attention_backward": "engine/parallel/context.py",
     f"{ATEN}._scaled_dot_product_flash_attention_for_cpu": (
-        "engine/parallel/context.py engine/parallel/recompute.py engine/tools/ledger.py"
+        "engine/parallel/context.py engine/parallel/expert.py engine/tools/ledger.py"
     ),
     f"{ATEN}._scaled_dot_product_flash_attention_for_cpu_backward": (
         "engine/parallel/context.py engine/tools/ledger.py"
     ),
     "torch.testing._internal.distributed.fake_pg.FakeStore": "engine/tools/trace.py",
-    "torch.utils._python_dispatch.TorchDispatchMode": "engine/parallel/recompute.py engine/tools/ledger.py",
+    "torch.utils._python_dispatch.TorchDispatchMode": "engine/parallel/expert.py engine/tools/ledger.py",
     "torch.utils._pytree.tree_iter": "engine/tools/ledger.py",
     "torch.utils._pytree.tree_map_only": "engine/parallel/expert.py",
 }

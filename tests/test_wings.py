@@ -95,7 +95,7 @@ def test_without_a_wing_the_tests_of_the_trunk_pass(wing: str, tmp_path: Path) -
     for name in ("tests", "docs", "pyproject.toml", "README.md", ".ci", "constraints.txt"):
         (tmp_path / "copy" / name).symlink_to(CHECKOUT / name)
     # Quick rooms that call the whole of the trunk; tests/wings has the wings' own.
-    rooms = [f"tests/{room}" for room in ("core", "recipe", "balance", "run", "report", "session")]
+    rooms = [f"tests/{room}" for room in ("core", "recipe", "balance", "run", "reporter", "session")]
     command = ("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-x", *rooms)
     ran = run_python(environment, tmp_path / "copy", *command)
     assert ran.returncode == 0, ran.stdout[-5_000:]

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from trainspec_cli.recipe.keys.run import RunSpec
-    from trainspec_cli.report.collect import Report
-    from trainspec_cli.report.plan.labels import PlanReport
-    from trainspec_cli.report.runs import RunLine
+    from trainspec_cli.reporter.collect import Report
+    from trainspec_cli.reporter.plan.labels import PlanReport
+    from trainspec_cli.reporter.runs import RunLine
     from trainspec_cli.wings.own_script.attachment.run import AttachedRun
 
 

@@ -16,8 +16,8 @@ from typing import TextIO
 from trainspec_cli.cli.main import dispatch
 from trainspec_cli.core.errors import Interrupted, MachineError, Stopped, TrainspecError
 from trainspec_cli.core.printable import printing_safely
-from trainspec_cli.report.problems import render_json, render_problems
-from trainspec_cli.report.style import Style
+from trainspec_cli.reporter.problems import render_json, render_problems
+from trainspec_cli.reporter.style import Style
 
 EXIT_FAULT = 1
 EXIT_BROKEN_PIPE = 141

@@ -6,7 +6,7 @@ from trainspec_cli.balance.batch.division import even_division
 from trainspec_cli.balance.decisions.speeds import Speed
 from trainspec_cli.balance.ideal import Cluster, RankRows
 from trainspec_cli.balance.job import DisturbedJob
-from trainspec_cli.plan.time.samples import StageTime, StepParts
+from trainspec_cli.planner.time.samples import StageTime, StepParts
 from trainspec_cli.recipe.keys.layout import Layout, ZeroStage
 from trainspec_cli.recipe.keys.training import BatchingSpec
 

@@ -10,7 +10,7 @@ from trainspec_cli.balance.decisions.speeds import Speed
 from trainspec_cli.balance.disturbance import Event, SlowDevice
 from trainspec_cli.balance.ideal import Ideal, best_step
 from trainspec_cli.balance.job import DisturbedJob
-from trainspec_cli.plan.time.samples import StageTime
+from trainspec_cli.planner.time.samples import StageTime
 
 
 def ideal_of(job: DisturbedJob, *events: Event, keeps: bool = False) -> Ideal:

@@ -11,7 +11,7 @@ from balance.test_simulation_figures import SPEC
 from trainspec_cli.balance.disturbance import Disturbance, NarrowLink, SlowDevice, SlowNode
 from trainspec_cli.balance.job import DisturbedJob, describe_job
 from trainspec_cli.balance.simulate import simulate
-from trainspec_cli.plan.capacity import plan_capacity
+from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec

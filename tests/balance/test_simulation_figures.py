@@ -11,7 +11,7 @@ from trainspec_cli.balance.disturbance import Disturbance, Leave, NarrowLink, Sl
 from trainspec_cli.balance.ideal import RankRows
 from trainspec_cli.balance.job import describe_job
 from trainspec_cli.balance.simulate import simulate
-from trainspec_cli.plan.capacity import plan_capacity
+from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel

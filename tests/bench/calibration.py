@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 from planner_generality import TABLE, Known, choose_prior, learn, measured_runs, source_of
 
-from trainspec_cli.plan.calibration import EFFICIENCIES, GPU_SPREAD, efficiency_with, infer, of_rows, slopes_of
-from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.validation.backtest import Prediction, backtest, fit_table
+from trainspec_cli.planner.calibration import EFFICIENCIES, GPU_SPREAD, efficiency_with, infer, of_rows, slopes_of
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.validation.backtest import Prediction, backtest, fit_table
 
 
 def error_with(runs: Sequence[Prediction], eff: Efficiency) -> float:

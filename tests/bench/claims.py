@@ -21,10 +21,10 @@ from typing import Any
 import yaml
 
 from tests.bench.published_goodput import compare_runs
-from trainspec_cli.plan.run.cost import JOULES_PER_KWH
+from trainspec_cli.planner.run.cost import JOULES_PER_KWH
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.report.plan.labels import PlanReport, format_money
+from trainspec_cli.reporter.plan.labels import PlanReport, format_money
 from trainspec_cli.session.planning.plan import plan_recipe, require_fit
 
 ROOT = Path(__file__).parents[2]

@@ -26,8 +26,8 @@ from lab.telemetry import Telemetry
 from trainspec_cli.engine.observe.clock import QueuedTime, StepClock
 from trainspec_cli.engine.observe.counters import WINDOW_S, StepCounters
 from trainspec_cli.recipe.results.verdict import RunVerdict
-from trainspec_cli.report.diagnosis.conclude import conclude
-from trainspec_cli.report.diagnosis.evidence import RunEvidence
+from trainspec_cli.reporter.diagnosis.conclude import conclude
+from trainspec_cli.reporter.diagnosis.evidence import RunEvidence
 from trainspec_cli.run.folder.event_types.events import PARTS
 from trainspec_cli.run.folder.events import EventWriter
 

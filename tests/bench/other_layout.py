@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from trainspec_cli.balance.other_layout import OtherLayouts
-from trainspec_cli.plan.capacity import plan_capacity
+from trainspec_cli.planner.capacity import plan_capacity
 from trainspec_cli.recipe.results.plan import LayoutProposal
 from trainspec_cli.session.recipe.load import load_for_planning
 

@@ -25,12 +25,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.setup import Setup
-from trainspec_cli.plan.time.step import estimate_step
-from trainspec_cli.plan.validation.backtest import Backtest, Prediction, backtest, cases_of
-from trainspec_cli.plan.validation.fit import HUBER, FittedRow, derive, fit, log_errors, newton_step
-from trainspec_cli.plan.validation.table import Row
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.time.step import estimate_step
+from trainspec_cli.planner.validation.backtest import Backtest, Prediction, backtest, cases_of
+from trainspec_cli.planner.validation.fit import HUBER, FittedRow, derive, fit, log_errors, newton_step
+from trainspec_cli.planner.validation.table import Row
 
 Values, Mask = NDArray[np.float64], NDArray[np.bool_]
 TABLE = Path(__file__).parents[1] / "data" / "measured" / "throughput.csv"

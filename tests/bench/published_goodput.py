@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from trainspec_cli.plan.run.goodput import SimulatedJob, simulate_many
+from trainspec_cli.planner.run.goodput import SimulatedJob, simulate_many
 from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.run.recovery.reliability import daly_interval_s, job_mtbf_s

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 
 from trainspec_cli.core.printable import format_bytes, format_duration
-from trainspec_cli.report.changes import describe_directive
+from trainspec_cli.reporter.changes import describe_directive
 from trainspec_cli.run.folder.event_types.events import DirectiveEvent
 from trainspec_cli.run.folder.events import read_events, read_log
 from trainspec_cli.run.folder.paths import RunDir

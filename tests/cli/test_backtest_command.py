@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.__main__ import run
-from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.rates import Efficiency
 
 TABLE = Path(__file__).parents[1] / "data" / "measured" / "throughput.csv"
 

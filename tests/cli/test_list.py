@@ -11,8 +11,8 @@ import pytest
 from trainspec_cli.__main__ import run
 from trainspec_cli.cli.complete import complete
 from trainspec_cli.cli.main import COMMANDS
-from trainspec_cli.plan.hardware import rates as catalogue
-from trainspec_cli.plan.workload import count_params
+from trainspec_cli.planner.hardware import rates as catalogue
+from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.compose.folders import find_folders
 from trainspec_cli.session.recipe.load import load_for_planning
 

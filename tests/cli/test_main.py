@@ -14,7 +14,7 @@ import pytest
 from trainspec_cli import __main__, __version__
 from trainspec_cli.cli import main
 from trainspec_cli.core.errors import EXIT_CODES, Interrupted, MachineError, RecipeError, Stopped
-from trainspec_cli.report.style import Style
+from trainspec_cli.reporter.style import Style
 from trainspec_cli.session.launching.sweep import read_sweep
 
 

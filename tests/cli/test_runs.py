@@ -10,7 +10,7 @@ import pytest
 
 from trainspec_cli.__main__ import run as trainspec
 from trainspec_cli.cli import runs as runs_command
-from trainspec_cli.report.runs import RunLine
+from trainspec_cli.reporter.runs import RunLine
 from trainspec_cli.run.folder import memory
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.paths import RunDir

@@ -38,7 +38,7 @@ def test_what_differs_from_another_recipe(capsys) -> None:
     lines = show(capsys, "recipe=tiny", "--diff", "quickstart").splitlines()
     assert lines[0].split() == ["tiny", "quickstart"]
     cells = {line.split()[0]: line.split()[1:] for line in lines[1:]}
-    assert cells["model.num_layers"] == ["2", "6"]
+    assert cells["model.num_layers"] == ["2", "3"]
     assert "train.seed" not in cells
 
 

@@ -25,7 +25,7 @@ from trainspec_cli.core.printable import (
     printing_safely,
     without_colours,
 )
-from trainspec_cli.report.style import Style
+from trainspec_cli.reporter.style import Style
 from trainspec_cli.session.console import PrintableConsole
 
 JOINERS = "\u200c\u200d"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from fuzz.conftest import STRANGE, damaged_bytes, strange_variants, tell
 
-from trainspec_cli.plan.plan import plan
+from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from trainspec_cli.plan.run.goodput import SimulatedJob, simulate
+from trainspec_cli.planner.run.goodput import SimulatedJob, simulate
 from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.run.folder.events import read_events

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainspec_cli.report.diagnosis.evidence import COUNTERS, Connection, Figures, RunEvidence, Stall
+from trainspec_cli.reporter.diagnosis.evidence import COUNTERS, Connection, Figures, RunEvidence, Stall
 
 
 @dataclass

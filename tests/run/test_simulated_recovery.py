@@ -9,8 +9,8 @@ import pytest
 from run.memory_backend import MemoryBackend, World
 from run.test_supervise import a_job, with_resilience
 
-from trainspec_cli.plan.run import goodput
-from trainspec_cli.plan.run.standing import PATIENCE
+from trainspec_cli.planner.run import goodput
+from trainspec_cli.planner.run.standing import PATIENCE
 from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec
 from trainspec_cli.recipe.results.plan import Plan
@@ -95,9 +95,10 @@ class Watched(goodput._Simulation):
             assert not is_lost
         self._compare()
 
-    def _restart(self, wait_for_node_s: float) -> None:
-        self.choices.append("restart")
-        super()._restart(wait_for_node_s)
+    def _pause(self, reason: str, duration_s: float) -> None:
+        if reason == "restart":
+            self.choices.append("restart")
+        super()._pause(reason, duration_s)
 
     def _leave(self, group: int, wait_for_node_s: float) -> None:
         self.choices.append("leave")

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainspec_cli.core.printable import PrintableStream, is_printable
-from trainspec_cli.report.live import PlainScreen, TerminalScreen
+from trainspec_cli.reporter.live import PlainScreen, TerminalScreen
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.session.console import PrintableConsole, open_run_log
 

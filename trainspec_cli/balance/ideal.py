@@ -15,12 +15,12 @@ from trainspec_cli.balance.decisions.balance import best_division, solve_counts,
 from trainspec_cli.balance.decisions.links import LinkPaces
 from trainspec_cli.balance.decisions.speeds import Speed
 from trainspec_cli.balance.disturbance import Event, NarrowLink, SlowDevice, SlowNode
-from trainspec_cli.plan.cut import planned_times
-from trainspec_cli.plan.partition import Counts, LayerTimes, Room, cut_by_times
-from trainspec_cli.plan.search.costs import Steps
-from trainspec_cli.plan.setup import Setup
-from trainspec_cli.plan.time.samples import StepParts, Tier, assemble_parts, fixed_part_s
-from trainspec_cli.plan.time.step import PASSES, LayersPart, MicroBatch, recompute_part_s, waiting_share
+from trainspec_cli.planner.cut import planned_times
+from trainspec_cli.planner.partition import Counts, LayerTimes, Room, cut_by_times
+from trainspec_cli.planner.search.costs import Steps
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.time.samples import StepParts, Tier, assemble_parts, fixed_part_s
+from trainspec_cli.planner.time.step import PASSES, LayersPart, MicroBatch, recompute_part_s, waiting_share
 from trainspec_cli.recipe.keys.layout import Layout
 
 # The true times of a disturbed cluster's steps, by data-parallel rank and pipeline stage.

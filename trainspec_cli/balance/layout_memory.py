@@ -8,15 +8,15 @@ from math import floor
 
 from trainspec_cli.balance.batch.division import largest_that_fits
 from trainspec_cli.balance.decisions.balance import largest_stage
-from trainspec_cli.plan.capacity import SLACK
-from trainspec_cli.plan.cut import rough_room
-from trainspec_cli.plan.memory.frameworks import memory_limit_bytes, peak_of
-from trainspec_cli.plan.memory.predict import layer_memory, predict_memory
-from trainspec_cli.plan.partition import Room
-from trainspec_cli.plan.pipeline import cut_layers
-from trainspec_cli.plan.search.costs import LayerMemories
-from trainspec_cli.plan.setup import Setup
-from trainspec_cli.plan.this_machine import MOVING_BYTES
+from trainspec_cli.planner.capacity import SLACK
+from trainspec_cli.planner.cut import rough_room
+from trainspec_cli.planner.memory.frameworks import memory_limit_bytes, peak_of
+from trainspec_cli.planner.memory.predict import layer_memory, predict_memory
+from trainspec_cli.planner.partition import Room
+from trainspec_cli.planner.pipeline import cut_layers
+from trainspec_cli.planner.search.costs import LayerMemories
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.this_machine import MOVING_BYTES
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.training import SchedulerSpec

@@ -22,7 +22,7 @@ from trainspec_cli.balance.decisions.links import (
 )
 from trainspec_cli.balance.disturbance import Disturbance, Event, NarrowLink
 from trainspec_cli.balance.ideal import LEAST_S, Cluster
-from trainspec_cli.plan.time.samples import Tier
+from trainspec_cli.planner.time.samples import Tier
 
 Place = tuple[Tier, int]
 """A node's links of a tier."""

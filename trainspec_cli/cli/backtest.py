@@ -12,12 +12,12 @@ from trainspec_cli.cli.options import AsJson
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.json_value import JsonValue
 from trainspec_cli.core.reading.yaml_file import read_yaml
-from trainspec_cli.plan.hardware.rates import Efficiency
-from trainspec_cli.plan.validation.backtest import FITTED_SOURCES, fit_table, report
-from trainspec_cli.plan.validation.backtest import backtest as run_backtest
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.validation.backtest import FITTED_SOURCES, fit_table, report
+from trainspec_cli.planner.validation.backtest import backtest as run_backtest
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.report.backtest import render_backtest, render_scatter
+from trainspec_cli.reporter.backtest import render_backtest, render_scatter
 from trainspec_cli.session.calibration.table import read_rows
 
 

@@ -9,7 +9,7 @@ import typer
 from trainspec_cli.cli.options import AsJson, Html, page_origin, write_page
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.report.budget import render_budget, render_budget_page
+from trainspec_cli.reporter.budget import render_budget, render_budget_page
 from trainspec_cli.session.planning.budget import budget_portfolio
 
 

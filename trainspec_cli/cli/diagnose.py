@@ -10,7 +10,7 @@ import typer
 from trainspec_cli.cli.options import AsJson, Html, RunArgument, page_origin, write_page
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.report.verdicts import (
+from trainspec_cli.reporter.verdicts import (
     NO_VERDICTS_WITHOUT_PLAN,
     describe_event,
     render_verdicts,

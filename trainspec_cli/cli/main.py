@@ -12,7 +12,7 @@ from trainspec_cli import __version__
 from trainspec_cli.core.errors import EXIT_CODES, Problem, RecipeError
 from trainspec_cli.core.intentions import closest, key_of
 from trainspec_cli.core.wings import Command, find_wings
-from trainspec_cli.report.style import Style
+from trainspec_cli.reporter.style import Style
 
 GROUPS = ("train", "plan", "look at runs", "recipes", "clusters", "other engines")
 """The headings of the help, in order."""

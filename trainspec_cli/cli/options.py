@@ -14,7 +14,7 @@ import typer
 from trainspec_cli import __version__
 from trainspec_cli.core.environment_names import MESSAGE, RUN, STATUS
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.report.page.parts import PageOrigin
+from trainspec_cli.reporter.page.parts import PageOrigin
 
 RecipeArguments = Annotated[
     list[str],

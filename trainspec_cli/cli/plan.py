@@ -13,9 +13,9 @@ from rich.console import RenderableType
 from trainspec_cli.cli.options import AsJson, Html, RecipeArguments, Sweeps, page_origin, write_page
 from trainspec_cli.core.errors import PlanError, Problem, RecipeError
 from trainspec_cli.recipe.json_text import json_text
-from trainspec_cli.report.plan.json import plan_as_json, sweep_as_json
-from trainspec_cli.report.plan.labels import PlanReport, SweepPoint, SweepReport
-from trainspec_cli.report.plan.text import render_plan, render_sweep
+from trainspec_cli.reporter.plan.json import plan_as_json, sweep_as_json
+from trainspec_cli.reporter.plan.labels import PlanReport, SweepPoint, SweepReport
+from trainspec_cli.reporter.plan.text import render_plan, render_sweep
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.launching.sweep import read_sweep, sweep_arguments
 from trainspec_cli.session.planning.plan import names_disturbance, plan_recipe, require_fit
@@ -50,7 +50,7 @@ def plan(
 def _plan_one(arguments: Sequence[str], as_json: bool, html: Path | None, trace: bool) -> None:
     planned = plan_recipe(arguments, trace=trace)
     if html:
-        from trainspec_cli.report.plan.page import render_plan_page  # loads charts, which text does without
+        from trainspec_cli.reporter.plan.page import render_plan_page  # loads charts, which text does without
 
         write_page(html, render_plan_page(planned, page_origin()))
     if as_json:
@@ -69,7 +69,7 @@ def _plan_many(arguments: Sequence[str], sweeps: Sequence[str], as_json: bool, h
         tuple(SweepPoint(dict(zip(keys, values, strict=True)), plan_recipe(point)) for values, point in points)
     )
     if html:
-        from trainspec_cli.report.plan.page import render_sweep_page  # as above
+        from trainspec_cli.reporter.plan.page import render_sweep_page  # as above
 
         write_page(html, render_sweep_page(swept, page_origin()))
     if as_json:

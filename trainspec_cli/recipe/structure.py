@@ -19,8 +19,9 @@ from trainspec_cli.core.intentions import FORMER_KEYS, FORMER_WORDS, Former, clo
 from trainspec_cli.recipe.field_types import LARGEST, largest_of
 from trainspec_cli.recipe.keys.run import RunSpec
 
-# UNKNOWN: a placeholder in a draft for a missing or wrong value, so that other rules can still be checked. Computing
-# with it raises `UnknownTouched`; a rule that does so cannot be decided yet.
+# UNKNOWN: a placeholder in a draft for a missing or wrong value, so that other rules can still be checked.
+#
+# Computing with it raises `UnknownTouched`; a rule that does so cannot be decided yet.
 
 
 class UnknownTouched(Exception):  # noqa: N818 - an undecidable rule, not an error

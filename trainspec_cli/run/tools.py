@@ -288,8 +288,9 @@ def _judge(backend: str, trials: Sequence[KernelTrial]) -> KernelFigure:
     return KernelFigure("chosen", "", ratio, quartiles, error, allowed)
 
 
-# The measurements before a launch: this machine's probe and its kernels, once and then cached; a step's trace. The
-# processes and their environment are those that a run will have.
+# The measurements before a launch: this machine's probe and its kernels, once and then cached; a step's trace.
+#
+# The processes and their environment are those that a run will have.
 
 
 DISTURBED_HOLDS_S = 86_400.0

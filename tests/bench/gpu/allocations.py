@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trainspec_cli.plan.memory.caching_allocator import CachingAllocator, MemoryBlock
+from trainspec_cli.planner.memory.caching_allocator import CachingAllocator, MemoryBlock
 
 MOST_EVENTS = 400_000
 

@@ -23,7 +23,7 @@ from trainspec_cli.engine.run.scheduling.relayout import Meshes
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.tools.certify_batches import drawn_batch
 from trainspec_cli.engine.tools.trace import trace_rank
-from trainspec_cli.plan.this_machine import is_known, predict_device
+from trainspec_cli.planner.this_machine import is_known, predict_device
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.session.recipe.load import load, plan_on, this_machine
 

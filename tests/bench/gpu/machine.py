@@ -69,7 +69,7 @@ def measure_chip(device_type: str) -> dict[str, Any]:
     from trainspec_cli.engine.accelerators import devices_here
     from trainspec_cli.engine.observe.counters import device_name, free_bytes, measure_peak
     from trainspec_cli.engine.tools.speed import measure_copy
-    from trainspec_cli.plan.hardware.rates import find_accelerator
+    from trainspec_cli.planner.hardware.rates import find_accelerator
 
     device = devices_here(device_type)[0]
     name = device_name(device)

@@ -137,7 +137,7 @@ def facts_of(device: str) -> dict[str, Any]:
     import torch
 
     from trainspec_cli.engine.observe.counters import device_name, measure_peak
-    from trainspec_cli.plan.hardware.rates import find_accelerator
+    from trainspec_cli.planner.hardware.rates import find_accelerator
 
     where = torch.device(device)
     name = device_name(where)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from trainspec_cli.plan.hardware.rates import models
-from trainspec_cli.plan.workload import count_params, flops_per_token
+from trainspec_cli.planner.hardware.rates import models
+from trainspec_cli.planner.workload import count_params, flops_per_token
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, HybridModel
 
 Changes = Mapping[str, Any]

@@ -9,7 +9,7 @@ import torch
 
 from trainspec_cli.engine.build.assemble import apply_kernels, build_model, load_kernel, modules_with
 from trainspec_cli.engine.parallel.expert import apply_recompute
-from trainspec_cli.plan.hardware.rates import models
+from trainspec_cli.planner.hardware.rates import models
 from trainspec_cli.recipe.keys.kernels import KERNELS, TORCH, KernelSpec
 
 pytestmark = pytest.mark.usefixtures("compile_anew")

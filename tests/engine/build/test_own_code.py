@@ -12,7 +12,7 @@ from lab.own_model import OWN, OWN_LOSS
 from trainspec_cli.core.errors import RecipeError
 from trainspec_cli.engine.build.own_code import try_own_block
 from trainspec_cli.engine.tools.trace import trace_rank
-from trainspec_cli.plan.workload import flops_per_token
+from trainspec_cli.planner.workload import flops_per_token
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.keys.run import Recompute

@@ -26,14 +26,14 @@ from trainspec_cli.engine.run.coordinator import RunContext, SingleGroup, StepSa
 from trainspec_cli.engine.run.faults import StopRequest
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
-from trainspec_cli.plan.plan import plan
+from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
 from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.report.collect import collect
-from trainspec_cli.report.render import render_report
+from trainspec_cli.reporter.collect import collect
+from trainspec_cli.reporter.render import render_report
 from trainspec_cli.run.folder.accounting import account_run
 from trainspec_cli.run.folder.events import read_events
 from trainspec_cli.run.folder.files import write_json

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainspec_cli.engine.models.decoder import Decoder
-from trainspec_cli.plan.workload.transformer import count_params, flops_per_token
+from trainspec_cli.planner.workload.transformer import count_params, flops_per_token
 from trainspec_cli.recipe.keys.model import DecoderModel
 
 GROUPED = DecoderModel(

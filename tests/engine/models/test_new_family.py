@@ -16,11 +16,11 @@ import yaml
 
 from trainspec_cli.engine.build.assemble import build_model, build_train_state
 from trainspec_cli.engine.run.step import train_step
-from trainspec_cli.plan import workload
-from trainspec_cli.plan.capacity import plan_capacity
-from trainspec_cli.plan.hardware.rates import find_accelerator
-from trainspec_cli.plan.memory.engine import run as run_memory
-from trainspec_cli.plan.plan import plan
+from trainspec_cli.planner import workload
+from trainspec_cli.planner.capacity import plan_capacity
+from trainspec_cli.planner.hardware.rates import find_accelerator
+from trainspec_cli.planner.memory.engine import run as run_memory
+from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe import structure
 from trainspec_cli.recipe.keys import model as models
 from trainspec_cli.recipe.keys import run as recipe

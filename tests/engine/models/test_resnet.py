@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from trainspec_cli.engine.build.assemble import build_model
-from trainspec_cli.plan.hardware.rates import models
-from trainspec_cli.plan.workload import count_params
+from trainspec_cli.planner.hardware.rates import models
+from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.keys.model import ConvModel
 
 SMALL = ConvModel("resnet", (32, 32), widths=(4, 8), blocks=(2, 1), in_channels=2, num_classes=5)

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from trainspec_cli.engine.build.assemble import build_model
 from trainspec_cli.engine.models.conv import dice, segmentation_loss
-from trainspec_cli.plan.hardware.rates import models
-from trainspec_cli.plan.workload import count_params
+from trainspec_cli.planner.hardware.rates import models
+from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.keys.model import ConvModel
 
 FLAT = ConvModel("unet", (16, 24), widths=(4, 6), in_channels=2, num_classes=3)

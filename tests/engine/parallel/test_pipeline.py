@@ -14,7 +14,7 @@ from torch import nn
 
 from trainspec_cli.engine.parallel import pipeline
 from trainspec_cli.engine.parallel.pipeline import Hidden, Message, WeightQueue, message_after
-from trainspec_cli.plan.pipeline import Action, Kind, actions
+from trainspec_cli.planner.pipeline import Action, Kind, actions
 from trainspec_cli.recipe.keys.layout import Layout
 
 

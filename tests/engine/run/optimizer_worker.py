@@ -15,7 +15,7 @@ from trainspec_cli.engine.comm.joining import leave_processes
 from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.shares import unique_shares
-from trainspec_cli.plan.plan import plan
+from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel, ExpertSpec

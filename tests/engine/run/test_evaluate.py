@@ -13,7 +13,7 @@ from trainspec_cli.engine.build.train_state import TrainState
 from trainspec_cli.engine.digest import REMEDY
 from trainspec_cli.engine.run import evaluate
 from trainspec_cli.engine.run.evaluate import _choose, _next_logits, _padded_length, _whole_vocabulary, write_text
-from trainspec_cli.plan.plan import plan
+from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection

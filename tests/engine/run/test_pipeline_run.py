@@ -16,7 +16,7 @@ from trainspec_cli.engine.run import pipeline_run
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.tools.trace import fake_batch, fake_world
-from trainspec_cli.plan.pipeline import Action
+from trainspec_cli.planner.pipeline import Action
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.wings.certify.cases import Case, build_plan
 

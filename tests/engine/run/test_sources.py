@@ -24,7 +24,7 @@ from trainspec_cli.engine.data.loader import HeldoutLoss, heldout_batches
 from trainspec_cli.engine.observe.clock import StepClock
 from trainspec_cli.engine.run import sources
 from trainspec_cli.engine.run.sources import SampleSource, TokenSource, WrittenSample, open_source
-from trainspec_cli.plan.plan import plan
+from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel

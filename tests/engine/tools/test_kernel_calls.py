@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.engine.tools.kernels import calls_of
-from trainspec_cli.plan.hardware.rates import models
+from trainspec_cli.planner.hardware.rates import models
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from lab.tracing import Trace
 
-from trainspec_cli.plan.workload import count_params, flops_per_token
+from trainspec_cli.planner.workload import count_params, flops_per_token
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.training import LoraSpec
 from trainspec_cli.recipe.results.plan import Plan

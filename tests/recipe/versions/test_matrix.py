@@ -12,7 +12,7 @@ from jsonschema import Draft7Validator
 
 from trainspec_cli.core.reading.spec_version import CURRENT, KEY, VERSIONS
 from trainspec_cli.recipe.compose.compose import compose
-from trainspec_cli.report.collect import collect
+from trainspec_cli.reporter.collect import collect
 from trainspec_cli.run.folder.events import read_log
 from trainspec_cli.run.folder.file_schemas import FILE_SCHEMAS
 from trainspec_cli.run.folder.forms import FORMS

@@ -11,7 +11,7 @@ import pytest
 from conftest import MACHINE, SPEC
 
 from trainspec_cli.core.reading.files import UnreadableFileError
-from trainspec_cli.plan.plan import plan
+from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.run.folder.accounting import Recovery, WallTime
 from trainspec_cli.run.folder.event_types.events import SetFigures

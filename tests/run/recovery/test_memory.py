@@ -9,7 +9,7 @@ from conftest import MACHINE, SPEC
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainspec_cli.plan.plan import plan
+from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe.results.tables import MemorySetting, Relief
 from trainspec_cli.run.recovery.memory import (
     OFFLOAD,

@@ -11,7 +11,7 @@ import pytest
 from lab.events import started, stepped, write_event
 
 from trainspec_cli.core.errors import MachineError, RecipeError, WorkerError
-from trainspec_cli.report import live
+from trainspec_cli.reporter import live
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.generations import GenerationRecord, UnplannedWork

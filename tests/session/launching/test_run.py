@@ -16,7 +16,7 @@ import pytest
 from trainspec_cli.core.errors import MachineError, RecipeError, TrainspecError, WorkerError
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.report.collect import collect
+from trainspec_cli.reporter.collect import collect
 from trainspec_cli.run.backend.local import LocalBackend
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.accounting import Recovery, WallTime

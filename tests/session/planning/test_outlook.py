@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from plan.test_this_machine import MACHINE as CPU
-from plan.test_this_machine import RAW, as_told, made
-from plan.test_this_machine_gpus import H100S
-from plan.test_this_machine_gpus import SPEC as GPU_SPEC
-from report.diagnosis.conftest import Folder
+from planner.test_this_machine import MACHINE as CPU
+from planner.test_this_machine import RAW, as_told, made
+from planner.test_this_machine_gpus import H100S
+from planner.test_this_machine_gpus import SPEC as GPU_SPEC
+from reporter.diagnosis.conftest import Folder
 
-from trainspec_cli.plan.plan import plan
+from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.report.diagnosis.conclude import Outlook
-from trainspec_cli.report.diagnosis.gather import read_run
+from trainspec_cli.reporter.diagnosis.conclude import Outlook
+from trainspec_cli.reporter.diagnosis.gather import read_run
 from trainspec_cli.run.folder.event_types.events import DirectiveEvent, StartEvent
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.tools import probe_path

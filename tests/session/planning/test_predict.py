@@ -15,8 +15,8 @@ from lab.gpus.machines import play
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.core.errors import Interrupted, MachineError, PlanError, TrainspecError
-from trainspec_cli.plan.plan import plan
-from trainspec_cli.plan.this_machine import least_memory, moving_bytes, predict_local
+from trainspec_cli.planner.plan import plan
+from trainspec_cli.planner.this_machine import least_memory, moving_bytes, predict_local
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import DecoderModel

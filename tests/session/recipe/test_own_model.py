@@ -10,8 +10,8 @@ from lab import own_model
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.core.errors import RecipeError
-from trainspec_cli.plan.capacity import plan_capacity
-from trainspec_cli.plan.workload import count_params
+from trainspec_cli.planner.capacity import plan_capacity
+from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.keys.model import OwnModel
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.own_code import describe_code

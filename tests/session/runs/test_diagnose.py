@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from report.diagnosis.conftest import Folder
+from reporter.diagnosis.conftest import Folder
 
 from trainspec_cli.recipe.results.verdict import RunVerdict
-from trainspec_cli.report.diagnosis import gather
+from trainspec_cli.reporter.diagnosis import gather
 from trainspec_cli.run.folder.event_types.events import EvalEvent, VerdictEvent
 from trainspec_cli.session.runs.diagnose import VerdictLines, verdicts_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainspec_cli.core.errors import MachineError, RecipeError
-from trainspec_cli.report.runs import RunLine
+from trainspec_cli.reporter.runs import RunLine
 from trainspec_cli.run.folder.files import write_json
 from trainspec_cli.run.folder.known_runs import remember_run
 from trainspec_cli.run.folder.paths import RunDir

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainspec_cli.core.printable import format_duration
-from trainspec_cli.plan.this_machine import predict_device
+from trainspec_cli.planner.this_machine import predict_device
 from trainspec_cli.recipe.keys.cluster import SlurmSpec
 from trainspec_cli.session.slurm.submit import _machine_of_job, plan_runs, short_limit, warnings
 

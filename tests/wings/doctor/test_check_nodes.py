@@ -12,7 +12,7 @@ import pytest
 
 from trainspec_cli.__main__ import run
 from trainspec_cli.core.errors import MachineError
-from trainspec_cli.plan.run.forecast import checkpoint_bytes
+from trainspec_cli.planner.run.forecast import checkpoint_bytes
 from trainspec_cli.recipe.results.doctor import Check, NodeReport
 from trainspec_cli.recipe.results.plan import LocalPrediction, Plan
 from trainspec_cli.recipe.results.tools import MachineProbe

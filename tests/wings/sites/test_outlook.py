@@ -9,17 +9,17 @@ import pytest
 from lab.made_up import CLUSTER
 from rich.console import Console
 
-from trainspec_cli.plan.capacity import plan_capacity
-from trainspec_cli.plan.hardware.rates import models
-from trainspec_cli.plan.workload import count_params
+from trainspec_cli.planner.capacity import plan_capacity
+from trainspec_cli.planner.hardware.rates import models
+from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.keys.layout import LayoutSpec
 from trainspec_cli.recipe.keys.model import DecoderModel
 from trainspec_cli.recipe.keys.resilience import ResilienceSpec, SitesSpec
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection
 from trainspec_cli.recipe.keys.training import BatchingSpec, OptimSpec
-from trainspec_cli.report.plan.json import plan_as_json
-from trainspec_cli.report.plan.page import render_plan_page
-from trainspec_cli.report.plan.text import render_plan
+from trainspec_cli.reporter.plan.json import plan_as_json
+from trainspec_cli.reporter.plan.page import render_plan_page
+from trainspec_cli.reporter.plan.text import render_plan
 from trainspec_cli.session.planning.plan import plan_recipe
 from trainspec_cli.wings.sites.outlook import KEPT_BYTES, WANTED, SitesOutlook, outlook
 

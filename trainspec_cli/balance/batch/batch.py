@@ -49,14 +49,16 @@ def _part_done(step: float, start: int, end: int) -> float:
 _DECAYS = {"constant": _constant, "cosine": _cosine, "wsd": _wsd}
 
 
-# The samples and the learning rate of each step: pure functions of the samples trained so far. A run trains
-# `train.max_steps` x `batching.global_batch_size` samples under every schedule, and ends with the step that trains
-# the last of them. A step of B samples stands for B / B0 steps of the starting size B0. Its learning rate is that of
-# `optim.schedule` in the middle of these, times f(B / B0), where f is `batching.schedule.lr_rule`. So a batch that
-# grows while the schedule lowers the rate replaces the lower rate. Where the schedule multiplies the rate by a, a
-# batch of B0 / a keeps a f(1/a) of the rate: sqrt(a) for AdamW, as Seesaw has it (arXiv:2510.14717), and the whole
-# rate for SGD (arXiv:1711.00489; arXiv:2510.14717, theorem 1). A run then makes as many steps as the mean of a tells:
-# half as many for a cosine that ends at 0, 1 - 2/pi fewer for a quarter of a cosine.
+# The samples and the learning rate of each step: pure functions of the samples trained so far.
+#
+# A run trains `train.max_steps` x `batching.global_batch_size` samples under every schedule, and ends with the step
+# that trains the last of them. A step of B samples stands for B / B0 steps of the starting size B0. Its learning rate
+# is that of `optim.schedule` in the middle of these, times f(B / B0), where f is `batching.schedule.lr_rule`.
+#
+# So a batch that grows while the schedule lowers the rate replaces the lower rate. Where the schedule multiplies the
+# rate by a, a batch of B0 / a keeps a f(1/a) of the rate: sqrt(a) for AdamW, as Seesaw has it (arXiv:2510.14717), and
+# the whole rate for SGD (arXiv:1711.00489; arXiv:2510.14717, theorem 1). A run then makes as many steps as the mean
+# of a tells: half as many for a cosine that ends at 0, 1 - 2/pi fewer for a quarter of a cosine.
 
 
 OPTIMIZER_RULES: Mapping[str, ShrinkRule] = {"adamw": "sqrt", "adamw8bit": "sqrt", "muon": "sqrt", "sgd": "linear"}
@@ -198,12 +200,13 @@ def _seesaw_stages(spec: RunSpec) -> tuple[BatchStage, ...]:
     return tuple(stages)
 
 
-# The gradient noise scale: measured from what data-parallel ranks exchange anyway, and the batch that follows it. The
-# gradient of one sample has the mean mu and the covariance S. Of B samples that n ranks share, rank i's mean gradient
-# g_i over its part w_i of them (the w_i sum to 1) has E|g_i|^2 = |mu|^2 + tr S / (w_i B), and their sum g = sum w_i
-# g_i has E|g|^2 = |mu|^2 + tr S / B. Both are solved for tr S and |mu|^2; B_noise = tr S / |mu|^2 is the simple noise
-# scale (McCandlish et al., arXiv:1812.06162). Both are sums over parameters, some of which may be divided in other
-# parts: experts are trained by several ranks' samples together.
+# The gradient noise scale: measured from what data-parallel ranks exchange anyway, and the batch that follows it.
+#
+# The gradient of one sample has the mean mu and the covariance S. Of B samples that n ranks share, rank i's mean
+# gradient g_i over its part w_i of them (the w_i sum to 1) has E|g_i|^2 = |mu|^2 + tr S / (w_i B), and their sum g =
+# sum w_i g_i has E|g|^2 = |mu|^2 + tr S / B. Both are solved for tr S and |mu|^2; B_noise = tr S / |mu|^2 is the
+# simple noise scale (McCandlish et al., arXiv:1812.06162). Both are sums over parameters, some of which may be
+# divided in other parts: experts are trained by several ranks' samples together.
 
 
 @dataclass(frozen=True)

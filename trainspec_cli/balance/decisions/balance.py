@@ -13,7 +13,7 @@ from typing import NamedTuple
 from trainspec_cli.balance.batch.division import Division, count_micro_batches, largest_that_fits
 from trainspec_cli.balance.decisions.ski_rental import SkiRental
 from trainspec_cli.balance.decisions.speeds import Speed
-from trainspec_cli.plan.partition import Counts, LayerTimes, Room, cut_by_times, cut_evenly, rank_times_s
+from trainspec_cli.planner.partition import Counts, LayerTimes, Room, cut_by_times, cut_evenly, rank_times_s
 from trainspec_cli.recipe.field_types import AUTO, AutoInt
 from trainspec_cli.recipe.keys.layout import Layout
 
@@ -362,8 +362,9 @@ def _numbers_in_step(usual: int, turns: int, samples: int, kinds: _Kinds, larges
     return sorted(numbers)
 
 
-# Decide when layers move between pipeline stages: what the ranks' speeds would win, against what a change costs. As
-# with shares, the decision is a pure function of what all ranks know. It holds for all pipelines of a run at once,
+# Decide when layers move between pipeline stages: what the ranks' speeds would win, against what a change costs.
+#
+# As with shares, the decision is a pure function of what all ranks know. It holds for all pipelines of a run at once,
 # since their ranks of one stage share its parameters; within what shares of the samples can still even out.
 
 

@@ -310,10 +310,11 @@ class SampleTimes:
         return max(usual, least)
 
 
-# How many times as long as usual exchanges take over each rank's links, inside scale-up domains and between them. A
-# narrow link is taken to be a rank's own way to the others, which its exchanges along all axes share: an exchange is
-# as slow as the narrowest of its ranks' ways, and a rank is not narrow that also takes part in one as fast as usual.
-# What is usual is learnt as for computing (`paces.py`): once for each layout, from the links of an axis in one
+# How many times as long as usual exchanges take over each rank's links, inside scale-up domains and between them.
+#
+# A narrow link is taken to be a rank's own way to the others, which its exchanges along all axes share: an exchange
+# is as slow as the narrowest of its ranks' ways, and a rank is not narrow that also takes part in one as fast as
+# usual. What is usual is learnt as for computing (`paces.py`): once for each layout, from the links of an axis in one
 # pipeline stage together, with what was known of the ranks before.
 
 

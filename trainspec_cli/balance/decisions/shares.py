@@ -211,10 +211,12 @@ def describe_speeds(speeds: Sequence[Speed]) -> str:
     return f"data-parallel rank {odd} computes a sample in {own_s}, the median is {format_duration(usual_s)}"
 
 
-# Decide when a node is left out: what the run would win without it, against what a new start costs. These are the
-# last steps of the scheduler's ladder: shares, layers and layout change while the run goes on, and leave a slow node
-# some work. A node is left out where even that work holds the others up for longer than they would take to do it
-# themselves, or where a spare node is there to replace it. The decision is a pure function of measured times.
+# Decide when a node is left out: what the run would win without it, against what a new start costs.
+#
+# These are the last steps of the scheduler's ladder: shares, layers and layout change while the run goes on, and
+# leave a slow node some work. A node is left out where even that work holds the others up for longer than they would
+# take to do it themselves, or where a spare node is there to replace it. The decision is a pure function of measured
+# times.
 
 
 WORTH_LEAVING_OUT = 0.1

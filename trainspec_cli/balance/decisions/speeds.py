@@ -319,9 +319,11 @@ def through(before: StepShape, known: Speed, now: StepShape, measured_s: float) 
     return known.scaled(measured_s / known.time_s(*now))
 
 
-# How much longer than usual each rank computes, whatever work its layout gives it. Ranks of one pipeline stage do the
-# same work, so what is usual is learnt from them together: the median. It is learnt once for each layout, with what
-# was known of the ranks before: a rank that has a stage to itself after a change of layout is as slow as it was.
+# How much longer than usual each rank computes, whatever work its layout gives it.
+#
+# Ranks of one pipeline stage do the same work, so what is usual is learnt from them together: the median. It is learnt
+# once for each layout, with what was known of the ranks before: a rank that has a stage to itself after a change of
+# layout is as slow as it was.
 
 
 class PaceTracker:
@@ -356,10 +358,12 @@ def _usual_s(times_s: Sequence[float], paces: Sequence[float]) -> float:
     return median_low(time_s / pace for time_s, pace in zip(times_s, paces, strict=True))
 
 
-# The size of the buckets in which gradients are summed, found by tries in a run's first steps. A large bucket pays
-# the latency of an exchange once for many gradients, and leaves more of the last exchange without a backward to hide
-# it: b* = sqrt(S a B), of S bytes, latency a and bandwidth B, balances both. Steps take sizes around it in turns, and
-# the one whose exchanges are waited for least is kept. All ranks see the same figures and decide alike.
+# The size of the buckets in which gradients are summed, found by tries in a run's first steps.
+#
+# A large bucket pays the latency of an exchange once for many gradients, and leaves more of the last exchange without
+# a backward to hide it: b* = sqrt(S a B), of S bytes, latency a and bandwidth B, balances both. Steps take sizes
+# around it in turns, and the one whose exchanges are waited for least is kept. All ranks see the same figures and
+# decide alike.
 
 
 ONE_BY_ONE = 0

@@ -145,10 +145,11 @@ def _damaged(file: Path, what: str) -> MachineError:
     return MachineError(f"{file} {what}", code="bad_checkpoint", hint="download it again")
 
 
-# The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder. The table serves both
-# directions: loading fills parameters from tensors, exporting cuts parameters into them. Most tensors are a whole
-# parameter; a routed expert's matrices are parts of one, and transposed. LoRA adapters have PEFT's names, and an
-# adapter_config.json.
+# The tensors of a Hugging Face checkpoint that make up each parameter of the engine's decoder.
+#
+# The table serves both directions: loading fills parameters from tensors, exporting cuts parameters into them. Most
+# tensors are a whole parameter; a routed expert's matrices are parts of one, and transposed. LoRA adapters have PEFT's
+# names, and an adapter_config.json.
 
 
 Shape = tuple[int, ...]

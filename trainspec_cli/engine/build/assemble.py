@@ -37,7 +37,7 @@ from trainspec_cli.engine.parallel.noise import Held as HeldGradient
 from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue, routers_of, sum_over_sequence
 from trainspec_cli.engine.shares import Cut, Share, is_quantised, quantised_parameters, split_quantised
-from trainspec_cli.plan.pipeline import cut_layers
+from trainspec_cli.planner.pipeline import cut_layers
 from trainspec_cli.recipe.keys.kernels import KERNELS, Backend, KernelSpec
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.keys.model import ModelSpec

@@ -22,7 +22,7 @@ from trainspec_cli.engine.parallel.gradient_sums import GradientSums
 from trainspec_cli.engine.parallel.noise import NoiseProbe
 from trainspec_cli.engine.parallel.pipeline import Hidden, Lines, WeightQueue
 from trainspec_cli.engine.shares import Share
-from trainspec_cli.plan.pipeline import Kind
+from trainspec_cli.planner.pipeline import Kind
 from trainspec_cli.recipe.keys.layout import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}

@@ -44,9 +44,11 @@ from trainspec_cli.recipe.records import read_record
 from trainspec_cli.recipe.structure import convert
 from trainspec_cli.run.folder.files import write_json
 
-# The bytes of a rank's checkpoint file, in the safetensors format (huggingface.co/docs/safetensors, "Format"). Eight
-# bytes of the header's length, the header in JSON, then the tensors' bytes without a gap. The largest elements come
-# first, so every tensor is aligned. Files are read by safetensors itself, and written from a buffer that is reused.
+# The bytes of a rank's checkpoint file, in the safetensors format (huggingface.co/docs/safetensors, "Format").
+#
+# Eight bytes of the header's length, the header in JSON, then the tensors' bytes without a gap. The largest elements
+# come first, so every tensor is aligned. Files are read by safetensors itself, and written from a buffer that is
+# reused.
 
 
 CODES = {

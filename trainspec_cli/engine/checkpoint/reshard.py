@@ -25,8 +25,9 @@ from trainspec_cli.engine.comm.json_collectives import gather_json
 from trainspec_cli.engine.shares import unique_shares
 from trainspec_cli.recipe.structure import convert
 
-# The slices that ranks send to one another, so that the state of one layout becomes that of another. Parts are
-# distinguished as in a checkpoint: by the name of the whole tensor and where they lie in it. Tenplex
+# The slices that ranks send to one another, so that the state of one layout becomes that of another.
+#
+# Parts are distinguished as in a checkpoint: by the name of the whole tensor and where they lie in it. Tenplex
 # (arXiv:2312.05181) derives its exchanges from such coordinates too.
 
 

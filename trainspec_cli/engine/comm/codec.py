@@ -208,11 +208,12 @@ def _hadamard(device: torch.device) -> Tensor:
     return (matrix / ROTATED**0.5).to(device)
 
 
-# Bytes that this process has written to its peers, counted by the kernel at the process's own TCP sockets. gloo
-# carries every collective of a CPU run over TCP, also between ranks of one node. For each connection the kernel
-# counts the bytes sent, those sent again, and those that still wait in its buffer (`TCP_INFO`, linux/tcp.h): the
-# first less the second, plus the third, is what was written to it, without the headers of TCP and IP. NCCL's traffic
-# goes by other ways, so that nothing is counted of a run on GPUs.
+# Bytes that this process has written to its peers, counted by the kernel at the process's own TCP sockets.
+#
+# gloo carries every collective of a CPU run over TCP, also between ranks of one node. For each connection the kernel
+# counts the bytes sent, those sent again, and those that still wait in its buffer (`TCP_INFO`, linux/tcp.h): the first
+# less the second, plus the third, is what was written to it, without the headers of TCP and IP. NCCL's traffic goes by
+# other ways, so that nothing is counted of a run on GPUs.
 
 
 NOT_SENT_OFFSET, SENT_OFFSET, RETRANSMITTED_OFFSET, INFO_BYTES = 144, 200, 208, 216

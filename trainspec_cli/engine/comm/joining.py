@@ -74,7 +74,8 @@ def leave_processes() -> NoReturn:
     os._exit(0)
 
 
-# `python -m trainspec_cli.engine.comm.joining OPTIONS -m MODULE ARGUMENTS`: torchrun with a private rendezvous.
+# `python -m trainspec_cli.engine.comm.torchrun OPTIONS -m MODULE ARGUMENTS`: torchrun with a private rendezvous.
+#
 # torchrun's own rendezvous unpickles data from a store that anyone who reaches the port can write, and hands that
 # store to the workers. Here a single node opens no port: its workers use a file that only their user can read.
 # Several nodes use the job's rendezvous server, which requires the job's secret.
@@ -141,9 +142,10 @@ if __name__ == "__main__":
     main()
 
 
-# How this process's connections do: bytes, segments sent again and round-trip times, counted by the kernel. Both ends
-# of a connection know it by the same two addresses, so that a reader of all ranks' counts finds out between which
-# ranks it goes.
+# How this process's connections do: bytes, segments sent again and round-trip times, counted by the kernel.
+#
+# Both ends of a connection know it by the same two addresses, so that a reader of all ranks' counts finds out between
+# which ranks it goes.
 
 
 TIMEOUTS_OFFSET = 240

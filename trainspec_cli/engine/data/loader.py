@@ -22,10 +22,13 @@ from trainspec_cli.engine.accelerators import make_current, on_chip
 from trainspec_cli.engine.digest import MicroBatch, held_part
 from trainspec_cli.run.recovery.watch import READING_THREAD
 
-# Staging of batches to the device, in memory that is reused. On a GPU a batch is assembled in pinned host memory and
-# copied from there on its own stream, steps before it is needed: the computation waits for the copy on the device,
-# and the host never waits. On a CPU nothing has to be copied. The life of a slot: free -> filled by the loader's
-# thread -> taken by a step -> free when the next batch is taken.
+# Staging of batches to the device, in memory that is reused.
+#
+# On a GPU a batch is assembled in pinned host memory and copied from there on its own stream, steps before it is
+# needed: the computation waits for the copy on the device, and the host never waits. On a CPU nothing has to be
+# copied.
+#
+# The life of a slot: free -> filled by the loader's thread -> taken by a step -> free when the next batch is taken.
 
 
 PREFETCHED_STEPS = 2

@@ -247,9 +247,11 @@ def sum_as_one(packet: Sequence[Tensor], sum_: Callable[[Tensor], None]) -> None
         tensor.copy_(part.view_as(tensor))
 
 
-# Gradients on their way to the other replica groups: packets that go while the backward pass still runs. Which
-# gradients share a packet, and the order of the packets, hang on the layout alone, so that all groups send the same
-# ones, whatever their micro-batches. A packet goes when its gradients, and those of all packets before it, are final.
+# Gradients on their way to the other replica groups: packets that go while the backward pass still runs.
+#
+# Which gradients share a packet, and the order of the packets, hang on the layout alone, so that all groups send the
+# same ones, whatever their micro-batches. A packet goes when its gradients, and those of all packets before it, are
+# final.
 
 
 @dataclass(frozen=True)

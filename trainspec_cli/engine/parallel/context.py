@@ -254,9 +254,11 @@ def _kernel_backward(
     )
 
 
-# Tensor parallelism (arXiv:1909.08053) with sequence parallelism and a vocabulary-parallel loss. A model publishes
-# which dimension of which parameter may be cut, and which modules are regions. Here the parameters become smaller
-# plain tensors, and hooks carry the exchange in and out of the regions; the model's own code is the same.
+# Tensor parallelism (arXiv:1909.08053) with sequence parallelism and a vocabulary-parallel loss.
+#
+# A model publishes which dimension of which parameter may be cut, and which modules are regions. Here the parameters
+# become smaller plain tensors, and hooks carry the exchange in and out of the regions; the model's own code is the
+# same.
 
 
 def apply_tensor_parallel(model: Any, peers: Peers, *, sequence_parallel: bool) -> dict[str, Cut]:

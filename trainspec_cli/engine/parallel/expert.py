@@ -112,9 +112,10 @@ def _by_expert(came_nL: Tensor, rows: int) -> Tensor:
 
 
 # Linear layers that multiply in fp8, by torchao (extra `float8`): inputs and weights rounded to e4m3, gradients of
-# outputs to e5m2, one scale a tensor, sums in fp32 (arXiv:2209.05433). Parameters stay what they are: sharding,
-# checkpoints and the optimizer see no difference. A rank's scales are those of its own parts. On a CPU the rounding
-# is exact and the product is one of fp32: right in numbers, slow.
+# outputs to e5m2, one scale a tensor, sums in fp32 (arXiv:2209.05433).
+#
+# Parameters stay what they are: sharding, checkpoints and the optimizer see no difference. A rank's scales are those
+# of its own parts. On a CPU the rounding is exact and the product is one of fp32: right in numbers, slow.
 
 
 def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
@@ -130,9 +131,10 @@ def apply_float8(blocks: Sequence[nn.Module], *, emulate: bool) -> None:
             setattr(block.get_submodule(owner), leaf, Float8Linear.from_float(linear, config))
 
 
-# Activations that are computed again in the backward instead of being kept (arXiv:1604.06174). `full` keeps a block's
-# input alone. `selective` keeps what matrix products and attention computed and repeats the cheap rest: norms,
-# rotations, activation functions, casts.
+# Activations that are computed again in the backward instead of being kept (arXiv:1604.06174).
+#
+# `full` keeps a block's input alone. `selective` keeps what matrix products and attention computed and repeats the
+# cheap rest: norms, rotations, activation functions, casts.
 
 
 _aten = torch.ops.aten
@@ -212,6 +214,7 @@ def _policy(_context: Any, operation: Any, *_inputs: Any, **_options: Any) -> Ch
 
 
 # What the compressed exchanges of a module have lost, as shares of its parameters: the form that fits any layout.
+#
 # Each rank keeps what its own encoding has lost of the gradients that it sent (`comm/compressed.py`), which belongs
 # to the rows of one layout. Their sum over the ranks is what the sums of gradients lack so far, and has the shape of
 # the gradients: a rank's share of it moves to another layout as a moment does. There the rank keeps it for its own

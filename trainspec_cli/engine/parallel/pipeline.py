@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainspec_cli.engine.comm.exchange import Peers, TimeCollective
-from trainspec_cli.plan.pipeline import Action
+from trainspec_cli.planner.pipeline import Action
 from trainspec_cli.recipe.keys.layout import Layout
 
 
@@ -253,9 +253,11 @@ def update_balance(routers: Sequence[Any], peers: Peers) -> None:
         router.update_balance(counts_E)
 
 
-# Time the messages between neighbouring stages of a pipeline, when none are under way. Within a step a message
-# arrives while its receiver computes, and neither end sees how long it took. So after a sampled step neighbours send
-# one of the same size each way, to a peer that waits for it; a receipt of one number comes back.
+# Time the messages between neighbouring stages of a pipeline, when none are under way.
+#
+# Within a step a message arrives while its receiver computes, and neither end sees how long it took. So after a
+# sampled step neighbours send one of the same size each way, to a peer that waits for it; a receipt of one number
+# comes back.
 
 
 def neighbours(layout: Layout) -> list[tuple[int, int]]:

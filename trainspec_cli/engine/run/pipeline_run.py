@@ -15,7 +15,7 @@ from trainspec_cli.engine.build.train_state import Stages
 from trainspec_cli.engine.digest import MicroBatch
 from trainspec_cli.engine.parallel.data_parallel import exchange_in_backward, exchange_now, keep_parameters
 from trainspec_cli.engine.parallel.pipeline import Mailbox, Message, Schedule, message_after
-from trainspec_cli.plan.pipeline import Action, Kind
+from trainspec_cli.planner.pipeline import Action, Kind
 
 
 class PipelineRun:

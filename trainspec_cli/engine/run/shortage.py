@@ -208,11 +208,12 @@ def _hint(plan: Plan, failed: MemorySetting) -> str:
     return "a smaller model, a shorter data.seq_len, or more devices that share the state (layout.dp_shard) take less"
 
 
-# Steps that go on where memory runs out: made again with smaller micro-batches, or saved for another start. A rank
-# that exchanges nothing with others makes the step again in place. Elsewhere the other ranks are inside collectives
-# that this one has left: they save the state of the step's beginning (`emergency.py`), all processes end, and the
-# supervisor starts them with the next setting of the plan's ladder (`policy/recovery/memory.py`). Each replica group
-# is healed by the others instead.
+# Steps that go on where memory runs out: made again with smaller micro-batches, or saved for another start.
+#
+# A rank that exchanges nothing with others makes the step again in place. Elsewhere the other ranks are inside
+# collectives that this one has left: they save the state of the step's beginning (`emergency.py`), all processes end,
+# and the supervisor starts them with the next setting of the plan's ladder (`policy/recovery/memory.py`). Each
+# replica group is healed by the others instead.
 
 
 Made = TypeVar("Made")

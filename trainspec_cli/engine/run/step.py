@@ -22,7 +22,7 @@ from trainspec_cli.engine.run.coordinator import StepSamples
 from trainspec_cli.engine.run.pipeline_run import PipelineRun
 from trainspec_cli.engine.run.shortage import PassesOutOfMemory, is_out_of_memory
 from trainspec_cli.engine.run.step_report import StepReport
-from trainspec_cli.plan.pipeline import actions
+from trainspec_cli.planner.pipeline import actions
 from trainspec_cli.recipe.keys.run import DataSpec
 from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.run.folder.event_types.events import StepEvent

@@ -28,7 +28,7 @@ from trainspec_cli.engine.run.shortage import OutOfMemory
 from trainspec_cli.engine.run.sources import WrittenSample
 from trainspec_cli.engine.run.trainer import Trainer
 from trainspec_cli.engine.tools.certify_batches import Taken, read_drawn, taken_by_all, taken_positions
-from trainspec_cli.plan.pipeline import Kind
+from trainspec_cli.planner.pipeline import Kind
 from trainspec_cli.recipe.keys.layout import Layout
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.recipe.results.tables import Relief

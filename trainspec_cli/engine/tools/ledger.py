@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from trainspec_cli.plan.memory.caching_allocator import CachingAllocator, MemoryBlock
+from trainspec_cli.planner.memory.caching_allocator import CachingAllocator, MemoryBlock
 
 _aten = torch.ops.aten
 COLLECTIVES = {

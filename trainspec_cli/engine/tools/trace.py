@@ -29,7 +29,7 @@ from trainspec_cli.engine.parallel.expert import SpreadDispatch, even_splits
 from trainspec_cli.engine.run.step import train_step
 from trainspec_cli.engine.shares import local_part
 from trainspec_cli.engine.tools.ledger import Ledger
-from trainspec_cli.plan.memory.caching_allocator import grows_segments
+from trainspec_cli.planner.memory.caching_allocator import grows_segments
 from trainspec_cli.recipe.keys.kernels import KernelSpec
 from trainspec_cli.recipe.keys.layout import MESH_AXES
 from trainspec_cli.recipe.keys.model import TextModel

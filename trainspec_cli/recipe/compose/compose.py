@@ -128,9 +128,10 @@ def _accelerator(name: str, path: str, folders: Folders, cwd: Path, problems: li
     return values
 
 
-# Select the files of a composition: the recipe and one option of each group, checked before Hydra reads them. Hydra
-# stops at the first fault. Here a fault is reported and worked around: an option that does not exist is replaced by
-# the previous one, a wrong line of a defaults list is skipped, and composition goes on.
+# Select the files of a composition: the recipe and one option of each group, checked before Hydra reads them.
+#
+# Hydra stops at the first fault. Here a fault is reported and worked around: an option that does not exist is
+# replaced by the previous one, a wrong line of a defaults list is skipped, and composition goes on.
 
 
 SELF = "_self_"

@@ -211,9 +211,9 @@ class DecoderModel:
 
     unit: ClassVar[Literal["tokens"]] = "tokens"
     record: ClassVar[FamilyRecord] = FamilyRecord(
-        work="trainspec_cli.plan.workload.transformer",
+        work="trainspec_cli.planner.workload.transformer",
         builder="trainspec_cli.engine.models.decoder",
-        memory="trainspec_cli.plan.memory.engine.step",
+        memory="trainspec_cli.planner.memory.engine.step",
     )
 
     @property
@@ -317,9 +317,9 @@ class HybridModel:
 
     unit: ClassVar[Literal["tokens"]] = "tokens"
     record: ClassVar[FamilyRecord] = FamilyRecord(
-        work="trainspec_cli.plan.workload.ssm",
+        work="trainspec_cli.planner.workload.ssm",
         builder="trainspec_cli.engine.models.hybrid",
-        memory="trainspec_cli.plan.memory.engine.step",
+        memory="trainspec_cli.planner.memory.engine.step",
         refuses={
             "cp": "a state-space scan runs along the whole sequence",
             "lora": "adapters are for decoders",
@@ -418,7 +418,7 @@ class OwnModel:
 
     unit: ClassVar[Literal["tokens"]] = "tokens"
     record: ClassVar[FamilyRecord] = FamilyRecord(
-        work="trainspec_cli.plan.workload.own",
+        work="trainspec_cli.planner.workload.own",
         builder="trainspec_cli.engine.models.own",
         refuses={
             "tp": "the engine cannot cut blocks of one's own",
@@ -461,9 +461,9 @@ class ConvModel:
 
     unit: ClassVar[Literal["samples"]] = "samples"
     record: ClassVar[FamilyRecord] = FamilyRecord(
-        work="trainspec_cli.plan.workload.cnn",
+        work="trainspec_cli.planner.workload.cnn",
         builder="trainspec_cli.engine.models.conv",
-        memory="trainspec_cli.plan.memory.engine.conv",
+        memory="trainspec_cli.planner.memory.engine.conv",
         refuses={
             "tp": "convolutions are not cut",
             "cp": "images have no sequence",

@@ -168,6 +168,7 @@ OPTIM_RULES = (muon_models, offloaded_state, blocks_of_changed_layouts)
 
 
 # Rules for one's own code: it is there, it can be called as the engine does, and the recipe says what it needs.
+#
 # Nothing of it runs for that: `extensions.source` reads it.
 
 

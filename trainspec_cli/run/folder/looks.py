@@ -56,8 +56,9 @@ def read_looks(run: RunDir) -> LooksRecord:
     return read_versioned_record(path, LooksRecord, "list of looks") if path.exists() else LooksRecord()
 
 
-# Reports of the workers to the supervisor: how fast the ranks compute and their links are, as was confirmed. Rank 0
-# writes RUN/speeds.json anew when confirmed speeds or the division of samples change, and not otherwise.
+# Reports of the workers to the supervisor: how fast the ranks compute and their links are, as was confirmed.
+#
+# Rank 0 writes RUN/speeds.json anew when confirmed speeds or the division of samples change, and not otherwise.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +123,11 @@ class SpeedsWatch:
         return read_speeds(self._run) if self._file.has_changed() else None
 
 
-# Memory that ran out in a run: what a rank tells the others at once, and the directives that followed. The rank whose
-# memory ran out leaves a file that the others look for while they wait for it: RUN/shortages/00000003.json is of the
-# third start. Each rank then saves its part of the state (`engine/run/shortage/emergency.py`).
+# Memory that ran out in a run: what a rank tells the others at once, and the directives that followed.
+#
+# The rank whose memory ran out leaves a file that the others look for while they wait for it:
+# RUN/shortages/00000003.json is of the third start. Each rank then saves its part of the state
+# (`engine/run/shortage/emergency.py`).
 
 
 @dataclass(frozen=True)
@@ -176,8 +179,9 @@ def _is_known(setting: MemorySetting) -> bool:
     return kinds and setting.micro_batch_size >= 1
 
 
-# Proposals of the supervisor to the workers: another layout that their run would be faster in. It writes
-# RUN/proposal.json, which rank 0 looks for; the ranks agree at which step they take it up.
+# Proposals of the supervisor to the workers: another layout that their run would be faster in.
+#
+# It writes RUN/proposal.json, which rank 0 looks for; the ranks agree at which step they take it up.
 
 
 @dataclass(frozen=True, kw_only=True)

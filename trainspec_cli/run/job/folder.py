@@ -218,8 +218,9 @@ def storage(run_dir: str, named_by: str = "run.dir") -> Iterator[None]:
         raise MachineError(problem) from error
 
 
-# The claim on a run: one supervisor at a time holds a lock on pid.json, which ends with its process. Across nodes not
-# every file system keeps locks: of a Slurm job it is Slurm that knows whether it lives.
+# The claim on a run: one supervisor at a time holds a lock on pid.json, which ends with its process.
+#
+# Across nodes not every file system keeps locks: of a Slurm job it is Slurm that knows whether it lives.
 
 
 _CANNOT_BE_LOOKED_AT = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP)

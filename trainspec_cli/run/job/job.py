@@ -23,7 +23,7 @@ import trainspec_cli
 from trainspec_cli.core.environment_names import GENERATION, LAUNCH_ID
 from trainspec_cli.core.node import cpu_name
 from trainspec_cli.core.trust import make_folder
-from trainspec_cli.plan.memory.caching_allocator import grows_segments
+from trainspec_cli.planner.memory.caching_allocator import grows_segments
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.folder.generations import GenerationRecord

@@ -119,8 +119,9 @@ def checkpoint_interval_steps(interval_s: float, step_time_s: float) -> int:
     return max(1, round(interval_s / step_time_s))
 
 
-# Decide which replica groups make the next step together, and which heal from which, on plain numbers. The rules are
-# those of torchft's lighthouse (github.com/pytorch/torchft, `quorum_compute`), restated.
+# Decide which replica groups make the next step together, and which heal from which, on plain numbers.
+#
+# The rules are those of torchft's lighthouse (github.com/pytorch/torchft, `quorum_compute`), restated.
 
 
 @dataclass(frozen=True)

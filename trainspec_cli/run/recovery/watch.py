@@ -97,10 +97,11 @@ def steps_until_full(steps: Sequence[int], readings_bytes: Sequence[float], free
     return free_bytes / slope if slope > 0 else None
 
 
-# Tell a process that works from one that hangs, by what is seen of it from outside while it makes no step. A program
-# evaluates, compiles and saves between steps, and says nothing of it. What works shows that: its stack changes, it
-# reads or writes, its children compute. A process whose stack stays the same may still compute in native code; where
-# another one stands still meanwhile, and it has a GPU, it spins: it waits for that one.
+# Tell a process that works from one that hangs, by what is seen of it from outside while it makes no step.
+#
+# A program evaluates, compiles and saves between steps, and says nothing of it. What works shows that: its stack
+# changes, it reads or writes, its children compute. A process whose stack stays the same may still compute in native
+# code; where another one stands still meanwhile, and it has a GPU, it spins: it waits for that one.
 
 
 MOVED_BYTES = 2**16

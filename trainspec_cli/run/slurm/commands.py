@@ -123,9 +123,11 @@ def _failed(code: str, message: str, hint: str) -> MachineError:
     return MachineError(Problem(code, message, hint=hint, environment=True))
 
 
-# Place a job's nodes beside their neighbours on the same switch, as the plan wants them. Slurm numbers tasks by the
-# hostfile where it is asked to (`srun --distribution=arbitrary` with SLURM_HOSTFILE), and tells each task the
-# switches above its node (SLURM_TOPOLOGY_ADDR, under topology/tree); both are documented in srun(1).
+# Place a job's nodes beside their neighbours on the same switch, as the plan wants them.
+#
+# Slurm numbers tasks by the hostfile where it is asked to (`srun --distribution=arbitrary` with SLURM_HOSTFILE), and
+# tells each task the switches above its node (SLURM_TOPOLOGY_ADDR, under topology/tree); both are documented in
+# srun(1).
 
 
 HOSTFILE = "SLURM_HOSTFILE"

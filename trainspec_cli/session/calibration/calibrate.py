@@ -13,7 +13,7 @@ from pathlib import Path
 from trainspec_cli import __version__
 from trainspec_cli.core.errors import PlanError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.node import cpu_name
-from trainspec_cli.plan.calibration import (
+from trainspec_cli.planner.calibration import (
     CPU_SPREAD,
     EFFICIENCIES,
     GPU_SPREAD,
@@ -28,10 +28,10 @@ from trainspec_cli.plan.calibration import (
     of_setup,
     slopes_of,
 )
-from trainspec_cli.plan.hardware.rates import Efficiency, find_accelerator
-from trainspec_cli.plan.plan import plan
-from trainspec_cli.plan.this_machine import is_known, is_predictable, predict_local, setup_of
-from trainspec_cli.plan.validation.backtest import backtest
+from trainspec_cli.planner.hardware.rates import Efficiency, find_accelerator
+from trainspec_cli.planner.plan import plan
+from trainspec_cli.planner.this_machine import is_known, is_predictable, predict_local, setup_of
+from trainspec_cli.planner.validation.backtest import backtest
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.layout import MESH_AXES
 from trainspec_cli.recipe.keys.run import RunSpec
@@ -40,7 +40,7 @@ from trainspec_cli.recipe.results.tables import Calibrated, ClusterProfile
 from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.recipe.rules.check import check
 from trainspec_cli.recipe.rules.engine import check_engine
-from trainspec_cli.report.collect import Report, collect
+from trainspec_cli.reporter.collect import Report, collect
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan
 from trainspec_cli.run.job.machine import detect

@@ -14,7 +14,7 @@ from trainspec_cli.core.json_value import JsonObject, JsonValue, flatten
 from trainspec_cli.core.reading.files import read_field, read_object
 from trainspec_cli.data.corpus.shards import TOKENIZER_FILE
 from trainspec_cli.data.corpus.sources import Collection, check_tokenizers
-from trainspec_cli.plan.plan import plan
+from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec

@@ -18,8 +18,8 @@ from trainspec_cli.core.trust import private_files
 from trainspec_cli.recipe.compose.folders import show_path
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.records import to_plain
-from trainspec_cli.report.live import LiveView
-from trainspec_cli.report.text import describe_plan
+from trainspec_cli.reporter.live import LiveView
+from trainspec_cli.reporter.text import describe_plan
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.paths import RunDir

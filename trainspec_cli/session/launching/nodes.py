@@ -14,7 +14,7 @@ from trainspec_cli.core.printable import format_duration
 from trainspec_cli.core.trust import check_tree
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.run import RunSection, RunSpec
-from trainspec_cli.report.live import LiveView
+from trainspec_cli.reporter.live import LiveView
 from trainspec_cli.run.backend.nodes.agent import run_agent
 from trainspec_cli.run.backend.nodes.backend import JOIN_KEY, Reach, reach_from_here
 from trainspec_cli.run.folder import generations

@@ -16,10 +16,10 @@ from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.report.changes import describe_recovery
-from trainspec_cli.report.collect import collect
-from trainspec_cli.report.live import LiveView
-from trainspec_cli.report.render import render_summary
+from trainspec_cli.reporter.changes import describe_recovery
+from trainspec_cli.reporter.collect import collect
+from trainspec_cli.reporter.live import LiveView
+from trainspec_cli.reporter.render import render_summary
 from trainspec_cli.run.backend import OpenBackend
 from trainspec_cli.run.backend.node_processes import PassedThrough
 from trainspec_cli.run.failure import Explanation

@@ -7,7 +7,7 @@ from dataclasses import replace
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.kernels import KernelTable
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.report.kernels_text import describe_choice
+from trainspec_cli.reporter.kernels_text import describe_choice
 from trainspec_cli.run.tools import measure_kernels, read_table, table_path
 from trainspec_cli.session.console import PrintableConsole
 

@@ -23,8 +23,8 @@ from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.plan import Plan
-from trainspec_cli.report.compare import table
-from trainspec_cli.report.progress import Progress
+from trainspec_cli.reporter.compare import table
+from trainspec_cli.reporter.progress import Progress
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.folder.event_types.events import EvalEvent
 from trainspec_cli.run.folder.events import EventTail

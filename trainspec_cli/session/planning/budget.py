@@ -9,9 +9,9 @@ from typing import Annotated
 
 from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.reading.files import exists
-from trainspec_cli.plan.run.budget import PortfolioRun, make_budget, spot_reliability
-from trainspec_cli.plan.run.cost import rental_price
-from trainspec_cli.plan.run.forecast import forecast_run
+from trainspec_cli.planner.run.budget import PortfolioRun, make_budget, spot_reliability
+from trainspec_cli.planner.run.cost import rental_price
+from trainspec_cli.planner.run.forecast import forecast_run
 from trainspec_cli.recipe.compose.folders import locate
 from trainspec_cli.recipe.compose.yaml_file import read_yaml
 from trainspec_cli.recipe.field_types import NonNegativeFloat, Range
@@ -19,7 +19,7 @@ from trainspec_cli.recipe.keys.cluster import ClusterSpec
 from trainspec_cli.recipe.results.tables import Budget
 from trainspec_cli.recipe.rules.run import forget_out_of_range
 from trainspec_cli.recipe.structure import build
-from trainspec_cli.report.plan.labels import PlanReport
+from trainspec_cli.reporter.plan.labels import PlanReport
 from trainspec_cli.session.planning.plan import plan_recipe, require_fit
 
 SUFFIXES = (".yaml", ".yml")

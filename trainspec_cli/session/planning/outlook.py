@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from trainspec_cli.core.errors import TrainspecError
-from trainspec_cli.plan.what_if import ALONE, look_ahead
+from trainspec_cli.planner.what_if import ALONE, look_ahead
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.records import Absent
 from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
-from trainspec_cli.report.diagnosis.conclude import Outlook
-from trainspec_cli.report.diagnosis.gather import RunReader
+from trainspec_cli.reporter.diagnosis.conclude import Outlook
+from trainspec_cli.reporter.diagnosis.gather import RunReader
 from trainspec_cli.run.folder.event_types.events import DirectiveEvent
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_plan

@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING, Literal
 
 from trainspec_cli.core.errors import MachineError, PlanError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.wings import Point
-from trainspec_cli.plan.capacity import blueprint_of
-from trainspec_cli.plan.hardware.cluster import accelerator_of, chip_of
-from trainspec_cli.plan.memory.engine import tensors_by_cause
-from trainspec_cli.plan.plan import in_engine_format
-from trainspec_cli.plan.planes import plan_planes
-from trainspec_cli.plan.pools.describe import on_pools
-from trainspec_cli.plan.run.forecast import forecast_run
-from trainspec_cli.plan.search.advice import advise
-from trainspec_cli.plan.search.auto import as_plan, pin_layout
-from trainspec_cli.plan.search.variants import plan_on_what_divides, plan_other_recovery
+from trainspec_cli.planner.capacity import blueprint_of
+from trainspec_cli.planner.hardware.cluster import accelerator_of, chip_of
+from trainspec_cli.planner.memory.engine import tensors_by_cause
+from trainspec_cli.planner.plan import in_engine_format
+from trainspec_cli.planner.planes import plan_planes
+from trainspec_cli.planner.pools.describe import on_pools
+from trainspec_cli.planner.run.forecast import forecast_run
+from trainspec_cli.planner.search.advice import advise
+from trainspec_cli.planner.search.auto import as_plan, pin_layout
+from trainspec_cli.planner.search.variants import plan_on_what_divides, plan_other_recovery
 from trainspec_cli.recipe.compose.folders import DISTURB
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
 from trainspec_cli.recipe.rules.check import matrix_units
 from trainspec_cli.recipe.rules.engine import check_built
 from trainspec_cli.recipe.wings import parts_for
-from trainspec_cli.report.plan.labels import PlanReport, PlanSection
+from trainspec_cli.reporter.plan.labels import PlanReport, PlanSection
 from trainspec_cli.session.planning.profile import with_profile
 from trainspec_cli.session.recipe.load import Loaded, load_for_planning, this_machine, with_defaults
 
 if TYPE_CHECKING:
-    from trainspec_cli.report.plan.page import TraceReport
+    from trainspec_cli.reporter.plan.page import TraceReport
     from trainspec_cli.session.planning.disturbance import NamedDisturbance
 
 PLAN_SECTIONS: Point[Callable[[RunSpec, CapacityPlan, Candidate], PlanSection | None]] = Point("plan_sections")
@@ -99,7 +99,7 @@ def plan_loaded(
 def _plan_on_pools(loaded: Loaded, defaults: tuple[str, ...]) -> PlanReport:
     """Plan a cluster of several pools, beside each of them alone."""
     # loads a search of its own, which other plans do without
-    from trainspec_cli.plan.pools.plan import advise_pools, compare_pools, plan_pools
+    from trainspec_cli.planner.pools.plan import advise_pools, compare_pools, plan_pools
 
     spec = on_pools(loaded.spec, loaded.spec.cluster.pools)
     try:
@@ -140,7 +140,7 @@ def _sections(spec: RunSpec, capacity: CapacityPlan, best: Candidate) -> tuple[P
 
 def _trace(spec: RunSpec, capacity: CapacityPlan) -> TraceReport:
     """Trace the first candidate. Raises RecipeError where the engine does not build the model."""
-    from trainspec_cli.report.plan.page import compare_trace
+    from trainspec_cli.reporter.plan.page import compare_trace
     from trainspec_cli.run.tools import trace_plan
 
     candidate = capacity.candidates[0]

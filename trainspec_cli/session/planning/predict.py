@@ -15,9 +15,9 @@ from trainspec_cli.balance.decisions.balance import largest_stage
 from trainspec_cli.core import environment_names
 from trainspec_cli.core.errors import Interrupted, MachineError, PlanError, Problem
 from trainspec_cli.core.printable import format_bytes
-from trainspec_cli.plan.calibration import calibrated
-from trainspec_cli.plan.hardware.cluster import chip_of
-from trainspec_cli.plan.this_machine import (
+from trainspec_cli.planner.calibration import calibrated
+from trainspec_cli.planner.hardware.cluster import chip_of
+from trainspec_cli.planner.this_machine import (
     Predict,
     device_limit_bytes,
     is_known,
@@ -36,7 +36,7 @@ from trainspec_cli.recipe.results.tables import MemorySetting
 from trainspec_cli.recipe.results.tools import MachineProbe
 from trainspec_cli.recipe.rules.check import check
 from trainspec_cli.recipe.rules.engine import check_engine
-from trainspec_cli.report.text import describe_prediction
+from trainspec_cli.reporter.text import describe_prediction
 from trainspec_cli.run.memory_limits import read_limits
 from trainspec_cli.run.recovery.memory import build_ladder, with_reliefs, with_setting
 from trainspec_cli.run.tools import DISTURBED_HOLDS_S, known_probe, probe_machine

@@ -13,9 +13,9 @@ from trainspec_cli.core.errors import Problem, RecipeError
 from trainspec_cli.core.node import cache_dir, cpu_name, make_cache
 from trainspec_cli.core.reading.spec_version import VERSION_LINE
 from trainspec_cli.core.reading.yaml_file import read_versioned_yaml
-from trainspec_cli.plan.calibration import PACE, efficiency_with
-from trainspec_cli.plan.hardware.cluster import chip_of
-from trainspec_cli.plan.hardware.rates import Efficiency
+from trainspec_cli.planner.calibration import PACE, efficiency_with
+from trainspec_cli.planner.hardware.cluster import chip_of
+from trainspec_cli.planner.hardware.rates import Efficiency
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import from_plain, to_plain

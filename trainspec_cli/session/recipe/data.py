@@ -10,7 +10,7 @@ from trainspec_cli.data.corpus.labelled import find_samples
 from trainspec_cli.data.corpus.prepare import check_text, prepare
 from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.recipe.keys.run import DataSpec
-from trainspec_cli.report.live import showing_progress
+from trainspec_cli.reporter.live import showing_progress
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.folder.record import read_data_dir
 from trainspec_cli.session.console import PrintableConsole

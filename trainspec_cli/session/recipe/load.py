@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, TrainspecError
 from trainspec_cli.core.wings import Point
-from trainspec_cli.plan.plan import plan
-from trainspec_cli.plan.workload import count_params
+from trainspec_cli.planner.plan import plan
+from trainspec_cli.planner.workload import count_params
 from trainspec_cli.recipe.compose.folders import COMMAND_LINE, DISTURB, RECIPE
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine

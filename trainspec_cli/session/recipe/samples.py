@@ -10,7 +10,7 @@ from trainspec_cli.data.corpus.rows import open_rows
 from trainspec_cli.data.corpus.sources import Collection
 from trainspec_cli.recipe.keys.model import ConvModel
 from trainspec_cli.recipe.keys.run import RunSpec
-from trainspec_cli.report.live import showing_progress
+from trainspec_cli.reporter.live import showing_progress
 from trainspec_cli.session.console import PrintableConsole
 from trainspec_cli.session.recipe.run_length import EPOCHS, TOKENS
 

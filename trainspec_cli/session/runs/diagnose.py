@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainspec_cli.recipe.results.verdict import RunVerdict
-from trainspec_cli.report.collect import Report
-from trainspec_cli.report.verdicts import describe_event
+from trainspec_cli.reporter.collect import Report
+from trainspec_cli.reporter.verdicts import describe_event
 from trainspec_cli.run.folder.event_types.events import EvalEvent, StepEvent, VerdictEvent
 from trainspec_cli.run.folder.events import EventTail, read_sound
 from trainspec_cli.run.folder.files import write_json
@@ -21,7 +21,7 @@ from trainspec_cli.run.job.folder import is_running
 from trainspec_cli.session.runs.find import collect_run, find_run, refusing_closed, status_of_run
 
 if TYPE_CHECKING:
-    from trainspec_cli.report.diagnosis.watch import DiagnosisWatch
+    from trainspec_cli.reporter.diagnosis.watch import DiagnosisWatch
 
 FOLLOW_S = 0.5
 
@@ -63,8 +63,8 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
     planned = has_plan(run)
     if planned and not run.plan_json.is_file():
         return ()
-    from trainspec_cli.report.diagnosis.conclude import conclude, with_evaluations
-    from trainspec_cli.report.diagnosis.gather import read_run  # loads numpy, as the watch does
+    from trainspec_cli.reporter.diagnosis.conclude import conclude, with_evaluations
+    from trainspec_cli.reporter.diagnosis.gather import read_run  # loads numpy, as the watch does
     from trainspec_cli.session.planning.outlook import outlook_of
 
     reader = read_run(run)
@@ -90,7 +90,7 @@ def verdicts_of(run: RunDir, *, asks_planner: bool = False) -> tuple[RunVerdict,
 
 def trace_to(name: str, file: Path) -> None:
     """Write the trace of a run. Raises as `find_run`, and OSError where the file cannot be written."""
-    from trainspec_cli.report.diagnosis.gather import shape_of, trace_run
+    from trainspec_cli.reporter.diagnosis.gather import shape_of, trace_run
 
     run = find_run(name)
     with refusing_closed(name):
@@ -109,7 +109,7 @@ class VerdictLines:
         if self._watch is None:
             if not self._run.events(0).is_file():  # its workers have not begun
                 return
-            from trainspec_cli.report.diagnosis.watch import DiagnosisWatch
+            from trainspec_cli.reporter.diagnosis.watch import DiagnosisWatch
 
             self._watch = DiagnosisWatch(self._run, looks_deeper=self._looks_deeper)
 

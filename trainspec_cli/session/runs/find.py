@@ -12,8 +12,8 @@ from pathlib import Path
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError, did_you_mean
 from trainspec_cli.core.trust import check_tree
 from trainspec_cli.recipe.compose.folders import show_path
-from trainspec_cli.report.collect import Report, collect
-from trainspec_cli.report.runs import RunLine, list_runs, status_of
+from trainspec_cli.reporter.collect import Report, collect
+from trainspec_cli.reporter.runs import RunLine, list_runs, status_of
 from trainspec_cli.run.folder.known_runs import known_runs
 from trainspec_cli.run.folder.paths import RunDir
 from trainspec_cli.run.job.folder import RUNS, is_running

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from trainspec_cli.core.errors import MachineError, Problem, RecipeError
 from trainspec_cli.recipe.records import Absent
-from trainspec_cli.report.collect import collect
-from trainspec_cli.report.live import LiveView
-from trainspec_cli.report.render import render_summary
-from trainspec_cli.report.runs import QUEUED
+from trainspec_cli.reporter.collect import collect
+from trainspec_cli.reporter.live import LiveView
+from trainspec_cli.reporter.render import render_summary
+from trainspec_cli.reporter.runs import QUEUED
 from trainspec_cli.run.backend.processes import POLL_S
 from trainspec_cli.run.folder.events import TAIL_BYTES
 from trainspec_cli.run.folder.paths import RunDir

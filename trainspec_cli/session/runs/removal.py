@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainspec_cli.core.errors import Problem, RecipeError
-from trainspec_cli.report.runs import ALIVE, DAMAGED, RunLine
+from trainspec_cli.reporter.runs import ALIVE, DAMAGED, RunLine
 from trainspec_cli.run.folder import generations
 from trainspec_cli.run.folder.looks import best_checkpoint
 from trainspec_cli.run.folder.memory import find_copies, remove_folder

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from trainspec_cli.recipe.keys.cluster import Machine
 from trainspec_cli.recipe.results.certificate import REFUSALS, Certificate, ClauseSummary, Figure, Finding
-from trainspec_cli.report.rich_text import Text
+from trainspec_cli.reporter.rich_text import Text
 
 SHOWN_DIGITS = 16
 

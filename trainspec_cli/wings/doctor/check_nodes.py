@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainspec_cli.plan.run.forecast import checkpoint_bytes
-from trainspec_cli.plan.this_machine import is_predictable, least_memory
+from trainspec_cli.planner.run.forecast import checkpoint_bytes
+from trainspec_cli.planner.this_machine import is_predictable, least_memory
 from trainspec_cli.recipe.results.doctor import NodeReport
 from trainspec_cli.recipe.results.plan import Plan
 from trainspec_cli.run.backend.nodes.backend import Examination

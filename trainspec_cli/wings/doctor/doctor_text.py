@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trainspec_cli.recipe.results.doctor import Check, Diagnosis
-from trainspec_cli.report.rich_text import Text
+from trainspec_cli.reporter.rich_text import Text
 
 MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "red")}
 NAME_WIDTH = 15

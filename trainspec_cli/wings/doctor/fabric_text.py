@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from trainspec_cli.report.rich_text import Text
+from trainspec_cli.reporter.rich_text import Text
 from trainspec_cli.wings.doctor.found_fabric import FoundFabric, FoundTier
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from trainspec_cli.core.errors import Problem, RecipeError, closest
-from trainspec_cli.plan.search.auto import asked_for
+from trainspec_cli.planner.search.auto import asked_for
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.json_text import json_text
 from trainspec_cli.recipe.keys.run import ComputeFormat, RunSpec
-from trainspec_cli.report.plan.labels import PlanReport
+from trainspec_cli.reporter.plan.labels import PlanReport
 from trainspec_cli.run.folder.files import write_text
 from trainspec_cli.session.planning.disturbance import load_disturbance
 from trainspec_cli.session.planning.plan import plan_loaded, require_fit

@@ -10,7 +10,7 @@ from trainspec_cli.recipe.keys.resilience import SitesSpec
 from trainspec_cli.recipe.keys.run import RunSpec
 from trainspec_cli.recipe.records import to_plain
 from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
-from trainspec_cli.report.plan.labels import PlanSection, percent
+from trainspec_cli.reporter.plan.labels import PlanSection, percent
 from trainspec_cli.wings.sites.schedule import VALUE_BYTES, SiteLinks, hiding_interval, utilisation
 
 

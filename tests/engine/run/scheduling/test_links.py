@@ -10,7 +10,7 @@ import pytest
 from lab.ranks import outputs
 
 from trainspec_cli.recipe.records import read_record
-from trainspec_cli.report.text import describe_event
+from trainspec_cli.reporter.text import describe_event
 from trainspec_cli.run.folder.event_types.events import LinkEvent
 
 WORKER = Path(__file__).with_name("link_worker.py")

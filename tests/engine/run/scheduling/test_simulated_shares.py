@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from balance.jobs import job_of
 from engine.run.scheduling.test_step_scheduler import RANKS, Run
 
@@ -15,6 +14,7 @@ from trainspec_cli.balance.decisions.shares import ShareChange
 from trainspec_cli.balance.disturbance import Disturbance, SlowDevice
 from trainspec_cli.balance.job import Taken
 from trainspec_cli.balance.simulate import simulate
+from trainspec_cli.engine.run.step_report import SpeedFigures
 from trainspec_cli.recipe.keys.layout import Layout, ZeroStage
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -39,11 +39,11 @@ class Ranks:
         self.zero_stage = zero_stage
         self.step = 0
         self.shares: list[tuple[int, ...]] = []
-        self._figures: list[list[float]] = []
+        self._reported: list[SpeedFigures] = []
 
     def begin_step(self) -> None:
         divisions = [scheduler.divide(self.step) for scheduler in self.schedulers]
-        self._figures = [scheduler.figures(self.step) for scheduler in self.schedulers]
+        self._reported = [one for scheduler in self.schedulers if (one := scheduler.report(self.step))]
         assert len({division.counts(SAMPLES) for division in divisions}) == 1, "all ranks decide the same"
         self._division = divisions[0]
         self.shares.append(divisions[0].counts(SAMPLES))
@@ -61,8 +61,7 @@ class Ranks:
             }
             own = self._division.of_rank(rank, 0, SAMPLES)
             assert len(own.sizes) == micro_batches
-            figures = torch.tensor(self._figures, dtype=torch.float64)
-            scheduler.note_step(self.step, own, parts_s, SAMPLES, figures)
+            scheduler.note_step(self.step, own, parts_s, SAMPLES, self._reported)
 
 
 @pytest.fixture(params=[1, 3], ids=["exchanges once", "exchanges each micro-batch"])

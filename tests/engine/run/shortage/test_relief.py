@@ -33,7 +33,7 @@ from trainspec_cli.engine.run.shortage import (
 )
 from trainspec_cli.engine.run.step import compute_gradients
 from trainspec_cli.engine.run.trainer import Trainer
-from trainspec_cli.plan.plan import plan
+from trainspec_cli.planner.plan import plan
 from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
 from trainspec_cli.recipe.keys.model import ConvModel, DecoderModel, ExpertSpec
 from trainspec_cli.recipe.keys.run import DataSpec, RunSpec, TrainSection

@@ -54,7 +54,7 @@ from trainspec_cli.engine.run.coordinator import TrainProgress
 from trainspec_cli.engine.run.scheduling.directives import Directives, largest_stage_layers, watches_speeds
 from trainspec_cli.engine.run.step_report import BucketFigures, SpeedFigures
 from trainspec_cli.engine.run.supervisor_link import SupervisorLink
-from trainspec_cli.plan.partition import LayerTimes
+from trainspec_cli.planner.partition import LayerTimes
 from trainspec_cli.recipe.field_types import AUTO
 from trainspec_cli.recipe.records import ABSENT
 from trainspec_cli.recipe.results.plan import Plan
@@ -452,9 +452,10 @@ def ranks_of_data(state: TrainState) -> list[list[int]]:
     return [[int(rank) for rank in row] for row in rows.tolist()]
 
 
-# Tries sizes of the buckets in which gradients are summed, in a run's first steps, and keeps the best. What a step
-# has waited for gradients travels with the exchange that the next step makes for its loss. A size changes no bit of
-# the sums, so that a run may try them whatever `scheduler.mode` is, but for off.
+# Tries sizes of the buckets in which gradients are summed, in a run's first steps, and keeps the best.
+#
+# What a step has waited for gradients travels with the exchange that the next step makes for its loss. A size changes
+# no bit of the sums, so that a run may try them whatever `scheduler.mode` is, but for off.
 
 
 class StepBuckets:

@@ -15,6 +15,7 @@ from trainspec_cli.run.backend.nodes import messages
 from trainspec_cli.run.backend.nodes.messages import Beat, Message, decode, encode
 
 # The connection between the hub and an agent: messages over TCP, once both have shown that they know the secret.
+#
 # Neither end blocks: both look at their sockets while they do their own work. A peer that is silent for too long is
 # lost, whether its process hangs, its node is off or its cable is cut (TCP by itself would wait for a quarter of an
 # hour).

@@ -1,0 +1,318 @@
+"""Every `auto` resolved for the machine at hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from trainspec_cli.balance.batch.batch import count_steps, schedule_batches
+from trainspec_cli.balance.batch.division import even_division, take_portion
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.planner.plan import choose_micro_batch, in_engine_format, plan, resolve_layout
+from trainspec_cli.recipe.keys.cluster import AcceleratorSpec, ClusterSpec, Machine
+from trainspec_cli.recipe.keys.kernels import KernelSpec
+from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.keys.resilience import ResilienceSpec
+from trainspec_cli.recipe.keys.run import DataSpec, PrecisionSpec, RunSpec, TrainSection
+from trainspec_cli.recipe.keys.training import (
+    BatchingSpec,
+    BatchScheduleSpec,
+    LayoutChangeSpec,
+    LoraSpec,
+    OptimSpec,
+    SchedulerSpec,
+)
+
+SPEC = RunSpec(
+    model=DecoderModel(2, 64, 4, 2, 16, 160, 512),
+    data=DataSpec(seq_len=1024, source="python_stdlib"),
+    optim=OptimSpec(lr=0.1),
+    batching=BatchingSpec(global_batch_size=48),
+    train=TrainSection(max_steps=10),
+)
+LAPTOP = Machine("laptop", cpu_cores=2, memory_bytes=2**34)
+H200S = Machine("node", 64, 2**40, gpu_names=("NVIDIA H200",) * 4, gpu_memory_bytes=141 * 10**9, bf16=True)
+
+
+def test_a_laptop_gets_two_processes_and_fp32():
+    got = plan(SPEC, LAPTOP)
+    assert (got.device, got.world_size, got.compute) == ("cpu", 2, "fp32")
+    assert (got.layout.dp_replicate, got.layout.dp_shard) == (2, 1)
+    assert (got.peak_flops, got.peak_source) == (None, ""), "a CPU's rate is measured by the workers"
+
+
+def test_gpus_are_all_taken_and_their_peak_is_the_data_sheets():
+    got = plan(SPEC, H200S)
+    assert (got.device, got.world_size, got.compute) == ("cuda", 4, "bf16")
+    assert got.peak_flops == 989e12
+    assert got.peak_source == "dense bf16 peak of H200-SXM-141GB by its data sheet"
+
+
+@pytest.mark.parametrize(
+    ("compute", "gpu"), [("fp32", "NVIDIA H200"), ("bf16", "Unheard-of 9000"), ("bf16", "Tesla V100-SXM2-16GB")]
+)
+def test_a_peak_that_no_sheet_gives_is_left_to_be_measured(compute, gpu):
+    machine = replace(H200S, gpu_names=(gpu,))
+    assert plan(replace(SPEC, precision=PrecisionSpec(compute=compute)), machine).peak_flops is None
+
+
+def scheduled(**schedule: Any) -> RunSpec:
+    batching = BatchingSpec(global_batch_size=48, schedule=BatchScheduleSpec(**schedule))
+    return replace(SPEC, batching=batching, train=TrainSection(max_steps=1000))
+
+
+def test_a_plan_counts_the_steps_of_a_batch_that_changes() -> None:
+    constant, seesaw = plan(scheduled(), LAPTOP), plan(scheduled(kind="seesaw"), LAPTOP)
+    assert (constant.steps, constant.total_steps) == (None, 1000)
+    assert seesaw.steps == seesaw.total_steps == count_steps(schedule_batches(seesaw.spec)) < 700
+
+
+def test_noise_is_measured_between_two_ranks_at_least() -> None:
+    spec = scheduled(kind="noise", max_global_batch_size=96)
+    assert plan(spec, LAPTOP).total_steps == 1000
+    with pytest.raises(RecipeError, match="is measured between data-parallel ranks, and there is 1"):
+        plan(spec, replace(LAPTOP, cpu_cores=1))
+
+
+def test_the_micro_batch_keeps_to_the_token_limit():
+    got = plan(SPEC, LAPTOP)
+    assert (got.micro_batch_size, got.grad_accum_steps) == (8, 3)
+
+
+@pytest.mark.parametrize(
+    ("batching", "devices", "sizes"),
+    [
+        (BatchingSpec(48, micro_batch_size=2), 2, (2, 12)),
+        (BatchingSpec(48), 5, (5, 2)),
+        (BatchingSpec(48, micro_batch_size=4), 5, (4, 3)),
+        (BatchingSpec(7, micro_batch_size=3), 2, (2, 2)),
+        (BatchingSpec(7, micro_batch_size=64), 2, (4, 1)),
+        (BatchingSpec(7), 3, (3, 1)),
+        (BatchingSpec(3), 5, (1, 1)),
+        (BatchingSpec(33), 2, (6, 3)),
+    ],
+    ids=str,
+)
+def test_any_batch_divides_over_any_number_of_ranks(batching: BatchingSpec, devices: int, sizes: tuple[int, int]):
+    """The largest micro-batch and the number of them, of the rank that has most samples."""
+    cluster = ClusterSpec(devices_per_node=devices, device="cpu")
+    got = plan(replace(SPEC, batching=batching, cluster=cluster), LAPTOP)
+    assert (got.micro_batch_size, got.grad_accum_steps) == sizes
+    division = even_division(got.layout, got.micro_batch_size, keeps_micro_batches=False)
+    ranks = [division.of_rank(rank, 0, batching.global_batch_size) for rank in range(devices)]
+    assert (max(max(own.sizes) for own in ranks), len(ranks[0].sizes)) == sizes, "as the engine divides it"
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (LayoutSpec(dp_replicate="auto", dp_shard=2), (2, 2)),
+        (LayoutSpec(dp_replicate=1, dp_shard="auto"), (1, 4)),
+        (LayoutSpec(dp_replicate="auto", dp_shard="auto", tp="auto", pp="auto"), (4, 1)),
+    ],
+)
+def test_an_open_axis_takes_what_the_others_leave(layout, expected):
+    got = plan(replace(SPEC, layout=layout), H200S).layout
+    assert (got.dp_replicate, got.dp_shard) == expected
+
+
+def test_axes_that_do_not_multiply_to_the_world_are_refused():
+    with pytest.raises(RecipeError, match=r"takes 2 processes, the cluster has 4"):
+        plan(replace(SPEC, layout=LayoutSpec(dp_replicate=2, dp_shard=1)), H200S)
+
+
+@pytest.mark.parametrize(
+    ("per_rank", "seq_len", "layout", "size"),
+    [
+        (48, 1024, Layout(), 8),
+        (64, 2048, Layout(), 4),
+        (7, 1024, Layout(), 7),
+        (13, 1024, Layout(), 7),
+        (48, 10_000, Layout(), 1),
+        (64, 256, Layout(pp=2), 8),
+        (4, 256, Layout(pp=4), 1),
+        (24, 256, Layout(pp=4), 1),
+        (32, 256, Layout(pp=2, pipeline_schedule="interleaved"), 4),
+        (24, 256, Layout(pp=3, pipeline_schedule="interleaved"), 2),
+        (6, 256, Layout(pp=4, pipeline_schedule="interleaved"), 1),
+        (10, 256, Layout(pp=2), 1),
+        (15, 256, Layout(pp=2), 2),
+        (1, 256, Layout(pp=2), 1),
+    ],
+    ids=str,
+)
+def test_the_largest_micro_batch_that_fills_the_stages(per_rank: int, seq_len: int, layout: Layout, size: int):
+    """At most 8192 tokens, and four micro-batches a stage where the batch has as many."""
+    assert choose_micro_batch(per_rank, seq_len, layout) == size
+
+
+@pytest.mark.parametrize(
+    ("wanted", "layout"),
+    [
+        (LayoutSpec(zero_stage="auto"), Layout(dp_replicate=8, sequence_parallel=False)),
+        (LayoutSpec(tp=2, dp_shard=4, zero_stage=1), Layout(dp_shard=4, tp=2, zero_stage=1)),
+        (LayoutSpec(dp_replicate=2, cp=2, context_method="ulysses"),
+         Layout(dp_replicate=2, dp_shard=2, cp=2, context_method="ulysses", sequence_parallel=False)),
+        (LayoutSpec(dp_shard=2, pp=2, stage_layers=(1, 3), pipeline_schedule="auto"),
+         Layout(dp_replicate=2, dp_shard=2, pp=2, stage_layers=(1, 3), sequence_parallel=False)),
+        (LayoutSpec(dp_shard=4, pp=2, pipeline_schedule="interleaved", virtual_stages="auto"),
+         Layout(dp_shard=4, pp=2, pipeline_schedule="interleaved", virtual_stages=2, sequence_parallel=False)),
+        (LayoutSpec(dp_shard=4, pp=2, pipeline_schedule="zbv", virtual_stages="auto"),
+         Layout(dp_shard=4, pp=2, pipeline_schedule="zbv", sequence_parallel=False)),
+        (LayoutSpec(dp_shard=4, tp=2, ep=4, etp=2, sequence_parallel=False),
+         Layout(dp_shard=4, tp=2, ep=4, etp=2, sequence_parallel=False)),
+        (LayoutSpec(dp_shard=4, pp=2, pipeline_schedule="interleaved", virtual_stages=3),
+         Layout(dp_shard=4, pp=2, pipeline_schedule="interleaved", virtual_stages=3, sequence_parallel=False)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_layouts_of_eight_processes(wanted: LayoutSpec, layout: Layout):
+    assert resolve_layout(wanted, 8) == layout
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        (LayoutSpec(tp=3), r"8 does not divide by 3 \(cp x tp x pp\)"),
+        (LayoutSpec(dp_shard=3), r"8 does not divide by 3 \(dp_shard\)"),
+        (LayoutSpec(dp_replicate=3), r"8 does not divide by 3 \(dp_replicate\)"),
+        (LayoutSpec(dp_replicate=2, dp_shard=2), "takes 4 processes, the cluster has 8"),
+    ],
+    ids=["axes", "shards", "replicas", "product"],
+)
+def test_layouts_that_do_not_divide(layout: LayoutSpec, says: str):
+    with pytest.raises(RecipeError, match=says):
+        resolve_layout(layout, 8)
+
+
+def test_a_size_that_does_not_divide_is_refused_with_sizes_near_it_that_do():
+    with pytest.raises(RecipeError) as caught:
+        resolve_layout(LayoutSpec(tp=5), 48)
+    assert caught.value.problems[0].hint == "near sizes that divide 48: 3, 4, 6"
+
+
+@pytest.mark.parametrize(
+    ("resilience", "replicas", "groups", "layout"),
+    [
+        (ResilienceSpec(), 4, 1, Layout(dp_replicate=4, sequence_parallel=False)),
+        (ResilienceSpec(mode="elastic"), 4, 4, Layout(sequence_parallel=False)),
+        (ResilienceSpec(mode="elastic"), "auto", 2, Layout(dp_replicate=2, sequence_parallel=False)),
+        (ResilienceSpec(mode="elastic", replica_groups=2), 2, 2, Layout(dp_replicate=2, sequence_parallel=False)),
+        (ResilienceSpec(mode="elastic", replica_groups=4), "auto", 4, Layout(sequence_parallel=False)),
+    ],
+    ids=["one group", "replicas are groups", "two", "replicas in groups", "four"],
+)
+def test_replica_groups_have_a_layout_each(resilience: ResilienceSpec, replicas: Any, groups: int, layout: Layout):
+    cluster = ClusterSpec(devices_per_node=4, device="cpu")
+    spec = replace(SPEC, cluster=cluster, resilience=resilience, layout=LayoutSpec(dp_replicate=replicas))
+    got = plan(spec, LAPTOP)
+    assert (got.replica_groups, got.layout) == (groups, layout)
+    assert got.micro_batch_size * got.grad_accum_steps == 48 // 4, "all groups share the batch"
+
+
+@pytest.mark.parametrize(
+    ("samples", "groups", "devices", "sizes"), [(7, 2, 4, (2, 1)), (10, 3, 6, (2, 1)), (2, 3, 3, (1, 1))]
+)
+def test_any_batch_divides_over_any_number_of_groups(samples: int, groups: int, devices: int, sizes: tuple[int, int]):
+    """The plan is of the rank that has most samples, over all groups."""
+    batching, resilience = BatchingSpec(samples), ResilienceSpec(mode="elastic", replica_groups=groups)
+    cluster = ClusterSpec(devices_per_node=devices, device="cpu")
+    got = plan(replace(SPEC, batching=batching, cluster=cluster, resilience=resilience), LAPTOP)
+    assert (got.micro_batch_size, got.grad_accum_steps) == sizes
+    portion = take_portion(batching, samples, (1.0,) * groups, groups, 0, 0)
+    counts = even_division(got.layout, got.micro_batch_size, keeps_micro_batches=False).counts(portion.samples)
+    assert max(counts) == sizes[0] * sizes[1]
+
+
+def test_groups_that_do_not_divide_the_processes_are_refused():
+    cluster = ClusterSpec(devices_per_node=4, device="cpu")
+    three = replace(SPEC, cluster=cluster, resilience=ResilienceSpec(mode="elastic", replica_groups=3))
+    with pytest.raises(RecipeError, match=r"4 does not divide by 3 \(groups\)"):
+        plan(three, LAPTOP)
+
+
+@pytest.mark.parametrize(("cores", "groups", "processes"), [(1, 1, 1), (2, 1, 2), (16, 1, 2), (2, 3, 3)])
+def test_a_laptop_runs_two_processes_or_one_a_group(cores: int, groups: int, processes: int):
+    resilience = ResilienceSpec(mode="elastic", replica_groups=groups) if groups > 1 else ResilienceSpec()
+    assert plan(replace(SPEC, resilience=resilience), replace(LAPTOP, cpu_cores=cores)).world_size == processes
+
+
+@pytest.mark.parametrize(
+    ("wanted", "bf16", "compute"),
+    [("auto", True, "bf16"), ("auto", False, "fp32"), ("bf16", False, "bf16"), ("fp32", True, "fp32")],
+)
+def test_formats(wanted: Any, bf16: bool, compute: str):
+    spec = replace(SPEC, precision=PrecisionSpec(compute=wanted))
+    assert plan(spec, replace(LAPTOP, bf16=bf16)).compute == compute
+
+
+@pytest.mark.parametrize(
+    ("wanted", "bf16", "compute"), [("auto", False, "fp32"), ("auto", True, "bf16"), ("fp16", False, "fp16")]
+)
+def test_the_search_takes_the_format_that_the_engine_runs(wanted: Any, bf16: bool, compute: str) -> None:
+    """On a GPU without bf16 the capacity planner would take fp16 of its own accord."""
+    spec = replace(SPEC, precision=PrecisionSpec(compute=wanted))
+    assert in_engine_format(spec, replace(H200S, bf16=bf16)).precision.compute == compute
+
+
+@pytest.mark.parametrize("wanted", ["fp16", "tf32"])
+def test_formats_that_are_planned_alone_are_refused(wanted: Any):
+    with pytest.raises(RecipeError, match=f"the engine computes in bf16 or fp32, not in {wanted}"):
+        plan(replace(SPEC, precision=PrecisionSpec(compute=wanted)), LAPTOP)
+
+
+def test_a_described_gpu_has_a_peak_where_none_is_at_hand():
+    chip = AcceleratorSpec("X1", "maker", 123.0, 80.0, 3.0)
+    cluster = ClusterSpec(devices_per_node=2, device="cuda", accelerator=chip)
+    got = plan(replace(SPEC, cluster=cluster, layout=LayoutSpec(dp_replicate=2)), replace(LAPTOP, bf16=True))
+    assert (got.device, got.peak_flops) == ("cuda", 123e12)
+    assert plan(replace(SPEC, cluster=replace(cluster, accelerator=None), layout=LayoutSpec(dp_replicate=2)),
+                replace(LAPTOP, bf16=True)).peak_flops is None  # fmt: skip
+
+
+@pytest.mark.clause("LAUNCH-3")
+def test_what_is_open_beside_the_layout_is_closed_and_the_rest_passed_on():
+    kernels = KernelSpec(attention="math")
+    got = plan(replace(SPEC, recompute="auto", offload="auto", kernels=kernels), LAPTOP)
+    assert (got.recompute, got.offload, got.kernels) == ("none", "none", kernels)
+    pinned = plan(replace(SPEC, recompute="full", offload="optimizer"), LAPTOP)
+    assert (pinned.recompute, pinned.offload) == ("full", "optimizer")
+    adapted = plan(replace(SPEC, lora=LoraSpec(rank=2)), LAPTOP)
+    assert adapted.flops_per_token < got.flops_per_token and adapted.params == got.params
+    two = plan(replace(SPEC, cluster=ClusterSpec(num_nodes=2)), LAPTOP)
+    assert (two.num_nodes, two.devices_per_node, two.world_size) == (2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("samples", "micro", "sizes"),
+    [(16, 4, (4, 4)), (12, 4, (3, 4)), (13, 4, (4, 4)), (1, 4, (1, 2)), (3, "auto", (1, 4))],
+)
+def test_interleaving_takes_whole_turns(samples: int, micro: Any, sizes: tuple[int, int]):
+    """Where a rank's samples are no whole turns, micro-batches are smaller, and some of one sample may be empty."""
+    layout = LayoutSpec(dp_replicate=1, pp=2, pipeline_schedule="interleaved")
+    got = plan(replace(SPEC, layout=layout, batching=BatchingSpec(samples, micro_batch_size=micro)), LAPTOP)
+    assert (got.micro_batch_size, got.grad_accum_steps) == sizes
+
+
+def test_planned_changes_of_layout_are_resolved_as_the_layout_is() -> None:
+    changes = (LayoutChangeSpec(4, pp=2, dp_shard=2), LayoutChangeSpec(6, tp=2), LayoutChangeSpec(8, dp_replicate=4))
+    spec = replace(SPEC, cluster=ClusterSpec(devices_per_node=4), scheduler=SchedulerSpec(changes=changes))
+    got = plan(spec, LAPTOP)
+    assert [change.step for change in got.changes] == [4, 6, 8]
+    pipeline, tensor, replicas = got.changes
+    assert (pipeline.layout.pp, pipeline.layout.dp_shard, pipeline.layout.dp_replicate) == (2, 2, 1)
+    assert (tensor.layout.tp, tensor.layout.data_parallel_size) == (2, 2)
+    assert tensor.micro_batch_size * tensor.grad_accum_steps >= 24
+    other = got.with_layout(replicas)
+    assert (other.layout.dp_replicate, other.micro_batch_size) == (4, replicas.micro_batch_size)
+    assert other.spec == spec
+
+
+def test_a_planned_layout_of_other_sizes_than_the_cluster_is_refused() -> None:
+    changes = (LayoutChangeSpec(4, pp=2, dp_shard=2, dp_replicate=2),)
+    spec = replace(SPEC, cluster=ClusterSpec(devices_per_node=4), scheduler=SchedulerSpec(changes=changes))
+    with pytest.raises(RecipeError, match=r"the layout from step 4 on, .* takes 8 processes, the cluster has 4"):
+        plan(spec, LAPTOP)

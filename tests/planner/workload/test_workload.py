@@ -1,0 +1,502 @@
+"""Published parameter counts, and work that adds up to them."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from trainspec_cli.planner.hardware.rates import find_accelerator, find_model, models
+from trainspec_cli.planner.workload import (
+    count_active_params,
+    count_params,
+    embedding_work,
+    flops_per_token,
+    head_work,
+    layer_kinds,
+    layer_works,
+    mixing_flops_per_token,
+)
+from trainspec_cli.planner.workload.adapters import adapted_matrices, adapter_params
+from trainspec_cli.planner.workload.cnn import layer_works as conv_works
+from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params
+from trainspec_cli.planner.workload.ssm import mamba_params
+from trainspec_cli.planner.workload.transformer import attention_work
+from trainspec_cli.planner.workload.work import Gemm, Work
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import (
+    ConvModel,
+    DecoderModel,
+    ExpertSpec,
+    HybridModel,
+    LatentAttentionSpec,
+    ModelSpec,
+)
+from trainspec_cli.recipe.keys.training import LoraSpec
+
+PUBLISHED = {
+    "llama3_8b": (8.03e9, 8.03e9),
+    "llama3_70b": (70.55e9, 70.55e9),
+    "llama3_405b": (405.85e9, 405.85e9),
+    "mixtral_8x7b": (46.7e9, 12.88e9),
+    "qwen3_30b_a3b": (30.5e9, 3.35e9),
+    "mamba2_1b": (1.34e9, 1.34e9),
+    "nemotron_h_8b": (8.1e9, 8.1e9),
+    "resnet50": (25.56e6, 25.56e6),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_published(name: str) -> None:
+    total, active = PUBLISHED[name]
+    assert count_params(models()[name]) == pytest.approx(total, rel=0.01)
+    assert count_active_params(models()[name]) == pytest.approx(active, rel=0.01)
+
+
+def test_deepseek_v3_has_671b_and_its_prediction_layer() -> None:
+    assert count_params(models()["deepseek_v3"]) == pytest.approx(671e9 + 11.5e9, rel=0.005)
+
+
+def gemm_flops(work: Work) -> float:
+    return sum(gemm.flops for gemm in work.gemms)
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(tp=4), Layout(tp=2, cp=2)])
+@pytest.mark.parametrize("name", ["llama3_8b", "mixtral_8x7b", "nemotron_h_8b"])
+def test_work_of_all_ranks_adds_up_to_the_model_flops(name: str, layout: Layout) -> None:
+    """Forward work times three is what `flops_per_token` counts, but for the router and the scan's slowness."""
+    model, seq_len = models()[name], 4096
+    tokens = seq_len / layout.cp
+    kinds = layer_kinds(model, tokens, seq_len, layout)
+    work = sum(count * (gemm_flops(part) + part.attention_flops) for count, parts in kinds for part in parts)
+    head = head_work(model, tokens, layout)
+    assert head is not None
+    total = 3 * (work + gemm_flops(head)) * layout.tp * layout.cp
+    assert total == pytest.approx(seq_len * flops_per_token(model, seq_len), rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["llama3_70b", "deepseek_v3", "nemotron_h_8b"])
+def test_parts_hold_every_parameter_once(name: str) -> None:
+    model = models()[name]
+    parts = sum(n * w.all_params for n, ws in layer_kinds(model, 1.0, 4096, Layout()) for w in ws)
+    ends = [embedding_work(model, 1.0, Layout()), head_work(model, 1.0, Layout())]
+    parts += sum(end.params for end in ends if end)
+    extra = 11.7e9 if name == "deepseek_v3" else 0.0
+    assert parts + extra == pytest.approx(count_params(model), rel=0.01)
+
+
+def test_expert_parallelism_splits_the_experts_alone() -> None:
+    model = models()["mixtral_8x7b"]
+    for ep in (1, 8):
+        ((_, (attention, experts)),) = layer_kinds(model, 4096.0, 4096, Layout(dp_shard=8, ep=ep))
+        assert experts.expert_params == pytest.approx(8 * 3 * 4096 * 14336 / ep)
+        assert attention.params == pytest.approx(4096 * 128 * 2 * 40, rel=0.01)
+
+
+def test_a_window_bounds_attention() -> None:
+    windowed, seq_len = models()["mistral_7b"], 32768
+    per_token = flops_per_token(windowed, seq_len) - flops_per_token(windowed, 1)
+    assert per_token < 12 * 32 * 4096 * 4096
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"),
+        ("A100-SXM-40GB", "A100-SXM-40GB"),
+        ("H100-96GB-HBM2e-500W", "H100-96GB-HBM2e-500W"),
+        ("GB300", "GB300"),
+        ("MI325X", "MI325X"),
+        ("RTX Pro 6000", "RTX Pro 6000"),
+        ("NVIDIA RTX A5000", "NVIDIA RTX A5000"),
+        ("L4", "L4"),
+        ("V100-SXM2-16GB", "V100-SXM2-16GB"),
+    ],
+)
+def test_labels_find_their_chip(label: str, name: str) -> None:
+    chip = find_accelerator(label)
+    assert chip is not None and chip.name == name
+
+
+def test_labels_find_their_model() -> None:
+    found = find_model("resnet50-v1.5")
+    assert found is not None and found.name == "resnet50"
+    assert find_model("no-such-net") is None
+
+
+def test_frozen_weights_take_four_flops_a_token_and_adapters_six() -> None:
+    model, lora = models()["llama3_8b"], LoraSpec(rank=8, targets=("q", "v"))
+    adapters = 8 * 32 * ((4096 + 4096) + (4096 + 1024))
+    mixing = mixing_flops_per_token(model, 4096)
+    frozen = flops_per_token(model, 4096) - mixing
+    assert flops_per_token(model, 4096, lora) == pytest.approx(4 / 6 * frozen + 6 * adapters + mixing, rel=1e-12)
+    assert 0 < 6 * adapters < 0.01 * frozen
+
+
+@pytest.mark.parametrize(("gated", "matrices"), [(True, 3), (False, 2)])
+def test_shared_experts_have_a_gate_matrix_only_where_the_model_gates(gated: bool, matrices: int) -> None:
+    experts = ExpertSpec(num_experts=4, top_k=2, expert_ffn_size=10, shared_experts=2)
+    router = 4 * 8
+    assert active_expert_params(experts, 8, gated) == (2 + 2) * matrices * 8 * 10 + router
+    assert expert_layer_params(experts, 8, gated) == (4 + 2) * matrices * 8 * 10 + router
+
+
+def test_a_mamba_layer_has_projections_convolutions_with_biases_and_a_norm() -> None:
+    model = HybridModel(
+        hidden_size=8, vocab_size=16, mamba_layers=1, mamba_head_dim=4, mamba_state_size=3, mamba_groups=2
+    )
+    inner, heads, convolved = 16, 4, 16 + 2 * 2 * 3
+    projections = 8 * (inner + convolved + heads) + inner * 8
+    assert mamba_params(model) == projections + convolved * (4 + 1) + 3 * heads + inner
+
+
+# Small models, counted on paper
+
+LLAMA = DecoderModel(3, 8, 4, 2, 4, 16, 32)
+LATENT = LatentAttentionSpec(kv_lora_rank=6, q_lora_rank=10, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3)
+SHARED = ExpertSpec(8, 2, 12, shared_experts=2, shared_expert_ffn_size=6, first_dense_layers=1)
+GPT = replace(LLAMA, gated_mlp=False, learned_positions=64, tied_embeddings=True, attention_bias="all")
+WINDOW = replace(
+    LLAMA, sliding_window=8, global_attention_every=3, attention_bias="qkv", qk_norm=True, attention_sinks=True
+)
+DEEPSEEK = replace(LLAMA, mla=LATENT, experts=SHARED, prediction_layers=1)
+PLAIN_QUERIES = replace(
+    LLAMA,
+    mla=replace(LATENT, q_lora_rank=0),
+    experts=replace(SHARED, shared_expert_ffn_size=None, every=2, first_dense_layers=0, shared_gate=True),
+)
+BIASED = replace(LLAMA, experts=ExpertSpec(8, 2, 12, bias=True))
+HYBRID = HybridModel(
+    *(16, 32),
+    mamba_layers=2,
+    attention_layers=1,
+    mlp_layers=1,
+    expert_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    ffn_size=24,
+    experts=SHARED,
+    mamba_head_dim=4,
+    mamba_state_size=3,
+    mamba_groups=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "params", "active", "flops", "mixing"),
+    [
+        (LLAMA, 2872, 2872, 21_120, 5760),
+        (GPT, 2864, 2864, 18_816, 5760),
+        (WINDOW, 3004, 3004, 19_737.6, 4377.6),
+        (DEEPSEEK, 11_744, 6560, 47_040, 8640),
+        (PLAIN_QUERIES, 5866, 4138, 29_328, 6480),
+        (BIASED, 9616, 3856, 27_024, 5760),
+        (HYBRID, 10_504, 8200, 108_144, 62_592),
+    ],
+    ids=["llama", "gpt", "window", "deepseek", "plain queries", "biased experts", "hybrid"],
+)
+def test_parameters_and_flops_of_small_models(
+    model: ModelSpec, params: int, active: int, flops: float, mixing: float
+) -> None:
+    """Such as the llama: a layer has 8 x 4 x 2 x (4 + 2) + 3 x 8 x 16 = 768 weights and two norms of 8; two tables of
+    32 x 8. A token of 20 takes 6 x (3 x 768 + 256) FLOPs, and 12 x 3 x 16 x 10 of attention."""
+    assert (count_params(model), count_active_params(model)) == (params, active)
+    assert flops_per_token(model, 20) == pytest.approx(flops, rel=1e-12)
+    assert mixing_flops_per_token(model, 20) == pytest.approx(mixing, rel=1e-12)
+
+
+def told(work: Work | None) -> dict[str, Any]:
+    """The fields that differ from their defaults; products as m, n, k, count, in the linear layers' format or not."""
+    assert work is not None
+    found = {item.name: getattr(work, item.name) for item in fields(Work) if getattr(work, item.name) != item.default}
+    if work.gemms:
+        found["gemms"] = [(gemm.m, gemm.n, gemm.k, gemm.count, gemm.wide) for gemm in work.gemms]
+    return found
+
+
+def one(
+    m: float, n: float, k: float, *, count: float = 1, wide: bool = True
+) -> tuple[float, float, float, float, bool]:
+    return m, n, k, count, wide
+
+
+def test_work_that_says_nothing_is_none() -> None:
+    """A layer passes no bytes and holds no parameters but those that it names."""
+    fixed = {"attention_head_dim": 128.0, "tensor_bytes": 1e9, "expert_copies": 1}
+    assert {item.name: getattr(Work(), item.name) for item in fields(Work) if getattr(Work(), item.name)} == fixed
+    assert (Gemm(2, 3, 5).flops, Gemm(2, 3, 5, 7).flops) == (60, 420)
+
+
+CUT = Layout(tp=2, cp=2)
+NOT_SPLIT = Layout(tp=2, sequence_parallel=False)
+LLAMA_ATTENTION = {
+    "gemms": [one(10, (16 + 2 * 8) / 2, 8), one(10, 8, 16 / 2)],
+    "attention_flops": 4 * 10 * (16 / 2) * 10,
+    "attention_head_dim": 4,
+    "score_bytes": 2 * 10 * 20 * 4 / 2,
+    "pass_bytes": 2 * 10 * (7 * 4 + 2 * (16 + 8) / 2),
+    "eager_bytes": 10 * (24 * 4 + 16 * 12),
+    "tensor_bytes": 2 * 10 * 4,
+    "kernels": 16,
+    "tp_bytes": 2 * 10 * 8,
+    "tp_exchanges": 1,
+    "cp_bytes": 2 * 2 * 10 * 2 * (8 / 2),
+    "params": 384 / 2 + 8,
+    "saved_bytes": 2 * 10 * (2 * 4 + 2 * (16 + 8) / 2),
+    "saved_gemm_bytes": 2 * 10 * (4 + 8),
+    "saved_eager_bytes": 4 * 10 * 4,
+    "input_bytes": 2 * 10 * 4,
+}
+LLAMA_MLP = {
+    "gemms": [one(10, 2 * 8, 8), one(10, 8, 8)],
+    "pass_bytes": 2 * 10 * (7 * 4 + 3 * 8),
+    "eager_bytes": 10 * (24 * 4 + 4 * 8),
+    "tensor_bytes": 80,
+    "kernels": 10,
+    "tp_bytes": 160,
+    "tp_exchanges": 1,
+    "params": 384 / 2 + 8,
+    "saved_bytes": 2 * 10 * (2 * 4 + 3 * 8),
+    "saved_gemm_bytes": 2 * 10 * (4 + 8),
+    "saved_eager_bytes": 10 * (4 * 4 + 2 * 8),
+    "input_bytes": 80,
+}
+WHOLE_SEQUENCE = {"tensor_bytes": 160, "input_bytes": 160}
+
+
+def test_a_decoder_layer_on_a_rank_of_two_by_two() -> None:
+    ((count, (attention, mlp)),) = layer_kinds(LLAMA, 10.0, 20, CUT)
+    assert (count, told(attention), told(mlp)) == (3, LLAMA_ATTENTION, LLAMA_MLP)
+    assert told(embedding_work(LLAMA, 10.0, CUT)) == {"pass_bytes": 4 * 10 * 4, "kernels": 4, "params": 32 * 8 / 2}
+    assert told(head_work(LLAMA, 10.0, CUT)) == {
+        "gemms": [one(10, 16, 8, wide=False)],
+        "pass_bytes": 8 * 10 * 4,
+        "loss_bytes": 12 * 10 * 16,
+        "kernels": 12,
+        "tp_bytes": 160,
+        "tp_exchanges": 1,
+        "params": 16 * 8,
+        "saved_bytes": 4 * 10 * 4,
+        "input_bytes": 2 * 10 * 4,
+    }
+
+
+def test_without_sequence_parallelism_every_rank_keeps_the_whole_residual_stream() -> None:
+    ((_, (attention, mlp)),) = layer_kinds(LLAMA, 10.0, 20, NOT_SPLIT)
+    assert told(attention) == LLAMA_ATTENTION | WHOLE_SEQUENCE | {
+        "pass_bytes": 2 * 10 * (7 * 8 + 24),
+        "eager_bytes": 10 * (24 * 8 + 16 * 12),
+        "cp_bytes": 160,
+        "saved_bytes": 2 * 10 * (2 * 8 + 24),
+        "saved_gemm_bytes": 2 * 10 * (8 + 8),
+        "saved_eager_bytes": 4 * 10 * 8,
+    }
+    assert told(mlp) == LLAMA_MLP | WHOLE_SEQUENCE | {
+        "pass_bytes": 2 * 10 * (7 * 8 + 24),
+        "eager_bytes": 10 * (24 * 8 + 4 * 8),
+        "saved_bytes": 2 * 10 * (2 * 8 + 24),
+        "saved_gemm_bytes": 2 * 10 * (8 + 8),
+        "saved_eager_bytes": 10 * (4 * 8 + 2 * 8),
+    }
+    embedding, head = embedding_work(LLAMA, 10.0, NOT_SPLIT), head_work(LLAMA, 10.0, NOT_SPLIT)
+    assert embedding is not None and head is not None
+    assert (embedding.pass_bytes, head.pass_bytes, head.saved_bytes, head.input_bytes) == (320, 640, 320, 160)
+
+
+def test_a_gpt_layer_has_two_matrices_and_nothing_that_only_a_gate_needs() -> None:
+    layout = Layout(pp=3)
+    ((_, (attention, mlp)),) = layer_kinds(GPT, 10.0, 20, layout)
+    assert "eager_bytes" not in told(attention) and "saved_eager_bytes" not in told(attention)
+    assert told(mlp) == {
+        "gemms": [one(10, 16, 8), one(10, 8, 16)],
+        "pass_bytes": 2 * 10 * (7 * 8 + 2 * 16),
+        "tensor_bytes": 160,
+        "kernels": 8,
+        "tp_bytes": 160,
+        "tp_exchanges": 1,
+        "params": 2 * 8 * 16 + 8,
+        "saved_bytes": 2 * 10 * (2 * 8 + 2 * 16),
+        "saved_gemm_bytes": 2 * 10 * (8 + 16),
+        "input_bytes": 160,
+    }
+    tied = [head_work(GPT, 10.0, layout), head_work(GPT, 10.0, Layout())]
+    assert [work.params for work in tied if work] == [32 * 8, 0], "another stage than the embedding's has a copy"
+    embedding = embedding_work(GPT, 10.0, Layout(tp=2))
+    assert embedding is not None and embedding.params == 32 * 8 / 2 + 64 * 8
+
+
+def test_a_window_is_met_by_two_layers_of_three() -> None:
+    """A query sees 10 tokens on average, or of a window 8 x (1 - 8 / 40)."""
+    (windowed, (narrow, _)), (whole, (wide, _)) = layer_kinds(WINDOW, 10.0, 20, Layout())
+    assert (windowed, whole) == (2, 1)
+    assert narrow.attention_flops == pytest.approx(4 * 10 * 16 * 6.4)
+    assert wide.attention_flops == pytest.approx(4 * 10 * 16 * 10)
+
+
+def test_a_latent_expert_layer_on_a_rank() -> None:
+    (dense, _), (count, (attention, experts)) = layer_kinds(DEEPSEEK, 10.0, 20, Layout(tp=2, ep=4, dp_shard=4))
+    assert (dense, count) == (1, 2)
+    width = 4 * (4 + 2 + 3) / 2  # of queries and values, over all heads
+    assert told(attention) == LLAMA_ATTENTION | {
+        "gemms": [one(10, 10 + 6 + 2, 8), one(10, 4 * 6 / 2, 10), one(10, 4 * 7 / 2, 6), one(10, 8, 4 * 3 / 2)],
+        "attention_flops": 4 * 10 * (width / 2) * 10,
+        "attention_head_dim": width / 4,
+        "pass_bytes": 2 * 10 * (7 * 4 + 2 * 2 * width / 2 + 2 * 2 * 18),
+        "eager_bytes": 10 * (24 * 4 + 16 * width),
+        "kernels": 34,
+        "cp_bytes": 4 * 10 * width / 2,
+        "params": (10 * (8 + 24) + 8 * 8 + 6 * 28 + 12 * 8) / 2 + 8,
+        "saved_bytes": 2 * 10 * (2 * 4 + 4 * width / 2 + 2 * 18),
+        "saved_gemm_bytes": 2 * 10 * (4 + width / 2),
+    }
+    # 10 tokens have 20 copies, 10 of them here: 5 for each of two experts.
+    assert told(experts) == {
+        "gemms": [one(5, 24, 8, count=2), one(5, 8, 12, count=2), one(10, 12, 8), one(10, 8, 6),
+                  one(5, 8, 8, wide=False)],
+        "pass_bytes": 2 * (10 * 7 * 4 + 10 * 3 * 12 + 10 * 3 * 6) + 2 * 10 * 8 * 6,
+        "tensor_bytes": 2 * 10 * 8,
+        "kernels": 100,
+        "tp_bytes": 160,
+        "tp_exchanges": 1,
+        "ep_bytes": 2 * 10 * 8,
+        "expert_copies": 2,
+        "experts": 2,
+        "params": 3 * 8 * 6 + 8 * 9,
+        "expert_params": 3 * 8 * 12 * 2,
+        "saved_bytes": 2 * (2 * 10 * 4 + 10 * (8 + 36) + 10 * 18),
+        "saved_gemm_bytes": 2 * (10 * (8 + 12) + 10 * (4 + 6)),
+        "input_bytes": 80,
+    }  # fmt: skip
+
+
+def test_experts_that_are_cut_and_have_biases() -> None:
+    layout = Layout(tp=2, etp=2, ep=2, sequence_parallel=False)
+    ((_, (_, experts)),) = layer_kinds(BIASED, 10.0, 20, layout)
+    found = told(experts)
+    assert found["gemms"] == [one(5, 12, 8, count=4), one(5, 8, 6, count=4), one(10, 8, 8, wide=False)]
+    assert found["expert_params"] == (3 * 8 * 12 + 2 * 12 + 8) * 8 / 4
+    assert (found["ep_bytes"], found["tp_exchanges"], found["params"]) == (2 * 20 * 8, 1, 8 * 9)
+    assert found["saved_bytes"] == 2 * (2 * 10 * 8 + 20 * (8 + 3 * 6))
+    apart = layer_kinds(BIASED, 10.0, 20, Layout(tp=2))[0][1][1]
+    assert apart.tp_exchanges == 0, "whole experts without a shared one exchange nothing by tensor parallelism"
+
+
+def test_layers_of_a_hybrid() -> None:
+    kinds = layer_kinds(HYBRID, 10.0, 20, Layout(tp=2))
+    assert [(count, works[0].kernels) for count, works in kinds] == [(2, 24), (1, 16), (1, 8), (1, 100)]
+    inner, wide = 32 / 2, (2 * 32 + 2 * 2 * 3 + 8) / 2
+    assert told(kinds[0][1][0]) == {
+        "gemms": [one(10, wide, 16), one(10, 16, inner)],
+        "attention_flops": 2 * 10 * (256 * (2 * 3 + 32) + 4 * 3 * 32) / 2,
+        "attention_head_dim": 4,
+        "pass_bytes": 2 * 10 * (7 * 8 + 4 * wide + 16 * inner),
+        "tensor_bytes": 2 * 10 * inner,
+        "kernels": 24,
+        "tp_bytes": 2 * 10 * 16,
+        "tp_exchanges": 1,
+        "params": mamba_params(HYBRID) / 2 + 16,
+        "saved_bytes": 2 * 10 * (2 * 8 + 2 * wide + 2 * inner),
+        "saved_gemm_bytes": 2 * 10 * (8 + inner),
+        "input_bytes": 160,
+    }
+    assert [works[0].params for _, works in kinds[1:]] == [192 * 2 / 2 * 2 / 2 * 2 + 16, 2 * 16 * 24 / 2 + 16, 336]
+    more = replace(HYBRID, mamba_layers=4, attention_layers=3, mlp_layers=2, expert_layers=5)
+    letters = {24: "M", 16: "*", 8: "-", 100: "E"}
+    counts = {letters[works[0].kernels]: count for count, works in layer_kinds(more, 10.0, 20, Layout())}
+    assert counts == {"M": 4, "*": 3, "-": 2, "E": 5}
+    assert "".join(letters[work.kernels] for (work,) in layer_works(more, 10.0, 20, Layout())) == more.layers
+    alone = HybridModel(16, 32, 2, mamba_head_dim=4, mamba_state_size=3, mamba_groups=2)
+    assert [count for count, _ in layer_kinds(alone, 10.0, 20, Layout())] == [2]
+    whole = layer_kinds(alone, 10.0, 20, NOT_SPLIT)[0][1][0]
+    assert (whole.input_bytes, whole.saved_gemm_bytes) == (2 * 10 * 16, 2 * 10 * (16 + inner))
+
+
+CONVS = {
+    "resnet": ConvModel("resnet", (32, 32), (4, 8), blocks=(1, 2), num_classes=10),
+    "resnext": ConvModel("resnet", (32, 64), (4, 8), blocks=(2, 1), num_classes=10, groups=2),
+    "retinanet": ConvModel("retinanet", (128, 128), (4, 8, 8, 16), blocks=(1, 1, 1, 1), num_classes=10),
+    "maskrcnn": ConvModel("maskrcnn", (128, 128), (4, 8, 8, 16), blocks=(1, 1, 1, 1), num_classes=10),
+    "unet": ConvModel("unet", (16, 16, 8), (4, 8), in_channels=1, num_classes=3),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "flops", "layers", "passed", "saved", "read", "frozen"),
+    [
+        ("resnet", 14_250, 15_304_704, 12, 317_440, 171_008, 60_928, 0),
+        ("resnext", 11_498, 29_829_120, 12, 598_016, 321_536, 115_712, 0),
+        ("retinanet", 8_015_798, 11_717_305_344, 35, 14_943_920, 5_017_432, 4_909_056, 5),
+        ("maskrcnn", 20_123_985, 567_175_956_480, 37, 780_104_544, 219_356_080, 341_392_384, 6),
+        ("unet", 13_991, 39_247_872, 13, 942_080, 397_312, 313_344, 0),
+    ],
+)
+def test_convolutions_of_small_networks(
+    name: str, params: int, flops: float, layers: int, passed: float, saved: float, read: float, frozen: int
+) -> None:
+    """Bytes of a micro-batch of two samples: moved by element-wise kernels, kept, and read by convolutions."""
+    model = CONVS[name]
+    ((count, works),) = layer_kinds(model, 2.0, 1, Layout())
+    assert (count, len(works), sum(work.frozen for work in works)) == (1, layers, frozen)
+    assert (count_params(model), count_active_params(model)) == (params, params)
+    assert flops_per_token(model, 1) == flops == 3 * sum(map(gemm_flops, works)) / 2
+    assert mixing_flops_per_token(model, 1) == 0
+    assert sum(work.pass_bytes for work in works) == passed
+    assert sum(work.saved_bytes for work in works) == saved
+    assert sum(work.input_bytes for work in works) == read
+    assert [work.leaf for work in works] == [True] + [False] * (layers - 1)
+    assert all(work.convolves != (work.serial_kernels > 0) for work in works)
+    assert embedding_work(model, 2.0, Layout()) is head_work(model, 2.0, Layout()) is None
+
+
+def test_a_bottleneck_of_groups_whose_stride_is_two() -> None:
+    """ResNeXt's second stage: 8 channels at 8 x 16 to 16 at 4 x 8, through two groups of 4."""
+    (works,) = conv_works(CONVS["resnext"], 2.0, 1, Layout())
+    first, strided, shortcut = works[0], works[9], works[11]
+    assert first.gemms == (Gemm(2 * 16 * 32, 64, 3 * 49, 1, wide=False),)
+    assert strided.gemms == (Gemm(2 * 4 * 8, 8 / 2, 8 / 2 * 9, 2, wide=False),)
+    assert strided.params == 8 // 2 * 8 * 9 + 2 * 8
+    assert strided.input_bytes == 2 * 2 * 8 * 16 * 8, "it reads what lies before the stride"
+    assert (strided.tensor_bytes, strided.saved_bytes) == (2 * 64 * 8, 4 * 64 * 8)
+    assert strided.pass_bytes == 2 * (2 * 128 * 8 + 64 * 8 + 2 * 64 * 8)
+    assert shortcut.gemms == (Gemm(2 * 4 * 8, 16, 8, 1, wide=False),)
+    assert shortcut.kernels == 4
+
+
+ADAPTED = {
+    "llama": (LLAMA, False, 2, {"q": (8, 8), "k": (4, 8), "v": (4, 8), "out": (8, 8), "gate": (8, 8), "up": (8, 8),
+                                "down": (8, 8)}),
+    "gpt": (GPT, False, 1, {"q": (16, 8), "k": (8, 8), "v": (8, 8), "out": (8, 16), "up": (16, 8), "down": (8, 16)}),
+    "deepseek": (DEEPSEEK, True, 2, {"q": (12, 10), "out": (8, 6), "gate": (6, 8), "up": (6, 8), "down": (8, 6)}),
+    "plain queries": (PLAIN_QUERIES, True, 1, {"q": (24, 8), "out": (8, 12), "gate": (24, 8), "up": (24, 8),
+                                               "down": (8, 24)}),
+    "routed experts alone": (BIASED, True, 1, {"q": (16, 8), "k": (8, 8), "v": (8, 8), "out": (8, 16)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "expert_layer", "tp", "sizes"), ADAPTED.values(), ids=ADAPTED)
+def test_matrices_with_adapters(
+    model: DecoderModel, expert_layer: bool, tp: int, sizes: dict[str, tuple[int, int]]
+) -> None:
+    """(outputs, inputs) of a rank's part."""
+    for target in ("q", "k", "v", "out", "gate", "up", "down"):
+        found = list(adapted_matrices(model, expert_layer, LoraSpec(rank=2, targets=(target,)), tp))
+        assert found == ([sizes[target]] if target in sizes else [])
+    assert list(adapted_matrices(model, expert_layer, LoraSpec(targets=("q",)), tp)) == []
+
+
+def test_adapters_of_all_layers_are_counted() -> None:
+    lora = LoraSpec(rank=2, targets=("q", "down"))
+    assert adapter_params(DEEPSEEK, lora) == 2 * (3 * (24 + 10) + (8 + 16) + 2 * (8 + 12))
+    assert adapter_params(HYBRID, lora) == adapter_params(LLAMA, LoraSpec()) == 0
+
+
+def test_a_model_with_a_table_of_positions_rotates_nothing() -> None:
+    """A rotation reads and writes each query and key: 2 bytes an element twice, and in plain operations 16 more."""
+    rotating = DecoderModel(2, 64, 4, 4, 16, 256, 1000)
+    seated = replace(rotating, learned_positions=128)
+    layout, tokens = Layout(), 8.0
+    turned, still = (attention_work(model, tokens, 128, layout) for model in (rotating, seated))
+    assert turned.pass_bytes - still.pass_bytes == 2 * 2 * tokens * (64 + 64)
+    assert turned.eager_bytes - still.eager_bytes == 16 * tokens * (64 + 64)

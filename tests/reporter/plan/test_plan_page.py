@@ -1,0 +1,128 @@
+"""The page: whole, well-formed, self-contained, and true to the numbers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from lab.pages import assert_alone, assert_harmless, assert_whole, seen, widths, with_one_text_replaced
+
+from trainspec_cli.reporter.page.parts import STYLE, PageOrigin
+from trainspec_cli.reporter.plan.labels import LOST_PARTS, MEMORY_PARTS, TIME_PARTS, PlanReport, SweepPoint, SweepReport
+from trainspec_cli.reporter.plan.page import render_plan_page, render_sweep_page
+
+
+@pytest.mark.parametrize("which", ["plan", "infeasible", "sweep"])
+def test_the_page_is_whole_and_needs_no_network(which: str, request: pytest.FixtureRequest) -> None:
+    drawn = request.getfixturevalue(which)
+    page = render_sweep_page(drawn) if which == "sweep" else render_plan_page(drawn)
+    assert_alone(page)
+
+
+def test_a_page_says_where_it_comes_from(plan: PlanReport, sweep: SweepReport) -> None:
+    origin = PageOrigin("2026-11-23", "0.4", "trainspec plan recipe=a 'cluster.name=<b>'")
+    for page in (render_plan_page(plan, origin), render_sweep_page(sweep, origin)):
+        assert_whole(page)
+        assert "2026-11-23, trainspec 0.4:" in page
+        assert "<code>trainspec plan recipe=a &#x27;cluster.name=&lt;b&gt;&#x27;</code>" in page
+    assert "trainspec 0.4" not in render_plan_page(plan)
+
+
+def test_a_sweep_draws_time_and_money(sweep: SweepReport) -> None:
+    """Bars in proportion to the points' runs; none of what is not known."""
+    first, second = (point for point in sweep.points if point.plan.run)
+    run = first.plan.run
+    assert run is not None
+    twice = replace(run, wall_time_s=replace(run.wall_time_s, value=2 * run.wall_time_s.value))
+    doubled = replace(second, plan=replace(second.plan, run=twice))
+    page = render_sweep_page(SweepReport((sweep.points[0], first, doubled)))
+    assert "Time over" in page and "Money over" not in page
+    part = page[page.index("Time over") : page.index("In detail")]
+    short, long = widths(part, "c-used")
+    assert long == pytest.approx(2 * short, rel=0.01)
+
+
+def test_bars_are_as_long_as_what_they_show(plan: PlanReport) -> None:
+    page = render_plan_page(plan)
+    matmul, bubble = widths(page, "c-matmul_s"), widths(page, "c-bubble_s")
+    assert matmul[0] / bubble[0] == pytest.approx(8, rel=0.01)
+    assert len(widths(page, "c-parameters_bytes")) == 2  # one for each stage
+    lost, elastic = widths(page, "c-restart")[0], widths(page, "c-stall")[0]
+    assert lost / elastic == pytest.approx(2, rel=0.01)
+
+
+def test_a_cut_that_is_not_even_is_told(plan: PlanReport, uneven: PlanReport) -> None:
+    assert "pipeline stages" not in render_plan_page(plan)
+    assert "Layers of its pipeline stages: 17, 15." in render_plan_page(uneven)
+
+
+def named(plan: PlanReport, name: str) -> PlanReport:
+    return replace(plan, spec=replace(plan.spec, model=replace(plan.spec.model, name=name)))
+
+
+def test_text_from_a_recipe_is_escaped(plan: PlanReport) -> None:
+    page = render_plan_page(named(plan, "<b>llama</b>"))
+    assert "<b>llama</b>" not in page and "&lt;b&gt;llama&lt;/b&gt;" in page
+    assert "a survey &lt;2024&gt;" in page
+
+
+@pytest.mark.parametrize("which", ["plan", "infeasible", "sweep"])
+def test_no_text_of_a_plan_is_more_than_text(which: str, request: pytest.FixtureRequest) -> None:
+    """Every text by itself, but for words that the page looks up."""
+    drawn, shown = request.getfixturevalue(which), 0
+    for hostile in with_one_text_replaced(drawn):
+        try:
+            page = render_sweep_page(hostile) if which == "sweep" else render_plan_page(hostile)
+        except (KeyError, StopIteration):  # a word that is looked up
+            continue
+        assert_harmless(page)
+        shown += "&lt;script&gt;" in page
+    assert shown > 5
+
+
+def test_what_was_not_checked_is_flagged(plan: PlanReport) -> None:
+    assert render_plan_page(plan).count('class="flag"') == 1
+
+
+def test_a_page_of_what_does_not_fit_says_what_would(infeasible: PlanReport) -> None:
+    page = render_plan_page(infeasible)
+    assert "No layout fits" in page and "<li>recompute=full</li>" in page
+    assert "time to train" not in page
+
+
+def test_a_sweep_has_its_chart_and_the_last_plan_that_fits(sweep: SweepReport) -> None:
+    page = render_sweep_page(sweep)
+    assert page.count("<polyline") == 2
+    assert page.count("<circle") == 2
+    assert "cluster.num_nodes=4" in page
+    assert "nothing fits: recompute=full" in page
+
+
+def test_a_sweep_of_which_nothing_fits_shows_the_last_point(sweep: SweepReport) -> None:
+    points = tuple(SweepPoint({"cluster.num_nodes": nodes}, sweep.points[0].plan) for nodes in ("1", "2", "8"))
+    assert "In detail: <code>cluster.num_nodes=8</code>" in render_sweep_page(SweepReport(points))
+
+
+def test_a_sweep_shows_the_last_point_that_fits(sweep: SweepReport) -> None:
+    backwards = SweepReport(tuple(reversed(sweep.points)))
+    assert "In detail: <code>cluster.num_nodes=2</code>" in render_sweep_page(backwards)
+
+
+def test_a_model_without_a_name_is_called_by_its_family(plan: PlanReport) -> None:
+    assert "<title>decoder on " in render_plan_page(named(plan, ""))
+
+
+def test_every_part_has_a_colour() -> None:
+    style = STYLE.read_text()
+    missing = [key for key in (*MEMORY_PARTS, *TIME_PARTS, *LOST_PARTS) if f".c-{key}" not in style]
+    assert missing == []
+
+
+EXPECTED = Path(__file__).parent / "expected"
+"""The pages' texts and shapes, read through once by a person; each figure follows from those of conftest.py."""
+
+
+@pytest.mark.parametrize("which", ["plan", "infeasible", "sweep"])
+def test_a_page_shows_each_figure_in_its_place(which: str, request: pytest.FixtureRequest) -> None:
+    drawn = request.getfixturevalue(which)
+    page = render_sweep_page(drawn) if which == "sweep" else render_plan_page(drawn)
+    assert seen(page) == (EXPECTED / f"{which}_page.txt").read_text()

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lab.events import ACHIEVED, DIRECTIVE, LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY, write_event
+from rich.console import Console, RenderableType
+
+from trainspec_cli.recipe.results.plan import LocalPrediction
+from trainspec_cli.reporter.changes import describe_left_out
+from trainspec_cli.reporter.collect import collect
+from trainspec_cli.reporter.render import render_report, render_summary
+from trainspec_cli.reporter.text import describe_event
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.accounting import WallTime
+from trainspec_cli.run.folder.event_types.events import PARTS
+
+EXPECTED = Path(__file__).parent / "expected"
+"""Whole texts, read through once by a person; each figure follows from those of the run."""
+
+
+def text_of(rendered: RenderableType) -> str:
+    output = io.StringIO()
+    Console(file=output, width=120).print(rendered)
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+
+def trained(run: Any) -> None:
+    run.about()
+    for rank in (0, 1):
+        run.start(rank=rank)
+        for step in range(1, 11):
+            run.step(step, rank, loss=10.0 - step)
+    run.write("eval", step=10, heldout_loss=1.0, heldout_bits_per_byte=2.0, xz_bits_per_byte=2.5, seconds=1.0)
+    run.write("sample", step=10, prompt="def ", text="main(argv):\n    [return]")
+
+
+def test_the_summary_shows_curve_heldout_sample_and_speed(fake_run: Any) -> None:
+    trained(fake_run)
+    shown = text_of(render_summary(collect(fake_run.dir.root)))
+    assert shown.startswith("loss\n9 ┤")
+    assert "2.000 bits per byte (xz 2.500), loss 1.0000" in shown
+    assert "  def main(argv):\n      [return]\n" in shown
+    assert "100 tokens/s · 5.0% MFU" in shown
+
+
+def test_the_report_says_where_the_time_went_and_how_that_was_measured(fake_run: Any) -> None:
+    trained(fake_run)
+    fake_run.result(peak_memory_bytes=2**30, weights_sha256="ab12")
+    shown = text_of(render_report(collect(fake_run.dir.root)))
+    assert "done (exit code 0), 10 of 20 steps" in shown
+    assert "1.00 GiB at most" in shown
+    assert "MFU = tokens/s x 1 MFLOP a token / (2 x 1 GFLOP/s, the best matmul measured)" in shown
+    assert "over steps 4-10; steps 1-3, which compile and allocate, are left out" in shown
+    rows = [line.split() for line in shown.splitlines() if line.strip().startswith(("forward", "whole step"))]
+    assert rows[0][:3] == ["forward", "143", "ms"]
+    assert rows[1] == ["whole", "step", "1.0", "s", "100.0%"]
+
+
+def test_steps_that_differ_are_told_of(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.start()
+    for step in range(1, 24):
+        fake_run.step(step, seconds=1.4 if step % 4 else 1.0)
+    assert "something else was at work" not in text_of(render_report(collect(fake_run.dir.root)))
+    for step in range(24, 30):
+        fake_run.step(step, seconds=3.0)
+    shown = text_of(render_report(collect(fake_run.dir.root)))
+    assert "steps took 1.0 s to 3.0 s (eight in ten): something else was at work on this machine" in shown
+
+
+def test_the_exposed_part_of_exchanges_is_told_where_some_went_on_beside_the_computation(fake_run: Any) -> None:
+    """Means over the steps of both ranks that show it."""
+    fake_run.about()
+    for rank in (0, 1):
+        fake_run.start(rank=rank)
+        fake_run.step(1, rank)
+        for step in (2, 3):
+            fake_run.step(step, rank, exchange_s=0.5 - 0.2 * rank, exposed_s=0.1 * rank)
+    shown = text_of(render_report(collect(fake_run.dir.root)))
+    assert "ranks exchanged for 400 ms a step, 12% of it while nothing was computed" in shown
+
+
+def test_long_waits_for_data_are_told_of(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.start()
+    for step in range(1, 11):
+        fake_run.step(step, data_wait=0.04)
+    assert "of their time for data" not in text_of(render_report(collect(fake_run.dir.root)))
+    for step in range(11, 21):
+        fake_run.step(step, data_wait=0.2)
+    assert "of their time for data" in text_of(render_report(collect(fake_run.dir.root)))
+
+
+def test_what_the_scheduler_did_has_a_section(fake_run: Any) -> None:
+    trained(fake_run)
+    assert "scheduler" not in text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    write_event(fake_run.dir.directives, DIRECTIVE)
+    write_event(fake_run.dir.directives, replace(DIRECTIVE, group=1))
+    write_event(fake_run.dir.directives, replace(ACHIEVED, group=1))
+    write_event(fake_run.dir.directives, MEMORY)
+    write_event(fake_run.dir.directives, LEFT_OUT)
+    write_event(fake_run.dir.directives, LEFT_OUT_ACHIEVED)
+    lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    at = lines.index("scheduler")
+    left_out = describe_left_out(LEFT_OUT, LEFT_OUT_ACHIEVED).line.split()
+    assert " ".join(lines[at + 4 : at + 6]).split() == left_out
+    assert lines[at + 1 : at + 4] == [
+        f"  {describe_event(MEMORY)}",
+        "  step 4: shares are now 9, 5 of 14: rank 1 is slow; 25% less computing is expected",
+        "  step 4: group 1: shares are now 9, 5 of 14: rank 1 is slow; 25% less computing is expected, 20% achieved",
+    ]
+
+
+def test_recoveries_have_a_section(fake_run: Any) -> None:
+    trained(fake_run)
+    assert "recoveries" not in text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    fake_run.write("recovery", step=5, change="left", group=1, stall_s=1.26, lost_steps=1)
+    lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    assert lines[lines.index("recoveries") + 1] == "  step 5: group 1 left: 1.26 s, 1 step lost"
+
+
+def test_links_have_a_table_of_the_slowest_and_a_line_for_each_change(fake_run: Any) -> None:
+    trained(fake_run)
+    assert "links" not in text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    slow = {"links": 4, "noise": 0.08, "sent_bytes": 2.0**20, "waited_s": 0.25, "last_rank": 3, "samples": 9}
+    before = [{"axis": "tp", "ranks": [0, 1], "bytes_per_s": 9e9, **slow}]
+    fake_run.write("links", step=4, links=before)
+    pair = {"axis": "tp", "ranks": [2, 3], "bytes_per_s": 1.2e9, **slow}
+    alone = {"axis": "dp_shard", "ranks": [0, 4, 8], "bytes_per_s": 5e9, **slow, "links": 1, "planned_bytes_per_s": 6e9}
+    fake_run.write("links", step=9, links=[pair, alone])
+    change = {"axis": "tp", "ranks": [2, 3], "before_bytes_per_s": 9.6e9, "now_bytes_per_s": 1.2e9, "since_step": 5}
+    fake_run.write("link", step=9, **change)
+    fake_run.write("link", step=10, **{**change, "now_bytes_per_s": 2.4e10}, changed_links=3, group=1)
+    lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    at = lines.index("links")
+    assert [re.split("  +", line.strip()) for line in lines[at + 1 : at + 4]] == [
+        ["axis", "slowest ranks", "speed", "noise", "planned", "at once", "wait for"],
+        ["tp", "2, 3 (of 4)", "1.2 GB/s", "8%", "1.00 MiB", "250 ms, rank 3"],
+        ["dp_shard", "0, 4, 8", "5 GB/s", "8%", "6 GB/s", "1.00 MiB", "250 ms, rank 3"],
+    ], "as they were written down last"
+    at = lines.index("link changes")
+    assert lines[at + 1 : at + 3] == [
+        "  step 9: tp link of ranks 2, 3: 1.2 GB/s, 0.12 times the 9.6 GB/s before step 5",
+        "  step 10: group 1: tp link of ranks 2, 3, and 2 more of its links: 24 GB/s, "
+        "2.5 times the 9.6 GB/s before step 5",
+    ]
+
+
+def test_long_lists_show_their_end(fake_run: Any) -> None:
+    trained(fake_run)
+    for step in range(20):
+        fake_run.write("checkpoint", step=step, path="p", bytes=1024, seconds=0.1)
+    shown = text_of(render_report(collect(fake_run.dir.root)))
+    assert "(12 earlier)" in shown
+    assert "step 11: checkpoint" not in shown
+    assert "step 19: checkpoint, 1.00 KiB in 100 ms" in shown
+
+
+def test_what_is_amiss_is_told(fake_run: Any) -> None:
+    fake_run.about()
+    generations.begin(fake_run.dir)
+    fake_run.start()
+    fake_run.step(1, skipped=True)
+    for rank in (0, 2):
+        fake_run.write("warning", rank, step=1, message="odd")
+    shown = text_of(render_report(collect(fake_run.dir.root)))
+    assert "killed, 1 of 20 steps" in shown
+    assert "step 1: odd (rank 0, 2)" in shown
+    assert "no events of rank 1" in shown
+
+
+def test_a_run_without_events_has_a_report(fake_run: Any) -> None:
+    fake_run.about()
+    assert "made, 0 of 20 steps" in text_of(render_report(collect(fake_run.dir.root)))
+
+
+def test_where_the_wall_time_went_is_a_small_picture(fake_run: Any) -> None:
+    trained(fake_run)
+    time_s = WallTime(productive=90.0, checkpoint=6.0, idle=24.0)
+    shown = text_of(render_report(replace(collect(fake_run.dir.root), time_s=time_s, goodput=0.75)))
+    assert "goodput 75.0%, of 2 min 0 s from the first launch on" in shown
+    assert re.search(r"productive +1 min 30 s +75.0% +█{18}\n", shown)
+    assert re.search(r"checkpoint +6.\d* s +5.0% +█\n", shown)
+    assert "detection" not in shown, "what took no time is left out"
+
+
+BEGIN = {
+    "device_name": "a chip", "peak_flops": 1e9, "peak_source": "best matmul measured", "params": 1_500_000,
+    "flops_per_token": 1e6,
+}  # fmt: skip
+
+
+def a_long_run(run: Any) -> None:
+    """Two starts of two ranks, of which the second takes twice as long in `forward` and waits for data."""
+    run.about()
+    for rank in (0, 1):
+        run.start(rank=rank)
+        for step in range(1, 9):
+            run.step(step, rank, loss=10.0 - step)
+        run.start(step=5, rank=rank)
+        for step in range(6, 21):
+            parts = dict.fromkeys(PARTS, 0.1) | {"forward": 0.4 * (rank + 1), "checkpoint": 0.0}
+            run.step(step, rank, 1.0 if step % 2 else 2.0, loss=10.0 - step / 4, **parts)
+    for step in (10, 20):
+        sets = {"code": {"loss": 1.25, "bits_per_byte": None}}
+        run.write("eval", step=step, heldout_loss=20.0 / step, heldout_bits_per_byte=2.5, sets=sets)
+    run.write("checkpoint", step=20, path="p", bytes=3 * 2**30, seconds=0.5, written_s=4.0)
+    for rank in (0, 1):
+        run.write("warning", rank, step=7, message="slow disk")
+    run.write("sample", step=20, prompt="def ", text="main(argv):\n    [return]")
+    run.result(status="stopped", exit_code=6, peak_memory_bytes=3 * 2**30, weights_sha256="ab12")
+
+
+def test_the_whole_report(fake_run: Any) -> None:
+    a_long_run(fake_run)
+    predicted = LocalPrediction({"forward": 0.5, "backward": 0.75}, {"parameters": 2.0**31})
+    report = replace(
+        collect(fake_run.dir.root),
+        path="runs/tiny",
+        elapsed_s=90.0,
+        predicted=predicted,
+        time_s=WallTime(productive=90.0, checkpoint=6.0, idle=24.0),
+        goodput=0.75,
+    )
+    assert text_of(render_report(report)) + "\n" == (EXPECTED / "report.txt").read_text()
+    assert text_of(render_summary(report)) + "\n" == (EXPECTED / "summary.txt").read_text()
+
+
+def test_a_run_of_one_rank_without_a_prediction(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.write("start", step=0, world_size=1, **BEGIN)
+    for step in range(1, 11):
+        fake_run.step(step)
+    lines = text_of(render_report(collect(fake_run.dir.root))).splitlines()
+    (at,) = (number for number, line in enumerate(lines) if "part of a step" in line)
+    assert [line.split() for line in lines[at : at + 2]] == [
+        ["part", "of", "a", "step", "time", "share"],
+        ["data", "wait", "143", "ms", "14.3%", "███"],
+    ]
+    assert "1.5M parameters" in "\n".join(lines) and "1 x a chip" in "\n".join(lines)
+    assert not any("resumed" in line or "kernels" in line or "weights" in line for line in lines)
+
+
+def test_many_ranks_that_warn_are_cut_short(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.start()
+    for rank in range(10):
+        fake_run.write("warning", rank, step=1, message="odd")
+    assert "step 1: odd (rank 0, 1, 2, 3, 4, 5, 6, 7 and 2 more)" in text_of(render_report(collect(fake_run.dir.root)))

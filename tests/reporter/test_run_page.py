@@ -1,0 +1,257 @@
+"""The page of a run: whole, alone, harmless, and true to the figures of `report --json`."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lab.events import ACHIEVED, DIRECTIVE, LEFT_OUT, LEFT_OUT_ACHIEVED, MEMORY, write_event
+from lab.pages import HOSTILE, assert_alone, assert_harmless, seen, widths, with_one_text_replaced
+
+from trainspec_cli.core.printable import format_bytes, format_duration
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.results.plan import LocalPrediction
+from trainspec_cli.recipe.results.verdict import RunVerdict, WhatIf
+from trainspec_cli.reporter.changes import describe_directive
+from trainspec_cli.reporter.collect import Report, collect
+from trainspec_cli.reporter.page.parts import STYLE, PageOrigin
+from trainspec_cli.reporter.run_page import MOST_LINES, PART_KINDS, render_run_page
+from trainspec_cli.reporter.verdicts import MOST_VERDICTS, render_verdicts_page
+from trainspec_cli.run.folder.accounting import WallTime
+from trainspec_cli.run.folder.event_types.events import PARTS, EvalEvent, WarningEvent
+from trainspec_cli.run.folder.files import write_json
+
+EXPECTED = Path(__file__).parent / "expected" / "run_page.txt"
+"""The page's texts and shapes, read through once by a person; each figure follows from those of `report`."""
+SLOW = RunVerdict(
+    cause="slow_device",
+    rank=1,
+    since_step=6,
+    cost_s=0.035,
+    confidence=0.93,
+    evidence=("rank 1 computes for 60 ms", "Thread 1:\n  File a.py"),
+    advice="look at its clock",
+)
+BOUND = RunVerdict(cause="as_planned", confidence=0.9, what_if=(WhatIf("a device twice as fast", 0.5, 0.4),))
+
+
+@pytest.fixture
+def report(fake_run: Any) -> Report:
+    """A run with everything that a page shows: two ranks, a resume, a failure, changes, and a plan."""
+    fake_run.about()
+    write_json(fake_run.dir.plan_json, {"spec": {"train": {"max_steps": 20}, "run": {"name": "first"}}})
+    for rank in (0, 1):
+        fake_run.start(rank=rank)
+        for step in range(1, 6):
+            fake_run.step(step, rank, loss=10.0 - step)
+        fake_run.start(step=5, rank=rank)
+        for step in range(6, 21):
+            parts = dict.fromkeys(PARTS, 0.1) | {"forward": 0.4 * (rank + 1), "checkpoint": 0.0}
+            fake_run.step(step, rank, loss=10.0 - step / 4, skipped=step == 7, **parts)
+    for step in (10, 20):
+        fake_run.write("eval", step=step, heldout_loss=20.0 / step, heldout_bits_per_byte=2.5)
+    fake_run.write("recovery", step=5, change="left", group=1, stall_s=1.26, lost_steps=1)
+    fake_run.write("checkpoint", step=20, path="p", bytes=3 * 2**30, seconds=0.5, written_s=4.0)
+    fake_run.write("warning", step=7, message="slow disk")
+    fake_run.write("sample", step=20, prompt="def ", text="main(argv):\n    [return]")
+    link = {"axis": "tp", "ranks": [2, 3], "before_bytes_per_s": 9.6e9, "now_bytes_per_s": 1.2e9, "since_step": 5}
+    fake_run.write("link", step=9, **link)
+    for event in (DIRECTIVE, ACHIEVED, MEMORY, LEFT_OUT, LEFT_OUT_ACHIEVED):
+        write_event(fake_run.dir.directives, event)
+    fake_run.result(status="stopped", exit_code=6, peak_memory_bytes=3 * 2**30, weights_sha256="ab12")
+    return replace(
+        collect(fake_run.dir.root),
+        path="runs/tiny",
+        elapsed_s=90.0,
+        predicted=LocalPrediction({"forward": 0.5, "backward": 0.75}, {"parameters": 2.0**31}),
+        time_s=WallTime(productive=90.0, checkpoint=6.0, idle=24.0),
+        goodput=0.75,
+        verdicts=(SLOW, BOUND),
+    )
+
+
+def part_of(page: str, title: str) -> str:
+    """The section with this title."""
+    (found,) = [part for part in page.split("<section>") if part.startswith(f"<h2>{title}</h2>")]
+    return found.partition("</section>")[0]
+
+
+def cells_of(page: str, title: str) -> list[list[str]]:
+    rows = re.findall(r"<tr>(.*?)</tr>", part_of(page, title).partition("<tbody>")[2])
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in rows]
+
+
+def test_a_page_is_whole_and_says_where_it_comes_from(report: Report) -> None:
+    origin = PageOrigin("2026-11-23", "0.4", "trainspec report last --html 'a<b>'")
+    for page in (render_run_page(report, "a: 1", origin), render_verdicts_page(report, origin)):
+        assert_alone(page)
+        assert "2026-11-23, trainspec 0.4: <code>trainspec report last --html &#x27;a&lt;b&gt;&#x27;</code>" in page
+        assert "first: stopped" in page[: page.index("</title>")]
+
+
+def test_a_page_shows_each_figure_in_its_place(report: Report) -> None:
+    assert seen(render_run_page(report, "model:\n  name: tiny\n")) == EXPECTED.read_text()
+
+
+def test_the_figures_are_those_of_the_json_report(report: Report) -> None:
+    """Each is formatted anew from the JSON."""
+    page, plain = render_run_page(report), json.loads(json_text(to_plain(report)))
+    speed = plain["speed"]
+    tiles = re.findall(r"<div class=tile><span>(.*?)</span><b>(.*?)</b><span>(.*?)</span></div>", page)
+    lowest_step, lowest = min(plain["loss"], key=lambda point: point[1])
+    assert {name: (value, beside) for name, value, beside in tiles} == {
+        "steps": (f"{plain['steps']}", f"of {plain['max_steps']}"),
+        "loss, last": (f"{plain['final_loss']:.4f}", f"lowest {lowest:.4f}, step {lowest_step}"),
+        "held-out loss, last": (f"{plain['evaluations'][-1]['heldout_loss']:.4f}", "lowest 1.0000, step 20"),
+        "tokens/s": (f"{speed['tokens_per_s']:.3g}", ""),
+        "MFU": (f"{speed['mfu']:.1%}", "of 1 GFLOP/s a device"),
+        "goodput": (f"{plain['goodput']:.1%}", ""),
+        "wall time": (format_duration(sum(plain["time_s"].values())), ""),
+    }
+    parts = cells_of(page, "Where the time of a step went")
+    assert [row[:3] for row in parts[:-1]] == [
+        [one["name"].replace("_", " "), format_duration(one["mean_s"]), f"{one['share']:.1%}"] for one in speed["parts"]
+    ]
+    assert parts[-1][:2] == ["whole step", format_duration(speed["step_time_s"])]
+    step_s, predicted_s = speed["step_time_s"], sum(plain["predicted"]["time_s"].values())
+    memory, foreseen = plain["peak_memory_bytes"], sum(plain["predicted"]["memory"].values())
+    assert cells_of(page, "Predicted and measured") == [
+        ["step", format_duration(predicted_s), format_duration(step_s), f"{step_s / predicted_s - 1:+.1%}"],
+        ["peak memory of one device", format_bytes(foreseen), format_bytes(memory), f"{memory / foreseen - 1:+.1%}"],
+    ]
+
+
+def test_the_parts_of_a_step_are_as_long_as_they_took(report: Report) -> None:
+    """Predicted steps of 1.25 s are the longest bar; the measured ones took 1.1 s, of which 0.6 s forward."""
+    page = render_run_page(report)
+    assert widths(page, "c-forward") == pytest.approx([48.0, 40.0])
+    measured = [width for kind in PART_KINDS.values() for width in widths(page, kind)[:1] if kind != "c-backward"]
+    assert sum(measured) + widths(page, "c-backward")[0] == pytest.approx(88.0, abs=0.01)
+    assert [kind for kind in PART_KINDS.values() if f".{kind} {{" not in STYLE.read_text()] == []
+
+
+def test_changes_have_their_step_what_and_why(report: Report) -> None:
+    page = render_run_page(report)
+    changes = cells_of(page, "Scheduler")
+    assert [row[0] for row in changes] == ["3", "4", "120"]
+    assert changes[1][1:] == [
+        "shares are now 9, 5 of 14",
+        "rank 1 is slow; 25% less computing is expected, 20% achieved",
+    ]
+    assert cells_of(page, "Recoveries") == [["5", "group 1 left", "1.26 s, 1 step lost"]]
+    many = replace(report, directives=tuple(replace(DIRECTIVE, step=step) for step in range(1000, 2000)))
+    rows = cells_of(render_run_page(many), "Scheduler")
+    assert len(rows) == MOST_LINES and rows[-1][0] == "1,999"
+    assert describe_directive(DIRECTIVE).line.startswith("step 4: shares are now 9, 5 of 14: rank 1 is slow; ")
+
+
+def test_verdicts_have_their_evidence_and_advice_on_both_pages(report: Report) -> None:
+    for page in (render_run_page(report), render_verdicts_page(report)):
+        shown = part_of(page, "Diagnosis")
+        assert "<h3>slow device, rank 1, since step 6: 35 ms a step, 93% sure</h3>" in shown
+        assert "<li>rank 1 computes for 60 ms</li><li>Thread 1:\n  File a.py</li>" in shown
+        assert "What to do: look at its clock" in shown
+        assert cells_of(page, "Diagnosis") == [["a device twice as fast", "500 ms", "400 ms"]]
+    assert "Loss" not in render_verdicts_page(report).partition("<body>")[2]
+    many = replace(report, verdicts=(SLOW,) * (MOST_VERDICTS + 2))
+    assert "2 lighter ones are left out" in render_verdicts_page(many)
+    assert "Too few steps were made" in render_verdicts_page(replace(report, verdicts=()))
+
+
+def test_the_recipe_is_there_and_closed(report: Report) -> None:
+    page = render_run_page(report, "model:\n  name: <b>tiny</b>\n")
+    assert "<details><summary>Recipe</summary><pre>model:\n  name: &lt;b&gt;tiny&lt;/b&gt;\n</pre></details>" in page
+    assert "Recipe" not in render_run_page(report)
+
+
+def test_no_text_of_a_run_is_more_than_text(report: Report) -> None:
+    """Every text by itself, but for the name of a part of a step, which no run writes."""
+    shown = 0
+    for hostile in with_one_text_replaced(report):
+        if hostile.speed and [part.name for part in hostile.speed.parts] != list(PARTS):
+            continue
+        for page in (render_run_page(hostile), render_verdicts_page(hostile)):
+            assert_harmless(page)
+            shown += "&lt;script&gt;" in page
+    assert shown > 25
+    assert_harmless(render_run_page(report, HOSTILE))
+
+
+def curve_of(page: str, kind: str) -> list[tuple[float, ...]]:
+    drawn = re.search(rf'<polyline class="line {kind}" points="([^"]+)"', page)
+    assert drawn
+    return [tuple(map(float, pair.split(","))) for pair in drawn[1].split()]
+
+
+STEPS, SPIKE = 200_000, 123_457
+
+
+def test_a_page_of_a_long_run_is_small_and_keeps_what_shows(report: Report) -> None:
+    """First, last, and the one step that stands out, which lies at the top of the chart."""
+    loss = tuple((step, 50.0 if step == SPIKE else 4.0 - step / STEPS) for step in range(1, STEPS + 1))
+    long = replace(
+        report,
+        loss=loss,
+        evaluations=tuple(EvalEvent(step=s, heldout_loss=3.0, heldout_bits_per_byte=1.0) for s in range(1, STEPS, 50)),
+        checkpoints=report.checkpoints * 5000,
+        warnings=tuple(WarningEvent(step=step, message="x" * 5000) for step in range(5000)),
+        directives=report.directives * 5000,
+        verdicts=(replace(SLOW, evidence=("x" * 20_000,) * 3),) * 500,
+        skipped_steps=tuple(range(STEPS)),
+    )
+    page = render_run_page(long, "a: 1\n" * 10_000)
+    assert_alone(page)
+    assert len(page.encode()) < 1e6
+    points, heldout = curve_of(page, "c-measure"), curve_of(page, "c-heldout")
+    assert 100 < len(points) < 1000 and len(heldout) < 100
+    assert (points[0][0], points[-1][0]) == (64.0, 736.0)
+    top = min(points, key=lambda point: point[1])
+    assert top[0] == pytest.approx(64 + 672 * SPIKE / STEPS, abs=0.1)
+    assert top[1] == pytest.approx(34 + 242 / 22, abs=0.1), "a twentieth of what is drawn lies above it"
+    assert "Of 200,000 steps the lowest and the highest" in page
+
+
+def test_losses_that_were_not_finite_are_told(report: Report) -> None:
+    page = render_run_page(replace(report, loss=((1, 2.0), (2, None)), final_loss=None))
+    assert "Steps whose loss was not finite: 1. Updates left out as they were not finite: 1." in part_of(page, "Loss")
+    assert "<b>not finite</b><span>lowest 2.0000, step 1</span>" in page
+    none = render_run_page(replace(report, loss=((1, None),), evaluations=()))
+    assert "<svg" not in part_of(none, "Loss") and "not finite: 1." in part_of(none, "Loss")
+
+
+def test_a_run_without_steps_has_a_page(fake_run: Any) -> None:
+    fake_run.about()
+    for page in (render_run_page(collect(fake_run.dir.root)), render_verdicts_page(collect(fake_run.dir.root))):
+        assert_alone(page)
+        assert "made, 0 of 20 steps" in page
+    fake_run.start()
+    page = render_run_page(collect(fake_run.dir.root, running=True))
+    assert_alone(page)
+    assert "No step was made yet." in page and "the run goes on" in page
+
+
+def test_steps_that_took_no_time_have_a_page(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.start()
+    fake_run.step(1, seconds=0.0)
+    report = collect(fake_run.dir.root)
+    assert_alone(render_run_page(report))
+    strange = LocalPrediction({"forward": 1.0, "backward": -1.0}, {})
+    page = render_run_page(replace(report, predicted=strange))
+    assert_alone(page)
+    assert widths(page, "c-forward") == [100.0]
+
+
+def test_a_run_without_evaluations_has_a_page(fake_run: Any) -> None:
+    fake_run.about()
+    fake_run.start()
+    fake_run.step(1, loss=2.0)
+    page = render_run_page(collect(fake_run.dir.root))
+    assert_alone(page)
+    assert page.count("<polyline") == 3 and "held-out" not in page.lower()
+    assert '<circle class="dot c-measure" cx="400.0" cy="155.0"' in page, "one step alone shows"

@@ -1,0 +1,500 @@
+"""Time of an exchange by each algorithm that there is for it (alpha-beta model), and the best of them.
+
+S bytes over g ranks inside an element and n elements take 2 (g-1)/g S/B_in + 2 (n-1)/n S/(g B_out) and the steps'
+latencies as a hierarchical all-reduce (Thakur et al. 2005 for each tier). A flat ring takes 2 (N-1)/N S over the rate
+of rings through the narrowest tier, and a latency for each of its 2 (N-1) steps. A double binary tree (Sanders et al.
+2009) sends all bytes up and down, and its latency grows with the logarithm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import permutations
+
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.topology import (
+    Fabric,
+    Group,
+    all_gather_s,
+    all_to_all_s,
+    axis_groups,
+    group_with,
+    reduce_scatter_s,
+    send_s,
+)
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.time.step import MicroBatch, assemble_step, micro_batch, rank_parts
+from trainspec_cli.planner.workload import layer_works
+from trainspec_cli.recipe.keys.cluster import FabricSpec
+from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
+from trainspec_cli.recipe.results.blueprint import (
+    Algorithm,
+    Blueprint,
+    BlueprintTier,
+    Exchange,
+    Operation,
+    Setting,
+    TunerRow,
+)
+
+PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+"""Times that a ring sends all bytes around."""
+
+TREE_RATE = 0.92
+"""A tree's bandwidth over a ring's, as NCCL itself takes it (NVIDIA/nccl src/graph/tuning.cc)."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One tier as an algorithm of several tiers meets it."""
+
+    joined: int
+    """Elements of the tier below that one element joins; ranks in the first tier."""
+    below: int
+    """Ranks of the group inside an element of the tier below, among which the bytes are already shared out."""
+    bytes_per_s: float
+    """Bandwidth of one device."""
+    hop_s: float
+
+
+def levels_of(group: Group, eff: Efficiency) -> list[Level]:
+    """Return the tiers that the group's ranks are spread over, innermost first."""
+    rates = (group.link_bytes_per_s, group.nic_bytes_per_s, *(tier.bytes_per_s for tier in group.outer))
+    spans = ((group.per_domain, group.link_latency_s), *group.spans)
+    insides = (1, group.per_domain, *(tier.ranks for tier in group.outer))
+    parts = zip(spans, insides, rates, strict=True)
+    levels = [
+        Level(joined, below, rate, eff.hop_latency_s if hop_s is None else hop_s)
+        for (joined, hop_s), below, rate in parts
+    ]
+    return [level for level in levels if level.joined > 1]
+
+
+def ring_s(group: Group, operation: Operation, message_bytes: float, eff: Efficiency) -> float:
+    """Every step of a flat ring waits for its slowest hop."""
+    passes = PASSES[operation]
+    steps = group.size - 1
+    hop_s = max((level.hop_s for level in levels_of(group, eff)), default=0.0)
+    sent_s = message_bytes * steps / group.size / group.ring_bytes_per_s
+    return eff.collective_latency_s + passes * (sent_s + steps * hop_s)
+
+
+def hierarchical_s(group: Group, operation: Operation, message_bytes: float, eff: Efficiency) -> float:
+    """A ring in each tier: inside, then among the ranks of one number in each element, on their share of the bytes.
+
+    On gloo each tier's ranks send each other their rows, in one step.
+    """
+    passes = PASSES[operation]
+    total_s = 0.0
+    levels = levels_of(group, eff)
+    for level in levels:
+        is_ring = not group.speaks_gloo and operation == "all_reduce" and level is levels[-1]
+        steps = level.joined - 1
+        sent_s = message_bytes / level.below * steps / level.joined / level.bytes_per_s
+        hops = 1 if group.speaks_gloo else steps
+        calls = 1 if is_ring else passes
+        total_s += calls * eff.collective_latency_s + passes * (sent_s + hops * level.hop_s)
+    return total_s
+
+
+def tree_s(group: Group, message_bytes: float, eff: Efficiency) -> float:
+    """A chain inside each domain and a double binary tree over the domains, up and down."""
+    hops_s = 0.0
+    for level in levels_of(group, eff):
+        depth = level.joined - 1 if level.below == 1 and group.per_domain > 1 else math.ceil(math.log2(level.joined))
+        hops_s += depth * level.hop_s
+    return eff.collective_latency_s + 2 * (message_bytes / (TREE_RATE * group.ring_bytes_per_s) + hops_s)
+
+
+def times_of(group: Group, operation: Operation, message_bytes: float, eff: Efficiency) -> dict[Algorithm, float]:
+    """Seconds of one exchange by each algorithm that can make it. Several tiers are what a hierarchy needs."""
+    if operation == "all_to_all":
+        return {"direct": all_to_all_s(group, message_bytes, 1, eff)}
+    if operation == "send":
+        return {"direct": send_s(group, message_bytes, eff)}
+    times: dict[Algorithm, float] = {}
+    if not group.speaks_gloo:
+        times["ring"] = ring_s(group, operation, message_bytes, eff)
+    elif operation == "all_gather":
+        times["ring"] = all_gather_s(group, message_bytes, eff)
+    else:
+        times["direct"] = PASSES[operation] * reduce_scatter_s(group, message_bytes, eff)
+    if len(levels_of(group, eff)) > 1:
+        times["hierarchical"] = hierarchical_s(group, operation, message_bytes, eff)
+    if operation == "all_reduce" and not group.speaks_gloo:
+        times["tree"] = tree_s(group, message_bytes, eff)
+    return times
+
+
+def fastest(times: dict[Algorithm, float]) -> Algorithm:
+    """Return the fastest algorithm; of equals the first, which is the flat ring where there is one."""
+    return min(times, key=lambda name: times[name])
+
+
+def best_bucket_bytes(group: Group, operation: Operation, total_bytes: float, eff: Efficiency) -> float:
+    """Return b* = sqrt(S a B): larger buckets leave more of the last one uncovered, smaller ones pay the latency a more
+    often. Never more than all bytes."""
+    latency_s = min(times_of(group, operation, 1.0, eff).values())
+    return min(total_bytes, math.sqrt(total_bytes * latency_s * group.ring_bytes_per_s))
+
+
+# The exchanges of one training step of a rank: how many bytes each, and how often.
+
+
+@dataclass(frozen=True)
+class Need:
+    """An exchange that an axis has to make, whatever the fabric."""
+
+    axis: str
+    group: str
+    """A group of `axis_groups`."""
+    operation: Operation
+    message_bytes: float
+    per_step: float
+    is_bucketed: bool = False
+    """All of a rank's gradients or parameters: they go in buckets beside the computation."""
+
+
+def exchanges_of(
+    setup: Setup, once: MicroBatch, groups: Mapping[str, Group], fabric: Fabric, eff: Efficiency
+) -> tuple[Exchange, ...]:
+    """Return the exchanges of the rank that has most parameters, each by its fastest algorithm."""
+    needs = [*_inside_layers(setup), *_sends(setup), *_of_parameters(setup, once)]
+    return tuple(
+        _exchange(need, groups[need.group], fabric, eff)
+        for need in needs
+        if groups[need.group].size > 1 and need.message_bytes > 0 and need.per_step > 0
+    )
+
+
+def _exchange(need: Need, group: Group, fabric: Fabric, eff: Efficiency) -> Exchange:
+    bucket_bytes = None
+    message_bytes = need.message_bytes
+    per_step = need.per_step
+    if need.is_bucketed:
+        bucket_bytes = best_bucket_bytes(group, need.operation, need.message_bytes, eff)
+        message_bytes = bucket_bytes
+        per_step = per_step * need.message_bytes / bucket_bytes
+    times = times_of(group, need.operation, message_bytes, eff)
+    algorithm = fastest(times)
+    return Exchange(
+        axis=need.axis,
+        operation=need.operation,
+        ranks=group.size,
+        tier=tier_of(group, fabric),
+        message_bytes=message_bytes,
+        per_step=per_step,
+        algorithm=algorithm,
+        time_s=times[algorithm],
+        ring_s=times.get("ring", times.get("direct", times[algorithm])),
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def tier_of(group: Group, fabric: Fabric) -> str:
+    """Name the outermost tier that a group crosses."""
+    if not group.crosses:
+        return "scale-up domain"
+    return fabric.network[len(group.outer)].name
+
+
+def _inside_layers(setup: Setup) -> Iterator[Need]:
+    """Tensor, context and expert parallelism, of the layers of an average pipeline rank: forward and backward."""
+    works = [work for parts in layer_works(setup.model, setup.tokens, setup.seq_len, setup.layout) for work in parts]
+    times = setup.grad_accum / setup.layout.pp
+    size, number = _mean((work.tp_bytes, work.tp_exchanges) for work in works)
+    yield Need("tp", "tp", "all_reduce", size, 2 * times * number)
+    size, number = _mean((work.cp_bytes, 1) for work in works)
+    yield Need("cp", "cp", "all_gather", size, 3 * times * number)
+    size, number = _mean((work.ep_bytes, 1) for work in works)
+    yield Need("ep", "ep", "all_to_all", size, 4 * times * number)
+
+
+def _mean(messages: Iterable[tuple[float, int]]) -> tuple[float, int]:
+    """-> (bytes of the mean message, number of them) of (bytes, number); empty ones are none."""
+    sent = [(size, number) for size, number in messages if size > 0]
+    number = sum(number for _, number in sent)
+    return (sum(size * times for size, times in sent) / number if number else 0.0), number
+
+
+def _sends(setup: Setup) -> Iterator[Need]:
+    """Activations and their gradients between the stages of a pipeline."""
+    layout = setup.layout
+    parts = layout.tp if layout.sequence_parallel or setup.software.split_sends else 1
+    size = 2.0 * setup.tokens * setup.model.hidden_size / parts
+    yield Need("pp", "pp", "send", size, 2.0 * layout.virtual_stages * setup.grad_accum)
+
+
+def _of_parameters(setup: Setup, once: MicroBatch) -> Iterator[Need]:
+    """Gradients and parameters of the pipeline rank that holds most of them."""
+    part = max((rank.whole for rank in rank_parts(once, setup.layout)), key=lambda rank: rank.params)
+    layout = setup.layout
+    trained = setup.trainable
+    gradients = trained * setup.software.reduce_bytes
+    weights = 2.0
+    for params, expert in ((part.params, False), (part.expert_params, True)):
+        label = " (experts)" if expert else ""
+        if layout.shards_parameters:
+            shard = "expert_dp" if expert else "dp_shard"
+            accum = setup.grad_accum
+            yield Need(
+                f"dp_shard{label}", shard, "all_gather", weights * setup.sharded * params, 2.0 * accum, is_bucketed=True
+            )
+            yield Need(f"dp_shard{label}", shard, "reduce_scatter", gradients * params, accum, is_bucketed=True)
+            if not expert:
+                own = gradients * params / (layout.dp_shard * layout.cp)
+                yield Need("dp_replicate", "dp_replicate", "all_reduce", own, 1.0, is_bucketed=True)
+        elif layout.dp_shard == 1:
+            group = "expert_dp" if expert else "dp"
+            yield Need(f"dp{label}", group, "all_reduce", gradients * params, 1.0, is_bucketed=True)
+        else:
+            group = "expert_dp" if expert else "dp"
+            yield Need(f"dp{label}", group, "reduce_scatter", gradients * params, 1.0, is_bucketed=True)
+            yield Need(f"dp{label}", group, "all_gather", trained * weights * params, 1.0, is_bucketed=True)
+
+
+# Which axes lie next to one another on the nodes: orders that permuting whole nodes can make, and their groups.
+#
+# Ranks are numbered with tp innermost, then cp, dp_shard, dp_replicate, and pp outermost; a node has consecutive ones.
+# Where the axes outside of a node change places, only nodes move: rank numbers, and so the run, stay as they are.
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A run of ranks along one axis, or along a part of it."""
+
+    axis: str
+    size: int
+
+
+DENSE = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("cp", "dp_shard", "dp_replicate"),
+    "dp_shard": ("cp", "dp_shard"),
+    "dp_replicate": ("dp_replicate",),
+    "pp": ("pp",),
+}
+"""Group -> the axes that its ranks differ in."""
+EXPERT_AXES = ("tp", "cp", "dp_shard")
+"""Expert parallelism is laid over these together: with experts they keep their order."""
+
+
+def usual_order(layout: Layout, per_node: int) -> tuple[Extent, ...] | None:
+    """Return the axes of more than one rank, innermost first; one that a node's edge cuts comes in two parts.
+
+    None where a node holds no whole part of an axis, so that moving nodes would not move axes.
+    """
+    order: list[Extent] = []
+    left = per_node
+    for axis in reversed(MESH_AXES):
+        size = getattr(layout, axis)
+        held = math.gcd(size, left)
+        if held < min(size, left):
+            return None
+        order += [Extent(axis, part) for part in (held, size // held) if part > 1]
+        left //= held
+    return tuple(order)
+
+
+def orders(layout: Layout, per_node: int) -> Iterator[tuple[Extent, ...]]:
+    """Yield the orders of the axes that moving nodes can make, innermost first; the usual one comes first."""
+    usual = usual_order(layout, per_node)
+    if usual is None:
+        return
+    outside = _outside(usual, per_node)
+    fixed = [extent for extent in outside if layout.ep > 1 and extent.axis in EXPERT_AXES]
+    inside = (*usual[: len(usual) - len(outside)], *fixed)
+    for outer in permutations(outside[len(fixed) :]):
+        yield (*inside, *outer)
+
+
+def groups_in(order: Sequence[Extent], layout: Layout, fabric: Fabric, eff: Efficiency) -> dict[str, Group]:
+    """Return the groups of each axis where the axes lie in this order, which has every rank."""
+    groups = axis_groups(layout, fabric, eff)
+    for name, members in DENSE.items():
+        groups[name] = group_with(fabric, groups[name].size, partial(_inside, order, members), eff)
+    if layout.ep > 1:
+        held = layout.expert_ranks
+        block = layout.ep * layout.etp
+        beyond = [extent for extent in order if extent.axis not in EXPERT_AXES]
+        experts = [Extent("ep", block), Extent("expert_dp", held // block), *beyond]
+        size = groups["expert_dp"].size
+        groups["expert_dp"] = group_with(fabric, size, partial(_inside, experts, ("expert_dp", "dp_replicate")), eff)
+    return groups
+
+
+def _inside(order: Sequence[Extent], members: Sequence[str], devices: int) -> int:
+    """Ranks of a group inside an element of so many consecutive devices."""
+    ranks = 1
+    stride = 1
+    for extent in order:
+        if extent.axis in members:
+            ranks *= min(extent.size, max(1, devices // stride))
+        stride *= extent.size
+    return ranks
+
+
+def node_places(usual: Sequence[Extent], order: Sequence[Extent], per_node: int) -> tuple[int, ...]:
+    """Return for each node by its number its place among nodes sorted by tier; both orders are the same in a node."""
+    outside = _outside(usual, per_node)
+    strides = {}
+    stride = 1
+    for extent in _outside(order, per_node):
+        strides[extent] = stride
+        stride *= extent.size
+    places = []
+    for node in range(stride):
+        place = 0
+        left = node
+        for extent in outside:
+            left, coordinate = divmod(left, extent.size)
+            place += coordinate * strides[extent]
+        places.append(place)
+    return tuple(places)
+
+
+def _outside(order: Sequence[Extent], per_node: int) -> Sequence[Extent]:
+    held = 1
+    for place, extent in enumerate(order):
+        if held == per_node:
+            return order[place:]
+        held *= extent.size
+    return ()
+
+
+# A layout on a fabric -> its communication blueprint. Pure: the same inputs give the same blueprint.
+
+
+WORTH = 1e-3
+"""Nodes are moved for no smaller part of a step than this."""
+NCCL_DOCS = "NVIDIA NCCL user guide, environment variables"
+LARGEST_MESSAGE = 4_294_967_295
+"""The largest size in the example tuner's table, which stands for all sizes."""
+COLLECTIVES = ("broadcast", "reduce", "allgather", "reducescatter", "allreduce")
+SMALLEST_TUNED = 2**10
+LARGEST_TUNED = 2**32
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """The step where the axes lie in one order."""
+
+    order: tuple[Extent, ...] | None
+    """None: no other than the usual one can be made."""
+    groups: Mapping[str, Group]
+    once: MicroBatch
+    step_s: float
+
+
+def draw_blueprint(setup: Setup, spec: FabricSpec, eff: Efficiency) -> Blueprint:
+    """Choose the order of the axes on the nodes with the shortest planned step, and each exchange's algorithm.
+
+    The usual order stays unless another is faster by a thousandth; no exchange is slower than by a flat ring.
+    """
+    fabric = setup.fabric
+    layout = setup.layout
+    tried = [_place(setup, order, eff) for order in orders(layout, fabric.devices_per_node)]
+    usual = tried[0] if tried else _place(setup, None, eff)
+    best = min(tried, key=lambda placed: placed.step_s, default=usual)
+    if best.step_s > (1 - WORTH) * usual.step_s:
+        best = usual
+    exchanges = exchanges_of(setup, best.once, best.groups, fabric, eff)
+    moved = best is not usual
+    sizes = (fabric.scaleup_devices, *(tier.devices for tier in fabric.network))
+    return Blueprint(
+        fabric=fabric.name or ("of the recipe" if fabric.described else "flat"),
+        tiers=tuple(_tiers(fabric)),
+        order=_axes(best.order) if best.order else tuple(axis for axis in MESH_AXES if getattr(layout, axis) > 1),
+        node_places=node_places(usual.order or (), best.order or (), fabric.devices_per_node) if moved else (),
+        step_s=best.step_s,
+        unplaced_step_s=usual.step_s,
+        exchanges=exchanges,
+        settings=tuple(_settings(fabric, spec)),
+        tuner=tuple(_tuner_rows(fabric, best.groups, exchanges, eff)) if _has_nccl(fabric) else (),
+        # The order of nodes matters where an element of a tier holds several of them, but not all.
+        sorts_nodes=any(fabric.devices_per_node < size < fabric.num_devices for size in sizes),
+    )
+
+
+def _place(setup: Setup, order: tuple[Extent, ...] | None, eff: Efficiency) -> _Placed:
+    layout = setup.layout
+    fabric = setup.fabric
+    groups = axis_groups(layout, fabric, eff) if order is None else groups_in(order, layout, fabric, eff)
+    once = micro_batch(setup, groups, eff)
+    return _Placed(order, groups, once, assemble_step(setup, once, groups, eff).total_s)
+
+
+def _axes(order: Sequence[Extent]) -> tuple[str, ...]:
+    """Names, outermost first; an axis that a node cuts comes twice, for its part on a node and its part beyond."""
+    names = [extent.axis for extent in reversed(order)]
+    return tuple(name for place, name in enumerate(names) if place == 0 or names[place - 1] != name)
+
+
+def _tiers(fabric: Fabric) -> Iterator[BlueprintTier]:
+    """The scale-up domain and the tiers beyond, up to the one that holds every device."""
+    domain = ("scale-up domain", fabric.scaleup_devices, fabric.link_gb_per_s * 8)
+    for name, devices, gbit_per_s in (domain, *((tier.name, tier.devices, tier.gbit_per_s) for tier in fabric.network)):
+        elements = max(1, math.ceil(fabric.num_devices / devices))
+        yield BlueprintTier(name, elements, min(devices, fabric.num_devices), gbit_per_s)
+        if elements == 1:
+            return
+
+
+def _has_nccl(fabric: Fabric) -> bool:
+    return fabric.chip.vendor == "nvidia" and fabric.num_devices > fabric.devices_per_node
+
+
+def _settings(fabric: Fabric, spec: FabricSpec) -> Iterator[Setting]:
+    """Variables that NCCL's documentation ties to something the fabric says; nothing else is set."""
+    if not _has_nccl(fabric):
+        return
+    if spec.nic_wiring == "rails":
+        reason = "each NIC of a node is on a rail's own switch: rings and trees stay on their rail"
+        yield Setting("NCCL_CROSS_NIC", "0", reason, f"{NCCL_DOCS}, NCCL_CROSS_NIC")
+    if spec.nic_wiring == "one_switch":
+        reason = "all NICs of a node are on one switch: staying on the same NIC avoids no flow collision"
+        yield Setting("NCCL_CROSS_NIC", "1", reason, f"{NCCL_DOCS}, NCCL_CROSS_NIC")
+
+
+def _tuner_rows(
+    fabric: Fabric, groups: Mapping[str, Group], exchanges: Sequence[Exchange], eff: Efficiency
+) -> Iterator[TunerRow]:
+    """All-reduces across nodes: a tree up to the size from which the ring is faster. Then a row for all else, which the
+    example tuner would set to the same: it forces the ring where no row fits."""
+    seen: set[tuple[int, int]] = set()
+    for exchange in exchanges:
+        group = groups.get(exchange.axis)
+        if exchange.operation != "all_reduce" or group is None or not group.crosses:
+            continue
+        key = (_nodes_of(group, fabric), group.size)
+        limit = tree_until_bytes(group, eff)
+        if limit and key not in seen:
+            seen.add(key)
+            reason = f"planned: up to {limit:,} bytes a tree's latency is less than a ring's"
+            yield TunerRow("allreduce", 0, limit, "tree", *key, reason)
+    if seen:
+        for collective in COLLECTIVES:
+            yield TunerRow(collective, 0, LARGEST_MESSAGE, "ring", -1, -1, "all else")
+
+
+def _nodes_of(group: Group, fabric: Fabric) -> int:
+    """Nodes that a group is spread over, where several may make one scale-up domain."""
+    nodes_per_domain = max(1, fabric.scaleup_devices // fabric.devices_per_node)
+    return min(group.size, group.domains * min(nodes_per_domain, group.per_domain))
+
+
+def tree_until_bytes(group: Group, eff: Efficiency) -> int:
+    """Return the largest power of two up to which a tree is faster than a ring; 0 where it never is."""
+    limit = 0
+    size = SMALLEST_TUNED
+    while size < LARGEST_TUNED:
+        times = times_of(group, "all_reduce", float(size), eff)
+        if times["tree"] >= times["ring"]:
+            break
+        limit = size
+        size *= 2
+    return limit

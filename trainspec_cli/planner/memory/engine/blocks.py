@@ -1,0 +1,596 @@
+"""A layer's forward and backward on a tape, with the operations and the lifetimes of the engine's own blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+from trainspec_cli.planner.memory.engine.run import (
+    Part,
+    Shape,
+    activate,
+    feed_forward,
+    feed_forward_of,
+    linear,
+    norm,
+    region,
+)
+from trainspec_cli.planner.memory.engine.tape import INDEX, PRECISE, Stretch, Tape, Value
+from trainspec_cli.recipe.keys.model import CONV_TAPS, SCAN_BLOCK, SINK_DIMS, Mixer
+from trainspec_cli.recipe.keys.run import Recompute
+
+# Attention on a tape: grouped heads, windows, sinks, latents, and the sequence spread over ranks.
+#
+# Where a mask or a head's size decides which kernel runs, counted is one that never holds the scores, as the fused
+# ones of GPUs.
+
+
+def attention(tape: Tape, x: Value, shape: Shape) -> Value:
+    model, tp = shape.decoder, shape.layout.tp
+    query, key = model.num_heads * model.head_dim // tp, model.num_kv_heads * model.head_dim // tp
+    sizes = {"q": query, "k": key, "v": key}
+    q, k, v = (linear(tape, x, shape, name, size, model.hidden_size) for name, size in sizes.items())
+    if model.qk_norm:
+        q, k = (tape.norm(y, tape.leaf(model.head_dim), y.elements / model.head_dim) for y in (q, k))
+    if shape.model.rotates:
+        q, k = (rotate(tape, y) for y in (q, k))
+    if model.attention_sinks:
+        q, k = carry_sinks(tape, q, k, model.head_dim)
+    mixed = core(tape, q, k, v, shape)
+    return linear(tape, mixed, shape, "out", model.hidden_size, query)
+
+
+def rotate(tape: Tape, x: Value) -> Value:
+    """Saves cosines and sines alone, which all layers share."""
+    size = 0.0 if tape.fuses else x.elements * x.width
+    return tape.apply((x,), x.elements, scratch=(3 * size, 2.5 * size))
+
+
+def carry_sinks(tape: Tape, q: Value, k: Value, size: int) -> tuple[Value, Value]:
+    """A head's logit beside each of its queries, zeros beside the keys."""
+    logit = tape.expand(tape.leaf(1), q.elements / size)
+    grown = tape.copy(tape.cat(q, logit), q.elements * (size + SINK_DIMS) / size)
+    return grown, tape.copy(k, k.elements * (size + SINK_DIMS) / size)
+
+
+# Latent attention
+
+
+def latent_attention(tape: Tape, x: Value, shape: Shape) -> Value:
+    q = latent_queries(tape, x, shape)
+    k, v = latent_keys_values(tape, x, shape)
+    mixed = core(tape, q, k, v, shape)
+    inputs = shape.decoder.num_heads // shape.layout.tp * shape.latent.v_head_dim
+    return linear(tape, mixed, shape, "out", shape.decoder.hidden_size, inputs)
+
+
+def latent_queries(tape: Tape, x: Value, shape: Shape) -> Value:
+    model, mla, tokens = shape.decoder, shape.latent, shape.tokens
+    heads, size = model.num_heads // shape.layout.tp, mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    source, rank = x, mla.q_lora_rank or model.hidden_size
+    if mla.q_lora_rank:
+        source = tape.norm(tape.linear(x, tape.leaf(model.hidden_size * rank), tokens * rank), tape.leaf(rank), tokens)
+    q = linear(tape, source, shape, "q", heads * size, rank)
+    plain, rotated = tape.split(q, *(tokens * heads * part for part in (mla.qk_nope_head_dim, mla.qk_rope_head_dim)))
+    return tape.cat(plain, rotate(tape, rotated))
+
+
+def latent_keys_values(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
+    """The rotated part of the keys is one for all heads."""
+    model, mla, tokens, heads = shape.decoder, shape.latent, shape.tokens, shape.decoder.num_heads // shape.layout.tp
+    rank, shared, plain_size, value = mla.kv_lora_rank, mla.qk_rope_head_dim, mla.qk_nope_head_dim, mla.v_head_dim
+    down = tape.linear(x, tape.leaf(model.hidden_size * (rank + shared)), tokens * (rank + shared))
+    latent, rotated = tape.split(down, tokens * rank, tokens * shared)
+    per_token = heads * (plain_size + value)
+    both = tape.linear(tape.norm(latent, tape.leaf(rank), tokens), tape.leaf(rank * per_token), tokens * per_token)
+    plain, v = tape.split(both, tokens * heads * plain_size, tokens * heads * value)
+    turned = rotate(tape, rotated)
+    return tape.cat(plain, tape.expand(turned, tokens * heads * shared)), v
+
+
+# What crosses the sequence
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The heads that a kernel is given, with `samples` times `length` tokens."""
+
+    samples: int
+    length: int
+    rows: float
+    """Rows of the queries, over all of their heads."""
+    window: int | None
+    sinks: bool
+
+    @property
+    def is_cut(self) -> bool:
+        return self.window is not None and self.window < self.length
+
+
+def core(tape: Tape, q: Value, k: Value, v: Value, shape: Shape) -> Value:
+    layout = shape.layout
+    rows = shape.tokens * shape.decoder.num_heads / layout.tp
+    if layout.cp > 1 and layout.context_method == "ring":
+        return ring(tape, q, k, v, rows, layout.cp)
+    length = shape.seq_len * layout.cp
+    seq = Heads(shape.samples, length, rows, shape.layer.window, shape.decoder.attention_sinks)
+    if layout.cp == 1:
+        mixed = causal_core(tape, q, k, v, seq)
+        return tape.copy(mixed) if seq.is_cut or v.elements < k.elements else mixed  # to stand token by token
+    q, k, v = (swap(tape, y) for y in (q, k, v))
+    return swap(tape, causal_core(tape, q, k, v, seq))
+
+
+def causal_core(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
+    """Kernels take heads of one size."""
+    is_narrow, elements = v.elements < k.elements, q.elements * v.elements / k.elements
+    if is_narrow:
+        v = tape.copy(v, k.elements)
+    mixed = windowed(tape, q, k, v, seq) if seq.is_cut else whole(tape, q, k, v, seq=seq)
+    return tape.part(mixed, elements) if is_narrow else mixed
+
+
+def whole(tape: Tape, q: Value, k: Value, v: Value, *, seq: Heads, share: float = 1.0) -> Value:
+    """Causal; of the first `share` of the sequence."""
+    rows, elements = seq.rows * share, q.elements
+    if not seq.sinks:
+        return flash(tape, q, k, v, rows)
+    longer = 1 + 1 / (seq.length * share)
+    q, k, v = pad_front(tape, q, longer), tape.copy_in_forward(pad_front(tape, k, longer)), pad_front(tape, v, longer)
+    return tape.part(flash(tape, q, k, v, rows * longer), elements)
+
+
+def windowed(tape: Tape, q: Value, k: Value, v: Value, seq: Heads) -> Value:
+    """The first block by itself, each other one with the keys of the block before."""
+    window, elements = float(seq.window or 0), q.elements
+    share, blocks = window / seq.length, -(-seq.length // window)
+    start = [tape.part(y, y.elements * share) for y in (q, k, v)]
+    first = whole(tape, *start, seq=seq, share=share)
+    del start
+    q, k, v = (tape.copy(y, y.elements * blocks * share) for y in (q, k, v))
+    k, v = (beside(tape, y, (blocks - 1) / blocks) for y in (k, v))
+    q = tape.part(q, q.elements * (blocks - 1) / blocks)
+    if seq.samples > 1:
+        q, k, v = (tape.copy(y) for y in (q, k, v))
+    if seq.sinks:
+        longer = 1 + 0.5 / window
+        k, v = tape.copy_in_forward(pad_front(tape, k, longer)), pad_front(tape, v, longer)
+    rest = flash(tape, q, k, v, seq.rows * share * (blocks - 1), mask=2 * window * window)
+    if first.elements + rest.elements > elements:
+        rest = tape.part(rest, elements - first.elements)
+    return tape.cat(first, rest)
+
+
+def beside(tape: Tape, x: Value, share: float) -> Value:
+    """Each block's tokens and those of the one after, so that each stands behind the one before."""
+    return tape.cat(tape.part(x, x.elements * share), tape.part(x, x.elements * share))
+
+
+def pad_front(tape: Tape, x: Value, longer: float) -> Value:
+    return tape.copy(x, x.elements * longer)
+
+
+def flash(tape: Tape, q: Value, k: Value, v: Value, rows: float, mask: float = 0.0) -> Value:
+    """Saves its inputs, its output and a logarithm a row."""
+    saved = (q, k, v, tape.new(rows, 4.0), tape.new(mask))
+    return tape.apply((q, k, v), q.elements, saved=saved, saves_output=True, costly=True)
+
+
+def swap(tape: Tape, x: Value) -> Value:
+    """All-to-all between parts of the sequence and parts of the heads: a copy to send, one received, one in order."""
+    size = 2 * x.elements * x.width
+    return tape.copy(x, scratch=(size, size))
+
+
+def ring(tape: Tape, q: Value, k: Value, v: Value, rows: float, turns: int) -> Value:
+    """Record ring attention on the last rank, whose queries meet every part of the keys.
+
+    Keys and values travel with their successors; sums are in fp32, keys of groups repeated for their queries. A
+    selective recomputation keeps each turn's result. The whole stands head by head, and is copied to stand token by
+    token.
+    """
+    width, query, pair = q.width, q.elements, k.elements + v.elements
+    travelling = 2 * width * pair
+    forward = 4 * query + travelling + (2 * width + 8) * query + 2 * width * query
+    backward = 4 * query + 2 * width * pair + 2 * 4 * pair + (8 * width + 4) * query
+    tape.keep((query * width + 4 * rows) * turns)
+    saved = (q, k, v, tape.new(rows, 4.0))
+    return tape.copy(tape.apply((q, k, v), query, saved=saved, saves_output=True, scratch=(forward, backward)))
+
+
+# A mixture of experts on a tape: router, tokens sorted by expert, the experts' products, tokens back in their places.
+#
+# Tokens are spread evenly over experts and ranks. The experts' product is GPUs' grouped one: it takes no room beside
+# its result.
+
+
+def mixture(tape: Tape, x: Value, shape: Shape) -> Value:
+    indices, weights = router(tape, x, shape)
+    send = dispatch if shape.layout.ep == 1 else spread_dispatch
+    y = send(tape, x, indices, weights, shape)
+    if not shape.experts.shared_experts:
+        return y
+    shared = region(tape, x, shape, shared_experts)
+    if shape.experts.shared_gate:
+        share = sigmoid(tape, tape.linear(x, tape.leaf(shape.hidden), shape.outside_tokens))
+        shared = tape.mul(shared, tape.expand(share, shared.elements))
+    return tape.add(y, shared)
+
+
+def shared_experts(tape: Tape, x: Value, shape: Shape) -> Value:
+    spec = shape.experts
+    return feed_forward_of(tape, x, shape, spec.shared_experts * (spec.shared_expert_ffn_size or spec.expert_ffn_size))
+
+
+# Router
+
+
+def router(tape: Tape, x: Value, shape: Shape) -> tuple[Value, Value]:
+    """-> (indices, weights). Scores are in fp32."""
+    spec, tokens = shape.experts, shape.outside_tokens
+    scored, chosen = tokens * spec.num_experts, tokens * spec.top_k
+    logits = tape.linear(x, tape.leaf(shape.hidden * spec.num_experts), scored)
+    scores = tape.apply((tape.cast(logits, PRECISE),), scored, saves_output=True, width=PRECISE)
+    indices = choose(tape, shape)
+    weights = tape.apply((scores,), chosen, saved=(indices,), width=PRECISE)
+    if spec.normalise_weights:
+        total = tape.apply((weights,), tokens, width=PRECISE)
+        weights = tape.apply((weights, total), chosen, saved=(weights, total), width=PRECISE)
+    weights = tape.apply((weights,), chosen, width=PRECISE)
+    if spec.balance_loss:
+        weights = with_loss(tape, weights, scores)
+    if spec.capacity_factor is not None:
+        indices, weights = within_capacity(tape, weights)
+    return indices, weights
+
+
+def choose(tape: Tape, shape: Shape) -> Value:
+    """Choose the experts, from biased scores and from those of the chosen groups."""
+    spec = shape.experts
+    copies = (spec.balance_rate > 0) + (spec.top_groups < spec.num_groups)
+    room = tape.new(copies * shape.outside_tokens * spec.num_experts, PRECISE)
+    indices = tape.new(shape.outside_tokens * spec.top_k, INDEX)
+    del room
+    return indices
+
+
+def with_loss(tape: Tape, weights: Value, scores: Value) -> Value:
+    """Scores that sum to 1 and counted visits make the loss, a scalar."""
+    visits = tape.new(scores.elements, PRECISE)
+    total = tape.apply((scores,), weights.elements, width=PRECISE)
+    normal = tape.apply((scores, total), scores.elements, saved=(scores, total), width=PRECISE)
+    loss = tape.apply((normal,), 1, width=PRECISE)
+    del visits
+    return tape.with_side(weights, loss)
+
+
+def within_capacity(tape: Tape, weights: Value) -> tuple[Value, Value]:
+    """Choices ordered by weight and by expert, and counted."""
+    chosen = weights.elements
+    indices, kept = tape.new(chosen, INDEX), tape.new(chosen, 1.0)
+    return indices, tape.apply((weights,), chosen, saved=(kept,), width=PRECISE, scratch=(6 * INDEX * chosen, 0.0))
+
+
+# Tokens to experts and back
+
+
+@dataclass
+class SortedCopies:
+    x: Value
+    """Copies of tokens, in their experts' order."""
+    source: Value
+    place: Value
+    tokens: float
+
+
+def dispatch(tape: Tape, x: Value, indices: Value, weights: Value, shape: Shape) -> Value:
+    """All experts are here."""
+    copies = sort_by_expert(tape, x, indices, shape)
+    return combine(tape, copies, products(tape, copies.x, shape), weights)
+
+
+def spread_dispatch(tape: Tape, x: Value, indices: Value, weights: Value, shape: Shape) -> Value:
+    """Send copies to the ranks of their experts, sort them by expert again, and send the results back."""
+    copies = sort_by_expert(tape, x, indices, shape)
+    came = tape.copy(tape.part(copies.x, copies.x.elements))
+    order = tape.new(indices.elements, INDEX)
+    multiplied = tape.leave(products(tape, tape.enter(permute(tape, came, order)), shape))
+    back = tape.copy(permute(tape, multiplied, order))
+    return combine(tape, copies, tape.cat(back), weights)
+
+
+def permute(tape: Tape, x: Value, order: Value) -> Value:
+    return tape.apply((x,), x.elements, saved=(order,))
+
+
+def sort_by_expert(tape: Tape, x: Value, indices: Value, shape: Shape) -> SortedCopies:
+    source, place = tape.new(indices.elements, INDEX), tape.new(indices.elements, INDEX)
+    copies = take(tape, x, indices.elements * shape.hidden, place)
+    return SortedCopies(copies, source, place, shape.outside_tokens)
+
+
+def take(tape: Tape, x: Value, elements: float, copies: Value) -> Value:
+    """Rows of `x`; backward, their gradients are put in order and then summed."""
+    rows = INDEX * copies.elements
+    return tape.apply((x,), elements, saved=(copies,), scratch=(rows, elements * x.width))
+
+
+def combine(tape: Tape, copies: SortedCopies, y: Value, weights: Value) -> Value:
+    """A token's copies, weighed and summed in one product, of which each token is a matrix of one row."""
+    back = take(tape, y, y.elements, copies.source)
+    narrow = tape.cast(weights, tape.width)
+    summed = y.elements * copies.tokens / weights.elements
+    return tape.part(tape.apply((narrow, back), summed, saved=(narrow, back), costly=True), summed)
+
+
+# The experts themselves
+
+
+def products(tape: Tape, x: Value, shape: Shape) -> Value:
+    """Multiply copies of tokens with their experts' matrices."""
+    spec, model = shape.experts, shape.decoder
+    rows, held = x.elements / shape.hidden, spec.num_experts / shape.layout.ep
+    halves = 2 if model.gated_mlp else 1
+    expert = tape.new(rows if spec.bias else 0.0, INDEX)
+    x = without_dropped(tape, x, shape)
+    inner = grouped(tape, x, halves * spec.expert_ffn_size, rows, held)
+    inner = add_bias(tape, inner, expert, shape)
+    inner = activated(tape, inner, shape)
+    y = grouped(tape, inner, shape.hidden, rows, held)
+    y = add_bias(tape, y, expert, shape)
+    return without_dropped(tape, y, shape)
+
+
+def grouped(tape: Tape, x: Value, width: int, rows: float, experts: float) -> Value:
+    weight = tape.leaf(experts * width * x.elements / rows)
+    return tape.apply((x, weight), rows * width, saved=(x if weight.node else weight,), costly=True)
+
+
+def add_bias(tape: Tape, y: Value, expert: Value, shape: Shape) -> Value:
+    """Each row's own is put beside it first."""
+    if not shape.experts.bias:
+        return y
+    bias = tape.apply((tape.leaf(1),), y.elements, saved=(expert,))
+    return tape.add(y, bias)
+
+
+def activated(tape: Tape, x: Value, shape: Shape) -> Value:
+    if not shape.decoder.gated_mlp:
+        return activate(tape, x, shape)
+    gate, up = tape.split(x, x.elements / 2, x.elements / 2)
+    if shape.decoder.gate_limit is None:
+        return tape.mul(activate(tape, gate, shape), up)
+    return clamped(tape, gate, up)
+
+
+def clamped(tape: Tape, gate: Value, up: Value) -> Value:
+    """gate * sigmoid(1.702 gate) * (up + 1), both bounded."""
+    gate, up = tape.unary(gate), tape.unary(up)
+    return tape.mul(tape.mul(gate, sigmoid(tape, tape.copy(gate))), tape.copy(up))
+
+
+def sigmoid(tape: Tape, x: Value) -> Value:
+    return tape.apply((x,), x.elements, saves_output=True)
+
+
+def without_dropped(tape: Tape, x: Value, shape: Shape) -> Value:
+    """Zeros in rows that no expert takes."""
+    if shape.experts.capacity_factor is None:
+        return x
+    taken = tape.new(x.elements / shape.hidden, 1.0)
+    return tape.apply((x,), x.elements, saved=(taken,))
+
+
+# Mamba-2's mixer on a tape: projections, convolutions over time, the scan in blocks, the gated norm.
+#
+# Shapes are given as the engine does: B samples, C blocks of Q tokens, G groups, R heads a group, P head size, N
+# state size. A product of matrices wants its batch dimensions to stand in one piece; where they do not, what enters
+# is copied.
+
+
+@dataclass(frozen=True)
+class ScanSizes:
+    """Elements of what the scan works with, on one rank."""
+
+    samples: int
+    seq_len: int
+    heads: float
+    groups: float
+    inner: float
+    """Inner channels of a token, over all heads."""
+    states: float
+    """State channels of a token, over all groups."""
+
+    @property
+    def tokens(self) -> float:
+        return float(self.samples * self.seq_len)
+
+    @property
+    def block(self) -> int:
+        return min(SCAN_BLOCK, self.seq_len)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.seq_len // self.block)
+
+    @property
+    def stands_apart(self) -> bool:
+        """Return True if blocks of several samples or groups make a batch, and so do not lie in one piece."""
+        return self.samples > 1 or self.groups > 1
+
+
+def scan_of(shape: Shape) -> ScanSizes:
+    model, tp = shape.hybrid, shape.layout.tp
+    heads, groups = model.mamba_heads / tp, model.mamba_groups / tp
+    inner, states = heads * model.mamba_head_dim, groups * model.mamba_state_size
+    return ScanSizes(shape.samples, shape.seq_len, heads, groups, inner, states)
+
+
+def mamba(tape: Tape, x: Value, shape: Shape) -> Value:
+    scan = scan_of(shape)
+    inner, b, c = (convolved(tape, x, rows, shape) for rows in (scan.inner, scan.states, scan.states))
+    dt = tape.cast(tape.linear(x, tape.leaf(shape.hidden * scan.heads), scan.tokens * scan.heads), PRECISE)
+    dt = tape.unary(tape.apply((dt,), dt.elements, width=PRECISE))
+    y = selective_scan(tape, inner, dt, b, c, scan)
+    y = tape.add(y, scaled(tape, inner, tape.leaf(scan.heads)))
+    normed = gated_norm(tape, y, tape.linear(x, tape.leaf(shape.hidden * scan.inner), y.elements), scan)
+    return tape.linear(normed, tape.leaf(scan.inner * shape.hidden), scan.tokens * shape.hidden)
+
+
+def convolved(tape: Tape, x: Value, rows: float, shape: Shape) -> Value:
+    """Projected, each channel convolved over time, and activated. Channels come first while it convolves."""
+    projected = tape.linear(x, tape.leaf(shape.hidden * rows), shape.tokens * rows)
+    return tape.unary(conv(tape, tape.copy_in_backward(projected), rows, shape.seq_len))
+
+
+def conv(tape: Tape, x: Value, rows: float, seq_len: int) -> Value:
+    padded = tape.copy(x, x.elements * (1 + (CONV_TAPS - 1) / seq_len))
+    weights = tape.leaf(rows * CONV_TAPS), tape.leaf(rows)
+    return tape.apply((padded, *weights), x.elements, saved=(padded,), costly=True)
+
+
+def gated_norm(tape: Tape, y: Value, z: Value, scan: ScanSizes) -> Value:
+    gated = tape.mul(y, tape.unary(z))
+    groups = scan.tokens * scan.groups
+    normed = tape.apply((gated,), gated.elements, saved=(gated, tape.new(groups, PRECISE)))
+    return scaled(tape, normed, tape.leaf(scan.inner))
+
+
+def scaled(tape: Tape, x: Value, factor: Value) -> Value:
+    """Multiply by a factor of fewer elements, which is repeated."""
+    return tape.mul(x, tape.expand(factor, x.elements))
+
+
+# The scan
+
+
+def selective_scan(tape: Tape, x: Value, dt: Value, b: Value, c: Value, scan: ScanSizes) -> Value:
+    whole = scan.blocks * scan.block / scan.seq_len
+    x, dt, b, c = (tape.copy(value, value.elements * whole) for value in (x, dt, b, c))
+    decay = tape.apply((tape.mul(dt, tape.expand(tape.leaf(scan.heads), dt.elements)),), dt.elements, width=PRECISE)
+    x = scaled(tape, x, tape.cast(dt, tape.width))
+    y = tape.add(within_blocks(tape, x, decay, b, c, scan), from_earlier_blocks(tape, x, decay, b, c, scan))
+    return tape.copy(y, y.elements / whole)
+
+
+def within_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: ScanSizes) -> Value:
+    """Attention of c on b, faded by the decay between two tokens: B C G R Q Q of them."""
+    pairs = decay.elements * scan.block
+    faded_by = exp(tape, tape.copy(difference(tape, tape.expand(decay, pairs), tape.expand(decay, pairs))))
+    scores = product(tape, ordered(tape, c, scan), ordered(tape, b, scan), pairs / scan.heads * scan.groups)
+    faded = tape.cast(tape.mul(tape.expand(scores, pairs, width=PRECISE), faded_by), tape.width)
+    return tape.copy_in_backward(product(tape, faded, tape.copy_in_forward(x), x.elements))
+
+
+def from_earlier_blocks(tape: Tape, x: Value, decay: Value, b: Value, c: Value, scan: ScanSizes) -> Value:
+    """Return what the states at each block's beginning (B C G R P N) add to its tokens."""
+    to_end = exp(tape, difference(tape, tape.part(decay, decay.elements), decay))
+    fading = ordered(tape, scaled(tape, x, tape.cast(to_end, tape.width)), scan)
+    states = x.elements / scan.block * scan.states / scan.groups
+    added = tape.copy_in_backward(product(tape, ordered(tape, b, scan), fading, states))
+    weights = decay_between_blocks(tape, decay, scan)
+    mixed = product(tape, weights, tape.copy_in_forward(tape.cast(added, PRECISE)), states)
+    entering = tape.cast(tape.copy_in_backward(mixed), tape.width)
+    del mixed
+    from_begin = exp(tape, decay)
+    read = product(tape, ordered(tape, c, scan), tape.copy_in_forward(entering), x.elements)
+    return scaled(tape, tape.copy_in_backward(read), tape.cast(from_begin, tape.width))
+
+
+def decay_between_blocks(tape: Tape, decay: Value, scan: ScanSizes) -> Value:
+    """B G R C C of them: totals summed from one block to another."""
+    pairs = scan.samples * scan.heads * scan.blocks**2
+    summed = tape.copy(tape.copy(tape.expand(tape.part(decay, pairs / scan.blocks), pairs)))
+    return exp(tape, tape.copy(summed))
+
+
+def ordered(tape: Tape, x: Value, scan: ScanSizes) -> Value:
+    return tape.copy_in_forward(x) if scan.stands_apart else x
+
+
+def product(tape: Tape, left: Value, right: Value, elements: float) -> Value:
+    """Multiply a batch of matrices."""
+    return tape.apply((left, right), elements, saved=(left, right), width=left.width, costly=True)
+
+
+def exp(tape: Tape, x: Value) -> Value:
+    return tape.apply((x,), x.elements, saves_output=True, width=x.width)
+
+
+def difference(tape: Tape, left: Value, right: Value) -> Value:
+    """Saves nothing; backward, the right one's gradient is the negative, in new memory."""
+    return tape.add(left, tape.negated(right))
+
+
+@dataclass(frozen=True)
+class BlockProfile:
+    """Bytes; what comes in is counted where it was made, what goes out here."""
+
+    forward: tuple[Stretch, ...]
+    backward: tuple[Stretch, ...]
+    """The backward's stretches, with the gradients of the output, which takes its place, and of the parameters."""
+    put_off: float
+    """Kept from a backward of inputs until that of weights, where schedules split them."""
+
+    @property
+    def kept(self) -> float:
+        """Bytes kept from forward to backward, the output included."""
+        return self.forward[-1].live
+
+
+def profile(tape: Tape, block: Callable[[], Value], recompute: Recompute) -> BlockProfile:
+    """`block` writes itself down on `tape`, which is new."""
+    tape.is_saving = recompute == "none"
+    tape.kept = [] if recompute == "selective" else None
+    out = block()
+    if tape.fuses and tape.kept:  # a compiler sees that no backward needs the block's last product
+        tape.kept.pop()
+    tape.mark()
+    forward, tape.stretches, saves = tuple(tape.stretches), [], tape.saves
+    arriving, node = [tape.new(out.elements)], out.node
+    del out
+    tape.meter.peak = tape.meter.live
+    if recompute != "none":
+        tape.is_saving, tape.saves, tape.saves_left = True, 0, saves
+        tape.recomputes, tape.recalls = True, recompute == "selective"
+        tape.recalled, tape.kept = deque(tape.kept or ()), None
+        node = block().node
+    assert node is not None
+    tape.backward(node, arriving.pop())  # nothing else holds it
+    tape.mark()
+    put_off = {id(storage): storage.size for pair in tape.put_off or () for storage in pair}
+    return BlockProfile(forward, tuple(tape.stretches), sum(put_off.values()))
+
+
+@lru_cache(maxsize=1024)
+def profile_block(shape: Shape, recompute: Recompute, split: bool) -> BlockProfile:
+    """Profile one layer, forward and backward. `split`: gradients of weights come later."""
+    tape = Tape(shape.width, fp8=shape.fp8, frozen=shape.lora.rank > 0, fuses=shape.compiled)
+    tape.put_off = [] if split else None
+    source = tape.leaf(shape.outside_tokens * shape.hidden, frozen=False)
+    return profile(tape, lambda: block(tape, source, shape), recompute)
+
+
+def block(tape: Tape, x: Value, shape: Shape) -> Value:
+    """Record a block; the output of each mixer lives until the block ends."""
+    given = []
+    for mixer in shape.layer.mixers:
+        given.append(MIXERS[mixer](tape, norm(tape, x, shape), shape))
+        x = tape.add(x, with_bias(tape, given[-1], mixer, shape))
+    return tape.settle(x)
+
+
+def with_bias(tape: Tape, mixed: Value, mixer: Mixer, shape: Shape) -> Value:
+    """Add the bias of attention's output, which is added outside of its region."""
+    return tape.copy_in_forward(mixed) if mixer == "attention" and shape.decoder.attention_bias == "all" else mixed
+
+
+MIXERS: dict[Mixer, Part] = {
+    "attention": partial(region, part=attention),
+    "latent": partial(region, part=latent_attention),
+    "feed_forward": partial(region, part=feed_forward),
+    "experts": mixture,
+    "mamba": partial(region, part=mamba),
+}

@@ -1,0 +1,188 @@
+"""The units that FSDP2 shards as one: a block's parameters, spread experts, or the parameters outside of the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from trainspec_cli.planner.workload.adapters import adapted_decoder, adapted_matrices
+from trainspec_cli.planner.workload.adapters import quantised_bytes as quantised_bytes_of
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import CONV_TAPS, DecoderModel, HybridModel, Layer, TextModel
+from trainspec_cli.recipe.keys.training import LoraSpec
+
+Matrix = tuple[int, int]
+"""(rows, elements of a row), after tensor parallelism."""
+NF4_TABLES_BYTES = 4.0 * (2 * 256 + 256)
+"""Tables of a quantised matrix: the two weights of each byte, and the levels of scales."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    matrices: tuple[Matrix, ...]
+    shards: int
+    """Ranks over which rows are spread."""
+    reorders: bool = False
+    """Rows are not the first dimension: what is exchanged is copied into their order."""
+    early: float = 0.0
+    """Elements whose gradients come with those of the inputs, where schedules put off those of linear layers."""
+    adapters: tuple[Matrix, ...] | None = None
+    """The `matrices` that alone are trained; None: all are."""
+    quantised_bytes: float = 0.0
+    """Bytes of matrices in 4 bits, which are not among `matrices`: each rank keeps them whole."""
+
+    @cached_property
+    def trained(self) -> Unit:
+        """Return the unit of the parameters that have gradients and moments."""
+        return self if self.adapters is None else Unit(self.adapters, self.shards, self.reorders)
+
+    @cached_property
+    def own(self) -> float:
+        """Elements of the first rank, whose part is the largest."""
+        return float(sum(-(-rows // self.shards) * row for rows, row in self.matrices))
+
+    @cached_property
+    def gathered(self) -> float:
+        """Elements of all ranks' parts, the last ones padded."""
+        return self.own * self.shards
+
+    @cached_property
+    def full(self) -> float:
+        return float(sum(rows * row for rows, row in self.matrices))
+
+    @cached_property
+    def largest(self) -> float:
+        return float(max((rows * row for rows, row in self.matrices), default=0))
+
+
+def block_unit(model: TextModel, layer: Layer, layout: Layout, lora: LoraSpec) -> Unit:
+    early, shards = whole_experts(model, layer, layout).full, layout.shards
+    matrices = tuple(block_matrices(model, layer, layout))
+    decoder = adapted_decoder(model, lora)
+    if decoder is None:
+        return Unit(matrices, shards, early=early)
+    sizes = adapted_matrices(decoder, "experts" in layer.mixers, lora, layout.tp)
+    quantised_bytes = 0.0
+    if lora.is_quantised:
+        held = [matrix for matrix in matrices if matrix[1] > 1]
+        quantised_bytes = sum(quantised_bytes_of(*matrix, layout.tp) + NF4_TABLES_BYTES for matrix in held)
+        matrices = tuple(matrix for matrix in matrices if matrix[1] == 1)
+    adapters = tuple(half for rows, columns in sizes for half in ((lora.rank, columns), (rows, lora.rank)))
+    return Unit(matrices + adapters, shards, adapters=adapters, quantised_bytes=quantised_bytes)
+
+
+def freeze(unit: Unit, lora: LoraSpec) -> Unit:
+    """Freeze a unit where there are adapters: nothing else is trained then."""
+    return replace(unit, adapters=()) if lora.rank else unit
+
+
+def block_matrices(model: TextModel, layer: Layer, layout: Layout) -> Iterator[Matrix]:
+    decoder = model.as_decoder
+    for mixer in layer.mixers:
+        yield model.hidden_size, 1
+        if mixer == "mamba":
+            assert isinstance(model, HybridModel)
+            yield from _mamba(model, layout.tp)
+        elif mixer == "experts":
+            yield from _mixture(decoder, layout)
+        else:
+            yield from _MIXERS[mixer](decoder, layout.tp)
+
+
+def _attention(model: DecoderModel, tp: int) -> Iterator[Matrix]:
+    hidden, head = model.hidden_size, model.head_dim
+    query, key = model.num_heads * head // tp, model.num_kv_heads * head // tp
+    yield from ((query, hidden), (key, hidden), (key, hidden), (hidden, query))
+    if model.attention_bias != "none":
+        yield from ((query, 1), (key, 1), (key, 1))
+    if model.attention_bias == "all":
+        yield hidden, 1
+    if model.qk_norm:
+        yield from ((head, 1), (head, 1))
+    if model.attention_sinks:
+        yield model.num_heads // tp, 1
+
+
+def _latent(model: DecoderModel, tp: int) -> Iterator[Matrix]:
+    mla, hidden, heads = model.mla, model.hidden_size, model.num_heads // tp
+    assert mla is not None
+    rank, plain, rotated = mla.kv_lora_rank, mla.qk_nope_head_dim, mla.qk_rope_head_dim
+    if mla.q_lora_rank:
+        yield from ((mla.q_lora_rank, hidden), (mla.q_lora_rank, 1))
+    yield heads * (plain + rotated), mla.q_lora_rank or hidden
+    yield from ((rank + rotated, hidden), (rank, 1), (heads * (plain + mla.v_head_dim), rank))
+    yield hidden, heads * mla.v_head_dim
+
+
+def _glu(model: DecoderModel, width: int) -> Iterator[Matrix]:
+    yield from ((width, model.hidden_size),) * (2 if model.gated_mlp else 1)
+    yield model.hidden_size, width
+
+
+def _mixture(model: DecoderModel, layout: Layout) -> Iterator[Matrix]:
+    """The experts' own matrices are a unit of their own where they are spread."""
+    spec, hidden = model.experts, model.hidden_size
+    assert spec is not None
+    yield spec.num_experts, hidden
+    if spec.bias:
+        yield spec.num_experts, 1
+    if spec.shared_experts:
+        yield from _glu(model, spec.shared_experts * (spec.shared_expert_ffn_size or spec.expert_ffn_size) // layout.tp)
+    if spec.shared_gate:
+        yield 1, hidden
+    if layout.ep == 1:
+        yield from ((experts, rows * row) for experts, rows, row in expert_matrices(model, 1))
+
+
+def expert_matrices(model: DecoderModel, ep: int) -> Iterator[tuple[int, int, int]]:
+    spec, hidden = model.experts, model.hidden_size
+    assert spec is not None
+    held, up = spec.num_experts // ep, spec.expert_ffn_size * (2 if model.gated_mlp else 1)
+    yield from ((held, hidden, up), (held, spec.expert_ffn_size, hidden))
+    if spec.bias:
+        yield from ((held, up, 1), (held, hidden, 1))
+
+
+def experts_unit(model: TextModel, layout: Layout) -> Unit:
+    """Return the experts of one rank of ep, sharded over the ranks that ep leaves: by experts where these divide, else
+    by rows."""
+    decoder = model.as_decoder
+    shards = layout.expert_ranks // layout.ep
+    shapes = list(expert_matrices(decoder, layout.ep))
+    if shapes[0][0] % shards == 0:
+        return Unit(tuple((experts, rows * row) for experts, rows, row in shapes), shards)
+    return Unit(tuple((rows, experts * row) for experts, rows, row in shapes), shards, reorders=shards > 1)
+
+
+def whole_experts(model: TextModel, layer: Layer, layout: Layout) -> Unit:
+    """Return the experts that are part of a block's own unit."""
+    decoder = model.as_decoder
+    held = expert_matrices(decoder, 1) if "experts" in layer.mixers and layout.ep == 1 else ()
+    return Unit(tuple((experts, rows * row) for experts, rows, row in held), layout.shards)
+
+
+def _mamba(model: HybridModel, tp: int) -> Iterator[Matrix]:
+    heads, hidden = model.mamba_heads // tp, model.hidden_size
+    inner, states = heads * model.mamba_head_dim, model.mamba_groups * model.mamba_state_size // tp
+    yield from ((rows, hidden) for rows in (inner, inner, states, states, heads))
+    yield from (part for rows in (inner, states, states) for part in ((rows, CONV_TAPS), (rows, 1)))
+    yield from ((heads, 1), (heads, 1), (heads, 1), (inner, 1), (hidden, inner))
+
+
+_MIXERS: dict[str, Callable[[DecoderModel, int], Iterator[Matrix]]] = {
+    "attention": _attention,
+    "latent": _latent,
+    "feed_forward": lambda model, tp: _glu(model, model.ffn_size // tp),
+}
+
+
+def outside_unit(model: TextModel, layout: Layout, first: bool, last: bool) -> Unit:
+    """Embedding, positions, norm and head, as far as a stage has them."""
+    table = (model.vocab_size // layout.tp, model.hidden_size)
+    matrices = [table] if first or (last and model.tied_embeddings) else []
+    if first and model.learned_positions:
+        matrices.append((model.learned_positions, model.hidden_size))
+    matrices += [(model.hidden_size, 1)] if last else []
+    matrices += [table] if last and not model.tied_embeddings else []
+    return Unit(tuple(matrices), layout.shards)

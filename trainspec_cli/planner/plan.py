@@ -1,0 +1,243 @@
+"""RunSpec -> Plan: resolve every `auto` for the machine at hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal, cast
+
+from trainspec_cli.balance.batch.batch import count_steps, schedule_batches
+from trainspec_cli.balance.batch.division import count_micro_batches, turns_of
+from trainspec_cli.core.errors import Problem, RecipeError
+from trainspec_cli.planner import workload
+from trainspec_cli.planner.blueprint import draw_blueprint
+from trainspec_cli.planner.comm import choose_formats
+from trainspec_cli.planner.cut import cut, cut_on_chip, is_open, relative_times
+from trainspec_cli.planner.hardware.cluster import chip_of, efficiency_of, is_derived
+from trainspec_cli.planner.search.auto import best_candidate, is_searched
+from trainspec_cli.planner.search.space import asked_groups, one_group
+from trainspec_cli.planner.this_machine import is_known, setup_of
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, Machine
+from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec, PipelineSchedule
+from trainspec_cli.recipe.keys.run import Offload, Recompute, RunSpec
+from trainspec_cli.recipe.results.blueprint import Blueprint
+from trainspec_cli.recipe.results.plan import Plan, PlannedLayout
+from trainspec_cli.recipe.rules.comm import changed_specs, exchanged, joined, wanted_groups, whole_hosts
+from trainspec_cli.recipe.rules.layout import measurable_noise, size_of
+
+MAX_MICRO_BATCH_TOKENS = 8192
+"""`micro_batch_size: auto` takes as many samples as have no more tokens than this."""
+
+FILLING = 4
+"""Micro-batches a pipeline stage that `auto` gives where the batch allows: the stages then wait a fifth of the time."""
+
+
+def plan(spec: RunSpec, machine: Machine) -> Plan:
+    """Resolve `spec` on `machine`. Raises RecipeError where the sizes do not divide, or no rank is left to measure."""
+    device = resolve_device(spec.cluster, machine)
+    devices_per_node = resolve_devices_per_node(spec, device, machine)
+    layout, groups, micro_batch_size, grad_accum_steps, memory = _choose(spec, machine, device, devices_per_node)
+    problems = [*measurable_noise(spec, layout, groups, grad_accum_steps), *exchanged(spec, layout, groups)]
+    if problems := [*problems, *joined(spec, layout, device)]:
+        raise RecipeError(problems)
+    compute = resolve_compute(spec, machine)
+    peak_flops, peak_source = known_peak(spec.cluster, machine, device, compute)
+    drafted = Plan(
+        spec=spec,
+        layout=layout,
+        replica_groups=groups,
+        device=device,
+        num_nodes=spec.cluster.num_nodes,
+        devices_per_node=devices_per_node,
+        compute=compute,
+        micro_batch_size=micro_batch_size,
+        grad_accum_steps=grad_accum_steps,
+        recompute=memory[0],
+        offload=memory[1],
+        kernels=spec.kernels,
+        steps=None if spec.batching.schedule.kind == "constant" else count_steps(schedule_batches(spec)),
+        params=workload.count_params(spec.model),
+        flops_per_token=workload.flops_per_token(spec.model, spec.data.seq_len, spec.lora),
+        peak_flops=peak_flops,
+        peak_source=peak_source,
+    )
+    drafted = replace(drafted, layout=_cut_layers(drafted, machine))
+    drafted = replace(drafted, comm=choose_formats(drafted, machine))
+    drafted = replace(drafted, changes=tuple(_plan_changes(drafted, machine)), blueprint=_blueprint(drafted, machine))
+    if all(layout.pp == 1 for layout in (drafted.layout, *(change.layout for change in drafted.changes))):
+        return drafted
+    times = relative_times(spec.model, micro_batch_tokens(drafted), spec.data.seq_len, drafted.layout)
+    return replace(drafted, layer_flops=tuple(times.layers_s), head_flops=times.head_s)
+
+
+def _blueprint(plan: Plan, machine: Machine) -> Blueprint | None:
+    """Return where the nodes of the whole run are placed and what their environment holds; its groups are replicas."""
+    cluster = plan.spec.cluster
+    if plan.num_nodes == 1 or not cluster.fabric.tiers:
+        return None
+    return draw_blueprint(setup_of(plan.as_one_group, machine), cluster.fabric, efficiency_of(cluster))
+
+
+def _plan_changes(plan: Plan, machine: Machine) -> Iterator[PlannedLayout]:
+    """Resolve the layouts that the recipe changes to. Raises RecipeError as `plan` does."""
+    for change, changed in zip(plan.spec.scheduler.changes, changed_specs(plan.spec), strict=True):
+        layout = resolve_layout(changed.layout, plan.group_size, f"the layout from step {change.step} on")
+        micro_batch_size, grad_accum_steps = resolve_batch(plan.spec, layout)
+        if problems := list(measurable_noise(plan.spec, layout, plan.replica_groups, grad_accum_steps)):
+            raise RecipeError(problems)
+        planned = PlannedLayout(change.step, layout, micro_batch_size, grad_accum_steps)
+        cut_layout = _cut_layers(replace(plan.with_layout(planned), spec=changed), machine)
+        yield replace(planned, layout=cut_layout)
+
+
+def _cut_layers(plan: Plan, machine: Machine) -> Layout:
+    """Layers of the pipeline's stages: by planned times on known GPUs, elsewhere by the layers' FLOPs."""
+    spec = plan.spec
+    layout = plan.layout
+    if not is_open(layout, spec.model):
+        return layout
+    if is_known(plan, machine):
+        setup, _ = cut_on_chip(setup_of(plan, machine), plan.recompute, efficiency_of(spec.cluster))
+        return replace(layout, stage_layers=setup.layout.stage_layers)
+    return cut(relative_times(spec.model, micro_batch_tokens(plan), spec.data.seq_len, layout), layout)
+
+
+def micro_batch_tokens(plan: Plan) -> float:
+    """Return the tokens of a rank's largest micro-batch."""
+    return plan.micro_batch_size * plan.spec.data.seq_len / plan.layout.cp
+
+
+def _choose(
+    spec: RunSpec, machine: Machine, device: str, devices_per_node: int
+) -> tuple[Layout, int, int, int, tuple[Recompute, Offload]]:
+    """-> (layout of a group, groups, micro-batch, gradient accumulation, (recompute, offload)): searched on known GPUs,
+    where something fits."""
+    best = None
+    if is_searched(spec, machine, device):
+        best = best_candidate(in_engine_format(spec, machine), machine, devices_per_node)
+    if best is not None:
+        layout, groups = one_group(spec, best.layout)
+        memory = cast("Recompute", best.recompute), best.offload
+        return layout, groups, best.micro_batch_size, best.grad_accum_steps, memory
+    groups = wanted_groups(spec)
+    if problems := list(whole_hosts(spec.cluster.num_nodes, groups)):
+        raise RecipeError(problems)
+    processes = _divide(spec.cluster.num_nodes * devices_per_node, groups, "resilience.replica_groups", "groups")
+    counts_groups = groups > 1 and asked_groups(spec) is None and spec.layout.dp_replicate != AUTO
+    layout = resolve_layout(replace(spec.layout, dp_replicate=1) if counts_groups else spec.layout, processes)
+    sizes = resolve_batch(spec, replace(layout, dp_replicate=layout.dp_replicate * groups))
+    recompute: Recompute = "none" if spec.recompute == AUTO else spec.recompute
+    offload: Offload = "none" if spec.offload == AUTO else spec.offload
+    return layout, groups, *sizes, (recompute, offload)
+
+
+def known_peak(cluster: ClusterSpec, machine: Machine, device: str, compute: str) -> tuple[float | None, str]:
+    """Return the data sheet's dense bf16 rate of the GPU at hand (or of the one that the recipe names) and its source.
+
+    A derived chip has none: its rate is a lower bound, by which every run would look efficient.
+    """
+    if device != "cuda" or compute != "bf16" or is_derived(machine):
+        return None, ""
+    chip = chip_of(machine)[0] if machine.gpu_names else cluster.accelerator
+    if chip is None or not chip.bf16_tflops:
+        return None, ""
+    return chip.bf16_tflops * 1e12, f"dense bf16 peak of {chip.name} by its data sheet"
+
+
+def resolve_device(cluster: ClusterSpec, machine: Machine) -> Literal["cpu", "cuda"]:
+    if cluster.device != AUTO:
+        return cluster.device
+    return "cuda" if machine.gpu_names else "cpu"
+
+
+def resolve_devices_per_node(spec: RunSpec, device: str, machine: Machine) -> int:
+    if spec.cluster.devices_per_node != AUTO:
+        return spec.cluster.devices_per_node
+    return len(machine.gpu_names) if device == "cuda" else max(min(2, machine.cpu_cores), wanted_groups(spec))
+
+
+def resolve_compute(spec: RunSpec, machine: Machine) -> Literal["bf16", "fp32"]:
+    wanted = spec.precision.compute
+    if wanted == AUTO:
+        return "bf16" if machine.bf16 else "fp32"
+    if wanted in ("fp16", "tf32"):
+        message = f"the engine computes in bf16 or fp32, not in {wanted}"
+        raise RecipeError(Problem("unsupported", message, "precision.compute", "precision.compute=auto"))
+    return "bf16" if wanted == "bf16" else "fp32"
+
+
+def in_engine_format(spec: RunSpec, machine: Machine) -> RunSpec:
+    """Return the spec with the format that the engine would compute in where it leaves that open: on a GPU without bf16
+    that is fp32, where the capacity planner would take fp16."""
+    if spec.precision.compute != AUTO:
+        return spec
+    return replace(spec, precision=replace(spec.precision, compute=resolve_compute(spec, machine)))
+
+
+def resolve_layout(wanted: LayoutSpec, world_size: int, name: str = "the layout") -> Layout:
+    """Axes left open beside data parallelism are 1; what they leave goes to dp_shard, or without sharding asked for to
+    dp_replicate (DDP). `name` is what errors call the layout."""
+    cp, tp, pp, ep, etp = (size_of(wanted, axis) for axis in ("cp", "tp", "pp", "ep", "etp"))
+    data_parallel = _divide(world_size, cp * tp * pp, "layout", "cp x tp x pp")
+    replicate = wanted.dp_replicate
+    shard = wanted.dp_shard
+    if replicate == AUTO and shard == AUTO:
+        replicate = data_parallel
+        shard = 1
+    elif replicate == AUTO:
+        replicate = _divide(data_parallel, int(shard), "layout.dp_shard", "dp_shard")
+    elif shard == AUTO:
+        shard = _divide(data_parallel, int(replicate), "layout.dp_replicate", "dp_replicate")
+    usual: PipelineSchedule = "1f1b" if wanted.virtual_stages in (AUTO, 1) else "interleaved"
+    schedule = usual if wanted.pipeline_schedule == AUTO else wanted.pipeline_schedule
+    chunks = (2 if schedule == "interleaved" else 1) if wanted.virtual_stages == AUTO else int(wanted.virtual_stages)
+    layout = Layout(
+        dp_replicate=int(replicate),
+        dp_shard=int(shard),
+        cp=cp,
+        tp=tp,
+        pp=pp,
+        ep=ep,
+        zero_stage=3 if wanted.zero_stage == AUTO else wanted.zero_stage,
+        etp=etp,
+        sequence_parallel=wanted.sequence_parallel and tp > 1,
+        pipeline_schedule=schedule,
+        virtual_stages=chunks,
+        stage_layers=wanted.stage_layers,
+        context_method=wanted.context_method,
+    )
+    if layout.world_size != world_size:
+        message = f"{name}, {layout.describe()}, takes {layout.world_size} processes, the cluster has {world_size}"
+        hint = f"make the axes' product {world_size}, or leave one of them auto"
+        raise RecipeError(Problem("not_divisible", message, "layout", hint))
+    return layout
+
+
+def resolve_batch(spec: RunSpec, layout: Layout) -> tuple[int, int]:
+    """-> (samples of the largest micro-batch, micro-batches) of the rank that has most samples."""
+    per_rank = math.ceil(spec.batching.global_batch_size / layout.data_parallel_size)
+    micro = spec.batching.micro_batch_size
+    if micro == AUTO:
+        micro = choose_micro_batch(per_rank, spec.data.seq_len, layout)
+    accum = count_micro_batches(per_rank, int(micro), turns_of(layout))
+    return math.ceil(per_rank / accum), accum
+
+
+def choose_micro_batch(per_rank: int, seq_len: int, layout: Layout) -> int:
+    """The largest that is small enough; a pipeline wants micro-batches enough to fill its stages."""
+    filling = 1 if layout.pp == 1 else min(per_rank, FILLING * layout.pp)
+    small_enough = range(1, min(per_rank, MAX_MICRO_BATCH_TOKENS // seq_len) + 1)
+    numbers = (math.ceil(per_rank / size) for size in small_enough)
+    return math.ceil(per_rank / min((number for number in numbers if number >= filling), default=per_rank))
+
+
+def _divide(total: int, part: int, path: str, what: str) -> int:
+    if total % part:
+        divisors = [n for n in range(1, total + 1) if total % n == 0]
+        near = sorted(divisors, key=lambda n: abs(n - part))[:3]
+        message = f"{total} does not divide by {part} ({what})"
+        hint = f"near sizes that divide {total}: {', '.join(map(str, sorted(near)))}"
+        raise RecipeError(Problem("not_divisible", message, path, hint))
+    return total // part

@@ -1,0 +1,361 @@
+"""How large a fabric of several planes is, what it is built of, and what the loss of a part costs (arXiv:2605.04333).
+
+A switch of C bits a second has k = C p / R ports at the speed R/p of a NIC's port on one of p planes. Two tiers join
+k^2/2 NICs with 3 k/2 switches a plane (k of them T0, k/2 T1), three tiers k^3/4 with 5 k^2/4.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Literal
+
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, PlanesSpec, ReliabilitySpec
+from trainspec_cli.recipe.results.blueprint import Part, PlanesFigures, PlanesPlan, SprayedEvent
+
+
+def radix_of(spec: PlanesSpec) -> int:
+    """Ports of a switch at a plane's speed. The rules of a recipe see to it that it is a whole, even number."""
+    return round(spec.switch_tbit_per_s * 1e3 * spec.planes / spec.nic_gbit_per_s)
+
+
+def size_planes(spec: PlanesSpec) -> PlanesFigures:
+    radix = radix_of(spec)
+    tiers = spec.switch_tiers
+    switches = (3 if tiers == 2 else 5) * spec.planes / radix
+    return PlanesFigures(
+        planes=spec.planes,
+        radix=radix,
+        switch_tiers=tiers,
+        port_gbit_per_s=spec.nic_gbit_per_s / spec.planes,
+        most_nics=radix**2 // 2 if tiers == 2 else radix**3 // 4,
+        switches_per_nic=switches,
+        optics_per_nic=2.0 * tiers,
+        one_hop_nics=radix // 2,
+        lost_speed=lost_speeds(spec.planes, radix),
+    )
+
+
+def lost_speeds(planes: int, radix: int) -> dict[Part, float]:
+    """Part of a synchronous job's speed that each loss costs.
+
+    A T0 switch has k/2 links up: one less takes 2/k of what its NICs send beyond it in that plane, and sprayed traffic
+    loads all planes alike. A NIC's port, its T0 switch or a plane take one plane from it, its transceiver all of them.
+    """
+    link = 2 / radix
+    plane = 1 / planes
+    return {"link": link, "port": plane, "t1_switch": link, "t0_switch": plane, "plane": plane, "transceiver": 1.0}
+
+
+def single_plane(spec: PlanesSpec) -> PlanesSpec:
+    """Return the ordinary fabric of the same switches and NICs: on two tiers if these join as many, else on three."""
+    most = size_planes(spec).most_nics
+    alone = replace(spec, planes=1, switch_tiers=2)
+    return alone if size_planes(alone).most_nics >= most else replace(alone, switch_tiers=3)
+
+
+def t0_switches(spec: PlanesSpec, nics: int) -> int:
+    """The switches of a plane's lowest tier, for a job of so many NICs."""
+    return max(1, math.ceil(nics / (radix_of(spec) // 2)))
+
+
+def t1_switches(spec: PlanesSpec, nics: int) -> int:
+    """The next tier's: half as many as T0, whose ports half go up; one where a single T0 switch joins all."""
+    return max(1, math.ceil(t0_switches(spec, nics) / 2))
+
+
+# A synchronous job over a fabric whose queue pairs spray packets over every plane, while parts of it fail and return.
+#
+# No packet is simulated, no queue and no ECN mark: paths are counted, by the part that they go through, and speeds
+# follow from which ports and links are up. Each NIC sends to one other NIC and hears from one, both beyond its own T0
+# switch; all of them wait for the slowest. An event costs as much work as parts are down, however large the job.
+
+
+DETECT_S = 0.001
+"""Time from a path's failure until its losses are taken for one, and other paths of its plane are used. An estimate,
+since the papers give none; what is lost meanwhile is 0.2 ms of the 7.6 s that a port's flap of a minute costs."""
+PROBE_S = 1.0
+"""Time between two probes of a path that is assumed bad. Also an estimate: a link that flaps is down for a minute."""
+ENDS = 2
+"""A NIC is one end of two queue pairs: the one that it sends on, and its sender's."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A part of the fabric that is down for a while."""
+
+    part: Part
+    at_s: float
+    for_s: float
+    plane: int = 0
+    nic: int = 0
+    """The NIC of a port or a transceiver; its T0 switch is the one that it hangs on."""
+    t0: int = 0
+    """The T0 switch, or that of a link."""
+
+
+PathState = Literal["good", "denied", "assumed_bad"]
+
+
+@dataclass
+class PathCounts:
+    """The paths of all queue pairs together, by state (arXiv:2606.18170). A path that lost a packet is assumed bad
+    until a probe is answered; one whose port the NIC knows to be down is denied until the port is up, then probed."""
+
+    good: int
+    denied: int = 0
+    assumed_bad: int = 0
+
+    def move(self, before: PathState, after: PathState, number: int) -> None:
+        """Move `number` paths from one state to another, or all that are in it."""
+        moved = min(number, getattr(self, before))
+        setattr(self, before, getattr(self, before) - moved)
+        setattr(self, after, getattr(self, after) + moved)
+
+
+class SprayedFabric:
+    """The parts of a fabric that are down, and the speed that is left."""
+
+    def __init__(self, spec: PlanesSpec, nics: int):
+        self.spec = spec
+        self.nics = nics
+        self.nics_per_t0 = min(nics, radix_of(spec) // 2)
+        self.uplinks = radix_of(spec) // 2
+        self.t0s, self.t1s = t0_switches(spec, nics), t1_switches(spec, nics)
+        self._down: Counter[tuple[Part, int, int]] = Counter()
+        """(part, plane, which of them), of what is down."""
+
+    def change(self, failure: Failure, by: int) -> None:
+        # Two failures of one part are one: a part is known by its plane and by the NIC or T0 switch that it belongs to.
+        which = failure.nic if failure.part in ("port", "transceiver") else 0
+        if failure.part in ("link", "t0_switch"):
+            which = failure.t0
+        key = (failure.part, failure.plane, which)
+        self._down[key] += by
+        if not self._down[key]:
+            del self._down[key]
+
+    @property
+    def speed(self) -> float:
+        """Return the speed of the slowest NIC. A plane without a way is left to the others, which share the load alike,
+        so that the one with the fewest links up sets the pace."""
+        whole = {plane for part, plane, _ in self._down if part == "plane"}
+        missing: dict[int, set[int]] = {}
+        for part, plane, which in self._down:
+            if part == "port":
+                missing.setdefault(which, set()).add(plane)
+        cut = {(plane, t0) for part, plane, t0 in self._down if part == "t0_switch"}
+        slowest = self._of_nic(whole, None)
+        for t0 in {t0 for _, t0 in cut} | {t0 for part, _, t0 in self._down if part == "link"}:
+            slowest = min(slowest, self._of_nic(whole | {plane for plane, of in cut if of == t0}, t0))
+        for nic, planes in missing.items():
+            t0 = nic // self.nics_per_t0
+            slowest = min(slowest, self._of_nic(whole | planes | {plane for plane, of in cut if of == t0}, t0))
+        return slowest
+
+    def _of_nic(self, missing: set[int], t0: int | None) -> float:
+        usable = [plane for plane in range(self.spec.planes) if plane not in missing]
+        narrowest = min((self._uplinks_up(plane, t0) for plane in usable), default=0.0)
+        return len(usable) / self.spec.planes * narrowest
+
+    def _uplinks_up(self, plane: int, t0: int | None) -> float:
+        """Part of a T0 switch's uplinks in a plane: those to T1 switches that are down lead nowhere."""
+        lost = (
+            self.uplinks
+            / self.t1s
+            * sum(times for (part, of, _), times in self._down.items() if part == "t1_switch" and of == plane)
+        )
+        if t0 is not None:
+            lost += self._down.get(("link", plane, t0), 0)
+        return max(0.0, 1 - lost / self.uplinks)
+
+    # What a failure touches
+
+    @property
+    def paths_per_plane(self) -> float:
+        """Entropy values of a queue pair in each plane."""
+        return self.spec.entropy_values / self.spec.planes
+
+    def paths_through(self, part: Part) -> int:
+        """Entropy values of all queue pairs, as many as are expected to lead through one such part."""
+        ends = {"port": ENDS, "transceiver": ENDS * self.spec.planes, "t0_switch": ENDS * self.nics_per_t0}
+        if part in ends:
+            return round(ends[part] * self.paths_per_plane)
+        shared = {"link": ENDS * self.nics_per_t0 / self.uplinks, "t1_switch": self.nics / self.t1s}
+        return round(shared.get(part, float(self.nics)) * self.paths_per_plane)
+
+    def touched(self, part: Part) -> float:
+        """Part of the queue pairs with a path through one such part."""
+        some = 1 - math.pow(1 - 1 / self.t1s, self.paths_per_plane)
+        own = min(1.0, ENDS / self.nics)
+        below = min(1.0, ENDS * self.nics_per_t0 / self.nics)
+        one_link = 1 - math.pow(1 - 1 / self.uplinks, self.paths_per_plane)
+        return {"t1_switch": some, "link": below * one_link, "t0_switch": below, "plane": 1.0}.get(part, own)
+
+
+def simulate(spec: PlanesSpec, nics: int, failures: Sequence[Failure], name: str = "") -> SprayedEvent:
+    """Let the failures come over a job of so many NICs; a transceiver's ends it.
+
+    A path's losses are taken for a failure after `DETECT_S`; what was lost meanwhile is sent again. The paths of a part
+    that is back are used after the next probe.
+    """
+    fabric = SprayedFabric(spec, nics)
+    paths = PathCounts(good=round(nics * fabric.paths_per_plane * spec.planes))
+    now_s = 0.0
+    slow_s = 0.0
+    lost_s = 0.0
+    lowest = 1.0
+    most_bad = 0
+    speed = 1.0
+    for at_s, change, failure in _timeline(failures):
+        lost_s += (1 - speed) * (at_s - now_s)
+        slow_s += (at_s - now_s) * (speed < 1)
+        now_s = at_s
+        if failure.part == "transceiver":
+            break
+        _take(change, failure, fabric, paths)
+        speed = fabric.speed * (1 - _resent(spec, failure) * (change == "fails"))
+        if change != "fails":
+            lowest = min(lowest, speed)
+        most_bad = max(most_bad, paths.denied + paths.assumed_bad)
+    return SprayedEvent(
+        name=name,
+        lowest_speed=lowest,
+        slow_s=slow_s,
+        lost_s=lost_s,
+        touched=max((fabric.touched(failure.part) for failure in failures), default=0.0),
+        most_bad_paths=most_bad,
+        ends_job=any(failure.part == "transceiver" for failure in failures),
+    )
+
+
+def _resent(spec: PlanesSpec, failure: Failure) -> float:
+    """Part of a queue pair's packets that are lost before anybody knows: its paths through the part."""
+    return 1 / spec.planes * (1.0 if failure.part in ("port", "t0_switch", "plane") else 2 / radix_of(spec))
+
+
+def _timeline(failures: Iterable[Failure]) -> Iterable[tuple[float, str, Failure]]:
+    """Each failure's moments, in the order of time: it comes, is noticed, ends, and is probed."""
+    heap: list[tuple[float, int, str, Failure]] = []
+    numbers = count()
+    for failure in failures:
+        back_s = failure.at_s + max(failure.for_s, DETECT_S)
+        moments = {"fails": failure.at_s, "noticed": failure.at_s + DETECT_S, "back": back_s}
+        for change, at_s in (moments | {"probed": back_s + PROBE_S}).items():
+            heapq.heappush(heap, (at_s, next(numbers), change, failure))
+    while heap:
+        at_s, _, change, failure = heapq.heappop(heap)
+        yield at_s, change, failure
+
+
+def _take(change: str, failure: Failure, fabric: SprayedFabric, paths: PathCounts) -> None:
+    """The NIC's own port is seen to be down and its paths are denied; other paths are given up for their losses."""
+    through = fabric.paths_through(failure.part)
+    denied = through // ENDS if failure.part in ("port", "t0_switch") else 0
+    if change == "fails":
+        fabric.change(failure, 1)
+    elif change == "noticed":
+        paths.move("good", "denied", denied)
+        paths.move("good", "assumed_bad", through - denied)
+    elif change == "back":
+        paths.move("denied", "assumed_bad", denied)
+    else:
+        paths.move("assumed_bad", "good", through)
+        fabric.change(failure, -1)
+
+
+def flaps_by_chance(spec: PlanesSpec, nics: int, per_hour: float, hours: float, seed: int) -> list[Failure]:
+    """Draw ports that flap, so many an hour over the whole job, each at any NIC and plane."""
+    chance = random.Random(seed)
+    now_s = 0.0
+    flaps = []
+    while (now_s := now_s + chance.expovariate(per_hour / 3600)) < hours * 3600:
+        flaps.append(
+            Failure("port", now_s, spec.flap_s, plane=chance.randrange(spec.planes), nic=chance.randrange(nics))
+        )
+    return flaps
+
+
+# A multi-plane fabric for a job: its figures, what each failure costs, and what failures of the network cost a run.
+
+
+REBOOT_S = 300.0
+"""A switch that reboots is down so long: an example."""
+DAY_S = 86_400.0
+MONTH_HOURS = 720.0
+MOST_FLAPS = 300.0
+"""Expected of a simulation by chance, which ends there."""
+
+
+def plan_planes(cluster: ClusterSpec, nics: int) -> PlanesPlan | None:
+    """Return the figures of the cluster's fabric for a job of so many NICs; None where it has one plane."""
+    spec = cluster.fabric.planes
+    if spec is None:
+        return None
+    return PlanesPlan(
+        nics=nics,
+        figures=size_planes(spec),
+        single=size_planes(single_plane(spec)),
+        t1_switches=t1_switches(spec, nics),
+        events=(*_events(spec, nics), *_by_chance(spec, cluster.reliability, nics)),
+        dips_per_day=dips_per_s(spec, cluster.reliability, nics) * DAY_S,
+        dip_share=dip_share(spec, cluster.reliability, nics),
+    )
+
+
+def _events(spec: PlanesSpec, nics: int) -> Iterator[SprayedEvent]:
+    """One failure of each part, and four ports that flap at once, two of them of one NIC."""
+    down_s = spec.flap_s
+    other = min(nics - 1, nics // 2)
+    planes = range(spec.planes)
+
+    def ports(nic: int, number: int) -> list[Failure]:
+        return [Failure("port", 0.0, down_s, plane=plane, nic=nic) for plane in planes[:number]]
+
+    yield simulate(spec, nics, [Failure("link", 0.0, down_s)], "a link between T0 and T1 flaps")
+    yield simulate(spec, nics, ports(0, 1), "a NIC's port flaps")
+    if spec.planes > 1:
+        flaps = [*ports(0, 2), *ports(other, 1), *ports(nics - 1, 1)]
+        yield simulate(spec, nics, flaps, "four ports flap, two of them of one NIC")
+    yield simulate(spec, nics, [Failure("t1_switch", 0.0, REBOOT_S)], "a T1 switch reboots")
+    yield simulate(spec, nics, [Failure("t0_switch", 0.0, REBOOT_S)], "a T0 switch reboots")
+    if spec.planes > 1:
+        yield simulate(spec, nics, [Failure("plane", 0.0, down_s)], "a whole plane is cut")
+    yield simulate(spec, nics, [Failure("transceiver", 0.0, down_s)], "a NIC's transceiver flaps")
+
+
+def _by_chance(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> Iterator[SprayedEvent]:
+    """A month of the network's failures, where planes survive them; less where they come more often than is of use."""
+    per_hour = dips_per_s(spec, reliability, nics) * 3600
+    if per_hour:
+        hours = min(MONTH_HOURS, MOST_FLAPS / per_hour)
+        flaps = flaps_by_chance(spec, nics, per_hour, hours, seed=0)
+        yield simulate(spec, nics, flaps, f"{hours / 24:.3g} days, in which {len(flaps):,} ports flap by chance")
+
+
+def dips_per_s(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
+    """Failures of the network that planes survive, of the whole job."""
+    fraction = spec.network_fraction * (1 - spec.fatal_fraction) * (spec.planes > 1)
+    return fraction * nics / (reliability.mtbf_device_hours * 3600)
+
+
+def dip_share(spec: PlanesSpec, reliability: ReliabilitySpec, nics: int) -> float:
+    """Part of a run's time that these cost: each takes a plane from the slowest NIC until the link is back and probed.
+
+    Dips that overlap are counted one by one, which is more than they cost.
+    """
+    one_s = simulate(spec, nics, [Failure("port", 0.0, spec.flap_s)]).lost_s
+    return min(1.0, dips_per_s(spec, reliability, nics) * one_s)
+
+
+def ending_failures(spec: PlanesSpec | None, reliability: ReliabilitySpec) -> ReliabilitySpec:
+    """Return the failures that still end a job where those of the network cost a dip."""
+    if spec is None or spec.planes == 1:
+        return reliability
+    left = 1 - spec.network_fraction * (1 - spec.fatal_fraction)
+    return replace(reliability, mtbf_device_hours=reliability.mtbf_device_hours / left)

@@ -1,0 +1,317 @@
+"""Time of a step over several pools: each pool's own, by its accelerator and links, and the wait for the slowest.
+
+Whole replicas on every pool share the samples as the live scheduler divides them (`policy/scheduling/balance.py`), by
+each pool's seconds for a micro-batch. Stages on pools of their own share the layers by speed
+(`policy/partition/cut.py`), and the pipeline goes at the pace of its slowest stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, count, pairwise, product, takewhile
+
+from trainspec_cli.balance.batch.division import Division, even_division, micro_batches_of
+from trainspec_cli.balance.decisions.balance import best_division
+from trainspec_cli.balance.decisions.speeds import Speed
+from trainspec_cli.planner.cut import cut, is_open, mean_times, planned_times
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.topology import Group
+from trainspec_cli.planner.partition import Room
+from trainspec_cli.planner.pools.describe import Pool
+from trainspec_cli.planner.pools.placement import Placement, groups_of
+from trainspec_cli.planner.run.batches import weigh_times
+from trainspec_cli.planner.search.costs import Steps, part_key
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.time.compute import EIGHT_BIT
+from trainspec_cli.planner.time.step import (
+    MicroBatch,
+    TimedRank,
+    assemble_step,
+    bubble_s,
+    layer_s,
+    own_work_s,
+    rank_parts,
+    step_of_rank,
+    waiting_share,
+)
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.results.plan import StepTime
+
+Setups = tuple[Setup, ...]
+"""The same layout and micro-batch on the devices of each pool."""
+BETWEEN = 0.99
+"""A sample in a micro-batch of any size takes this part at least of what it takes in the best of its halved sizes: the
+tests compare them all."""
+
+
+@dataclass(frozen=True)
+class PoolStep:
+    """One step over several pools."""
+
+    layout: Layout
+    """With its layers cut into stages."""
+    time: StepTime
+    """The time of the pool that all others wait for."""
+    of_pools: tuple[StepTime, ...]
+    """The step of each pool, its waiting for others included."""
+    waiting_s: tuple[float, ...]
+    """The time that each pool waits for others."""
+    micro_batches: int
+    largest: tuple[int, ...]
+    """The samples of each pool's largest micro-batch."""
+    samples: tuple[int, ...]
+    """Of the step, through each pool."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of a micro-batch through the whole model on one device."""
+
+    kinds_s: tuple[float, ...]
+    """All layers of each kind."""
+    embedding_s: float
+    head_s: float
+
+    @classmethod
+    def of(cls, once: MicroBatch, setup: Setup) -> _Work:
+        numbers = once.numbers([range(once.num_layers)])
+        kinds_s = (number * layer_s(kind, setup.recompute) for kind, number in zip(once.kinds, numbers, strict=True))
+        return cls(tuple(kinds_s), own_work_s(once.embedding), own_work_s(once.head))
+
+    @property
+    def layers_s(self) -> float:
+        return sum(self.kinds_s)
+
+    @property
+    def total_s(self) -> float:
+        return self.layers_s + self.embedding_s + self.head_s
+
+
+def _of_pools(counts: Sequence[int], placement: Placement) -> list[Sequence[int]]:
+    """Return the samples of each pool's data-parallel ranks."""
+    return [counts[first:end] for first, end in pairwise(accumulate(placement.ranks, initial=0))]
+
+
+class Stopwatch:
+    """Times steps over pools. Keeps the micro-batches that it has timed, which many layouts share."""
+
+    def __init__(self, pools: Sequence[Pool], eff: Efficiency):
+        self.pools = pools
+        self._eff = eff
+        self._steps = [Steps(pool.fabric, eff) for pool in pools]
+        self._least_s: dict[tuple[object, ...], float] = {}
+
+    def step(self, setups: Setups, placement: Placement, samples: int) -> PoolStep:
+        """Return the step of `samples`; layers are cut where the layout leaves that open, as if all were alike."""
+        layout = self.cut(setups, placement)
+        return self.step_as_cut(tuple(replace(setup, layout=layout) for setup in setups), placement, samples)
+
+    def step_as_cut(self, setups: Setups, placement: Placement, samples: int) -> PoolStep:
+        """Return the step of `samples`, where layers without a cut are cut evenly."""
+        groups = groups_of(setups[0].layout, placement, self.pools, self._eff)
+        timed = self._through_pools if placement.order else self._over_pools
+        return timed(setups, placement, groups, samples)
+
+    def bound_s(self, setups: Setups, placement: Placement, samples: int) -> float:
+        """Return a time that no step takes less than, however its layers are cut: no rank waits but for the filling
+        and draining of pipelines, and nothing is exchanged but what a micro-batch itself exchanges."""
+        least = self._least_through_pools if placement.order else self._least_over_pools
+        return least(setups, placement, samples) * (1 + waiting_share(setups[0], self._eff))
+
+    def _least_over_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
+        """Every sample takes at least as long as in the size of micro-batches in which it takes least, and is spread
+        evenly over the pipeline's ranks."""
+        layout = setups[0].layout
+        ranks = placement.ranks
+        sample_s = [self._least_sample_s(pool, setup, samples) / layout.pp for pool, setup in enumerate(setups)]
+        if layout.pp == 1:
+            return samples / sum(own / each for own, each in zip(ranks, sample_s, strict=True))
+        division = self.divide(setups, placement, samples)
+        micro_batches = division.count_micro_batches(samples)
+        others = (layout.pp - 1) * min(self._fills(layout), micro_batches) / micro_batches
+        most = map(max, _of_pools(division.counts(samples), placement))
+        return max(own * each * (1 + others) for own, each in zip(most, sample_s, strict=True))
+
+    def _least_sample_s(self, pool: int, setup: Setup, samples: int) -> float:
+        """Return the least time of a sample in micro-batches up to the layout's size, of which each half of another is
+        looked at. Gradients are added up where there are several micro-batches, and weights cast to 8 bits once a
+        step: a sample takes least in one micro-batch, or with 8 bits in many."""
+        key = (pool, *part_key(setup), setup.recompute)
+        if key in self._least_s:
+            return self._least_s[key]
+        least_s = math.inf
+        numbers = (1, samples) if setup.matmul in EIGHT_BIT else (1,)
+        sizes = takewhile(bool, (int(setup.micro_batch_size) >> halved for halved in count()))
+        for size, micro_batches in product(sizes, numbers):
+            sized = replace(setup, micro_batch_size=float(size), grad_accum=micro_batches)
+            least_s = min(least_s, _Work.of(self._steps[pool].micro_batch(sized), sized).total_s / size)
+        self._least_s[key] = BETWEEN * least_s
+        return self._least_s[key]
+
+    def _least_through_pools(self, setups: Setups, placement: Placement, samples: int) -> float:
+        """The slowest rank takes at least the mean of all ranks, weighed by their speeds: each layer adds the least of
+        its weighed times. All ranks together take at least the sum of each layer's least time."""
+        layout = setups[0].layout
+        pools = range(len(setups))
+        micro_batches = micro_batches_of(layout, setups[0].micro_batch_size, samples)
+        sized = [replace(setup, grad_accum=micro_batches) for setup in setups]
+        works = [_Work.of(self._steps[pool].micro_batch(setup), setup) for pool, setup in enumerate(sized)]
+        pool_of = placement.pool_of_stage_rank
+        first, last = (pool_of[layout.rank_of_stage(stage)] for stage in (0, layout.num_stages - 1))
+        together = sum(1 / works[pool].layers_s for pool in pool_of)
+        weights = [1 / (works[pool].layers_s * together) for pool in pools]
+        kinds_s: list[tuple[float, ...]] = list(zip(*(work.kinds_s for work in works), strict=True))
+        pace_s = sum(min(weights[pool] * kind_s[pool] for pool in pools) for kind_s in kinds_s)
+        pace_s += weights[first] * works[first].embedding_s + weights[last] * works[last].head_s
+        whole_s = sum(min(kind_s) for kind_s in kinds_s) + works[first].embedding_s + works[last].head_s
+        fills = min(self._fills(layout), micro_batches)
+        return (micro_batches - fills) * pace_s + fills * whole_s
+
+    def _fills(self, layout: Layout) -> float:
+        """Return the micro-batches of the other ranks that the slowest one waits for in a step."""
+        return self._eff.bubble * layout.bubble_part
+
+    def cut(self, setups: Setups, placement: Placement, room: Room | None = None, *, alike: bool = True) -> Layout:
+        """Return the layout with its layers cut by the planned times; `alike`: as if each took as long as the mean one.
+
+        Stages on pools of their own have layers by speed. Where every pool has whole replicas, stages are the same in
+        all of them, for they sum their gradients: they are cut by the times of the largest pool.
+        """
+        layout = setups[0].layout
+        if not is_open(layout, setups[0].model):
+            return layout
+        largest = max(range(len(self.pools)), key=lambda pool: self.pools[pool].devices)
+        times_of = mean_times if alike else planned_times
+        times = [times_of(self._steps[pool].micro_batch(setup), setup) for pool, setup in enumerate(setups)]
+        work_s = [sum(time.layers_s) for time in times]
+        speeds = [work_s[largest] / work_s[pool] for pool in placement.pool_of_stage_rank]
+        return cut(times[largest], layout, room, speeds)
+
+    # Whole replicas on every pool
+
+    def _over_pools(
+        self, setups: Setups, placement: Placement, groups: Sequence[dict[str, Group]], samples: int
+    ) -> PoolStep:
+        division = self.divide(setups, placement, samples)
+        counts = division.counts(samples)
+        micro_batches = division.count_micro_batches(samples)
+        of_ranks = _of_pools(counts, placement)
+        most = [max(own) for own in of_ranks]
+        own = [
+            self._own_step(pool, setup, groups[pool], most[pool], micro_batches) for pool, setup in enumerate(setups)
+        ]
+        held_up_s = self._in_turns_s(setups, most, micro_batches) if division.in_step else [0.0] * len(own)
+        totals_s = [time.total_s + held for time, held in zip(own, held_up_s, strict=True)]
+        slowest = max(range(len(own)), key=totals_s.__getitem__)
+        step_s = totals_s[slowest]
+        waiting_s = tuple(step_s - time.total_s for time in own)
+        of_pools = tuple(replace(time, host_s=time.host_s + wait) for time, wait in zip(own, waiting_s, strict=True))
+        return PoolStep(
+            layout=setups[0].layout,
+            time=of_pools[slowest],
+            of_pools=of_pools,
+            waiting_s=waiting_s,
+            micro_batches=micro_batches,
+            largest=tuple(max(1, -(-count // micro_batches)) for count in most),
+            samples=tuple(map(sum, of_ranks)),
+        )
+
+    def divide(self, setups: Setups, placement: Placement, samples: int) -> Division:
+        """Return the division of a step's samples over data-parallel ranks that the live scheduler would come to at the
+        planned speeds, in micro-batches no larger than those of the layout."""
+        size = int(setups[0].micro_batch_size)
+        keeps = setups[0].model.unit == "samples"
+        even = even_division(setups[0].layout, size, keeps_micro_batches=keeps)
+        speeds = [self._speed(pool, setup) for pool, setup in enumerate(setups)]
+        of_ranks = [speed for speed, ranks in zip(speeds, placement.ranks, strict=True) for _ in range(ranks)]
+        return best_division(even, samples, of_ranks, size, 0.0, keeps_micro_batches=keeps).division
+
+    def _speed(self, pool: int, setup: Setup) -> Speed:
+        """Return the line through the times of the layout's micro-batch and of one half as large."""
+        size = int(setup.micro_batch_size)
+        small, large = (size // 2, size) if size > 1 else (1, 2)
+        small_s = self._seconds(pool, setup, small)
+        large_s = self._seconds(pool, setup, large)
+        sample_s = min((large_s - small_s) / (large - small), large_s / large)
+        return Speed(large_s - large * sample_s, sample_s)
+
+    def _seconds(self, pool: int, setup: Setup, size: int) -> float:
+        """Return the seconds of a micro-batch of `size` samples on the slowest of a pool's pipeline ranks."""
+        sized = replace(setup, micro_batch_size=float(size))
+        once = self._steps[pool].micro_batch(sized)
+        return max(rank.time_s(sized) for rank in rank_parts(once, sized.layout))
+
+    def _own_step(
+        self, pool: int, setup: Setup, groups: dict[str, Group], samples: int, micro_batches: int
+    ) -> StepTime:
+        """Return the step of a pool whose ranks have `samples` in so many micro-batches, of which some are one sample
+        larger; empty ones take no time."""
+        each, larger = divmod(samples, micro_batches)
+        if not each:
+            return self._sized(pool, setup, groups, 1, max(1, larger))
+        whole = self._sized(pool, setup, groups, each, micro_batches)
+        if not larger:
+            return whole
+        share = larger / micro_batches
+        return weigh_times((whole, self._sized(pool, setup, groups, each + 1, micro_batches)), (1 - share, share))
+
+    def _sized(self, pool: int, setup: Setup, groups: dict[str, Group], size: int, micro_batches: int) -> StepTime:
+        sized = replace(setup, micro_batch_size=float(size), grad_accum=micro_batches)
+        return assemble_step(sized, self._steps[pool].micro_batch(sized), groups, self._eff)
+
+    def _in_turns_s(self, setups: Setups, samples: Sequence[int], micro_batches: int) -> list[float]:
+        """Return how long each pool waits within a step in which ranks meet in every micro-batch, larger ones first."""
+        shapes = [divmod(count, micro_batches) for count in samples]
+        own_s = [0.0] * len(setups)
+        slowest_s = 0.0
+        for first, end in pairwise(sorted({0, micro_batches, *(larger for _, larger in shapes)})):
+            turn_s = [
+                self._seconds(pool, setup, each + (first < larger)) if each + (first < larger) else 0.0
+                for pool, (setup, (each, larger)) in enumerate(zip(setups, shapes, strict=True))
+            ]
+            slowest_s += (end - first) * max(turn_s)
+            own_s = [passed + (end - first) * seconds for passed, seconds in zip(own_s, turn_s, strict=True)]
+        return [slowest_s - seconds for seconds in own_s]
+
+    # Stages on pools of their own
+
+    def _through_pools(
+        self, setups: Setups, placement: Placement, groups: Sequence[dict[str, Group]], samples: int
+    ) -> PoolStep:
+        layout = setups[0].layout
+        eff = self._eff
+        micro_batches = micro_batches_of(layout, setups[0].micro_batch_size, samples)
+        setups = tuple(replace(setup, grad_accum=micro_batches) for setup in setups)
+        onces = [self._steps[pool].micro_batch(setup) for pool, setup in enumerate(setups)]
+        by_pool = [rank_parts(once, layout) for once in onces]
+        pool_of = placement.pool_of_stage_rank
+        ranks = [by_pool[pool][rank] for rank, pool in enumerate(pool_of)]
+        times_s = [rank.time_s(setups[pool]) for rank, pool in zip(ranks, pool_of, strict=True)]
+        drain_s = eff.bubble * bubble_s(times_s, layout, micro_batches)
+        pace_s = max(times_s)
+        steps = []
+        waits = []
+        for pool, setup in enumerate(setups):
+            own = [rank for rank, at in enumerate(pool_of) if at == pool]
+            slowest = max(own, key=times_s.__getitem__)
+            wait_s = micro_batches * (pace_s - times_s[slowest])
+            timed = TimedRank(ranks[slowest], times_s[slowest], drain_s + wait_s)
+            steps.append(step_of_rank(timed, setup, onces[pool].rates, groups[pool], eff))
+            waits.append(wait_s)
+        first = pool_of[times_s.index(pace_s)]
+        unlike = [pool for pool in range(len(setups)) if self.pools[pool].fabric != self.pools[first].fabric]
+        last = max((first, *unlike), key=lambda pool: steps[pool].total_s)
+        step_s = steps[last].total_s
+        late_s = [max(0.0, step_s - time.total_s) for time in steps]
+        of_pools = tuple(replace(time, host_s=time.host_s + late) for time, late in zip(steps, late_s, strict=True))
+        return PoolStep(
+            layout=layout,
+            time=of_pools[last],
+            of_pools=of_pools,
+            waiting_s=tuple(wait + late for wait, late in zip(waits, late_s, strict=True)),
+            micro_batches=micro_batches,
+            largest=(int(setups[0].micro_batch_size),) * len(setups),
+            samples=(samples,) * len(setups),
+        )

@@ -1,0 +1,262 @@
+"""A portfolio of runs over some years, as cash: machines that are bought, or rented in three ways.
+
+Runs are taken to follow one another without gaps other than those that `utilisation` allows. Prices do not change, and
+money has no interest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from trainspec_cli.planner.run.cost import (
+    HOURS_PER_YEAR,
+    JOULES_PER_KWH,
+    SECONDS_PER_HOUR,
+    operation_usd_per_year,
+    rental_price,
+)
+from trainspec_cli.recipe.keys.cluster import ClusterSpec, CostSpec, ReliabilitySpec
+from trainspec_cli.recipe.results.tables import WAYS, Budget, BudgetedRun, BudgetYear, Sensitivity, Way
+
+MONTHS = 12
+SENSITIVE = (
+    "device_price_usd",
+    "price_usd_per_device_hour",
+    "useful_years",
+    "utilisation",
+    "operation_ratio",
+    "reserved_ratio",
+    "spot_ratio",
+)
+"""Keys of `cluster.cost` that are moved to their bounds."""
+
+
+@dataclass(frozen=True)
+class PortfolioRun:
+    """A run as it is planned, and how often it is made in each year (the last number stands for the years after)."""
+
+    name: str
+    per_year: tuple[float, ...]
+    devices: int
+    wall_s: float
+    spot_wall_s: float | None
+    tokens: float
+    energy_joules: float
+
+    def times(self, year: int) -> float:
+        return self.per_year[min(year, len(self.per_year) - 1)]
+
+    @property
+    def device_hours(self) -> float:
+        return self.devices * self.wall_s / SECONDS_PER_HOUR
+
+
+def spot_reliability(cluster: ClusterSpec) -> ReliabilitySpec:
+    """Return the cluster's failures with the times that a cloud takes a node back among them.
+
+    Both come by chance: rates add up, and the mean wait for a node is weighed by them. Only failures end every group.
+    """
+    failing = cluster.reliability
+    cost = cluster.cost
+    mtbf = 1 / (1 / failing.mtbf_device_hours + 1 / cost.spot_mtbf_device_hours)
+    failed = mtbf / failing.mtbf_device_hours
+    return replace(
+        failing,
+        mtbf_device_hours=mtbf,
+        swap_s=failed * failing.swap_s + (1 - failed) * cost.spot_wait_s,
+        job_wide_fraction=failed * failing.job_wide_fraction,
+    )
+
+
+def make_budget(cluster: ClusterSpec, node_devices: int, runs: Sequence[PortfolioRun], years: int) -> Budget:
+    """Return what the portfolio costs in each way. The cluster has a price to buy and one to rent a device."""
+    table = cash_of_years(cluster, node_devices, runs, years)
+    worth_usd = _worth(cluster, table)
+    usd = _totals(cluster, table)
+    hours = sum(row.device_hours for row in table)
+    # Machines are paid at the beginning of their year, and sales come at its end.
+    ways = [way for way in WAYS if all(way in row.usd for row in table)]
+    months: dict[str, tuple[float, ...]] = {way: tuple(accumulate(_monthly(table, way), initial=0.0)) for way in ways}
+    own_hours = sum(run.device_hours * sum(run.per_year) for run in runs)
+    joules_per_hour = sum(run.energy_joules * sum(run.per_year) for run in runs) / own_hours if own_hours else 0.0
+    return Budget(
+        cluster=cluster.name,
+        accelerator=cluster.accelerator.name if cluster.accelerator else "",
+        runs=tuple(_budgeted(run, years, usd, hours) for run in runs),
+        years=tuple(table),
+        usd=usd,
+        worth_usd=worth_usd,
+        break_even_months=break_even_months(months["owned"], months["on_demand"]),
+        break_even_utilisation=break_even_utilisation(cluster, joules_per_hour),
+        cumulated_usd=months,
+        sensitivities=tuple(_sensitivities(cluster, node_devices, runs, years)),
+    )
+
+
+def cash_of_years(
+    cluster: ClusterSpec, node_devices: int, runs: Sequence[PortfolioRun], years: int
+) -> list[BudgetYear]:
+    """Return the years of a portfolio: devices are bought when they are needed, and sold at the end of their life."""
+    life = max(1, round(cluster.cost.useful_years))
+    bought: list[int] = []
+    rows = []
+    for year in range(years):
+        hours = sum(run.times(year) * run.device_hours for run in runs)
+        fleet = fleet_devices(runs, year, hours, cluster.cost.utilisation, node_devices)
+        owned = sum(bought[max(0, year - life + 1) :])
+        bought.append(max(0, fleet - owned))
+        present = owned + bought[-1]
+        sold = bought[year - life + 1] if year >= life - 1 else 0
+        parts = _owned_cash(cluster, runs, year, present, bought[-1], sold)
+        rent = rental_price(cluster)
+        # A run that never ends on spot devices costs infinitely much, and nothing in a year without it.
+        walls_s = ((run, math.inf if run.spot_wall_s is None else run.spot_wall_s) for run in runs if run.times(year))
+        spot_hours = sum(run.times(year) * (run.devices * wall_s / SECONDS_PER_HOUR) for run, wall_s in walls_s)
+        cash: dict[str, float] = {
+            "owned": sum(parts.values()),
+            "on_demand": hours * rent,
+            "reserved": fleet * HOURS_PER_YEAR * rent * cluster.cost.reserved_ratio,
+        }
+        if math.isfinite(spot_hours):
+            cash["spot"] = spot_hours * rent * cluster.cost.spot_ratio
+        used = hours / (present * HOURS_PER_YEAR) if present else 0.0
+        rows.append(BudgetYear(year + 1, hours, fleet, bought[-1], sold, used, parts, cash))
+    return rows
+
+
+def fleet_devices(runs: Sequence[PortfolioRun], year: int, hours: float, utilisation: float, node_devices: int) -> int:
+    """Return the devices that a year's runs take, in whole nodes: as many as the largest, and enough hours for all."""
+    largest = max((run.devices for run in runs if run.times(year)), default=0)
+    needed = max(largest, hours / (HOURS_PER_YEAR * utilisation))
+    return math.ceil(needed / node_devices - 1e-9) * node_devices
+
+
+def _owned_cash(
+    cluster: ClusterSpec, runs: Sequence[PortfolioRun], year: int, present: int, bought: int, sold: int
+) -> dict[str, float]:
+    cost = cluster.cost
+    price = _price(cluster)
+    used_hours = sum(run.times(year) * run.device_hours for run in runs)
+    idle_hours = max(0.0, present * HOURS_PER_YEAR - used_hours)
+    joules = sum(run.times(year) * run.energy_joules for run in runs) + idle_hours * _idle_joules(cluster)
+    return {
+        "machines": bought * price,
+        "operation": present * price * cost.operation_ratio,
+        "staff": present * cost.staff_usd_per_device_year,
+        "space": present * cost.space_usd_per_device_year,
+        "electricity": joules / JOULES_PER_KWH * cluster.site.electricity_usd_per_kwh,
+        "resale": 0.0 - sold * price * cost.resale_ratio,
+    }
+
+
+def _price(cluster: ClusterSpec) -> float:
+    if cluster.cost.device_price_usd is None:
+        raise ValueError("a budget needs cluster.cost.device_price_usd")
+    return cluster.cost.device_price_usd
+
+
+def _idle_joules(cluster: ClusterSpec) -> float:
+    """Energy of a device without work in an hour, with its host and the building."""
+    tdp_w = cluster.accelerator.tdp_w if cluster.accelerator else 0.0
+    return tdp_w * (cluster.power.idle + cluster.power.host) * cluster.site.pue * SECONDS_PER_HOUR
+
+
+def _worth(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> float:
+    """Value of the devices that are there at the end: each year takes the same part of what it loses in its life."""
+    life = max(1, round(cluster.cost.useful_years))
+    loss = 1 - cluster.cost.resale_ratio
+    ages = ((len(table) - row.year + 1, row.bought_devices) for row in table)
+    return sum(number * _price(cluster) * (1 - loss * age / life) for age, number in ages if age < life)
+
+
+def _totals(cluster: ClusterSpec, table: Sequence[BudgetYear]) -> dict[str, float]:
+    """Cash of all years by way, owned machines less their worth; ways that some year lacks are left out."""
+    ways = [way for way in WAYS if all(way in row.usd for row in table)]
+    usd = {str(way): sum(row.usd[way] for row in table) for way in ways}
+    usd["owned"] -= _worth(cluster, table)
+    return usd
+
+
+def _budgeted(run: PortfolioRun, years: int, usd: Mapping[str, float], hours: float) -> BudgetedRun:
+    shares = {way: total * run.device_hours / hours if hours else 0.0 for way, total in usd.items()}
+    return BudgetedRun(
+        name=run.name,
+        per_year=tuple(run.times(year) for year in range(years)),
+        devices=run.devices,
+        wall_s=run.wall_s,
+        spot_wall_s=run.spot_wall_s,
+        tokens=run.tokens,
+        energy_joules=run.energy_joules,
+        usd=shares,
+        usd_per_million_tokens={way: share / run.tokens * 1e6 for way, share in shares.items()},
+    )
+
+
+def _monthly(table: Sequence[BudgetYear], way: Way) -> list[float]:
+    cash = []
+    for row in table:
+        first = row.owned_usd["machines"] if way == "owned" else 0.0
+        last = row.owned_usd["resale"] if way == "owned" else 0.0
+        months = [(row.usd[way] - first - last) / MONTHS] * MONTHS
+        months[0] += first
+        months[-1] += last
+        cash += months
+    return cash
+
+
+def break_even_months(owned: Sequence[float], rented: Sequence[float]) -> float | None:
+    """Return the month in which cumulated rent passes what buying has cost for good, between two months linearly; 0
+    where it does in the first, None where it never does. What is bought later may open the gap again: the last crossing
+    counts."""
+    gaps = [paid - rent for paid, rent in zip(owned, rented, strict=True)]
+    last = max((month for month, gap in enumerate(gaps) if gap > 0), default=None)
+    if last is None:
+        return 0.0
+    return None if last == len(gaps) - 1 else last + gaps[last] / (gaps[last] - gaps[last + 1])
+
+
+def break_even_utilisation(cluster: ClusterSpec, joules_per_hour: float) -> float | None:
+    """Return the use of a device's life above which owning it costs less than rent by the hour; None where no use does.
+
+    What is owned costs the same whether used or not, but for the electricity.
+    """
+    cost = cluster.cost
+    price = _price(cluster)
+    fixed = price * (1 - cost.resale_ratio) / cost.useful_years + operation_usd_per_year(price, cost)
+    per_joule = cluster.site.electricity_usd_per_kwh / JOULES_PER_KWH
+    fixed += HOURS_PER_YEAR * _idle_joules(cluster) * per_joule
+    saved_per_hour = rental_price(cluster) - (joules_per_hour - _idle_joules(cluster)) * per_joule
+    if saved_per_hour <= 0:
+        return None
+    use = fixed / (HOURS_PER_YEAR * saved_per_hour)
+    return use if use <= 1 else None
+
+
+def _with_price(cost: CostSpec, key: str, value: float) -> CostSpec:
+    return replace(cost, **{key: value})  # type: ignore[arg-type]  # all of `SENSITIVE` are numbers
+
+
+def _sensitivities(
+    cluster: ClusterSpec, node_devices: int, runs: Sequence[PortfolioRun], years: int
+) -> list[Sensitivity]:
+    """Move each price, and how often the runs are made, to its bounds."""
+    cost = replace(cluster.cost, price_usd_per_device_hour=rental_price(cluster))
+    found = []
+    for key in SENSITIVE:
+        factor = cost.known_within.get(key, 1.0)
+        value = float(getattr(cost, key))
+        if factor > 1 and value:
+            ends = (value / factor, min(1.0, value * factor) if key == "utilisation" else value * factor)
+            low, high = (
+                _totals(changed, cash_of_years(changed, node_devices, runs, years))
+                for changed in (replace(cluster, cost=_with_price(cost, key, end)) for end in ends)
+            )
+            found.append(Sensitivity(f"cluster.cost.{key}", *ends, low, high))
+    fewer, more = (
+        [replace(run, per_year=tuple(times * by for times in run.per_year)) for run in runs] for by in (0.5, 2.0)
+    )
+    half, double = (_totals(cluster, cash_of_years(cluster, node_devices, some, years)) for some in (fewer, more))
+    return [*found, Sensitivity("runs a year", 0.5, 2.0, half, double)]

@@ -1,0 +1,280 @@
+"""The run as events: failures occur, the job restarts or shrinks and heals, and some of the time is lost.
+
+Failures come without memory, each device alike, also while the job is down. Between two events checkpoints are plain
+arithmetic, so that the cost grows with the failures alone: two weeks on 16,384 devices take some milliseconds a seed.
+What follows a failure is decided by `run.recovery.next_action`, as in a running job (`standing.py`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from trainspec_cli.planner.run.standing import start_run
+from trainspec_cli.recipe.keys.cluster import ReliabilitySpec
+from trainspec_cli.recipe.keys.resilience import ResilienceSpec
+from trainspec_cli.run.recovery import recovery, reliability
+
+MAX_FAILURES = 1000
+"""A simulation that has seen this many failures stops; its goodput is known to a percent by then."""
+ENOUGH_OF_MANY = 300
+"""The same of one simulation of many: what a failure costs is known to a tenth of that by then, and rates are not."""
+NORMAL_90 = 1.645
+"""Standard deviations that hold nine in ten draws of a normal distribution."""
+
+
+@dataclass(frozen=True)
+class SimulatedJob:
+    """A run as the simulation knows it. Work is counted in seconds of undisturbed training."""
+
+    work_s: float
+    step_time_s: float
+    devices: int
+    replica_groups: int
+    interval_s: float
+    """Work between checkpoints."""
+    blocked_s: float
+    """The time for which a checkpoint holds training up."""
+    written_s: float
+    """After which it is whole, counted from its start."""
+    state_bytes_per_device: float
+    load_s: float
+
+
+@dataclass(frozen=True)
+class SimulatedRun:
+    """Seconds of one simulated run: `kept_s` and the parts of `lost_s` sum to `wall_s`."""
+
+    wall_s: float
+    kept_s: float
+    lost_s: Mapping[str, float]
+    failures: int
+
+    @property
+    def goodput(self) -> float:
+        return self.kept_s / self.wall_s if self.wall_s else 1.0
+
+
+def simulate(
+    job: SimulatedJob,
+    cluster: ReliabilitySpec,
+    resilience: ResilienceSpec,
+    seed: int = 0,
+    failures: Sequence[tuple[float, int]] | None = None,
+    max_failures: int = MAX_FAILURES,
+) -> SimulatedRun:
+    """One run, from its first step to its last, or to so many failures.
+
+    `failures`: the times in seconds and the groups that fail then, instead of chance.
+    """
+    return _Simulation(job, cluster, resilience, Clock(seed), failures).run(max_failures)
+
+
+def simulate_many(
+    job: SimulatedJob, cluster: ReliabilitySpec, resilience: ResilienceSpec, seeds: int
+) -> list[SimulatedRun]:
+    """Runs that differ by chance and by what is not known well: each draws its own rates within `known_within`.
+
+    Sorted by goodput, worst first. The draws of a seed are the same for every job, so that jobs compare.
+    """
+    rates = [draw(cluster, random.Random(f"inputs {seed}")) for seed in range(seeds)]
+    runs = [simulate(job, drawn, resilience, seed, max_failures=ENOUGH_OF_MANY) for seed, drawn in enumerate(rates)]
+    return sorted(runs, key=lambda run: run.goodput)
+
+
+def draw(cluster: ReliabilitySpec, chance: random.Random) -> ReliabilitySpec:
+    """Every value times a factor, log-normal, that stays within `known_within` nine times in ten."""
+    factors = {key: within ** (chance.gauss(0, 1) / NORMAL_90) for key, within in cluster.known_within.items()}
+    drawn = replace(cluster, **{key: getattr(cluster, key) * factor for key, factor in factors.items()})
+    return replace(drawn, job_wide_fraction=min(1.0, drawn.job_wide_fraction))
+
+
+class Clock:
+    """Takes actions in the order of their time; those of one time in the order in which they were scheduled."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.now_s = 0.0
+        self.random = random.Random(seed)
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._counter = itertools.count()
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (self.now_s + delay_s, next(self._counter), action))
+
+    def peek_s(self) -> float:
+        """Time of the next action; infinity when none is left."""
+        return self._heap[0][0] if self._heap else float("inf")
+
+    def step(self) -> None:
+        """Move on to the next action and take it. Raises IndexError when none is left."""
+        self.now_s, _, action = heapq.heappop(self._heap)
+        action()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        job: SimulatedJob,
+        cluster: ReliabilitySpec,
+        resilience: ResilienceSpec,
+        clock: Clock,
+        failures: Sequence[tuple[float, int]] | None,
+    ) -> None:
+        self.job = job
+        self.cluster = cluster
+        self.resilience = resilience
+        self.clock = clock
+        self.takes = reliability.durations(cluster, job.state_bytes_per_device, job.load_s)
+        self.mtbf_s = reliability.job_mtbf_s(cluster, job.devices)
+        self.progress = _Progress(job)
+        self.started = self.standing = start_run(resilience, job.replica_groups if resilience.mode == "elastic" else 1)
+        self.away: dict[int, int] = {}
+        """Replica groups that are away, each with the failure that its return belongs to."""
+        self.paused_by = 0
+        """The failure or return whose end the job waits for; older ends are stale."""
+        self.event = 0
+        self.failures = 0
+        self.spares_free_s = [0.0] * (cluster.spare_nodes or 0)
+        if failures is None:
+            self._schedule_failure()
+        for time_s, group in failures or ():
+            self.clock.after(time_s, partial(self._strike, group, job_wide=False))
+
+    def run(self, max_failures: int) -> SimulatedRun:
+        while self.failures < max_failures:
+            finish_s = self.clock.now_s + self.progress.wall_to_finish_s()
+            if finish_s <= self.clock.peek_s():
+                self.progress.advance(finish_s)
+                break
+            self.clock.step()
+        progress = self.progress
+        return SimulatedRun(progress.now_s, progress.work_s, progress.lost_s, self.failures)
+
+    def _schedule_failure(self) -> None:
+        self.clock.after(self.clock.random.expovariate(1 / self.mtbf_s), self._fail)
+
+    def _fail(self) -> None:
+        self._schedule_failure()
+        group = self.clock.random.randrange(self.job.replica_groups)
+        self._strike(group, job_wide=self.clock.random.random() < self.cluster.job_wide_fraction)
+
+    def _strike(self, group: int, *, job_wide: bool) -> None:
+        self.failures += 1
+        self.progress.advance(self.clock.now_s)
+        every = self.standing.groups
+        self.standing = self.standing.after("lost", every if job_wide or len(every) == 1 else (group,))
+        self.progress.lose(self.standing.is_lost)
+        wait_for_node_s = 0.0
+        if not job_wide and self.cluster.spare_nodes is not None:
+            # The first spare that is free takes over; the failed node goes to repair and is a spare later.
+            repaired_s = self.clock.now_s + self.cluster.repair_s
+            wait_for_node_s = max(0.0, heapq.heappushpop(self.spares_free_s, repaired_s) - self.clock.now_s)
+        if self.standing.is_lost:
+            self.away.clear()  # groups that were away start with the whole job
+            self.standing = self.started
+            self._pause("restart", self.takes.restart_s + wait_for_node_s)
+        else:
+            self._leave(group, wait_for_node_s)
+
+    def _leave(self, group: int, wait_for_node_s: float) -> None:
+        """The group goes away and the others step on without it, or wait when they are too few."""
+        self.event += 1
+        failure = self.away[group] = self.event
+        self.standing = self.standing.after("left", (group,))
+        self.clock.after(self.takes.group_return_s + wait_for_node_s, lambda: self._return(group, failure))
+        if self.progress.paused_for != "restart":
+            self._pause("stall", self.cluster.shrink_stall_s)
+
+    def _return(self, group: int, failure: int) -> None:
+        if self.away.get(group) != failure:
+            return
+        self.progress.advance(self.clock.now_s)
+        del self.away[group]
+        self.standing = self.standing.after("returned", (group,))
+        if self.progress.paused_for != "restart":
+            self._pause("stall", self.cluster.rejoin_stall_s)
+
+    def _pause(self, reason: str, duration_s: float) -> None:
+        self.event += 1
+        event = self.paused_by = self.event
+        self.progress.paused_for = reason
+        self.clock.after(duration_s, lambda: self._resume(event))
+
+    def _resume(self, event: int) -> None:
+        if event != self.paused_by:
+            return
+        self.progress.advance(self.clock.now_s)
+        active = self.job.replica_groups - len(self.away)
+        enough = not self.away or recovery.enough_groups(self.resilience, active)
+        self.progress.paused_for = None if enough else "stall"
+        self.progress.rate = active / self.job.replica_groups
+
+
+class _Progress:
+    """Work done, work saved, and the position in the cycle of working for `interval_s` and then writing."""
+
+    def __init__(self, job: SimulatedJob) -> None:
+        self.job = job
+        self.now_s = 0.0
+        self.work_s = 0.0
+        self.rate = 1.0
+        self.paused_for: str | None = None
+        self.lost_s: dict[str, float] = defaultdict(float)
+        self.position_s = 0.0
+        self.saved_s = self.previously_saved_s = 0.0
+
+    def advance(self, now_s: float) -> None:
+        """Account for the time since the last call."""
+        elapsed_s = now_s - self.now_s
+        self.now_s = now_s
+        if self.paused_for:
+            self.lost_s[self.paused_for] += elapsed_s
+        else:
+            self._work(elapsed_s)
+
+    def _work(self, elapsed_s: float) -> None:
+        interval_s = self.job.interval_s
+        cycles, position_s = divmod(self.position_s + elapsed_s, interval_s + self.job.blocked_s)
+        since_saved_s = min(position_s, interval_s)
+        training_s = cycles * interval_s + since_saved_s - min(self.position_s, interval_s)
+        self.work_s += self.rate * training_s
+        self.lost_s["shrunk"] += (1 - self.rate) * training_s
+        self.lost_s["checkpoint"] += elapsed_s - training_s
+        self.position_s = position_s
+        if cycles:
+            latest_s = self.work_s - self.rate * since_saved_s
+            self.previously_saved_s = latest_s - self.rate * interval_s if cycles > 1 else self.saved_s
+            self.saved_s = latest_s
+
+    def lose(self, state_is_lost: bool) -> None:
+        """Undo all since the last whole checkpoint where no replica group holds the state, else the step that was not
+        committed."""
+        if self.paused_for:
+            since_step_s = 0.0
+        else:
+            since_step_s = self.rate * (min(self.position_s, self.job.interval_s) % self.job.step_time_s)
+        lost_s = since_step_s
+        if state_is_lost:
+            # The latest checkpoint may still be on its way to storage: then only the one before it is whole.
+            on_its_way = self.position_s < self.job.written_s - self.job.blocked_s
+            lost_s = self.work_s - (self.previously_saved_s if on_its_way else self.saved_s)
+        self.work_s -= lost_s
+        self.lost_s["rework"] += lost_s
+        if state_is_lost:
+            self.saved_s = self.previously_saved_s = self.work_s
+            self.position_s = 0.0
+
+    def wall_to_finish_s(self) -> float:
+        """Return the time until the last step, if nothing happens before."""
+        if self.paused_for:
+            return float("inf")
+        interval_s = self.job.interval_s
+        blocked_s = self.job.blocked_s
+        training_s = (self.job.work_s - self.work_s) / self.rate + min(self.position_s, interval_s)
+        checkpoints = max(0.0, -(-training_s // interval_s) - 1)
+        return training_s + checkpoints * blocked_s - self.position_s

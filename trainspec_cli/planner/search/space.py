@@ -1,0 +1,317 @@
+"""Every layout that a recipe leaves open on a cluster and that its framework runs, and why the others are refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from trainspec_cli.balance.batch.division import count_micro_batches, turns_of
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.planner.setup import changed
+from trainspec_cli.recipe.field_types import AUTO
+from trainspec_cli.recipe.keys.layout import Layout, LayoutSpec, PipelineSchedule, ZeroStage
+from trainspec_cli.recipe.keys.model import ModelSpec, TextModel
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.rules.check import apply, apply_in_range
+from trainspec_cli.recipe.rules.comm import KERNEL_RULES, exchanged, whole_hosts
+from trainspec_cli.recipe.rules.engine import BUILT
+from trainspec_cli.recipe.rules.layout import measurable_noise
+from trainspec_cli.recipe.rules.run import forget_out_of_range
+
+MIN_TOKENS_PER_RANK = 512
+"""Context parallelism does not cut sequences finer."""
+MAX_MICRO_BATCHES = 6
+"""Sizes of a micro-batch that are tried: the smallest powers of two, and the whole."""
+
+ELASTIC_GROUPS = (2, 4, 8, 16, 32, 64, 128)
+"""Replica groups that are tried: more lose less to a failure each, and share their state among fewer devices."""
+
+
+NOT_RUN = "the engine does not run them"
+
+
+@dataclass
+class Space:
+    """Enumerates; counts what it leaves out by reason.
+
+    `dp_replicate` of its layouts counts all replicas, those of every replica group together (`one_group`).
+    """
+
+    spec: RunSpec
+    world_size: int
+    scaleup_devices: int
+    refused: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        axes = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep", "etp", "zero_stage"), AUTO)
+        pipeline = dict.fromkeys(("pipeline_schedule", "virtual_stages"), AUTO)
+        layout = replace(self.spec.layout, **axes, **pipeline)  # type: ignore[arg-type]
+        self._open: RunSpec = forget_out_of_range(replace(self.spec, layout=layout))[0]
+        self._anyhow = self._problems({})
+        """What the engine refuses in any layout is the recipe's fault, and no reason to leave a layout out."""
+        self._numbers: dict[tuple[int, int], tuple[list[int], int]] = {}
+        """By the samples of a rank and the turns: the numbers of micro-batches, and how many others are left out."""
+        self._runs: dict[tuple[tuple[str, object], ...], bool] = {}
+        compressed = self.spec.comm.gradients not in ("full", AUTO) or self.spec.comm.parameters != "full"
+        self._limits_exchanges = compressed or self.spec.comm.across_nodes is not None
+        self._measures_noise = self.spec.batching.schedule.kind == "noise"
+
+    def layouts(self) -> Iterator[tuple[Layout, int, int]]:
+        """-> (layout, micro-batch, gradient accumulation)."""
+        wanted = self.spec.layout
+        model = self.spec.model
+        for tp in self._axis(wanted.tp, min(self.world_size, self.scaleup_devices)):
+            if not self._keep(splits_heads(model, tp), "tp does not divide the heads") or not self._is_run(tp=tp):
+                continue
+            for cp in self._axis(wanted.cp, max(1, self.spec.data.seq_len // MIN_TOKENS_PER_RANK)):
+                if not self._keep(self.spec.data.seq_len % cp == 0, "the sequence does not divide by cp"):
+                    continue
+                closed = cp > 1 and wanted.cp == AUTO and "cp" in model.record.refuses
+                if not self._keep(not closed, "cp does not go with this family of models"):
+                    continue
+                if not self._is_run(tp=tp, cp=cp):
+                    continue
+                for pp in self._axis(wanted.pp, model.num_layers):
+                    if self.world_size % (tp * cp * pp):
+                        self.refused["the axes' product is not the number of devices"] += 1
+                        continue
+                    yield from self._data_parallel(tp, cp, pp)
+
+    def divides_evenly(self) -> bool:
+        """Return whether a layout gives every data-parallel rank the same number of samples."""
+        samples = self.spec.batching.global_batch_size
+        return any(samples % layout.data_parallel_size == 0 for layout, _, _ in self.layouts())
+
+    def _axis(self, wanted: int | str, most: int) -> Sequence[int]:
+        if wanted != AUTO:
+            return (int(wanted),)
+        return [size for size in divisors(self.world_size) if size <= most]
+
+    def _keep(self, fine: bool, reason: str) -> bool:
+        if not fine:
+            self.refused[reason] += 1
+        return fine
+
+    def problems_of_pinned(self) -> list[Problem]:
+        """Return what the engine refuses of the layout that the recipe pins."""
+        pinned = apply((*BUILT, *KERNEL_RULES), self.spec) if self.spec.framework.counted else []
+        return [problem for problem in pinned if problem not in self._anyhow]
+
+    def _is_run(self, **axes: object) -> bool:
+        """Return whether the engine runs layouts with these axes, whatever the others are.
+
+        Other frameworks' own rules are those of `framework` (schedules, ZeRO stages).
+        """
+        if not self.spec.framework.counted:
+            return True
+        key = tuple(axes.items())
+        if key not in self._runs:
+            self._runs[key] = all(problem in self._anyhow for problem in self._problems(axes))
+        return self._keep(self._runs[key], NOT_RUN)
+
+    def _problems(self, axes: dict[str, object]) -> list[Problem]:
+        layout = replace(self._open.layout, **axes)  # type: ignore[arg-type]
+        return apply_in_range((*BUILT, *KERNEL_RULES), replace(self._open, layout=layout))
+
+    def _fills(self, layout: Layout, accum: int) -> bool:
+        """Return whether a zero-bubble schedule has a micro-batch a stage, without which it gains nothing."""
+        chosen = self.spec.layout.pipeline_schedule == AUTO
+        starved = chosen and layout.splits_backward and accum < layout.pp
+        return self._keep(not starved, "a zero-bubble schedule needs a micro-batch a stage")
+
+    def _exchanges_as_asked(self, layout: Layout, accum: int) -> bool:
+        """Return whether the layout has the exchanges that the recipe compresses or measures."""
+        if not self.spec.framework.counted or not (self._limits_exchanges or self._measures_noise):
+            return True
+        one, groups = one_group(self.spec, layout)
+        problems = [*measurable_noise(self.spec, one, groups, accum), *exchanged(self.spec, one, groups)]
+        return self._keep(not problems, NOT_RUN)
+
+    def _data_parallel(self, tp: int, cp: int, pp: int) -> Iterator[tuple[Layout, int, int]]:
+        width = self.world_size // (tp * cp * pp)
+        samples = self.spec.batching.global_batch_size
+        wanted = self.spec.layout
+        idle = samples < width and AUTO in (wanted.tp, wanted.cp, wanted.pp)
+        if not self._keep(not idle, "a data-parallel rank would go without samples"):
+            return
+        per_rank = -(-samples // width)
+        base = Layout(
+            cp=cp,
+            tp=tp,
+            pp=pp,
+            sequence_parallel=wanted.sequence_parallel and tp > 1,
+            context_method=wanted.context_method,
+        )
+        for sharded in self._shardings(base, width):
+            for routed in self._expert_axes(sharded):
+                for layout in self._schedules(routed):
+                    for accum in self._micro_batches(per_rank, turns_of(layout)):
+                        if self._fills(layout, accum) and self._exchanges_as_asked(layout, accum):
+                            yield layout, -(-per_rank // accum), accum
+
+    def _shardings(self, base: Layout, width: int) -> Iterator[Layout]:
+        """Sharded over all ranks, or for ZeRO-3 over a node's and replicated across, or not at all.
+
+        A run that is to survive failures by shrinking needs groups that each hold the whole state: as many as it asks
+        for, or some numbers of them.
+        """
+        wanted = self.spec.layout
+        elastic = self.spec.resilience.mode == "elastic"
+        node = max(1, self.scaleup_devices // (base.tp * base.cp))
+        asked = total_replicas(self.spec)
+        groups = asked_groups(self.spec)
+        options = {width, 1, *([node] if width % node == 0 else [])}
+        if asked is not None:
+            options.add(width // asked if width % asked == 0 else width)
+        for number in ELASTIC_GROUPS if groups is None else (groups,):
+            if elastic and width % number == 0:
+                options.add(width // number)
+        if wanted.dp_shard != AUTO and width % int(wanted.dp_shard) == 0:
+            options.add(int(wanted.dp_shard))
+        for shard in sorted(options):
+            replicate = width // shard
+            if wanted.dp_shard not in (AUTO, shard) or asked not in (None, replicate):
+                continue
+            if elastic and not self._divides_into_groups(replicate, groups):
+                continue
+            for stage in self._stages(shard, replicate):
+                yield changed(base, dp_replicate=replicate, dp_shard=shard, zero_stage=stage)
+
+    def _divides_into_groups(self, replicate: int, groups: int | None) -> bool:
+        """Return whether the replicas make whole replica groups, and each node holds whole groups or a part of one."""
+        number = groups or replicate
+        if not self._keep(number > 1, "resilience=elastic needs two replica groups"):
+            return False
+        if not self._keep(replicate % number == 0, "the replicas do not divide into resilience.replica_groups"):
+            return False
+        parts = not any(whole_hosts(self.spec.cluster.num_nodes, number))
+        return self._keep(parts, "nodes do not divide over the replica groups")
+
+    def _stages(self, shard: int, replicate: int) -> Sequence[ZeroStage]:
+        """Return the ZeRO stages to try that the framework has; without sharding the stage means nothing."""
+        facts = self.spec.framework
+        stages = stages_of(self.spec.layout, shard, replicate)
+        had = [stage for stage in stages if shard == 1 or stage in facts.zero_stages]
+        return had if self._keep(had != [], f"{facts.name} has no such ZeRO stage") else ()
+
+    def _expert_axes(self, base: Layout) -> Iterator[Layout]:
+        experts = self.spec.model.experts
+        wanted = self.spec.layout
+        if experts is None:
+            yield base
+            return
+        ranks = base.expert_ranks
+        sizes = divisors(experts.num_experts) if wanted.ep == AUTO else [int(wanted.ep)]
+        for ep in sizes:
+            for etp in [1] if wanted.etp == AUTO else [int(wanted.etp)]:
+                fine = self._keep(ranks % (ep * etp) == 0, "ep does not divide the ranks that share experts")
+                if fine and self._is_run(tp=base.tp, cp=base.cp, dp_shard=base.dp_shard, ep=ep, etp=etp):
+                    yield changed(base, ep=ep, etp=etp)
+
+    def _micro_batches(self, per_rank: int, turns: int) -> Sequence[int]:
+        """Return the numbers of micro-batches to try, each once."""
+        key = per_rank, turns
+        if key not in self._numbers:
+            pinned = self.spec.batching.micro_batch_size
+            powers = [2**power for power in range(MAX_MICRO_BATCHES) if 2**power < per_rank]
+            sizes = [*powers, per_rank] if pinned == AUTO else [int(pinned)]
+            numbers = dict.fromkeys(count_micro_batches(per_rank, size, turns) for size in sizes)
+            most = per_rank if self.spec.layout.pipeline_schedule == AUTO else max(numbers)
+            self._numbers[key] = [n for n in numbers if n <= most], sum(n > most for n in numbers)
+        kept, left_out = self._numbers[key]
+        if left_out:
+            self.refused["fewer samples a rank than micro-batches of a turn"] += left_out
+        return kept
+
+    def _schedules(self, base: Layout) -> Iterator[Layout]:
+        wanted = self.spec.layout
+        if base.pp == 1:
+            yield base
+            return
+        layers = self.spec.model.num_layers
+        if not self._keep(base.pp <= layers, "more pipeline stages than layers"):
+            return
+        schedules = [name for name in schedules_of(wanted) if name in self.spec.framework.schedules]
+        if not self._keep(schedules != [], f"{self.spec.framework.name} has no such pipeline"):
+            return
+        for schedule in schedules:
+            for chunks in self._chunks(schedule, base.pp, layers):
+                if not self._is_run(pp=base.pp, pipeline_schedule=schedule, virtual_stages=chunks):
+                    continue
+                yield changed(base, pipeline_schedule=schedule, virtual_stages=chunks, stage_layers=wanted.stage_layers)
+
+    def _chunks(self, schedule: PipelineSchedule, pp: int, layers: int) -> Sequence[int]:
+        wanted = self.spec.layout.virtual_stages
+        if schedule != "interleaved":
+            return (1,)
+        per_stage = -(-layers // pp)
+        sizes = [size for size in divisors(per_stage) if size > 1] if wanted == AUTO else [int(wanted)]
+        legal = [size for size in sizes if pp * size <= layers]
+        return legal[:4] if self._keep(legal != [], "more pipeline stages than layers") else ()
+
+
+def asked_groups(spec: RunSpec) -> int | None:
+    """Return the replica groups that the recipe asks for; None where each replica is a group of its own."""
+    if spec.resilience.mode != "elastic":
+        return 1
+    groups = spec.resilience.replica_groups
+    return None if groups == AUTO else int(groups)
+
+
+def total_replicas(spec: RunSpec) -> int | None:
+    """Return the replicas of all groups that the recipe asks for; None where it leaves them open.
+
+    `layout.dp_replicate` counts those inside a group where `resilience.replica_groups` is given, else the groups.
+    """
+    replicas = spec.layout.dp_replicate
+    groups = asked_groups(spec)
+    if replicas == AUTO or (groups is None and replicas == 1):
+        return None
+    return int(replicas) * (groups or 1)
+
+
+def one_group(spec: RunSpec, layout: Layout) -> tuple[Layout, int]:
+    """-> (the layout of a replica group, the number of groups): a search counts the replicas of all groups."""
+    groups = asked_groups(spec) or layout.dp_replicate
+    if groups == 1:
+        return layout, 1
+    return changed(layout, dp_replicate=layout.dp_replicate // groups), groups
+
+
+def open_layout(spec: RunSpec) -> LayoutSpec:
+    """Every axis left open."""
+    wide = replace(spec.layout, dp_replicate=AUTO, dp_shard=AUTO, cp=AUTO, tp=AUTO, pp=AUTO, ep=AUTO)
+    return replace(wide, zero_stage=AUTO, pipeline_schedule=AUTO, virtual_stages=AUTO)
+
+
+def stages_of(wanted: LayoutSpec, shard: int, replicate: int) -> Sequence[ZeroStage]:
+    """Return the ZeRO stages to try: without sharding the stage means nothing; ZeRO-1 and 2 shard over all ranks."""
+    if wanted.zero_stage != AUTO:
+        return (wanted.zero_stage,)
+    if shard == 1:
+        return (1,)
+    return (1, 3) if replicate == 1 else (3,)
+
+
+def schedules_of(wanted: LayoutSpec) -> Sequence[PipelineSchedule]:
+    if wanted.pipeline_schedule != AUTO:
+        return (wanted.pipeline_schedule,)
+    chunks = wanted.virtual_stages
+    if chunks == 1:
+        return "1f1b", "zero_bubble"
+    return ("1f1b", "interleaved", "zero_bubble") if chunks == AUTO else ("interleaved",)
+
+
+def splits_heads(model: ModelSpec, tp: int) -> bool:
+    if tp == 1 or "tp" in model.record.refuses:
+        return tp == 1
+    text = cast("TextModel", model)
+    heads = text.num_kv_heads or tp
+    return text.num_heads % tp == text.ffn_size % tp == 0 and (heads % tp == 0 or tp % heads == 0)
+
+
+def divisors(number: int) -> list[int]:
+    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]

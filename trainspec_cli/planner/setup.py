@@ -1,0 +1,264 @@
+"""One run as the estimators see it: nothing open, nothing prose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TypeVar
+
+from trainspec_cli.core.printable import GIB
+from trainspec_cli.planner.hardware.topology import Fabric
+from trainspec_cli.planner.memory.engine.run import is_hidden, state_bytes
+from trainspec_cli.planner.memory.engine.units import block_unit, expert_matrices, outside_unit
+from trainspec_cli.recipe.keys.framework import FrameworkSpec, StateFacts, SumFormat
+from trainspec_cli.recipe.keys.layout import Layout, Sharding
+from trainspec_cli.recipe.keys.model import ModelSpec, TextModel, has_layer_list
+from trainspec_cli.recipe.keys.training import BLOCK, KeptState, LoraSpec, OptimizerName, WireFormats
+
+RecordT = TypeVar("RecordT", Layout, "Setup")
+
+
+def changed(record: RecordT, **values: object) -> RecordT:
+    """Return the record with other values, as `dataclasses.replace` does in four times the time: a search makes tens of
+    thousands. Neither kind of record checks or keeps anything besides its fields."""
+    made = object.__new__(type(record))
+    vars(made).update(vars(record), **values)
+    return made
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Parts of the forward that the backward does again, and which layers do so."""
+
+    matmul: float = 0.0
+    attention: float = 0.0
+    elementwise: float = 0.0
+    layers: float = 1.0
+    """Part of the layers it applies to."""
+
+    @property
+    def full(self) -> bool:
+        return self.matmul >= 1.0
+
+
+RECOMPUTE = {
+    "none": Recompute(),
+    "selective": Recompute(attention=1.0),
+    "selective_op": Recompute(matmul=0.5, elementwise=1.0),
+    "full": Recompute(1.0, 1.0, 1.0),
+}
+"""selective: the attention core (arXiv:2205.05198). selective_op: every second matmul's output is kept."""
+
+
+@dataclass(frozen=True)
+class Software:
+    """The training framework's properties that change time and memory."""
+
+    counted: bool = True
+    """trainspec's own engine, whose eager steps are counted tensor by tensor."""
+    fused_attention: bool = True
+    """FlashAttention or alike; False materialises the score matrix."""
+    attention_generation: int = 9
+    """Generation of the tensor cores that the attention kernels were written for: FlashAttention 1 to 3, and 9 where a
+    maker's library keeps up with its chips (cuDNN, XLA, ROCm)."""
+    fused_kernels: bool = True
+    """Norms, activations, losses as single kernels (Transformer Engine, torch.compile, XLA)."""
+    fused_loss: bool = False
+    """Softmax and loss over the vocabulary as one kernel each way."""
+    plain_loss: bool = False
+    """The loss stays in plain operations where the blocks are compiled."""
+    cut_logit_bytes: float | None = None
+    """Bytes of a logit in a loss of plain operations over a vocabulary that is cut; None: as over a whole one."""
+    fused_accumulation: bool = True
+    """Weight gradients are added up by the matrix products that make them."""
+    overlap_dp: bool = True
+    """Gradients are reduced, and parameters gathered, while others are computed."""
+    overlap_tp: bool = True
+    split_sends: bool = True
+    """Pipeline stages send each tensor-parallel rank's part alone and gather it at the other end (arXiv:2104.04473)."""
+    grouped_experts: bool = True
+    """Experts run as one grouped kernel, and their tokens cross the network once a node."""
+    expandable_segments: bool = False
+    """The framework's launcher makes PyTorch's allocator grow its segments, where the devices allow it."""
+    graphs: bool = False
+    """Launches are replayed (CUDA graphs) or few (compiled programs)."""
+    grad_bytes: float = 4.0
+    """Bytes of a gradient while it is accumulated."""
+    shards_states: bool = True
+    """What `zero_stage` says is sharded, over ranks of dp_shard and cp; False: each replica has all (DDP)."""
+    unshards_pipelines: bool = False
+    """With stages, ZeRO-3 keeps gathered parameters, and sums gradients unsharded, until the last micro-batch (FSDP2
+    under torch's schedules: an exchange a micro-batch would cost more than the memory)."""
+    reduce_bytes: float = 4.0
+    """Bytes of a gradient on the wire, in full."""
+    wire: WireFormats = field(default_factory=WireFormats)
+    """The formats in which gradients and parameters travel."""
+    master_bytes: float = 4.0
+    """Bytes of the parameter that the optimizer updates, when weights are kept in the compute format beside it."""
+    optimizer: KeptState = "adamw"
+    moment_bytes: float = 8.0
+    """Bytes of the optimizer's moments, a parameter."""
+    bucket_bytes: float = 0.3 * GIB
+    """Flat gradient and parameter buckets in flight."""
+    step_bytes: float = 0.0
+    """A parameter, flat copies that the optimizer steps from: too large to lie where activations were."""
+    step_temporary_bytes: float = 0.0
+    """A parameter, temporaries of optimizers over lists of tensors: these lie where activations were."""
+    model_groups: bool = False
+    """Communicators besides the axes': of all ranks, and of a pipeline's ends (Megatron and its descendants)."""
+    shifted_logits: bool = False
+    """A copy of the logits, shifted by a token, goes into the loss."""
+    weight_bytes: float = 2.0
+    """Bytes of a parameter as kept between steps; 4 where a sharded fp32 copy is all there is (FSDP)."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, how it is spread, and on what."""
+
+    model: ModelSpec
+    layout: Layout
+    fabric: Fabric
+    seq_len: int
+    micro_batch_size: float
+    grad_accum: int
+    """Micro-batches a step."""
+    compute: str = "bf16"
+    matmul: str = "bf16"
+    """Format of the linear layers: bf16, fp8, mxfp8, nvfp4, ..."""
+    recompute: Recompute = field(default_factory=Recompute)
+    software: Software = field(default_factory=Software)
+    trainable: float = 1.0
+    """Part of the parameters that have gradients: below 1 for adapters (LoRA), whose base needs no weight gradients."""
+    sharded: float = 1.0
+    """Part of the parameters that sharding spreads and gathers: below 1 where adapters' base is quantised."""
+    lora: LoraSpec = field(default_factory=LoraSpec)
+    offload_optimizer: bool = False
+    replica_groups: int = 1
+    """Replica groups among the replicas of `layout`, which exchange gradients once a step; 0: each replica is one."""
+    outer_bytes: float = 0.0
+    """Bytes that an outer optimizer keeps for each trained parameter."""
+    offload_layers: float = 0.0
+    """Part of the layers whose activations wait in host memory."""
+
+    tabled: bool = False
+    """A row of a table of measured runs, timed as when the efficiencies were fitted to them: where layers of each kind
+    stand is unknown, so that each counts as their average, and full recomputation counts the head among its layers."""
+
+    @property
+    def group_layout(self) -> Layout:
+        """The layout inside each replica group; `layout` where there is one."""
+        if self.replica_groups == 1:
+            return self.layout
+        inside = self.layout.dp_replicate // self.replica_groups if self.replica_groups else 1
+        return changed(self.layout, dp_replicate=max(1, inside))
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a rank's micro-batch, after context parallelism."""
+        return self.micro_batch_size * self.seq_len / self.layout.cp
+
+
+# A framework's facts and what a run chooses -> the software properties that time and memory depend on.
+
+
+SUM_BYTES: dict[SumFormat, float] = {"compute": 2.0, "fp32": 4.0}
+
+
+def describe_software(
+    facts: FrameworkSpec, sharding: Sharding, compiled: bool, accumulate: SumFormat, reduce: SumFormat
+) -> Software:
+    """Return the framework's properties in a run that shards so, and sums and exchanges gradients in these formats."""
+    state: StateFacts = getattr(facts.states, sharding)
+    sums_apart = facts.gradient_copy and accumulate == "fp32"
+    copies = 0.0 if facts.steps_from_sums and sums_apart else state.step_copy_bytes
+    return Software(
+        counted=facts.counted,
+        fused_attention=facts.fused_attention,
+        attention_generation=facts.attention_generation,
+        fused_kernels=compiled or facts.fused_kernels,
+        fused_loss=(compiled and facts.compiles_loss) or facts.fused_loss,
+        plain_loss=not facts.compiles_loss,
+        cut_logit_bytes=facts.cut_logit_bytes,
+        fused_accumulation=facts.fused_accumulation,
+        overlap_dp=facts.overlap_dp,
+        overlap_tp=facts.overlap_tp,
+        split_sends=facts.split_sends,
+        grouped_experts=facts.grouped_experts,
+        expandable_segments=facts.expandable_segments,
+        graphs=facts.graphs,
+        unshards_pipelines=facts.unshards_pipelines,
+        shards_states=sharding != "replicated",
+        grad_bytes=SUM_BYTES[accumulate] + SUM_BYTES["compute"] * sums_apart,
+        reduce_bytes=SUM_BYTES[reduce],
+        master_bytes=state.master_bytes,
+        bucket_bytes=state.bucket_bytes,
+        step_bytes=copies,
+        step_temporary_bytes=state.step_temporary_bytes,
+        model_groups=facts.model_groups,
+        shifted_logits=facts.shifted_logits,
+        weight_bytes=state.weight_bytes,
+    )
+
+
+# What an optimizer keeps and does for each parameter, on average over a model: its state, traffic and arithmetic.
+
+
+ALONE = Layout()
+ADAMW_BYTES = 8.0
+QUANTISED_BYTES = 2 + 8 / BLOCK
+"""Codes of two moments, and two scales a block."""
+UPDATE_BYTES: dict[OptimizerName, float] = {"adamw8bit": 260.0, "muon": 104.0}
+"""Memory traffic of the operations of an update, a value: read and written by each operation of
+`engine/optim/adamw8bit.py`, and of a matrix by `engine/optim/muon.py`, without Newton-Schulz. Counted as the operations
+have it (tests/engine/optim); the other optimizers' one kernel reads and writes gradients, weights and moments once."""
+STEPS = 5
+WIRE_BYTES = 2.0
+"""A value of a matrix that travels to the rank which orthogonalises it, and once more on the way back."""
+
+
+@lru_cache(maxsize=256)
+def moment_bytes(model: ModelSpec, optimizer: KeptState, lora: LoraSpec) -> float:
+    """Return the bytes of the optimizer's state, a trained parameter, on average."""
+    if isinstance(optimizer, float):
+        return optimizer
+    if optimizer in ("adamw", "sgd"):
+        return ADAMW_BYTES if optimizer == "adamw" else 0.0
+    if not has_layer_list(model):
+        return QUANTISED_BYTES if optimizer == "adamw8bit" else ADAMW_BYTES
+    blocks = [block_unit(model, layer, ALONE, lora) for layer in model.layer_list]
+    outside = [] if lora.rank else [outside_unit(model, ALONE, first=True, last=True)]
+    total = sum(state_bytes(optimizer, unit, in_block=True) for unit in blocks)
+    total += sum(state_bytes(optimizer, unit, in_block=False) for unit in outside)
+    return total / sum(unit.trained.full for unit in (*blocks, *outside))
+
+
+@lru_cache(maxsize=256)
+def matrix_share(model: TextModel) -> float:
+    """Return the part of a model's parameters that muon orthogonalises."""
+    blocks = [block_unit(model, layer, ALONE, LoraSpec()) for layer in model.layer_list]
+    hidden = sum(rows * row for unit in blocks for rows, row in unit.matrices if is_hidden((rows, row)))
+    return hidden / (sum(unit.full for unit in blocks) + outside_unit(model, ALONE, first=True, last=True).full)
+
+
+@lru_cache(maxsize=256)
+def newton_schulz_flops(model: TextModel) -> tuple[float, float]:
+    """Return the FLOPs of orthogonalising each matrix once: (all layers' own ones, all experts).
+
+    A step makes of A rows of B values, A the smaller, X X^T and its product with X (2 A^2 B each), and the square of
+    the former (2 A^3): muon (arXiv:2502.16982, section 2.1).
+    """
+    dense = experts = 0.0
+    for layer in model.layer_list:
+        stacks = list(expert_matrices(model.as_decoder, 1)) if "experts" in layer.mixers else []
+        stacked = [(number, rows * row) for number, rows, row in stacks]
+        own = [matrix for matrix in block_unit(model, layer, ALONE, LoraSpec()).matrices if matrix not in stacked]
+        dense += sum(_flops(rows, row) for rows, row in own if is_hidden((rows, row)))
+        experts += sum(number * _flops(rows, row) for number, rows, row in stacks if row > 1)
+    return dense, experts
+
+
+def _flops(rows: float, row: float) -> float:
+    small = min(rows, row)
+    large = max(rows, row)
+    return STEPS * (4.0 * small**2 * large + 2.0 * small**3)

@@ -1,0 +1,145 @@
+"""A step's time as it depends on who processes how many samples: by stage and micro-batch, and what is exchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from trainspec_cli.balance.decisions.speeds import Speed
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.topology import Group, axis_groups
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.time.step import (
+    PASSES,
+    MicroBatch,
+    RankParts,
+    between_steps_s,
+    bubble_s,
+    data_parallel_s,
+    host_wait_s,
+    micro_batch,
+    optimizer_s,
+    pipeline_sends_s,
+    rank_parts,
+    waiting_share,
+)
+
+Tier = Literal["scaleup", "network"]
+"""The links inside a scale-up domain, and those between such domains."""
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One micro-batch through one pipeline stage and back."""
+
+    compute: Speed
+    scaleup: Speed
+    """Exchanges inside layers (tensor, context, expert parallelism) over the links of a scale-up domain."""
+    network: Speed
+    """Exchanges that cross domains."""
+    launch_s: float
+    """Launching the kernels takes so long: the stage is never faster."""
+
+    def exchanges_s(self, samples: float, micro_batches: int) -> float:
+        """Return what its layers exchange in a step of so many samples and micro-batches."""
+        return self.scaleup.time_s(samples, micro_batches) + self.network.time_s(samples, micro_batches)
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """A step of a layout, in parts whose samples can be divided otherwise."""
+
+    stages: tuple[StageTime, ...]
+    bubble: float
+    """Part of the other stages' micro-batch that the slowest stage waits while the pipeline fills and drains."""
+    sends: Speed
+    """Activations between stages, of each micro-batch."""
+    sends_tier: Tier
+    gradients_each_s: float
+    """Seconds of the data-parallel ranks' exchanges for each micro-batch."""
+    gradients_once_s: float
+    """Seconds of their exchanges once a step."""
+    gradients_tier: Tier
+    rest_s: float
+    """The optimizer, and between steps."""
+
+
+def step_parts(setup: Setup, eff: Efficiency) -> StepParts:
+    """Return the parts of a step. At the setup's own micro-batches they sum to `estimate_step`.
+
+    The time of a micro-batch is taken to be linear in its samples, through the setup's own size and twice that.
+    """
+    groups = axis_groups(setup.layout, setup.fabric, eff)
+    return assemble_parts(setup, micro_batch(setup, groups, eff), micro_batch(_twice(setup), groups, eff), eff)
+
+
+def assemble_parts(setup: Setup, once: MicroBatch, twice: MicroBatch, eff: Efficiency) -> StepParts:
+    """Return what `step_parts` does, from a micro-batch of the setup's size and one of twice that."""
+    groups = axis_groups(setup.layout, setup.fabric, eff)
+    stages = rank_parts(once, setup.layout)
+    larger = rank_parts(twice, setup.layout)
+    scale = 1 + waiting_share(setup, eff)
+    times = [stage.time_s(setup) for stage in stages]
+    slowest = stages[times.index(max(times))].whole
+    waits_s = sum(times) - max(times)
+    each_s, once_s = _each_and_once(lambda one: data_parallel_s(slowest, one, groups, eff), setup)
+    sends_each_s, fill_sends_s = _each_and_once(lambda one: pipeline_sends_s(one, groups["pp"], eff), setup)
+    sends_twice_s, _ = _each_and_once(lambda one: pipeline_sends_s(one, groups["pp"], eff), _twice(setup))
+    # Most stages of a pipeline are alike: a pair of parts is timed once, however many ranks have it.
+    pairs = list(zip(stages, larger, strict=True))
+    kinds = {pair: _stage_time(*pair, setup, groups, eff, scale) for pair in set(pairs)}
+    return StepParts(
+        stages=tuple(kinds[pair] for pair in pairs),
+        bubble=eff.bubble * bubble_s(times, setup.layout, setup.grad_accum) / waits_s if waits_s else 0.0,
+        sends=_through(sends_each_s, sends_twice_s, setup.micro_batch_size).scaled(scale),
+        sends_tier=_tier(groups["pp"]),
+        gradients_each_s=scale * each_s,
+        gradients_once_s=scale * once_s,
+        gradients_tier=_tier(groups["dp"]),
+        rest_s=scale * (optimizer_s(slowest, setup, once.rates, groups, eff) + fill_sends_s)
+        + between_steps_s(setup, eff),
+    )
+
+
+def _twice(setup: Setup) -> Setup:
+    return replace(setup, micro_batch_size=2 * setup.micro_batch_size)
+
+
+def _stage_time(
+    stage: RankParts, twice: RankParts, setup: Setup, groups: dict[str, Group], eff: Efficiency, scale: float
+) -> StageTime:
+    size = setup.micro_batch_size
+    links: dict[Tier, Speed] = {"scaleup": Speed(0.0, 0.0), "network": Speed(0.0, 0.0)}
+    for axis, passes in PASSES.items():
+        tier = _tier(groups[axis])
+        own = _through(passes * getattr(stage.whole.comm, axis), passes * getattr(twice.whole.comm, axis), size)
+        links[tier] = Speed(links[tier].fixed_s + own.fixed_s, links[tier].per_sample_s + own.per_sample_s)
+    compute = _through(stage.compute_s(setup), twice.compute_s(setup), size)
+    launch_s = host_wait_s(stage.whole, 0.0, setup, eff)
+    return StageTime(
+        compute.scaled(scale), links["scaleup"].scaled(scale), links["network"].scaled(scale), scale * launch_s
+    )
+
+
+def _through(once_s: float, twice_s: float, size: float) -> Speed:
+    """Return the line through the times of `size` and 2 x `size` samples, whose fixed part is 0 or more."""
+    fixed_s = fixed_part_s(once_s, twice_s)
+    return Speed(fixed_s, (once_s - fixed_s) / size)
+
+
+def fixed_part_s(once_s: float, twice_s: float) -> float:
+    """Seconds of a micro-batch that do not grow with its samples, by the line through its time and that of twice the
+    samples. Twice the samples may take more than twice as long: then nothing is fixed, and no time is negative."""
+    return min(once_s, max(0.0, 2 * once_s - twice_s))
+
+
+def _each_and_once(time_s: Callable[[Setup], float], setup: Setup) -> tuple[float, float]:
+    """Return how much a time grows with each micro-batch, and the rest of it."""
+    # Micro-batches are alike, so that the second one shows what each costs, and the rest is paid once.
+    one, two = (time_s(replace(setup, grad_accum=count)) for count in (1, 2))
+    return two - one, 2 * one - two
+
+
+def _tier(group: Group) -> Tier:
+    return "network" if group.crosses else "scaleup"

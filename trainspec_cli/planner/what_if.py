@@ -1,0 +1,261 @@
+"""The bound of a plan's step, and the step with one thing changed: faster links, another layout.
+
+On GPUs by the catalogue, on a CPU by a probe. What is returned are shares and factors, for a step that was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+from trainspec_cli.core.errors import RecipeError
+from trainspec_cli.planner.hardware.cluster import efficiency_of
+from trainspec_cli.planner.hardware.rates import Efficiency
+from trainspec_cli.planner.hardware.topology import Fabric
+from trainspec_cli.planner.search.auto import best_candidate, pin_layout
+from trainspec_cli.planner.search.space import Space, open_layout
+from trainspec_cli.planner.setup import Setup
+from trainspec_cli.planner.this_machine import gpu_parts_s, is_known, is_predictable, predict_local, setup_of
+from trainspec_cli.planner.time.local import curve_parts_s
+from trainspec_cli.planner.time.step import estimate_step
+from trainspec_cli.recipe.keys.cluster import Machine
+from trainspec_cli.recipe.keys.layout import MESH_AXES, Layout
+from trainspec_cli.recipe.keys.model import DecoderModel
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.recipe.results.tools import Curve, MachineProbe, MatmulCurves, Passes
+from trainspec_cli.recipe.rules.engine import check_built
+from trainspec_cli.recipe.rules.layout import measurable_noise
+from trainspec_cli.reporter.diagnosis.conclude import (
+    COMPUTING,
+    EXCHANGES,
+    FASTER,
+    UNPLANNED,
+    WAITING,
+    Outlook,
+    PlannedChange,
+)
+from trainspec_cli.reporter.diagnosis.evidence import COMPUTE_PARTS
+
+MEMORY = "memory bandwidth"
+BUBBLE = "the pipeline's bubble"
+CALLS = "calls of small operations"
+WIDER = "twice the links' bandwidth"
+SOONER = "half the links' latency"
+ALONE = "only the measured parts count here"
+Parts = Mapping[str, float]
+
+
+def look_ahead(plan: Plan, machine: Machine, probe: MachineProbe | None) -> Outlook:
+    """Return what the planner knows of a run's step on its machine, of which there is a probe where it has no GPUs."""
+    whole = plan.as_one_group
+    may_change = plan.replica_groups == 1 and not plan.spec.resilience.keeps_layout
+    if is_known(whole, machine):
+        try:
+            return _on_gpus(whole, machine, may_change=may_change)
+        except RecipeError as error:
+            return Outlook(f"the planner cannot say more: {error}; {ALONE}")
+    if plan.device == "cuda":
+        name = machine.gpu_names[0] if machine.gpu_names else "the device of this run"
+        return Outlook(f"the catalogue has no accelerator like {name}: {ALONE}")
+    if not is_predictable(whole):
+        return Outlook(f"the planner predicts no such run on a CPU: {ALONE}")
+    if probe is None:
+        return Outlook(f"no probe of the machine on which this ran is in the cache here: {ALONE}")
+    return _on_cpu(whole, machine, probe, may_change=may_change)
+
+
+def _factors(before: Parts, after: Parts) -> dict[str, float]:
+    return {part: after[part] / seconds for part, seconds in before.items() if seconds > 0}
+
+
+def _shares(seconds: Parts) -> dict[str, float]:
+    total_s = sum(seconds.values())
+    return {name: each / total_s for name, each in seconds.items()}
+
+
+# GPUs
+
+
+def _on_gpus(plan: Plan, machine: Machine, *, may_change: bool) -> Outlook:
+    setup = setup_of(plan, machine)
+    eff = efficiency_of(plan.spec.cluster)
+    before = gpu_parts_s(setup, eff)
+    fabric = setup.fabric
+    sooner = replace(eff, collective_latency_s=eff.collective_latency_s / 2, hop_latency_s=eff.hop_latency_s / 2)
+    rates = (field.name for field in fields(fabric.chip) if field.name.endswith(RATES))
+    fast_chip = replace(fabric.chip, **{name: 2 * getattr(fabric.chip, name) for name in rates})
+    near_tiers = tuple(replace(tier, latency_s=_half(tier.latency_s)) for tier in fabric.described)
+    near = replace(fabric, described=near_tiers, link_latency_s=_half(fabric.link_latency_s))
+    others: list[tuple[str, Setup, Efficiency]] = [
+        # A chip of twice the rates runs each kernel's fixed time in half of it too.
+        (FASTER, replace(setup, fabric=replace(fabric, chip=fast_chip)), replace(eff, kernel_s=eff.kernel_s / 2)),
+        (WIDER, replace(setup, fabric=_wider(fabric)), eff),
+        (SOONER, replace(setup, fabric=near), sooner),
+    ]
+    if may_change and (other := _searched(plan, machine)):
+        others.append((_describe_change(plan, other), setup_of(other, machine), eff))
+    changes = (PlannedChange(what, _factors(before, gpu_parts_s(one, its))) for what, one, its in others)
+    basis = f"shares of the passes, and what would help, are planned for {fabric.num_devices} x {fabric.chip.name}"
+    time = estimate_step(setup, eff)
+    bounds_s = {
+        COMPUTING: time.matmul_s + time.attention_s + time.recompute_s,
+        MEMORY: time.memory_bound_s + time.optimizer_s,
+        EXCHANGES: time.tp_comm_s + time.cp_comm_s + time.ep_comm_s + time.pp_comm_s + time.dp_comm_s,
+        BUBBLE: time.bubble_s,
+    }
+    return Outlook(basis, _shares(bounds_s), tuple(changes))
+
+
+RATES = ("_tflops", "_tb_per_s", "_exponentials_per_s", "tdp_w")
+"""Ends of the names of an accelerator's own rates; and its power, so that its clock does not fall."""
+
+
+def _wider(fabric: Fabric) -> Fabric:
+    tiers = tuple(replace(tier, gbit_per_s=2 * tier.gbit_per_s) for tier in fabric.described)
+    rates = {name: 2 * getattr(fabric, name) for name in ("link_gb_per_s", "nic_gbit_per_s")}
+    return replace(fabric, described=tiers, **rates)
+
+
+def _half(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds / 2
+
+
+def _searched(plan: Plan, machine: Machine) -> Plan | None:
+    """Return the plan in the layout that the planner's search puts first; None where nothing fits, or it is this
+    one."""
+    open_spec = replace(plan.spec, layout=open_layout(plan.spec), offload=plan.offload)
+    best = best_candidate(open_spec, machine, plan.devices_per_node)
+    if best is None:
+        return None
+    return _other(plan, best.layout, best.micro_batch_size, best.grad_accum_steps, best.recompute)
+
+
+# CPUs
+
+
+def _on_cpu(plan: Plan, machine: Machine, probe: MachineProbe, *, may_change: bool) -> Outlook:
+    before = _curve_parts(plan, probe)
+    exchanges = ((WIDER, _with_links(probe, 0.5, 1.0)), (SOONER, _with_links(probe, 1.0, 0.5)))
+    changes = [one for one in UNPLANNED if one.change == FASTER]
+    for what, other_probe in exchanges:
+        factors = _factors(before, _curve_parts(plan, other_probe))
+        changes.append(PlannedChange(what, {"exposed_comm": factors.get("exposed_comm", 1.0)}))
+    if may_change and (other := _fastest_probed(plan, machine, probe)):
+        factors = _factors(before, _curve_parts(other, probe))
+        changes.append(PlannedChange(_describe_change(plan, other), factors))
+    disturbed = ", which other programs disturbed" if probe.is_disturbed else ""
+    basis = f"shares of the passes, and what would help, rest on the probe of this machine{disturbed}"
+    return Outlook(basis, _shares(_bounds_on_cpu(plan, probe)), tuple(changes))
+
+
+def _curve_parts(plan: Plan, probe: MachineProbe) -> dict[str, float]:
+    """Return planned seconds by part, exposed communication without waiting; ranks wait in proportion to the work."""
+    model = plan.spec.model
+    assert isinstance(model, DecoderModel), "other families are not predictable"
+    parts = curve_parts_s(plan, model, probe)
+    known = {part: parts[part] for part in (*COMPUTE_PARTS, "exposed_comm")}
+    return known | {WAITING: parts["forward"] + parts["backward"]}
+
+
+NOTHING = Curve((1.0,), (0.0,))
+NO_PASSES = Passes(NOTHING, NOTHING)
+
+
+def _bounds_on_cpu(plan: Plan, probe: MachineProbe) -> dict[str, float]:
+    """Return the seconds of passes and optimizer that products and attention take, those of operations that move
+    memory, and those of the calls."""
+    no_products = replace(
+        probe,
+        matmul=MatmulCurves(NOTHING, NOTHING, NOTHING),
+        attention=NO_PASSES,
+        attention_narrow=NO_PASSES,
+    )
+    no_traffic = replace(
+        probe,
+        norm=NO_PASSES,
+        rope=NO_PASSES,
+        swiglu=NO_PASSES,
+        loss=NOTHING,
+        add=NOTHING,
+        cast=NOTHING,
+        optimizer=NOTHING,
+    )
+    parts_of = (_curve_parts(plan, one) for one in (probe, no_products, no_traffic))
+    whole_s, other_s, still_s = (sum(parts[part] for part in COMPUTE_PARTS) for parts in parts_of)
+    return {COMPUTING: whole_s - other_s, MEMORY: whole_s - still_s, CALLS: other_s + still_s - whole_s}
+
+
+def _with_links(probe: MachineProbe, transfers: float, latency: float) -> MachineProbe:
+    """Return the probe as if exchanges' bytes, and their latency, took so many times as long.
+
+    On a busy machine some exchange may have been measured as faster than the empty one: its bytes took no time, then.
+    """
+
+    def changed(curve: Curve) -> Curve:
+        call_s = curve.seconds[0]
+        moved_s = (max(0.0, seconds - call_s) for seconds in curve.seconds)
+        return replace(curve, seconds=tuple(latency * call_s + transfers * each for each in moved_s))
+
+    def small(parts_s: Parts) -> dict[str, float]:
+        return {**parts_s, "exposed_comm": latency * parts_s["exposed_comm"]}
+
+    return replace(
+        probe,
+        all_reduce=changed(probe.all_reduce),
+        all_gather=changed(probe.all_gather),
+        reduce_scatter=changed(probe.reduce_scatter),
+        empty_step_s=small(probe.empty_step_s),
+        empty_block_s=small(probe.empty_block_s),
+    )
+
+
+def _fastest_probed(plan: Plan, machine: Machine, probe: MachineProbe) -> Plan | None:
+    """Return the plan in the layout whose step is the shortest by the probe, of those that the engine builds and that
+    fit; None where it is this one."""
+    wanted = replace(open_layout(plan.spec), cp=1, tp=1, pp=1, ep=1, stage_layers=None)
+    space = Space(replace(plan.spec, layout=wanted), plan.world_size, plan.devices_per_node)
+    limit_bytes = machine.memory_bytes / plan.devices_per_node
+    best = None
+    best_s = predict_local(plan, probe).step_time_s
+    for layout, micro_batch_size, micro_batches in space.layouts():
+        spec = pin_layout(plan.spec, layout)
+        other = _other(plan, layout, micro_batch_size, micro_batches, plan.recompute)
+        if other is None or check_built(spec) or [*measurable_noise(spec, layout, 1, micro_batches)]:
+            continue
+        predicted = predict_local(other, probe)
+        if predicted.needed_bytes <= limit_bytes and predicted.step_time_s < best_s:
+            best = other
+            best_s = predicted.step_time_s
+    return best
+
+
+# Another layout
+
+
+def _other(plan: Plan, layout: Layout, micro_batch_size: int, micro_batches: int, recompute: str) -> Plan | None:
+    """Return the plan in another layout; None where nothing that a recipe names is another."""
+    other = replace(
+        plan,
+        layout=layout,
+        micro_batch_size=micro_batch_size,
+        grad_accum_steps=micro_batches,
+        recompute=recompute,  # type: ignore[arg-type]
+    )
+    return other if _keys(other) != _keys(plan) else None
+
+
+def _keys(plan: Plan) -> dict[str, object]:
+    """Return what decides a layout, by its key in a recipe."""
+    layout = plan.layout
+    names = [*MESH_AXES, "ep", *(["zero_stage"] if layout.dp_shard > 1 else [])]
+    names += ["pipeline_schedule", "virtual_stages"] if layout.pp > 1 else []
+    keys: dict[str, object] = {f"layout.{name}": getattr(layout, name) for name in names}
+    return keys | {"batching.micro_batch_size": plan.micro_batch_size, "recompute": plan.recompute}
+
+
+def _describe_change(plan: Plan, other: Plan) -> str:
+    """`another layout: layout.dp_shard=4 layout.tp=2`, as a recipe says it."""
+    now = _keys(plan)
+    return (
+        f"another layout: {' '.join(f'{key}={value}' for key, value in _keys(other).items() if now.get(key) != value)}"
+    )

@@ -1,0 +1,54 @@
+"""Blocks of one's own, of which the recipe says what a plan has to know (`OwnModel`)."""
+
+from __future__ import annotations
+
+from trainspec_cli.planner.workload.work import Gemm, Layers, Work
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import OwnModel
+
+WIDTHS_OF_NORMS = 5
+"""Vectors of the hidden width that a transformer's block keeps beside the outputs of its matrices."""
+
+
+def layer_params(model: OwnModel) -> int:
+    """Return the parameters of a block; none where the recipe does not say yet, which the rules refuse."""
+    return model.block_params or 0
+
+
+def count_params(model: OwnModel, *, active: bool = False) -> int:
+    tables = 1 if model.tied_embeddings else 2
+    ends = (tables * model.vocab_size + 1) * model.hidden_size
+    return model.num_layers * layer_params(model) + ends
+
+
+def flops_per_token(model: OwnModel, seq_len: int) -> float:
+    weights = model.num_layers * layer_params(model) + model.vocab_size * model.hidden_size
+    return 6.0 * weights + mixing_flops_per_token(model, seq_len)
+
+
+def mixing_flops_per_token(model: OwnModel, _seq_len: int) -> float:
+    return 3.0 * model.num_layers * model.block_mixing_flops_per_token
+
+
+def saved_bytes_per_token(model: OwnModel) -> float:
+    """Return what a block keeps of a token in bf16; where the recipe does not say, the outputs of its matrices and
+    some vectors of the hidden width."""
+    if model.block_saved_bytes_per_token is not None:
+        return model.block_saved_bytes_per_token
+    return 2.0 * (layer_params(model) / model.hidden_size + WIDTHS_OF_NORMS * model.hidden_size)
+
+
+def layer_works(model: OwnModel, tokens: float, _seq_len: int, _layout: Layout) -> Layers:
+    hidden = model.hidden_size
+    params = layer_params(model)
+    work = Work(
+        gemms=(Gemm(tokens, params / hidden, hidden),),
+        attention_flops=tokens * model.block_mixing_flops_per_token,
+        pass_bytes=2.0 * tokens * saved_bytes_per_token(model),
+        kernels=16,
+        params=params,
+        saved_bytes=tokens * saved_bytes_per_token(model),
+        saved_gemm_bytes=min(2.0 * tokens * hidden, tokens * saved_bytes_per_token(model)),
+        input_bytes=2.0 * tokens * hidden,
+    )
+    return ((work,),) * model.num_layers

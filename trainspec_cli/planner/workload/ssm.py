@@ -1,0 +1,112 @@
+"""Hybrid models: Mamba-2 layers (arXiv:2405.21060) between attention, feed-forward and expert layers."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from trainspec_cli.planner.workload import transformer
+from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work
+from trainspec_cli.planner.workload.work import Gemm, Layers, Work
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import CONV_TAPS, LETTERS, HybridModel
+
+CHUNK = 256
+"""Tokens of one block of the state-space dual form."""
+SCAN_SLOWNESS = 2.0
+"""The chunked scan's kernels reach about half of fused attention's rate."""
+
+
+def inner_size(model: HybridModel) -> int:
+    return model.mamba_heads * model.mamba_head_dim
+
+
+def mamba_in_width(model: HybridModel) -> int:
+    """Columns of the input projection: gate, x, B, C and dt."""
+    inner = inner_size(model)
+    return 2 * inner + 2 * model.mamba_groups * model.mamba_state_size + model.mamba_heads
+
+
+def mamba_params(model: HybridModel) -> int:
+    """The two projections; the convolutions with their biases; of each head step, decay and skip; the gated norm."""
+    inner = inner_size(model)
+    conv = (CONV_TAPS + 1) * (inner + 2 * model.mamba_groups * model.mamba_state_size)
+    return model.hidden_size * (mamba_in_width(model) + inner) + conv + 3 * model.mamba_heads + inner
+
+
+def scan_flops_per_token(model: HybridModel) -> float:
+    """Forward: the block's own product (causal half), and its exchange with the state."""
+    inner = inner_size(model)
+    state = model.mamba_state_size
+    within = CHUNK * (model.mamba_groups * state + inner)
+    return within + 4.0 * state * inner
+
+
+def layer_params(model: HybridModel, active: bool) -> int:
+    decoder = model.as_decoder
+    total = model.mamba_layers * mamba_params(model)
+    total += model.attention_layers * transformer.attention_params(decoder)
+    total += model.mlp_layers * transformer.mlp_params(decoder)
+    if model.experts is not None:
+        count = active_expert_params if active else expert_layer_params
+        total += model.expert_layers * count(model.experts, model.hidden_size, model.gated_mlp)
+    return total
+
+
+def count_params(model: HybridModel, *, active: bool = False) -> int:
+    tables = 1 if model.tied_embeddings else 2
+    ends = (tables * model.vocab_size + model.num_layers + 1) * model.hidden_size
+    return layer_params(model, active) + ends
+
+
+def flops_per_token(model: HybridModel, seq_len: int) -> float:
+    """6 per matmul parameter, attention over the causal half, and the scan (forward, and twice that backward)."""
+    weights = layer_params(model, active=True) + model.vocab_size * model.hidden_size
+    return 6.0 * weights + mixing_flops_per_token(model, seq_len)
+
+
+def mixing_flops_per_token(model: HybridModel, seq_len: int) -> float:
+    """Attention's products and the scan, forward and backward."""
+    attention = 6.0 * model.attention_layers * model.num_heads * model.head_dim * seq_len
+    return attention + 3.0 * model.mamba_layers * scan_flops_per_token(model)
+
+
+def mamba_work(model: HybridModel, tokens: float, layout: Layout) -> Work:
+    tp = layout.tp
+    hidden = model.hidden_size
+    split = tp if layout.sequence_parallel else 1
+    inner = inner_size(model) / tp
+    wide = mamba_in_width(model) / tp
+    return Work(
+        gemms=(Gemm(tokens, wide, hidden), Gemm(tokens, hidden, inner)),
+        attention_flops=SCAN_SLOWNESS * tokens * scan_flops_per_token(model) / tp,
+        attention_head_dim=float(model.mamba_head_dim),
+        pass_bytes=2.0 * tokens * (7 * hidden / split + 4 * wide + 16 * inner),
+        tensor_bytes=2.0 * tokens * inner,
+        kernels=24,
+        tp_bytes=2.0 * tokens * hidden,
+        tp_exchanges=1,
+        params=mamba_params(model) / tp + hidden,
+        saved_bytes=2.0 * tokens * (2 * hidden / split + 2 * wide + 2 * inner),
+        saved_gemm_bytes=2.0 * tokens * (hidden / split + inner),
+        input_bytes=2.0 * tokens * hidden / split,
+    )
+
+
+@lru_cache(maxsize=1024)
+def layer_works(model: HybridModel, tokens: float, seq_len: int, layout: Layout) -> Layers:
+    """The parts of each layer: one mixer."""
+    kinds = {letter: (_work_of(model, letter, tokens, seq_len, layout),) for letter in dict.fromkeys(model.layers)}
+    return tuple(kinds[letter] for letter in model.layers)
+
+
+def _work_of(model: HybridModel, letter: str, tokens: float, seq_len: int, layout: Layout) -> Work:
+    decoder = model.as_decoder
+    mixer = LETTERS[letter]
+    if mixer == "mamba":
+        return mamba_work(model, tokens, layout)
+    if mixer == "attention":
+        return transformer.attention_work(decoder, tokens, seq_len, layout)
+    if mixer == "feed_forward":
+        return transformer.mlp_work(decoder, tokens, layout)
+    assert model.experts is not None
+    return expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)

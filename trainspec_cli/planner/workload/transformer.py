@@ -1,0 +1,206 @@
+"""Parameters, model FLOPs and work of a decoder: attention (grouped or latent), feed-forward or experts, head."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from trainspec_cli.planner.workload.moe import active_expert_params, expert_layer_params, expert_work
+from trainspec_cli.planner.workload.work import Gemm, Layers, Work
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.model import DecoderModel, Layer
+
+
+def attention_params(model: DecoderModel) -> int:
+    """Weights of the attention's matrices in one layer."""
+    mla = model.mla
+    if mla is None:
+        return model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    query = model.hidden_size * model.num_heads * head
+    if mla.q_lora_rank:
+        query = mla.q_lora_rank * (model.hidden_size + model.num_heads * head)
+    key_value = model.hidden_size * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    key_value += mla.kv_lora_rank * model.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    return query + key_value + model.num_heads * mla.v_head_dim * model.hidden_size
+
+
+def mlp_params(model: DecoderModel) -> int:
+    return (3 if model.gated_mlp else 2) * model.hidden_size * model.ffn_size
+
+
+def layer_matmul_params(model: DecoderModel, layer: int, active: bool) -> int:
+    """Weights of one layer's matrices; with `active` those that one token meets."""
+    attention = attention_params(model)
+    if not model.is_expert_layer(layer):
+        return attention + mlp_params(model)
+    count = active_expert_params if active else expert_layer_params
+    assert model.experts is not None
+    return attention + count(model.experts, model.hidden_size, model.gated_mlp)
+
+
+@lru_cache(maxsize=256)
+def matmul_params(model: DecoderModel, *, active: bool) -> int:
+    """Count the matrix parameters of all layers, the extra prediction layers included, without the head."""
+    layers = sum(layer_matmul_params(model, layer, active) for layer in range(model.num_layers))
+    extra = layer_matmul_params(model, model.num_layers - 1, active) + 2 * model.hidden_size**2
+    return layers + model.prediction_layers * extra
+
+
+def count_params(model: DecoderModel, *, active: bool = False) -> int:
+    """Every parameter once; tied embeddings count once."""
+    rows = (1 if model.tied_embeddings else 2) * model.vocab_size + model.learned_positions
+    return rows * model.hidden_size + matmul_params(model, active=active) + vector_params(model)
+
+
+def vector_params(model: DecoderModel) -> int:
+    """Norms, the attention's biases and its sinks, of all layers; of a prediction layer three norms more."""
+    layer = 2 * model.hidden_size + attention_vector_params(model)
+    extra = model.prediction_layers * (layer + 3 * model.hidden_size)
+    return model.num_layers * layer + model.hidden_size + extra
+
+
+def attention_vector_params(model: DecoderModel) -> int:
+    mla = model.mla
+    queries = model.num_heads * model.head_dim
+    keys = model.num_kv_heads * model.head_dim
+    if mla is not None:
+        return mla.q_lora_rank + mla.kv_lora_rank
+    biases = {"none": 0, "qkv": queries + 2 * keys, "all": queries + 2 * keys + model.hidden_size}
+    norms = 2 * model.head_dim if model.qk_norm else 0
+    return biases[model.attention_bias] + norms + (model.num_heads if model.attention_sinks else 0)
+
+
+def attention_width(model: DecoderModel) -> float:
+    """Half the sum of a query's and a value's width, over all heads: FLOPs of the core are 4 x this a pair."""
+    if model.mla is None:
+        return model.num_heads * model.head_dim
+    return model.num_heads * (model.mla.qk_nope_head_dim + model.mla.qk_rope_head_dim + model.mla.v_head_dim) / 2
+
+
+def context(window: int | None, seq_len: int) -> float:
+    """Tokens that a query attends to, on average over positions: seq_len / 2 without a window."""
+    if window is None or window >= seq_len:
+        return seq_len / 2
+    return window * (1 - window / (2 * seq_len))
+
+
+@lru_cache(maxsize=1024)
+def mean_context(model: DecoderModel, seq_len: int) -> float:
+    """The same on average over layers."""
+    return sum(context(model.window_of(layer), seq_len) for layer in range(model.num_layers)) / model.num_layers
+
+
+def flops_per_token(model: DecoderModel, seq_len: int) -> float:
+    """Model FLOPs of forward and backward, a token.
+
+    6 per parameter of a matrix product (2 forward, 4 backward; the embedding look-up is none) and attention's
+    two products over the causal half of the sequence: 6 * layers * heads * head_dim * seq_len.
+    PaLM (arXiv:2204.02311, appendix B) counts the full square instead; recomputed work never counts.
+    """
+    heads = (1 + model.prediction_layers) * model.vocab_size * model.hidden_size
+    return 6.0 * (matmul_params(model, active=True) + heads) + mixing_flops_per_token(model, seq_len)
+
+
+def mixing_flops_per_token(model: DecoderModel, seq_len: int) -> float:
+    """Attention's two products, forward and backward, a token."""
+    layers = model.num_layers + model.prediction_layers
+    return 12.0 * layers * attention_width(model) * mean_context(model, seq_len)
+
+
+def attention_gemms(model: DecoderModel, tokens: float, tp: int) -> tuple[Gemm, ...]:
+    mla = model.mla
+    hidden = model.hidden_size
+    if mla is None:
+        query = model.num_heads * model.head_dim
+        key = max(model.num_kv_heads, 1) * model.head_dim
+        return (Gemm(tokens, (query + 2 * key) / tp, hidden), Gemm(tokens, hidden, query / tp))
+    head = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    down = mla.q_lora_rank + mla.kv_lora_rank + mla.qk_rope_head_dim
+    gemms = [Gemm(tokens, down, hidden)]
+    source = mla.q_lora_rank or hidden
+    gemms.append(Gemm(tokens, model.num_heads * head / tp, source))
+    gemms.append(Gemm(tokens, model.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim) / tp, mla.kv_lora_rank))
+    gemms.append(Gemm(tokens, hidden, model.num_heads * mla.v_head_dim / tp))
+    return tuple(gemms)
+
+
+EAGER_NORM_BYTES = 24.0
+"""An element of a root-mean-square norm in plain operations: cast to 4 bytes, squared, averaged, scaled, cast back."""
+EAGER_ROTATION_BYTES = 16.0
+"""An element of a query or key, rotated in 4 bytes."""
+EAGER_GATE_BYTES = 4.0
+"""An element of a gate whose activation is written before it is multiplied."""
+
+
+def attention_work(model: DecoderModel, tokens: float, seq_len: int, layout: Layout, window: int | None = None) -> Work:
+    """Norm, projections, core and residual of one layer, whose core sees a window or all before."""
+    tp = layout.tp
+    hidden = model.hidden_size
+    split = tp if layout.sequence_parallel else 1
+    query: float = model.num_heads * model.head_dim
+    key: float = model.num_kv_heads * model.head_dim
+    if model.mla is not None:
+        query = key = attention_width(model)
+    # The core reads q, k, v and keeps its output, which is also the input of the output projection.
+    # The residual stream itself is the norm's saved input; the norm's output is the projections'.
+    inner = (2 * query + 2 * key) / tp
+    rotated = (query + key) / tp if model.rotates else 0.0
+    latent = 0.0
+    if model.mla is not None:
+        latent = 2.0 * (model.mla.q_lora_rank + model.mla.kv_lora_rank + model.mla.qk_rope_head_dim)
+    return Work(
+        gemms=attention_gemms(model, tokens, tp),
+        attention_flops=4.0 * tokens * attention_width(model) / tp * context(window, seq_len),
+        attention_head_dim=attention_width(model) / model.num_heads,
+        score_bytes=2.0 * tokens * seq_len * model.num_heads / tp,
+        pass_bytes=2.0 * tokens * (7 * hidden / split + 2 * rotated + 2 * latent),
+        eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split * model.gated_mlp + EAGER_ROTATION_BYTES * rotated),
+        tensor_bytes=2.0 * tokens * hidden / split,
+        kernels=16 if model.mla is None else 34,
+        tp_bytes=2.0 * tokens * hidden,
+        tp_exchanges=1,
+        cp_bytes=4.0 * tokens * layout.cp * key / tp,
+        params=attention_params(model) / tp + hidden,
+        saved_bytes=2.0 * tokens * (2 * hidden / split + inner + latent),
+        saved_gemm_bytes=2.0 * tokens * (hidden / split + query / tp),
+        saved_eager_bytes=4.0 * tokens * hidden / split if model.gated_mlp else 0.0,
+        input_bytes=2.0 * tokens * hidden / split,
+    )
+
+
+def mlp_work(model: DecoderModel, tokens: float, layout: Layout) -> Work:
+    """Norm, feed-forward and residual of one layer."""
+    tp = layout.tp
+    hidden = model.hidden_size
+    width = model.ffn_size / layout.tp
+    split = tp if layout.sequence_parallel else 1
+    gates = 2 if model.gated_mlp else 1
+    return Work(
+        gemms=(Gemm(tokens, gates * width, hidden), Gemm(tokens, hidden, width)),
+        pass_bytes=2.0 * tokens * (7 * hidden / split + (gates + 1) * width),
+        eager_bytes=tokens * (EAGER_NORM_BYTES * hidden / split + EAGER_GATE_BYTES * width) if model.gated_mlp else 0.0,
+        tensor_bytes=2.0 * tokens * hidden / split,
+        kernels=10 if model.gated_mlp else 8,
+        tp_bytes=2.0 * tokens * hidden,
+        tp_exchanges=1,
+        params=mlp_params(model) / tp + hidden,
+        saved_bytes=2.0 * tokens * (2 * hidden / split + (gates + 1) * width),
+        saved_gemm_bytes=2.0 * tokens * (hidden / split + width),
+        saved_eager_bytes=tokens * (4.0 * hidden / split + 2.0 * width) if model.gated_mlp else 0.0,
+        input_bytes=2.0 * tokens * hidden / split,
+    )
+
+
+@lru_cache(maxsize=4096)
+def layer_works(model: DecoderModel, tokens: float, seq_len: int, layout: Layout) -> Layers:
+    """The parts of each layer."""
+    kinds = {layer: _parts(model, layer, tokens, seq_len, layout) for layer in set(model.layer_list)}
+    return tuple(kinds[layer] for layer in model.layer_list)
+
+
+def _parts(model: DecoderModel, layer: Layer, tokens: float, seq_len: int, layout: Layout) -> tuple[Work, Work]:
+    attention = attention_work(model, tokens, seq_len, layout, layer.window)
+    if "experts" not in layer.mixers:
+        return attention, mlp_work(model, tokens, layout)
+    assert model.experts is not None
+    return attention, expert_work(model.experts, model.hidden_size, model.gated_mlp, tokens, layout)

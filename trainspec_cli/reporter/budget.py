@@ -1,0 +1,207 @@
+"""A budget for people: tables for the terminal, and one page with charts that a finance department can follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from trainspec_cli.core.printable import format_count, format_duration, printable
+from trainspec_cli.recipe.results.tables import WAYS, Budget, Sensitivity, Way
+from trainspec_cli.reporter.page.parts import (
+    PageOrigin,
+    bar_rows,
+    heading,
+    number_row,
+    origin_line,
+    render_page,
+    section,
+    table,
+    tiles,
+)
+from trainspec_cli.reporter.plan.labels import format_money, percent
+from trainspec_cli.reporter.svg import LineSeries, Segment, render_bar, render_curves, render_legend
+
+NAMES: Mapping[Way, str] = {
+    "owned": "buy",
+    "on_demand": "rent by the hour",
+    "reserved": "rent by the year",
+    "spot": "rent on spot",
+}
+PARTS = ("machines", "operation", "staff", "space", "electricity", "resale")
+LINES: Mapping[Way, str] = {
+    "owned": "c-measure",
+    "on_demand": "c-heldout",
+    "reserved": "c-ideal",
+    "spot": "c-spot",
+}
+FOOTER = (
+    "Budgeted by trainspec. Prices stay as they are and money has no interest; buying counts what the machines are "
+    "still worth at the end. Down time, checkpoints and work done again are in the runs' times."
+)
+Rows = Sequence[Sequence[str]]
+
+
+def render_budget(budget: Budget) -> str:
+    blocks = ["\n".join([title_of(budget), *sentences(budget)])]
+    blocks += ["\n".join([f"{title}  {text}".rstrip(), *_aligned(rows)]) for title, text, rows in _tables(budget)]
+    return printable("\n\n".join(blocks))
+
+
+def title_of(budget: Budget) -> str:
+    most = max(year.fleet_devices for year in budget.years)
+    return f"{most:,} {budget.accelerator} for {len(budget.years)} years"
+
+
+def sentences(budget: Budget) -> Iterator[str]:
+    """Say what comes of it: the cheapest way, and when buying pays."""
+    cheapest = next(way for way in WAYS if way == budget.cheapest)
+    yield f"cheapest     {NAMES[cheapest]}, {format_money(budget.usd[cheapest])} in all"
+    months = budget.break_even_months
+    use = budget.break_even_utilisation
+    after = "not in these years" if months is None else f"after {months:.1f} months, against rent by the hour"
+    yield f"buying pays  {after}"
+    above = "at no utilisation" if use is None else f"above a utilisation of {percent(use, 1)} over the machines' life"
+    yield f"             {above}"
+
+
+def _tables(budget: Budget) -> Iterator[tuple[str, str, Rows]]:
+    ways = [way for way in WAYS if way in budget.usd]
+    yield (
+        "Devices",
+        "",
+        [
+            ("year", "device-hours", "needed", "bought", "sold", "utilisation"),
+            *(
+                (
+                    str(year.year),
+                    f"{year.device_hours:,.0f}",
+                    f"{year.fleet_devices:,}",
+                    f"{year.bought_devices:,}",
+                    f"{year.sold_devices:,}",
+                    percent(year.utilisation),
+                )
+                for year in budget.years
+            ),
+        ],
+    )
+    yield (
+        "Cash a year",
+        "machines are paid when they are bought",
+        [
+            ("year", *(NAMES[way] for way in ways)),
+            *((str(year.year), *(_money(year.usd[way]) for way in ways)) for year in budget.years),
+            ("worth at the end", _money(0.0 - budget.worth_usd), *("" for _ in ways[1:])),
+            ("in all", *(_money(budget.usd[way]) for way in ways)),
+        ],
+    )
+    yield (
+        "Buying, by cause",
+        "",
+        [
+            ("year", *PARTS),
+            *((str(year.year), *(_money(year.owned_usd[part]) for part in PARTS)) for year in budget.years),
+        ],
+    )
+    yield "Each run", "a share of all by its device-hours; $ a million tokens below", list(_run_rows(budget, ways))
+    yield "What matters", "in all, with one input at its bounds", list(_sensitivity_rows(budget, ways))
+
+
+def _run_rows(budget: Budget, ways: Sequence[Way]) -> Iterator[Sequence[str]]:
+    yield "run", "a year", "devices", "time", "on spot", *(NAMES[way] for way in ways)
+    for run in budget.runs:
+        times = " ".join(f"{each:g}" for each in dict.fromkeys(run.per_year))
+        spot = "never ends" if run.spot_wall_s is None else format_duration(run.spot_wall_s)
+        costs = (_money(run.usd[way]) for way in ways)
+        yield run.name, times, f"{run.devices:,}", format_duration(run.wall_s), spot, *costs
+        tokens = f"{format_count(run.tokens)} tokens"
+        yield "", "", "", tokens, "", *(f"${run.usd_per_million_tokens[way]:.4f}" for way in ways)
+
+
+def _sensitivity_rows(budget: Budget, ways: Sequence[Way]) -> Iterator[Sequence[str]]:
+    yield "input", "from", *(NAMES[way] for way in ways), "to", *(NAMES[way] for way in ways)
+    for each in budget.sensitivities:
+        low, high = (tuple(_money(usd[way]) for way in ways if way in usd) for usd in (each.low_usd, each.high_usd))
+        yield each.key, f"{each.low:.4g}", *low, f"{each.high:.4g}", *high
+
+
+def _money(usd: float) -> str:
+    return f"-{format_money(-usd)}" if usd < 0 else format_money(usd)
+
+
+def _aligned(rows: Rows) -> list[str]:
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def render_budget_page(budget: Budget, origin: PageOrigin | None = None) -> str:
+    body = [heading(title_of(budget)), origin_line(origin), _tiles(budget), _chart(budget), _swings(budget)]
+    for title, text, rows in _tables(budget):
+        first, *others = rows[0]
+        body.append(
+            section(title, text, table((first, *(f"#{name}" for name in others)), list(map(number_row, rows[1:]))))
+        )
+    return render_page(title_of(budget), "".join(body), FOOTER)
+
+
+def _tiles(budget: Budget) -> str:
+    totals = [
+        (NAMES[way], format_money(budget.usd[way]), "in all, less what is left" if way == "owned" else "in all")
+        for way in WAYS
+        if way in budget.usd
+    ]
+    return tiles([*totals, *_break_even(budget)])
+
+
+def _break_even(budget: Budget) -> Iterator[tuple[str, str, str]]:
+    """Yield when buying pays: the label, the value and what it is of."""
+    months = budget.break_even_months
+    use = budget.break_even_utilisation
+    if months is None:
+        yield "buying pays", "never", "against rent by the hour"
+    else:
+        yield "buying pays after", f"{months:.1f} months", "against rent by the hour"
+    if use is None:
+        yield "buying pays", "at no use", "of the machines' life"
+    else:
+        yield "buying pays above", percent(use, 1), "of the machines' life"
+
+
+def _chart(budget: Budget) -> str:
+    """Draw the cash of each way over the months."""
+    lines = [
+        LineSeries(LINES[way], NAMES[way], list(enumerate(budget.cumulated_usd[way])), marked=False)
+        for way in WAYS
+        if way in budget.cumulated_usd
+    ]
+    legend = render_legend([Segment(line.kind, line.label, 0, "") for line in lines])
+    text = (
+        "Cash that is paid up to each month. Machines are bought in the first month of a year in which they are needed."
+    )
+    return section("Cash over time", text, render_curves(lines, "months", "dollars") + legend)
+
+
+def _swings(budget: Budget) -> str:
+    """Draw how far each input moves what buying costs less than renting by the hour."""
+
+    def saved(usd: Mapping[str, float]) -> float:
+        return usd["on_demand"] - usd["owned"]
+
+    def swing(each: Sensitivity) -> float:
+        return abs(saved(each.high_usd) - saved(each.low_usd))
+
+    most = max((swing(each) for each in budget.sensitivities), default=0.0) or 1.0
+    rows = [
+        (
+            each.key,
+            render_bar([Segment("c-used", each.key, swing(each), _money(swing(each)))], most),
+            f"{_money(saved(each.low_usd))} to {_money(saved(each.high_usd))}",
+        )
+        for each in sorted(budget.sensitivities, key=swing, reverse=True)
+    ]
+    text = "What buying saves against rent by the hour, where one input is at its lower and at its upper bound."
+    return section("What the decision rests on", text, bar_rows(rows))

@@ -1,0 +1,618 @@
+"""The verdicts on a run: what slows it, heaviest first, or what bounds it where nothing does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from trainspec_cli.core.printable import format_duration, format_seconds
+from trainspec_cli.recipe.results.verdict import Cause, RunVerdict, WhatIf, heaviest_first
+from trainspec_cli.reporter.diagnosis.evidence import COMPUTE_PARTS, Figures, RunEvidence
+from trainspec_cli.reporter.diagnosis.links import find_retries, find_slow_links
+from trainspec_cli.reporter.diagnosis.looks import with_look
+from trainspec_cli.reporter.diagnosis.memory import CONFIRMING_STEPS, Episode, find_episodes, find_memory, usual
+from trainspec_cli.reporter.diagnosis.ranks import (
+    EXPLAINS,
+    LEAST_SHARE,
+    PAGES,
+    STEADY,
+    OwnTimes,
+    confidence,
+    find_slow_ranks,
+    lasts,
+    mean_known,
+    means_known,
+    milliseconds,
+    until,
+)
+from trainspec_cli.run.recovery.watch import Whereabouts, find_late
+
+# All ranks together, where they are slower than at other times: other tenants, or a quota of the node.
+
+
+COMMON_S = 8.0
+"""All ranks are slow for so long at least: other work of the machine comes and goes."""
+SLOWER = 2.0
+"""Steps of a command of the user's own take this many times as long as usual before they are reported: what a script
+does in a step is not known, and may change a little by design."""
+STEPS_BEFORE = 8
+"""A command makes this many steps before those that are slow; the first ones compile and fill caches."""
+
+
+def find_common_slowness(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
+    """Return why all ranks compute longer than at other times, where they do: other tenants, a quota of the node."""
+    ranks = evidence.ranks
+    middle = (ranks - 1) // 2
+    common_s = np.partition((times.own_s + times.queued_s) / evidence.shares, middle, axis=1)[:, middle]
+    excess_s = common_s - usual(common_s)
+    found = find_episodes(excess_s, times.limit(excess_s), times.step_s, COMMON_S)
+    verdicts = [_explain_common(evidence, one) for one in found if one.steadiness >= STEADY]
+    return _as_one([one for one in verdicts if one is not None])
+
+
+def _explain_common(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
+    def rise(name: str) -> float:
+        """Return by how much a counter's mean over the ranks is above its usual level."""
+        series = means_known(evidence.counter(name).T)
+        if len(series) != len(evidence.steps) or not np.isfinite(series).any():
+            return float("nan")
+        return mean_known(series[episode.where]) - float(np.nanpercentile(series, 25))
+
+    excess_s = episode.excess
+    if rise("tokens") > 0 or rise("attended") > 0:
+        return None
+    found = RunVerdict(
+        cause="noise",
+        since_step=int(evidence.steps[episode.first]),
+        until_step=until(evidence, episode),
+        cost_s=excess_s,
+        confidence=confidence(episode),
+        evidence=(f"all ranks take {milliseconds(excess_s)} longer for their parts of a step than at other times",),
+    )
+    if rise("throttled_s") > EXPLAINS * excess_s:
+        node = evidence.nodes[0] if len(set(evidence.nodes)) == 1 else None
+        why = f"a quota holds their control groups back for {milliseconds(rise('throttled_s'))} a step"
+        return replace(found, cause="slow_node", node=node, evidence=(*found.evidence, why))
+    if rise("memory_stall_s") > EXPLAINS * excess_s or rise("major_faults") > PAGES:
+        why = f"processes wait {milliseconds(rise('memory_stall_s'))} a step for memory"
+        return replace(found, cause="memory_pressure", evidence=(*found.evidence, why))
+    if rise("queued_s") + np.nan_to_num(rise("steal_s")) > EXPLAINS * excess_s:
+        why = (
+            f"they wait {milliseconds(rise('queued_s'))} more of each step for a processor, which other processes have"
+        )
+        return replace(found, evidence=(*found.evidence, why))
+    return replace(found, confidence=round(found.confidence / 2, 2))
+
+
+def find_slow_steps(evidence: RunEvidence) -> list[RunVerdict]:
+    """Return where the steps of a command of the user's own have become far slower: of each rank, or of the run where
+    all ranks have. Why is not known: nobody has divided these steps into parts."""
+    of_rank: list[RunVerdict] = []
+    for rank, step_s in enumerate(evidence.part(*evidence.parts_s).T):
+        usual_s = float(usual(step_s))
+        limit = np.full(len(step_s), (SLOWER - 1) * usual_s)
+        found = find_episodes(step_s - usual_s, limit, step_s, COMMON_S)
+        lasting = [one for one in found if one.first >= STEPS_BEFORE and one.steadiness >= STEADY]
+        if not lasting:
+            continue
+        # One verdict per rank: the episode that cost most.
+        episode = max(lasting, key=lambda one: one.excess * one.steps)
+        text = f"{1 / (usual_s + episode.excess):.3g} steps a second, {1 / usual_s:.3g} usually"
+        of_rank.append(
+            RunVerdict(
+                cause="slow_steps",
+                rank=rank,
+                since_step=int(evidence.steps[episode.first]),
+                until_step=until(evidence, episode),
+                cost_s=episode.excess,
+                confidence=confidence(episode),
+                evidence=(text,),
+            )
+        )
+    if len(of_rank) < evidence.ranks or evidence.ranks == 1:
+        return of_rank
+    # Ranks that exchange gradients wait for one another: which of them is slow does not show.
+    return [replace(max(of_rank, key=lambda one: one.cost_s), rank=None)]
+
+
+def _as_one(verdicts: Sequence[RunVerdict]) -> list[RunVerdict]:
+    """Join what comes and goes: one verdict a cause and place, since it came first, at its mean price."""
+    joined: dict[tuple[object, ...], RunVerdict] = {}
+    for one in verdicts:
+        known = joined.get(one.place)
+        joined[one.place] = one if known is None else replace(known, until_step=one.until_step)
+    return list(joined.values())
+
+
+# Time that no step needs: waiting for data, garbage collection, compiling again, writing checkpoints; and work that
+# is divided unevenly over a pipeline's stages, or over ranks by the lengths of their samples.
+
+
+AVERAGED_STEPS = 17
+"""Costs that come every few steps (a collection of garbage) are averaged over so many."""
+MOST_RANKS = 0.5
+"""Where more than this fraction of the ranks show it, it is of the whole run."""
+WARM_STEPS_OF_WASTE = 5
+"""The first steps of a run compile."""
+UNEVEN = 0.2
+"""A stage, or a rank's work, above the mean by this fraction is uneven."""
+TOGETHER = 0.6
+"""Correlation of times with work from which on the work explains the times."""
+UNEVEN_SHARE = 0.05
+"""Uneven lengths that cost less than this part of a step are not reported. It is less than `LEAST_SHARE`, since the
+correlation shows that it is no chance."""
+
+
+def find_waste(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
+    return [
+        *_of_part(evidence, times, "slow_loader", evidence.parts_s["data_wait"], "waits for its batches"),
+        *_of_part(evidence, times, "garbage_collection", _averaged_counter(evidence, "gc_s"), "collects garbage"),
+        *_recompilation(evidence, times),
+        *_checkpoints(evidence, times),
+        *_stages(evidence, times),
+        *_lengths(evidence, times),
+    ]
+
+
+def _averaged_counter(evidence: RunEvidence, name: str) -> Figures:
+    """Return a counter, NaN as 0, averaged over `AVERAGED_STEPS`."""
+    series = np.nan_to_num(evidence.counter(name))
+    width = min(AVERAGED_STEPS, len(series))
+    sums = np.cumsum(np.concatenate([np.zeros((1, evidence.ranks)), series]), axis=0)
+    first = np.clip(np.arange(len(series)) - width // 2, 0, len(series) - width)
+    averaged: Figures = (sums[first + width] - sums[first]) / width
+    return averaged
+
+
+def _of_part(evidence: RunEvidence, times: OwnTimes, cause: Cause, series: Figures, what: str) -> list[RunVerdict]:
+    """Return the ranks that spend a part of their steps so, as one verdict where most do."""
+    limit = times.limit()
+    found: list[tuple[int, Episode]] = []
+    for rank in np.flatnonzero((series > limit[:, None]).sum(axis=0) >= CONFIRMING_STEPS).tolist():
+        episodes = find_episodes(series[:, rank], limit, times.step_s)
+        found += [(rank, one) for one in episodes if not _is_of_device(evidence, times, rank, one)]
+    found = [(rank, one) for rank, one in found if lasts(evidence, times, rank, [e for r, e in found if r == rank])]
+    verdicts = [
+        RunVerdict(
+            cause=cause,
+            rank=rank,
+            since_step=int(evidence.steps[episode.first]),
+            until_step=until(evidence, episode),
+            cost_s=episode.excess,
+            confidence=confidence(episode),
+            evidence=(f"rank {rank} {what} for {episode.excess * 1e3:.3g} ms of a step",),
+        )
+        for rank, episode in found
+    ]
+    # The same waste on most ranks is one cause of the run, and a list of all would hide other verdicts.
+    if len({rank for rank, _ in found}) > max(1, MOST_RANKS * evidence.ranks):
+        worst = max(verdicts, key=lambda one: one.cost_s)
+        text = f"{len(verdicts)} of {evidence.ranks} ranks: {worst.evidence[0]}"
+        return [replace(worst, rank=None, since_step=min(one.since_step for one in verdicts), evidence=(text,))]
+    return verdicts
+
+
+def _is_of_device(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> bool:
+    """Return whether the rank's own computing is slowed as much: its loader then shares what its device suffers."""
+    inside = episode.where
+    excess_s = float(np.median(times.own_s[inside, rank] - times.expected_s[inside, rank]))
+    throttled_s = float(np.nanmean(evidence.counter("throttled_s")[inside, rank])) if evidence.counters else 0.0
+    return excess_s > episode.excess or throttled_s > episode.excess
+
+
+def _recompilation(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
+    compiles = np.nan_to_num(evidence.counter("compiles"))
+    late = np.array(compiles)
+    late[: WARM_STEPS_OF_WASTE + int(np.argmax(evidence.steps > WARM_STEPS_OF_WASTE))] = 0.0
+    where = np.flatnonzero(late.max(axis=1) > 0)
+    if len(where) < 2:
+        return []
+    slower_s = np.maximum(0.0, times.step_s - times.usual_step_s)
+    cost_s = float(slower_s[where].sum()) / max(1, int(where[-1] - where[0]) + 1)
+    if cost_s < LEAST_SHARE * times.usual_step_s:
+        return []
+    ranks = np.flatnonzero(late.max(axis=0) > 0).tolist()
+    return [
+        RunVerdict(
+            cause="recompilation",
+            rank=ranks[0] if len(ranks) == 1 and evidence.ranks > 1 else None,
+            since_step=int(evidence.steps[where[0]]),
+            until_step=None if where[-1] > len(evidence.steps) - 1 - AVERAGED_STEPS else int(evidence.steps[where[-1]]),
+            cost_s=cost_s,
+            confidence=0.9,
+            evidence=(f"torch compiled {late.sum(axis=0).max():.0f} graphs again after the first steps",),
+        )
+    ]
+
+
+def _checkpoints(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
+    waited_s = evidence.parts_s["checkpoint"].max(axis=1)
+    writes = np.flatnonzero(waited_s > LEAST_SHARE * times.usual_step_s)
+    if len(writes) < 2:
+        return []
+    span = int(writes[-1] - writes[0])
+    cost_s = float(waited_s[writes[:-1]].sum()) / max(1, span)
+    if cost_s < LEAST_SHARE * times.usual_step_s:
+        return []
+    each_s = float(np.median(waited_s[writes]))
+    return [
+        RunVerdict(
+            cause="checkpoint_writing",
+            since_step=int(evidence.steps[writes[0]]),
+            cost_s=cost_s,
+            confidence=0.95,
+            evidence=(f"{len(writes)} checkpoints held the steps up for {each_s:.3g} s each",),
+        )
+    ]
+
+
+def _stages(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
+    """Return the stage of a pipeline that has more work than the others, where the plan gave it that."""
+    kinds = np.array(evidence.kinds)
+    every = np.unique(kinds)
+    if len(every) < 2:
+        return []
+    level_s = np.array([float(np.median(usual(times.own_s[:, kinds == kind]))) for kind in every])
+    slowest = int(level_s.argmax())
+    others_s = float(np.mean(np.delete(level_s, slowest)))
+    excess_s = float(level_s[slowest] - level_s.mean())
+    if excess_s < max(UNEVEN * level_s.mean(), LEAST_SHARE * times.usual_step_s):
+        return []
+    ranks = np.flatnonzero(kinds == every[slowest]).tolist()
+    return [
+        RunVerdict(
+            cause="unbalanced_stage",
+            rank=ranks[0],
+            since_step=int(evidence.steps[0]),
+            cost_s=excess_s,
+            confidence=0.8,
+            evidence=(
+                f"stage {every[slowest]} (rank {', '.join(map(str, ranks[:8]))}) computes {level_s[slowest] * 1e3:.3g} "
+                f"ms a step, the others {others_s * 1e3:.3g} ms on average",
+            ),
+        )
+    ]
+
+
+def _lengths(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
+    """Return whether steps wait for whichever rank has the longest samples, another one each time."""
+    attended = evidence.counter("attended")
+    kinds = np.array(evidence.kinds)
+    if evidence.ranks < 2 or not np.isfinite(attended).any():
+        return []
+    known = np.isfinite(attended).all(axis=1)
+    shares = evidence.shares[known]  # more samples are no longer ones
+    work = attended[known] / shares
+    own_s = times.own_s[known] / shares
+    mean = _mean_of_kind(work, kinds)
+    if not len(work) or not (mean > 0).all():
+        return []
+    uneven = work / mean - 1
+    late_s = own_s - _mean_of_kind(own_s, kinds)
+    cost_s = float(late_s.max(axis=1).mean())
+    if uneven.max(axis=1).mean() < UNEVEN or cost_s < UNEVEN_SHARE * times.usual_step_s or uneven.std() == 0:
+        return []
+    if np.corrcoef(uneven.ravel(), late_s.ravel())[0, 1] < TOGETHER:
+        return []
+    longest = uneven.argmax(axis=1)[uneven.max(axis=1) > UNEVEN / 2]
+    if np.bincount(longest).max() > 0.8 * len(longest):
+        return []  # always the same rank, which is named by itself
+    return [
+        RunVerdict(
+            cause="uneven_lengths",
+            since_step=int(evidence.steps[0]),
+            cost_s=cost_s,
+            confidence=0.8,
+            evidence=(
+                f"the rank with the longest samples has {uneven.max(axis=1).mean():.0%} more work than the mean",
+            ),
+        )
+    ]
+
+
+def _mean_of_kind(series: Figures, kinds: npt.NDArray[np.int64]) -> Figures:
+    """Return at each rank of a series (T, R) the mean of the ranks of its kind."""
+    means = np.empty_like(series)
+    for kind in np.unique(kinds):
+        of_kind = np.flatnonzero(kinds == kind)
+        means[:, of_kind] = series[:, of_kind].mean(axis=1, keepdims=True)
+    return means
+
+
+# The planner's word on the steps of a run: what bounds them, and what they would be with one thing changed.
+
+
+WAITING = "waiting"
+"""The part of exposed communication that waits for late ranks, where `exposed_comm` is the transfer alone."""
+
+
+@dataclass(frozen=True)
+class PlannedChange:
+    change: str
+    factors: Mapping[str, float]
+    """How many times as long as now a part of a step would take; parts that are not named stay as they are."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    basis: str
+    """The name by which the planner knows the machine; where it does not know it, the reason."""
+    shares: Mapping[str, float] = field(default_factory=dict)
+    """Shares of what passes and optimizer take, by what bounds them; empty where the planner does not know."""
+    changes: tuple[PlannedChange, ...] = ()
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self.shares)
+
+
+# A run that nothing disturbs: what bounds its steps, and what would help most.
+
+
+LEAST_SAVED = 0.02
+"""Changes that save less than this part of a step are not named."""
+COMPUTING = "computing"
+EXCHANGES = "exchanges between ranks"
+FASTER = "twice the device's speed"
+BOUNDS = {
+    "exposed_comm": EXCHANGES,
+    WAITING: "waiting for late ranks",
+    "data_wait": "data",
+    "checkpoint": "checkpoints",
+    "other": "the host between the passes",
+}
+"""The bound of a step in the parts that neither passes nor the optimizer take."""
+ALWAYS = (
+    PlannedChange("no waiting for data", {"data_wait": 0.0}),
+    PlannedChange("ranks that are never late", {WAITING: 0.0}),
+)
+UNPLANNED = (
+    PlannedChange(FASTER, dict.fromkeys((*COMPUTE_PARTS, WAITING), 0.5)),
+    PlannedChange("exchanges in half the time", {"exposed_comm": 0.5}),
+)
+"""Bounds by the measured parts alone, which do not say whether bandwidth or latency makes an exchange long."""
+
+
+def as_planned(evidence: RunEvidence, outlook: Outlook) -> list[RunVerdict]:
+    """Return what bounds the steps, and what each change would make of them.
+
+    The measured parts of a step are scaled as the planner's own are by a change, so that an error of its predictions
+    that all parts have in common does not count.
+    """
+    # The rank that waits least in exchanges shows the transfer itself; the rest is waiting for late ranks. The rank
+    # that waits most for data holds up the others, so part of their waiting is for data.
+    means = {name: float(np.mean(series)) for name, series in evidence.parts_s.items()}
+    exposed_s = evidence.parts_s["exposed_comm"]
+    data_s = evidence.parts_s["data_wait"]
+    transfer_s = min(means["exposed_comm"], float(np.median(exposed_s.min(axis=1))))
+    waiting_s = means["exposed_comm"] - transfer_s
+    for_data_s = min(waiting_s, float(np.mean(data_s.max(axis=1))) - means["data_wait"])
+    parts_s = means | {
+        "exposed_comm": transfer_s,
+        WAITING: waiting_s - for_data_s,
+        "data_wait": means["data_wait"] + for_data_s,
+    }
+    step_s = sum(parts_s.values())
+    if step_s <= 0:
+        return []
+    bounds = dict(_bounds(parts_s, outlook))
+    bound = max(bounds, key=lambda name: bounds[name])
+    planned_s = sum(evidence.planned_s.values())
+    beside = f"; {format_seconds(planned_s)} were planned" if planned_s else ""
+    shares = ", ".join(f"{seconds / step_s:.0%} {name}" for name, seconds in bounds.items() if seconds >= 0.01 * step_s)
+    what_if = _what_if(parts_s, (*(outlook.changes if outlook.is_known else UNPLANNED), *ALWAYS))
+    return [
+        RunVerdict(
+            cause="as_planned",
+            since_step=int(evidence.steps[0]),
+            confidence=0.9,
+            evidence=(f"a step takes {format_seconds(step_s)}{beside}; bound by {bound}: {shares}", outlook.basis),
+            advice=f"{what_if[0].change} would help most" if what_if else "no change would save 2% of a step",
+            what_if=what_if,
+        )
+    ]
+
+
+def _bounds(parts_s: Mapping[str, float], outlook: Outlook) -> Iterator[tuple[str, float]]:
+    """Yield (what bounds a step, for how many seconds of it)."""
+    computed_s = sum(parts_s[name] for name in COMPUTE_PARTS)
+    shares = dict(outlook.shares) if outlook.is_known else {COMPUTING: 1.0}
+    exchanged_s = shares.pop(EXCHANGES, 0.0) * computed_s  # a GPU's parts do not show it apart
+    for name, share in shares.items():
+        yield name, share * computed_s
+    for part, name in BOUNDS.items():
+        yield name, parts_s[part] + exchanged_s * (name == EXCHANGES)
+
+
+def _what_if(parts_s: Mapping[str, float], changes: tuple[PlannedChange, ...]) -> tuple[WhatIf, ...]:
+    """Return the changes that are worth it, best first."""
+    step_s = sum(parts_s.values())
+    found = []
+    for one in changes:
+        changed_s = sum(seconds * one.factors.get(part, 1.0) for part, seconds in parts_s.items())
+        if step_s - changed_s >= LEAST_SAVED * step_s:
+            found.append(WhatIf(one.change, changed_s, step_s - changed_s))
+    return tuple(sorted(found, key=lambda one: -one.saved_s))
+
+
+LEAST_STEPS = 8
+"""Fewer steps than this say nothing, but for a hang."""
+WARM_STEPS = 2
+"""The first steps compile, connect and allocate."""
+
+EVALUATION_SHARE = 0.2
+"""Evaluations that take less than this part of the time of steps and evaluations are not reported."""
+
+ADVICE: dict[Cause, str] = {
+    "slow_device": "trainspec doctor; scheduler=auto gives the rank fewer samples",
+    "stolen_cores": "end what else runs there; scheduler=auto gives the rank fewer samples",
+    "slow_node": "trainspec doctor on the node; scheduler=auto leaves it out",
+    "narrow_link": "trainspec doctor; comm=int8 sends fewer bytes",
+    "lossy_link": "look at the cable, the port and its errors: ethtool -S",
+    "delayed_link": "look for another path; larger batching.global_batch_size exchanges less often",
+    "unbalanced_stage": "scheduler=auto moves layers, or layout.stage_layers",
+    "uneven_lengths": "scheduler=auto gives late ranks fewer samples; documents of like length in a batch",
+    "slow_loader": "a faster or local disk, or more cores to read with",
+    "garbage_collection": "find what makes cycles of objects: gc.set_debug(gc.DEBUG_STATS)",
+    "host_bound": "compile=true; larger micro-batches",
+    "recompilation": "keep shapes the same: TORCH_LOGS=recompiles names what differs",
+    "checkpoint_writing": "checkpoint.mode=async, or a larger checkpoint.interval_steps",
+    "evaluation": "a larger train.eval_interval_steps, or a smaller data.heldout_fraction",
+    "slow_steps": "trainspec doctor; top and nvidia-smi show what else runs there, and how hot the GPUs are",
+    "memory_leak": "trainspec resume from a checkpoint before that step",
+    "memory_pressure": "recompute=selective, or smaller micro-batches",
+    "hang": "the stack shows where it stands; resilience.hang_floor_s ends the run sooner",
+    "network_timeouts": "look at the switch and the ports for flaps",
+    "noise": "run on a machine of its own",
+}
+
+
+OWN_ADVICE: dict[Cause, str] = {
+    "memory_leak": "find what keeps growing: tracemalloc, or lists that losses with their graphs are appended to",
+    "memory_pressure": "smaller batches, or activation checkpointing",
+    "hang": "the stack shows where it stands; --hang-s ends the run sooner, or later",
+}
+"""Advice for a command of the user's own, where it differs: such a command follows no recipe."""
+
+NO_OUTLOOK = Outlook("the planner was not asked: this rests on the measured parts alone")
+
+
+def conclude(evidence: RunEvidence, look_ahead: Callable[[], Outlook] = lambda: NO_OUTLOOK) -> tuple[RunVerdict, ...]:
+    """Return the verdicts on a run, heaviest first; on one that goes well what bounds it, and what would help.
+
+    `look_ahead` asks the planner for that, which may take as long as a search over layouts.
+    """
+    if not evidence.parts_are_known:
+        return _conclude_own(evidence)
+    verdicts = _hang(evidence)
+    warm = without_first(evidence, WARM_STEPS)
+    if len(warm.steps) >= LEAST_STEPS:
+        steps_s = dict(zip(warm.steps.tolist(), warm.part(*warm.parts_s).max(axis=1).tolist(), strict=True))
+        times = OwnTimes(warm)
+        verdicts += find_waste(warm, times) + find_slow_ranks(warm, times) + find_slow_links(warm)
+        verdicts += find_retries(warm, steps_s) + find_memory(warm)
+        verdicts = _explained(verdicts + find_common_slowness(warm, times))
+        if all(one.cause == "noise" for one in verdicts):
+            verdicts += as_planned(warm, look_ahead())
+    advised = [replace(one, advice=one.advice or ADVICE.get(one.cause, "")) for one in verdicts]
+    return heaviest_first([with_look(one, evidence.looks) for one in _joined(advised)])
+
+
+def with_evaluations(
+    verdicts: Sequence[RunVerdict], evaluations: Sequence[tuple[int, float]], steps: int, steps_s: float
+) -> tuple[RunVerdict, ...]:
+    """Return the verdicts with one on evaluations between the steps, where they take much of the time; they are in no
+    part of a step. `evaluations`: their (step, seconds); the one at a run's end is needed, and is not judged alone.
+    `steps` took `steps_s` together."""
+    seconds = sum(each_s for _, each_s in evaluations)
+    if len(evaluations) < 2 or not steps or seconds < EVALUATION_SHARE * (seconds + steps_s):
+        return tuple(verdicts)
+    took = f"{len(evaluations)} evaluations took {format_duration(seconds)}, {steps} steps {format_duration(steps_s)}"
+    found = RunVerdict(
+        cause="evaluation",
+        since_step=evaluations[0][0],
+        cost_s=seconds / steps,
+        confidence=0.95,
+        evidence=(f"{took}: {seconds / (seconds + steps_s):.0%} of both went into evaluation",),
+        advice=ADVICE["evaluation"],
+    )
+    return heaviest_first([*verdicts, found])
+
+
+def _conclude_own(evidence: RunEvidence) -> tuple[RunVerdict, ...]:
+    """Return the verdicts on a command of the user's own, whose steps nobody has divided into parts."""
+    warm = without_first(evidence, WARM_STEPS)
+    verdicts = _hang(evidence)
+    if len(warm.steps) >= LEAST_STEPS:
+        verdicts += [*find_memory(warm), *find_slow_steps(warm)]
+    return heaviest_first([replace(one, advice=OWN_ADVICE.get(one.cause, ADVICE[one.cause])) for one in verdicts])
+
+
+def without_first(evidence: RunEvidence, steps: int) -> RunEvidence:
+    """Return the evidence without its first steps."""
+    return replace(
+        evidence,
+        steps=evidence.steps[steps:],
+        parts_s={name: series[steps:] for name, series in evidence.parts_s.items()},
+        counters={name: series[steps:] for name, series in evidence.counters.items()},
+        connections=tuple(
+            replace(one, **{name: series[steps:] for name, series in vars(one).items() if name != "ranks"})
+            for one in evidence.connections
+        ),
+    )
+
+
+def _hang(evidence: RunEvidence) -> list[RunVerdict]:
+    """Return the ranks that the others wait for, in a step that takes far longer than usual."""
+    if not evidence.stalls:
+        return []
+    late, why = _late_of(evidence)
+    longest = max(evidence.stalls.values(), key=lambda stall: stall.waited_s)
+    waits_in = next((one.waits_in for rank, one in evidence.stalls.items() if rank not in late and one.waits_in), None)
+    text = f"step {longest.step} has taken {longest.waited_s:.3g} s, and {longest.usual_s:.3g} s are the most it took"
+    others = (f"the others wait in {waits_in}",) if waits_in else ()
+    found = RunVerdict(
+        cause="hang", since_step=longest.step, cost_s=longest.waited_s, confidence=0.5, evidence=(text, why, *others)
+    )
+    return [
+        replace(found, rank=rank, confidence=0.95, evidence=(*found.evidence, *_stack(evidence, rank))) for rank in late
+    ] or [found]
+
+
+def _late_of(evidence: RunEvidence) -> tuple[list[int], str]:
+    """Return the ranks that the others wait for, and why.
+
+    Of a command of the user's own the ranks were judged when the hang was found, with more than the events hold: a rank
+    that was named is not `waiting`, though it may stand in a collective too.
+    """
+    if evidence.parts_are_known:
+        places = {rank: Whereabouts(stall.waiting, stall.collectives) for rank, stall in evidence.stalls.items()}
+        return find_late(places, evidence.ranks)
+    late = sorted(rank for rank, stall in evidence.stalls.items() if not stall.waiting)
+    if not late:  # only a rank that has ended writes no event
+        return [rank for rank in range(evidence.ranks) if rank not in evidence.stalls], "it has ended"
+    where = sorted({evidence.stalls[rank].waits_in or "" for rank in late})
+    stands = " and in ".join(place for place in where if place)
+    if len(late) < len(evidence.stalls) or len(late) == 1:
+        return late, f"it stands in {stands}" if stands else "it shows no Python stack"
+    return [], f"all ranks stand in {stands}" if stands else "no rank stands out"
+
+
+def _stack(evidence: RunEvidence, rank: int) -> tuple[str, ...]:
+    stall = evidence.stalls.get(rank)
+    return (f"rank {rank} is at\n{stall.stack}",) if stall else (f"rank {rank} gives no sign of life",)
+
+
+def _explained(verdicts: list[RunVerdict]) -> list[RunVerdict]:
+    """Leave out what another verdict explains: load of the machine is no news where its cause is named, nor a rank that
+    had the longest samples for some steps where all ranks' samples are uneven."""
+    all_uneven = any(one.cause == "uneven_lengths" and one.rank is None for one in verdicts)
+    named = [
+        one
+        for one in verdicts
+        if one.cause != "noise" and not (all_uneven and one.cause == "uneven_lengths" and one.rank is not None)
+    ]
+    common = [one for one in verdicts if one.cause == "noise"]
+    return named + [one for one in common if not any(_overlaps(one, other) for other in named)]
+
+
+def _overlaps(one: RunVerdict, other: RunVerdict) -> bool:
+    return (one.until_step is None or one.until_step >= other.since_step) and (
+        other.until_step is None or other.until_step >= one.since_step
+    )
+
+
+def _joined(verdicts: list[RunVerdict]) -> list[RunVerdict]:
+    """Join verdicts of one cause and place: it came back."""
+    joined: dict[tuple[object, ...], RunVerdict] = {}
+    for one in sorted(verdicts, key=lambda one: one.since_step):
+        known = joined.get(one.place)
+        if known is None:
+            joined[one.place] = one
+        else:
+            heavier = max(known, one, key=lambda each: each.cost_s)
+            joined[one.place] = replace(heavier, since_step=known.since_step, until_step=one.until_step)
+    return list(joined.values())

@@ -1,0 +1,503 @@
+"""The events of all ranks -> the evidence that verdicts are drawn from; read again and again while a run goes on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.core.reading.files import unreadable
+from trainspec_cli.recipe.records import Absent, to_plain
+from trainspec_cli.recipe.results.verdict import Look, RunVerdict
+from trainspec_cli.reporter.diagnosis.evidence import (
+    COUNTERS,
+    READINGS,
+    Connection,
+    Figures,
+    LinkSlowdown,
+    RunEvidence,
+    Stall,
+)
+from trainspec_cli.reporter.diagnosis.memory import ClockOffset, Leaving, clock_offsets
+from trainspec_cli.run.folder.event_types.events import (
+    PARTS,
+    CountersEvent,
+    DirectiveEvent,
+    Event,
+    HangEvent,
+    LinkEvent,
+    LookEvent,
+    MemoryEvent,
+    RecoveryEvent,
+    StallEvent,
+    StartEvent,
+    StepEvent,
+    UsageEvent,
+)
+from trainspec_cli.run.folder.events import EventTail, read_sound
+from trainspec_cli.run.folder.files import StepColumns, read_versioned
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import has_plan
+
+SILENT_S = 1.5
+"""A rank that has not reported a stall so long after the first one that did is silent."""
+MOST_ROWS, LEAST_STEPS = 2**18, 2**12
+"""A run's steps times its ranks that are remembered, about, but so many steps at least."""
+MOST_RANKS = 10**6
+STEP_BYTES = 1024
+"""Bytes that a rank writes of a step, about, with its part of the counters."""
+
+
+@dataclass(frozen=True)
+class RunShape:
+    """The places of a run's ranks, by its plan."""
+
+    ranks: int
+    devices_per_node: int
+    groups: int = 1
+    stages: int = 1
+    total_steps: int | None = None
+    planned_s: Mapping[str, float] = field(default_factory=dict)
+    has_plan: bool = True
+    """False: the ranks themselves have said how many they are, and their steps have no known parts."""
+
+    @property
+    def group_ranks(self) -> int:
+        return self.ranks // self.groups
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(rank // self.devices_per_node for rank in range(self.ranks))
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """The pipeline stage of each rank: `pp` is the outermost axis of a group's mesh."""
+        of_stage = max(1, self.group_ranks // self.stages)
+        return tuple(rank % self.group_ranks // of_stage for rank in range(self.ranks))
+
+
+def shape_of(run: RunDir) -> RunShape:
+    """Return the shape that plan.json gives a run, of any version that names its nodes and its layout; of a run without
+    a plan, that which its processes have.
+
+    Raises UnreadableFileError.
+    """
+    if not has_plan(run):
+        begun = [event for event in read_sound(run.events(0)) if isinstance(event, StartEvent)]
+        ranks = min(begun[-1].world_size, MOST_RANKS) if begun else 1
+        return RunShape(ranks=ranks, devices_per_node=ranks, has_plan=False)
+    plan = read_versioned(run.plan_json)
+
+    def whole(plain: object, name: str, otherwise: int) -> int:
+        value = plain.get(name) if isinstance(plain, dict) else None
+        return value if isinstance(value, int) and value > 0 else otherwise
+
+    devices = whole(plan, "devices_per_node", 1)
+    groups = whole(plan, "replica_groups", 1)
+    ranks = whole(plan, "num_nodes", 1) * devices
+    # The file may be damaged or foreign, and arrays of this many ranks are made next.
+    if ranks > MOST_RANKS or ranks % groups:
+        raise unreadable(run.plan_json, f"has {ranks:,} ranks in {groups:,} replica groups")
+    spec = plan.get("spec")
+    train = spec.get("train") if isinstance(spec, dict) else None
+    steps = whole(plan, "steps", 0) or whole(train, "max_steps", 0)
+    prediction = plan.get("prediction")
+    planned = prediction.get("time_s") if isinstance(prediction, dict) else None
+    return RunShape(
+        ranks=ranks,
+        devices_per_node=devices,
+        groups=groups,
+        stages=whole(plan.get("layout"), "pp", 1),
+        total_steps=steps or None,
+        planned_s={name: float(one) for name, one in planned.items() if isinstance(one, int | float)}
+        if isinstance(planned, dict)
+        else {},
+    )
+
+
+@dataclass
+class RankHistory:
+    """The steps of one rank that hold, as it has written them."""
+
+    steps: StepColumns = field(default_factory=lambda: StepColumns(*PARTS, "queued_s"))
+    """Seconds by part, and those in which it had no processor."""
+    counters: list[CountersEvent] = field(default_factory=list)
+    usage: list[UsageEvent] = field(default_factory=list)
+    """Readings of a command of the user's own."""
+    stall: Stall | None = None
+    """The report of the step after the last one; `stalled_at` is the Unix time when it was written."""
+    stalled_at: float = 0.0
+    is_hung: bool = False
+    """The stall has come to end the start."""
+    ended_by: Stall | None = None
+    """The hang that ended an earlier start."""
+    most_samples: int = 0
+    """The largest step of its group so far."""
+    changed_steps: set[int] = field(default_factory=set)
+    """As `RunEvidence.changed_steps`."""
+
+    def take(self, event: Event) -> None:
+        if isinstance(event, StepEvent):
+            queued_s = np.nan if isinstance(event.queued_s, Absent) else event.queued_s
+            self.steps.put(event.step, *(event.time_s.get(name, 0.0) for name in PARTS), queued_s)
+            self.stall = None
+            self.is_hung = False
+            samples = event.samples if isinstance(event.took, Absent) else event.took[1]
+            if not isinstance(samples, Absent) and samples > self.most_samples:
+                self.most_samples = samples
+                self.changed_steps.add(event.step - 1)
+        elif isinstance(event, DirectiveEvent):
+            if event.applied:
+                self.changed_steps.add(event.step)
+        elif isinstance(event, MemoryEvent):
+            self.changed_steps.add(event.step)
+        elif isinstance(event, CountersEvent):
+            self.counters.append(event)
+        elif isinstance(event, UsageEvent):
+            self.usage.append(event)
+        elif isinstance(event, StallEvent | HangEvent):
+            self._note_stall(event)
+        elif isinstance(event, StartEvent):
+            self._begin(event.step)
+
+    def _note_stall(self, event: StallEvent | HangEvent) -> None:
+        usual_s = event.usual_s if isinstance(event, StallEvent) else self.stall.usual_s if self.stall else 0.0
+        self.stalled_at, self.is_hung = event.time, isinstance(event, HangEvent)
+        place = event.waiting, event.waits_in, event.collectives, event.stack
+        self.stall = Stall(event.step, event.waited_s, usual_s, *place)
+
+    def _begin(self, step: int) -> None:
+        """Begin a start that goes on after `step`: what an earlier one made beyond it is made again."""
+        self.ended_by = self.stall if self.is_hung else self.ended_by
+        self.stall = None
+        self.is_hung = False
+        self.steps.forget_beyond(step)
+        self.changed_steps.add(step)
+        self.counters = [event for event in self.counters if event.step <= step]
+        self.usage = []  # of a process that is gone
+
+    @property
+    def newest(self) -> int:
+        """The newest step; 0 before there is one."""
+        return max(self.steps.steps, default=0)
+
+    def rows_of(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Return the figures of steps that it has made, in increasing order: (figures, steps)."""
+        made = np.array(self.steps.steps)
+        order = np.argsort(made, kind="stable")
+        rows = order[np.searchsorted(made[order], steps)]
+        return np.stack([np.array(self.steps[name])[rows] for name in (*PARTS, "queued_s")])
+
+    def forget_before(self, step: int) -> None:
+        self.steps.forget_before(step)
+        self.counters = [event for event in self.counters if event.step >= step]
+        self.usage = [event for event in self.usage if event.step >= step]
+
+
+def event_paths(run: RunDir, shape: RunShape) -> Iterator[Path]:
+    """Yield the file of each rank's events; ranks of replica groups are counted through."""
+    for rank in range(shape.ranks):
+        if shape.groups > 1:
+            yield run.group_events(*divmod(rank, shape.group_ranks))
+        else:
+            yield run.events(rank)
+
+
+class RunReader:
+    """Reads a run's folder: `read` takes in what is new, `evidence` returns what is known.
+
+    With `remembered_steps` it begins near the end of each file: as far back as so many steps reach, about. Without, it
+    reads all, and remembers the newest steps of a run that is longer than `MOST_ROWS`.
+    """
+
+    def __init__(self, run: RunDir, shape: RunShape, remembered_steps: int | None = None):
+        self.shape, self._remembered = shape, remembered_steps or max(LEAST_STEPS, MOST_ROWS // shape.ranks)
+        last_bytes = None if remembered_steps is None else remembered_steps * STEP_BYTES
+        self.forgotten_until = 0
+        """The newest step that was forgotten, for want of room."""
+        self.histories = [RankHistory() for _ in range(shape.ranks)]
+        self._tails = [EventTail(path, last_bytes) for path in event_paths(run, shape)]
+        self._links: list[LinkSlowdown] = []
+        self.looks: list[Look] = []
+        self._retried: set[int] = set()
+        self.changed: DirectiveEvent | None = None
+        """The last change of the layout: the ranks' work is another since then."""
+        self.device_name = ""
+
+    def read(self) -> int:
+        """Take in the new events of all ranks; return how many there were."""
+        count = 0
+        for rank, tail in enumerate(self._tails):
+            count += self._take(rank, tail.new_events())
+        return count
+
+    def _take(self, rank: int, events: Iterable[Event]) -> int:
+        """Take in a rank's events; return how many there were."""
+        history = self.histories[rank]
+        count = 0
+        for count, event in enumerate(events, 1):  # noqa: B007 - the last one is their number
+            history.take(event)
+            if isinstance(event, LinkEvent):
+                self._links.append(
+                    LinkSlowdown(
+                        event.axis, event.ranks, event.since_step, event.before_bytes_per_s, event.now_bytes_per_s
+                    )
+                )
+            elif isinstance(event, LookEvent):
+                self.looks.append(event.look)
+            elif isinstance(event, RecoveryEvent) and event.change == "retried":
+                # A step is made again too when a group has left or joined: its node is gone or back, no link failed.
+                self._retried.add(event.step)
+            elif isinstance(event, DirectiveEvent) and event.applied and event.kind in ("layers", "layout"):
+                if self.changed is None or event.step >= self.changed.step:
+                    self.changed = event
+            elif isinstance(event, StartEvent):
+                self.device_name = event.device_name
+            if len(history.steps) > 2 * self._remembered:
+                oldest = history.newest - self._remembered
+                history.forget_before(oldest)
+                self.forgotten_until = max(self.forgotten_until, oldest - 1)
+        return count
+
+    @property
+    def step(self) -> int:
+        """Return the newest step that every rank has made."""
+        return min((history.newest for history in self.histories), default=0)
+
+    def evidence(self, now: float | None = None) -> RunEvidence:
+        """Return what is known of the steps that every rank has written down, in the layout of the newest; `now`: Unix
+        time while the run goes on."""
+        made = [np.array(history.steps.steps, dtype=np.int64) for history in self.histories]
+        common = reduce(np.intersect1d, made) if made else np.zeros(0, dtype=np.int64)
+        steps = common[common > self.changed.step] if self.changed else common
+        # A step that a rank has profiled took longer than it needs, and would look like a straggler.
+        in_view = np.zeros(len(steps), dtype=np.bool_)
+        for look in self.looks:
+            in_view |= (steps >= look.first_step) & (steps <= look.last_step)
+        steps = steps[~in_view]
+        rows = np.stack([history.rows_of(steps) for history in self.histories], axis=-1)
+        return RunEvidence(
+            steps=steps,
+            parts_s=dict(zip(PARTS, rows, strict=False)),
+            counters={**self._counters(steps), "queued_s": rows[-1]},
+            nodes=self.shape.nodes,
+            kinds=self.shape.kinds,
+            connections=tuple(_connections(self.histories, steps)),
+            stalls=self._stalls(now),
+            link_slowdowns=tuple(self._links),
+            looks=tuple(self.looks),
+            retried_steps=tuple(sorted(self._retried)),
+            total_steps=self.shape.total_steps,
+            changed_steps=tuple(sorted({step for one in self.histories for step in one.changed_steps})),
+            planned_s=self.shape.planned_s,
+            parts_are_known=self.shape.has_plan,
+        )
+
+    def _counters(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
+        if not self.shape.has_plan:
+            return self._readings(steps)
+        if not any(history.counters for history in self.histories):
+            return {}
+        series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in COUNTERS if name != "queued_s"}
+        for rank, history in enumerate(self.histories):
+            for event in history.counters:
+                where = _window(steps, event)
+                for name in series:
+                    value = getattr(event, "queued_s" if name == "exposed_queued_s" else name)
+                    if isinstance(value, Absent):
+                        continue
+                    if name in READINGS:
+                        series[name][where, rank][-1:] = value
+                    else:
+                        series[name][where, rank] = value if name == "agreed_s" else value / event.steps
+        return series
+
+    def _readings(self, steps: npt.NDArray[np.int64]) -> dict[str, Figures]:
+        """Return the counters of a run without a plan: its memory."""
+        series = {name: np.full((len(steps), len(self.histories)), np.nan) for name in READINGS}
+        for rank, history in enumerate(self.histories):
+            for event in history.usage:
+                place = np.searchsorted(steps, event.step)
+                for name in READINGS if place < len(steps) else ():
+                    series[name][place, rank] = getattr(event, name)
+        return series
+
+    def _stalls(self, now: float | None) -> dict[int, Stall]:
+        """Return the ranks' reports of the step after the newest one that any has made; none while others may still
+        come. Where no step hangs, those of the hang that ended an earlier start."""
+        last = max((history.newest for history in self.histories), default=0)
+        found = {
+            rank: history.stall
+            for rank, history in enumerate(self.histories)
+            if history.stall is not None
+            # Without a plan, nodes number the step that hangs each by its own ranks.
+            and (history.stall.step > last or (history.is_hung and not self.shape.has_plan))
+        }
+        if now is not None and any(now - self.histories[rank].stalled_at < SILENT_S for rank in found):
+            return {}
+        if not found and now is None:
+            ended = {rank: history.ended_by for rank, history in enumerate(self.histories)}
+            return {rank: stall for rank, stall in ended.items() if stall is not None}
+        return found
+
+
+def _window(steps: npt.NDArray[np.int64], event: CountersEvent) -> slice:
+    """Return where the steps of a window of counters stand."""
+    first, last = np.searchsorted(steps, [event.step - event.steps + 1, event.step + 1]).tolist()
+    return slice(first, last)
+
+
+CONNECTION_FIGURES = ("sent_bytes", "segments", "resent", "timeouts", "busy_s")
+
+
+def _connections(histories: Sequence[RankHistory], steps: npt.NDArray[np.int64]) -> Iterator[Connection]:
+    """Yield what the ranks counted of their connections, all between two ranks in one direction as one."""
+    other_ends = _other_ends(histories)
+    of_pair: dict[tuple[int, int], dict[str, Figures]] = defaultdict(lambda: _unknown(len(steps)))
+    for rank, history in enumerate(histories):
+        for event in history.counters:
+            where = _window(steps, event)
+            for one in event.connections:
+                series = of_pair[rank, other_ends.get((one.local, one.peer), rank)]
+                for name in CONNECTION_FIGURES:
+                    series[name][where] = np.nan_to_num(series[name][where]) + getattr(one, name) / event.steps
+                series["rtt_s"][where] = np.fmax(series["rtt_s"][where], one.rtt_s)
+    for ranks, series in sorted(of_pair.items()):
+        yield Connection(ranks, **series)
+
+
+def _other_ends(histories: Sequence[RankHistory]) -> dict[tuple[str, str], int]:
+    """Return the rank at the other end of each connection, by its local address and its peer's. A rank counts its
+    busiest connections alone: one that the other end left out leads to the first rank at that address, which is on the
+    right node; one whose other end is at no rank's address is not in the result."""
+    seen = {
+        (one.local, one.peer): rank
+        for rank, history in enumerate(histories)
+        for event in history.counters
+        for one in event.connections
+    }
+    hosts: dict[str, set[int]] = defaultdict(set)
+    for (local, _), rank in seen.items():
+        hosts[_host(local)].add(rank)
+    ends = {}
+    for (local, peer), rank in seen.items():
+        there = hosts.get(_host(peer), set())
+        if (peer, local) in seen:
+            ends[local, peer] = seen[peer, local]
+        elif there and rank not in there:
+            # A rank counts its busiest connections alone, so the other end may be missing; its node is still right.
+            ends[local, peer] = min(there)
+    return ends
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]
+
+
+def _unknown(steps: int) -> dict[str, Figures]:
+    return {name: np.full(steps, np.nan) for name in (*CONNECTION_FIGURES, "rtt_s")}
+
+
+def read_run(run: RunDir) -> RunReader:
+    """Return what is known of a run as it stands. Raises UnreadableFileError where its plan is damaged."""
+    reader = RunReader(run, shape_of(run))
+    reader.read()
+    return reader
+
+
+# The steps of all ranks as a trace that Perfetto and chrome://tracing open, on the first node's clock.
+#
+# Of a step the seconds of each part are known, not their order: they are drawn one after another in the order of
+# `PARTS`.
+
+
+NEWEST_STEPS = 2000
+"""Older steps are left out: a trace is to be looked at."""
+US = 1e6
+
+
+def trace_run(run: RunDir, shape: RunShape, verdicts: Sequence[RunVerdict]) -> JsonObject:
+    """Return the trace: a process for each node, a thread for each rank, and the clocks' offsets beside it."""
+    events = [list(read_sound(path)) for path in event_paths(run, shape)]
+    offsets = clock_offsets(shape.nodes, [_left(of_rank) for of_rank in events])
+    ahead_s = {one.node: one.offset_s for one in offsets}
+    newest = max((one.step for of_rank in events for one in of_rank if isinstance(one, StepEvent)), default=0)
+    drawn: list[JsonValue] = [
+        *_names(shape, offsets),
+        *(
+            piece
+            for rank, of_rank in enumerate(events)
+            for piece in _rank(of_rank, rank, shape.nodes[rank], ahead_s[shape.nodes[rank]], newest - NEWEST_STEPS)
+        ),
+        *_verdicts(events, shape, ahead_s, verdicts),
+    ]
+    return {"traceEvents": drawn, "displayTimeUnit": "ms", "otherData": {"clocks": [to_plain(one) for one in offsets]}}
+
+
+def _left(events: Sequence[Event]) -> dict[int, Leaving]:
+    return {
+        event.step: Leaving(event.left_at, event.agreed_s)
+        for event in events
+        if isinstance(event, CountersEvent) and event.left_at
+    }
+
+
+def _names(shape: RunShape, offsets: Sequence[ClockOffset]) -> Iterator[JsonObject]:
+    for one in offsets:
+        yield {"ph": "M", "name": "process_name", "pid": one.node, "args": {"name": f"node {one.node}{_clock(one)}"}}
+    for rank, node in enumerate(shape.nodes):
+        yield {"ph": "M", "name": "thread_name", "pid": node, "tid": rank, "args": {"name": f"rank {rank}"}}
+
+
+def _clock(one: ClockOffset) -> str:
+    """Return ` (clock +3.1 ms, within 0.4 ms)`; nothing for the first node, whose clock is the trace's."""
+    if one.error_s is None:
+        return " (clock unknown)"
+    return f" (clock {one.offset_s * 1e3:+.3g} ms, within {one.error_s * 1e3:.3g} ms)" if one.exchanges else ""
+
+
+def _rank(events: Sequence[Event], rank: int, node: int, ahead_s: float, after: int) -> Iterator[JsonObject]:
+    place: JsonObject = {"pid": node, "tid": rank}
+    for event in events:
+        at = (event.time - ahead_s) * US
+        if isinstance(event, StepEvent) and event.step > after:
+            yield from _step(event, place, at)
+        elif isinstance(event, CountersEvent) and event.step > after:
+            counted = {"throttled": event.throttled_s, "garbage": event.gc_s, "processor": event.cpu_s}
+            shares: JsonObject = {name: seconds / max(event.wall_s, 1e-9) for name, seconds in counted.items()}
+            yield {"ph": "C", "name": f"rank {rank}", "ts": at, "pid": node, "args": shares}
+        elif isinstance(event, StallEvent):
+            yield {**place, "ph": "i", "s": "t", "name": "stall", "ts": at, "args": {"stack": event.stack}}
+
+
+def _step(event: StepEvent, place: JsonObject, end_us: float) -> Iterator[JsonObject]:
+    begin_us = end_us - event.step_time_s * US
+    queued_s = None if isinstance(event.queued_s, Absent) else event.queued_s
+    about: JsonObject = {"loss": event.loss, "without a processor (s)": queued_s}
+    whole = event.step_time_s * US
+    yield {**place, "ph": "X", "name": f"step {event.step}", "ts": begin_us, "dur": whole, "args": about}
+    for part in PARTS:
+        if seconds := event.time_s.get(part, 0.0):
+            yield {**place, "ph": "X", "name": part, "ts": begin_us, "dur": seconds * US}
+            begin_us += seconds * US
+
+
+def _verdicts(
+    events: Sequence[Sequence[Event]], shape: RunShape, ahead_s: Mapping[int, float], verdicts: Sequence[RunVerdict]
+) -> Iterator[JsonObject]:
+    """Mark each verdict where it begins, on its rank, or on the first one."""
+    for verdict in verdicts:
+        rank = verdict.rank if verdict.rank is not None else (verdict.link or (0,))[0]
+        steps = (event for event in events[rank] if isinstance(event, StepEvent))
+        begin = next((event.time for event in steps if event.step >= verdict.since_step), None)
+        if begin is not None:
+            about: JsonObject = {"evidence": list(verdict.evidence), "cost_s": verdict.cost_s}
+            node = shape.nodes[rank]
+            place: JsonObject = {"pid": node, "tid": rank, "ts": (begin - ahead_s[node]) * US}
+            yield {**place, "ph": "i", "s": "g", "name": verdict.cause, "args": about}

@@ -1,0 +1,349 @@
+"""Links that are narrow, lose segments or delay them; and exchanges that time out and come back.
+
+A rank that is late makes the others wait, but not itself: the rank that waits least in a step shows how long the
+transfer takes. The small exchange that ends each step shows the latency, whatever the bandwidth. Of each
+connection, segments that were sent again, round-trip times, and bytes over the time that they were under way tell what
+it is and where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from trainspec_cli.recipe.results.verdict import Cause, RunVerdict
+from trainspec_cli.reporter.diagnosis.evidence import Figures, RunEvidence
+from trainspec_cli.reporter.diagnosis.memory import (
+    NOISE_FACTOR,
+    QUEUED_S,
+    Episode,
+    Pair,
+    Path,
+    deviation,
+    find_episodes,
+    over_all_ranks,
+    paths_of,
+    rise,
+    smoothed,
+    usual,
+)
+from trainspec_cli.reporter.diagnosis.ranks import LEAST_SHARE, STEADY, confidence, until
+
+LOST = 1e-3
+"""Fraction of segments sent again above which a connection loses some."""
+LOST_SEGMENTS = 5
+RECENT_STEPS = 16
+TIMEOUTS = 0.5
+"""Time-outs as a fraction of the segments sent again, from which on the path is away for a while, and loses no single
+segments."""
+LATER_S, LATER = 5e-4, 1.0
+"""The latency has grown where it is longer by so much, and by this fraction of what is usual. A link that delays all
+that it carries delays the small exchange by half a round trip at least; a queue before a narrow one has drained by
+then."""
+DELAY_SHARE = 0.05
+"""A delay that costs less than this part of a step is not reported: the small exchange shows it in every step, so that
+it needs to be less than what stands out of the transfers' noise."""
+LOADED, OF_RTT = 0.2, 0.3
+"""A longer latency is a link's where round trips show this part of it, all those that the exchange makes together where
+the ranks do not lack a processor for more than such a part of a step. Behind a relay they show none, and the ranks must
+not lack one."""
+OF_NOISE = 0.5
+"""A transfer's excess of which waiting for processors is such a part says nothing of a link."""
+HELD_QUEUED_S = 1e-2
+"""A rank that a quota holds back empties its sockets late, so that round trips to it grow by some milliseconds."""
+LONG_STEPS_S = 3.0
+"""Transfers are long for so much time of a run before a link is blamed for it, unless its connections show it."""
+
+OUTAGES = 2
+"""Connections time out in so many places of a run before a link is blamed for it."""
+MOST_STEPS, AT_OUTAGES = 0.5, 0.8
+"""An outage is over again: fewer than this part of the steps show one. They hold so much of what is sent again."""
+
+
+def find_slow_links(evidence: RunEvidence) -> list[RunVerdict]:
+    if evidence.ranks < 2:
+        return []
+    exposed_s = evidence.parts_s["exposed_comm"]
+    step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
+    transfer_s = exposed_s.min(axis=1)
+    excess_s = transfer_s - usual(transfer_s)
+    least_s = LEAST_SHARE * np.maximum(usual(step_s), smoothed(step_s))
+    limit = np.maximum(least_s, NOISE_FACTOR * deviation(transfer_s))
+    steady = [one for one in find_episodes(excess_s, limit, step_s) if one.steadiness >= STEADY]
+    verdicts = [_explain(evidence, one) for one in steady if _is_of_link(evidence, one, step_s)]
+    found = [one for one in verdicts if one is not None]
+    return (
+        _outages(evidence, step_s)
+        or found
+        or _always_lossy(evidence, transfer_s, step_s)
+        or _delays(evidence, transfer_s, step_s)
+    )
+
+
+def _is_of_link(evidence: RunEvidence, episode: Episode, step_s: Figures) -> bool:
+    """Return whether an episode of long transfers lasts long enough to blame a link, or its connections show it."""
+    lasts = float(step_s[episode.where].sum()) >= LONG_STEPS_S
+    return lasts or _waits_on_its_way(evidence, paths_of(evidence.connections, episode))
+
+
+def _waits_on_its_way(evidence: RunEvidence, paths: Sequence[Path], least_s: float = QUEUED_S) -> bool:
+    """Return whether what is sent between nodes has to wait: the kernel answers for a rank that has no processor."""
+    return any(path.has_queue(least_s) and len(set(_ends(evidence, path))) > 1 for path in paths)
+
+
+def _outages(evidence: RunEvidence, step_s: Figures) -> list[RunVerdict]:
+    """Return a link that goes away now and then: connections gave up waiting in a few steps, which took long, and next
+    to nothing was sent again in the others, as it is where a link loses packets."""
+    waited = np.sum([np.nan_to_num(one.timeouts) for one in evidence.connections], axis=0) > 0
+    where = np.flatnonzero(waited)
+    bouts = int((np.diff(where) > 1).sum()) + 1 if where.size else 0
+    if bouts < OUTAGES or where.size > MOST_STEPS * (len(step_s) - where[0]):
+        return []
+    first = int(where[0])
+    last = int(where[-1])
+    span = Episode(first, last, 0.0, 1.0)
+    longer_s = np.maximum(0.0, step_s - usual(step_s))
+    cost_s = float(longer_s[where].sum()) / span.steps
+    resent = _resent(evidence)
+    if cost_s < LEAST_SHARE * float(usual(step_s)) or resent[waited].sum() < AT_OUTAGES * resent.sum():
+        return []
+    paths = paths_of(evidence.connections, span)
+    worst = max(paths, key=lambda path: path.timeouts)
+    goes_on = len(step_s) - 1 - last <= 2 * span.steps / (bouts - 1)
+    text = (
+        f"{sum(path.timeouts for path in paths):.0f} time-outs of connections in {bouts} places, most of them between "
+        f"ranks {_names(worst.ranks)}; nothing is lost in between"
+    )
+    return [
+        RunVerdict(
+            cause="network_timeouts",
+            node=_node_of(evidence, paths, lambda path: path.timeouts),
+            link=worst.ranks,
+            since_step=int(evidence.steps[first]),
+            until_step=None if goes_on else int(evidence.steps[last]),
+            cost_s=cost_s,
+            confidence=0.9,
+            evidence=(text, f"these steps take {float(np.median(longer_s[where])):.3g} s longer"),
+        )
+    ]
+
+
+def _explain(evidence: RunEvidence, episode: Episode) -> RunVerdict | None:
+    """Return what makes the transfers of an episode long; None where the machine's load does, or nothing is known."""
+    paths = paths_of(evidence.connections, episode)
+    losing = _losing(paths)
+    if losing is not None and not losing.overflows:
+        resent = sum(path.resent for path in paths)
+        timeouts = sum(path.timeouts for path in paths)
+        if timeouts > TIMEOUTS * resent:
+            text = f"{timeouts:.0f} time-outs of connections, which then went on"
+            return _verdict(evidence, episode, "network_timeouts", losing, paths, lambda path: path.timeouts, text)
+        share = resent / sum(path.segments for path in paths)
+        text = f"{share:.2%} of segments were sent again, most of them between ranks {_names(losing.ranks)}"
+        return _verdict(evidence, episode, "lossy_link", losing, paths, lambda path: path.resent, text)
+    if _is_of_processors(evidence, episode, paths):
+        return None
+    if losing is None and _answers_later(evidence, episode, paths):
+        return _delayed(evidence, episode, paths)
+    measured = [path for path in paths if path.rate > 0 and path.usual_rate > 0]
+    worst = min(measured, key=lambda path: path.rate / path.usual_rate, default=None)
+    if worst is None and not evidence.link_slowdowns:
+        return None
+    text = f"exchanges take {episode.excess * 1e3:.3g} ms longer a step, on the rank that waits least too"
+    return _verdict(
+        evidence, episode, "narrow_link", worst, paths, lambda path: _slowness(path.rate, path.usual_rate), text
+    )
+
+
+def _is_of_processors(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
+    """Return whether ranks that wait for a processor, or that a quota holds back, make the transfers long. Where what
+    is sent between nodes waits on its way, the link does."""
+    throttled_s = rise(evidence.counter("throttled_s"), episode, np.nanmax)  # one such rank keeps all others waiting
+    waiting_s = sum(rise(evidence.counter(name), episode, np.nanmean) for name in ("queued_s", "exposed_queued_s"))
+    if waiting_s + throttled_s <= OF_NOISE * episode.excess:
+        return False
+    is_held = throttled_s > OF_NOISE * episode.excess
+    return not _waits_on_its_way(evidence, paths, HELD_QUEUED_S if is_held else QUEUED_S)
+
+
+def _losing(paths: Sequence[Path]) -> Path | None:
+    """Return the path on which most segments were sent again, of those with two known ends if any did; None where they
+    are too few."""
+    resent = sum(path.resent for path in paths)
+    segments = sum(path.segments for path in paths)
+    is_lossy = resent >= LOST_SEGMENTS and resent > LOST * segments
+    known = [path for path in paths if path.ranks[0] != path.ranks[1] and path.resent > 0]
+    return max(known or paths, key=lambda path: path.resent) if is_lossy else None
+
+
+def _delays(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
+    """Return a link that delays what it carries, where that is too little beside the noise of the transfers: the small
+    exchange at a step's end shows it by itself, and what it costs is what transfers take longer on the whole. Within a
+    node no link delays anything, and ranks that a quota holds back answer late."""
+    if len(set(evidence.nodes)) == 1:
+        return []
+    agreed_s = over_all_ranks(evidence.counter("agreed_s"), np.nanmin)
+    latency_s = np.where(np.isfinite(agreed_s), agreed_s, np.nanmedian(agreed_s))
+    usual_s = float(usual(latency_s))
+    usual_step_s = float(usual(step_s))
+    least_s = max(LATER_S, LATER * usual_s, NOISE_FACTOR * float(deviation(latency_s)))
+    limit = np.full(len(step_s), least_s)
+    verdicts = []
+    for episode in find_episodes(latency_s - usual_s, limit, step_s, LONG_STEPS_S):
+        outside_s = np.delete(transfer_s, np.arange(episode.first, episode.last + 1))
+        longer_s = float(np.median(transfer_s[episode.where]) - np.median(outside_s)) if len(outside_s) else 0.0
+        priced = replace(episode, excess=max(longer_s, episode.excess))
+        paths = paths_of(evidence.connections, episode)
+        is_held = rise(evidence.counter("throttled_s"), episode, np.nanmax) > OF_NOISE * episode.excess
+        is_felt = priced.excess > DELAY_SHARE * usual_step_s and episode.steadiness >= STEADY and not is_held
+        if is_felt and _losing(paths) is None and _answers_later(evidence, episode, paths):
+            verdicts.append(_delayed(evidence, priced, paths))
+    return [one for one in verdicts if one is not None]
+
+
+def _latency_s(evidence: RunEvidence, episode: Episode) -> tuple[float, float]:
+    """Return by how much the small exchange at a step's end takes longer in an episode, and how long it usually takes:
+    on the rank that comes last to it."""
+    agreed_s = over_all_ranks(evidence.counter("agreed_s"), np.nanmin)
+    return rise(evidence.counter("agreed_s"), episode, np.nanmin), float(np.nan_to_num(np.nanpercentile(agreed_s, 25)))
+
+
+def _answers_later(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> bool:
+    """Return whether the latency has grown, and by more than a queue before a narrow link makes of it."""
+    latency_s, usual_s = _latency_s(evidence, episode)
+    one_way_s = max((path.rtt_s - path.usual_rtt_s for path in paths), default=0.0) / 2
+    return latency_s > max(LATER_S, LATER * usual_s, one_way_s)
+
+
+def _delayed(evidence: RunEvidence, episode: Episode, paths: Sequence[Path]) -> RunVerdict | None:
+    """Return a link whose latency has grown; None where round trips do not show it."""
+    latency_s, usual_s = _latency_s(evidence, episode)
+    worst = max(paths, key=lambda path: path.rtt_s - path.usual_rtt_s, default=None)
+    # Ranks that wait for a processor delay exchanges too; a link is not to blame for that time.
+    names = ("queued_s", "exposed_queued_s")
+    queued_s = sum(float(np.nan_to_num(evidence.counter(name)[episode.where]).mean()) for name in names)
+    step_s = float(evidence.part(*evidence.parts_s)[episode.where].mean())
+    is_loaded = queued_s > LOADED * step_s
+    crosses = worst is not None and len(set(_ends(evidence, worst))) > 1
+    round_trips = 2 * (evidence.ranks - 1) if crosses and not is_loaded else 1  # of a ring's small all-reduce
+    shows_rtt = worst is not None and round_trips * (worst.rtt_s - worst.usual_rtt_s) >= OF_RTT * latency_s
+    may_hide_rtt = any(len(set(path.ranks)) == 1 for path in paths)  # a relay answers in the other end's place
+    if not shows_rtt and (is_loaded or not may_hide_rtt):
+        return None
+    now_s = latency_s + usual_s
+    text = f"the small exchange that ends a step takes {now_s * 1e3:.3g} ms, {usual_s * 1e3:.3g} usually"
+    return _verdict(evidence, episode, "delayed_link", worst, paths, lambda path: path.rtt_s - path.usual_rtt_s, text)
+
+
+def _verdict(
+    evidence: RunEvidence,
+    episode: Episode,
+    cause: Cause,
+    worst: Path | None,
+    paths: Sequence[Path],
+    badness: Callable[[Path], float],
+    text: str,
+) -> RunVerdict:
+    sentences = [text, f"since then the transfers of a step take {episode.excess * 1e3:.3g} ms longer"]
+    link: tuple[int, ...] | None = None
+    if worst is not None:
+        link = worst.ranks
+        if cause == "narrow_link":
+            sentences.append(
+                f"between ranks {_names(worst.ranks)} {worst.rate / 1e6:.3g} MB/s are carried, "
+                f"{worst.usual_rate / 1e6:.3g} at other times"
+            )
+        elif cause == "delayed_link":
+            sentences.append(f"round trips between ranks {_names(worst.ranks)} take {worst.rtt_s * 1e3:.3g} ms")
+    since_step = int(evidence.steps[episode.first])
+    slowdowns = [one for one in evidence.link_slowdowns if one.now_bytes_per_s < one.before_bytes_per_s]
+    if slowdowns and link is None:
+        slowest = max(slowdowns, key=lambda one: one.before_bytes_per_s / one.now_bytes_per_s)
+        link = slowest.ranks
+        sentences.append(f"the {slowest.axis} exchanges of ranks {_names(link)} have become slower")
+    return RunVerdict(
+        cause=cause,
+        node=_node_of(evidence, paths, badness),
+        link=link,
+        since_step=since_step,
+        until_step=None if cause == "lossy_link" and _loses_still(evidence) else until(evidence, episode),
+        cost_s=episode.excess,
+        confidence=confidence(episode),
+        evidence=tuple(sentences),
+    )
+
+
+def _resent(evidence: RunEvidence) -> Figures:
+    """Return the segments that all connections together sent again, (T,)."""
+    whole: Figures = np.sum([np.nan_to_num(one.resent) for one in evidence.connections], axis=0)
+    return whole
+
+
+def _loses_still(evidence: RunEvidence) -> bool:
+    """Return whether segments are lost in the newest steps too, though the load of the machine may hide their price."""
+    return bool(_resent(evidence)[-RECENT_STEPS:].sum() >= 1)
+
+
+def _always_lossy(evidence: RunEvidence, transfer_s: Figures, step_s: Figures) -> list[RunVerdict]:
+    """Return a link that has lost segments all along, so that no change shows it."""
+    if not len(step_s):
+        return []
+    first = int(np.argmax(_resent(evidence) > 0)) if evidence.connections else 0
+    whole = Episode(first, len(step_s) - 1, float(np.median(transfer_s[first:])), 1.0)
+    paths = paths_of(evidence.connections, whole)
+    worst = max(paths, key=lambda path: path.resent, default=None)
+    is_costly = whole.excess > LEAST_SHARE * float(usual(step_s))
+    if worst is None or not is_costly or worst.resent < 4 * max(LOST_SEGMENTS, LOST * worst.segments):
+        return []
+    text = f"{worst.resent / worst.segments:.2%} of segments between ranks {_names(worst.ranks)} were sent again"
+    return [_verdict(evidence, whole, "lossy_link", worst, paths, lambda path: path.resent, text)]
+
+
+def _node_of(evidence: RunEvidence, paths: Sequence[Path], badness: Callable[[Path], float]) -> int | None:
+    """Return the node that all bad paths lead to or from, where there are other nodes between which paths are well."""
+    nodes = sorted(set(evidence.nodes))
+    between = [path for path in paths if _ends(evidence, path)[0] != _ends(evidence, path)[1]]
+    if len(nodes) < 3 or not between:
+        return None
+    with_node = {node: [badness(path) for path in between if node in _ends(evidence, path)] for node in nodes}
+    without = {node: [badness(path) for path in between if node not in _ends(evidence, path)] for node in nodes}
+    for node in nodes:
+        if with_node[node] and without[node] and min(with_node[node]) > 2 * max(max(without[node]), 0.0):
+            return node
+    return None
+
+
+def _ends(evidence: RunEvidence, path: Path) -> Pair:
+    return evidence.nodes[path.ranks[0]], evidence.nodes[path.ranks[1]]
+
+
+def _slowness(rate: float, usual_rate: float) -> float:
+    return usual_rate / rate if rate > 0 and usual_rate > 0 else 0.0
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return " and ".join(map(str, ranks))
+
+
+def find_retries(evidence: RunEvidence, steps_s: Mapping[int, float]) -> list[RunVerdict]:
+    """Return exchanges between replica groups that failed and were made again; `steps_s` is what these steps took."""
+    if not evidence.retried_steps:
+        return []
+    first = min(evidence.retried_steps)
+    last = max(evidence.retried_steps)
+    lost_s = sum(steps_s.get(step, 0.0) for step in evidence.retried_steps)
+    return [
+        RunVerdict(
+            cause="network_timeouts",
+            since_step=first,
+            until_step=last,
+            cost_s=lost_s / (last - first + 1),
+            confidence=0.9,
+            evidence=(
+                f"{len(evidence.retried_steps)} steps were made again because an exchange had failed, with all replica "
+                "groups still there",
+            ),
+        )
+    ]

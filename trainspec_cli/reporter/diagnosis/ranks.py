@@ -1,0 +1,430 @@
+"""Ranks, or whole nodes, that take longer than they should for their own part of a step.
+
+All ranks end a step together, so the step's time tells nothing: a rank's own part does, which the others wait for. It
+is held against that of the ranks that do the same work, and, where there are none, against the rank's own past. The
+kernel's counters tell why: a quota, other processes on its processor, memory, or more work; what is left is the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trainspec_cli.recipe.results.verdict import Cause, RunVerdict
+from trainspec_cli.reporter.diagnosis.evidence import OWN_PARTS, Figures, RunEvidence
+from trainspec_cli.reporter.diagnosis.memory import (
+    CONFIRMING_S,
+    CONFIRMING_STEPS,
+    GAP_STEPS,
+    NOISE_FACTOR,
+    Episode,
+    deviation,
+    find_episodes,
+    smoothed,
+    usual,
+)
+
+LEAST_SHARE = 0.1
+"""Causes that cost less than this part of a step are not reported."""
+STOLEN_S = 8.0
+"""Other work takes a rank's processor for so long at least: it comes and goes."""
+STOLEN_ALONE_S, OF_STOLEN = 3.0, 0.5
+"""So long is enough where the rank's peers lack a processor for no more than such a part of its excess."""
+RELIEVED = 0.97
+"""A rank that has less than such a part of its peers' samples was given fewer."""
+LEFT_S = 60.0
+"""Other work that has left a rank or its processor again before so long was noise."""
+LASTING_STEPS = 8
+"""An episode that no counter explains, and that ends in fewer steps, is no verdict: load of 5 steps shows in up to 7,
+since series are smoothed."""
+STEADILY = 0.8
+"""Fraction of an episode's steps that are slow where it is one disturbance, not several that follow one another."""
+UNCOUNTED_STEPS = 6
+"""So many steps show what no counter does."""
+OF_PEERS = 0.4
+"""Where the peers' time without a processor rises by such a part of a rank's excess, the whole machine is loaded,
+unless that rank is always the last one."""
+LOADED = 0.05
+"""The machine is loaded where ranks wait for a processor for such a part of a step."""
+STEADY = 0.6
+"""Fraction of an episode's steps that are slow where other work could be the reason."""
+EXPLAINS = 0.4
+"""A counter explains an excess of which it is such a part."""
+PAGES = 20.0
+"""Pages read back from disk in a step, beside which memory is short."""
+AS_SLOW = 0.5
+"""A peer is as slow as a rank whose excess it has such a part of."""
+MORE_WORK = 0.5
+"""A rank with more work is as slow as that asks for, where the work's growth is such a part of the time's."""
+
+
+CHANCE = 1e-5
+"""A rank is always the last one where chance would make it so in fewer episodes than this (Hoeffding, 1963)."""
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank in an episode; `cause` is what the counters say."""
+
+    rank: int
+    episode: Episode
+    cause: Cause
+    why: str
+    is_counted: bool = False
+    """As `Explained.is_counted`."""
+
+
+class OwnTimes:
+    """The own parts of each rank's steps, and what they should be."""
+
+    def __init__(self, evidence: RunEvidence):
+        self.evidence = evidence
+        gc_s = np.nan_to_num(evidence.counter("gc_s"))
+        parts = [name for name in OWN_PARTS if name not in ("data_wait", "checkpoint")]
+        throttled_s = np.nan_to_num(evidence.counter("throttled_s"))
+        self.queued_s: Figures = np.maximum(0.0, np.nan_to_num(evidence.counter("queued_s")) - throttled_s)
+        """(T, R): time without a processor, which other processes had; a thread that a quota holds back waits, too."""
+        self.own_s: Figures = np.maximum(0.0, evidence.part(*parts) - gc_s - self.queued_s)
+        """(T, R): without waiting for data or a processor, checkpoints and garbage collection, which are looked at by
+        themselves."""
+        self.step_s: Figures = np.median(evidence.part(*evidence.parts_s), axis=1)
+        """(T,)"""
+        self.usual_step_s = float(usual(self.step_s))
+        self.knows_load = bool(np.isfinite(evidence.counter("queued_s")).any())
+        """The system counts the time for which a rank waits for a processor."""
+        self.load_s = smoothed(np.median(self.queued_s, axis=1))
+        """(T,): how long the ranks wait for a processor, by their median. Programs that share processors share caches
+        and cores, too, so that what a rank computes takes longer by as much, now on one and now on another."""
+        # Where all ranks of a kind are on one node of several, a slow node makes them equally slow: their own kind
+        # would hide it, so they are also compared with what is usual among the others.
+        expected = self.expect(self.own_s)
+        shares = self.evidence.shares
+        if (shares > 1).any():  # a rank that the scheduler gives more samples than others may take longer by these
+            with_share_s = self.expect(self.own_s / shares) * shares
+            expected = np.where(shares > 1, np.maximum(expected, with_share_s), expected)
+        kinds = np.array(self.evidence.kinds)
+        nodes = np.array(self.evidence.nodes)
+        if len(np.unique(nodes)) > 1:
+            for kind in np.unique(kinds):
+                of_kind = np.flatnonzero(kinds == kind)
+                if len(np.unique(nodes[of_kind])) == 1:
+                    expected[:, of_kind] = np.minimum(expected[:, of_kind], usual(expected[:, of_kind]))
+        self.expected_s = expected
+        """(T, R)"""
+
+    def expect(self, series: Figures) -> Figures:
+        """Return what each rank's figures should be: the median of the ranks that do the same work, of two the lower
+        one; of a rank alone what is usual of itself."""
+        kinds = np.array(self.evidence.kinds)
+        expected = np.empty_like(series)
+        for kind in np.unique(kinds):
+            of_kind = np.flatnonzero(kinds == kind)
+            times = series[:, of_kind]
+            if len(of_kind) > 1:
+                middle = (len(of_kind) - 1) // 2
+                expected[:, of_kind] = np.partition(times, middle, axis=1)[:, middle : middle + 1]
+            else:
+                expected[:, of_kind] = usual(times)
+        return expected
+
+    def expect_queued(self) -> Figures:
+        """Return how long each rank should wait for a processor: on a busy machine as long for each second that it
+        computes as its peers do. A rank with more to compute waits longer, though nothing is taken from it."""
+        processor_s = self.evidence.counter("cpu_s")
+        of_peers_s = self.expect(np.nan_to_num(processor_s))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            more = np.where((of_peers_s > 0) & np.isfinite(processor_s), processor_s / of_peers_s, 1.0)
+        expected: Figures = self.expect(self.queued_s) * np.maximum(1.0, more)
+        return expected
+
+    def is_loaded(self, episode: Episode) -> bool:
+        """Return whether other programs, or other virtual machines, have had a part of the ranks' processors in an
+        episode."""
+        stolen_s = np.nan_to_num(self.evidence.counter("steal_s"))[episode.where]
+        loaded_s = np.median(self.load_s[episode.where]) + np.median(stolen_s)
+        return bool(loaded_s > LOADED * np.median(self.step_s[episode.where]))
+
+    def is_always_last(self, rank: int, episode: Episode) -> bool:
+        """Return whether a rank ends its part of a step as the last of those that do the same work far more often in an
+        episode than by chance. The load of a whole machine strikes now one rank and now another."""
+        of_kind = np.flatnonzero(np.array(self.evidence.kinds) == self.evidence.kinds[rank])
+        took_s = (self.own_s + self.queued_s)[episode.where][:, of_kind]
+        more_often = float((of_kind[took_s.argmax(axis=1)] == rank).mean()) - 1 / len(of_kind)
+        return more_often > 0 and math.exp(-2 * episode.steps * more_often**2) < CHANCE
+
+    def limit(self, series: Figures | None = None) -> Figures:
+        """Return above what a series of seconds (T,) counts: a part of the steps around it, and beyond the noise of its
+        single steps."""
+        noise = 0.0 if series is None else NOISE_FACTOR * float(deviation(series))
+        return np.maximum(LEAST_SHARE * np.maximum(self.usual_step_s, smoothed(self.step_s)), noise)
+
+
+def find_slow_ranks(evidence: RunEvidence, times: OwnTimes) -> list[RunVerdict]:
+    """Return the ranks that are slower than the others that do the same work; whole nodes where all of theirs are."""
+    slow = []
+    confirming_s = CONFIRMING_S if times.knows_load else STOLEN_S  # else it may be other work, which comes and goes
+    for rank, episode in _suspects(times, times.own_s - times.expected_s, confirming_s, times.load_s):
+        found = explain(evidence, times, rank, episode)
+        at_once = found.is_counted or (found.is_of_device and not times.is_loaded(episode))
+        if at_once or (episode.steadiness >= STEADY and episode.steps >= UNCOUNTED_STEPS):
+            slow.append(Slow(rank, episode, found.cause, found.why, found.is_counted))
+    slow = [
+        one
+        for one in slow
+        if one.is_counted or lasts(evidence, times, one.rank, [o.episode for o in slow if o.rank == one.rank])
+    ]
+    # On a loaded machine other programs share caches and memory with a rank now and then. What has no counted reason
+    # and soon goes away is such a visit, not a slow device.
+    unexplained = [one for one in slow if not one.is_counted and one.cause in ("slow_device", "host_bound")]
+    visits = []
+    for rank in {one.rank for one in unexplained}:
+        of_rank = [one for one in unexplained if one.rank == rank]
+        episodes = [one.episode for one in of_rank]
+        loaded = sum(times.is_loaded(episode) for episode in episodes)
+        if loaded > len(episodes) / 2 and not _came_to_stay(evidence, times, episodes):
+            visits += of_rank
+    slow = [replace(one, cause="noise") if one in visits else one for one in slow]
+    return _verdicts(evidence, times, slow + list(_stolen(evidence, times)))
+
+
+def lasts(evidence: RunEvidence, times: OwnTimes, rank: int, of_rank: Sequence[Episode]) -> bool:
+    """Return whether a rank is still slow, was slow for some time, or is slow again and again. Shorter episodes that no
+    counter explains are other work of the machine, about which a user can do nothing. A rank to which the scheduler has
+    given fewer samples is still slow, though no other rank waits for it any more."""
+    is_slow = np.zeros(len(evidence.steps), dtype=np.bool_)
+    is_relieved = evidence.shares[:, rank] < RELIEVED
+    for episode in of_rank:
+        if until(evidence, episode) is None:
+            return True
+        is_slow[episode.where] = episode.steadiness >= STEADILY
+        later = is_relieved[episode.last + 1 :]
+        begun = int(np.argmax(later)) if later[: GAP_STEPS + 1].any() else len(later)
+        ended = begun + int(np.argmin(np.append(later[begun:], False)))
+        is_slow[episode.last + 1 : episode.last + 1 + ended] |= begun < len(later)
+    is_loaded = any(times.is_loaded(episode) for episode in of_rank)
+    least_s = STOLEN_S if is_loaded or not times.knows_load else STOLEN_ALONE_S
+    if not is_slow.any():
+        return False
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_slow, [False]]).astype(np.int8)))
+    longest = edges[::2][np.argmax(edges[1::2] - edges[::2])]
+    in_a_row = slice(longest, longest + np.max(edges[1::2] - edges[::2]))
+    if in_a_row.stop - in_a_row.start >= LASTING_STEPS and times.step_s[in_a_row].sum() >= least_s:
+        return True
+    span = slice(edges[0], edges[-1])
+    comes_back = is_slow[span].mean() >= 0.5 and is_slow.sum() >= 2 * LASTING_STEPS
+    return bool(comes_back and times.step_s[is_slow].sum() >= 2 * least_s)
+
+
+def _came_to_stay(evidence: RunEvidence, times: OwnTimes, of_rank: Sequence[Episode]) -> bool:
+    """Return whether a rank is still slow, or was so for long and most of the time since it first was."""
+    first = of_rank[0]
+    last = of_rank[-1]
+    span_s = times.step_s[first.first : last.last + 1].sum()
+    slow_s = sum(times.step_s[episode.where].sum() for episode in of_rank)
+    return until(evidence, last) is None or bool(slow_s >= max(LEFT_S, span_s / 2))
+
+
+def _stolen(evidence: RunEvidence, times: OwnTimes) -> Iterator[Slow]:
+    """Yield the ranks whose processors other processes have; `noise` where these have left again before long."""
+    of_all_peers_s = times.expect_queued()
+    found: list[tuple[int, Episode]] = []
+    for rank, episode in _suspects(times, times.queued_s - of_all_peers_s, STOLEN_ALONE_S):
+        of_peers_s = of_all_peers_s[:, rank]
+        level_s = float(np.median(of_peers_s[episode.where]))
+        lasts = level_s <= OF_STOLEN * episode.excess or times.step_s[episode.where].sum() >= STOLEN_S
+        is_alone = level_s - usual(of_peers_s) < OF_PEERS * episode.excess or times.is_always_last(rank, episode)
+        if episode.steadiness >= STEADY and lasts and is_alone:
+            found.append((rank, episode))
+    last = dict(found)  # of each rank
+    for rank, episode in found:
+        why = f"other processes have its processor for {milliseconds(episode.excess)} more of each step than its peers'"
+        span = slice(episode.first, last[rank].last + 1)
+        came_to_stay = until(evidence, last[rank]) is None or times.step_s[span].sum() >= LEFT_S
+        yield Slow(rank, episode, "stolen_cores" if came_to_stay else "noise", why)
+
+
+def _suspects(
+    times: OwnTimes, excess_s: Figures, confirming_s: float, least_s: Figures | float = 0.0
+) -> Iterator[tuple[int, Episode]]:
+    """Yield the ranks and the episodes in which a series (T, R) of theirs lies above its limit and `least_s`."""
+    confirming_steps = CONFIRMING_STEPS + int(math.log10(excess_s.shape[1]) / 2)  # chance has more ranks to strike
+    above = (excess_s > LEAST_SHARE * times.usual_step_s).sum(axis=0)
+    for rank in np.flatnonzero(above >= confirming_steps).tolist():
+        series = excess_s[:, rank]
+        for episode in find_episodes(series, np.maximum(times.limit(series), least_s), times.step_s, confirming_s):
+            if episode.steps >= confirming_steps:
+                yield rank, episode
+
+
+@dataclass(frozen=True)
+class Explained:
+    """Why a rank is slow."""
+
+    cause: Cause
+    why: str
+    is_counted: bool = False
+    """The kernel has counted what holds the rank back: other work on the machine is not that."""
+
+    @property
+    def is_of_device(self) -> bool:
+        return self.cause == "slow_device"
+
+
+def explain(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> Explained:
+    """Return why a rank is slow in an episode, by how its counters differ from its peers'."""
+    excess_s = episode.excess
+    peers = _peers(evidence, times, rank, episode)
+
+    def more(name: str) -> float:
+        return _difference(evidence.counter(name), rank, peers, episode)
+
+    if more("throttled_s") > EXPLAINS * excess_s:
+        why = f"a quota holds its control group back for {milliseconds(more('throttled_s'))} a step"
+        return Explained("slow_device", why, is_counted=True)
+    if more("major_faults") > PAGES or more("memory_stall_s") > EXPLAINS * excess_s:
+        why = f"it reads {more('major_faults'):.0f} more pages back from disk in a step than others"
+        return Explained("memory_pressure", why, is_counted=True)
+    if (work := _more_work(evidence, times, rank, peers, episode)) is not None:
+        return Explained("uneven_lengths", f"its samples ask for {work:.0%} more work than those of its peers")
+    if _difference(evidence.parts_s["other"], rank, peers, episode) > 0.5 * excess_s:
+        return Explained("host_bound", "the time passes between the passes, in Python")
+    busy_s = more("cpu_s")
+    if np.isfinite(busy_s) and busy_s > EXPLAINS * excess_s:
+        why = f"the same work takes {milliseconds(busy_s)} more processor time a step than on its peers"
+        return Explained("slow_device", why)
+    return Explained("slow_device", "it computes longer than its peers, and the system counts no reason")
+
+
+def _peers(evidence: RunEvidence, times: OwnTimes, rank: int, episode: Episode) -> list[int]:
+    """Return the ranks that do the same work, without those that are as slow: they say nothing of what is usual."""
+    inside = episode.where
+    excess_s = np.median(times.own_s[inside] - times.expected_s[inside], axis=0)
+    of_kind = (other for other in range(evidence.ranks) if evidence.kinds[other] == evidence.kinds[rank])
+    return [other for other in of_kind if other != rank and excess_s[other] < AS_SLOW * episode.excess]
+
+
+def _more_work(
+    evidence: RunEvidence, times: OwnTimes, rank: int, peers: Sequence[int], episode: Episode
+) -> float | None:
+    """Return by which fraction a rank has more work than its peers in those steps of an episode in which it is slow,
+    where that explains its time."""
+    if not peers:
+        return None
+    late_s = (times.own_s - times.expected_s)[episode.where, rank]
+    is_late = late_s > AS_SLOW * episode.excess
+    expected_s = float(np.median(times.expected_s[episode.where, rank]))
+    for name in ("tokens", "attended"):
+        work = (evidence.counter(name) / evidence.shares)[episode.where][is_late]
+        own = mean_known(work[:, rank])
+        others = mean_known(np.median(work[:, list(peers)], axis=1))
+        if others > 0 and own / others - 1 > MORE_WORK * episode.excess / max(expected_s, 1e-9):
+            return own / others - 1
+    return None
+
+
+def _difference(series: Figures, rank: int, peers: Sequence[int], episode: Episode) -> float:
+    """Return by how much a rank's counter is above its peers' median in an episode, or, where it has none, above its
+    own outside it; NaN where it is not known."""
+    inside = mean_known(series[episode.where, rank])
+    if peers:
+        others = means_known(series[episode.where][:, list(peers)])
+        return inside - float(np.median(others[np.isfinite(others)])) if np.isfinite(others).any() else float("nan")
+    outside = np.delete(series[:, rank], np.arange(episode.first, episode.last + 1))
+    return inside - (mean_known(outside) if np.isfinite(outside).any() else 0.0)
+
+
+def mean_known(values: Figures) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def means_known(values: Figures) -> Figures:
+    """Return the mean over the first axis of what is known; NaN where nothing is."""
+    known = np.isfinite(values)
+    counts = known.sum(axis=0)
+    with np.errstate(invalid="ignore"):
+        means: Figures = np.where(known, values, 0.0).sum(axis=0) / np.where(counts, counts, np.nan)
+    return means if np.isfinite(means).any() else np.array([np.nan])
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+# Nodes
+
+
+def _verdicts(evidence: RunEvidence, times: OwnTimes, slow: list[Slow]) -> list[RunVerdict]:
+    """Return a verdict for each node whose ranks are all slow, and for each rank of the others. Where that is every
+    node, it is none of a node: `find_common_slowness` looks at those."""
+    verdicts = []
+    of_nodes = list[Slow]()
+    sizes = Counter(evidence.nodes)
+    for node in sorted({evidence.nodes[one.rank] for one in slow}):
+        if sizes[node] < 2 or len(sizes) == 1:
+            continue
+        if common := _common([one for one in slow if evidence.nodes[one.rank] == node], sizes[node]):
+            of_nodes += common
+            verdicts.append(_node_verdict(evidence, node, common))
+    if len(verdicts) == len(sizes) > 1:
+        verdicts = []
+    verdicts += [_rank_verdict(evidence, times, one) for one in slow if one not in of_nodes]
+    return verdicts
+
+
+def _common(of_node: Sequence[Slow], ranks: int) -> list[Slow]:
+    """Return the episodes of a node that all of its ranks share; none where one of them is well."""
+    longest = max(of_node, key=lambda one: one.episode.last - one.episode.first)
+    shared = [one for one in of_node if one.episode.covers(longest.episode) > 0.5]
+    return shared if len({one.rank for one in shared}) == ranks else []
+
+
+def _node_verdict(evidence: RunEvidence, node: int, common: Sequence[Slow]) -> RunVerdict:
+    causes = [one.cause for one in common]
+    often: Cause = max(sorted(set(causes)), key=causes.count)
+    first = min(common, key=lambda one: one.episode.first)
+    last = max(common, key=lambda one: one.episode.last)
+    worst = max(common, key=lambda one: one.episode.excess)
+    return RunVerdict(
+        cause="slow_node" if often in ("slow_device", "stolen_cores", "host_bound") else often,
+        node=node,
+        since_step=int(evidence.steps[first.episode.first]),
+        until_step=until(evidence, last.episode),
+        cost_s=worst.episode.excess,
+        confidence=min(confidence(one.episode) for one in common),
+        evidence=(f"all {len({one.rank for one in common})} ranks of node {node} are slow: {worst.why}",),
+    )
+
+
+def _rank_verdict(evidence: RunEvidence, times: OwnTimes, slow: Slow) -> RunVerdict:
+    episode = slow.episode
+    rank = slow.rank
+    own_s = float(np.median(times.own_s[episode.where, rank] + times.queued_s[episode.where, rank]))
+    expected_s = own_s - episode.excess
+    return RunVerdict(
+        cause=slow.cause,
+        rank=None if slow.cause == "noise" else rank,
+        since_step=int(evidence.steps[episode.first]),
+        until_step=until(evidence, episode),
+        cost_s=episode.excess,
+        confidence=confidence(episode),
+        evidence=(
+            f"rank {rank} (node {evidence.nodes[rank]}) takes {milliseconds(own_s)} for its part of a step, its peers "
+            f"{milliseconds(expected_s)}",
+            slow.why,
+        ),
+    )
+
+
+def until(evidence: RunEvidence, episode: Episode) -> int | None:
+    """Return the last step of an episode; None where it may go on."""
+    return None if episode.last >= len(evidence.steps) - 2 else int(evidence.steps[episode.last])
+
+
+def confidence(episode: Episode) -> float:
+    """Return how sure an episode is: how many of its steps show it, and more of them the surer."""
+    return round(min(0.99, episode.steadiness * (1 - 0.5 / episode.steps)), 2)

@@ -1,0 +1,89 @@
+"""The diagnosis of a run that goes on: verdicts are written and reported when they are found, and when they end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+from trainspec_cli.recipe.results.verdict import RunVerdict
+from trainspec_cli.reporter.diagnosis.conclude import conclude
+from trainspec_cli.reporter.diagnosis.gather import RunReader, shape_of
+from trainspec_cli.reporter.diagnosis.looks import next_look
+from trainspec_cli.run.folder.event_types.events import VerdictEvent
+from trainspec_cli.run.folder.events import EventWriter
+from trainspec_cli.run.folder.looks import LooksRecord, read_looks, write_looks
+from trainspec_cli.run.folder.paths import RunDir
+
+SUPERVISOR = -1
+REMEMBERED_STEPS = 512
+LOOK_S, COST_SHARE, LONGEST_S = 1.0, 5e-3, 5.0
+"""A look is taken so often at most, and so seldom that looking takes this share of a processor, but every 5 s."""
+SEEN_TWICE = 2
+"""Looks in a row that show a verdict, before it is reported."""
+
+
+class DiagnosisWatch:
+    """`look` is to be called again and again; a run needs none of it to go on."""
+
+    def __init__(self, run: RunDir, clock: Callable[[], float] = time.monotonic, *, looks_deeper: bool = True):
+        """`looks_deeper`: a new verdict asks the suspected rank for a deeper look."""
+        self._run = run
+        self._clock = clock
+        self._looks_deeper = looks_deeper
+        self._reader: RunReader | None = None
+        self._due_s = clock() + LOOK_S
+        self._is_over = False
+        self._seen: dict[tuple[object, ...], int] = {}
+        self._reported: dict[tuple[object, ...], RunVerdict] = {}
+
+    def look(self, report: Callable[[VerdictEvent], None]) -> None:
+        """Take in what is new; `report` hears of each verdict that was found, or is over. Where that
+        fails, of a damaged file, say, nothing more is looked for."""
+        if self._is_over or self._clock() < self._due_s:
+            return
+        began_s = time.thread_time()
+        try:
+            self._look(report)
+        except Exception:  # no training ends for want of a diagnosis; `trainspec diagnose` says what is wrong
+            self._is_over = True
+        cost_s = time.thread_time() - began_s
+        self._due_s = self._clock() + min(LONGEST_S, max(LOOK_S, cost_s / COST_SHARE))
+
+    def _look(self, report: Callable[[VerdictEvent], None]) -> None:
+        if self._reader is None:
+            self._reader = RunReader(self._run, shape_of(self._run), REMEMBERED_STEPS)
+        self._reader.read()
+        found = {one.place: one for one in conclude(self._reader.evidence(time.time())) if one.cause != "as_planned"}
+        going_on = {place: one for place, one in found.items() if one.until_step is None}
+        self._seen = {place: self._seen.get(place, 0) + 1 for place in going_on}
+        for place, one in going_on.items():
+            if place not in self._reported and (self._seen[place] >= SEEN_TWICE or one.cause == "hang"):
+                self._reported[place] = one
+                self._write(one, report, is_over=False)
+                self._look_deeper(one, self._reader)
+            elif place in self._reported and one.code and not self._reported[place].code:
+                self._reported[place] = one
+                self._write(one, report, is_over=False)
+        for place in [place for place in self._reported if place not in going_on]:
+            known = self._reported.pop(place)
+            ended = found.get(place) or replace(known, until_step=self._reader.step)
+            self._write(ended, report, is_over=True)
+
+    def _look_deeper(self, verdict: RunVerdict, reader: RunReader) -> None:
+        """Ask a rank for a deeper look at what a new verdict names; a disk that is full takes no such order."""
+        if not self._looks_deeper:
+            return
+        with suppress(OSError):
+            orders = read_looks(self._run).orders
+            if (order := next_look(verdict, reader.shape.nodes, orders)) is not None:
+                write_looks(self._run, LooksRecord(orders=(*orders, order)))
+
+    def _write(self, verdict: RunVerdict, report: Callable[[VerdictEvent], None], *, is_over: bool) -> None:
+        assert self._reader is not None, "something was read"
+        writer = EventWriter(self._run.verdicts, SUPERVISOR)
+        event = VerdictEvent(step=self._reader.step, is_over=is_over, verdict=verdict)
+        writer.write(event)
+        writer.close()
+        report(event)

@@ -1,0 +1,74 @@
+"""Kernels for people: the table that was measured, and what was chosen by it."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from trainspec_cli.recipe.keys.kernels import TORCH, KernelFigure, KernelSpec, KernelTable
+from trainspec_cli.reporter.rich_text import Text
+
+STYLES = {"chosen": "green", "wrong": "red", "failed": "red"}
+
+
+def render_table(table: KernelTable) -> RenderableType:
+    """Each backend's time over torch's default, its error, and what became of it; below, what was not tried and why."""
+    about = f"{table.device}, {table.compute}, torch {table.torch}; time: forward and backward, over the default's"
+    untried = [Text(f"not tried, as {reason}:\n  {names}", style="dim") for reason, names in _untried(table).items()]
+    return Group(Text(about), Text(), _tried(table), *(part for line in untried for part in (Text(), line)))
+
+
+def _tried(table: KernelTable) -> Table:
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    grid.add_column("operation", no_wrap=True)
+    grid.add_column("backend", no_wrap=True)
+    for figure in ("time", "quartiles", "error"):
+        grid.add_column(figure, justify="right", no_wrap=True)
+    grid.add_column("")
+    for op, figures in table.figures.items():
+        tried = {backend: figure for backend, figure in figures.items() if figure.verdict != "not tried"}
+        for number, (backend, found) in enumerate(tried.items()):
+            style = STYLES.get(found.verdict, "")
+            name = Text(backend, style=style)
+            verdict = Text(_describe_verdict(found), style=style)
+            grid.add_row("" if number else op, name, *_numbers(found), verdict)
+    return grid
+
+
+def _numbers(figure: KernelFigure) -> tuple[str, ...]:
+    ratio = f"{figure.ratio:.3f}" if figure.ratio is not None else ""
+    quartiles = " - ".join(f"{quartile:.2f}" for quartile in figure.quartiles)
+    return ratio, quartiles, f"{figure.error:.1e}" if figure.error is not None else ""
+
+
+def _describe_verdict(figure: KernelFigure) -> str:
+    if figure.verdict == "not faster":
+        return "" if figure.reason == TORCH else f"{figure.reason} is faster"
+    return ": ".join(filter(None, ("" if figure.verdict == "default" else figure.verdict, figure.reason)))
+
+
+def _untried(table: KernelTable) -> dict[str, str]:
+    """Reason -> `attention cudnn, flex; rope liger`."""
+    by_reason: dict[str, dict[str, list[str]]] = {}
+    for op, figures in table.figures.items():
+        for backend, figure in figures.items():
+            if figure.verdict == "not tried":
+                by_reason.setdefault(figure.reason, {}).setdefault(op, []).append(backend)
+    return {
+        reason: "; ".join(f"{op} {', '.join(backends)}" for op, backends in ops.items())
+        for reason, ops in by_reason.items()
+    }
+
+
+def describe_choice(kernels: KernelSpec, table: KernelTable | None) -> str:
+    """`rms_norm compiled (0.32 of the default's time), rope compiled (0.66)`; without a table the names alone."""
+    chosen = [_describe_one(op, backend, table) for op, backend in kernels.changed.items()]
+    measured = "torch's defaults, which nothing beat" if table is not None else "torch's defaults"
+    return ", ".join(chosen) or measured
+
+
+def _describe_one(op: str, backend: str, table: KernelTable | None) -> str:
+    figure = table.figures.get(op, {}).get(backend) if table is not None else None
+    if figure is None or figure.ratio is None:
+        return f"{op} {backend}"
+    return f"{op} {backend} ({figure.ratio:.2f} of the default's time)"

@@ -1,0 +1,261 @@
+"""The view of a running run: a progress bar on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.text import Text
+
+from trainspec_cli.recipe.results.plan import Plan
+from trainspec_cli.reporter.changes import advises_shares
+from trainspec_cli.reporter.progress import Progress
+from trainspec_cli.reporter.text import describe_event, describe_progress, first_text_parts
+from trainspec_cli.run.folder.event_types.events import DirectiveEvent, EvalEvent, Event, FirstTextEvent
+from trainspec_cli.run.folder.events import EventTail
+from trainspec_cli.run.folder.paths import RunDir
+
+REFRESH_PER_S = 4
+"""Drawing takes time from the workers on a small machine."""
+LINE_S = 10.0
+QUICK_S = 1.0
+"""What follows the last step has a line of its own where it takes longer."""
+XZ = "xz: what `xz -9e` compresses the same held-out text to; a model that has learned its language needs fewer bits"
+"""Explains the figure beside the first evaluation of a text."""
+
+
+class ShowProgress(Protocol):
+    def __call__(self, phase: str, done: float, rows: int = 0) -> None:
+        """Show a phase, the part of the whole that is done, 0 to 1, and the phase's rows so far."""
+
+
+@contextmanager
+def showing_progress(console: Console) -> Iterator[ShowProgress]:
+    """Show work that reports its phase, and how far it is. Off a terminal each phase is a line, and one of rows and
+    their rate follows every `LINE_S`."""
+    phase_now = ""
+    began_s = 0.0
+    shown_s = 0.0
+
+    def describe_rows(phase: str, rows: int) -> str:
+        nonlocal phase_now, began_s
+        now_s = time.monotonic()
+        if phase != phase_now:
+            phase_now = phase
+            began_s = now_s
+        took_s = now_s - began_s
+        return f"{rows:,} rows" + (f", {rows / took_s:,.0f}/s" if took_s else "") if rows else ""
+
+    if not console.is_terminal:
+        reported: set[str] = set()
+
+        def report(phase: str, done: float, rows: int = 0) -> None:
+            nonlocal shown_s
+            is_new = phase not in reported
+            text = describe_rows(phase, rows)
+            if is_new or (text and time.monotonic() - shown_s >= LINE_S):
+                reported.add(phase)
+                shown_s = time.monotonic()
+                console.print(phase if is_new else f"{phase}: {text}", markup=False, highlight=False)
+
+        yield report
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[rows]}"))
+    with Bar(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("reading", total=1.0, rows="")
+        yield lambda phase, done, rows=0: bar.update(
+            task, description=phase, completed=done, rows=describe_rows(phase, rows)
+        )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What is known beforehand of a run that is shown."""
+
+    max_steps: int | None = None
+    interval_steps: int | None = None
+    """Steps between two lines; None: a line comes every `LINE_S`."""
+    compiles: bool = False
+
+    @staticmethod
+    def of(plan: Plan | None) -> Expected:
+        """Of a command of the user's own, which has no plan, nothing is known."""
+        if plan is None:
+            return Expected()
+        return Expected(plan.total_steps, plan.spec.train.log_interval_steps, plan.spec.compile)
+
+
+class Screen(Protocol):
+    """The place that a view is drawn on."""
+
+    def say(self, text: str | Text) -> None:
+        """Add a line that stays."""
+
+    def show(self, phase: str, progress: Progress) -> None:
+        """Show what is going on now."""
+
+    def close(self) -> None: ...
+
+
+class LiveView:
+    """Reads rank 0's events and shows them; `watch` is to be called again and again while the run goes on. `log` gets
+    the lines that a console without a terminal gets."""
+
+    def __init__(
+        self, run: RunDir, plan: Plan | None, console: Console, log: Console | None = None, *, last_bytes: int = 0
+    ):
+        """`last_bytes`: of the events that are there already, so many are shown too."""
+        expected = Expected.of(plan)
+        interval_steps = expected.interval_steps
+        self._tail = EventTail(run.events(0), last_bytes)
+        self._progress = Progress(expected.max_steps)
+        self._next_advice_step = 0
+        self._explains_xz = True
+        self._has_plan = plan is not None
+        self._before_first_step = "compiling" if expected.compiles else "first step"
+        self._screens: list[Screen] = [
+            TerminalScreen(console) if console.is_terminal else PlainScreen(console, interval_steps)
+        ]
+        if log:
+            self._screens.append(PlainScreen(log, interval_steps))
+
+    def __enter__(self) -> LiveView:
+        return self
+
+    def __exit__(self, *_raised: object) -> None:
+        for screen in self._screens:
+            screen.close()
+
+    def watch(self, stop_requested: bool) -> None:
+        for event in self._tail.read():
+            self._progress.take(event)
+            if isinstance(event, FirstTextEvent):
+                self.say(describe_event(event), Text.assemble(*first_text_parts(event)))
+            elif self._is_due(event) and (text := describe_event(event)):
+                self.say(text)
+            if self._explains_xz and isinstance(event, EvalEvent) and isinstance(event.xz_bits_per_byte, float):
+                self.say(XZ)
+                self._explains_xz = False
+            self._show(stop_requested)
+        self._show(stop_requested)
+
+    def _is_due(self, event: Event) -> bool:
+        """Return whether an event is told now: of advice on shares the first, and then one in twice as many steps."""
+        if not (isinstance(event, DirectiveEvent) and advises_shares(event)):
+            return True
+        if event.step < self._next_advice_step:
+            return False
+        self._next_advice_step = 2 * event.step
+        return True
+
+    def say(self, text: str, styled: Text | None = None) -> None:
+        """Show a message, such as the supervisor's; on a terminal as it is `styled`."""
+        for screen in self._screens:
+            screen.say(styled if styled and isinstance(screen, TerminalScreen) else text)
+
+    def note(self, text: str) -> None:
+        """Add a line to the log alone."""
+        for screen in self._screens[1:]:
+            screen.say(text)
+
+    def yield_terminal(self) -> None:
+        """Draw no more: another program prints to the terminal."""
+        self._screens[0].close()
+
+    def _show(self, stop_requested: bool) -> None:
+        for screen in self._screens:
+            screen.show(self._phase(stop_requested), self._progress)
+
+    def _phase(self, stop_requested: bool) -> str:
+        """Name the phase; empty while steps go by."""
+        if stop_requested and not self._has_plan:
+            return "stopping (Ctrl-C again: at once)"
+        if stop_requested:
+            return "stopping, with a checkpoint (Ctrl-C again: at once)" if self._progress.begin else "stopping"
+        if self._progress.has_stepped:
+            return self._progress.after_last_step
+        if not self._has_plan:
+            return "no step yet"
+        return self._before_first_step if self._progress.begin else "starting workers"
+
+
+def _place(progress: Progress) -> str:
+    of = "" if progress.max_steps is None else f"/{progress.max_steps}"
+    return f"step {progress.step}{of}"
+
+
+class TerminalScreen:
+    def __init__(self, console: Console):
+        self._bar = Bar(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[figures]}", markup=False),
+            console=console,
+            transient=True,
+            refresh_per_second=REFRESH_PER_S,
+        )
+        self._task = self._bar.add_task("", total=None, figures="")
+        self._phase, self._since = "", time.monotonic()
+        self._bar.start()
+
+    def say(self, text: str | Text) -> None:
+        self._bar.console.print(text, markup=False, highlight=False)
+
+    def show(self, phase: str, progress: Progress) -> None:
+        if phase != self._phase:
+            self._phase, self._since = phase, time.monotonic()
+        where = _place(progress)
+        self._bar.update(
+            self._task,
+            description=f"{phase}, {time.monotonic() - self._since:.0f} s" if phase else where,
+            total=progress.max_steps if progress.has_stepped else None,
+            completed=progress.step,
+            figures="" if phase else describe_progress(progress),
+        )
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class PlainScreen:
+    """Prints a line every `interval_steps`, or every `LINE_S` where that is None, and one when another phase begins."""
+
+    def __init__(self, console: Console, interval_steps: int | None):
+        self._console = console
+        self._interval_steps = interval_steps
+        self._phase = ""
+        self._phase_s = 0.0
+        self._is_said = False
+        self._step, self._printed_s = 0, time.monotonic()
+
+    def say(self, text: str | Text) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def show(self, phase: str, progress: Progress) -> None:
+        now_s = time.monotonic()
+        if progress.has_stepped and progress.step != self._step and self._is_due(progress):
+            self._step = progress.step
+            self._printed_s = now_s
+            self.say(f"{_place(progress)}: {describe_progress(progress)}".removesuffix(": "))
+        if phase != self._phase:
+            self._phase = phase
+            self._phase_s = now_s
+            self._is_said = False
+        is_quick = phase == progress.after_last_step and now_s - self._phase_s < QUICK_S
+        if phase and not self._is_said and not is_quick:
+            self._is_said = True
+            self.say(phase)
+
+    def _is_due(self, progress: Progress) -> bool:
+        if self._interval_steps is None:
+            return time.monotonic() - self._printed_s >= LINE_S
+        return progress.step % self._interval_steps == 0 or progress.step == progress.max_steps
+
+    def close(self) -> None:
+        """Nothing to clear away: lines stay."""

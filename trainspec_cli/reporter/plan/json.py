@@ -1,0 +1,153 @@
+"""A plan as one JSON object, schema `trainspec.plan/1`, and a sweep as one of schema `trainspec.plan-sweep/1`."""
+
+from __future__ import annotations
+
+from trainspec_cli.core.json_value import JsonObject, JsonValue
+from trainspec_cli.recipe.json_text import finite_or_none
+from trainspec_cli.recipe.keys.cluster import PoolSpec
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.results.forecast import Goodput, Interval, RunForecast
+from trainspec_cli.recipe.results.plan import Candidate
+from trainspec_cli.reporter.plan.labels import PlanReport, SweepReport
+
+SCHEMA = "trainspec.plan/1"
+SWEEP_SCHEMA = "trainspec.plan-sweep/1"
+
+
+def plan_as_json(plan: PlanReport) -> JsonObject:
+    """`best` and `run` are null when no layout fits; then `advice` says what would."""
+    spec = plan.spec
+    capacity = plan.capacity
+    content: JsonObject = {
+        "schema": SCHEMA,
+        "model": _model(plan),
+        "cluster": _cluster(plan),
+        "batching": {"global_batch_size": spec.batching.global_batch_size, "seq_len": spec.data.seq_len},
+        "best": _candidate(plan.best) if plan.best else None,
+        "fastest": _candidate(capacity.fastest) if capacity.fastest else None,
+        "usual": _candidate(capacity.usual) if capacity.usual else None,
+        "safest": _candidate(capacity.safest) if capacity.safest else None,
+        "candidates": [_candidate(candidate) for candidate in capacity.candidates],
+        "considered": capacity.considered,
+        "rejected": {**plan.rejected},
+        "advice": [*capacity.advice],
+        "assumptions": [*capacity.assumptions],
+        "defaults": [*plan.defaults],
+        "profile": plan.profile or None,
+        "run": _run(plan.run) if plan.run else None,
+    }
+    if plan.trace:
+        content["trace"] = plan.trace.as_json()
+    parts = {
+        "blueprint": plan.blueprint,
+        "planes": plan.planes,
+        "simulation": plan.simulation,
+        "pools": plan.pools,
+    }
+    content |= {name: to_plain(part) for name, part in parts.items() if part}
+    return content | {section.key: section.figures for section in plan.sections}
+
+
+def sweep_as_json(sweep: SweepReport) -> JsonObject:
+    return {
+        "schema": SWEEP_SCHEMA,
+        "key": sweep.key,
+        "points": [
+            {"value": point.value, "values": {**point.values}, "plan": plan_as_json(point.plan)}
+            for point in sweep.points
+        ],
+    }
+
+
+def _model(plan: PlanReport) -> JsonObject:
+    return {
+        "name": plan.spec.model.name,
+        "family": plan.spec.model.family,
+        "params": plan.capacity.params,
+        "active_params": plan.capacity.active_params,
+        "flops_per_token": plan.capacity.flops_per_token,
+    }
+
+
+def _cluster(plan: PlanReport) -> JsonObject:
+    cluster = plan.spec.cluster
+    sizes = {pool.devices_per_node for pool in cluster.pools} or {plan.capacity.world_size // cluster.num_nodes}
+    pools: JsonObject = {"pools": [_pool(pool) for pool in cluster.pools]} if cluster.pools else {}
+    return pools | {
+        "name": cluster.name,
+        "accelerator": plan.device,
+        "num_nodes": cluster.num_nodes,
+        "devices_per_node": sizes.pop() if len(sizes) == 1 else None,
+        "world_size": plan.capacity.world_size,
+        "site": cluster.site.name,
+    }
+
+
+def _pool(pool: PoolSpec) -> JsonObject:
+    return {
+        "name": pool.name,
+        "accelerator": pool.accelerator.name,
+        "num_nodes": pool.num_nodes,
+        "devices_per_node": pool.devices_per_node,
+    }
+
+
+def _candidate(candidate: Candidate) -> JsonObject:
+    plain = to_plain(candidate)
+    if not candidate.pools:
+        plain.pop("pools")
+    return {
+        **plain,
+        "layout": _layout(candidate.layout),
+        "memory": to_plain(candidate.fullest_memory),
+        "memory_by_stage": plain["memory"],
+        "fits": candidate.fits,
+    }
+
+
+def _layout(layout: Layout) -> JsonObject:
+    """Describe a layout, without a schedule where there is no pipeline, and sequence parallelism where tp is 1."""
+    described = to_plain(layout)
+    if layout.pp == 1:
+        for key in ("pipeline_schedule", "virtual_stages", "stage_layers"):
+            described.pop(key, None)
+    if layout.tp == 1:
+        described.pop("sequence_parallel", None)
+    return described
+
+
+def _run(run: RunForecast) -> JsonObject:
+    """Expected values under their plain names; their bounds, nine in ten, under `intervals`."""
+    intervals = {
+        "wall_time_s": run.wall_time_s,
+        "goodput": run.goodput.goodput,
+        "energy_joules": run.energy_joules,
+        "carbon_kg": run.carbon_kg,
+        "cost_usd": run.cost_usd,
+    }
+    return {
+        "steps": run.steps,
+        "tokens": run.tokens,
+        "batches": [to_plain(batch) for batch in run.batches],
+        **{name: interval.value if interval else None for name, interval in intervals.items()},
+        "intervals": {name: _bounds(interval) for name, interval in intervals.items()},
+        "recovery": _goodput(run.goodput),
+        "alternatives": [_goodput(other) for other in run.alternatives],
+        "energy_parts_joules": {**run.energy_parts_joules},
+        "cost_parts_usd": {**run.cost_parts_usd},
+        "assumptions": [to_plain(assumption) for assumption in run.assumptions],
+        "notes": [*run.notes],
+    }
+
+
+def _goodput(goodput: Goodput) -> JsonObject:
+    return to_plain(goodput) | {
+        "goodput": goodput.goodput.value,
+        "interval": _bounds(goodput.goodput),
+        "optimal_interval_s": finite_or_none(goodput.optimal_interval_s),
+    }
+
+
+def _bounds(interval: Interval | None) -> JsonValue:
+    return [interval.low, interval.high] if interval else None

@@ -1,0 +1,358 @@
+"""Labels of a plan: the names of its parts, in the order in which they are drawn, and its quantities as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.printable import GIB, format_count, format_duration, format_si
+from trainspec_cli.recipe.keys.cluster import PoolSpec
+from trainspec_cli.recipe.keys.layout import Layout
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.results.blueprint import Blueprint, PlanesPlan, PoolsPlan
+from trainspec_cli.recipe.results.forecast import Goodput, Interval, RunForecast, Simulation
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
+
+if TYPE_CHECKING:
+    from trainspec_cli.reporter.plan.page import TraceReport
+
+
+# The report of a plan, and of the plans of a sweep, which the terminal, the page and the JSON show.
+
+
+@dataclass(frozen=True)
+class PlanSection:
+    """A wing's part of a plan: a table with text below it."""
+
+    key: str
+    """Its key in the plan as JSON."""
+    figures: JsonObject
+    title: str
+    about: str
+    """Follows the title."""
+    headings: tuple[str, ...]
+    """The first two are those of text."""
+    rows: tuple[tuple[str, ...], ...]
+    text: str
+    known: str
+    """What is known of it, and where from."""
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """A plan, with those of its parts that were asked for and exist."""
+
+    spec: RunSpec
+    capacity: CapacityPlan
+    run: RunForecast | None = None
+    """None where no layout fits; then `capacity.advice` says what would."""
+    blueprint: Blueprint | None = None
+    planes: PlanesPlan | None = None
+    sections: tuple[PlanSection, ...] = ()
+    """Those of the wings that the recipe uses."""
+    simulation: Simulation | None = None
+    trace: TraceReport | None = None
+    pools: PoolsPlan | None = None
+    """The plans on some of the pools of a cluster that has several."""
+    defaults: tuple[str, ...] = ()
+    """Overrides that stand for what nobody has given, where no recipe is named."""
+
+    profile: str = ""
+    """The line of the cluster's profile: what it changed, or why it is not used."""
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.capacity.best
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """Layouts refused, counted by reason, the most frequent first."""
+        return dict(sorted(self.capacity.rejected.items(), key=lambda item: -item[1]))
+
+    @property
+    def device(self) -> str:
+        """The accelerator's name, or the kind of device where the cluster names none."""
+        cluster = self.spec.cluster
+        if cluster.pools:
+            return " + ".join(dict.fromkeys(pool.accelerator.name for pool in cluster.pools))
+        return cluster.accelerator.name if cluster.accelerator else cluster.device
+
+
+@dataclass(frozen=True)
+class SweepPoint:
+    values: dict[str, str]
+    """The value of each swept key."""
+    plan: PlanReport
+
+    @property
+    def value(self) -> str:
+        return ", ".join(self.values.values())
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """One plan for each combination of the swept keys' values."""
+
+    points: tuple[SweepPoint, ...]
+
+    @property
+    def key(self) -> str:
+        return ", ".join(self.points[0].values)
+
+
+Formatter = Callable[[float], str]
+"""Formats a quantity."""
+
+MEMORY_PARTS = {
+    "parameters_bytes": "parameters",
+    "gradients_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+    "feedback_bytes": "error feedback",
+    "activations_bytes": "activations",
+    "logits_bytes": "logits",
+    "comm_buffers_bytes": "communication buffers",
+    "fragmentation_bytes": "fragmentation",
+    "context_bytes": "device context",
+}
+TIME_PARTS = {
+    "matmul_s": "matrix products",
+    "attention_s": "attention",
+    "memory_bound_s": "memory-bound kernels",
+    "recompute_s": "recomputation",
+    "optimizer_s": "optimizer",
+    "tp_comm_s": "tensor-parallel communication",
+    "cp_comm_s": "context-parallel communication",
+    "ep_comm_s": "expert-parallel communication",
+    "pp_comm_s": "pipeline communication",
+    "dp_comm_s": "data-parallel communication",
+    "bubble_s": "pipeline bubble",
+    "data_s": "data wait",
+    "host_s": "host",
+}
+LOST_PARTS = {
+    "restart": "job down, starting again",
+    "rework": "work undone by failures",
+    "checkpoint": "writing checkpoints",
+    "stall": "survivors waiting",
+    "shrunk": "replica groups away",
+    "dip": "network slower while links flap",
+}
+MODES = {"restart": "restart from checkpoints", "elastic": "shrink and heal"}
+AXES = (
+    ("dp_replicate", "replicate"),
+    ("dp_shard", "shard"),
+    ("tp", "tp"),
+    ("cp", "cp"),
+    ("pp", "pp"),
+    ("ep", "ep"),
+    ("etp", "etp"),
+)
+
+
+def present(
+    breakdown: Mapping[str, float], names: Mapping[str, str], least: float = 5e-4
+) -> list[tuple[str, str, float]]:
+    """(key, name, value) of the parts that are more than `least` of the whole; the page and the table omit the rest."""
+    whole = sum(breakdown.values()) or 1.0
+    return [(key, name, breakdown[key]) for key, name in names.items() if breakdown.get(key, 0.0) / whole > least]
+
+
+def layout_label(layout: Layout) -> str:
+    """`replicate 32 · tp 8 · pp 8 interleaved x2 · zero 1`: what is not 1."""
+    words = [f"{name} {getattr(layout, axis)}" for axis, name in AXES if getattr(layout, axis) > 1]
+    if layout.pp > 1:
+        chunks = f" x{layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+        words.append(f"{layout.pipeline_schedule.replace('_', '-')}{chunks}")
+    if layout.dp_shard > 1:
+        words.append(f"zero {layout.zero_stage}")
+    return " · ".join(words) or "one device"
+
+
+def placed_label(candidate: Candidate) -> str:
+    """The layout, and what each pool has of a cluster of several: `samples 864 + 160`, or `layers 27 + 5`."""
+    layout = layout_label(candidate.layout)
+    return f"{layout} · {shared_label(candidate)}" if candidate.pools else layout
+
+
+def shared_label(candidate: Candidate) -> str:
+    """`samples 864 + 160`, or `layers 27 + 5`: what the pools share, in their order."""
+    shared = "layers" if candidate.pipelines_cross_pools else "samples"
+    return f"{shared} {' + '.join(f'{getattr(part, shared):,}' for part in candidate.pools)}"
+
+
+def cut_label(layout: Layout) -> str:
+    return stages_label(layout.stage_layers) if layout.pp > 1 else ""
+
+
+def stages_label(stage_layers: Sequence[int] | None) -> str:
+    """`10 x 6, 11, 9`: the layers of each pipeline stage where they are not cut evenly; else empty."""
+    runs = ((layers, sum(1 for _ in run)) for layers, run in groupby(stage_layers or ()))
+    return ", ".join(f"{layers} x {number}" if number > 1 else str(layers) for layers, number in runs)
+
+
+def micro_batch_label(candidate: Candidate) -> str:
+    """`2 x 8`: samples in a micro-batch, micro-batches in a step."""
+    return f"{candidate.micro_batch_size:g} x {candidate.grad_accum_steps}"
+
+
+def batch_label(plan: PlanReport) -> str:
+    """`1,024`; `1,024 to 8,192` where the batch grows."""
+    sizes = [batch.step_samples for batch in plan.run.batches] if plan.run else []
+    first = f"{plan.spec.batching.global_batch_size:,}"
+    return f"{first} to {max(sizes):,}" if sizes else first
+
+
+def candidate_cells(candidate: Candidate) -> tuple[str, ...]:
+    """(layout, micro-batch, recompute, step, units/s/device, MFU, HFU)"""
+    rate = format_rate(candidate.tokens_per_s_per_gpu)
+    return (
+        placed_label(candidate),
+        micro_batch_label(candidate),
+        recompute_label(candidate),
+        format_duration(candidate.step_time_s),
+        rate,
+        percent(candidate.mfu, 1),
+        percent(candidate.hfu, 1),
+    )
+
+
+def recompute_label(candidate: Candidate) -> str:
+    """What the layout recomputes to save memory, and whether its optimizer lies in host memory."""
+    return candidate.recompute + ", offload" * (candidate.offload == "optimizer")
+
+
+def sweep_figures(best: Candidate, run: RunForecast, first: Candidate) -> tuple[str, ...]:
+    """(step, units/s, scaling, MFU, goodput, time, energy, money); scaling is the throughput a device, over that of
+    `first`."""
+    scaling = best.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu
+    return (
+        format_duration(best.step_time_s),
+        format_rate(best.tokens_per_s),
+        percent(scaling),
+        percent(best.mfu, 1),
+        goodput_percent(run.goodput.goodput.value),
+        format_duration(run.wall_time_s.value),
+        format_energy(run.energy_joules.value) if run.energy_joules else "unknown",
+        format_money(run.cost_usd.value) if run.cost_usd else "unknown",
+    )
+
+
+def devices_label(plan: PlanReport) -> str:
+    if pools := plan.spec.cluster.pools:
+        return " + ".join(_devices_of(pool) for pool in pools)
+    nodes = plan.spec.cluster.num_nodes
+    return f"{plan.capacity.world_size:,} {plan.device} on {nodes:,} node{'s' * (nodes != 1)}"
+
+
+def _devices_of(pool: PoolSpec) -> str:
+    nodes = pool.num_nodes
+    return f"{nodes * pool.devices_per_node:,} {pool.accelerator.name} on {nodes:,} node{'s' * (nodes != 1)}"
+
+
+def model_label(plan: PlanReport) -> str:
+    model = plan.spec.model
+    params = plan.capacity.params
+    active_params = plan.capacity.active_params
+    active = f", {format_count(active_params)} active" if active_params < params else ""
+    return f"{model.name or model.family}, {format_count(params)} parameters{active}"
+
+
+def defaults_label(plan: PlanReport) -> str:
+    """Values that were taken without a recipe, as they would be typed."""
+    return f"{' '.join(plan.defaults)}, and the rest of recipe=plan_defaults"
+
+
+def format_rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def percent(part: float, digits: int = 0) -> str:
+    return f"{100 * part:.{digits}f}%"
+
+
+def chance(candidate: Candidate) -> str:
+    """The probability that a layout fits: `93%`; nothing is certain."""
+    probability = candidate.fit_probability
+    return ">99%" if probability >= 0.995 else "<1%" if probability < 0.005 else percent(probability)
+
+
+def choice_lines(capacity: CapacityPlan) -> list[tuple[str, str]]:
+    """Why the first layout was chosen, and what an expert's usual start would take, under a heading each."""
+    best = capacity.best
+    fastest = capacity.fastest
+    usual = capacity.usual
+    if best is None or fastest is None or len(capacity.candidates) == 1:
+        return []
+    why = "the fastest; no simpler layout is within 10% of it"
+    if fastest is not best:
+        why = f"the simplest within 10% of the fastest, {layout_label(fastest.layout)} ({_compared(fastest, best)})"
+    why += "; predictions do not rank layouts more finely than that"
+    lines = [("Chosen", why)]
+    if usual is best:
+        lines.append(("Usual start", "the chosen layout"))
+    elif usual is not None:
+        lines.append(("Usual start", f"{_described(usual)}: {_compared(usual, best)}"))
+    return lines
+
+
+def _described(candidate: Candidate) -> str:
+    how = f"{micro_batch_label(candidate)} samples, recompute {recompute_label(candidate)}"
+    return f"{layout_label(candidate.layout)} · {how}"
+
+
+def _compared(other: Candidate, best: Candidate) -> str:
+    change = other.step_time_s / best.step_time_s - 1
+    return f"{format_duration(other.step_time_s)} a step, {percent(abs(change), 1)} {'less' if change < 0 else 'more'}"
+
+
+def safest_label(best: Candidate, safest: Candidate) -> str:
+    """The safest layout of those about as fast as the best."""
+    if safest == best:
+        return f"the first, which fits at {chance(best)}"
+    return (
+        f"{_described(safest)}: fits at {chance(safest)} with {gib(safest.peak_memory_bytes)} GiB, "
+        f"{_compared(safest, best)}"
+    )
+
+
+def goodput_percent(part: float) -> str:
+    return percent(part, 1)
+
+
+def alternative_label(other: Goodput) -> str:
+    """Another way of recovering, and how long the run then takes."""
+    layout = f" in {other.layout}" if other.layout else ""
+    return f"with resilience={other.mode}{layout}: {format_duration(other.wall_time_s)}"
+
+
+def format_energy(joules: float) -> str:
+    """Format an energy in watt-hours, which bills are in."""
+    return format_si(joules / 3600, "Wh")
+
+
+def format_mass(kilograms: float) -> str:
+    if kilograms < 1:
+        return f"{kilograms * 1000:.3g} g"
+    return f"{kilograms:.3g} kg" if kilograms < 1000 else f"{format_grouped(kilograms / 1000)} t"
+
+
+def format_money(usd: float) -> str:
+    if usd < 1000:
+        return f"${usd:,.2f}"
+    return f"${format_count(usd)}"
+
+
+def format_grouped(value: float) -> str:
+    """Three figures, thousands apart: `11400` -> `11,400`."""
+    return f"{float(f'{value:.3g}'):,.12g}"
+
+
+def format_range(interval: Interval | None, say: Formatter) -> str:
+    return f"{say(interval.low)} to {say(interval.high)}" if interval else ""
+
+
+def gib(value: float) -> str:
+    return f"{value / GIB:.1f}"

@@ -1,0 +1,469 @@
+"""The page of a plan: its layouts, their memory and time, and the forecast of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from trainspec_cli.core.json_value import JsonObject
+from trainspec_cli.core.printable import format_bytes, format_count, format_duration, format_si
+from trainspec_cli.recipe.keys.run import RunSpec
+from trainspec_cli.recipe.records import to_plain
+from trainspec_cli.recipe.results.blueprint import Blueprint, PlanesPlan, PoolsPlan
+from trainspec_cli.recipe.results.forecast import Assumption, Goodput, RunForecast, Simulation
+from trainspec_cli.recipe.results.plan import Candidate, CapacityPlan
+from trainspec_cli.recipe.results.tools import TraceResult
+from trainspec_cli.reporter.page.parts import (
+    PageOrigin,
+    bar_rows,
+    cell,
+    heading,
+    note,
+    number_row,
+    origin_line,
+    plain_list,
+    render_page,
+    section,
+    table,
+    text_row,
+    text_table,
+    tiles,
+)
+from trainspec_cli.reporter.plan import labels
+from trainspec_cli.reporter.plan.labels import PlanReport, SweepPoint, SweepReport, percent
+from trainspec_cli.reporter.plan.sections import (
+    EVENT_HEADINGS,
+    HEADINGS,
+    NO_PACKETS,
+    NUMBERS,
+    PART_HEADINGS,
+    WHERE,
+    choice_headings,
+    choice_rows,
+    decision_rows,
+    describe_dips,
+    describe_order,
+    describe_won_back,
+    draw_tiers,
+    event_lines,
+    event_rows,
+    exchange_rows,
+    figure_headings,
+    figure_rows,
+    pace_rows,
+    part_rows,
+    sentence,
+    setting_lines,
+)
+from trainspec_cli.reporter.plan.text import assumption_row, run_rows
+from trainspec_cli.reporter.svg import LineSeries, Segment, render_bar, render_legend, render_lines
+
+CHARTED_CANDIDATES = 8
+TABLED_CANDIDATES = 20
+FOOTER = (
+    "Planned by trainspec. MFU counts model FLOPs, attention over its causal half, over the peak of the "
+    "format that the matrix products run in; HFU counts what is executed, recomputation included. A GiB is 2<sup>30"
+    "</sup> bytes. Bounds hold nine times in ten."
+)
+
+
+def render_plan_page(plan: PlanReport, origin: PageOrigin | None = None) -> str:
+    return render_page(title_of(plan), "".join([heading_of(plan), origin_line(origin), *body_of(plan)]), FOOTER)
+
+
+def title_of(plan: PlanReport) -> str:
+    model = plan.spec.model
+    return f"{model.name or model.family} on {labels.devices_label(plan)}"
+
+
+def heading_of(plan: PlanReport) -> str:
+    run = plan.run
+    unit = plan.spec.model.unit
+    length = f"; {format_count(run.tokens)} {unit} in {run.steps:,} steps" if run else ""
+    text = f"{labels.model_label(plan)}; {labels.batch_label(plan)} samples a step{length}"
+    return heading(title_of(plan), text) + note(labels.defaults_label(plan) if plan.defaults else "")
+
+
+def body_of(plan: PlanReport) -> Iterator[str]:
+    best = plan.best
+    run = plan.run
+    if not best:
+        yield _advice(plan.capacity.advice)
+    if best and run:
+        yield _tiles(plan.spec.model.unit, best, run)
+    yield _candidates(plan)
+    if best:
+        yield _memory(best)
+    if plan.capacity.candidates:
+        yield _step_times(plan.capacity.candidates)
+    if plan.pools:
+        yield _pools(plan.best, plan.pools, plan.spec.model.unit)
+    if plan.blueprint:
+        yield _blueprint(plan.blueprint)
+    if plan.planes:
+        yield _planes(plan.planes)
+    for part in plan.sections:
+        about = f"{part.about}. {part.text} {part.known}."
+        yield section(part.title, about, table(part.headings, [text_row(row) for row in part.rows]))
+    if plan.simulation:
+        yield _simulation(plan.simulation)
+    if run:
+        yield _goodput(run)
+    if plan.rejected:
+        yield _refusals(plan.rejected)
+    if run:
+        yield _run(plan.spec, run)
+        yield _assumptions(run.assumptions, plan.capacity.assumptions)
+
+
+def _advice(lines: Sequence[str]) -> str:
+    return (
+        '<section class="refusal"><h2>No layout fits</h2><p>Each needs more memory than a device has, or breaks a '
+        f"rule. What would fit:</p>{plain_list(lines)}</section>"
+    )
+
+
+def _tiles(unit: str, best: Candidate, run: RunForecast) -> str:
+    figures = [
+        (name, show(figure.value), labels.format_range(figure, show))
+        for name, figure, show in (
+            ("time to train", run.wall_time_s, format_duration),
+            ("goodput", run.goodput.goodput, labels.goodput_percent),
+            ("energy", run.energy_joules, labels.format_energy),
+            ("carbon (CO2e)", run.carbon_kg, labels.format_mass),
+            ("money", run.cost_usd, labels.format_money),
+        )
+        if figure is not None
+    ]
+    rate = f"MFU {percent(best.mfu, 1)}, HFU {percent(best.hfu, 1)}"
+    figures.insert(2, (f"{unit}/s/device", labels.format_rate(best.tokens_per_s_per_gpu), rate))
+    return tiles(figures)
+
+
+def _candidates(plan: PlanReport) -> str:
+    unit = plan.spec.model.unit
+    capacity = plan.capacity
+    headings = ("", "layout", "micro-batch", "recompute", "#step", f"#{unit}/s/device", "#MFU", "#HFU", "memory")
+    rows = [_candidate_row(rank, one) for rank, one in enumerate(capacity.candidates[:TABLED_CANDIDATES], 1)]
+    considered = f"{capacity.considered:,} layouts were considered; " if capacity.considered else ""
+    listed = f"the {len(rows)} best are listed." if plan.best else "none fits; these come nearest."
+    safest = capacity.safest and plan.best and labels.safest_label(plan.best, capacity.safest)
+    said = "".join(f" {heading}: {text}." for heading, text in labels.choice_lines(capacity))
+    said += f" Safest within 10%: {safest}." if safest else ""
+    return section("Layouts", f"{considered}{listed}{said}", table(headings, rows))
+
+
+def _candidate_row(rank: int, candidate: Candidate) -> str:
+    part = candidate.peak_memory_bytes / candidate.memory_limit_bytes
+    used = Segment("c-used" if part <= 1 else "c-full", "peak", min(part, 1.0), percent(part))
+    peak = labels.gib(candidate.peak_memory_bytes)
+    limit = labels.gib(candidate.memory_limit_bytes)
+    chance = f", <span>fits at {escape(labels.chance(candidate))}</span>" if candidate.fits else ""
+    cells = [
+        cell(str(rank)),
+        *map(cell, labels.candidate_cells(candidate), ("name", "", "", "number", "number", "number", "number")),
+        f'<td class="meter">{render_bar([used], 1.0)}<small>{peak} of {limit} GiB{chance}</small></td>',
+    ]
+    return f"<tr{' class=best' if rank == 1 and candidate.fits else ''}>{''.join(cells)}</tr>"
+
+
+def _memory(best: Candidate) -> str:
+    stages = best.memory
+    limit = best.memory_limit_bytes
+    scale = max(limit, *(stage.total_bytes for stage in stages)) * 1.02
+    names = [f"stage {number}" for number in range(1, len(stages) + 1)] if len(stages) > 1 else ["each device"]
+    bars = [render_bar(_segments(vars(stage), labels.MEMORY_PARTS, format_bytes), scale, limit) for stage in stages]
+    rows = list(zip(names, bars, (format_bytes(stage.total_bytes) for stage in stages), strict=True))
+    legend = render_legend(_segments(vars(best.fullest_memory), labels.MEMORY_PARTS, format_bytes))
+    text = f"Peak of the best layout, by cause; the dashed line is what a device has, {format_bytes(limit)}."
+    if cut := labels.cut_label(best.layout):
+        text += f" Layers of its pipeline stages: {cut}."
+    return section("Memory", text, bar_rows(rows) + legend)
+
+
+def _step_times(candidates: Sequence[Candidate]) -> str:
+    shown = candidates[:CHARTED_CANDIDATES]
+    scale = max(candidate.step_time_s for candidate in shown)
+    rows = [
+        (
+            f"{rank}  {labels.placed_label(candidate)}",
+            render_bar(_phases(candidate), scale),
+            format_duration(candidate.step_time_s),
+        )
+        for rank, candidate in enumerate(shown, 1)
+    ]
+    text = "By phase: work is blue, communication that is not hidden behind it orange, waiting grey. Values: the first."
+    legend = render_legend(_phases(shown[0]))
+    others = _absent_from_first(shown)
+    return section("Step time", text, bar_rows(rows) + legend + (render_legend(others, False) if others else ""))
+
+
+def _phases(candidate: Candidate) -> list[Segment]:
+    return _segments(vars(candidate.time), labels.TIME_PARTS, format_duration)
+
+
+def _absent_from_first(candidates: Sequence[Candidate]) -> list[Segment]:
+    """Phases that only other candidates have, for the legend."""
+    seen = {segment.kind for segment in _phases(candidates[0])}
+    more = {}
+    for candidate in candidates[1:]:
+        for segment in _phases(candidate):
+            if segment.kind not in seen:
+                more[segment.kind] = segment
+    return list(more.values())
+
+
+def _goodput(run: RunForecast) -> str:
+    recovery = run.goodput
+    modes = [run.goodput, *run.alternatives]
+    scale = max(max(1 - mode.goodput.value for mode in modes), 1e-9) * 1.02
+    rows = [
+        (labels.MODES[mode.mode], render_bar(_losses(mode), scale), f"{percent(1 - mode.goodput.value, 2)} lost")
+        for mode in modes
+    ]
+    seen = {segment.kind: segment for mode in reversed(modes) for segment in _losses(mode)}
+    text = (
+        f"Wall time that does not become progress. A failure every {format_duration(recovery.mtbf_s)} is expected, "
+        f"{recovery.failures:.3g} over the run; a checkpoint every "
+        f"{format_duration(recovery.checkpoint_interval_s)} ({recovery.checkpoint_interval_steps:,} steps)."
+    )
+    return section("Time lost", text, bar_rows(rows) + render_legend(list(seen.values()), False))
+
+
+def _losses(mode: Goodput) -> list[Segment]:
+    return [
+        Segment(f"c-{key}", name, mode.lost[key], percent(mode.lost[key], 2))
+        for key, name in labels.LOST_PARTS.items()
+        if mode.lost.get(key, 0.0) > 0
+    ]
+
+
+def _simulation(simulation: Simulation) -> str:
+    paces = table(
+        ("", "samples/s", "of undisturbed", "time"),
+        [text_row(row) for row in pace_rows(simulation)],
+    )
+    decisions = table(
+        ("step", "decision", "reason", "computing in a step"),
+        [text_row(row) for row in decision_rows(simulation)],
+    )
+    text = f"{'; '.join(event_lines(simulation))}. {describe_won_back(simulation)}. {WHERE}"
+    return section(f"Disturbance {simulation.name}, simulated", text, paces + decisions)
+
+
+def _blueprint(blueprint: Blueprint) -> str:
+    headings = [f"#{heading}" if heading in NUMBERS else heading for heading in HEADINGS]
+    said = "; ".join(" ".join(line.split()) for line in describe_order(blueprint))
+    notes = "".join(map(note, setting_lines(blueprint)))
+    text = f"Fabric {blueprint.fabric}, and the axes whose exchanges reach each tier. {said[0].upper()}{said[1:]}."
+    return section(
+        "Communication", text, draw_tiers(blueprint) + text_table(headings, exchange_rows(blueprint)) + notes
+    )
+
+
+def _pools(best: Candidate | None, pools: PoolsPlan, unit: str) -> str:
+    parts = table(PART_HEADINGS, [text_row(row) for row in part_rows(best)]) if best else ""
+    choices = table(choice_headings(unit), [text_row(row) for row in choice_rows(pools)])
+    text = f"What each pool does in a step of the best layout, and the best plans on fewer. {sentence(pools.verdict)}"
+    return section("Pools", text, parts + choices)
+
+
+def _planes(planes: PlanesPlan) -> str:
+    first, *others = figure_headings(planes)
+    name, *numbers = EVENT_HEADINGS
+    tables = table((first, *(f"#{other}" for other in others)), list(map(number_row, figure_rows(planes))))
+    tables += table((name, *(f"#{number}" for number in numbers)), list(map(number_row, event_rows(planes))))
+    return section("Planes of the network", f"{describe_dips(planes)} {NO_PACKETS}", tables)
+
+
+def _refusals(rejected: Mapping[str, int]) -> str:
+    most = max(rejected.values())
+    rows = [
+        (reason, render_bar([Segment("c-refused", reason, count, f"{count:,}")], most), f"{count:,}")
+        for reason, count in rejected.items()
+    ]
+    return section("Refused", "Layouts that are not in the list, by reason.", bar_rows(rows))
+
+
+def _run(spec: RunSpec, run: RunForecast) -> str:
+    rows = [
+        f"<tr>{cell(name)}{cell(expected, 'name')}{cell(bounds, 'name')}{cell(detail)}</tr>"
+        for name, expected, bounds, detail in run_rows(spec, run)
+    ]
+    notes = "".join(map(note, run.notes))
+    return section("The run", "", table(("", "expected", "bounds", ""), rows) + notes)
+
+
+def _assumptions(of_run: Sequence[Assumption], of_layouts: Sequence[str]) -> str:
+    rows = []
+    for assumption in of_run:
+        key, value, within, _ = assumption_row(assumption)
+        flag = "" if assumption.verified else ' <span class="flag">unchecked</span>'
+        source = f"<td>{escape(assumption.source)}{flag}</td>"
+        rows.append(
+            f"<tr><td><code>{escape(key)}</code></td>{cell(value, 'number')}{cell(within, 'number')}{source}</tr>"
+        )
+    rows += [f"<tr><td>layouts</td><td></td><td></td>{cell(text)}</tr>" for text in of_layouts]
+    text = "What the figures rest on, each with the key that changes it; x2 means between half and twice the value."
+    return section("Assumptions", text, table(("key", "#value", "#within", "source"), rows))
+
+
+def _segments(breakdown: Mapping[str, float], names: dict[str, str], say: labels.Formatter) -> list[Segment]:
+    return [Segment(f"c-{key}", name, value, say(value)) for key, name, value in labels.present(breakdown, names)]
+
+
+# The page of a sweep: how it scales, what each point takes and costs, and one of its plans in detail.
+
+
+def render_sweep_page(sweep: SweepReport, origin: PageOrigin | None = None) -> str:
+    """The page of a sweep: how it scales, then the plan of the last point that fits (else of the last)."""
+    points = sweep.points
+    shown = next((point for point in reversed(points) if point.plan.best), points[-1])
+    chosen = f'<p class="soft below">In detail: <code>{escape(_setting(shown))}</code></p>'
+    above = [heading_of(shown.plan), origin_line(origin), _scaling(sweep), *_outcomes(sweep), chosen]
+    return render_page(title_of(shown.plan), "".join([*above, *body_of(shown.plan)]), FOOTER)
+
+
+def _setting(point: SweepPoint) -> str:
+    return " ".join(f"{key}={value}" for key, value in point.values.items())
+
+
+def _scaling(sweep: SweepReport) -> str:
+    fitting = [(point.plan.capacity.world_size, best) for point in sweep.points if (best := point.plan.best)]
+    unit = sweep.points[0].plan.spec.model.unit
+    chart = _scaling_chart(fitting, f"{unit} a second") if len(fitting) > 1 else ""
+    figures = ("step", f"{unit}/s", "scaling", "MFU", "goodput", "time", "energy", "money")
+    headings = (sweep.key, "#devices", "best layout", *(f"#{name}" for name in figures))
+    rows = [_scaling_row(point, fitting[0][1] if fitting else None) for point in sweep.points]
+    text = "Throughput of the best layout at each point. Scaling: throughput a device over that of the first that fits."
+    return section(f"Scaling over {sweep.key}", text, chart + table(headings, rows))
+
+
+def _outcomes(sweep: SweepReport) -> Iterator[str]:
+    """Draw what each point takes in time, and costs, as bars: values of a swept key need be no numbers."""
+    runs = [(point.value, point.plan.run) for point in sweep.points if point.plan.run]
+    times = [(value, run.wall_time_s) for value, run in runs]
+    costs = [(value, run.cost_usd) for value, run in runs if run.cost_usd]
+    for title, figures, show in (("Time", times, format_duration), ("Money", costs, labels.format_money)):
+        if len(figures) > 1:
+            most = max(figure.value for _, figure in figures)
+            drawn = [(value, show(figure.value), figure.value) for value, figure in figures]
+            rows = [
+                (value, render_bar([Segment("c-used", title, size, text)], most), text) for value, text, size in drawn
+            ]
+            yield section(f"{title} over {sweep.key}", "Of the best layout's whole run.", bar_rows(rows))
+
+
+def _scaling_chart(fitting: Sequence[tuple[int, Candidate]], rate: str) -> str:
+    """Draw the throughput of the best layouts, each with its number of devices; nothing where two have the same."""
+    points = sorted((devices, best.tokens_per_s) for devices, best in fitting)
+    if len({devices for devices, _ in points}) < len(points):
+        return ""
+    (first_x, first_y), (last_x, _) = points[0], points[-1]
+    lines = [
+        LineSeries("c-ideal", "even scaling", [(first_x, first_y), (last_x, first_y * last_x / first_x)], marked=False),
+        LineSeries("c-measure", rate, points),
+    ]
+    ticks = [(x, f"{x:,}") for x, _ in points]
+    legend = render_legend([Segment(line.kind, line.label, 0, "") for line in reversed(lines)])
+    return render_lines(lines, "devices", rate, ticks) + legend
+
+
+def _scaling_row(point: SweepPoint, first: Candidate | None) -> str:
+    plan = point.plan
+    best = point.plan.best
+    run = point.plan.run
+    start = cell(point.value) + cell(f"{plan.capacity.world_size:,}", "number")
+    if not best or not run or not first:
+        return f'<tr>{start}<td colspan="9">nothing fits: {escape("; ".join(plan.capacity.advice[:1]))}</td></tr>'
+    figures = "".join(cell(text, "number") for text in labels.sweep_figures(best, run, first))
+    return f"<tr>{start}{cell(labels.layout_label(best.layout))}{figures}</tr>"
+
+
+# A traced step beside the planner's estimate of it.
+
+
+@dataclass(frozen=True)
+class TraceEstimate:
+    """The planner's figures for what a trace counts: tensors, without the allocator's holes, the collectives' own
+    buffers and the device's context."""
+
+    peak_memory_bytes: float
+    peak_by_cause: dict[str, float]
+    flops: float
+
+
+@dataclass(frozen=True)
+class TraceReport:
+    """A traced step of a layout, and the planner's estimate of it."""
+
+    layout: str
+    micro_batch_size: int
+    recompute: str
+    traced: TraceResult
+    estimated: TraceEstimate
+
+    def as_json(self) -> JsonObject:
+        plain = to_plain(self)
+        del plain["traced"]
+        return plain | to_plain(self.traced)
+
+
+def compare_trace(
+    candidate: Candidate, capacity: CapacityPlan, traced: TraceResult, counted: dict[str, float] | None
+) -> TraceReport:
+    """Put a trace of `candidate` beside its estimate. `counted`: the engine's memory by cause, where the planner counts
+    that."""
+    memory = candidate.fullest_memory
+    by_cause = {
+        "parameters": memory.parameters_bytes,
+        "gradients": memory.gradients_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "activations": memory.activations_bytes,
+        "logits": memory.logits_bytes,
+        "collectives": 0.0,
+    }
+    if counted is not None:
+        by_cause = {cause: sum(counted.get(part, 0.0) for part in parts) for cause, parts in GROUPS.items()}
+    model_flops = capacity.flops_per_token * capacity.tokens_per_step / capacity.world_size
+    executed = model_flops * candidate.hfu / candidate.mfu if candidate.mfu else model_flops
+    estimated = TraceEstimate(sum(by_cause.values()), by_cause, executed)
+    layout = candidate.layout.describe()
+    return TraceReport(layout, candidate.micro_batch_size, candidate.recompute, traced, estimated)
+
+
+GROUPS = {
+    "parameters": ("parameters", "gathered"),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations", "temporaries"),
+    "logits": ("logits",),
+    "collectives": ("collectives",),
+}
+"""The planner's causes -> the trace's."""
+
+
+def render_trace(trace: TraceReport) -> RenderableType:
+    traced = trace.traced
+    estimated = trace.estimated
+    title = f"traced in {format_duration(traced.seconds)}: rank {traced.rank} of {trace.layout}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    table.add_column("a step of one device", header_style="dim")
+    for column in ("traced", "planned", ""):
+        table.add_column(column, justify="right", header_style="dim")
+    _add_row(table, "peak of tensors", traced.peak_memory_bytes, estimated.peak_memory_bytes, format_bytes)
+    for cause, parts in GROUPS.items():
+        size = sum(traced.peak_by_cause.get(part, 0) for part in parts)
+        _add_row(table, f"  {cause}", size, estimated.peak_by_cause[cause], format_bytes)
+    _add_row(table, "executed", traced.flops, estimated.flops, lambda flops: format_si(flops, "FLOP"))
+    for kind, size in sorted(traced.comm_bytes.items()):
+        table.add_row(kind.replace("_", "-"), format_bytes(size), "", "")
+    return table
+
+
+def _add_row(table: Table, name: str, traced: float, planned: float, show: Callable[[float], str]) -> None:
+    table.add_row(name, show(traced), show(planned), f"{planned / traced - 1:+.1%}" if traced else "")

@@ -1,0 +1,390 @@
+"""A plan's communication blueprint as a table and a picture: which exchange crosses which tier, by which algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from trainspec_cli.core.printable import format_bytes, format_duration, format_si
+from trainspec_cli.recipe.results.blueprint import Blueprint, BlueprintTier, Part, PlanesPlan, PoolChoice, PoolsPlan
+from trainspec_cli.recipe.results.forecast import Simulation
+from trainspec_cli.recipe.results.plan import Candidate
+from trainspec_cli.reporter.plan import labels
+from trainspec_cli.reporter.plan.labels import percent
+from trainspec_cli.reporter.rich_text import Text
+from trainspec_cli.reporter.svg import render_chart
+
+HEADINGS = ("axis", "ranks", "widest tier", "exchange", "message", "a step", "by", "takes", "flat ring")
+NUMBERS = ("ranks", "message", "a step", "takes", "flat ring")
+DRAWN_ELEMENTS = 32
+"""The most elements of a tier that the picture shows."""
+PICTURE_WIDTH = 760
+ROW_HEIGHT = 58
+BOX_HEIGHT = 24
+LEFT = 150
+RIGHT = 230
+
+
+def render_blueprint(blueprint: Blueprint) -> RenderableType:
+    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right" if heading in NUMBERS else "left")
+    for row in exchange_rows(blueprint):
+        table.add_row(*row)
+    title = Text.assemble(("Communication of the best layout", "bold"), f"  fabric {blueprint.fabric}")
+    lines = [Text(line) for line in (describe_tiers(blueprint), *describe_order(blueprint))]
+    settings = [Text(line, style="bright_black") for line in setting_lines(blueprint)]
+    return Group(title, *lines, table, *settings)
+
+
+def describe_tiers(blueprint: Blueprint) -> str:
+    """`scale-up domain 4 x 8 at 3.6 Tbit/s, leaf 2 x 16 at 400 Gbit/s, ...`, a device's share each way."""
+    tiers = (
+        f"{tier.name} {tier.elements:,} x {tier.devices:,} at {format_si(tier.gbit_per_s * 1e9, 'bit/s')}"
+        for tier in blueprint.tiers
+    )
+    return f"tiers   {', '.join(tiers)} a device"
+
+
+def describe_order(blueprint: Blueprint) -> Iterator[str]:
+    """The axes on the nodes, and what their order is worth."""
+    yield f"order   {' > '.join(blueprint.order) or 'one rank'}, outermost first"
+    if blueprint.node_places:
+        usual_s = blueprint.unplaced_step_s
+        step_s = blueprint.step_s
+        gain = percent(1 - step_s / usual_s, 1)
+        yield f"nodes   placed so: a step of {format_duration(step_s)}, {gain} less than in the order of their numbers"
+    elif blueprint.sorts_nodes:
+        yield "nodes   in the order of their numbers, which follow the switches"
+
+
+def exchange_rows(blueprint: Blueprint) -> Iterator[tuple[str, ...]]:
+    for one in blueprint.exchanges:
+        is_bucket = one.bucket_bytes is not None
+        has_ring = one.algorithm != "direct"
+        yield (
+            one.axis,
+            f"{one.ranks:,}",
+            one.tier,
+            one.operation.replace("_", "-") + (", in buckets" if is_bucket else ""),
+            format_bytes(one.message_bytes),
+            f"{one.per_step:,.0f}",
+            one.algorithm,
+            _milliseconds(one.time_s),
+            _milliseconds(one.ring_s) if has_ring else "",
+        )
+
+
+def _milliseconds(time_s: float) -> str:
+    """Three figures, where a duration would be rounded to whole milliseconds."""
+    return f"{1e3 * time_s:.3g} ms" if time_s < 0.1 else format_duration(time_s)
+
+
+def setting_lines(blueprint: Blueprint) -> Iterator[str]:
+    """Variables of the workers, with why and who says so."""
+    for setting in blueprint.settings:
+        yield f"sets    {setting.name}={setting.value}: {setting.reason} ({setting.source})"
+    if blueprint.tuner:
+        yield "writes  nccl_tuner.csv, for those who load NCCL's example tuner (cluster.fabric.nccl_tuner)"
+
+
+def draw_tiers(blueprint: Blueprint) -> str:
+    """Draw each tier as a row of its elements, the whole cluster at the top, with the axes that go no further."""
+    tiers = list(reversed(blueprint.tiers))
+    height = ROW_HEIGHT * len(tiers)
+    rows = "".join(_draw_tier(tier, number * ROW_HEIGHT, blueprint) for number, tier in enumerate(tiers))
+    label = escape(describe_tiers(blueprint))
+    return f'<svg class="chart" viewBox="0 0 {PICTURE_WIDTH} {height}" role="img" aria-label="{label}">{rows}</svg>'
+
+
+def _draw_tier(tier: BlueprintTier, top: int, blueprint: Blueprint) -> str:
+    drawn = min(tier.elements, DRAWN_ELEMENTS)
+    pitch = (PICTURE_WIDTH - LEFT - RIGHT) / drawn
+    boxes = "".join(
+        f'<rect class="tier" x="{LEFT + pitch * place:.1f}" y="{top + 8}" width="{pitch * 0.9:.1f}" '
+        f'height="{BOX_HEIGHT}" rx="3"><title>{escape(tier.name)}: {tier.devices:,} devices</title></rect>'
+        for place in range(drawn)
+    )
+    axes = dict.fromkeys(one.axis for one in blueprint.exchanges if one.tier == tier.name)
+    count = f"{tier.elements:,} x {tier.devices:,}, {format_si(tier.gbit_per_s * 1e9, 'bit/s')}"
+    return (
+        f'<text class="title" x="{LEFT - 10}" y="{top + 20}" text-anchor="end">{escape(tier.name)}</text>'
+        f'<text class="tick" x="{LEFT - 10}" y="{top + 35}" text-anchor="end">{escape(count)}</text>{boxes}'
+        f'<text class="title" x="{PICTURE_WIDTH - RIGHT + 10}" y="{top + 24}">{escape(", ".join(axes))}</text>'
+    )
+
+
+# A multi-plane fabric: its figures beside an ordinary one's, and what failures of its parts cost the job.
+
+
+NO_PACKETS = (
+    "Failures are simulated by counts of paths, not packets: no queues, no congestion, no RDMA, and every NIC sends to "
+    "one other."
+)
+LOSSES: dict[Part, str] = {
+    "link": "lost with a link between T0 and T1",
+    "port": "lost with a NIC's port",
+    "t1_switch": "lost with a T1 switch",
+    "t0_switch": "lost with a T0 switch",
+    "plane": "lost with a plane",
+    "transceiver": "lost with a NIC's transceiver",
+}
+EVENT_HEADINGS = ("failure", "lowest speed", "slower for", "time lost", "queue pairs touched", "paths unused at most")
+
+
+def render_planes(planes: PlanesPlan) -> RenderableType:
+    figures = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
+    for place, heading in enumerate(figure_headings(planes)):
+        figures.add_column(heading, justify="right" if place else "left")
+    for row in figure_rows(planes):
+        figures.add_row(*row)
+    events = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
+    for place, heading in enumerate(EVENT_HEADINGS):
+        events.add_column(heading, justify="right" if place else "left")
+    for row in event_rows(planes):
+        events.add_row(*row)
+    title = Text(f"Planes of the network  {planes.nics:,} NICs", style="bold")
+    return Group(title, figures, Text(), events, Text(describe_dips(planes)), Text(NO_PACKETS, style="bright_black"))
+
+
+def figure_headings(planes: PlanesPlan) -> tuple[str, str, str]:
+    figures = planes.figures
+    single = planes.single
+    return "", f"{figures.planes} planes", f"one plane, {single.switch_tiers} tiers"
+
+
+def figure_rows(planes: PlanesPlan) -> Iterator[tuple[str, ...]]:
+    both = planes.figures, planes.single
+    yield ("switch tiers", *(str(one.switch_tiers) for one in both))
+    yield ("ports of a switch", *(f"{one.radix:,} x {one.port_gbit_per_s:g}G" for one in both))
+    yield ("most NICs", *(f"{one.most_nics:,}" for one in both))
+    yield ("NICs one hop apart", *(f"{one.one_hop_nics:,}" for one in both))
+    yield ("switches a NIC", *(f"{one.switches_per_nic:.4f}" for one in both))
+    yield ("optics a NIC", *(f"{one.optics_per_nic:g}" for one in both))
+    for part, name in LOSSES.items():
+        yield (name, *(_loss(one.lost_speed[part]) for one in both))
+
+
+def _loss(part: float) -> str:
+    return "the job" if part >= 1 else f"{percent(part, 1)} of the speed"
+
+
+def event_rows(planes: PlanesPlan) -> Iterator[tuple[str, ...]]:
+    for event in planes.events:
+        touched = f"{100 * event.touched:.3g}%"
+        bad = f"{event.most_bad_paths:,}"
+        if event.ends_job:
+            yield event.name, "the job ends", "", "", touched, ""
+            continue
+        times = (format_duration(event.slow_s), format_duration(event.lost_s))
+        yield event.name, percent(event.lowest_speed, 1), *times, touched, bad
+
+
+def describe_dips(planes: PlanesPlan) -> str:
+    """How the forecast counts failures of the network."""
+    return (
+        f"The forecast counts {planes.dips_per_day:.3g} failures of the network a day as dips, which cost "
+        f"{percent(planes.dip_share, 3)} of the time, instead of ends of the job."
+    )
+
+
+# A cluster of several pools: what each does in a step of the best layout, and the plans on fewer of them.
+
+
+PART_HEADINGS = ("pool", "devices", "stages", "layers", "samples", "micro-batch", "waits for others", "memory", "of")
+WORDS = {"samples": "shares of the samples", "layers": "shares of the layers", "alone": ""}
+JOULES_PER_KWH = 3.6e6
+
+
+def render_pools(best: Candidate | None, plan: PoolsPlan, unit: str) -> RenderableType:
+    parts: list[RenderableType] = []
+    if best:
+        title = Text("Pools in a step of the best layout", style="bold")
+        parts += [title, _table(PART_HEADINGS, part_rows(best)), Text()]
+    parts += [Text("All pools, and fewer", style="bold"), _table(choice_headings(unit), choice_rows(plan))]
+    return Group(*parts, Text(sentence(plan.verdict)))
+
+
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def part_rows(best: Candidate) -> Iterator[tuple[str, ...]]:
+    for part in best.pools:
+        yield (
+            part.pool,
+            f"{part.devices:,}",
+            str(part.stages),
+            str(part.layers),
+            f"{part.samples:,}",
+            str(part.micro_batch_size),
+            f"{format_duration(part.waiting_s)} of {format_duration(part.time.total_s)}",
+            f"{labels.gib(part.peak_memory_bytes)} GiB",
+            format_bytes(part.memory_limit_bytes),
+        )
+
+
+def choice_headings(unit: str) -> tuple[str, ...]:
+    return ("pools", "by", "layout", "devices", "step", f"{unit}/s", "of all", "the run", f"$ a 1B {unit}", "kWh")
+
+
+def choice_rows(plan: PoolsPlan) -> Iterator[tuple[str, ...]]:
+    """(pools, what they share, layout, devices, step, units/s, over those of all pools, duration, price, energy)"""
+    whole = plan.choices[0].tokens_per_s
+    for choice in plan.choices:
+        names = " + ".join(choice.pools) + (" alone" if len(choice.pools) == 1 else "")
+        how = (
+            names,
+            WORDS[choice.division],
+            labels.layout_label(choice.layout) if choice.layout else "nothing fits",
+            f"{choice.devices:,}",
+        )
+        yield *how, *_figures(choice, whole)
+
+
+def _figures(choice: PoolChoice, whole: float | None) -> tuple[str, ...]:
+    if choice.step_time_s is None or choice.tokens_per_s is None or choice.wall_time_s is None:
+        return ("",) * 6
+    price = choice.usd_per_token
+    energy = choice.joules_per_token
+    return (
+        format_duration(choice.step_time_s),
+        labels.format_rate(choice.tokens_per_s),
+        percent(choice.tokens_per_s / whole) if whole else "",
+        format_duration(choice.wall_time_s),
+        "unknown" if price is None else labels.format_money(1e9 * price),
+        "unknown" if energy is None else labels.format_grouped(1e9 * energy / JOULES_PER_KWH),
+    )
+
+
+def _table(headings: Sequence[str], rows: Iterator[tuple[str, ...]]) -> Table:
+    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("pool", "pools", "by", "layout") else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+# A simulated disturbance in the terminal: speed without the scheduler, with it and at best, and what was decided.
+
+
+KINDS = {
+    "shares": "other shares",
+    "group_shares": "shares of the replica groups",
+    "layers": "other layers in the stages",
+    "layout": "another layout",
+}
+WHERE = (
+    "The live scheduler decides so on CPUs. On GPUs it changes nothing yet: it cannot tell a rank's computing from its "
+    "waiting there."
+)
+SHOWN_EVENTS = 8
+SHOWN_DECISIONS = 20
+CHART_ROWS = 8
+MARGIN = 12
+"""Columns beside the chart, for its labels."""
+
+
+def render_simulation(simulation: Simulation, width: int) -> RenderableType:
+    ranks = simulation.data_parallel_ranks
+    batch = simulation.global_batch_size
+    what = f"{simulation.steps:,} steps of {batch:,} samples over {ranks:,} data-parallel ranks"
+    parts: list[RenderableType] = [
+        Text(f"Disturbance {simulation.name}, simulated  {what}", style="bold"),
+        *map(Text, event_lines(simulation)),
+        _paces(simulation),
+        Text(f"{describe_won_back(simulation)}\n{WHERE}"),
+        Text(_chart(simulation, width)),
+        Text("Decisions", style="bold"),
+        _decisions(simulation),
+    ]
+    return Group(*parts)
+
+
+def event_lines(simulation: Simulation) -> Iterator[str]:
+    events = simulation.events
+    yield from events[:SHOWN_EVENTS]
+    if len(events) > SHOWN_EVENTS:
+        yield f"and {len(events) - SHOWN_EVENTS:,} more"
+
+
+def pace_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
+    """(who divides the samples, samples a second, of an undisturbed run's, the whole run's time)"""
+    undisturbed = simulation.global_batch_size / simulation.step_s
+    yield (
+        "undisturbed",
+        f"{undisturbed:,.4g}",
+        percent(1.0),
+        format_duration(simulation.steps * simulation.step_s),
+    )
+    for name, pace in (
+        ("scheduler off", simulation.off),
+        ("scheduler on", simulation.on),
+        ("ideal, whole samples", simulation.ideal),
+        ("ideal, any share", simulation.ideal_real),
+    ):
+        rate = pace.samples_per_s
+        yield name, f"{rate:,.4g}", percent(rate / undisturbed, 1), format_duration(pace.wall_s)
+
+
+def describe_won_back(simulation: Simulation) -> str:
+    """`94% of what whole samples allow is won back (92% of what the speeds allow)`"""
+    won = simulation.won_back
+    of_real = simulation.won_back_of_real
+    if of_real is None:
+        return "other shares would win nothing back: 0 of 0"
+    if won is None:
+        return "whole samples allow nothing to win back; a larger batch has finer shares"
+    return f"{percent(won)} of what whole samples allow is won back ({percent(of_real)} of what the speeds allow)"
+
+
+def decision_rows(simulation: Simulation) -> Iterator[tuple[str, str, str, str]]:
+    """(step, what is decided, why, what it was expected to bring and brought)"""
+    for decision in simulation.decisions:
+        group = "" if decision.group is None else f" in replica group {decision.group}"
+        what = KINDS[decision.kind] + group
+        if decision.micro_batches is not None:
+            what += f", {decision.micro_batch_size} x {decision.micro_batches} at most"
+        gain = f"{format_duration(decision.before_s)} -> {format_duration(decision.expected_s)}"
+        yield (
+            f"{decision.step:,}",
+            what,
+            decision.reason,
+            f"{gain}, was {format_duration(decision.achieved_s)}",
+        )
+
+
+def _paces(simulation: Simulation) -> Table:
+    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
+    table.add_column("")
+    for heading in ("samples/s", "of undisturbed", "time"):
+        table.add_column(heading, justify="right")
+    for row in pace_rows(simulation):
+        table.add_row(*row)
+    return table
+
+
+def _chart(simulation: Simulation, width: int) -> str:
+    points = [(step, rate) for step, rate in enumerate(simulation.on.by_step, 1)]
+    return render_chart(
+        points, width=max(20, width - MARGIN), height=CHART_ROWS, title="samples/s by step, scheduler on"
+    )
+
+
+def _decisions(simulation: Simulation) -> RenderableType:
+    rows = list(decision_rows(simulation))
+    if not rows:
+        return Text("none")
+    table = Table(box=None, header_style="bright_black", padding=(0, 2, 0, 0))
+    table.add_column("step", justify="right")
+    for heading in ("decision", "reason", "computing in a step"):
+        table.add_column(heading)
+    for row in rows[:SHOWN_DECISIONS]:
+        table.add_row(*row)
+    if len(rows) > SHOWN_DECISIONS:
+        table.add_row("", f"and {len(rows) - SHOWN_DECISIONS:,} more", "", "")
+    return table

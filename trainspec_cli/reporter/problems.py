@@ -1,0 +1,60 @@
+"""Problems on paper: for people with the line they stand in, for programs as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trainspec_cli.core.errors import Problem
+from trainspec_cli.core.printable import on_one_line
+from trainspec_cli.recipe.json_text import json_text
+from trainspec_cli.reporter.style import Style
+
+SHOWN_BEFORE, SHOWN = 60, 160
+"""Characters of a longer line that are shown before the column, and altogether."""
+POINTED_AT_ONE_CHARACTER = frozenset({"bad_yaml"})
+"""Codes whose column is a spot, not the start of an entry."""
+
+
+def render_problems(problems: Sequence[Problem], style: Style, label: str = "error") -> str:
+    """One paragraph each, and their number where there are several."""
+    paragraphs = ["\n".join(_paragraph(problem, style, label)) for problem in problems]
+    if len(problems) > 1:
+        paragraphs.append(style.bold(f"{len(problems)} problems"))
+    return "\n\n".join(paragraphs)
+
+
+def render_json(problems: Sequence[Problem]) -> str:
+    return json_text({"errors": [problem.as_json() for problem in problems]})
+
+
+def _paragraph(problem: Problem, style: Style, label: str) -> Iterator[str]:
+    yield f"{style.bold(style.red(label))}: {style.bold(problem.message)}"
+    if problem.file:
+        yield style.cyan(f"  --> {problem.where()}")
+    if problem.excerpt:
+        yield from _excerpt(problem, style)
+    if problem.hint:
+        yield f"  {style.green('hint')}: {problem.hint}"
+
+
+def _excerpt(problem: Problem, style: Style) -> Iterator[str]:
+    line = problem.excerpt.rstrip().replace("\t", " ")
+    column = (problem.column or 1) - 1
+    before, after = _cut(line, column)
+    text = before + after
+    start = len(before)
+    number = f"{problem.line:>5}"
+    width = 1 if problem.code in POINTED_AT_ONE_CHARACTER else max(1, len(text) - start)
+    yield f"{style.dim(f'{number} |')} {text}"
+    yield f"{style.dim(' ' * len(number) + ' |')} {' ' * start}{style.red('^' * width)}"
+
+
+def _cut(line: str, column: int) -> tuple[str, str]:
+    """Return the line before and after the column, of a long one the part around it."""
+    if len(line) <= SHOWN:
+        return on_one_line(line[:column]), on_one_line(line[column:])
+    start = max(0, column - SHOWN_BEFORE)
+    end = start + SHOWN
+    before = on_one_line(line[start:column])
+    after = on_one_line(line[column:end])
+    return f"{'…' if start else ''}{before}", f"{after}{'…' if end < len(line) else ''}"

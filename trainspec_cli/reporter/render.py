@@ -1,0 +1,184 @@
+"""A Report for people: the summary at the end of a run, and the whole report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Literal
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+
+from trainspec_cli.core.printable import format_bytes, format_duration
+from trainspec_cli.recipe.results.plan import LocalPrediction
+from trainspec_cli.reporter.changes import describe_recovery
+from trainspec_cli.reporter.collect import Curve, Report
+from trainspec_cli.reporter.rich_text import Text
+from trainspec_cli.reporter.run_speed import RunSpeed
+from trainspec_cli.reporter.svg import render_chart
+from trainspec_cli.reporter.text import (
+    STEPS,
+    describe_evaluation,
+    describe_event,
+    describe_ranks,
+    facts_of,
+    format_rate,
+    heldout_title,
+    scheduler_changes,
+    speed_line,
+    speed_lines,
+    warning_lines,
+)
+from trainspec_cli.reporter.verdicts import describe_verdict
+
+BAR_CELLS = 24
+SHOWN_LINES = 8
+"""Number of evaluations, checkpoints and warnings that are shown, the newest."""
+
+Section = RenderableType | None
+"""None: there is nothing to show."""
+
+
+def render_summary(report: Report) -> RenderableType:
+    """Show the end of a run: curve, held-out text, sample, speed."""
+    newest = report.evaluations[-1:]
+    return _stack(
+        _chart(report.loss, "loss"),
+        _lines(heldout_title(report), [describe_evaluation(event) for event in newest]),
+        _sample(report),
+        _lines("speed", [speed_line(report.speed)] if report.speed else []),
+    )
+
+
+def render_report(report: Report) -> RenderableType:
+    """Show everything: how the run ended, curves, where the time went, evaluations, checkpoints, warnings."""
+    return _stack(
+        _head(report),
+        _chart(report.loss, "loss"),
+        _chart(report.grad_norm, "gradient norm", height=5),
+        _speed(report.speed, report.world_size or 1, report.predicted) if report.speed else None,
+        _lines(
+            heldout_title(report), [f"step {event.step}: {describe_evaluation(event)}" for event in report.evaluations]
+        ),
+        _wall_time(report),
+        _lines("diagnosis", map(describe_verdict, report.verdicts[:SHOWN_LINES])),
+        _lines("scheduler", (change.line for change in scheduler_changes(report))),
+        _lines("recoveries", (describe_recovery(one).line for one in report.recoveries)),
+        _links(report),
+        _lines("link changes", map(describe_event, report.link_changes)),
+        _lines("checkpoints", map(describe_event, report.checkpoints)),
+        _lines("warnings", warning_lines(report)),
+        _sample(report),
+    )
+
+
+def _stack(*sections: Section) -> RenderableType:
+    """Join sections with a blank line between them."""
+    return Group(*(part for section in sections if section is not None for part in (section, "")))
+
+
+def _head(report: Report) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts_of(report):
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table
+
+
+def _chart(curve: Curve, title: str, height: int = 10) -> Section:
+    if sum(value is not None for _, value in curve) < 2:
+        return None
+    return Text(render_chart(curve, title=title, height=height), no_wrap=True)
+
+
+def _lines(title: str, lines: Iterable[str]) -> Section:
+    every = list(lines)
+    if not every:
+        return None
+    shown = every[-SHOWN_LINES:]
+    earlier = [f"({len(every) - len(shown)} earlier)"] if len(every) > len(shown) else []
+    return Group(Text(title, style="bold"), Padding(Text("\n".join([*earlier, *shown])), (0, 0, 0, 2), expand=False))
+
+
+def _sample(report: Report) -> Section:
+    if report.sample is None:
+        return None
+    written = Text.assemble((report.sample.prompt, "bold"), report.sample.text)
+    title = Text(f"what the model writes (step {report.sample.step})", style="bold")
+    return Group(title, Padding(written, (0, 0, 0, 2), expand=False))
+
+
+def _links(report: Report) -> Section:
+    """Show the slowest link of each axis."""
+    if not report.links:
+        return None
+    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    for name in ("axis", "slowest ranks", "speed", "noise", "planned", "at once", "wait for"):
+        justify: Literal["left", "right"] = "left" if name in ("axis", "slowest ranks") else "right"
+        table.add_column(name, justify=justify, header_style="dim", no_wrap=True)
+    for link in report.links:
+        planned = link.planned_bytes_per_s
+        of = f" (of {link.links:,})" if link.links > 1 else ""
+        table.add_row(
+            link.axis,
+            f"{describe_ranks(link.ranks).partition(' ')[2]}{of}",
+            format_rate(link.bytes_per_s),
+            f"{link.noise:.0%}",
+            format_rate(planned) if isinstance(planned, float) else "",
+            format_bytes(link.sent_bytes),
+            f"{format_duration(link.waited_s)}, rank {link.last_rank}",
+        )
+    return Group(Text("links", style="bold"), Padding(table, (0, 0, 0, 2), expand=False))
+
+
+def _speed(speed: RunSpeed, world_size: int, predicted: LocalPrediction | None) -> RenderableType:
+    if speed.unit == STEPS:
+        return Group(Text("speed", style="bold"), Padding(Group(*map(Text, speed_lines(speed, world_size))), (0, 2)))
+    return Group(
+        Text("where the time went", style="bold"),
+        Padding(Group(*map(Text, speed_lines(speed, world_size)), "", _parts(speed, predicted)), (0, 2)),
+    )
+
+
+def _wall_time(report: Report) -> Section:
+    """Show where the time of all attempts went, as bars; buckets without any are left out."""
+    wall_s = report.time_s.total_s
+    if not wall_s or report.goodput is None:
+        return None
+    table = Table.grid(padding=(0, 2))
+    for bucket in fields(report.time_s):
+        name = bucket.name
+        seconds = getattr(report.time_s, bucket.name)
+        if seconds > 0:
+            share = seconds / wall_s
+            bar = "█" * round(share * BAR_CELLS)
+            table.add_row(name.replace("_", " "), format_duration(seconds), f"{share:.1%}", bar)
+    title = f"goodput {report.goodput:.1%}, of {format_duration(wall_s)} from the first launch on"
+    return Group(Text(title, style="bold"), Padding(table, (0, 2)))
+
+
+def _parts(speed: RunSpeed, predicted: LocalPrediction | None) -> Table:
+    """Show the parts of the mean step with bars, over several ranks also the least and the greatest, and the predicted
+    times."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("part of a step")
+    table.add_column("time", justify="right")
+    table.add_column("share", justify="right")
+    table.add_column("")
+    if len(speed.ranks) > 1:
+        table.add_column("by rank", justify="right")
+    if predicted:
+        table.add_column("predicted", justify="right")
+    for part in speed.parts:
+        bar = "█" * round(part.share * BAR_CELLS)
+        row = [part.name.replace("_", " "), format_duration(part.mean_s), f"{part.share:.1%}", bar]
+        if len(speed.ranks) > 1:
+            row.append(f"{format_duration(part.min_s)} - {format_duration(part.max_s)}")
+        if predicted:
+            row.append(format_duration(predicted.time_s.get(part.name, 0.0)))
+        table.add_row(*row)
+    whole = ["whole step", format_duration(speed.step_time_s), "100.0%"]
+    if predicted:
+        whole += [""] * (len(table.columns) - 1 - len(whole)) + [format_duration(predicted.step_time_s)]
+    table.add_row(*whole, style="bold")
+    return table

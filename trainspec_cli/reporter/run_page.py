@@ -1,0 +1,267 @@
+"""The page of a run: its curves, where its time went, what slowed it, and what was predicted of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+
+from trainspec_cli.core.printable import format_bytes, format_duration, format_si
+from trainspec_cli.recipe.results.plan import LocalPrediction
+from trainspec_cli.reporter.changes import RunChange, describe_recovery
+from trainspec_cli.reporter.collect import Curve, Report
+from trainspec_cli.reporter.page.parts import (
+    PageOrigin,
+    bar_rows,
+    details,
+    heading,
+    note,
+    number_row,
+    origin_line,
+    plain_list,
+    preformatted,
+    render_page,
+    section,
+    shorten,
+    table,
+    text_row,
+    tiles,
+)
+from trainspec_cli.reporter.run_speed import RunSpeed
+from trainspec_cli.reporter.runs import ALIVE
+from trainspec_cli.reporter.svg import LineSeries, Point, Segment, render_bar, render_curves, render_legend, thin
+from trainspec_cli.reporter.text import (
+    describe_evaluation,
+    describe_event,
+    facts_of,
+    format_units,
+    heldout_title,
+    scheduler_changes,
+    speed_lines,
+    standing_of,
+    title_of,
+    warning_lines,
+)
+from trainspec_cli.reporter.verdicts import verdicts_section
+from trainspec_cli.run.folder.event_types.events import PARTS, SampleEvent
+
+# Charts of a run: its losses, the parts of its steps and of its wall time, and what was predicted of them.
+
+
+LOSS_STRETCHES, HELDOUT_STRETCHES = 400, 40
+"""A longer curve is thinned to the lowest and the highest of so many stretches."""
+MARKED_POINTS = 40
+"""Points of a longer curve have no dots."""
+PART_KINDS = {name: f"c-{name}" for name in PARTS} | {"checkpoint": "c-saving"}
+"""CSS classes; that of checkpoints has another colour in a plan's time lost."""
+
+
+def curves_section(report: Report) -> str:
+    heldout = [(event.step, event.heldout_loss) for event in report.evaluations]
+    curves = (
+        ("c-measure", "loss", thin(_points(report.loss), LOSS_STRETCHES)),
+        ("c-heldout", "held-out loss", thin(_points(heldout), HELDOUT_STRETCHES)),
+    )
+    lines = [LineSeries(kind, name, points, len(points) <= MARKED_POINTS) for kind, name, points in curves if points]
+    if not lines:
+        return section("Loss", _beside(report) or "No step was made yet.", "")
+    legend = render_legend([Segment(line.kind, line.label, 0.0, "") for line in lines])
+    return section("Loss", _beside(report), render_curves(lines, "step", "loss") + legend)
+
+
+def other_curves_section(report: Report) -> str:
+    """Draw the gradient norm and the learning rate, each on axes of its own; nothing where a run has neither."""
+    drawn = ""
+    for name, curve in (("gradient norm", report.grad_norm), ("learning rate", report.lr)):
+        if points := thin(_points(curve), LOSS_STRETCHES):
+            drawn += render_curves([LineSeries("c-measure", name, points, len(points) <= MARKED_POINTS)], "step", name)
+    return section("Gradient norm and learning rate", "", drawn) if drawn else ""
+
+
+def _points(curve: Sequence[tuple[int, float | None]]) -> list[Point]:
+    return sorted((float(step), value) for step, value in curve if value is not None)
+
+
+def _beside(report: Report) -> str:
+    """Say what the curve does not show."""
+    said = []
+    if missing := sum(value is None for _, value in report.loss):
+        said.append(f"Steps whose loss was not finite: {missing:,}.")
+    if report.skipped_steps:
+        said.append(f"Updates left out as they were not finite: {len(report.skipped_steps):,}.")
+    if len(report.loss) > 2 * LOSS_STRETCHES:
+        said.append(f"Of {len(report.loss):,} steps the lowest and the highest of each stretch are drawn.")
+    return " ".join(said)
+
+
+def step_time_section(speed: RunSpeed, world_size: int, predicted: LocalPrediction | None) -> str:
+    """Draw the parts of the mean step, which sum to it, and those that were predicted."""
+    measured = _segments({part.name: part.mean_s for part in speed.parts})
+    bars = [("measured", measured, speed.step_time_s)]
+    if predicted:
+        bars.append(("predicted", _segments(predicted.time_s), predicted.step_time_s))
+    scale = max(math.fsum(segment.value for segment in segments) for _, segments, _ in bars)
+    rows = [(name, render_bar(segments, scale), format_duration(seconds)) for name, segments, seconds in bars]
+    text = "The mean over steps and ranks, in parts that sum to it."
+    drawn = bar_rows(rows) + render_legend(measured) + plain_list(speed_lines(speed, world_size))
+    return section("Where the time of a step went", text, drawn + _parts(speed, predicted))
+
+
+def _segments(seconds: Mapping[str, float]) -> list[Segment]:
+    return [
+        Segment(PART_KINDS[name], name.replace("_", " "), seconds[name], format_duration(seconds[name]))
+        for name in PARTS
+        if seconds.get(name, 0.0) > 0
+    ]
+
+
+def _parts(speed: RunSpeed, predicted: LocalPrediction | None) -> str:
+    by_rank = len(speed.ranks) > 1
+    headings = ["part", "#time", "#share", *(["#by rank"] if by_rank else []), *(["#predicted"] if predicted else [])]
+    rows = []
+    for part in speed.parts:
+        row = [part.name.replace("_", " "), format_duration(part.mean_s), f"{part.share:.1%}"]
+        row += [f"{format_duration(part.min_s)} - {format_duration(part.max_s)}"] if by_rank else []
+        row += [format_duration(predicted.time_s.get(part.name, 0.0))] if predicted else []
+        rows.append(number_row(row))
+    whole = ["whole step", format_duration(speed.step_time_s), "100.0%", *([""] if by_rank else [])]
+    rows.append(number_row([*whole, *([format_duration(predicted.step_time_s)] if predicted else [])]))
+    return table(headings, rows)
+
+
+def prediction_section(report: Report, predicted: LocalPrediction) -> str:
+    step_s = report.speed.step_time_s if report.speed else None
+    rows = [
+        _compared("step", predicted.step_time_s, step_s, format_duration),
+        _compared("peak memory of one device", predicted.peak_memory_bytes, report.peak_memory_bytes, format_bytes),
+    ]
+    text = "What the plan foresaw, beside what was measured."
+    return section("Predicted and measured", text, table(("", "#predicted", "#measured", "#difference"), rows))
+
+
+def _compared(name: str, predicted: float, measured: float | None, show: Callable[[float], str]) -> str:
+    difference = f"{measured / predicted - 1:+.1%}" if measured is not None and predicted > 0 else ""
+    return number_row((name, show(predicted), "not known yet" if measured is None else show(measured), difference))
+
+
+def wall_time_section(report: Report) -> str:
+    """Draw where the time of all attempts went; buckets without any are left out."""
+    wall_s = report.time_s.total_s
+    if wall_s <= 0 or report.goodput is None:
+        return ""
+    spent = [(bucket.name.replace("_", " "), getattr(report.time_s, bucket.name)) for bucket in fields(report.time_s)]
+    shown = [(name, seconds, f"{format_duration(seconds)}, {seconds / wall_s:.1%}") for name, seconds in spent]
+    rows = [
+        (name, render_bar([Segment("c-used", name, seconds, text)], wall_s), text)
+        for name, seconds, text in shown
+        if seconds > 0
+    ]
+    text = f"Goodput {report.goodput:.1%}, of {format_duration(wall_s)} from the first launch on."
+    return section("Wall time", text, bar_rows(rows))
+
+
+MOST_LINES = 100
+"""Changes, evaluations, checkpoints and warnings that are shown, the newest."""
+MOST_CHARACTERS = 600
+"""A line that is longer is cut off: only a stranger writes such lines."""
+FOOTER = (
+    "Reported by trainspec. MFU counts model FLOPs, attention over its causal half, over the peak that is named. "
+    "Goodput is the part of the wall time, from the first launch on, in which steps were made that count."
+)
+
+
+def render_run_page(report: Report, composed: str = "", origin: PageOrigin | None = None) -> str:
+    """Return the page of a run, finished or live; `composed` is the text of its recipe."""
+    goes_on = "; the run goes on, and this is how it stood" if report.status in ALIVE else ""
+    text = f"{report.recipe}: {standing_of(report)}{goes_on}".removeprefix(": ")
+    above = [heading(title_of(report), text), origin_line(origin), tiles(list(_figures(report)))]
+    return render_page(title_of(report), "".join([*above, *_sections(report, composed)]), FOOTER)
+
+
+def _sections(report: Report, composed: str) -> Iterator[str]:
+    yield curves_section(report)
+    yield other_curves_section(report)
+    if report.speed:
+        yield step_time_section(report.speed, report.world_size or 1, report.predicted)
+    if report.predicted:
+        yield prediction_section(report, report.predicted)
+    yield wall_time_section(report)
+    yield verdicts_section(report.verdicts)
+    yield _changes("Scheduler", ("#step", "what", "why"), scheduler_changes(report))
+    yield _changes("Recoveries", ("#step", "what", "cost"), [describe_recovery(one) for one in report.recoveries])
+    if lines := warning_lines(report):
+        yield section("Warnings", _earlier(len(lines)), _newest(lines))
+    evaluations = [f"step {event.step}: {describe_evaluation(event)}" for event in report.evaluations]
+    yield _folded(heldout_title(report), evaluations)
+    yield _folded("link changes", [describe_event(event) for event in report.link_changes])
+    yield _folded("checkpoints", [describe_event(event) for event in report.checkpoints])
+    if report.sample:
+        yield _sample(report.sample)
+    facts = [text_row((name, shorten(value, MOST_CHARACTERS)), ("name",)) for name, value in facts_of(report)]
+    yield section("The run", "", table(("", ""), facts))
+    if composed:
+        yield details("Recipe", preformatted(composed))
+
+
+def _figures(report: Report) -> Iterator[tuple[str, str, str]]:
+    """Yield the tiles: name, value, and what else there is to say."""
+    yield "steps", f"{report.steps:,}", f"of {report.max_steps:,}" if report.max_steps is not None else ""
+    if report.loss:
+        yield "loss, last", _loss(report.final_loss), _lowest(report.loss)
+    if report.evaluations:
+        heldout = tuple((event.step, event.heldout_loss) for event in report.evaluations)
+        yield "held-out loss, last", _loss(heldout[-1][1]), _lowest(heldout)
+    if report.speed:
+        yield f"{report.speed.unit}/s", format_units(report.speed.tokens_per_s), ""
+    if report.speed and report.speed.peak_flops:
+        yield "MFU", f"{report.speed.mfu:.1%}", f"of {format_si(report.speed.peak_flops, 'FLOP/s')} a device"
+    if report.goodput is not None:
+        yield "goodput", f"{report.goodput:.1%}", ""
+        yield "wall time", format_duration(report.time_s.total_s), ""
+
+
+def _loss(value: float | None) -> str:
+    if value is None:
+        return "not finite"
+    return f"{value:.4f}" if abs(value) < 1e4 else f"{value:.4g}"
+
+
+def _lowest(curve: Curve) -> str:
+    """`lowest 1.2345, step 900`."""
+    found = min(((value, step) for step, value in curve if value is not None), default=None)
+    if found is None:
+        return ""
+    value, step = found
+    return f"lowest {_loss(value)}, step {step:,}"
+
+
+def _changes(title: str, headings: Sequence[str], changes: Sequence[RunChange]) -> str:
+    if not changes:
+        return ""
+    rows = [
+        text_row(
+            (f"{one.step:,}", shorten(one.what, MOST_CHARACTERS), shorten(one.why, MOST_CHARACTERS)),
+            ("number", "text", "text"),
+        )
+        for one in changes[-MOST_LINES:]
+    ]
+    return section(title, _earlier(len(changes)), table(headings, rows))
+
+
+def _earlier(count: int) -> str:
+    return f"The newest {MOST_LINES} of {count:,}." if count > MOST_LINES else ""
+
+
+def _newest(lines: Sequence[str]) -> str:
+    return plain_list([shorten(line, MOST_CHARACTERS) for line in lines[-MOST_LINES:]])
+
+
+def _folded(title: str, lines: Sequence[str]) -> str:
+    """A list that is closed at first; nothing where it is empty."""
+    summary = f"{title[0].upper()}{title[1:]} ({len(lines):,})"
+    return details(summary, note(_earlier(len(lines))) + _newest(lines)) if lines else ""
+
+
+def _sample(sample: SampleEvent) -> str:
+    written = shorten(f"{sample.prompt}{sample.text}", MOST_CHARACTERS)
+    return details(f"What the model writes (step {sample.step:,})", preformatted(written))

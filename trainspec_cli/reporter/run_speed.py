@@ -1,0 +1,153 @@
+"""How fast a run was, and where the time of its steps went: means over the steps and ranks of its last start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from operator import eq
+
+from trainspec_cli.reporter.runs import History, Start
+from trainspec_cli.run.folder.accounting import Throughput, throughput_of
+from trainspec_cli.run.folder.event_types.events import PARTS, StartEvent
+
+
+@dataclass(frozen=True)
+class PartTime:
+    name: str
+    mean_s: float
+    """Over steps and ranks."""
+    share: float
+    """Fraction of the whole step."""
+    min_s: float
+    max_s: float
+    """The ranks' own means: the least and the greatest."""
+
+
+@dataclass(frozen=True)
+class ExchangeShare:
+    """Exchanges between ranks, where some went on beside the computation: means over steps and ranks."""
+
+    seconds: float
+    """A step in which an exchange went on."""
+    exposed_s: float
+    """The part of these in which nothing was computed."""
+
+
+@dataclass(frozen=True)
+class RunSpeed:
+    """Taken over the steps of the last start, without the first, which compile and allocate."""
+
+    tokens_per_s: float
+    """Rate in `unit`: samples a second for images and volumes."""
+    mfu: float
+    peak_flops: float
+    """Peak of one device; `peak_source` says how it is known."""
+    peak_source: str
+    flops_per_token: float
+    first_step: int
+    last_step: int
+    left_out_steps: tuple[int, ...]
+    step_time_s: float
+    """Mean over steps and ranks; the parts sum to it."""
+    usual_s: tuple[float, float]
+    """Bounds of eight in ten of the first rank's steps, those that wrote a checkpoint left out."""
+    parts: tuple[PartTime, ...]
+    ranks: tuple[int, ...]
+    """Ranks whose events the parts are taken from."""
+    unit: str = "tokens"
+    exchange: ExchangeShare | None = None
+    """None where no exchange went on beside the computation."""
+
+
+class SpeedMeter:
+    """Takes in the ranks one after another, the first rank first, and keeps their means alone."""
+
+    def __init__(self, first: History):
+        self._start, self._throughput = first.last_working_start, Throughput(0.0, 0.0, 0, 0)
+        self._wanted_steps: Container[int] = ()
+        self._means_s: dict[int, dict[str, float]] = {}
+        self._exchanges_s: list[tuple[float, float]] = []
+        self._exchanging_steps = 0
+        if self._start is not None and (begin := self._start.begin) is not None:
+            self._throughput = _throughput(self._start, begin)
+            # A range holds the steps of a long run in little memory; only a run with gaps needs a set.
+            steps = self._start.steps.steps[self._throughput.left_out :]
+            run = range(steps[0], steps[-1] + 1) if steps else range(0)
+            self._wanted_steps = run if len(run) == len(steps) and all(map(eq, run, steps)) else set(steps)
+
+    def take(self, rank: int, history: History) -> None:
+        """Take in the steps that this rank has made together with the first one."""
+        start = history.last_working_start
+        rows = start.rows_of(self._wanted_steps) if start else []
+        if start is None or not rows:
+            return
+        self._means_s[rank] = start.mean_parts_s(rows)
+        exchange_s = start.steps["exchange_s"]
+        exposed_s = start.steps["exposed_s"]
+        seen = [row for row in rows if not math.isnan(exchange_s[row]) and not math.isnan(exposed_s[row])]
+        self._exchanging_steps += len(seen)
+        self._exchanges_s.append((_sum(exchange_s, seen), _sum(exposed_s, seen)))
+
+    @property
+    def speed(self) -> RunSpeed | None:
+        """The speed; None before a step was made."""
+        start = self._start
+        if start is None or start.begin is None:
+            return None
+        by_part = {name: [mean[name] for mean in self._means_s.values()] for name in PARTS}
+        mean_s = {name: math.fsum(values) / len(values) for name, values in by_part.items()}
+        whole_s = math.fsum(mean_s.values())
+        parts = tuple(
+            PartTime(name, mean_s[name], mean_s[name] / whole_s if whole_s else 0.0, min(values), max(values))
+            for name, values in by_part.items()
+        )
+        begin = start.begin
+        left_out = self._throughput.left_out
+        steady = range(left_out, len(start.steps))
+        return RunSpeed(
+            tokens_per_s=self._throughput.tokens_per_s,
+            mfu=self._throughput.mfu,
+            peak_flops=begin.peak_flops,
+            peak_source=begin.peak_source,
+            flops_per_token=begin.flops_per_token,
+            first_step=start.steps.steps[steady[0]],
+            last_step=start.steps.steps[-1],
+            left_out_steps=tuple(start.steps.steps[:left_out]),
+            step_time_s=math.fsum(part.mean_s for part in parts),
+            usual_s=_usual_s(start, steady),
+            parts=parts,
+            ranks=tuple(self._means_s),
+            unit=begin.unit,
+            exchange=self._exchange,
+        )
+
+    @property
+    def _exchange(self) -> ExchangeShare | None:
+        if not self._exchanging_steps:
+            return None
+        totals_s = (math.fsum(seconds) for seconds in zip(*self._exchanges_s, strict=True))
+        return ExchangeShare(*(total_s / self._exchanging_steps for total_s in totals_s))
+
+
+def _throughput(start: Start, begin: StartEvent) -> Throughput:
+    return throughput_of(
+        start.steps["step_time_s"],
+        start.steps["units"],
+        flops_per_token=begin.flops_per_token,
+        peak_flops=begin.peak_flops,
+        world_size=begin.world_size,
+    )
+
+
+def _sum(column: Sequence[float], rows: Iterable[int]) -> float:
+    return math.fsum(column[row] for row in rows)
+
+
+def _usual_s(start: Start, rows: Sequence[int]) -> tuple[float, float]:
+    """Return the tenth and the ninetieth percentile."""
+    checkpoint_s = start.steps["checkpoint"]
+    step_time_s = start.steps["step_time_s"]
+    times = sorted(step_time_s[row] for row in rows if not checkpoint_s[row])
+    times = times or sorted(step_time_s[row] for row in rows)
+    return times[len(times) // 10], times[len(times) * 9 // 10]

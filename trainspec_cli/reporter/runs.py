@@ -1,0 +1,270 @@
+"""The status of a run, and the runs below a folder in a line each, read from the end of their events alone."""
+
+from __future__ import annotations
+
+import math
+import os
+from array import array
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from trainspec_cli.core.errors import TrainspecError
+from trainspec_cli.core.json_value import JsonObject, JsonValue, flatten
+from trainspec_cli.core.reading.files import read_field
+from trainspec_cli.recipe.json_text import finite_or_none, json_text
+from trainspec_cli.recipe.records import Absent
+from trainspec_cli.run.folder import generations
+from trainspec_cli.run.folder.event_types.events import (
+    PARTS,
+    CheckpointEvent,
+    EvalEvent,
+    Event,
+    SampleEvent,
+    StartEvent,
+    StepEvent,
+    WarningEvent,
+)
+from trainspec_cli.run.folder.events import TAIL_BYTES, read_log
+from trainspec_cli.run.folder.files import StepColumns, read_versioned
+from trainspec_cli.run.folder.paths import RunDir
+from trainspec_cli.run.folder.record import read_plan_outline, read_run_record
+
+QUEUED, RUNNING, MADE, KILLED, DAMAGED = "queued", "running", "made", "killed", "damaged"
+"""Slurm will start it, once more or for the first time; it is alive; it is written down, for Slurm or for a sweep that
+will come to it, and was never started; it ended without a result; its files cannot be read."""
+
+ALIVE = (QUEUED, RUNNING)
+MOST_DIFFERENCES = 3
+"""Values that a line shows; the others are counted."""
+
+Ask = Callable[[RunDir], bool]
+
+
+def status_of(run: RunDir, *, running: bool, queued: bool) -> str:
+    """Return the status that the result has (done, stopped or failed), or the one that follows from having none."""
+    if queued:
+        return QUEUED
+    if running:
+        return RUNNING
+    if run.result_json.is_file():
+        return read_field(run.result_json, read_versioned(run.result_json), "status", str)
+    return KILLED if generations.newest(run) else MADE
+
+
+@dataclass(frozen=True)
+class RunLine:
+    path: str
+    recipe: str
+    status: str
+    step: int
+    max_steps: int | None
+    loss: float | None
+    created_at: float
+    """Unix seconds; of a damaged run when its folder was last changed."""
+    damage: str = ""
+    """Why the run cannot be read; empty where it can."""
+    name: str = ""
+    """As `run.name` says."""
+    tags: tuple[str, ...] = ()
+    differs: JsonObject = field(default_factory=dict)
+    """The values that differ between the runs of this recipe that are listed, by key."""
+
+
+def list_runs(folder: Path, is_running: Ask, is_queued: Ask, others: Iterable[RunDir] = ()) -> list[RunLine]:
+    """Return the runs below a folder, and others, newest first. A run that cannot be read is listed as damaged, and
+    hides no other; runs of others that are closed to this user are left out."""
+    lines = []
+    for run in (*find_runs(folder), *others):
+        with suppress(PermissionError):
+            lines.append(_describe_any(run, is_running, is_queued))
+    recipes = {line.recipe: [one for one in lines if one.recipe == line.recipe and not one.damage] for line in lines}
+    for alike in recipes.values():
+        for line, values in zip(alike, differing([line.differs for line in alike]), strict=True):
+            lines[lines.index(line)] = replace(line, differs=values)
+    return sorted(lines, key=lambda line: line.created_at, reverse=True)
+
+
+def differing(specs: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return of each flat recipe the values that not all of them share. Keys that some lack, as another version wrote
+    them, and those of `run` are left out."""
+    shared = [key for key in (specs[0] if specs else {}) if all(key in spec for spec in specs)]
+    keys = [key for key in shared if any(spec[key] != specs[0][key] for spec in specs) and not key.startswith("run.")]
+    return [{key: spec[key] for key in keys} for spec in specs]
+
+
+def show_value(value: JsonValue) -> str:
+    """Return a value as it is typed on a command line."""
+    return value if isinstance(value, str) else json_text(value, indent=None)
+
+
+def show_differences(line: RunLine) -> str:
+    shown = [f"{key}={show_value(value)}" for key, value in list(line.differs.items())[:MOST_DIFFERENCES]]
+    left = len(line.differs) - len(shown)
+    return " ".join([*shown, f"and {left} more"] if left else shown)
+
+
+def find_runs(folder: Path) -> Iterator[RunDir]:
+    """Folders that hold a run.json; what lies inside a run is not looked through."""
+    for root, subfolders, files in os.walk(folder):
+        if "run.json" in files:
+            subfolders.clear()
+            yield RunDir(root)
+
+
+def _describe_any(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
+    try:
+        return _describe(run, is_running, is_queued)
+    except PermissionError:
+        raise
+    except (TrainspecError, OSError) as error:
+        return RunLine(str(run.root), "-", DAMAGED, 0, None, None, _changed_at(run), damage=str(error))
+
+
+def _changed_at(run: RunDir) -> float:
+    try:
+        return run.root.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _describe(run: RunDir, is_running: Ask, is_queued: Ask) -> RunLine:
+    record = read_run_record(run)
+    step = last_step(run)
+    outline = read_plan_outline(run)
+    about = outline.spec.get("run")
+    tags = about.get("tags") if isinstance(about, dict) else None
+    return RunLine(
+        path=str(run.root),
+        recipe=record.recipe,
+        status=status_of(run, running=is_running(run), queued=is_queued(run)),
+        step=step.step if step else 0,
+        max_steps=outline.total_steps,
+        loss=finite_or_none(step.loss) if step else None,
+        created_at=record.created_at,
+        name=name_of(outline.spec),
+        tags=tuple(map(str, tags)) if isinstance(tags, list) else (),
+        differs=flatten(outline.spec),
+    )
+
+
+def name_of(spec: JsonObject) -> str:
+    """Return `run.name` of a recipe of any version; empty where it says none."""
+    about = spec.get("run")
+    return str(about.get("name") or "") if isinstance(about, dict) else ""
+
+
+def last_step(run: RunDir) -> StepEvent | None:
+    """Return the newest step event of rank 0; None before there is one."""
+    steps = [event for event in read_log(run.events(0), TAIL_BYTES) if isinstance(event, StepEvent)]
+    return steps[-1] if steps else None
+
+
+# A rank's events -> its starts, steps and what lies beside them, taken in one after another.
+#
+# Steps are kept as columns of numbers, so that a long run takes some hundred bytes a step; the events themselves are
+# dropped as they are read.
+
+
+BesideSteps = EvalEvent | CheckpointEvent | SampleEvent
+Kind = TypeVar("Kind", EvalEvent, CheckpointEvent, SampleEvent)
+FIGURES = ("loss", "grad_norm", "lr", "skipped", "step_time_s", "units", "exchange_s", "exposed_s", *PARTS)
+"""The columns of a step. A loss that is not known, and an exchange that there was none of, are NaN."""
+
+
+def _row(event: StepEvent) -> tuple[float, ...]:
+    parts_s = event.time_s
+    return (
+        *(math.nan if one is None else one for one in (event.loss, event.grad_norm)),
+        math.nan if event.lr is None or isinstance(event.lr, Absent) else event.lr,
+        *(event.skipped, event.step_time_s, event.units),
+        *(math.nan if isinstance(one, Absent) else one for one in (event.exchange_s, event.exposed_s)),
+        *(parts_s.get(name, 0.0) for name in PARTS),
+    )
+
+
+@dataclass
+class Start:
+    """The events of a rank from one start to the next."""
+
+    begin: StartEvent | None
+    """None where it was lost."""
+    steps: StepColumns = field(default_factory=lambda: StepColumns(*FIGURES))
+    others: list[BesideSteps] = field(default_factory=list)
+
+    def forget_beyond(self, step: int) -> None:
+        self.steps.forget_beyond(step)
+        self.others = [event for event in self.others if event.step <= step]
+
+    def rows_of(self, wanted_steps: Container[int]) -> Sequence[int]:
+        """Return the rows of the wanted steps."""
+        return array("q", (row for row, step in enumerate(self.steps.steps) if step in wanted_steps))
+
+    def mean_parts_s(self, rows: Sequence[int]) -> dict[str, float]:
+        """Return the seconds a step by part, over some rows."""
+        columns = {name: self.steps[name] for name in PARTS}
+        # fsum: a million small parts would lose digits in a plain sum.
+        return {name: math.fsum(column[row] for row in rows) / len(rows) for name, column in columns.items()}
+
+
+@dataclass
+class History:
+    starts: list[Start] = field(default_factory=list)
+    warnings: list[WarningEvent] = field(default_factory=list)
+    first_time: float = 0.0
+    last_time: float = 0.0
+    """Unix seconds of the first and the last event."""
+
+    def take(self, event: Event) -> None:
+        """Sort an event, which follows those before it, into its start. A resume goes on from a checkpoint: what an
+        earlier start made beyond it is made again, and forgotten here."""
+        self.last_time = event.time
+        self.first_time = self.first_time or event.time
+        if isinstance(event, StartEvent):
+            for earlier in self.starts:
+                # The resumed run makes these steps again, and they would count twice.
+                earlier.forget_beyond(event.step)
+            self.starts.append(Start(event))
+        elif isinstance(event, WarningEvent):
+            self.warnings.append(event)
+        else:
+            self._file(event)
+
+    def _file(self, event: Event) -> None:
+        if not self.starts:
+            self.starts.append(Start(None))
+        if isinstance(event, StepEvent):
+            self.starts[-1].steps.add(event.step, *_row(event))
+        elif isinstance(event, BesideSteps):
+            self.starts[-1].others.append(event)
+
+    def column(self, name: str) -> tuple[array[int], array[float]]:
+        """Return a figure of all steps: (steps, values)."""
+        steps = array("q")
+        values = array("d")
+        for start in self.starts:
+            steps.extend(start.steps.steps)
+            values.extend(start.steps[name])
+        return steps, values
+
+    @property
+    def last_working_start(self) -> Start | None:
+        """The newest start that made a step."""
+        return next((start for start in reversed(self.starts) if len(start.steps)), None)
+
+    @property
+    def begin(self) -> StartEvent | None:
+        return self.starts[-1].begin if self.starts else None
+
+    def of_kind(self, kind: type[Kind]) -> list[Kind]:
+        return [event for start in self.starts for event in start.others if isinstance(event, kind)]
+
+
+def read_history(events: Iterable[Event]) -> History:
+    """Return the history that events, in the order they were written, amount to."""
+    history = History()
+    for event in events:
+        history.take(event)
+    return history

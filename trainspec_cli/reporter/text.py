@@ -1,0 +1,384 @@
+"""Events and figures as short texts, the same in the live view and in the report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+
+from trainspec_cli.core.printable import cut_middle, format_bytes, format_count, format_duration, format_si
+from trainspec_cli.recipe.records import ABSENT, Absent
+from trainspec_cli.recipe.results.plan import LocalPrediction, Plan
+from trainspec_cli.reporter.changes import (
+    RunChange,
+    describe_buckets,
+    describe_directive,
+    describe_left_out,
+    describe_memory,
+    describe_recovery,
+    without_old_advice,
+)
+from trainspec_cli.reporter.collect import Report
+from trainspec_cli.reporter.kernels_text import describe_choice
+from trainspec_cli.reporter.plan.labels import stages_label
+from trainspec_cli.reporter.progress import Progress
+from trainspec_cli.reporter.run_speed import RunSpeed
+from trainspec_cli.run.folder.accounting import recovery_of
+from trainspec_cli.run.folder.event_types.events import (
+    BucketsEvent,
+    CadenceEvent,
+    CheckpointEvent,
+    DirectiveEvent,
+    EvalEvent,
+    Event,
+    FirstTextEvent,
+    LinkEvent,
+    MemoryEvent,
+    NodesEvent,
+    RecoveryEvent,
+    StartEvent,
+    UsageEvent,
+    WarningEvent,
+)
+
+STEPS = "steps"
+"""The unit of a command of the user's own, of which nothing else is known."""
+LINE_CHARS, TEXT_CHARS = 72, 240
+"""Of the first text: on one line where all of it is trained on, else on about three."""
+MANY = 8
+"""More ranks than this are not listed one by one."""
+
+
+def describe_progress(progress: Progress) -> str:
+    """`loss 4.213 · 2,810 tokens/s · 41.0% MFU · 1 min 33 s left`, as far as known."""
+    parts = [_loss(progress.loss)] if progress.has_stepped and progress.unit != STEPS else []
+    if progress.tokens_per_s is not None and progress.mfu is not None:
+        parts.append(describe_speed(progress.tokens_per_s, progress.mfu, progress.unit))
+    if progress.usage is not None:
+        parts.append(describe_usage(progress.usage))
+    if progress.time_left_s:
+        parts.append(f"{format_duration(progress.time_left_s)} left")
+    return " · ".join(parts)
+
+
+def describe_speed(units_per_s: float, mfu: float, unit: str = "tokens") -> str:
+    """`2,810 tokens/s · 41.0% MFU`, or `2.81 samples/s`: of images and volumes there may be few. Of steps alone nobody
+    knows the operations."""
+    if unit == STEPS:
+        return f"{format_units(units_per_s)} {unit}/s"
+    return f"{format_units(units_per_s)} {unit}/s · {mfu:.1%} MFU"
+
+
+def describe_usage(event: UsageEvent) -> str:
+    """`1.9 cores · 1.2 GiB · GPU 93%, 31.0 GiB`."""
+    parts = [f"{event.cores:.1f} cores", format_bytes(event.rss_bytes)]
+    if not isinstance(event.gpu_busy, Absent) and not isinstance(event.gpu_bytes, Absent):
+        parts.append(f"GPU {event.gpu_busy:.0%}, {format_bytes(event.gpu_bytes)}")
+    return " · ".join(parts)
+
+
+def format_units(units_per_s: float) -> str:
+    return f"{units_per_s:,.0f}" if units_per_s >= 100 else f"{units_per_s:.3g}"
+
+
+def describe_event(event: Event) -> str:
+    """Describe in a line or two what happens beside the steps; empty for events that need none."""
+    match event:
+        case StartEvent():
+            return describe_start(event)
+        case FirstTextEvent():
+            return "".join(text for text, _ in first_text_parts(event))
+        case EvalEvent():
+            return f"step {event.step}: held out {describe_evaluation(event)}"
+        case CheckpointEvent():
+            return f"step {event.step}: checkpoint, {format_bytes(event.bytes)} {describe_saving(event)}"
+        case CadenceEvent():
+            return f"step {event.step}: {describe_cadence(event)}"
+        case RecoveryEvent():
+            return describe_recovery(recovery_of(event)).line
+        case DirectiveEvent():
+            return describe_directive(event).line
+        case BucketsEvent():
+            return describe_buckets(event).line
+        case MemoryEvent():
+            return describe_memory(event).line
+        case NodesEvent():
+            return describe_left_out(event).line
+        case LinkEvent():
+            # `step 420: tp link of ranks 2 to 3: 1.2 GB/s, 0.5 times the 2.4 GB/s before step 400`.
+            now = event.now_bytes_per_s
+            before = event.before_bytes_per_s
+            others = f", and {event.changed_links - 1:,} more of its links" if event.changed_links > 1 else ""
+            change = f"{now / before:.2g} times the {format_rate(before)}"
+            group = f"group {event.group}: " if isinstance(event.group, int) else ""
+            where = f"{event.axis} link of {describe_ranks(event.ranks)}{others}"
+            return f"step {event.step}: {group}{where}: {format_rate(now)}, {change} before step {event.since_step}"
+        case WarningEvent():
+            return f"step {event.step}: warning: {event.message}"
+    return event.describe()
+
+
+def first_text_parts(event: FirstTextEvent) -> Iterator[tuple[str, str]]:
+    """Yield (text, rich's style) of a line or two: what is trained on is bold and in brackets, the rest is dim. A text
+    of which every token is trained on needs neither."""
+    how_many = f"{event.trained:,} of {event.tokens:,}" if event.trained < event.tokens else f"all {event.tokens:,}"
+    yield f"first text of the first batch: {how_many} tokens are trained on", ""
+    if event.trained == event.tokens:
+        yield ": ", ""
+        yield _on_one_line("".join(part.text for part in event.parts), LINE_CHARS), "dim"
+        return
+    yield ", those in [ ]\n", ""
+    for part in event.parts:
+        text = _on_one_line(part.text, max(LINE_CHARS // 2, TEXT_CHARS // len(event.parts)))
+        yield (f"[{text}]", "bold") if part.trained else (text, "dim")
+
+
+def _on_one_line(text: str, most_chars: int) -> str:
+    return cut_middle(text.replace("\n", "\\n").replace("\t", "\\t"), most_chars)
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """`1.23 GB/s`; GB are decimal."""
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
+def describe_ranks(ranks: Sequence[int]) -> str:
+    """`ranks 0, 4, 8`, `ranks 2 to 5` where they follow one another, or `rank 3`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    shown = ", ".join(map(str, ranks[:MANY]))
+    return f"ranks {shown}, ... ({len(ranks):,})" if len(ranks) > MANY else f"ranks {shown}"
+
+
+def describe_saving(event: CheckpointEvent) -> str:
+    """`in 320 ms`; of one written beside training `in 320 ms, training held up for 7 ms`."""
+    written_s = event.seconds if event.written_s is None or isinstance(event.written_s, Absent) else event.written_s
+    beside = f", training held up for {format_duration(event.seconds)}" if event.seconds < written_s else ""
+    return f"in {format_duration(written_s)}{beside}"
+
+
+def describe_cadence(event: CadenceEvent) -> str:
+    """Describe what `checkpoint.interval_steps: auto` has chosen, and why."""
+    cost_s = event.blocked_s + event.drag_s
+    mtbf_s = event.mtbf_s
+    failures = (
+        "no failures are expected" if mtbf_s is None else f"a failure is expected every {format_duration(mtbf_s)}"
+    )
+    if not isinstance(event.failures, Absent) and not isinstance(event.observed_s, Absent):
+        failures += f", by {event.failures:,} in {format_duration(event.observed_s)} and the cluster's figure"
+    return (
+        f"from here a checkpoint every {event.interval_steps:,} steps: one costs {format_duration(cost_s)} and is "
+        f"whole in {format_duration(event.written_s)}; {failures}"
+    )
+
+
+def describe_plan(plan: Plan) -> str:
+    """Describe what a plan has resolved, a fact a line."""
+    spec = plan.spec
+    unit = plan.spec.data.unit
+    micro = f"{plan.micro_batch_size} a process at a time, {plan.grad_accum_steps} times a step"
+    groups = f"{plan.replica_groups} of {plan.group_size} each, which exchange over {plan.group_backend}"
+    facts = {
+        "model": f"{spec.model.name or spec.model.family}, {format_count(plan.params)} parameters",
+        "devices": f"{plan.world_size} x {plan.device}, {plan.compute}",
+        "layout": plan.layout.describe(),
+        **({"stages": f"{cut} layers"} if (cut := stages_label(plan.layout.stage_layers)) else {}),
+        **({"groups": groups} if plan.replica_groups > 1 else {}),
+        "batch": f"{describe_batch(plan)}, {micro}",
+        "steps": f"{plan.total_steps}, {format_count(spec.train.max_steps * plan.tokens_per_step)} {unit} in all",
+        **({"kernels": describe_choice(plan.kernels, None)} if plan.kernels.changed else {}),
+        "compute": f"{format_si(plan.flops_per_token, 'FLOP')} a {unit.removesuffix('s')}",
+    }
+    return "\n".join(f"{name:<9} {fact}" for name, fact in facts.items())
+
+
+def describe_batch(plan: Plan) -> str:
+    """`8 samples of 64 tokens`; a sample of images or volumes is one of them. A batch that changes has its schedule."""
+    length = f" of {plan.spec.data.seq_len} tokens" if plan.spec.data.unit == "tokens" else ""
+    kind = plan.spec.batching.schedule.kind
+    changes = "" if kind == "constant" else f" at first ({kind})"
+    return f"{plan.spec.batching.global_batch_size} samples{length}{changes}"
+
+
+def describe_prediction(prediction: LocalPrediction, tokens_per_step: int) -> str:
+    """`predicted: 240 ms a step, 8,533 tokens/s · 65.50 GiB a process, 56.75 GiB of them tensors`."""
+    seconds = prediction.step_time_s
+    tensors = ""
+    if prediction.beside:  # a run measures its tensors alone
+        tensors = f", {format_bytes(prediction.peak_memory_bytes)} of them tensors"
+    return (
+        f"predicted: {format_duration(seconds)} a step, {tokens_per_step / seconds:,.0f} tokens/s · "
+        f"{format_bytes(prediction.needed_bytes)} a process{tensors}"
+    )
+
+
+def describe_start(begin: StartEvent) -> str:
+    processes = f"{begin.world_size} process{'es' if begin.world_size > 1 else ''}"
+    resumed = f", from step {begin.step}" if begin.step else ""
+    if begin.unit == STEPS:
+        return f"steps are counted of {processes}, {begin.device_name}{resumed}"
+    return (
+        f"{format_count(begin.params)} parameters on {processes}, {begin.device_name}{resumed}\n"
+        f"MFU is against {format_si(begin.peak_flops, 'FLOP/s')} a process ({begin.peak_source})"
+    )
+
+
+def describe_evaluation(event: EvalEvent) -> str:
+    """`2.310 bits per byte (xz 2.651), loss 3.123`; of images `accuracy 0.910, loss 0.3121`, of volumes `Dice ...`."""
+    for name, value in (("accuracy", event.heldout_accuracy), ("Dice", event.heldout_dice)):
+        if not isinstance(value, Absent):
+            return f"{name} {_figure(value, 3)}, {_loss(event.heldout_loss)}"
+    assert not isinstance(event.heldout_bits_per_byte, Absent), "an evaluation has one of the three"
+    xz = event.xz_bits_per_byte
+    beside = "" if xz is None or isinstance(xz, Absent) else f" (xz {xz:.3f})"
+    sets = {} if isinstance(event.sets, Absent) else event.sets
+    of_sets = "".join(f"; {name} {_text_loss(one.loss, one.bits_per_byte)}" for name, one in sets.items())
+    return _text_loss(event.heldout_loss, event.heldout_bits_per_byte, beside) + of_sets
+
+
+def _text_loss(loss: float | None, bits_per_byte: float | None, beside: str = "") -> str:
+    """Begin with bits per byte where the number of bytes is known."""
+    bits = f"{_figure(bits_per_byte, 3)} bits per byte{beside}, " if bits_per_byte is not None else ""
+    return f"{bits}{_loss(loss)}"
+
+
+def _loss(loss: float | None) -> str:
+    return f"loss {_figure(loss, 4)}"
+
+
+def _figure(value: float | None, digits: int) -> str:
+    """An event has null for what is not finite."""
+    return "not finite" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+# Lines and facts of a Report, the same in a terminal and on a page.
+
+
+SHOWN_RANKS = 8
+"""Ranks that are listed one by one."""
+
+UNSTEADY = 1.5
+"""Steps of one run, which all do the same, differ by less on a machine of its own."""
+
+LONG_WAIT = 0.05
+"""Part of a step; what is read ahead in time takes less."""
+
+
+def title_of(report: Report) -> str:
+    """`baseline: done`; of a run without a name its folder."""
+    return f"{report.name or report.path}: {report.status}"
+
+
+def standing_of(report: Report) -> str:
+    """`stopped (exit code 6), 20 of 20 steps in 1 min 30 s`."""
+    of = f" of {report.max_steps}" if report.max_steps is not None else ""
+    code = f" (exit code {report.exit_code})" if report.exit_code is not None else ""
+    return f"{report.status}{code}, {report.steps}{of} steps in {format_duration(report.elapsed_s)}"
+
+
+def facts_of(report: Report) -> Iterator[tuple[str, str]]:
+    yield "run", report.path
+    yield "recipe", report.recipe
+    yield "status", standing_of(report)
+    if report.reason:
+        yield "reason", report.reason
+    if report.hint:
+        yield "hint", report.hint
+    if len(report.start_steps) > 1:
+        yield "resumed", f"from step {', '.join(map(str, report.start_steps[1:]))}"
+    if report.params:
+        yield "model", f"{format_count(report.params)} parameters"
+    if report.world_size is not None:
+        yield "devices", f"{report.world_size} x {report.device_name}"
+    if report.peak_memory_bytes is not None:
+        beside = f" (predicted {format_bytes(report.predicted.peak_memory_bytes)})" if report.predicted else ""
+        yield "memory", f"{format_bytes(report.peak_memory_bytes)} at most, on one device{beside}"
+    if report.kernels.changed or report.kernel_table is not None:
+        yield "kernels", describe_choice(report.kernels, report.kernel_table)
+    if report.weights_sha256 is not None:
+        yield "weights", f"sha256 {report.weights_sha256}"
+
+
+def heldout_title(report: Report) -> str:
+    text = all(event.heldout_bits_per_byte is not ABSENT for event in report.evaluations)
+    return "held-out text" if text else "held-out samples"
+
+
+def scheduler_changes(report: Report) -> list[RunChange]:
+    """Return what the scheduler changed, or advises now, with what came of it, by step."""
+    achieved = {(event.group, event.number): event for event in report.achieved}
+    of_nodes = {event.number: event for event in report.left_out_achieved}
+    directives = without_old_advice(report.directives)
+    changes = [describe_directive(event, achieved.get((event.group, event.number))) for event in directives]
+    changes += map(describe_buckets, report.buckets)
+    changes += map(describe_memory, report.memory)
+    changes += [describe_left_out(event, of_nodes.get(event.number)) for event in report.left_out]
+    return sorted(changes, key=attrgetter("step"))
+
+
+def warning_lines(report: Report) -> list[str]:
+    """Return the warnings; one that several ranks report takes one line."""
+    by_text: dict[str, list[int]] = {}
+    for event in report.warnings:
+        by_text.setdefault(f"step {event.step}: {event.message}", []).append(event.rank)
+    lines = [f"{text} (rank {_join(ranks)})" for text, ranks in by_text.items()]
+    missing = [f"no events of rank {_join(report.missing_ranks)}"] if report.missing_ranks else []
+    return lines + missing
+
+
+def _join(numbers: Sequence[int]) -> str:
+    more = f" and {len(numbers) - SHOWN_RANKS} more" if len(numbers) > SHOWN_RANKS else ""
+    return ", ".join(map(str, numbers[:SHOWN_RANKS])) + more
+
+
+def speed_lines(speed: RunSpeed, world_size: int) -> list[str]:
+    """Return the speed, how MFU is reckoned, the steps that it is taken over, and what is unusual about them."""
+    if speed.unit == STEPS:
+        return [speed_line(speed), f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}"]
+    peak = f"({world_size} x {format_si(speed.peak_flops, 'FLOP/s')}, the {speed.peak_source})"
+    return [
+        speed_line(speed),
+        f"MFU = {speed.unit}/s x {format_si(speed.flops_per_token, 'FLOP')} a {speed.unit.removesuffix('s')} / {peak}",
+        f"over steps {speed.first_step}-{speed.last_step}{_left_out(speed)}",
+        *_unsteady(speed),
+        *_waiting(speed),
+        *_exchanges(speed),
+    ]
+
+
+def speed_line(speed: RunSpeed) -> str:
+    return describe_speed(speed.tokens_per_s, speed.mfu, speed.unit)
+
+
+def _unsteady(speed: RunSpeed) -> Iterator[str]:
+    """A prediction knows of the load that there was when this machine was probed, not of what came later."""
+    quick_s, slow_s = speed.usual_s
+    if slow_s > UNSTEADY * quick_s:
+        usual = f"{format_duration(quick_s)} to {format_duration(slow_s)} (eight in ten)"
+        yield f"steps took {usual}: something else was at work on this machine, which no prediction foresees"
+
+
+def _exchanges(speed: RunSpeed) -> Iterator[str]:
+    if speed.exchange and speed.exchange.seconds:
+        took = speed.exchange.seconds
+        exposed = speed.exchange.exposed_s / speed.exchange.seconds
+        yield f"ranks exchanged for {format_duration(took)} a step, {exposed:.0%} of it while nothing was computed"
+
+
+def _waiting(speed: RunSpeed) -> Iterator[str]:
+    """Reading ahead hides all that takes less than a step."""
+    share = next(part.share for part in speed.parts if part.name == "data_wait")
+    if share > LONG_WAIT:
+        yield (
+            f"steps waited {share:.0%} of their time for data: reading a batch takes longer than a step; what helps is "
+            + ("a faster or local disk" if speed.unit == "tokens" else "a faster disk, or more CPU cores to read with")
+        )
+
+
+def _left_out(speed: RunSpeed) -> str:
+    steps = speed.left_out_steps
+    if not steps:
+        return ""
+    return f"; steps {steps[0]}-{steps[-1]}, which compile and allocate, are left out"

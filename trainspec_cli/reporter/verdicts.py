@@ -1,0 +1,120 @@
+"""Verdicts on a run as text: a line for the live view, and what `diagnose` and `report` show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from trainspec_cli.core.printable import format_duration, format_seconds
+from trainspec_cli.recipe.results.verdict import RunVerdict, WhatIf
+from trainspec_cli.reporter.collect import Report
+from trainspec_cli.reporter.page.parts import (
+    PageOrigin,
+    heading,
+    note,
+    number_row,
+    origin_line,
+    plain_list,
+    render_page,
+    section,
+    shorten,
+    table,
+)
+from trainspec_cli.reporter.rich_text import Text
+from trainspec_cli.reporter.text import standing_of, title_of
+from trainspec_cli.run.folder.event_types.events import VerdictEvent
+
+NO_VERDICTS = "too few steps were made to say anything"
+NO_VERDICTS_WITHOUT_PLAN = (
+    "no hang and no leak of memory was seen, and no steps that became twice as slow; a command's steps show no more"
+)
+
+
+def describe_verdict(verdict: RunVerdict) -> str:
+    """`slow device, rank 2, since step 120: 35 ms a step (93% sure)`."""
+    place = _place(verdict)
+    # No cause was found, which does not say that the steps take as long as the plan has them.
+    cause = "no cause stands out" if verdict.cause == "as_planned" else verdict.cause.replace("_", " ")
+    words = [cause, *([place] if place else []), f"since step {verdict.since_step}"]
+    if verdict.until_step is not None:
+        words[-1] = f"steps {verdict.since_step} to {verdict.until_step}"
+    cost = f"{format_duration(verdict.cost_s)} a step, " if verdict.cost_s and verdict.cause != "hang" else ""
+    full = f", memory ends at about step {verdict.full_step:,}" if verdict.full_step is not None else ""
+    return f"{', '.join(words)}: {cost}{verdict.confidence:.0%} sure{full}"
+
+
+def describe_event(event: VerdictEvent) -> str:
+    """Describe a verdict that was found while a run went on, or is over."""
+    verdict = event.verdict
+    place = f", at {verdict.code}" if verdict.code else ""
+    return f"{'over: ' if event.is_over else ''}{describe_verdict(verdict)}{place}"
+
+
+def _place(verdict: RunVerdict) -> str:
+    places = []
+    if verdict.rank is not None:
+        places.append(f"rank {verdict.rank}")
+    if verdict.node is not None:
+        places.append(f"node {verdict.node}")
+    if verdict.link is not None:
+        places.append(f"link of ranks {', '.join(map(str, verdict.link))}")
+    return ", ".join(places)
+
+
+def render_verdicts(verdicts: Sequence[RunVerdict]) -> Text:
+    """Show verdicts with their evidence and what to do, heaviest first."""
+    text = Text()
+    if not verdicts:
+        return text.append(f"{NO_VERDICTS}\n")
+    for verdict in verdicts:
+        text.append(f"{describe_verdict(verdict)}\n", style="bold")
+        if verdict.code:
+            text.append(f"  line of code: {verdict.code}\n")
+        for sentence in verdict.evidence:
+            text.append("".join(f"  {line}\n" for line in sentence.splitlines()))
+        for one in verdict.what_if:
+            text.append(f"  {one.change}: {format_seconds(one.step_s)} a step, {format_seconds(one.saved_s)} less\n")
+        if verdict.advice:
+            text.append(f"  what to do: {verdict.advice}\n", style="dim")
+    return text
+
+
+# The verdicts on a run as a page, and as a section of the run's page.
+
+
+MOST_VERDICTS = 40
+MOST_CHARACTERS = 4000
+"""The stack of a rank that hangs is shorter."""
+FOOTER = "Diagnosed by trainspec. What a cause costs is what a step takes longer while it lasts."
+
+
+def render_verdicts_page(report: Report, origin: PageOrigin | None = None) -> str:
+    title = f"Diagnosis of {title_of(report)}"
+    body = heading(title, standing_of(report)) + origin_line(origin) + verdicts_section(report.verdicts)
+    return render_page(title, body, FOOTER)
+
+
+def verdicts_section(verdicts: Sequence[RunVerdict]) -> str:
+    """Draw each verdict with its evidence and what to do, heaviest first."""
+    left = len(verdicts) - MOST_VERDICTS
+    text = "Heaviest first." if verdicts else f"{NO_VERDICTS[0].upper()}{NO_VERDICTS[1:]}."
+    more = f" {left:,} lighter ones are left out." if left > 0 else ""
+    return section("Diagnosis", text + more, "".join(map(_verdict, verdicts[:MOST_VERDICTS])))
+
+
+def _verdict(verdict: RunVerdict) -> str:
+    evidence = [shorten(sentence, MOST_CHARACTERS) for sentence in verdict.evidence]
+    advice = f"What to do: {shorten(verdict.advice, MOST_CHARACTERS)}" if verdict.advice else ""
+    parts = [
+        f"<h3>{escape(describe_verdict(verdict))}</h3>",
+        note(f"Line of code: {shorten(verdict.code, MOST_CHARACTERS)}") if verdict.code else "",
+        plain_list(evidence) if evidence else "",
+        _what_if(verdict.what_if) if verdict.what_if else "",
+        note(advice),
+    ]
+    return "".join(parts)
+
+
+def _what_if(changes: Sequence[WhatIf]) -> str:
+    rows = [number_row((one.change, format_seconds(one.step_s), format_seconds(one.saved_s))) for one in changes]
+    return table(("with", "#step", "#shorter by"), rows)
