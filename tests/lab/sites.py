@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lab.link import Link
 from lab.waiting import wait_for
 from trainspec_cli.balance.batch.division import OwnSamples
 from trainspec_cli.engine.data.loader import Staging, cut_micro_batches, positions_of
@@ -168,9 +167,6 @@ class SitesLab:
         create_secret(self.secret)
         self.acts: dict[tuple[int, int], Callable[[Site], None]] = {}
         self.compute_s: dict[int, float] = {}
-        self.link_delays_s: dict[int, float] = {}
-        """Of sites that reach the meeting point over a thin link, one way."""
-        self.links: dict[int, Link] = {}
         self.sections: dict[str, Any] = {}
         self.settings = replace(SITES, count=sites, **changes)
         self.silence_s, self.return_s = 10.0, 5.0
@@ -209,8 +205,6 @@ class SitesLab:
         secret = read_secret(self.secret)
         self.point = make_meeting_point(self._plan_of(0), self.folder / "sites", secret, self.log)
         self.point.start(listener)
-        self.links = {site: Link(self.port, None, delay_s) for site, delay_s in self.link_delays_s.items()}
-        self.endpoints |= {site: link.port for site, link in self.links.items()}
 
     def open_inbox(self, site: int) -> int:
         """Have a site listen for the others, in place of its supervisor; return the port."""
